@@ -13,13 +13,14 @@
     manager.wait(task)                                 # the slots may be written again
     manager.shutdown()
 
-Any thread may call anything. Nothing raises for what a tier's medium does.
+Any thread may call anything. A tier that fails is a miss and raises nothing. `common.calls` has the
+calls.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -31,15 +32,15 @@ from kvelastic.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from kvelastic.flexkv.common.calls import Calls
 from kvelastic.flexkv.common.config import (
     GLOBAL_CONFIG_FROM_ENV,
     CacheConfig,
     ModelConfig,
     check_supported,
 )
-from kvelastic.flexkv.common.request import KVResponse, Mask
 from kvelastic.flexkv.common.storage import KVCacheLayout
-from kvelastic.flexkv.kvtask import WAIT_S, KVTaskEngine
+from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.process import KVServerHandle
 from kvelastic.flexkv.server.rank_listener import RankListener
@@ -50,12 +51,13 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     unique_endpoint,
 )
+from kvelastic.messages import Message
 
 _log = logging.getLogger("kvelastic.flexkv")
 
 
-class KVManager:
-    """See the module."""
+class KVManager(Calls):
+    """FlexKV's facade: forwards calls to a task engine of its own or to a server's."""
 
     def __init__(
         self,
@@ -202,150 +204,9 @@ class KVManager:
         rank.register_to_server(kv_caches, layout)
         rank.wait_until_registered()
 
-    def get_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        layer_granularity: int = -1,
-        dp_id: int = 0,
-        *,
-        cpu_only: bool = False,
-        namespace: Sequence[str] | None = None,
-        swa_aware: bool = False,
-    ) -> tuple[int, Mask]:
-        """Find the longest prefix that is in the tiers: (task id, mask).
-
-        The mask is True for one run of whole blocks, which begins at the block of the first True
-        token of `token_mask` (None: all True). What is found is held until the task is launched and
-        over, or cancelled: do one of the two. `cpu_only` asks no other tier. `token_ids` are a row
-        of int64, of NumPy or torch on the CPU; `namespace` keeps tenants apart. Raises
-        `InvalidArgumentError`, and `UnsupportedError` for a `layer_granularity` other than -1.
-        """
-        return self._engine.get_match(
-            token_ids,
-            token_mask,
-            layer_granularity,
-            self._client(dp_id),
-            cpu_only=cpu_only,
-            namespace=namespace,
-            swa_aware=swa_aware,
-        )
-
-    def put_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> tuple[int, Mask]:
-        """Find what is not in the CPU tier, and have places for it: (task id, mask).
-
-        The mask is True from the first block that is not there, nor on its way, to the last whole
-        one; all False where not all of that finds a place. `token_mask` must be True from the first
-        token on. Launch or cancel the task. Raises `InvalidArgumentError`.
-        """
-        return self._engine.put_match(
-            token_ids, token_mask, self._client(dp_id), namespace=namespace
-        )
-
-    def get_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        layer_granularity: int = -1,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """Match, bind and launch in one call: the task id.
-
-        `slot_mapping` has a slot for each True token of `token_mask`; those of tokens that are not
-        there stay as they are. The mask comes in `KVResponse.return_mask`.
-        """
-        return self._engine.get_async(
-            token_ids,
-            slot_mapping,
-            token_mask,
-            layer_granularity,
-            self._client(dp_id),
-            namespace=namespace,
-        )
-
-    def put_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """The same for a put."""
-        return self._engine.put_async(
-            token_ids, slot_mapping, token_mask, self._client(dp_id), namespace=namespace
-        )
-
-    def prefetch_async(
-        self,
-        token_ids: Any,
-        namespace: Sequence[str] | None = None,
-        swa_aware: bool = False,
-    ) -> int:
-        """Bring what only a farther tier has into the CPU tier: the task id.
-
-        Its response comes when all of it is over, with the mask of what lies in the CPU tier then.
-        """
-        return self._engine.prefetch_async(token_ids, namespace, swa_aware)
-
-    def launch(
-        self,
-        task_ids: int | Iterable[int],
-        slot_mappings: Any,
-        swa_slot_mappings: Any = None,
-        as_batch: bool = False,
-        layerwise_transfer: bool = False,
-        counter_id: int = 0,
-    ) -> list[int]:
-        """Begin tasks; answers the ids to wait for. All of them, or none where one is refused.
-
-        A slot mapping has the slots of exactly the True tokens of the task's mask, in order, whole
-        blocks of the engine: block = slot // tokens_per_block. In the place of a block's slots its
-        first one may stand for each token. One id may come with one bare array;
-        arrays are of NumPy or torch. Tasks that are complete because nothing was found are left
-        alone. With `as_batch` the answer is one id for all. Raises `InvalidArgumentError` (a
-        ValueError) for a task that is launched or over, and for slots that do not fit;
-        `NotInitializedError` before tensors are registered; `UnsupportedError` for layers one by
-        one and sliding windows. Never blocks.
-        """
-        return self._engine.launch(
-            task_ids, slot_mappings, swa_slot_mappings, as_batch, layerwise_transfer, counter_id
-        )
-
-    def cancel(self, task_ids: int | Iterable[int]) -> None:
-        """Give tasks up: as `KVTaskEngine.cancel`."""
-        self._engine.cancel(task_ids)
-
-    def wait(
-        self, task_ids: int | Iterable[int], timeout: float = WAIT_S, completely: bool = False
-    ) -> dict[int, KVResponse]:
-        """What became of tasks, for each id; `timeout` seconds for all of them together.
-
-        SUCCESS comes as soon as the engine may go on: a get is in its blocks, the blocks of a put
-        may be written again. With `completely` also what is written to farther tiers is over; a
-        prefetch is always waited for so. FAILED says that some blocks were not moved, and the mask
-        which were. A task that was not launched is UNREADY, one that is not known NOTFOUND. Blocks.
-        """
-        return self._engine.wait(task_ids, timeout, completely)
-
-    def try_wait(self, task_ids: int | Iterable[int]) -> dict[int, KVResponse]:
-        """The same without blocking; tasks on their way are left out."""
-        return self._engine.try_wait(task_ids)
-
-    def reset(self) -> None:
-        """Forget everything in all tiers, for new weights: as `KVTaskEngine.reset`. Blocks."""
-        self._engine.reset()
+    def ask(self, call: Message, dp_id: int = 0) -> Any:
+        """As `Calls.ask`, of the engine in this process or of the server's."""
+        return self._engine.ask(call, dp_id)
 
     def shutdown(self) -> None:
         """Cancel what is on its way and close the tiers. Idempotent. Blocks.
@@ -372,10 +233,6 @@ class KVManager:
             self._listener.check_integrity()
         if isinstance(self._engine, KVTaskEngine):
             self._engine.check_integrity()
-
-    def _client(self, dp_id: int) -> int:
-        """`dp_id` names another client of this process than the manager's own."""
-        return dp_id or self.dp_client_id
 
     def __enter__(self) -> KVManager:
         self.start()

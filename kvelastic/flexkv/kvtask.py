@@ -28,25 +28,27 @@ from typing import Any, Final
 import numpy as np
 
 from kvelastic.config import Config, load
-from kvelastic.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
+from kvelastic.errors import InvalidArgumentError, MessageError, NotInitializedError
 from kvelastic.flexkv.cache.cache_engine import (
-    ALL_LAYERS,
     GlobalCacheEngine,
     Plan,
     blocks_of_slots,
-    check_layers,
     put_blocks,
     slots_of_plan,
     wanted_blocks,
 )
-from kvelastic.flexkv.common.arguments import (
-    launched,
-    namespace_names,
-    request_tokens,
-    task_id_list,
-    wait_seconds,
+from kvelastic.flexkv.common.calls import (
+    Calls,
+    Cancel,
+    Done,
+    Launch,
+    Match,
+    Matched,
+    Prefetch,
+    Reset,
+    Started,
+    Wait,
 )
-from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
 from kvelastic.flexkv.common.debug import TaskRecord
 from kvelastic.flexkv.common.hash_utils import Tokens
@@ -64,17 +66,16 @@ from kvelastic.flexkv.storage.allocator import GPUAllocator
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
-from kvelastic.tiers.base import Store
+from kvelastic.messages import Message
 
 _log = logging.getLogger("kvelastic")
 
 EXPIRY_S: Final = 30 * 60.0
 MOST_TASKS: Final = 100_000
-"""Beyond either a task is forgotten, the oldest first; what it holds is given back."""
+"""Beyond either bound the oldest task is forgotten and releases what it holds."""
 RECENT_TASKS: Final = 256
-"""How many of those that are over are remembered for `common.debug`."""
+"""Ended tasks that are remembered for `common.debug`."""
 RESET_S: Final = 60.0
-WAIT_S: Final = 20.0
 
 
 class TaskStatus(Enum):
@@ -140,7 +141,7 @@ class KVTask:
         self.plan = self.plan.ended()
 
 
-class KVTaskEngine:
+class KVTaskEngine(Calls):
     """Tasks over one set of tiers, in this process. See the module."""
 
     def __init__(
@@ -170,7 +171,7 @@ class KVTaskEngine:
         self._by_graph: dict[int, KVTask] = {}
         self._batches: dict[int, list[int]] = {}
         self._called_back: deque[tuple[Callable[[KVResponse], None], KVResponse]] = deque()
-        self._recent: RingBuffer[TaskRecord] = RingBuffer(RECENT_TASKS)
+        self.recent: RingBuffer[TaskRecord] = RingBuffer(RECENT_TASKS)
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
@@ -267,25 +268,8 @@ class KVTaskEngine:
         """A client is gone: cancel its tasks, give back what they hold, let go of its tensors."""
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if task.dp_id == dp_client_id]
-        self.cancel(ids)
+        self._cancel(ids)
         self.transfer_engine.gpu_worker.unregister(dp_client_id)
-
-    def reset(self) -> None:
-        """Forget all blocks in all tiers; tasks on their way become CANCELLED. Blocks.
-
-        For new weights. A tier that does not answer within a minute is logged; nothing of it from
-        before is found in any case.
-        """
-        _ = self.storage
-        with self._lock:
-            ids = [task.task_id for task in self._tasks.values() if not task.graph_is_over]
-        self.cancel(ids)
-        # A store may still be busy with what was cancelled; what it stores would stay behind.
-        self.transfer_engine.stop_writing(RESET_S)
-        self._pump()
-        late = self.cache_engine.reset(RESET_S)
-        if late:
-            _log.warning("the tiers %s did not forget within %.0f s", ", ".join(late), RESET_S)
 
     def shutdown(self) -> None:
         """Cancel what is on its way, close the tiers, end the threads. Idempotent. Blocks."""
@@ -294,7 +278,7 @@ class KVTaskEngine:
                 is_started = self._storage is not None and not self._is_shut
                 ids = list(self._tasks)
             if is_started:
-                self.cancel(ids)
+                self._cancel(ids)
             with self._lock:
                 self._is_shut = True
                 tasks = list(self._tasks.values())
@@ -306,133 +290,89 @@ class KVTaskEngine:
                 if self._tracer is not None:
                     self._tracer.close()
 
-    # --- matching ------------------------------------------------------------------------------
+    # --- calls ---------------------------------------------------------------------------------
 
-    def get_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        layer_granularity: int = ALL_LAYERS,
-        dp_id: int = 0,
-        *,
-        cpu_only: bool = False,
-        namespace: Sequence[str] | None = None,
-        swa_aware: bool = False,
-    ) -> tuple[int, Mask]:
-        """(task id, mask of the tokens that are there). See `KVManager.get_match`."""
-        check_layers(ALL_LAYERS, layer_granularity)
-        refuse_sliding(swa_aware=swa_aware)
+    def ask(self, call: Message, dp_id: int = 0) -> Any:
+        """As `Calls.ask`. Raises `NotInitializedError` before `start` and after `shutdown`."""
         self._check_client(dp_id)
         _ = self.storage
+        if isinstance(call, Match):
+            return self._begin_match(call, dp_id)
+        if isinstance(call, Prefetch):
+            return Started([self._prefetch(call).task_id])
+        if isinstance(call, Launch):
+            return Started(self._launch(call))
+        if isinstance(call, Wait):
+            return self._wait(call)
+        if isinstance(call, Cancel):
+            self._cancel(call.task_ids)
+        elif isinstance(call, Reset):
+            self._reset()
+        else:
+            raise MessageError(f"a {type(call).__name__} is no call of a task engine")
+        return Done()
+
+    def _reset(self) -> None:
+        with self._lock:
+            ids = [task.task_id for task in self._tasks.values() if not task.graph_is_over]
+        self._cancel(ids)
+        # A store may still be writing blocks of cancelled tasks, which would stay behind.
+        self.transfer_engine.stop_writing(RESET_S)
         self._pump()
-        namespace = namespace_names(namespace)
-        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
-        first, last = wanted_blocks(token_mask, sequence)
-        plan = self.cache_engine.plan_get(sequence, first, last, dp_id=dp_id, cpu_only=cpu_only)
-        task = self._add(KVRequestType.GET, plan, dp_id)
-        if self._tracer is not None:
-            self._trace_match(self._tracer, task, sequence, first, last, namespace)
-        return task.task_id, plan.mask()
+        late = self.cache_engine.reset(RESET_S)
+        if late:
+            _log.warning("the tiers %s did not forget within %.0f s", ", ".join(late), RESET_S)
 
-    def put_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> tuple[int, Mask]:
-        """(task id, mask of the tokens that are not there). See `KVManager.put_match`."""
-        self._check_client(dp_id)
-        _ = self.storage
+    def _begin(
+        self, kind: KVRequestType, call: Match | Prefetch, dp_id: int, mask: Any = None
+    ) -> KVTask:
         self._pump()
-        namespace = namespace_names(namespace)
-        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
-        last = put_blocks(token_mask, sequence)
-        plan = self.cache_engine.plan_put(sequence, last, dp_id=dp_id)
-        task = self._add(KVRequestType.PUT, plan, dp_id)
+        sequence = self.cache_engine.sequence(call.tokens, call.namespace)
+        if kind is KVRequestType.PUT:
+            first, last = 0, put_blocks(mask, sequence)
+            plan = self.cache_engine.plan_put(sequence, last, dp_id=dp_id)
+        else:
+            first, last = wanted_blocks(mask, sequence)
+            plan = self.cache_engine.plan_get(
+                sequence,
+                first,
+                last,
+                dp_id=dp_id,
+                cpu_only=isinstance(call, Match) and call.cpu_only,
+                is_prefetch=kind is KVRequestType.PREFETCH,
+            )
+        task = self._add(kind, plan, dp_id)
         if self._tracer is not None:
-            self._trace_match(self._tracer, task, sequence, 0, last, namespace)
-        return task.task_id, plan.mask()
+            per_block = sequence.tokens_per_block
+            self._tracer.match(
+                kind,
+                task.task_id,
+                sequence.token_ids,
+                (first * per_block, last * per_block),
+                call.namespace,
+                (plan.first_token if plan.tokens else 0, plan.tokens),
+            )
+        return task
 
-    @staticmethod
-    def _trace_match(
-        tracer: Tracer,
-        task: KVTask,
-        sequence: SequenceMeta,
-        first: int,
-        last: int,
-        namespace: Sequence[str] | None,
-    ) -> None:
-        plan, per_block = task.plan, sequence.tokens_per_block
-        tracer.match(
-            task.task_type,
-            task.task_id,
-            sequence.token_ids,
-            (first * per_block, last * per_block),
-            namespace,
-            (plan.first_token if plan.tokens else 0, plan.tokens),
-        )
+    def _begin_match(self, call: Match, dp_id: int) -> Matched:
+        task = self._begin(KVRequestType(call.kind), call, dp_id, call.mask)
+        plan = task.plan
+        if call.slots is not None:
+            try:
+                slots = slots_of_plan(plan, call.mask, call.slots)
+                self._launch(Launch([task.task_id], [slots], False))
+            except BaseException:
+                self._cancel([task.task_id])
+                raise
+        end = plan.first_token + plan.tokens
+        return Matched(task.task_id, plan.length, plan.first_token if plan.tokens else end, end)
 
-    def get_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        layer_granularity: int = ALL_LAYERS,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """Match, bind and launch at once; the mask comes in the response."""
-        task_id, _ = self.get_match(
-            token_ids, token_mask, layer_granularity, dp_id, namespace=namespace
-        )
-        return self._launch_at_once(task_id, token_mask, slot_mapping)
-
-    def put_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        dp_id: int = 0,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """Match, bind and launch at once; the mask comes in the response."""
-        task_id, _ = self.put_match(token_ids, token_mask, dp_id, namespace=namespace)
-        return self._launch_at_once(task_id, token_mask, slot_mapping)
-
-    def _launch_at_once(self, task_id: int, token_mask: Any, slot_mapping: Any) -> int:
-        plan = self._tasks[task_id].plan
-        try:
-            self.launch(task_id, slots_of_plan(plan, token_mask, slot_mapping))
-        except BaseException:
-            self.cancel(task_id)
-            raise
-        return task_id
-
-    def prefetch_async(
-        self,
-        token_ids: Any,
-        namespace: Sequence[str] | None = None,
-        swa_aware: bool = False,
-    ) -> int:
-        """Bring what lies farther away into the CPU tier; no block of the engine is touched."""
-        refuse_sliding(swa_aware=swa_aware)
-        _ = self.storage
-        self._pump()
-        namespace = namespace_names(namespace)
-        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
-        plan = self.cache_engine.plan_get(sequence, 0, sequence.num_blocks, is_prefetch=True)
-        task = self._add(KVRequestType.PREFETCH, plan, 0)
-        if self._tracer is not None:
-            blocks = sequence.num_blocks
-            self._trace_match(self._tracer, task, sequence, 0, blocks, namespace)
+    def _prefetch(self, call: Prefetch) -> KVTask:
+        task = self._begin(KVRequestType.PREFETCH, call, 0)
         with self._lock:
             if not task.is_over:
                 self._submit([task])
-        return task.task_id
+        return task
 
     def _add(self, task_type: KVRequestType, plan: Plan, dp_id: int) -> KVTask:
         with self._lock:
@@ -457,35 +397,26 @@ class KVTaskEngine:
 
     # --- launching -----------------------------------------------------------------------------
 
-    def launch(
-        self,
-        task_ids: int | Iterable[int],
-        slot_mappings: Any,
-        swa_slot_mappings: Any = None,
-        as_batch: bool = False,
-        layerwise_transfer: bool = False,
-        counter_id: int = 0,
-    ) -> list[int]:
-        """Begin tasks with the slots of their masks' True tokens. See `KVManager.launch`."""
-        refuse_sliding(swa_slot_mappings=swa_slot_mappings)
-        refuse_layerwise(layerwise_transfer)
-        _ = self.storage
-        ids, slots = launched(task_ids, slot_mappings)
+    def _launch(self, call: Launch) -> list[int]:
+        if len(call.slots) != len(call.task_ids):
+            raise InvalidArgumentError(
+                f"{len(call.task_ids)} tasks and {len(call.slots)} slot mappings; pass one for each"
+            )
         with self._lock:
             self._pump()
-            bound = [self._check_launch(at, own) for at, own in zip(ids, slots, strict=True)]
+            bound = map(self._check_launch, call.task_ids, call.slots)
             wanted = [(task, blocks) for task, blocks in bound if blocks is not None]
+            tasks = [task for task, _ in wanted]
             for task, blocks in wanted:
-                assert blocks is not None
                 task.plan.graph.bind_engine_blocks(blocks)
                 task.status = TaskStatus.READY
-            self._submit([task for task, _ in wanted])
+            self._submit(tasks)
             if self._tracer is not None:
-                self._tracer.launch([task.task_id for task, _ in wanted])
-            if not as_batch:
-                return ids
+                self._tracer.launch([task.task_id for task in tasks])
+            if not call.as_batch:
+                return list(call.task_ids)
             batch_id = next(self._task_ids)
-            self._batches[batch_id] = ids
+            self._batches[batch_id] = list(call.task_ids)
             while len(self._batches) > MOST_TASKS:
                 del self._batches[next(iter(self._batches))]
             return [batch_id]
@@ -532,18 +463,11 @@ class KVTaskEngine:
         for task in tasks:
             task.status = TaskStatus.RUNNING
 
-    def cancel(self, task_ids: int | Iterable[int]) -> None:
-        """Give tasks up. Ids that are not known, or over, are left alone.
-
-        One that was never launched gives back what it holds. Of a running one nothing more is
-        begun, and the one copy that may be under way is waited for: its blocks are the caller's
-        when this returns.
-        """
-        _ = self.storage
+    def _cancel(self, task_ids: Iterable[int]) -> None:
         running = []
         with self._lock:
             self._pump()
-            ids = self._members(task_ids)
+            ids = [one for each in task_ids for one in self._batches.get(each, [each])]
             if self._tracer is not None:
                 self._tracer.cancel(ids)
             for task_id in ids:
@@ -561,28 +485,18 @@ class KVTaskEngine:
                 _log.warning("a copy of task %d does not end; its blocks are in use", task.task_id)
         self._call_back()
 
-    def _members(self, task_ids: int | Iterable[int]) -> list[int]:
-        return [
-            one
-            for task_id in task_id_list(task_ids)
-            for one in self._batches.get(task_id, [task_id])
-        ]
-
     # --- waiting -------------------------------------------------------------------------------
 
-    def wait(
-        self, task_ids: int | Iterable[int], timeout: float = WAIT_S, completely: bool = False
-    ) -> dict[int, KVResponse]:
-        """What became of tasks, for each. See `KVManager.wait`."""
-        _ = self.storage
-        ids = task_id_list(task_ids)
-        deadline_s = time.monotonic() + wait_seconds(timeout)
+    def _wait(self, call: Wait) -> dict[int, KVResponse]:
+        deadline_s = time.monotonic() + (call.timeout_s or 0.0)
         while True:
             seen = self.transfer_engine.events
             with self._lock:
                 self._pump()
-                answers = {task_id: self._answer(task_id, completely) for task_id in ids}
+                answers = {one: self._answer(one, call.completely) for one in call.task_ids}
             self._call_back()
+            if call.timeout_s is None:
+                return {task_id: answer for task_id, answer in answers.items() if answer}
             left_s = deadline_s - time.monotonic()
             if None not in answers.values() or left_s <= 0:
                 return {
@@ -590,18 +504,6 @@ class KVTaskEngine:
                     for task_id, answer in answers.items()
                 }
             self.transfer_engine.wait_for_event(seen, left_s)
-
-    def try_wait(
-        self, task_ids: int | Iterable[int], completely: bool = False
-    ) -> dict[int, KVResponse]:
-        """The same without waiting; those that are on their way are left out."""
-        _ = self.storage
-        ids = task_id_list(task_ids)
-        with self._lock:
-            self._pump()
-            answers = {task_id: self._answer(task_id, completely) for task_id in ids}
-        self._call_back()
-        return {task_id: answer for task_id, answer in answers.items() if answer is not None}
 
     def on_complete(self, task_id: int, callback: Callable[[KVResponse], None]) -> None:
         """Call `callback` once with the response, from whichever thread waits or asks next.
@@ -686,7 +588,7 @@ class KVTaskEngine:
 
     def _end(self, task: KVTask, status: TaskStatus) -> None:
         task.status = status
-        self._recent.append(self._record(task))
+        self.recent.append(self._record(task))
         if status is TaskStatus.CANCELLED:
             task.moved = np.zeros(0, np.bool_)
         response = self._response(task)
@@ -723,23 +625,9 @@ class KVTaskEngine:
         )
 
     def open_records(self) -> list[TaskRecord]:
-        """Those tasks, for `common.debug.describe`."""
+        """The tasks that hold something, for `common.debug.describe`."""
         with self._lock:
             return [self._record(task) for task in self._tasks.values() if not task.graph_is_over]
-
-    def recent_records(self) -> list[TaskRecord]:
-        """The last tasks that are over, the oldest first."""
-        return self._recent.snapshot()
-
-    def tier_stores(self) -> dict[DeviceType, Store]:
-        """Nearest first. They belong to this: not to be closed."""
-        return dict(self.storage.stores)
-
-    @property
-    def stuck_devices(self) -> list[DeviceType]:
-        """Tiers that do not answer."""
-        stuck = self.transfer_engine.stuck_tiers
-        return [device for device, tier in self.storage.tiers.items() if tier in stuck]
 
     def status_of(self, task_id: int) -> TaskStatus | None:
         """Where a task is; None: it is not known."""
@@ -753,23 +641,3 @@ class KVTaskEngine:
         self._pump()
         self.transfer_engine.check_integrity()
         self.cache_engine.check_integrity()
-
-
-def refuse_sliding(*, swa_aware: bool = False, swa_slot_mappings: Any = None) -> None:
-    """Raise `UnsupportedError` for what is of sliding-window layers."""
-    if swa_aware or swa_slot_mappings is not None:
-        raise UnsupportedError(
-            "swa_aware and swa_slot_mappings: sliding-window layers with blocks of their own are"
-            " not served; register the tensors of full layers, or use kvelastic's own vLLM plugin"
-        )
-
-
-def refuse_layerwise(layerwise_transfer: bool) -> None:
-    """Raise `UnsupportedError` where blocks are to be moved layer by layer."""
-    if layerwise_transfer:
-        raise UnsupportedError(
-            "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
-        )
-
-
-__all__ = ["DeviceType", "KVTask", "KVTaskEngine", "TaskStatus"]

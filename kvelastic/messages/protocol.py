@@ -6,6 +6,7 @@ one pass into the types that the class declares, and refuses everything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -37,8 +38,13 @@ class Protocol:
         version: int,
         messages: tuple[type[Message], ...],
         most_bytes: int = DEFAULT_MOST_BYTES,
+        pack: Callable[[Any], Any] | None = None,
+        unpack: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         """`most_bytes` bounds each message as it is sent, and so what a peer makes us allocate.
+
+        `pack` and `unpack` are msgspec's `enc_hook` and `dec_hook`, for fields of types that
+        MessagePack does not have; `unpack` raises ValueError for what is no such value.
 
         Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version
         outside 1 to 2**32-1, no messages, or a bound above 16 MiB.
@@ -56,11 +62,13 @@ class Protocol:
         self.name: Final = name
         self.version: Final = version
         self.most_bytes: Final = most_bytes
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=pack)
         union: Any = messages[0]
         for other in messages[1:]:
             union = union | other
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+            union, dec_hook=unpack
+        )
 
     def encode(self, message: Message) -> bytes:
         """The body of a message. Raises `MessageError` if it is larger than `most_bytes`."""

@@ -13,7 +13,6 @@ from waiting import DEADLINE_S
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.debug import describe
-from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
 from kvelastic.flexkv.common.tracer import read, replay
 from kvelastic.flexkv.kvmanager import KVManager
@@ -79,19 +78,6 @@ def test_a_trace_that_breaks_off_ends_there_and_one_that_lies_is_named(tmp_path:
         with opened() as manager, pytest.raises(InvalidArgumentError, match=why):
             list(replay(path, manager))
     assert second
-
-
-def test_a_ring_keeps_the_last_and_counts_the_others() -> None:
-    ring: RingBuffer[int] = RingBuffer(3)
-    for item in range(5):
-        ring.append(item)
-    assert (ring.snapshot(), len(ring), ring.dropped) == ([2, 3, 4], 3, 2)
-    assert ring.take_all() == [2, 3, 4]
-    assert (ring.take_all(), len(ring)) == ([], 0)
-    ring.append(9)
-    assert ring.snapshot() == [9]
-    with pytest.raises(InvalidArgumentError):
-        RingBuffer(0)
 
 
 def test_a_person_sees_tiers_and_tasks() -> None:

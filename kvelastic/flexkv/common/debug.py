@@ -1,21 +1,16 @@
-"""What a task engine holds and has done, for a person who asks why a request waits.
+"""The tasks that an engine holds and has done, for an engineer who asks why a request waits.
 
 print(describe(manager.task_engine))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
-from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.sizes import format_size
-from kvelastic.tiers.base import Store
 
 
-@dataclass(frozen=True)
-class TaskRecord:
+class TaskRecord(NamedTuple):
     """One task in short."""
 
     task_id: int
@@ -23,32 +18,18 @@ class TaskRecord:
     status: str
     tokens: int
     seconds: float
-    """Since it was matched; of one that is over, until then."""
+    """From its match to its end, or until now."""
 
 
-class Described(Protocol):
-    """As much of a task engine as this needs."""
+def describe(engine: Any, most: int = 20) -> str:
+    """Lines on a KVTaskEngine's tiers, open tasks and last ended tasks.
 
-    def open_records(self) -> Sequence[TaskRecord]:
-        """Tasks that hold anything, or are on their way."""
-
-    def recent_records(self) -> Sequence[TaskRecord]:
-        """The last ones that are over."""
-
-    def tier_stores(self) -> Mapping[DeviceType, Store]:
-        """Nearest first."""
-
-    @property
-    def stuck_devices(self) -> Sequence[DeviceType]:
-        """Tiers that do not answer."""
-
-
-def describe(engine: Described, most: int = 20) -> str:
-    """Tiers, open tasks, the last ones that are over, in lines. Asks stores, which may block."""
+    Queries the stores, which may block.
+    """
     lines = ["tiers:"]
-    stuck = set(engine.stuck_devices)
-    for device, store in engine.tier_stores().items():
-        if device in stuck:
+    stuck = engine.transfer_engine.stuck_tiers
+    for place, (device, store) in enumerate(engine.storage.stores.items()):
+        if place in stuck:
             lines.append(f"  {device.name}: does not answer")
             continue
         capacity, done = store.capacity(), store.statistics()
@@ -57,10 +38,7 @@ def describe(engine: Described, most: int = 20) -> str:
             f" {done.puts} put, {done.refused} refused, {done.hits} read, {done.misses} missed,"
             f" {done.evicted} evicted, {done.errors} errors"
         )
-    for title, records in (
-        ("open tasks", engine.open_records()),
-        ("last tasks", engine.recent_records()),
-    ):
+    for title, records in (("open tasks", engine.open_records()), ("last tasks", engine.recent)):
         lines.append(f"{title}: {len(records)}")
         lines += [
             f"  {each.task_id} {each.kind} {each.status}, {each.tokens} tokens,"

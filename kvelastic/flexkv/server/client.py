@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from kvelastic.errors import (
     ChannelError,
@@ -15,19 +14,8 @@ from kvelastic.errors import (
     MessageError,
     NotInitializedError,
 )
-from kvelastic.flexkv.cache.cache_engine import ALL_LAYERS, check_layers
-from kvelastic.flexkv.common.arguments import (
-    as_mask,
-    launched,
-    namespace_names,
-    request_tokens,
-    task_id_list,
-    wait_seconds,
-)
+from kvelastic.flexkv.common.calls import Calls
 from kvelastic.flexkv.common.config import ModelConfig
-from kvelastic.flexkv.common.hash_utils import Tokens
-from kvelastic.flexkv.common.request import KVResponse, Mask
-from kvelastic.flexkv.kvtask import refuse_layerwise, refuse_sliding
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.connecting import (
     ANSWER_S,
@@ -43,12 +31,12 @@ from kvelastic.messages import Connection, Endpoint, Message, Request
 __all__ = ["KVDPClient", "KVTPClient"]
 
 
-class KVDPClient:
-    """One data-parallel client: what `KVManager` forwards its calls to. Any thread may call.
+class KVDPClient(Calls):
+    """One data-parallel client of a server. Any thread may call.
 
-    Each call blocks until the server has answered, and raises what it answered as an error;
-    `ChannelClosedError` when it is gone: all tasks are lost then. The next call looks for another
-    server at the same endpoint, which knows none of the tasks of before.
+    Each call blocks until the server has replied, and raises the error that it replied with. It
+    raises `ChannelClosedError` if the server has ended: all tasks are lost then. The next call
+    looks for another server at the same endpoint, which knows none of these tasks.
     """
 
     def __init__(
@@ -59,7 +47,7 @@ class KVDPClient:
         tokens_per_block: int = 0,
     ) -> None:
         """Does not connect yet. Raises `ConfigError` for an endpoint other than a Unix socket's."""
-        self.dp_client_id: Final = dp_client_id
+        self.dp_client_id = dp_client_id
         self.server_recv_port: Final = server_recv_port
         self._address = socket_address(server_recv_port)
         self._shape = messages.shape_of(model_config, tokens_per_block)
@@ -106,133 +94,20 @@ class KVDPClient:
         """As `KVManager.is_ready`, for all clients of the server."""
         return self._ask(messages.IsReady(), messages.Ready).is_ready
 
-    def get_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        layer_granularity: int = -1,
-        dp_id: int | None = None,
-        *,
-        cpu_only: bool = False,
-        namespace: Sequence[str] | None = None,
-        swa_aware: bool = False,
-    ) -> tuple[int, Mask]:
-        """As `KVManager.get_match`."""
-        refuse_sliding(swa_aware=swa_aware)
-        self._check_client(dp_id)
-        return self._match(
-            "get", token_ids, token_mask, None, layer_granularity, namespace, cpu_only=cpu_only
-        )
+    def ask(self, call: Message, dp_id: int = 0) -> Any:
+        """As `Calls.ask`. Blocks until the server has replied."""
+        if dp_id != self.dp_client_id:
+            raise InvalidArgumentError(
+                f"dp_id={dp_id}: this is client {self.dp_client_id}; each has its own KVManager"
+            )
+        answer = _ANSWERS[type(call)]
+        if not isinstance(call, messages.Wait):
+            return self._ask(call, answer)
+        replied = self._ask(call, messages.Responses, (call.timeout_s or 0.0) + ANSWER_S)
+        return {one.task_id: messages.response_of(one) for one in replied.responses}
 
-    def put_match(
-        self,
-        token_ids: Any,
-        token_mask: Any = None,
-        dp_id: int | None = None,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> tuple[int, Mask]:
-        """As `KVManager.put_match`."""
-        self._check_client(dp_id)
-        return self._match("put", token_ids, token_mask, None, -1, namespace)
-
-    def get_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        layer_granularity: int = -1,
-        dp_id: int | None = None,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """As `KVManager.get_async`."""
-        self._check_client(dp_id)
-        matched = self._match(
-            "get",
-            token_ids,
-            token_mask,
-            request_tokens(slot_mapping, "slot_mapping"),
-            layer_granularity,
-            namespace,
-        )
-        return matched[0]
-
-    def put_async(
-        self,
-        token_ids: Any,
-        slot_mapping: Any,
-        token_mask: Any = None,
-        dp_id: int | None = None,
-        *,
-        namespace: Sequence[str] | None = None,
-    ) -> int:
-        """As `KVManager.put_async`."""
-        self._check_client(dp_id)
-        return self._match(
-            "put",
-            token_ids,
-            token_mask,
-            request_tokens(slot_mapping, "slot_mapping"),
-            -1,
-            namespace,
-        )[0]
-
-    def prefetch_async(
-        self, token_ids: Any, namespace: Sequence[str] | None = None, swa_aware: bool = False
-    ) -> int:
-        """As `KVManager.prefetch_async`."""
-        refuse_sliding(swa_aware=swa_aware)
-        asked = messages.Prefetch(
-            tokens=messages.pack_integers(token_ids), namespace=namespace_names(namespace)
-        )
-        (task_id,) = self._ask(asked, messages.Started).task_ids
-        return task_id
-
-    def launch(
-        self,
-        task_ids: int | Iterable[int],
-        slot_mappings: Any,
-        swa_slot_mappings: Any = None,
-        as_batch: bool = False,
-        layerwise_transfer: bool = False,
-        counter_id: int = 0,
-    ) -> list[int]:
-        """As `KVManager.launch`."""
-        refuse_sliding(swa_slot_mappings=swa_slot_mappings)
-        refuse_layerwise(layerwise_transfer)
-        ids, mappings = launched(task_ids, slot_mappings)
-        slots = [messages.pack_integers(one) for one in mappings]
-        asked = messages.Launch(task_ids=ids, slots=slots, as_batch=bool(as_batch))
-        return self._ask(asked, messages.Started).task_ids
-
-    launch_tasks = launch
-    """FlexKV's name for it here."""
-
-    def cancel(self, task_ids: int | Iterable[int]) -> None:
-        """As `KVManager.cancel`."""
-        self._ask(messages.Cancel(task_ids=task_id_list(task_ids)), messages.Done)
-
-    cancel_tasks = cancel
-
-    def wait(
-        self, task_ids: int | Iterable[int], timeout: float = 20.0, completely: bool = False
-    ) -> dict[int, KVResponse]:
-        """As `KVManager.wait`."""
-        timeout_s = wait_seconds(timeout)
-        asked = messages.Wait(
-            task_ids=task_id_list(task_ids), timeout_s=timeout_s, completely=bool(completely)
-        )
-        return _by_task(self._ask(asked, messages.Responses, timeout_s + ANSWER_S))
-
-    def try_wait(self, task_ids: int | Iterable[int]) -> dict[int, KVResponse]:
-        """As `KVManager.try_wait`."""
-        asked = messages.Wait(task_ids=task_id_list(task_ids), timeout_s=None, completely=False)
-        return _by_task(self._ask(asked, messages.Responses))
-
-    def reset(self) -> None:
-        """As `KVManager.reset`: for all clients of the server."""
-        self._ask(messages.Reset(), messages.Done)
+    launch_tasks = Calls.launch
+    cancel_tasks = Calls.cancel
 
     def unregister(self) -> None:
         """Give back all that this client holds; the server goes on. Idempotent."""
@@ -253,37 +128,6 @@ class KVDPClient:
         if endpoint is not None:
             endpoint.close()
 
-    def _match(
-        self,
-        kind: Literal["get", "put"],
-        token_ids: Any,
-        token_mask: Any,
-        slots: Tokens | None,
-        layer_granularity: int,
-        namespace: Sequence[str] | None,
-        *,
-        cpu_only: bool = False,
-    ) -> tuple[int, Mask]:
-        check_layers(ALL_LAYERS, layer_granularity)
-        tokens = request_tokens(token_ids)
-        asked = messages.Match(
-            kind=kind,
-            tokens=messages.pack_integers(tokens),
-            mask=messages.pack_mask(as_mask(token_mask, len(tokens))),
-            namespace=namespace_names(namespace),
-            layer_granularity=ALL_LAYERS,
-            slots=None if slots is None else messages.pack_integers(slots),
-            cpu_only=bool(cpu_only),
-        )
-        matched = self._ask(asked, messages.Matched)
-        return matched.task_id, messages.mask_of(matched)
-
-    def _check_client(self, dp_id: int | None) -> None:
-        if dp_id is not None and dp_id != self.dp_client_id:
-            raise InvalidArgumentError(
-                f"dp_id={dp_id}: this is client {self.dp_client_id}; each has its own KVManager"
-            )
-
     def _ask(self, message: Message, answer: type[Answer], timeout_s: float = ANSWER_S) -> Answer:
         connection = self._connection
         if connection is None:
@@ -294,8 +138,14 @@ class KVDPClient:
         return expect(connection.call(message, timeout_s), answer)
 
 
-def _by_task(answered: messages.Responses) -> dict[int, KVResponse]:
-    return {one.task_id: messages.response_of(one) for one in answered.responses}
+_ANSWERS: Final[dict[type[Message], type[Message]]] = {
+    messages.Match: messages.Matched,
+    messages.Prefetch: messages.Started,
+    messages.Launch: messages.Started,
+    messages.Wait: messages.Responses,
+    messages.Cancel: messages.Done,
+    messages.Reset: messages.Done,
+}
 
 
 def _refuse_all(request: Request) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-import numpy as np
-
 from kvelastic.errors import ChannelError, InvalidArgumentError, KvelasticError, MessageError
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
 from kvelastic.flexkv.kvtask import KVTaskEngine
@@ -194,31 +192,38 @@ class EngineThread:
             if answer is not None:
                 request.answer(answer)
 
-    def _carry_out(self, request: Request, tasks: Tasks, message: Message) -> Message | None:
-        """The answer; None where that comes later."""
-        if isinstance(message, messages.Wait):
-            self._waiting.append(_Waiting(request, tasks, message))
+    def _carry_out(self, request: Request, tasks: Tasks, call: Message) -> Any:
+        """Returns the reply; None if that comes later."""
+        if isinstance(call, messages.Wait):
+            self._waiting.append(_Waiting(request, tasks, call))
             return None
-        if isinstance(message, messages.Match):
-            return self._match(tasks, message)
-        if isinstance(message, messages.Launch):
-            return self._launch(tasks, message)
-        if isinstance(message, messages.Prefetch):
-            return self._prefetch(tasks, message)
-        self._end(tasks, message)
-        return messages.Done()
-
-    def _end(self, tasks: Tasks, message: Message) -> None:
-        if isinstance(message, messages.Cancel):
-            ids = tasks.own(message.task_ids)
-            self._engine.cancel(ids)
-            tasks.end(ids)
-        elif isinstance(message, messages.Reset):
-            self._engine.reset()
-        elif isinstance(message, messages.Unregister):
+        if isinstance(call, messages.Unregister):
             self._give_back(tasks)
-        else:
-            raise MessageError(f"a server takes no {type(message).__name__}")
+            return messages.Done()
+        own: list[int] = []
+        if isinstance(call, (messages.Match, messages.Prefetch)):
+            self._make_room(tasks)
+        elif isinstance(call, messages.Launch):
+            foreign = [one for one in call.task_ids if one not in tasks.is_over]
+            if foreign:
+                raise InvalidArgumentError(f"tasks {foreign[:8]} are none of this client's")
+        elif isinstance(call, messages.Cancel):
+            own = tasks.own(call.task_ids)
+            call = messages.Cancel(own)
+        elif not isinstance(call, messages.Reset):
+            raise MessageError(f"a server takes no {type(call).__name__}")
+        reply: Any = self._engine.ask(call, tasks.dp_client_id)
+        if isinstance(call, messages.Match):
+            tasks.add(reply.task_id)
+            if call.slots is not None:  # the mask comes with the response
+                reply = messages.Matched(reply.task_id, 0, 0, 0)
+        elif isinstance(call, messages.Prefetch):
+            tasks.add(reply.task_ids[0])
+        elif isinstance(call, messages.Launch) and call.as_batch:
+            tasks.add(reply.task_ids[0])
+            tasks.members[reply.task_ids[0]] = list(call.task_ids)
+        tasks.end(own)
+        return reply
 
     def _make_room(self, tasks: Tasks) -> None:
         """Raise `InvalidArgumentError` if too many of a client's tasks are on their way, or were
@@ -234,48 +239,6 @@ class EngineThread:
             raise InvalidArgumentError(
                 f"{len(tasks.is_over)} tasks of this client are open; wait for them or cancel them"
             )
-
-    def _prefetch(self, tasks: Tasks, asked: messages.Prefetch) -> Message:
-        tokens = messages.unpack_integers(asked.tokens)
-        self._make_room(tasks)
-        task_id = self._engine.prefetch_async(tokens, asked.namespace)
-        tasks.add(task_id)
-        return messages.Started(task_ids=[task_id])
-
-    def _match(self, tasks: Tasks, asked: messages.Match) -> Message:
-        tokens = messages.unpack_integers(asked.tokens)
-        mask = None if asked.mask is None else messages.unpack_mask(asked.mask, tokens.size)
-        self._make_room(tasks)
-        client, namespace, layers = tasks.dp_client_id, asked.namespace, asked.layer_granularity
-        engine = self._engine
-        found = np.zeros(0, np.bool_)
-        if asked.slots is not None:
-            slots = messages.unpack_integers(asked.slots)
-            if asked.kind == "get":
-                task_id = engine.get_async(tokens, slots, mask, layers, client, namespace=namespace)
-            else:
-                task_id = engine.put_async(tokens, slots, mask, client, namespace=namespace)
-        elif asked.kind == "get":
-            task_id, found = engine.get_match(
-                tokens, mask, layers, client, cpu_only=asked.cpu_only, namespace=namespace
-            )
-        else:
-            task_id, found = engine.put_match(tokens, mask, client, namespace=namespace)
-        tasks.add(task_id)
-        start, stop = messages.span_of(found)
-        return messages.Matched(task_id=task_id, count=found.size, start=start, stop=stop)
-
-    def _launch(self, tasks: Tasks, asked: messages.Launch) -> Message:
-        strangers = [one for one in asked.task_ids if one not in tasks.is_over]
-        if strangers:
-            raise InvalidArgumentError(f"tasks {strangers[:8]} are none of this client's")
-        slots = [messages.unpack_integers(one) for one in asked.slots]
-        started = self._engine.launch(asked.task_ids, slots, as_batch=asked.as_batch)
-        if asked.as_batch:
-            for batch_id in started:
-                tasks.add(batch_id)
-                tasks.members[batch_id] = list(asked.task_ids)
-        return messages.Started(task_ids=list(started))
 
     def _give_back(self, tasks: Tasks) -> None:
         self._engine.cancel(tasks.open)

@@ -1,50 +1,55 @@
-"""What clients and the server say to each other: every message, each field with its bound.
+"""The messages between clients and a server. `common.calls` has those that are FlexKV's calls.
 
     client                         server
     RegisterDPClient        ->     Registered            one for each data-parallel client
     RegisterTPClient (+ fds) ->    Registered            one for each rank: its KV cache's memory
     Located                 <-     Locate                where pages of elastic memory lie now
     Done (+ fds)            <-     Export                a GPU's pages, for one copy
-    Match, Move, Prefetch   ->     Matched, Started
+    Match, Prefetch         ->     Matched, Started
     Launch, Cancel, Reset   ->     Started, Done
-    Wait                    ->     Responses             now, or when it is over
+    Wait                    ->     Responses             now, or when the tasks have ended
     IsReady, Shutdown       ->     Ready, Done
 
-A connection is its client: what a client holds is given back when its connection ends.
+A connection is its client: when it ends, the server releases what the client held.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
-import numpy as np
 from msgspec import structs
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.flexkv.common.arguments import (
-    MOST_NAME_CHARACTERS,
-    MOST_NAMES,
-    MOST_TASKS,
-    MOST_TOKENS,
-    request_tokens,
+from kvelastic.flexkv.common.arguments import MOST_TASKS, MOST_TOKENS
+from kvelastic.flexkv.common.calls import (
+    Cancel,
+    Count,
+    Done,
+    Launch,
+    Match,
+    Matched,
+    Prefetch,
+    Reset,
+    Started,
+    Wait,
+    pack,
+    pack_mask,
+    unpack,
+    unpack_mask,
 )
 from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_AXES, TensorDescription
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
 from kvelastic.messages import Message, Meta, Protocol
 
+__all__ = ["Cancel", "Done", "Launch", "Match", "Matched", "Prefetch", "Reset", "Started", "Wait"]
+
 MOST_TENSORS: Final = 4096
 MOST_PAGES: Final = 1 << 16
 _MOST_BYTES: Final = 16 << 20
 
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 ClientId = Annotated[int, Meta(ge=0, le=1 << 20)]
-TaskIds = Annotated[list[int], Meta(max_length=MOST_TASKS)]
-Name = Annotated[str, Meta(max_length=MOST_NAME_CHARACTERS)]
-Tokens = Annotated[bytes, Meta(max_length=1 + 8 * MOST_TOKENS)]
-"""A byte that says 4 or 8, and little-endian integers of so many bytes."""
 Bits = Annotated[bytes, Meta(max_length=MOST_TOKENS // 8)]
-Namespace = Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 Axes = Annotated[list[Count], Meta(min_length=1, max_length=MOST_AXES)]
 
 
@@ -146,64 +151,6 @@ class Ready(Message):
     is_ready: bool
 
 
-class Match(Message):
-    """get_match and put_match; with `slots` get_async and put_async, which launch at once."""
-
-    kind: Literal["get", "put"]
-    tokens: Tokens
-    mask: Bits | None
-    """A bit for each token, the first one in the highest bit."""
-    namespace: Namespace | None
-    layer_granularity: int
-    slots: Tokens | None
-    cpu_only: bool = False
-
-
-class Prefetch(Message):
-    """prefetch_async."""
-
-    tokens: Tokens
-    namespace: Namespace | None
-
-
-class Matched(Message):
-    """A task, and the one span of the tokens that its mask is True for."""
-
-    task_id: int
-    count: Count
-    start: Count
-    stop: Count
-
-
-class Launch(Message):
-    """launch: a task, and its slots, for each."""
-
-    task_ids: TaskIds
-    slots: Annotated[list[Tokens], Meta(max_length=MOST_TASKS)]
-    as_batch: bool
-
-
-class Started(Message):
-    """What can be waited for."""
-
-    task_ids: TaskIds
-
-
-class Cancel(Message):
-    """cancel."""
-
-    task_ids: TaskIds
-
-
-class Wait(Message):
-    """wait and, with no time, try_wait."""
-
-    task_ids: TaskIds
-    timeout_s: Annotated[float, Meta(ge=0, le=1e9)] | None
-    """None: try_wait."""
-    completely: bool
-
-
 class Mask(Message):
     """A mask of so many tokens."""
 
@@ -227,20 +174,12 @@ class Responses(Message):
     responses: Annotated[list[TaskResponse], Meta(max_length=MOST_TASKS)]
 
 
-class Reset(Message):
-    """reset: all tiers forget everything."""
-
-
 class Shutdown(Message):
     """The server ends, whoever else is there. `Unregister` is for one client."""
 
 
 class Unregister(Message):
     """This client goes; the connection ends after the answer."""
-
-
-class Done(Message):
-    """It has been done."""
 
 
 PROTOCOL: Final = Protocol(
@@ -271,6 +210,8 @@ PROTOCOL: Final = Protocol(
         Done,
     ),
     most_bytes=_MOST_BYTES,
+    pack=pack,
+    unpack=unpack,
 )
 
 
@@ -313,51 +254,6 @@ def description_of(tensor: Tensor) -> TensorDescription:
     )
 
 
-def pack_integers(values: Any) -> bytes:
-    """Tokens or slots: one axis of integers, NumPy's or torch's.
-
-    Raises `InvalidArgumentError` for anything else, and for more than `MOST_TOKENS`.
-    """
-    array = request_tokens(values)
-    if array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
-        return b"\4" + array.astype("<i4").tobytes()
-    return b"\x08" + array.astype("<i8").tobytes()
-
-
-def unpack_integers(packed: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """What `pack_integers` made. Raises `InvalidArgumentError` for anything else."""
-    width = packed[0] if packed else 0
-    if width not in (4, 8) or (len(packed) - 1) % width:
-        raise InvalidArgumentError("these bytes are no array of integers")
-    return np.frombuffer(packed, f"<i{width}", offset=1).astype(np.int64)
-
-
-def pack_mask(mask: np.ndarray[Any, np.dtype[np.bool_]] | None) -> bytes | None:
-    """A mask of tokens, as bits."""
-    return None if mask is None else np.packbits(mask).tobytes()
-
-
-def unpack_mask(packed: bytes, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """What `pack_mask` made of so many tokens. Raises `InvalidArgumentError` for another number."""
-    if len(packed) != -(-count // 8):
-        raise InvalidArgumentError(f"a mask of {len(packed)} bytes is not one of {count} tokens")
-    bits = np.frombuffer(packed, np.uint8)
-    return np.unpackbits(bits, count=count).astype(np.bool_)
-
-
-def span_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
-    """From where to where a mask is True that is so on one run, or nowhere."""
-    found = np.flatnonzero(mask)
-    return (int(found[0]), int(found[-1]) + 1) if found.size else (0, 0)
-
-
-def mask_of(matched: Matched) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """The other way round."""
-    mask = np.zeros(matched.count, np.bool_)
-    mask[matched.start : matched.stop] = True
-    return mask
-
-
 def response_message(task_id: int, response: KVResponse) -> TaskResponse:
     """A KVResponse on its way."""
     return TaskResponse(
@@ -379,9 +275,8 @@ def response_of(message: TaskResponse) -> KVResponse:
 
 
 def _packed(mask: Any) -> Mask | None:
-    bits = pack_mask(mask)
-    return None if bits is None else Mask(count=len(mask), bits=bits)
+    return None if mask is None else Mask(count=len(mask), bits=pack_mask(mask))
 
 
-def _unpacked(mask: Mask | None) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+def _unpacked(mask: Mask | None) -> Any:
     return None if mask is None else unpack_mask(mask.bits, mask.count)

@@ -1,0 +1,371 @@
+"""FlexKV's calls. Each is one message, which an engine carries out and a client sends.
+
+    KVManager.get_match(...)  ->  Match  ->  KVTaskEngine.ask              in this process
+                                         ->  KVDPClient.ask  ==>  KVServer: KVTaskEngine.ask
+
+Arguments are checked where the message is made, so a server and an engine in this process refuse
+the same ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+
+from kvelastic.errors import InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.common.arguments import (
+    MOST_NAME_CHARACTERS,
+    MOST_NAMES,
+    MOST_TASKS,
+    MOST_TOKENS,
+    as_mask,
+    launched,
+    namespace_names,
+    request_tokens,
+    task_id_list,
+    wait_seconds,
+)
+from kvelastic.flexkv.common.hash_utils import Tokens
+from kvelastic.flexkv.common.request import KVResponse, Mask
+from kvelastic.messages import Message, Meta
+
+ALL_LAYERS: Final = -1
+WAIT_S: Final = 20.0
+_NO_SLOTS: Final = object()
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+TaskIds = Annotated[list[int], Meta(max_length=MOST_TASKS)]
+Name = Annotated[str, Meta(max_length=MOST_NAME_CHARACTERS)]
+Namespace = Annotated[list[Name], Meta(max_length=MOST_NAMES)]
+
+
+class Match(Message):
+    """get_match and put_match. With `slots`: get_async and put_async, which launch at once."""
+
+    kind: Literal["get", "put"]
+    tokens: Tokens
+    mask: Mask | None
+    namespace: Namespace | None
+    layer_granularity: int
+    slots: Tokens | None
+    cpu_only: bool = False
+
+    def __post_init__(self) -> None:
+        """Drop the bits that fill the last byte of a mask that came packed."""
+        mask = self.mask
+        if isinstance(mask, np.ndarray) and len(mask) != len(self.tokens):
+            if len(mask) != -(-len(self.tokens) // 8) * 8:
+                raise InvalidArgumentError(f"a mask of {len(mask)} bits is not the tokens' own")
+            self.mask = mask[: len(self.tokens)]
+
+
+class Prefetch(Message):
+    """prefetch_async."""
+
+    tokens: Tokens
+    namespace: Namespace | None
+
+
+class Matched(Message):
+    """A task, and the one span of `count` tokens that its mask is True for."""
+
+    task_id: int
+    count: Count
+    start: Count
+    stop: Count
+
+    @property
+    def mask(self) -> Mask:
+        """The span as a mask."""
+        mask = np.zeros(self.count, np.bool_)
+        mask[self.start : self.stop] = True
+        return mask
+
+
+class Launch(Message):
+    """launch: for each task its slots."""
+
+    task_ids: TaskIds
+    slots: Annotated[list[Tokens], Meta(max_length=MOST_TASKS)]
+    as_batch: bool
+
+
+class Started(Message):
+    """The ids that can be waited for."""
+
+    task_ids: TaskIds
+
+
+class Cancel(Message):
+    """cancel."""
+
+    task_ids: TaskIds
+
+
+class Wait(Message):
+    """wait, and try_wait where `timeout_s` is None."""
+
+    task_ids: TaskIds
+    timeout_s: Annotated[float, Meta(ge=0, le=1e9)] | None
+    completely: bool
+
+
+class Reset(Message):
+    """reset."""
+
+
+class Done(Message):
+    """The call has been carried out."""
+
+
+class Calls(ABC):
+    """FlexKV's calls of a KVManager, a KVTaskEngine and a KVDPClient. Any thread may call."""
+
+    dp_client_id: int = 0
+
+    @abstractmethod
+    def ask(self, call: Message, dp_id: int = 0) -> Any:
+        """Carry a call out for a data-parallel client, or have it carried out.
+
+        Returns Matched for Match, Started for Prefetch and Launch, a KVResponse for each task for
+        Wait, and Done for Cancel and Reset.
+        """
+
+    def get_match(
+        self,
+        token_ids: Any,
+        token_mask: Any = None,
+        layer_granularity: int = ALL_LAYERS,
+        dp_id: int = 0,
+        *,
+        cpu_only: bool = False,
+        namespace: Sequence[str] | None = None,
+        swa_aware: bool = False,
+    ) -> tuple[int, Mask]:
+        """Find the longest prefix that the tiers have. Returns (task id, mask).
+
+        The mask is True for one run of whole blocks, which begins at the block of the first True
+        token of `token_mask` (None: all True). The blocks are held until the task has ended:
+        launch it or cancel it. `cpu_only` looks in no other tier. `token_ids` are a row of int64,
+        of NumPy or torch on the CPU; `namespace` keeps tenants apart. Raises
+        `InvalidArgumentError`, and `UnsupportedError` for a `layer_granularity` other than -1.
+        """
+        check_layers(ALL_LAYERS, layer_granularity)
+        refuse_sliding(swa_aware=swa_aware)
+        return self._match("get", token_ids, token_mask, dp_id, namespace, cpu_only=cpu_only)
+
+    def put_match(
+        self,
+        token_ids: Any,
+        token_mask: Any = None,
+        dp_id: int = 0,
+        *,
+        namespace: Sequence[str] | None = None,
+    ) -> tuple[int, Mask]:
+        """Find what the CPU tier does not have, and reserve room for it. Returns (task id, mask).
+
+        The mask is True from the first block that is neither there nor on its way to the last
+        whole one, and all False if there is not room for all of them. `token_mask` must be True
+        from the first token on. Launch or cancel the task. Raises `InvalidArgumentError`.
+        """
+        return self._match("put", token_ids, token_mask, dp_id, namespace)
+
+    def get_async(
+        self,
+        token_ids: Any,
+        slot_mapping: Any,
+        token_mask: Any = None,
+        layer_granularity: int = ALL_LAYERS,
+        dp_id: int = 0,
+        *,
+        namespace: Sequence[str] | None = None,
+    ) -> int:
+        """Match and launch in one call. Returns the task id; `KVResponse.return_mask` is the mask.
+
+        `slot_mapping` has a slot for each True token of `token_mask`; those of tokens that are not
+        found keep their contents.
+        """
+        check_layers(ALL_LAYERS, layer_granularity)
+        return self._match("get", token_ids, token_mask, dp_id, namespace, slot_mapping)[0]
+
+    def put_async(
+        self,
+        token_ids: Any,
+        slot_mapping: Any,
+        token_mask: Any = None,
+        dp_id: int = 0,
+        *,
+        namespace: Sequence[str] | None = None,
+    ) -> int:
+        """Match for a put and launch it in one call, as `get_async`."""
+        return self._match("put", token_ids, token_mask, dp_id, namespace, slot_mapping)[0]
+
+    def prefetch_async(
+        self, token_ids: Any, namespace: Sequence[str] | None = None, swa_aware: bool = False
+    ) -> int:
+        """Bring blocks that only a farther tier has into the CPU tier. Returns the task id.
+
+        Its response comes when all copies have ended; the mask is what the CPU tier has then.
+        """
+        refuse_sliding(swa_aware=swa_aware)
+        call = Prefetch(request_tokens(token_ids), namespace_names(namespace))
+        (task_id,) = self.ask(call, self.dp_client_id).task_ids
+        return int(task_id)
+
+    def launch(
+        self,
+        task_ids: int | Iterable[int],
+        slot_mappings: Any,
+        swa_slot_mappings: Any = None,
+        as_batch: bool = False,
+        layerwise_transfer: bool = False,
+        counter_id: int = 0,
+    ) -> list[int]:
+        """Start tasks: all of them, or none if one is refused. Returns the ids to wait for.
+
+        A slot mapping has the slots of exactly the True tokens of the task's mask, in order, in
+        whole blocks of the engine: block = slot // tokens_per_block. A block's first slot may
+        stand for each of its tokens. One id may come with one bare array. Tasks that found nothing
+        are skipped. With `as_batch` one id stands for all. Raises `InvalidArgumentError` (a
+        ValueError) for a task that was launched or has ended and for slots that do not fit,
+        `NotInitializedError` before tensors are registered, and `UnsupportedError` for layers one
+        by one and sliding windows. Never blocks on a copy.
+        """
+        refuse_sliding(swa_slot_mappings=swa_slot_mappings)
+        if layerwise_transfer:
+            raise UnsupportedError(
+                "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
+            )
+        ids, slots = launched(task_ids, slot_mappings)
+        started: list[int] = self.ask(
+            Launch(ids, slots, bool(as_batch)), self.dp_client_id
+        ).task_ids
+        return started
+
+    def cancel(self, task_ids: int | Iterable[int]) -> None:
+        """Cancel tasks. Ids that are unknown or have ended are ignored.
+
+        A task that was not launched releases what it holds. A running one starts no further copy,
+        and the copy that may be in progress is waited for: its blocks are the caller's again when
+        this returns.
+        """
+        self.ask(Cancel(task_id_list(task_ids)), self.dp_client_id)
+
+    def wait(
+        self, task_ids: int | Iterable[int], timeout: float = WAIT_S, completely: bool = False
+    ) -> dict[int, KVResponse]:
+        """Wait for tasks, `timeout` seconds for all of them together. Returns a response for each.
+
+        SUCCESS means that the engine may go on: a get is in its blocks, the blocks of a put may be
+        written again. With `completely`, and always for a prefetch, the writes to farther tiers
+        have ended as well. FAILED means that some blocks were not moved; the mask says which were.
+        A task that was not launched is UNREADY, an unknown one NOTFOUND. Blocks.
+        """
+        call = Wait(task_id_list(task_ids), wait_seconds(timeout), bool(completely))
+        found: dict[int, KVResponse] = self.ask(call, self.dp_client_id)
+        return found
+
+    def try_wait(
+        self, task_ids: int | Iterable[int], completely: bool = False
+    ) -> dict[int, KVResponse]:
+        """Return the responses of tasks that have ended, without waiting."""
+        call = Wait(task_id_list(task_ids), None, bool(completely))
+        found: dict[int, KVResponse] = self.ask(call, self.dp_client_id)
+        return found
+
+    def reset(self) -> None:
+        """Erase all tiers, for new weights; running tasks become CANCELLED. Blocks.
+
+        A tier that does not respond within a minute is logged. None of its blocks is found again.
+        """
+        self.ask(Reset(), self.dp_client_id)
+
+    def _match(
+        self,
+        kind: Literal["get", "put"],
+        token_ids: Any,
+        token_mask: Any,
+        dp_id: int,
+        namespace: Sequence[str] | None,
+        slot_mapping: Any = _NO_SLOTS,
+        *,
+        cpu_only: bool = False,
+    ) -> tuple[int, Mask]:
+        tokens = request_tokens(token_ids)
+        slots = None
+        if slot_mapping is not _NO_SLOTS:
+            slots = request_tokens(slot_mapping, "slot_mapping")
+        names, mask = namespace_names(namespace), as_mask(token_mask, len(tokens))
+        call = Match(kind, tokens, mask, names, ALL_LAYERS, slots, bool(cpu_only))
+        matched: Matched = self.ask(call, dp_id or self.dp_client_id)
+        return matched.task_id, matched.mask
+
+
+def check_layers(layer_num: int, layer_granularity: int) -> None:
+    """Raise `UnsupportedError` (a NotImplementedError) for anything but all layers at once."""
+    for name, value in (("layer_num", layer_num), ("layer_granularity", layer_granularity)):
+        if value != ALL_LAYERS:
+            raise UnsupportedError(
+                f"{name}={value}: blocks are moved in all layers at once; leave it at {ALL_LAYERS}"
+            )
+
+
+def refuse_sliding(*, swa_aware: bool = False, swa_slot_mappings: Any = None) -> None:
+    """Raise `UnsupportedError` for arguments of sliding-window layers."""
+    if swa_aware or swa_slot_mappings is not None:
+        raise UnsupportedError(
+            "swa_aware and swa_slot_mappings: sliding-window layers with blocks of their own are"
+            " not served; register the tensors of full layers, or use kvelastic's own vLLM plugin"
+        )
+
+
+def pack_integers(values: Any) -> bytes:
+    """Tokens or slots as a byte that says 4 or 8, and little-endian integers of so many bytes.
+
+    Raises `InvalidArgumentError` for anything but a row of at most `MOST_TOKENS` integers.
+    """
+    array = request_tokens(values)
+    if array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
+        return b"\4" + array.astype("<i4").tobytes()
+    return b"\x08" + array.astype("<i8").tobytes()
+
+
+def unpack_integers(packed: bytes) -> Tokens:
+    """The reverse of `pack_integers`. Raises `InvalidArgumentError` for other bytes."""
+    width = packed[0] if packed else 0
+    if width not in (4, 8) or (len(packed) - 1) % width or len(packed) > 1 + 8 * MOST_TOKENS:
+        raise InvalidArgumentError("these bytes are no array of integers")
+    return np.frombuffer(packed, f"<i{width}", offset=1).astype(np.int64)
+
+
+def pack_mask(mask: Mask) -> bytes:
+    """A bit for each token, the first one in the highest bit."""
+    return np.packbits(mask).tobytes()
+
+
+def unpack_mask(packed: bytes, count: int) -> Mask:
+    """The reverse, for `count` tokens. Raises `InvalidArgumentError` for another number of bits."""
+    if len(packed) != -(-count // 8):
+        raise InvalidArgumentError(f"a mask of {len(packed)} bytes is not one of {count} tokens")
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
+
+
+def pack(value: Any) -> bytes:
+    """An array field of a message in bytes, for `Protocol`."""
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"a {type(value).__name__} is no field of a message")
+    return pack_mask(value) if value.dtype == np.bool_ else pack_integers(value)
+
+
+def unpack(kind: Any, packed: Any) -> Any:
+    """The reverse. Raises `InvalidArgumentError` (a ValueError) for other bytes."""
+    if not isinstance(packed, bytes):
+        raise InvalidArgumentError(f"a {type(packed).__name__} is no array")
+    if kind == Tokens:
+        return unpack_integers(packed)
+    if len(packed) > MOST_TOKENS // 8:
+        raise InvalidArgumentError(f"a mask of {len(packed)} bytes is too long")
+    return unpack_mask(packed, 8 * len(packed))
