@@ -198,14 +198,11 @@ class KVTaskEngine(Calls):
                 )
             storage = StorageEngine(self.model_config, self.cache_config, self._settings)
             worker = GPUCPUTransferWorker(
-                storage.tiers,
                 part_bytes=storage.part_bytes,
                 tp_size=self.model_config.tp_size,
                 is_shared=self.model_config.ranks_in_a_record < self.model_config.tp_size,
             )
-            self.transfer_engine = TransferEngine(
-                storage.stores, worker, storage.staging, storage.tiers
-            )
+            self.transfer_engine = TransferEngine(storage.stores, worker, storage.staging)
             self.cache_engine = GlobalCacheEngine(
                 storage, lambda tier: tier not in self.transfer_engine.stuck_tiers
             )
@@ -577,7 +574,7 @@ class KVTaskEngine(Calls):
             moved: list[bool] = []
             for fragment in task.plan.fragments:
                 is_there = fragment.device is DeviceType.CPU
-                moved += [True] * fragment.count if is_there else next(reads).moved
+                moved += [True] * fragment.blocks if is_there else next(reads).moved
             task.moved = np.array(moved, np.bool_)
             is_whole = all(moved)
         else:

@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,8 +35,7 @@ MOST_AXES: Final = 8
 MOST_BYTES: Final = 1 << 46
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Bytes of blocks in one file: block `b` has `block_bytes` at `offset + b * stride_bytes`."""
 
     offset: int

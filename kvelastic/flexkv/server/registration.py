@@ -24,8 +24,12 @@ from kvelastic.errors import (
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.transfer.device_blocks import DeviceBlocks, DeviceSpan, PageExporter
-from kvelastic.flexkv.transfer.shared_blocks import PageFinder, SharedBlocks
+from kvelastic.flexkv.transfer.shared_blocks import (
+    DeviceBlocks,
+    DeviceSpan,
+    PageFinder,
+    SharedBlocks,
+)
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.messages import Connection, Request
 
@@ -252,7 +256,7 @@ def _buffers(
     return buffers, counts.pop()
 
 
-def _exporter(connection: Connection) -> PageExporter:
+def _exporter(connection: Connection) -> PageFinder:
     """Asks a rank for its pages; never from the endpoint's own thread."""
 
     def find(pages: list[int]) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
-"""Blocks in memory that other processes have given descriptors of, copied to and from staging.
+"""Blocks in memory of another process, copied to and from staging.
 
     blocks = SharedBlocks([(fd, buffer), ...], blocks=1024)
     blocks.copy_out([3, 7], staging, slots=[0, 1])          # each block's buffers, side by side
 
-What `_vmm.EngineBlocks` is for tensors of this process. The memory is read and written by its
-descriptor and not mapped: were it mapped, an owner that shortened it would end this process with
-SIGBUS. Short reads are an error of that copy alone.
+Memory of the host is read and written by its descriptor and not mapped: if its owner shortened it,
+a mapping would end this process with SIGBUS. A short read fails that copy alone.
+
+A GPU's pages come and go in their owner, so none is kept: for each copy the owner sends descriptors
+of the pages that it touches, which are mapped at their places and unmapped after the copy.
 """
 
 from __future__ import annotations
@@ -14,19 +16,55 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
+from kvelastic import _vmm
 from kvelastic.errors import DriverError, InvalidArgumentError
 from kvelastic.flexkv.common.memory_handle import Buffer
 from kvelastic.flexkv.common.process_mappings import NOT_MAPPED, PAGE_BYTES
 from kvelastic.tiers.pool_side import StagingMemory
 
+AT_ONCE: Final = 16
+"""Descriptors of one reply."""
 PageFinder = Callable[[list[int]], Sequence[int]]
-"""Where in the file pages lie, by their addresses in units of `PAGE_BYTES`; see
-`process_mappings.locate`. Blocks; raises what a lost connection raises."""
+"""Offsets in a file of pages, by their addresses in units of `PAGE_BYTES` (`process_mappings`);
+or descriptors of a GPU's pages, by their places in the span, which the caller closes. Blocks."""
+_Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
-class SharedBlocks:
-    """One rank's blocks. Owns its descriptors until `close`. Copies block; any thread may copy."""
+class _ForeignBlocks:
+    """One rank's blocks: the buffers of each, in the order of a record."""
+
+    def __init__(self, buffers: Sequence[Buffer], blocks: int) -> None:
+        if not buffers or blocks < 1:
+            raise InvalidArgumentError("blocks without a buffer, or none at all, hold nothing")
+        self.blocks: Final = blocks
+        self.record_bytes: Final = sum(buffer.block_bytes for buffer in buffers)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def _check(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            if not 0 <= block < self.blocks:
+                raise InvalidArgumentError(f"block {block} is none of {self.blocks}")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DriverError("the process that registered these blocks has gone")
+
+
+def _pages_of(buffers: Sequence[Buffer], ids: Sequence[int], page_bytes: int) -> list[int]:
+    pages: set[int] = set()
+    for buffer in buffers:
+        for block in ids:
+            first = buffer.offset + block * buffer.stride_bytes
+            last = first + buffer.block_bytes - 1
+            pages.update(range(first // page_bytes, last // page_bytes + 1))
+    return sorted(pages)
+
+
+class SharedBlocks(_ForeignBlocks):
+    """Blocks in files. Owns its descriptors until `close`. Copies block; any thread may copy."""
 
     def __init__(
         self,
@@ -38,62 +76,40 @@ class SharedBlocks:
     ) -> None:
         """`buffers` are descriptors of memory and what lies there, in the order of a record.
 
-        `owned` are the descriptors that go with it; those of `buffers` unless said otherwise. Of
-        those in `elastic` offsets are addresses in their owner, who is asked for each copy where
-        in the file the pages lie.
+        `owned` are the descriptors to close; by default those of `buffers`. In those of `elastic`
+        an offset is an address in the owner, which says for each copy where its pages are in the
+        file.
         """
-        if not buffers or blocks < 1:
-            raise InvalidArgumentError("blocks without a buffer, or none at all, hold nothing")
-        self._count = blocks
+        super().__init__([buffer for _, buffer in buffers], blocks)
         self._buffers = _joined(buffers)
         self._fds = set(owned if owned is not None else (fd for fd, _ in buffers))
         self._elastic = elastic or {}
-        self._lock = threading.Lock()  # a leaf
         self._copies = 0
-        self._is_closed = False
-
-    @property
-    def blocks(self) -> int:
-        """How many there are."""
-        return self._count
-
-    @property
-    def record_bytes(self) -> int:
-        """Of one block in all its buffers."""
-        return sum(buffer.block_bytes for _, buffer in self._buffers)
 
     def copy_out(
-        self,
-        ids: Sequence[int],
-        staging: StagingMemory,
-        slots: Sequence[int],
-        offset_bytes: int = 0,
+        self, ids: Sequence[int], staging: StagingMemory, slots: Sequence[int], offset: int = 0
     ) -> None:
-        """Blocks to slots, from byte `offset_bytes` of each on.
+        """Copy blocks to slots, from byte `offset` of each on.
 
-        Raises `InvalidArgumentError` for a block that is not there, nothing copied; `DriverError`
-        where the memory ends too early.
+        Raises `InvalidArgumentError` for an unknown block, before anything is copied, and
+        `DriverError` if the memory ends too early.
         """
-        self._copy(ids, staging, slots, offset_bytes, os.preadv)
+        self._copy(ids, staging, slots, offset, os.preadv)
 
     def copy_in(
-        self,
-        staging: StagingMemory,
-        slots: Sequence[int],
-        ids: Sequence[int],
-        offset_bytes: int = 0,
+        self, staging: StagingMemory, slots: Sequence[int], ids: Sequence[int], offset: int = 0
     ) -> None:
-        """The other way round."""
-        self._copy(ids, staging, slots, offset_bytes, os.pwritev)
+        """Copy slots to blocks, as `copy_out`."""
+        self._copy(ids, staging, slots, offset, os.pwritev)
 
     def close(self) -> None:
-        """Refuse copies from now on; the descriptors go with the last one that runs. Repeatable."""
+        """Refuse copies; the last running one closes the descriptors. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._close_unused()
 
     def _close_unused(self) -> None:
-        # A number that is closed under a copy could be another file's when the copy uses it.
+        # A descriptor closed under a copy could be another file's when the copy uses it.
         with self._lock:
             if self._copies or not self._is_closed:
                 return
@@ -106,46 +122,33 @@ class SharedBlocks:
         ids: Sequence[int],
         staging: StagingMemory,
         slots: Sequence[int],
-        offset_bytes: int,
-        transfer: Callable[[int, Sequence[memoryview], int], int],
+        offset: int,
+        transfer: _Transfer,
     ) -> None:
-        for block in ids:
-            if not 0 <= block < self._count:
-                raise InvalidArgumentError(f"block {block} is none of {self._count}")
+        self._check(ids)
         with self._in_use():
-            pages = self._locate(ids)
+            pages = {fd: self._locate(fd, ids) for fd in self._elastic}
             for block, slot in zip(ids, slots, strict=True):
                 record = staging.view(slot)
-                done = offset_bytes
+                done = offset
                 for fd, buffer in self._buffers:
                     piece = record[done : done + buffer.block_bytes]
                     at = buffer.offset + block * buffer.stride_bytes
-                    if fd in self._elastic:
+                    if fd in pages:
                         _move_in_pages(transfer, fd, piece, at, pages[fd])
                     else:
                         _move(transfer, fd, piece, at)
                     done += buffer.block_bytes
 
-    def _locate(self, ids: Sequence[int]) -> dict[int, dict[int, int]]:
-        """For each elastic memory, where in its file the pages lie that these blocks have."""
-        found: dict[int, dict[int, int]] = {}
-        for fd, find in self._elastic.items():
-            wanted: set[int] = set()
-            for other, buffer in self._buffers:
-                if other == fd:
-                    for block in ids:
-                        first = buffer.offset + block * buffer.stride_bytes
-                        last = first + buffer.block_bytes - 1
-                        wanted.update(range(first // PAGE_BYTES, last // PAGE_BYTES + 1))
-            pages = sorted(wanted)
-            found[fd] = dict(zip(pages, find(pages), strict=True))
-        return found
+    def _locate(self, elastic: int, ids: Sequence[int]) -> dict[int, int]:
+        """By page, its offset in the file of an elastic memory."""
+        pages = _pages_of([one for fd, one in self._buffers if fd == elastic], ids, PAGE_BYTES)
+        return dict(zip(pages, self._elastic[elastic](pages), strict=True))
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         with self._lock:
-            if self._is_closed:
-                raise DriverError("the process that registered these blocks has gone")
+            self._check_open()
             self._copies += 1
         try:
             yield
@@ -155,12 +158,7 @@ class SharedBlocks:
             self._close_unused()
 
 
-def _move(
-    transfer: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    piece: memoryview,
-    offset: int,
-) -> None:
+def _move(transfer: _Transfer, fd: int, piece: memoryview, offset: int) -> None:
     while piece:
         try:
             moved = transfer(fd, [piece], offset)
@@ -175,11 +173,7 @@ def _move(
 
 
 def _move_in_pages(
-    transfer: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    piece: memoryview,
-    address: int,
-    pages: Mapping[int, int],
+    transfer: _Transfer, fd: int, piece: memoryview, address: int, pages: Mapping[int, int]
 ) -> None:
     while piece:
         page, within = divmod(address, PAGE_BYTES)
@@ -194,17 +188,121 @@ def _move_in_pages(
 
 
 def _joined(buffers: Sequence[tuple[int, Buffer]]) -> list[tuple[int, Buffer]]:
-    """Buffers whose blocks lie behind one another are one: fewer calls."""
+    """Join buffers whose blocks are adjacent: fewer calls."""
     joined: list[tuple[int, Buffer]] = []
     for fd, buffer in buffers:
-        if joined:
-            last_fd, last = joined[-1]
-            follows = last.offset + last.block_bytes == buffer.offset
-            if fd == last_fd and follows and last.stride_bytes == buffer.stride_bytes:
-                joined[-1] = (
-                    fd,
-                    Buffer(last.offset, last.stride_bytes, last.block_bytes + buffer.block_bytes),
-                )
-                continue
-        joined.append((fd, buffer))
+        last_fd, last = joined[-1] if joined else (-1, buffer)
+        follows = last.offset + last.block_bytes == buffer.offset
+        if fd == last_fd and follows and last.stride_bytes == buffer.stride_bytes:
+            size_bytes = last.block_bytes + buffer.block_bytes
+            joined[-1] = (fd, Buffer(last.offset, last.stride_bytes, size_bytes))
+        else:
+            joined.append((fd, buffer))
     return joined
+
+
+class DeviceSpan(NamedTuple):
+    """A range of a GPU's memory in another process."""
+
+    device: str
+    """The GPU's UUID."""
+    page_bytes: int
+    pages: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The addresses that it takes."""
+        return self.page_bytes * self.pages
+
+
+class DeviceBlocks(_ForeignBlocks):
+    """Blocks on a GPU. Opens the device at its first copy. Any thread may copy, one at a time."""
+
+    def __init__(
+        self, span: DeviceSpan, buffers: Sequence[Buffer], blocks: int, find: PageFinder
+    ) -> None:
+        """`buffers` are offsets in the span, in the order of a record."""
+        super().__init__(buffers, blocks)
+        self._span = span
+        self._buffers = list(buffers)
+        self._find = find
+        self._driver: _vmm.CudaDriver | None = None
+        self._address = 0
+
+    def copy_out(
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset: int = 0
+    ) -> None:
+        """Copy blocks to slots, from byte `offset` of each on.
+
+        Raises `InvalidArgumentError` for an unknown block and `DriverError` for one without memory,
+        and if the device or the owner fails.
+        """
+        with self._mapped(ids) as here:
+            here.copy_out(ids, staging, slots, offset)
+
+    def copy_in(
+        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset: int = 0
+    ) -> None:
+        """Copy slots to blocks, as `copy_out`."""
+        with self._mapped(ids) as here:
+            here.copy_in(staging, slots, ids, offset)
+
+    def close(self) -> None:
+        """Release the addresses, after a copy that runs. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._driver is not None and self._address:
+                self._driver.release(self._address, self._span.size_bytes)
+            self._address = 0
+
+    @contextmanager
+    def _mapped(self, ids: Sequence[int]) -> Iterator[_vmm.EngineBlocks]:
+        """The blocks at addresses of this process, while the pages of `ids` are mapped."""
+        self._check(ids)
+        page_bytes = self._span.page_bytes
+        pages = _pages_of(self._buffers, ids, page_bytes)
+        with self._lock:
+            self._check_open()
+            driver = self._open()
+            mapped: list[tuple[int, int]] = []
+            try:
+                for first in range(0, len(pages), AT_ONCE):
+                    self._map(driver, pages[first : first + AT_ONCE], mapped)
+                parts = [
+                    (self._address + at, stride_bytes, row_bytes, 1, row_bytes)
+                    for at, stride_bytes, row_bytes in self._buffers
+                ]
+                yield _vmm.EngineBlocks(driver, parts, self.blocks)
+            finally:
+                for page, handle in mapped:
+                    driver.unmap(self._address + page * page_bytes, page_bytes)
+                    driver.destroy(handle, page_bytes)
+
+    def _open(self) -> _vmm.CudaDriver:
+        if self._driver is None:
+            driver = _vmm.CudaDriver(self._span.device)
+            driver.use_streams([])  # copies are synchronous, and no kernel runs here
+            self._driver = driver
+        if not self._address:
+            self._address = self._driver.reserve(self._span.size_bytes)
+        return self._driver
+
+    def _map(
+        self, driver: _vmm.CudaDriver, pages: list[int], mapped: list[tuple[int, int]]
+    ) -> None:
+        page_bytes = self._span.page_bytes
+        descriptors = list(self._find(pages))
+        try:
+            for page, fd in zip(pages, descriptors, strict=True):
+                handle = driver.import_page(fd)
+                address = self._address + page * page_bytes
+                try:
+                    driver.map(address, page_bytes, handle)
+                except BaseException:
+                    driver.destroy(handle, page_bytes)
+                    raise
+                mapped.append((page, handle))
+                driver.set_access(address, page_bytes)
+        finally:
+            for fd in descriptors:
+                os.close(fd)

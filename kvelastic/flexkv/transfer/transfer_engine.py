@@ -1,13 +1,12 @@
-"""Carries graphs of operations out, and says what is over.
+"""Runs graphs of operations on the tiers' executor, and reports what has ended.
 
     engine.submit_transfer_graph(graph)
     engine.get_completed_graphs_and_ops(timeout=1.0)     # [(graph_id, op_id), ..., (graph_id, -1)]
 
-The work is the tiers' executor's: a thread for the engine's copies and one for each store. What a
-medium cannot do is a miss of those blocks (`TransferOp.moved`), never an exception.
+A block that a store cannot move is False in `TransferOp.moved`, never an exception.
 
-Lock: one, `_done`; it is taken under the executor's, so nothing of the executor is called with it
-held. Any thread may call anything.
+Lock: `_done`, taken under the executor's, so it is not held in a call of the executor. Any thread
+may call.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.flexkv.common.transfer import (
-    ENDS,
     GRAPH_END,
     DeviceType,
     TransferOp,
@@ -29,12 +27,7 @@ from kvelastic.flexkv.common.transfer import (
     TransferOpStatus,
 )
 from kvelastic.flexkv.transfer.scheduler import Stage, TransferScheduler
-from kvelastic.flexkv.transfer.worker import (
-    CPURemoteTransferWorker,
-    CPUSSDDiskTransferWorker,
-    GPUCPUTransferWorker,
-    TransferWorker,
-)
+from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.tiers.base import Lease, Store
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.pool_side import StagingMemory
@@ -43,32 +36,32 @@ from kvelastic.tiers.run import Priority, Run, Transfer
 _log = logging.getLogger("kvelastic")
 
 BATCH_BLOCKS = 8
-"""Blocks of one call, at least: deep enough for a disk."""
+"""The least blocks of a batch: a disk needs that many at once."""
 BATCH_BYTES = 4 << 20
-"""Small blocks go in larger batches: copied in a millisecond, a batch of 8 would cost more in calls
-and threads than in bytes. Not more, so that the first blocks are copied early."""
+"""A batch of small blocks has this many bytes: smaller ones would cost more in calls than in
+copying, larger ones would delay the first copy."""
 CLOSE_S = 5.0
 _LOOK_S = 0.25
 
 
 class _Flight:
-    """A graph on its way. The engine's lock guards all but `graph` and `stages`."""
+    """A graph that was submitted. The engine's lock guards it."""
 
     def __init__(self, graph: TransferOpGraph) -> None:
         self.graph = graph
         self.stages: list[Stage] = []
         self.is_planned = False
         self.stage = -1
-        """The one that runs; -1 before the first."""
+        """The running one; -1 before the first."""
         self.run: Run | None = None
         self.open: list[list[int]] = []
-        """Operations of the executor that have not ended, for each operation of each stage."""
+        """By stage and operation, the executor's operations that have not ended."""
         self.left = 0
         self.is_cancelled = False
         self.is_over = False
 
     def plan(self, stages: list[Stage]) -> None:
-        """It becomes these."""
+        """Take the stages over."""
         self.stages = stages
         counts = [Counter(stage.op_at) for stage in stages]
         self.open = [
@@ -80,35 +73,28 @@ class _Flight:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run of the executor says from now on what becomes of it."""
+        """Whether the executor has a run of it, or it has ended."""
         return self.run is not None or self.is_over
 
 
 class TransferEngine:
-    """See the module. `stores` and what it starts end with `shutdown`."""
+    """See the module. Owns the stores and the threads until `shutdown`."""
 
     def __init__(
         self,
         stores: Mapping[DeviceType, Store],
         gpu_worker: GPUCPUTransferWorker,
         staging: StagingMemory,
-        tiers: Mapping[DeviceType, int],
     ) -> None:
-        """`tiers` says which place each device has; the stores are the engine's from now on."""
-        self._tiers = dict(tiers)
-        self._stores = stores
+        """`stores` are the nearest first."""
+        self._cpu = stores[DeviceType.CPU]
         self.gpu_worker = gpu_worker
-        workers: list[TransferWorker] = [gpu_worker]
-        if DeviceType.SSD in tiers:
-            workers.append(CPUSSDDiskTransferWorker(tiers))
-        if DeviceType.REMOTE in tiers:
-            workers.append(CPURemoteTransferWorker(tiers))
         batch_blocks = min(
             max(BATCH_BLOCKS, BATCH_BYTES // staging.record_bytes), max(1, staging.slots // 4)
         )
-        self._scheduler = TransferScheduler(workers, batch_blocks)
-        ordered = sorted(tiers, key=lambda device: self._tiers[device])
-        self._executor = Executor(gpu_worker, staging, [stores[device] for device in ordered])
+        tiers = {device: place for place, device in enumerate(stores)}
+        self._scheduler = TransferScheduler(tiers, batch_blocks)
+        self._executor = Executor(gpu_worker, staging, list(stores.values()))
         self._done = threading.Condition()
         self._flights: dict[int, _Flight] = {}
         self._completed: list[tuple[int, int]] = []
@@ -118,16 +104,16 @@ class TransferEngine:
         self._planner = threading.Thread(target=self._plan_all, name="flexkv-plan", daemon=True)
         self._planner.start()
 
-    # --- giving work ---------------------------------------------------------------------------
+    # --- submitting ----------------------------------------------------------------------------
 
     def submit_transfer_graph(
         self, transfer_graph: TransferOpGraph | Sequence[TransferOpGraph]
     ) -> None:
-        """Begin a graph, or several: all or none. Never blocks.
+        """Start a graph, or several: all or none. Never blocks.
 
         Raises `InvalidArgumentError` for one that was submitted before, has a cycle or does not fit
-        together, `UnsupportedError` for an operation that no worker does, `NotInitializedError`
-        where it copies blocks of a client that has not registered its tensors.
+        together, `UnsupportedError` for an operation that is not supported, `NotInitializedError`
+        if it copies blocks of a client that has not registered its tensors.
         """
         if isinstance(transfer_graph, TransferOpGraph):
             transfer_graph = [transfer_graph]
@@ -138,10 +124,10 @@ class TransferEngine:
         for flight in flights:
             self._begin_stage(flight, 0)
 
-    def plan_and_submit(self, graphs: Sequence[TransferOpGraph]) -> None:
-        """The same, but that a thread plans them: the caller is not kept for large graphs.
+    def plan_and_submit(self, graphs: Iterable[TransferOpGraph]) -> None:
+        """The same, but a thread plans: large graphs do not block the caller.
 
-        What the plan finds wrong with a graph fails its operations.
+        A graph that cannot be planned fails.
         """
         flights = [self._checked(graph) for graph in graphs]
         self._register(flights)
@@ -149,14 +135,11 @@ class TransferEngine:
             self._to_plan.put(flight)
 
     def _register(self, flights: Sequence[_Flight]) -> None:
+        new = {flight.graph.graph_id: flight for flight in flights}
         with self._done:
-            for at, flight in enumerate(flights):
-                graph_id = flight.graph.graph_id
-                if graph_id in self._flights:
-                    for begun in flights[:at]:
-                        del self._flights[begun.graph.graph_id]
-                    raise InvalidArgumentError(f"graph {graph_id} is on its way already")
-                self._flights[graph_id] = flight
+            if len(new) < len(flights) or new.keys() & self._flights.keys():
+                raise InvalidArgumentError(f"one of the graphs {list(new)} is on its way already")
+            self._flights.update(new)
 
     def _plan_all(self) -> None:
         """The planner's thread."""
@@ -199,8 +182,8 @@ class TransferEngine:
             stage = flight.stages[number]
             for op in stage.ops:
                 op.status = TransferOpStatus.RUNNING
-        if number:  # what the first stage has put stays until it has gone on
-            lease = self._stores[DeviceType.CPU].lease(stage.keys)
+        if number:  # keep what the first stage has put until it is copied on
+            lease = self._cpu.lease(stage.keys)
         transfer = Transfer(
             stage.graph,
             stage.keys,
@@ -223,34 +206,36 @@ class TransferEngine:
         self._begin_stage(flight, number + 1)
 
     def _drop_rest(self, flight: _Flight, number: int) -> None:
-        """No stage comes any more; what is left of them is cancelled. The lock is held."""
+        """Cancel the stages from `number` on, and end the graph. The lock is held."""
         for dropped in range(number, len(flight.stages)):
-            for at, op in enumerate(flight.stages[dropped].ops):
-                flight.left -= flight.open[dropped][at]
-                flight.open[dropped][at] = 0
-                op.moved = [False] * op.num_blocks
-                self._complete(flight, op, TransferOpStatus.CANCELLED)
+            flight.left -= sum(flight.open[dropped])
+            flight.open[dropped] = [0] * len(flight.open[dropped])
+            self._cancel_ops(flight, flight.stages[dropped].ops, TransferOpStatus.CANCELLED)
         for stage in flight.stages[:number]:
-            for op in stage.ops:  # those that join others and move nothing
-                if op.status is TransferOpStatus.RUNNING and not op.num_blocks:
+            for op in stage.ops:
+                if op.status is TransferOpStatus.RUNNING and not op.num_blocks:  # VIRTUAL
                     self._complete(flight, op, TransferOpStatus.COMPLETED)
         flight.stage = len(flight.stages)
         self._end_if_over(flight)
 
     def _drop(self, flight: _Flight, status: TransferOpStatus) -> None:
-        """Nothing of it has begun, and nothing will. The lock is held."""
-        if flight.is_over:
-            return
-        for op in flight.graph.ops.values():
+        """End a graph of which nothing has begun. The lock is held."""
+        if not flight.is_over:
+            self._cancel_ops(flight, flight.graph.ops.values(), status)
+            flight.left, flight.open, flight.stage = 0, [], len(flight.stages)
+            self._end_if_over(flight)
+
+    def _cancel_ops(
+        self, flight: _Flight, ops: Iterable[TransferOp], status: TransferOpStatus
+    ) -> None:
+        for op in ops:
             op.moved = [False] * op.num_blocks
             self._complete(flight, op, status)
-        flight.left, flight.open, flight.stage = 0, [], len(flight.stages)
-        self._end_if_over(flight)
 
-    # --- what the executor says ----------------------------------------------------------------
+    # --- the executor's thread -----------------------------------------------------------------
 
     def _note_end(self, flight: _Flight, number: int, index: int, run: Run) -> None:
-        """An operation of the executor has ended. Its lock is held."""
+        """One of the executor's operations has ended. Its lock is held."""
         stage = flight.stages[number]
         at = stage.op_at[index]
         with self._done:
@@ -258,7 +243,7 @@ class TransferEngine:
             flight.left -= 1
             if flight.open[number][at] == 0:
                 op = stage.ops[at]
-                op.moved = stage.moved(at, run, self._tiers[DeviceType.CPU], self._target_tier(op))
+                op.moved = stage.moved(at, run)
                 status = TransferOpStatus.COMPLETED
                 if not all(op.moved):
                     is_cancelled = run.is_cancelled or flight.is_cancelled
@@ -266,65 +251,66 @@ class TransferEngine:
                 self._complete(flight, op, status)
             self._end_if_over(flight)
 
-    def _target_tier(self, op: TransferOp) -> int:
-        return self._tiers.get(ENDS[op.transfer_type][1], -1)
-
     def _complete(self, flight: _Flight, op: TransferOp, status: TransferOpStatus) -> None:
         op.status = status
-        self._say(flight.graph.graph_id, op.op_id)
+        self._report(flight, op.op_id)
 
     def _end_if_over(self, flight: _Flight) -> None:
         if flight.left == 0 and flight.stage >= len(flight.stages) and not flight.is_over:
             flight.is_over = True
             del self._flights[flight.graph.graph_id]
-            self._say(flight.graph.graph_id, GRAPH_END)
+            self._report(flight, GRAPH_END)
 
-    def _say(self, graph_id: int, op_id: int) -> None:
-        self._completed.append((graph_id, op_id))
+    def _report(self, flight: _Flight, op_id: int) -> None:
+        self._completed.append((flight.graph.graph_id, op_id))
         self._events += 1
         self._done.notify_all()
 
-    # --- asking --------------------------------------------------------------------------------
+    # --- waiting -------------------------------------------------------------------------------
 
-    def get_completed_graphs_and_ops(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        """(graph_id, op_id) of what is over since the last call; op_id -1 is the graph itself.
-
-        Waits until there is something, `timeout` seconds at most (None: as long as anything is on
-        its way). Whether an operation has moved its blocks stands in its `moved` and `status`.
-        """
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._executor.look()
-            with self._done:
-                left_s = _LOOK_S
-                if deadline_s is not None:
-                    left_s = min(left_s, deadline_s - time.monotonic())
-                if self._completed or left_s <= 0 or not self._flights:
-                    completed, self._completed = self._completed, []
-                    return completed
-                self._done.wait(left_s)
-
-    @property
-    def events(self) -> int:
-        """How much was over so far; see `wait_for_event`."""
-        with self._done:
-            return self._events
-
-    def wait_for_event(self, seen: int, timeout_s: float) -> None:
-        """Until `events` is another number than `seen`, `timeout_s` at most. Takes nothing."""
+    def _wait(self, timeout_s: float, is_reached: Callable[[], object]) -> bool:
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._executor.look()
             with self._done:
                 left_s = min(_LOOK_S, deadline_s - time.monotonic())
-                if self._events != seen or left_s <= 0:
-                    return
+                if is_reached() or left_s <= 0:
+                    return bool(is_reached())
                 self._done.wait(left_s)
 
-    def cancel(self, graph_id: int, timeout_s: float = CLOSE_S) -> bool:
-        """Begin nothing more of a graph; answers whether the engine's blocks are left alone now.
+    def get_completed_graphs_and_ops(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        """(graph_id, op_id) of what has ended since the last call; op_id -1 is the graph's end.
 
-        Waits for the one copy of them that may be under way, `timeout_s` at most.
+        Waits until there is something, `timeout` seconds at most (None: as long as a graph is
+        running). An operation's `status` and `moved` tell its result.
+        """
+        timeout_s = float("inf") if timeout is None else timeout
+        self._wait(timeout_s, lambda: self._completed or not self._flights)
+        with self._done:
+            completed, self._completed = self._completed, []
+            return completed
+
+    @property
+    def events(self) -> int:
+        """How many ends there were so far, for `wait_for_event`."""
+        with self._done:
+            return self._events
+
+    def wait_for_event(self, seen: int, timeout_s: float) -> None:
+        """Wait until `events` differs from `seen`, `timeout_s` at most."""
+        self._wait(timeout_s, lambda: self._events != seen)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no graph is running, `timeout_s` at most. Returns whether that is so.
+
+        A store may still be working for a cancelled graph.
+        """
+        return self._wait(timeout_s, lambda: not self._flights)
+
+    def cancel(self, graph_id: int, timeout_s: float = CLOSE_S) -> bool:
+        """Start no more of a graph. Returns whether its blocks of the engine are unused now.
+
+        Waits for a copy that is in progress, `timeout_s` at most.
         """
         with self._done:
             flight = self._flights.get(graph_id)
@@ -342,7 +328,7 @@ class TransferEngine:
         return run.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no store is called any more, not even for what was cancelled. As `settle`."""
+        """Wait until no store is called, also for cancelled graphs. Returns whether that is so."""
         deadline_s = time.monotonic() + timeout_s
         with self._done:
             flights = list(self._flights.values())
@@ -351,35 +337,19 @@ class TransferEngine:
         return self._executor.drain(max(0.0, deadline_s - time.monotonic()))
 
     def stop_writing(self, timeout_s: float) -> bool:
-        """Wait until no store is being written to; answers whether that was reached.
+        """Wait until no store is written to, but for stores that hang. Returns whether that is so.
 
-        Nobody submits meanwhile. A store that hangs is not waited for.
+        Nothing may be submitted meanwhile.
         """
         return self._executor.settle_unawaited(timeout_s)
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until no graph is on its way, `timeout_s` at most; answers whether that is so.
-
-        What a store is still doing for a cancelled one is not waited for: its result is dropped.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            self._executor.look()
-            with self._done:
-                left_s = min(_LOOK_S, deadline_s - time.monotonic())
-                if not self._flights:
-                    return True
-                if left_s <= 0:
-                    return False
-                self._done.wait(left_s)
-
     @property
     def stuck_tiers(self) -> list[int]:
-        """Tiers whose store hangs."""
+        """The places of tiers whose store hangs."""
         return self._executor.stuck_tiers
 
     def check_integrity(self) -> None:
-        """The executor's own check, and that counts agree. Raises `IntegrityError`."""
+        """Raise `IntegrityError` if the executor's state or the counts are inconsistent."""
         self._executor.check_integrity()
         with self._done:
             for graph_id, flight in self._flights.items():
@@ -387,7 +357,7 @@ class TransferEngine:
                     raise IntegrityError(f"graph {graph_id} counts {flight.left} open operations")
 
     def shutdown(self, timeout_s: float = CLOSE_S) -> list[str]:
-        """Cancel all, end the threads and close the stores. Answers what hangs. Repeatable."""
+        """Cancel all, end the threads and close the stores. Returns what hangs. Idempotent."""
         with self._done:
             for flight in list(self._flights.values()):
                 flight.is_cancelled = True
