@@ -1,5 +1,5 @@
-// A count that goes up whenever blocks can be had that could not be had before, and those who wait
-// for it.
+// The availability epoch: a counter that increases whenever more blocks become available, and the
+// threads that wait for it to change.
 #pragma once
 
 #include <chrono>
@@ -12,18 +12,20 @@ namespace kvelastic {
 
 class Arrivals {
  public:
-  /// Lock-free.
+  /// Lock-free; any thread.
   std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
 
-  // The pool's lock is held:
+  // note(), is_awaited() and wait() need the pool's lock.
 
-  /// Nobody can begin to wait meanwhile, so who waits is woken, and nobody else costs a call.
+  /// Increments the epoch and wakes the waiting threads. Without waiting threads it makes no system
+  /// call: the pool's lock keeps a thread from starting to wait during the call.
   void note() {
     count_.store(count_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     if (waiting_ > 0) futex_wake(count_);
   }
   bool is_awaited() const { return waiting_ > 0; }
-  /// Waits, without the lock, until the count is another than `seen`, `timeout` at most.
+  /// Releases the lock, waits until the epoch differs from `seen` or `timeout` has passed, then
+  /// takes the lock again. May return early.
   void wait(std::unique_lock<std::mutex>& lock, std::uint32_t seen,
             std::chrono::nanoseconds timeout) {
     ++waiting_;

@@ -1,4 +1,4 @@
-// The CRC of zlib, over the headers of what lies in shared memory.
+// zlib's CRC-32, for the headers of structs in shared memory.
 #pragma once
 
 #include <array>

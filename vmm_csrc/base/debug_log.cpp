@@ -13,7 +13,8 @@
 namespace kvelastic {
 namespace {
 
-/// Shorter than PIPE_BUF: a pipe that is ready takes it whole, and lines of two threads do not mix.
+/// Shorter than PIPE_BUF: a pipe that is ready takes the whole line, so lines of two threads never
+/// mix.
 constexpr std::size_t kLineRoom = 1024;
 
 std::atomic<std::uint64_t> dropped{0};
@@ -30,7 +31,7 @@ void log_line(const char* level, const char* format, std::va_list arguments) {
   }
   char line[kLineRoom];
   std::size_t used = 0;
-  // Keeps room for the end of the line; a text that is longer is cut off.
+  // Leaves room for the newline; longer text is cut off.
   const auto count = [&used](int written) {
     if (written > 0) used = std::min(used + static_cast<std::size_t>(written), kLineRoom - 2);
   };

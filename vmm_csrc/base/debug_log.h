@@ -1,4 +1,4 @@
-// Lines of the log from native threads, where Python's logger cannot be called.
+// Log lines from native threads, where Python's logger cannot be called.
 //
 //   if (debug_logging()) debug_log("mapped %zu pages", count);
 #pragma once
@@ -11,27 +11,26 @@ namespace detail {
 inline std::atomic<int> log_level{30};
 }
 
-/// Python's numbers of levels.
+/// Python's level numbers.
 inline constexpr int kLogDebug = 10, kLogInfo = 20;
 
-/// Whether lines at DEBUG are wanted: one load, also where an engine waits.
+/// True if DEBUG lines are written. One atomic load, so hot paths may call it.
 inline bool debug_logging() {
   return detail::log_level.load(std::memory_order_relaxed) <= kLogDebug;
 }
-/// The same for INFO.
 inline bool info_logging() {
   return detail::log_level.load(std::memory_order_relaxed) <= kLogInfo;
 }
 
-/// Sets the least level that is written, for the whole process.
+/// Sets the lowest level that is written, for the whole process.
 inline void set_log_level(int level) {
   detail::log_level = level;
 }
 
-/// Writes one line to stderr, as Python's logger of kvelastic writes it. Any thread, under any
-/// lock: where stderr would make it wait, the line is dropped, and the next one says how many were.
+/// Writes one line to stderr in the format of kvelastic's Python logger. Callable from any thread
+/// and under any lock. Never blocks: if stderr is not ready, the line is dropped, and the next line
+/// states how many lines were dropped.
 [[gnu::format(printf, 1, 2)]] void debug_log(const char* format, ...);
-/// The same at INFO.
 [[gnu::format(printf, 1, 2)]] void info_log(const char* format, ...);
 
 }  // namespace kvelastic

@@ -1,7 +1,8 @@
-// Which slots are free: a bitmap with bitmaps above it, so that the lowest is found in a few steps.
+// The set of free slots: a hierarchy of bitmaps, so that the lowest free slot is found in a few
+// steps.
 //
-// The lowest goes first: a store's files fill from their beginning, and a smaller capacity finds
-// few records above it.
+// Always taking the lowest slot fills a store's files from the start. If the capacity is later
+// reduced, few objects lie beyond the new end.
 #pragma once
 
 #include <array>
@@ -17,7 +18,8 @@ class FreeSlots {
  public:
   static constexpr std::uint64_t kMostSlots = std::uint64_t{1} << 28;
 
-  /// Room for slots 0 .. slots-1; new ones are not free. Keeps what is there. Pre: <= kMostSlots.
+  /// Makes room for slots 0 .. slots-1. New slots are not free; existing ones keep their state.
+  /// Fails with kOutOfMemory. Pre: slots <= kMostSlots.
   Status grow(std::uint64_t slots) {
     std::uint64_t words = slots;
     for (LazyArray<std::uint64_t>& level : levels_) {
@@ -32,7 +34,7 @@ class FreeSlots {
     return (levels_[0][slot / 64] >> (slot % 64) & 1) != 0;
   }
 
-  /// Repeatable.
+  /// Idempotent.
   void add(std::uint64_t slot) {
     if (contains(slot)) return;
     ++size_;
@@ -45,7 +47,7 @@ class FreeSlots {
     }
   }
 
-  /// Repeatable.
+  /// Idempotent.
   void remove(std::uint64_t slot) {
     if (!contains(slot)) return;
     --size_;
@@ -57,7 +59,7 @@ class FreeSlots {
     }
   }
 
-  /// The lowest one, which is not free any more.
+  /// Removes and returns the lowest free slot; empty if there is none.
   std::optional<std::uint32_t> take_lowest() {
     if (size_ == 0) return std::nullopt;
     std::uint64_t at = 0;

@@ -9,7 +9,7 @@
 
 namespace kvelastic {
 
-// Not FUTEX_PRIVATE_FLAG: the words lie in shared memory and the other side is another process.
+// Not FUTEX_PRIVATE_FLAG: the words lie in shared memory, and the waiter may be in another process.
 
 void futex_wait(const FutexWord& word, std::uint32_t seen, std::chrono::nanoseconds timeout) {
   timespec limit{};

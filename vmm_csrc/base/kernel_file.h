@@ -1,4 +1,4 @@
-// The small text files in which the kernel says how things are: /proc, memory cgroups.
+// Small text files in which the kernel reports its state: /proc and memory cgroups.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvelastic {
 
-/// An open file that is read from its start again and again; closed with it.
+/// An open file that can be read repeatedly. The destructor closes it.
 class KernelFile {
  public:
   explicit KernelFile(const std::string& path);
@@ -19,17 +19,17 @@ class KernelFile {
   ~KernelFile();
 
   bool is_open() const { return fd_ >= 0; }
-  /// Its first 16 KiB as they are now; empty where it cannot be read.
+  /// Returns the first 16 KiB of the current contents; empty if the file cannot be read.
   std::string read() const;
 
  private:
   int fd_;
 };
 
-/// The number at the start of a text, after blanks; none where there is none.
+/// Returns the number at the start of `text`, after blanks; empty if there is no number.
 std::optional<std::uint64_t> number_in(std::string_view text);
 
-/// The number after `key` and a blank at the start of a line; none where there is none.
+/// Returns the number after `key` and a blank at the start of a line; empty if no line matches.
 std::optional<std::uint64_t> field_in(std::string_view text, std::string_view key);
 
 }  // namespace kvelastic

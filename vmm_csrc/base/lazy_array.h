@@ -1,4 +1,4 @@
-// An array whose untouched parts cost no memory.
+// An array whose untouched parts use no memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,9 +12,9 @@
 
 namespace kvelastic {
 
-/// `size` elements that start as zero bytes, and whose memory comes from the kernel at the first
-/// touch. A range over a tebibyte has half a million pages, of which few are ever mapped: their
-/// tables must not be paid for in advance.
+/// `size` elements, initially zero bytes. The kernel provides the memory at the first touch. A
+/// range over a tebibyte has half a million pages, of which few are ever mapped; allocating their
+/// tables in advance would waste memory.
 template <typename T>
 class LazyArray {
   static_assert(std::is_trivially_copyable_v<T>, "elements start as zero bytes");
@@ -27,7 +27,7 @@ class LazyArray {
     if (data_ != nullptr) ::munmap(data_, bytes_);
   }
 
-  /// Pre: not allocated yet. Fails with kOutOfMemory when no addresses are left.
+  /// Pre: not allocated yet. Fails with kOutOfMemory if the address space is exhausted.
   Status allocate(std::size_t size) {
     const std::size_t bytes = (size == 0 ? 1 : size) * sizeof(T);
     void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -44,8 +44,8 @@ class LazyArray {
     return ok();
   }
 
-  /// At least `size` elements: those that are there stay, new ones are zero bytes. May move them.
-  /// On kOutOfMemory nothing has changed.
+  /// Grows to at least `size` elements. Existing elements keep their values; new ones are zero
+  /// bytes. The array may move. On kOutOfMemory nothing changes.
   Status grow(std::size_t size) {
     if (data_ == nullptr) return allocate(size);
     if (size <= size_) return ok();

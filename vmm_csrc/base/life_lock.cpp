@@ -22,11 +22,11 @@ namespace {
 
 constexpr long kTmpfsMagic = 0x01021994;
 constexpr int kOpenFlags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-/// Byte 0 of ours: behind whatever a program may lock of the file's own bytes.
+/// Offset of byte 0: behind any byte of the file that a program might lock for its own purposes.
 constexpr std::uint64_t kFirstOffset = std::uint64_t{1} << 40;
 
-// Where mappings go: above what the kernel keeps for itself (vm.mmap_min_addr, usually 64 KiB) and
-// below every program, heap and library.
+// Address window for the mappings: above the kernel's reserved area (vm.mmap_min_addr, usually 64
+// KiB) and below every program, heap and library.
 constexpr std::uintptr_t kLowestAddress = std::uintptr_t{64} << 10;
 constexpr std::uintptr_t kHighestAddress = std::uintptr_t{16} << 20;
 
@@ -62,7 +62,7 @@ class Descriptor {
   const int fd_;
 };
 
-/// -1 with errno: it cannot be opened, or (ESTALE) the path leads to another file by now.
+/// Returns a descriptor, or -1 with errno. ESTALE: the path now leads to another file.
 int open_exactly(const LifeFile& file, int flags) {
   const int fd = ::open(file.path.c_str(), flags | kOpenFlags);
   if (fd < 0) return -1;
@@ -81,12 +81,13 @@ void* map_low(int fd, std::size_t bytes) {
     void* got = ::mmap(wanted, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0);
     if (got == wanted) return got;
     if (got != MAP_FAILED) {
-      ::munmap(got, bytes);  // a kernel before 4.17 takes the address for a hint
+      ::munmap(got, bytes);  // a kernel before 4.17 treats the address as a hint
     } else if (errno != EEXIST && errno != EPERM && errno != EACCES) {
       break;
     }
   }
-  // All of it is taken. Higher up the lock is as good, but for the order at the process's end.
+  // The window is full. A higher address holds the lock as well, but the lock may be released
+  // before the memory when the process ends.
   return ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, fd, 0);
 }
 
@@ -127,7 +128,7 @@ Result<LifeLock::Attempt> LifeLock::hold(const LifeFile& file, std::uint64_t byt
 }
 
 LifeLock::~LifeLock() {
-  // A child may have something else at this address, its own lock for one.
+  // In a child, this address may hold another mapping, for example the child's own lock.
   if (held_by_.is_this()) ::munmap(mapping_, system_page_bytes());
 }
 
@@ -143,7 +144,7 @@ LifeJudge::~LifeJudge() {
 
 Life LifeJudge::ask(std::uint64_t first, std::uint64_t count) const {
   if (fd_ < 0) return Life::kUnknown;
-  // As if for reading: then a stranger's read locks, which anybody may take, are not in the way.
+  // Query as a reader: any process may take a read lock, and those of other users must not count.
   struct flock lock = lock_of(F_RDLCK, first, count);
   if (::fcntl(fd_, F_OFD_GETLK, &lock) != 0) return Life::kUnknown;
   return lock.l_type == F_UNLCK ? Life::kDead : Life::kAlive;

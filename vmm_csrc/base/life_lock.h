@@ -1,22 +1,24 @@
-// Life is a fact of the kernel: a process that may hold memory has a lock on a byte of a shared
-// file.
+// Liveness locks: a process that may hold memory locks one byte of a shared file, so the kernel
+// knows whether the process is alive.
 //
-//   holder   its own open of the file -> write lock on the byte -> PROT_NONE mapping of the file ->
-//            the descriptor is closed. The mapping is all that keeps the lock.
-//   judge    opens the file for reading and asks who has the byte. It never takes the lock: a judge
-//            that is stopped would look alive.
+//   holder   opens the file, write-locks the byte, maps the file PROT_NONE, closes the descriptor.
+//            From then on only the mapping keeps the lock.
+//   judge    opens the file for reading and asks the kernel whether the byte is locked. It never
+//            locks the byte: a stopped judge would look like a live holder.
 //
-// An open-file-description lock goes when the last user of that open goes. Kept by a mapping it
-// survives close_range() and os.closerange(), it is not inherited through exec, and no descriptor
-// is there by which a child could unlock it. The mapping lies at a low address because the kernel
-// takes a dying process apart from the top: what is lowest goes last, so when the lock is free the
-// memory is too. (Kept by a descriptor, the lock was free up to a quarter of a second before 2 GiB
-// of memory were.)
+// An open-file-description lock ends with the last user of that open file. A mapping survives
+// close_range() and os.closerange(). It is not inherited through exec, and it leaves no descriptor
+// through which a child could unlock the byte.
 //
-// Locks need no bytes: their offsets lie far behind the end of the file. Nobody ever unlocks.
+// The mapping lies at a low address because the kernel unmaps a dying process from the top down.
+// The lock is therefore released after the memory. (With a descriptor instead of a mapping, the
+// lock was released up to 250 ms before 2 GiB of memory were.)
 //
-// It works across pid, mount, time and user namespaces, for other users and over a read-only bind
-// mount. Where it does not (a file system other than tmpfs), nothing is concluded.
+// Locks need no bytes in the file: their offsets lie far beyond its end. No code ever unlocks
+// explicitly.
+//
+// This works across pid, mount, time and user namespaces, for other users, and over a read-only
+// bind mount. On a file system other than tmpfs the judge returns kUnknown.
 #pragma once
 
 #include <sys/types.h>
@@ -31,51 +33,51 @@
 
 namespace kvelastic {
 
-/// What can be said of a process that may hold memory.
+/// Whether a process that may hold memory is alive.
 enum class Life : std::uint8_t {
   kAlive,
   kDead,
-  kUnknown,  ///< it cannot be asked here, so nothing may be done to what it has
+  kUnknown,  ///< cannot be determined here, so its memory must not be touched
 };
 
-/// A path, and the file that it led to. Both together name a file for as long as that is open or
-/// mapped: a path alone may lead to another file by now. An empty path: there is no file.
+/// A path and the file that it led to. Device and inode identify the file while it is open or
+/// mapped; the path alone may lead to another file by now. An empty path means no file.
 struct LifeFile {
   std::string path;
   std::uint64_t device = 0;
   std::uint64_t inode = 0;
 
-  /// Of an open file. kSegment: the descriptor is none.
+  /// Describes an open file. Fails with kSegment if `fd` is not valid.
   static Result<LifeFile> of(std::string path, int fd);
 };
 
-/// A number and a start time: what tells a process from a later one of its number.
+/// A pid and a start time, which together distinguish a process from a later one with the same pid.
 struct ProcessStart {
   std::uint32_t pid = 0;
   std::uint64_t start_ticks = 0;
 };
 
-/// Holds one byte until it is destroyed or its process is gone. Any thread; nothing blocks.
+/// Holds one byte until it is destroyed or its process has ended. Any thread; never blocks.
 class LifeLock {
  public:
-  /// What a fork does. A child that still maps the memory must keep the lock, or the memory would
-  /// be taken for free; one that does not must not keep it.
+  /// What happens in a forked child. A child that still maps the memory must keep the lock, or the
+  /// memory would be counted as free. A child that does not map it must drop the lock.
   enum class Children : std::uint8_t { kKeep, kDrop };
   enum class Outcome : std::uint8_t {
     kHeld,
-    kTaken,    ///< another open holds the byte
-    kNoLocks,  ///< this file system has no such locks; judges know that too
+    kTaken,    ///< another open file holds the byte
+    kNoLocks,  ///< this file system has no such locks; judges detect that too
   };
   struct Attempt {
     Outcome outcome;
     std::unique_ptr<LifeLock> lock;  ///< kHeld only
   };
 
-  /// Takes byte number `byte` of the file. kSegment: the path leads to another file by now, or the
-  /// system refuses (no descriptor, no memory).
+  /// Locks byte number `byte` of the file. Fails with kSegment if the path now leads to another
+  /// file or the system refuses (no descriptor, no memory).
   static Result<Attempt> hold(const LifeFile& file, std::uint64_t byte, Children children);
 
-  /// Frees the byte; in a forked child it does nothing at all.
+  /// Frees the byte. In a forked child it does nothing.
   ~LifeLock();
   LifeLock(const LifeLock&) = delete;
   LifeLock& operator=(const LifeLock&) = delete;
@@ -87,22 +89,23 @@ class LifeLock {
   const OwnProcess held_by_;
 };
 
-/// Asks about the bytes of one open file. Costs a microsecond a question. Any thread.
+/// Queries the locks of one file, at about 1 us per query. Any thread.
 class LifeJudge {
  public:
-  /// `fd` is an open of the judge's own and stays the caller's; through the open that holds a lock
-  /// that lock is not seen.
+  /// `fd` stays the caller's and must be a separate open of the file: a lock is not visible through
+  /// the open that holds it.
   explicit LifeJudge(int fd);
-  /// Opens the file; knows nothing where that is not possible, or the path leads to another file.
+  /// Opens the file. If that fails, or the path now leads to another file, every query returns
+  /// kUnknown.
   explicit LifeJudge(const LifeFile& file);
   ~LifeJudge();
   LifeJudge(const LifeJudge&) = delete;
   LifeJudge& operator=(const LifeJudge&) = delete;
 
-  /// Whether one of `count` bytes from `first` on is held.
+  /// Returns kAlive if one of the `count` bytes from `first` on is locked.
   Life ask(std::uint64_t first, std::uint64_t count) const;
-  /// The same, and a second look before somebody is called dead: a process of this very pid
-  /// namespace that can be seen to run, with the start time that it had, is alive.
+  /// Also returns kAlive if one of `processes` belongs to this pid namespace and is visible in
+  /// /proc with the given start time, even if its lock is not seen.
   Life ask(std::uint64_t first, std::uint64_t count, std::uint64_t pid_namespace,
            std::span<const ProcessStart> processes) const;
 

@@ -1,5 +1,5 @@
-// Telling a process from its forked children, for objects whose memory, threads and locks are those
-// of the process that made them.
+// Distinguishes a process from its forked children, for objects whose memory, threads and locks
+// belong to the process that created them.
 #pragma once
 
 #include <sys/types.h>
@@ -16,13 +16,13 @@ namespace detail {
 extern std::atomic<std::uint64_t> forks;
 }
 
-/// Goes up by one in every forked child, before anything else runs there.
+/// Incremented in every forked child before any other code runs there.
 inline std::uint64_t fork_generation() {
   return detail::forks.load(std::memory_order_relaxed);
 }
 
-/// The process that made an object. To ask whether it is this one costs a load, no system call, so
-/// the fastest calls may ask. Any thread.
+/// The process that created an object. is_this() is one load and no system call, so hot paths may
+/// use it. Any thread.
 class OwnProcess {
  public:
   bool is_this() const { return generation_ == fork_generation(); }

@@ -1,4 +1,4 @@
-// Pauses between looks at what passes by itself: short waits stay short, long ones cost no core.
+// Backoff between polls: short waits stay short, long waits use little CPU.
 #pragma once
 
 #include <algorithm>
@@ -7,13 +7,13 @@
 
 namespace kvelastic {
 
-/// Each is twice as long as the one before, to a bound.
+/// Each pause is twice as long as the last, up to kLongest.
 class Pauses {
  public:
   static constexpr std::chrono::nanoseconds kFirst = std::chrono::microseconds(20);
   static constexpr std::chrono::nanoseconds kLongest = std::chrono::milliseconds(1);
 
-  /// How long to pause this time.
+  /// Returns the next pause without sleeping.
   std::chrono::nanoseconds next() {
     const std::chrono::nanoseconds now = next_;
     next_ = std::min(2 * next_, kLongest);
@@ -25,8 +25,7 @@ class Pauses {
   std::chrono::nanoseconds next_ = kFirst;
 };
 
-/// None at first: what takes less than kSpin is seen to end at once, where the shortest sleep costs
-/// 70 us.
+/// Spins for kSpin before the first pause, because the shortest sleep takes 70 us.
 class PausesAfterSpin {
  public:
   using Time = std::chrono::steady_clock::time_point;

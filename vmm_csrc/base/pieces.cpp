@@ -6,16 +6,18 @@ namespace kvelastic {
 
 Error other_size(std::uint64_t bytes, std::uint64_t room) {
   return {Errc::kInvalidArgument, std::to_string(bytes) + " bytes do not fit into " +
-                                      std::to_string(room) + "; name as many on both sides"};
+                                      std::to_string(room) +
+                                      "; both sides must have the same size"};
 }
 
 Error late_copy() {
-  return {Errc::kChannelTimeout, "the bytes did not travel in time; the copy is not complete"};
+  return {Errc::kChannelTimeout, "the copy did not complete before its deadline"};
 }
 
 Error unmapped_in_a_copy() {
-  return {Errc::kMapping,
-          "memory of a copy is not mapped by now; ask for blocks that are in use, and try again"};
+  return {
+      Errc::kMapping,
+      "a page of the copy is no longer mapped; copy only blocks that are in use, and try again"};
 }
 
 Result<std::uint64_t> bytes_of(std::span<const Piece> pieces) {

@@ -1,5 +1,5 @@
-// Pieces of memory: what a copy gathers on one side and scatters on the other. Both lists name the
-// same number of bytes; each side chooses its own boundaries.
+// Pieces of memory: a copy gathers them on one side and scatters them on the other. Both lists have
+// the same total size; each side chooses its own boundaries.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace kvelastic {
 
-/// In messages: two little-endian numbers.
+/// Encoded in messages as two little-endian 64-bit integers.
 struct Piece {
   std::uint64_t address;
   std::uint64_t bytes;
@@ -18,12 +18,12 @@ struct Piece {
 
 using PieceDeadline = std::chrono::steady_clock::time_point;
 
-/// The total size of the pieces. Fails with kInvalidArgument if the sum overflows, or an address
-/// and its size do.
+/// Returns the total size of the pieces. Fails with kInvalidArgument if the sum, or the end of a
+/// piece, overflows.
 Result<std::uint64_t> bytes_of(std::span<const Piece> pieces);
 
-/// The errors of a copy: its two sides differ in bytes (kInvalidArgument), its memory is not mapped
-/// (kMapping), its deadline has passed (kChannelTimeout).
+/// Errors of a copy: the sides differ in size (kInvalidArgument), memory is not mapped (kMapping),
+/// the deadline has passed (kChannelTimeout).
 Error other_size(std::uint64_t bytes, std::uint64_t room);
 Error unmapped_in_a_copy();
 Error late_copy();

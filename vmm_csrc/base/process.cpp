@@ -16,7 +16,7 @@ namespace {
 
 struct Stat {
   bool readable = false;
-  std::optional<std::uint64_t> start_ticks{};  // none: it is dead
+  std::optional<std::uint64_t> start_ticks{};  // none: the process is dead
 };
 
 Stat read_stat(pid_t pid) {
@@ -28,15 +28,15 @@ Stat read_stat(pid_t pid) {
   const ssize_t length = ::read(fd, text.data(), text.size() - 1);
   ::close(fd);
   if (length <= 0) return {};
-  // The second field, the name, may hold spaces and brackets: count from its last bracket. What
-  // follows is field 3, the state.
+  // The second field, the name, may contain spaces and parentheses, so parsing starts at the last
+  // ')'. Field 3, the state, follows.
   const char* at = std::strrchr(text.data(), ')');
   if (at == nullptr || at[1] != ' ') return {};
   const bool dead = at[2] == 'Z' || at[2] == 'X';
   constexpr int kThreadsField = 20, kStartTimeField = 22;
   at += 2;
   for (int field = 3; field < kStartTimeField; ++field) {
-    // A thread group's leader can be a zombie while other threads of it go on.
+    // A thread group's leader can be a zombie while its other threads run.
     if (field == kThreadsField && dead && std::strtoull(at, nullptr, 10) <= 1) {
       return {true, std::nullopt};
     }

@@ -1,4 +1,4 @@
-// Telling a live process from a dead one whose number was given to another.
+// Distinguishes a live process from a dead one whose pid was reused.
 #pragma once
 
 #include <sys/types.h>
@@ -8,19 +8,19 @@
 
 namespace kvelastic {
 
-/// When process `pid` started, in clock ticks since boot (field 22 of /proc/PID/stat); none if
-/// there is no such process, or if it is a zombie: dead, and only not waited for.
+/// Returns when process `pid` started, in clock ticks since boot (field 22 of /proc/PID/stat).
+/// Empty if there is no such process or it is a zombie.
 std::optional<std::uint64_t> process_start_ticks(pid_t pid);
 
-/// Whether the process that had this number and start is gone for certain (a zombie is). One that
-/// cannot be looked at, because no file can be opened, say, is not known to be gone.
+/// True only if the process with this pid and start time has certainly ended (zombies included).
+/// False if it cannot be determined, for example because no file can be opened.
 bool process_is_gone(pid_t pid, std::uint64_t start_ticks);
 
-/// Whether the process that had this number and start can be seen to run. False is no proof of the
-/// opposite: /proc may not show it.
+/// True if /proc shows the process with this pid and start time running. False proves nothing:
+/// /proc may hide the process.
 bool process_is_seen(pid_t pid, std::uint64_t start_ticks);
 
-/// The inode of this process's pid namespace; 0 where /proc does not say.
+/// Returns the inode of this process's pid namespace; 0 if /proc does not show it.
 std::uint64_t own_pid_namespace();
 
 }  // namespace kvelastic

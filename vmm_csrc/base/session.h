@@ -1,4 +1,4 @@
-// Whose turn it is to take blocks and pages away: one thread's, as often nested as it likes.
+// The session: the exclusive right of one thread to take blocks and pages. May be nested.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace kvelastic {
 
-/// A recursive mutex that knows whether it is this thread's.
+/// A recursive mutex that knows whether the calling thread holds it.
 class Session {
  public:
   void lock() {
@@ -25,7 +25,7 @@ class Session {
     if (--depth_ == 0) owner_.store(std::thread::id(), std::memory_order_relaxed);
     mutex_.unlock();
   }
-  /// How often the owner has entered. Pre: is_mine().
+  /// How many times the owner holds the lock. Pre: is_mine().
   std::uint32_t depth() const { return depth_; }
   bool is_mine() const {
     return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
@@ -37,7 +37,7 @@ class Session {
   }
 
   std::recursive_mutex mutex_;
-  std::uint32_t depth_ = 0;  // mutex_ is held
+  std::uint32_t depth_ = 0;  // guarded by mutex_
   std::atomic<std::thread::id> owner_{};
 };
 

@@ -1,4 +1,4 @@
-// Bytes for people, as kvelastic.sizes.format_size writes them.
+// Formats byte counts as kvelastic.sizes.format_size does.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline std::string size_text(std::uint64_t bytes) {
   if (bytes < 1024) return std::to_string(bytes) + " B";
   double value = static_cast<double>(bytes) / 1024;
   std::size_t unit = 0;
-  // What would be printed counts: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
+  // Rounds as the output does: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
   for (; value >= 1023.995 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
   char text[64];
   std::snprintf(text, sizeof text, "%.2f %s", value, kUnits[unit]);

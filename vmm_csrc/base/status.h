@@ -1,5 +1,5 @@
-// Results inside the native code. Nothing here throws; the binding turns a failed result into the
-// exception of kvelastic/errors.py that has the same code.
+// Results of native functions. Native code does not throw; the binding converts a failed result
+// into the exception of kvelastic/errors.py with the same code.
 #pragma once
 
 #include <cstdint>
@@ -11,29 +11,29 @@
 
 namespace kvelastic {
 
-/// The stable codes of kvelastic/errors.py that native code can answer with.
+/// The stable codes of kvelastic/errors.py that native code returns.
 enum class Errc : std::uint8_t {
-  kInvalidArgument,    ///< a value that no call accepts; names the value and what is accepted
-  kOutOfMemory,        ///< the device (or the machine) has no memory for another page
-  kMapping,            ///< the driver refused a map, an unmap or a reservation
-  kPoolFailed,         ///< a rollback failed: the pool refuses further work, the process lives on
-  kPoolExhausted,      ///< not that many blocks can be had now
-  kDoubleFree,         ///< a block was freed that is not in use
-  kUnknownBlock,       ///< an id that this layout never hands out
-  kNotRegistered,      ///< memory that peers may not reach
-  kNullBlock,          ///< block 0 is never handed out nor given back
-  kChannelTimeout,     ///< a worker did not acknowledge before the deadline
-  kChannelClosed,      ///< the other end of a ring is gone
-  kSegment,            ///< a shared file, or a lock on it, that the system refuses
-  kSegmentFormat,      ///< bytes that are not a segment of this version
-  kStreamsUnknown,     ///< a GPU's driver was not told which streams use its pages
+  kInvalidArgument,  ///< a value that is never accepted; the message names it and what is accepted
+  kOutOfMemory,      ///< the device (or the machine) has no memory for another page
+  kMapping,          ///< the driver refused a map, an unmap or a reservation
+  kPoolFailed,       ///< a rollback failed: the pool refuses further work, the process continues
+  kPoolExhausted,    ///< not enough blocks are available
+  kDoubleFree,       ///< the freed block is not in use
+  kUnknownBlock,     ///< an id that this layout never uses
+  kNotRegistered,    ///< memory that is not registered for peers
+  kNullBlock,        ///< block 0 is neither handed out nor freed
+  kChannelTimeout,   ///< no acknowledgement before the deadline
+  kChannelClosed,    ///< the other end of a ring has ended
+  kSegment,          ///< the system refuses a shared file or a lock on it
+  kSegmentFormat,    ///< the bytes are not a segment of this version
+  kStreamsUnknown,   ///< a GPU's driver does not know which streams use its pages
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
-  kGuarantee,          ///< guarantees that add up to more than the device has
-  kReserve,            ///< others have not given the memory that is to be reserved
-  kIntegrity,          ///< check_integrity() found a rule broken
+  kGuarantee,          ///< the guarantees exceed the device's capacity
+  kReserve,            ///< other instances have not released the memory to be reserved
+  kIntegrity,          ///< check_integrity() found an inconsistency
 };
 
-/// "DOUBLE_FREE" and so on: the text that kvelastic/errors.py knows.
+/// Returns the code as kvelastic/errors.py spells it, for example "DOUBLE_FREE".
 constexpr std::string_view code_name(Errc code) {
   switch (code) {
     case Errc::kInvalidArgument:
@@ -82,7 +82,7 @@ struct Error {
   std::string message;
 };
 
-/// A value or an Error. `if (!r) return r.error();` passes a failure on.
+/// A value or an Error. `if (!r) return r.error();` propagates a failure.
 template <typename T>
 class [[nodiscard]] Result {
  public:
