@@ -16,9 +16,9 @@ import click
 from kvelastic import __version__
 from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
-from kvelastic.cli.output import Program
 from kvelastic.cli.saying import say, say_json
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
+from kvelastic.program import Program
 
 _COMMANDS: Final = {
     "capacity": "capacity.capacity_command",

@@ -122,7 +122,7 @@ class Shell:
         except BrokenPipeError:
             raise  # nobody reads any more: the shell ends as every command does then
         except Exception as error:
-            from kvelastic.cli.output import is_of_output
+            from kvelastic.program import is_of_output
 
             if isinstance(error, OSError) and is_of_output(error):
                 raise  # nothing that the next command prints can be read either

@@ -11,9 +11,9 @@ from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.exit_codes import fail
 from kvelastic.cli.finding import known_names, rows, sweep
-from kvelastic.cli.output import Program
 from kvelastic.cli.saying import say
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
+from kvelastic.program import Program
 
 _PIPE_COLUMNS = 120
 _USUAL_INTERVAL_S = 1.0

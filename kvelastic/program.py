@@ -1,4 +1,4 @@
-"""What every program of kvelastic does where its output cannot be written: one line, exit code 1.
+"""The command class of kvelastic's programs: they exit with 1 when stdout cannot be written.
 
 @click.command(cls=Program)       # or a class that derives from it
 """
@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import click
 
-from kvelastic.cli.exit_codes import fail
-
 _OF_OUTPUT: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
@@ -23,38 +21,38 @@ class Program(click.Command):
     """A program whose output may go to a disk that is full."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; as a program of its own it says itself that stdout cannot be written."""
+        """Run the command. In standalone mode, report a stdout that cannot be written."""
         if not kwargs.get("standalone_mode", True):
             return super().main(*args, **kwargs)
         if sys.stdout is None:
-            # It was closed (`>&-`). Here a write fails as in other programs, and commands that ask
-            # what stdout is need not think of None.
+            # The caller closed it (`>&-`). A write to this file fails, as in other programs.
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
-        with _told_of_broken_stdout():
+        with _reported_output_errors():
             return super().main(*args, **kwargs)
 
 
 @contextmanager
-def _told_of_broken_stdout() -> Iterator[None]:
+def _reported_output_errors() -> Iterator[None]:
     try:
         try:
             yield
         finally:
-            # Before Python does it, which would print a traceback of its own and exit with 120.
+            # Python would flush at exit, print a traceback and exit with 120.
             sys.stdout.flush()
     except BrokenPipeError:
-        raise  # nobody reads any more, and nobody needs to be told
+        raise  # the reader of the pipe has ended; click exits quietly
     except OSError as error:
         if not is_of_output(error):
             raise
-        with suppress(OSError):  # what is still in the buffer goes nowhere
+        with suppress(OSError):  # discards what the buffer holds
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        fail(f"the output cannot be written: {error.strerror or error}.")
+        click.echo(f"Error: the output cannot be written: {error.strerror or error}.", err=True)
+        sys.exit(1)
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether it came of writing what a command prints: kvctl writes to nothing else.
+    """Whether the error comes from writing to stdout: it names no file.
 
-    It names no file, and what was asked of a segment or a ledger raises a `KvelasticError`.
+    Errors of segments and ledgers are `KvelasticError`.
     """
     return error.filename is None and error.errno in _OF_OUTPUT
