@@ -286,31 +286,31 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_IPC_NAME", "KVCACHED_IPC_NAME", "ipc_name", _ipc_name, "(automatic)",
              "1 to 64 of the characters A-Z a-z 0-9 . _ -",
              "Name of the instance and its shared-memory segment. Data parallel ranks of a dense"
-             " model are instances of their own: NAME, NAME_dp1, NAME_dp2."),
+             " model are separate instances: NAME, NAME_dp1, NAME_dp2."),
     Variable("KVELASTIC_GPU_UTILIZATION", "KVCACHED_GPU_UTILIZATION", "gpu_utilization", _fraction,
              "0.95", "a number above 0, up to 1",
-             "Largest part of a GPU's memory that KV caches may fill; of the host's memory"
-             " KVELASTIC_HOST_MEMORY says it."),
+             "Largest part of a GPU's memory for KV caches; KVELASTIC_HOST_MEMORY is the same for"
+             " the host."),
     Variable("KVELASTIC_PAGE_SIZE_MB", "KVCACHED_PAGE_SIZE_MB", "page_size_mb",
              _integer(2, 2, 1024), "(2; by the prices of a GPU)",
              "a multiple of 2, from 2 to 1024",
-             "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."
-             " Unset, the first instance of a GPU decides by its driver's prices, 128 at most."),
+             "Smallest page size in MiB; pages grow to hold whole blocks of every layer. By default"
+             " the first instance of a GPU chooses it by its driver's prices, at most 128."),
     Variable("KVELASTIC_LOG_LEVEL", "KVCACHED_LOG_LEVEL", "log_level", _log_level, "INFO",
              "DEBUG, INFO, WARNING, ERROR or CRITICAL",
-             "Least severe message that is logged; docs/log.md says what DEBUG adds."),
+             "Least severe message that is logged; docs/log.md lists the lines of DEBUG."),
     Variable("KVELASTIC_PAGE_PREALLOC_ENABLED", "KVCACHED_PAGE_PREALLOC_ENABLED",
              "page_prealloc_enabled", _boolean, "true", BOOLEAN,
              "Map pages ahead of demand in the background."),
     Variable("KVELASTIC_MIN_RESERVED_PAGES", "KVCACHED_MIN_RESERVED_PAGES", "min_reserved_pages",
              _integer(0), "5", "an integer of 0 or more",
-             "Pages kept mapped ahead of demand at least."),
+             "Lower bound of pages kept mapped ahead of demand."),
     Variable("KVELASTIC_MAX_RESERVED_PAGES", "KVCACHED_MAX_RESERVED_PAGES", "max_reserved_pages",
              _integer(0), "10", "an integer, not below KVELASTIC_MIN_RESERVED_PAGES",
-             "Pages kept mapped ahead of demand at most; no more than 256 MiB of them, or one."),
+             "Upper bound of pages kept mapped ahead of demand, and at most 256 MiB or one page."),
     Variable("KVELASTIC_CONTIGUOUS_LAYOUT", "KVCACHED_CONTIGUOUS_LAYOUT", "contiguous_layout",
              _boolean, "true", BOOLEAN,
-             "One page holds blocks of all layers; false gives each layer pages of its own."),
+             "One page holds blocks of every layer; false gives each layer separate pages."),
     Variable("KVELASTIC_SANITY_CHECK", "KVCACHED_SANITY_CHECK", "sanity_check", _boolean, "false",
              BOOLEAN, "Check the invariants of every structure while the instance is idle."),
     Variable("KVELASTIC_LOG_COLOR", "KVCACHED_LOG_COLOR", "log_color", _boolean, "true", BOOLEAN,
@@ -320,103 +320,104 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Tokens that the prefix cache may hold in blocks that no request uses."),
     Variable("KVELASTIC_CACHE_IDLE_SECONDS", None, "cache_idle_s", _seconds_or_never, "600",
              "seconds; less than 0 is never",
-             "Evict cached blocks that no request has used for this long. A tier has as long again"
-             " to copy them first."),
+             "Evict cached blocks that no request has used for this long. With tiers they may stay"
+             " twice as long until they are copied."),
     Variable("KVELASTIC_IPC_TIMEOUT", "KVCACHED_IPC_TIMEOUT", "ipc_timeout_s",
              _seconds_or_no_deadline, "60", "seconds; 0 or less is no deadline",
              "How long the scheduler waits for a worker's acknowledgement."),
     Variable("KVELASTIC_HOST_MEMORY", None, "host_memory", _capacity, "(80% of memory)",
              f"more than 0: {SIZE_FORMS}",
-             "What KV caches together may hold of the host's memory, its capacity; unset, 80% of"
-             " the machine's memory or of the tightest cgroup limit. Weights lie outside it."),
+             "Capacity of the host: bound of every KV cache together, without weights. By default"
+             " 80% of the machine's memory or of the tightest cgroup limit."),
     Variable("KVELASTIC_LIMIT", None, "limit", _limit, "none",
              f"none; a percentage of the device (80%); or {SIZE_FORMS}",
-             "Limit that an instance starts with; kvctl limit changes it while it runs."),
+             "Limit at the start of an instance; kvctl limit changes it while it runs."),
     Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
-             "Guarantee: memory that is the instance's own as soon as it needs it. Others may hold"
-             " it before."),
+             "Guarantee: memory that the instance gets as soon as it needs it. Others may use it"
+             " before."),
     Variable("KVELASTIC_RESERVE", None, "reserve", parse_size, "(measured)", f"0, or {SIZE_FORMS}",
-             "What the engine holds of its device besides KV cache (weights, activations); unset,"
-             " what vLLM's workers are seen to hold after their start, what transformers and SGLang"
-             " hold when they make their cache (on a GPU, transformers' peak), and nothing of"
-             " others."),
+             "Memory of the engine on its device besides KV cache (weights, activations). By"
+             " default measured: in vLLM's workers after their start, in transformers and SGLang"
+             " when they make their cache (on a GPU, transformers' peak); 0 for others."),
     Variable("KVELASTIC_PRIORITY", None, "priority",
              _integer(-MAX_PRIORITY, most=MAX_PRIORITY), "0",
              f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
              "Instances of a higher priority keep their memory longer and are served first."),
     Variable("KVELASTIC_LEDGER", None, "ledger", _ledger, "default",
              "1 to 32 of the characters A-Z a-z 0-9 _ -",
-             "Group of instances that share a device's capacity; all of one machine, unless set."),
+             "Group of instances that share a device's capacity; by default every instance of a"
+             " machine."),
     Variable("KVELASTIC_RECLAIM_WAIT", None, "reclaim_wait_s", _seconds, "0.05",
              "seconds, from 0 to 3600",
-             "How long an alloc waits for memory that other instances have to give up, and a"
-             " scheduler for memory that they were asked for, before it preempts."),
+             "How long an alloc waits for memory of other instances, and a scheduler before it"
+             " preempts."),
     Variable("KVELASTIC_LIMIT_WAIT", None, "limit_wait_s", _seconds_or_never, "0.25",
              "seconds; less than 0 is never",
-             "How long requests that run may keep an instance over its limit; then those that have"
-             " computed least are preempted until it holds."),
+             "How long running requests may keep an instance over its limit; then requests that"
+             " have computed least are preempted until the limit holds."),
     Variable("KVELASTIC_DEVICE", None, "device", _device, "auto", "auto, cpu, host, cuda or cuda:N",
-             "Whose memory backs the KV cache; auto takes a GPU where there is one."),
+             "Device whose memory backs the KV cache; auto takes a GPU if there is one."),
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",
              "seconds; less than 0 is never",
-             "After so long without an alloc or free, no page is parked: half of those that no"
-             " alloc needs go back to the device after a fifth of it, the rest as allocs become"
-             " fewer."),
+             "After this time without an alloc or free, no page is parked. Half of the unneeded"
+             " parked pages are released after a fifth of it, the rest as allocs become fewer."),
     Variable("KVELASTIC_GUARD_PAGES", None, "guard_pages", _boolean, "false", BOOLEAN,
-             "For finding faults: a scratch page lies behind all that is not mapped, so that a"
-             " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
+             "For finding faults: unmapped addresses read a scratch page, so that a kernel that"
+             " reads too far does not fail. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
     Variable("KVELASTIC_FLEXKV_ALIAS", None, "flexkv_alias", _boolean, "false", BOOLEAN,
-             "Let `import flexkv` find kvelastic.flexkv where FlexKV itself is not installed; read"
-             " when Python starts (docs/flexkv.md)."),
+             "Let `import flexkv` find kvelastic.flexkv if FlexKV is not installed; read when"
+             " Python starts (docs/flexkv.md)."),
     Variable("KVELASTIC_LLM_DATADIST_ALIAS", None, "llm_datadist_alias", _boolean, "false", BOOLEAN,
-             "Let `import llm_datadist` find kvelastic.datadist where LLM-DataDist itself is not"
-             " installed; read when Python starts (docs/datadist.md)."),
+             "Let `import llm_datadist` find kvelastic.datadist if LLM-DataDist is not installed;"
+             " read when Python starts (docs/datadist.md)."),
     Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path_or_none, "none",
              "none; or an absolute path",
-             "A file of mode 0600 with the secret that clusters of other hosts have, too. With it"
+             "A file of mode 0600 with the secret shared with clusters of other hosts. With it"
              " clusters link over TCP, without it only on this host (docs/datadist.md)."),
     Variable("KVELASTIC_LINK_ALLOW", None, "link_allow", _networks, "none",
              "none; or networks with commas between: 10.0.0.0/24",
-             "Whose hosts may link over TCP, besides this one."),
+             "Networks whose hosts may link over TCP, besides this host."),
     Variable("KVELASTIC_LINK_DATA_PORTS", None, "link_data_ports", _ports, "any",
-             "any, a port, or the first and the last of some: 26100-26131",
-             "Where bytes come over TCP: each process takes the first of these that is free."),
+             "any, a port, or a first and a last port: 26100-26131",
+             "Ports for data over TCP; each process takes the first free one."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
-             "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
+             "Where evicted blocks are kept; see docs/tiers.md."),
     Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),
              "write_back", "write_back or write_through",
-             "write_back copies blocks as late as possible, write_through while it serves."),
+             "write_back copies blocks as late as possible, write_through as soon as they are"
+             " cached."),
     Variable("KVELASTIC_TIER_COPIES", None, "tier_copies", _one_of("all", "first"), "all",
              "all or first",
-             "Whether a block is kept in all tiers that take it, or in the nearest one only."),
+             "Keep a block in all tiers that accept it, or only in the nearest one."),
     Variable("KVELASTIC_TIER_STAGING", None, "tier_staging", _capacity, "64M",
              f"more than 0: {SIZE_FORMS}",
-             "Host memory through which blocks go to tiers and come back."),
+             "Host memory for copies to and from tiers."),
     Variable("KVELASTIC_TIER_WATERMARK", None, "tier_watermark", parse_percent, "10%",
              "a percentage of the blocks, 0 to 100",
-             "write_back cleans ahead when fewer blocks than that are free or have a copy."),
+             "write_back copies ahead when fewer blocks than this are free or have a copy."),
     Variable("KVELASTIC_TIER_IDLE_SECONDS", None, "tier_idle_s", _seconds_or_never, "5.0",
              "seconds; less than 0 is never",
-             "After so long without an alloc or free, write_back copies what has no copy yet."),
+             "After this time without an alloc or free, write_back copies the blocks without a"
+             " copy."),
     Variable("KVELASTIC_TIER_RECLAIM_SECONDS", None, "tier_reclaim_s", _seconds, "0.02",
              "seconds, from 0 to 3600",
-             "How long memory that others ask for waits for copies; the rest is dropped."),
+             "How long a reclaim waits for copies; then blocks without a copy are dropped."),
     Variable("KVELASTIC_TIER_LIMIT_SECONDS", None, "tier_limit_s", _seconds, "2.0",
              "seconds, from 0 to 3600", "The same for a lower limit."),
     Variable("KVELASTIC_TIER_SLEEP_SECONDS", None, "tier_sleep_s", _seconds, "30.0",
              "seconds, from 0 to 3600", "The same for a sleep."),
     Variable("KVELASTIC_TIER_EXIT_SECONDS", None, "tier_exit_s", _seconds, "5.0",
-             "seconds, from 0 to 3600", "The same for the end of a vLLM that is told to stop."),
+             "seconds, from 0 to 3600", "The same for a vLLM that is stopped."),
     Variable("KVELASTIC_TIER_WRITE_RATE", None, "tier_write_rate", _size_or_none, "none",
              f"none; or bytes a second, more than 0: {SIZE_FORMS}",
-             "Most that is written to tiers while nobody waits for it."),
+             "Largest write rate to tiers while nothing waits for the copies."),
     Variable("KVELASTIC_TIER_DAILY_WRITE", None, "tier_daily_write", _size_or_none, "none",
              f"none; or more than 0: {SIZE_FORMS}",
-             "Most that each disk tier writes in a day, for the life of the medium."),
+             "Largest number of bytes that each disk tier writes in a day, to protect the medium."),
     Variable("KVELASTIC_TIER_COMPARE", None, "tier_compare", _boolean, "true", BOOLEAN,
-             "Leave a tier out while it takes longer to bring blocks back than computing them."),
+             "Bypass a tier while loading blocks takes longer than computing them."),
 )
 # fmt: on
 
@@ -451,7 +452,8 @@ def markdown_table() -> str:
     for v in VARIABLES:
         default = v.default if v.default.startswith("(") else f"`{v.default}`"
         doc = v.doc + (f" (also read as `{v.legacy}`)" if v.legacy else "")
-        lines.append(f"| `{v.name}` | {default} | {v.accepts} | {doc} |")
+        accepts = v.accepts.replace(SIZE_FORMS, "a size")
+        lines.append(f"| `{v.name}` | {default} | {accepts} | {doc} |")
     return "\n".join(lines) + "\n"
 
 
@@ -519,8 +521,10 @@ def _stem(name: str) -> str:
 if __name__ == "__main__":
     print(
         "# Configuration\n\n"
-        "Every variable, as `kvelastic/config.py` reads it; this page is printed from its table\n"
-        "(`python -m kvelastic.config`). A variable is read once, when the instance starts; the\n"
-        "limit can be changed later with `kvctl`. Where a new name is unset, kvcached's counts.\n"
+        "Every variable of kvelastic; `python -m kvelastic.config` prints this page.\n\n"
+        "    KVELASTIC_IPC_NAME=chat KVELASTIC_LIMIT=8G ENABLE_KVELASTIC=true vllm serve MODEL\n\n"
+        "An instance reads its variables once, at its start; `kvctl` changes limits later. If a\n"
+        "variable is unset, kvcached's name for it applies.\n\n"
+        f"A *size* is: {SIZE_FORMS}.\n"
     )
     print(markdown_table(), end="")
