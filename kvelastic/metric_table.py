@@ -68,40 +68,38 @@ def _device(name: str, help: str) -> Described:
 
 
 FIGURES: Final = {
-    "capacity_bytes": _instance("capacity_bytes", "What its device has for instances."),
-    "mapped_bytes": _instance("mapped_bytes", "All physical memory that it holds."),
-    "in_use_bytes": _instance("in_use_bytes", "In blocks that requests refer to."),
-    "set_aside_bytes": _instance("set_aside_bytes", "In blocks set aside for requests to come."),
+    "capacity_bytes": _instance("capacity_bytes", "Capacity of its device."),
+    "mapped_bytes": _instance("mapped_bytes", "All physical memory of the instance."),
+    "in_use_bytes": _instance("in_use_bytes", "In blocks in use by requests."),
+    "set_aside_bytes": _instance("set_aside_bytes", "In blocks set aside for later requests."),
     "cached_bytes": _instance("cached_bytes", "In blocks kept for prefix caching."),
     "parked_bytes": _instance("parked_bytes", "In free pages kept mapped for the next use."),
     "slack_bytes": _instance("slack_bytes", "In free blocks of pages in use, and in padding."),
     "page_bytes": _instance("page_bytes", "One page."),
-    "blocks_total": _instance("blocks", "Blocks that its address range has room for."),
-    "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
+    "blocks_total": _instance("blocks", "Blocks of its address range."),
+    "blocks_in_use": _instance("blocks_in_use", "Blocks in use by requests."),
     "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
-    "asleep": _instance("asleep", "1 while it sleeps, hands out nothing and gives all back."),
+    "asleep": _instance("asleep", "1 while its memory sleeps."),
     "engine_asleep": _instance(
-        "engine_asleep", "1 while its engine sleeps, and requests to it wait; where that is known."
+        "engine_asleep", "1 while its engine sleeps and requests wait; if known."
     ),
     "requests_waiting": _instance(
-        "requests_waiting", "Requests that wait for memory; where the engine reports them."
+        "requests_waiting", "Requests that wait for memory; if the engine reports them."
     ),
     "first_needs_bytes": _instance(
-        "first_needs_bytes", "The least limit that lets the first of them run; 0: not known."
+        "first_needs_bytes", "Lowest limit with which the first waiting request runs; 0: unknown."
     ),
     "is_limit_too_low": _instance(
         "limit_too_low",
-        "1 while the first request that waits needs more than limit and device allow.",
+        "1 while the first waiting request needs more than limit and device allow.",
     ),
-    "limit_bytes": _instance(
-        "limit_bytes", "Its limit, as it was set; an instance that sleeps keeps it."
-    ),
+    "limit_bytes": _instance("limit_bytes", "Its limit, as it was set; kept during a sleep."),
     "effective_limit_bytes": _instance(
         "effective_limit_bytes",
-        "The limit that it keeps to now: whole pages, lowered by a squeeze, 0 while it sleeps.",
+        "The present limit: whole pages, lower under memory pressure, 0 during a sleep.",
     ),
-    "over_bytes": _instance("over_bytes", "Still to be given back to meet that limit."),
-    "min_bytes": _instance("min_bytes", "Its guarantee: nobody takes it below that."),
+    "over_bytes": _instance("over_bytes", "Still to be released to meet that limit."),
+    "min_bytes": _instance("min_bytes", "Its guarantee: no other instance takes memory below it."),
     "priority": _instance("priority", "Higher keeps its memory longer."),
 }
 """By the fields of `InstanceStatus`."""
@@ -112,59 +110,59 @@ COUNTERS: Final = {
         "pages_unmapped": "Pages unmapped since its start.",
         "pages_created": "Pages created by the driver since its start.",
         "pages_destroyed": "Pages destroyed by the driver since its start.",
-        "allocs": "Calls for blocks that got them.",
-        "frees": "Calls that gave blocks back.",
-        "alloc_failures": "Calls for blocks that got none.",
+        "allocs": "Successful allocs.",
+        "frees": "Frees.",
+        "alloc_failures": "Failed allocs.",
         "blocks_evicted": "Cached blocks evicted.",
-        "blocks_demoted": "Cached blocks evicted that a tier has a copy of.",
-        "blocks_dropped": "Cached blocks evicted that no tier has: they are computed again.",
-        "blocks_moved": "Blocks moved to other pages so that theirs could be given back.",
+        "blocks_demoted": "Cached blocks evicted with a copy in a tier.",
+        "blocks_dropped": "Cached blocks evicted without a copy: they are computed again.",
+        "blocks_moved": "Blocks moved to other pages to release theirs.",
         "requests_applied": "Requests of operators applied.",
-        "wishes_applied": "The same, by its name before 0.2; goes with 0.3.",
-        "provision_runs": "Times that pages were mapped ahead of demand.",
+        "wishes_applied": "The same, by its name before 0.2; removed in 0.3.",
+        "provision_runs": "Runs in which pages were mapped ahead of demand.",
     }.items()
 }
 MEMBER: Final[tuple[tuple[Described, Callable[[Member], Value]], ...]] = (
     (
-        _instance("granted_bytes", "What the device's ledger lets it hold there now."),
+        _instance("granted_bytes", "Granted by the device's ledger now."),
         lambda member: member.granted_bytes,
     ),
     (
-        _instance("reserved_bytes", "Held besides its KV cache while it is awake."),
+        _instance("reserved_bytes", "Memory besides its KV cache while it is awake."),
         lambda member: member.reserve_bytes,
     ),
     (
-        _instance("asked_bytes", "What it cannot get and waits for."),
+        _instance("asked_bytes", "Memory that it waits for."),
         lambda member: member.ask_bytes,
     ),
     (
-        _instance("asked_seconds", "How long it has been waiting for that."),
+        _instance("asked_seconds", "How long it has waited for that memory."),
         lambda member: member.ask_s,
     ),
     (
-        _instance("wanted_bytes", "What others have asked of it."),
+        _instance("wanted_bytes", "Memory that other instances request from it."),
         lambda member: member.wanted_bytes,
     ),
     (
-        _instance("idle_seconds", "Since its last alloc or free."),
+        _instance("idle_seconds", "Time since its last alloc or free."),
         lambda member: member.idle_s,
     ),
 )
 DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
     (
-        _device("capacity_bytes", "What all instances together may hold."),
+        _device("capacity_bytes", "Capacity for the instances together."),
         lambda ledger: ledger.capacity_bytes,
     ),
     (
-        _device("granted_bytes", "Held by all instances together."),
+        _device("granted_bytes", "Granted to the instances together."),
         lambda ledger: ledger.granted_bytes,
     ),
     (
-        _device("guaranteed_bytes", "The guarantees of instances that are awake."),
+        _device("guaranteed_bytes", "Sum of the guarantees of awake instances."),
         lambda ledger: ledger.guaranteed_bytes,
     ),
     (
-        _device("reserved_bytes", "Held besides KV caches by instances that are awake."),
+        _device("reserved_bytes", "Memory besides KV caches of awake instances."),
         lambda ledger: ledger.reserved_bytes,
     ),
     (
@@ -172,40 +170,40 @@ DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
         lambda ledger: ledger.others_bytes,
     ),
     (
-        _device("free_bytes", "What could be granted now."),
+        _device("free_bytes", "Memory that could be granted now."),
         lambda ledger: ledger.free_bytes,
     ),
     (
-        _device("asked_bytes", "What instances wait for: the pressure on the device."),
+        _device("asked_bytes", "Memory that instances wait for: the pressure on the device."),
         lambda ledger: ledger.asked_bytes,
     ),
     (
-        _device("instances", "How many instances share it."),
+        _device("instances", "Instances that share the device."),
         lambda ledger: len(ledger.members),
     ),
 )
 TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
-    (_tier("used_bytes", "What records take there."), lambda tier: tier.used_bytes),
+    (_tier("used_bytes", "Size of its records."), lambda tier: tier.used_bytes),
     (
-        _tier("limit_bytes", "What they may take, where that is decided here."),
+        _tier("limit_bytes", "Its limit, if kvelastic enforces one."),
         lambda tier: tier.limit_bytes,
     ),
     (_tier("records", "Blocks kept there."), lambda tier: tier.records),
-    (_tier("stuck", "1 while it hangs and is not asked."), lambda tier: int(tier.is_stuck)),
+    (_tier("stuck", "1 while it hangs and is bypassed."), lambda tier: int(tier.is_stuck)),
     (
-        _tier("load_seconds", "How long it takes to load a block."),
+        _tier("load_seconds", "Time to load a block."),
         lambda tier: None if tier.load_us is None else tier.load_us / 1e6,
     ),
     (
-        _tier("write_budget_bytes", "What may be written to it a day (UTC), if bounded."),
+        _tier("write_budget_bytes", "Bytes that may be written in a day (UTC), if bounded."),
         lambda tier: tier.write_budget_bytes,
     ),
     (
-        _tier("write_left_bytes", "What is left of that today."),
+        _tier("write_left_bytes", "The rest of that budget today."),
         lambda tier: tier.write_left_bytes,
     ),
     (
-        _tier("waiting_bytes", "Records of a nearer tier that are still to be copied to it."),
+        _tier("waiting_bytes", "Bytes of a nearer tier still to be copied to it."),
         lambda tier: tier.waiting_bytes,
     ),
     (_tier("puts_total", "Records stored.", "counter"), lambda tier: tier.puts),
@@ -215,15 +213,15 @@ TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
     ),
     (_tier("hits_total", "Records read whole.", "counter"), lambda tier: tier.hits),
     (
-        _tier("misses_total", "Records asked for that were not there.", "counter"),
+        _tier("misses_total", "Lookups of missing records.", "counter"),
         lambda tier: tier.misses,
     ),
     (
-        _tier("torn_total", "Records found that were not whole.", "counter"),
+        _tier("torn_total", "Damaged records found.", "counter"),
         lambda tier: tier.torn,
     ),
     (
-        _tier("evicted_total", "Records displaced by others or by a limit.", "counter"),
+        _tier("evicted_total", "Records evicted for others or by a limit.", "counter"),
         lambda tier: tier.evicted,
     ),
     (_tier("errors_total", "Calls to the medium that failed.", "counter"), lambda t: t.errors),
@@ -235,74 +233,74 @@ TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
 )
 NODE: Final[tuple[tuple[Described, Callable[[NodeFigures], Value]], ...]] = (
     (
-        _node("links", "Links that stand."),
+        _node("links", "Open links."),
         lambda node: sum(link.state == "linked" for link in node.links),
     ),
     (_node("registered_bytes", "Memory that peers may reach."), lambda n: n.registered_bytes),
-    (_node("leases", "Copies by peers under way."), lambda node: node.leases),
+    (_node("leases", "Copies by peers in progress."), lambda node: node.leases),
     (
-        _node("leases_expired_total", "Leases ended by their time, as a peer was late.", "counter"),
+        _node("leases_expired_total", "Leases that expired because a peer was late.", "counter"),
         lambda node: node.leases_expired,
     ),
     (
         _node(
             "copies_lost_total",
-            "Copies by peers of memory that was not the same all the time.",
+            "Copies by peers of memory that changed during the copy.",
             "counter",
         ),
         lambda node: node.copies_lost,
     ),
     (
-        _node("strangers_refused_total", "Connections that were not let in.", "counter"),
+        _node("strangers_refused_total", "Refused unauthenticated connections.", "counter"),
         lambda node: node.strangers_refused,
     ),
 )
 LINK: Final[tuple[tuple[Described, Callable[[LinkFigures], Value]], ...]] = (
     (
-        _link("up", "1 for a link that stands, 0 for one that has ended.", "gauge"),
+        _link("up", "1 for an open link, 0 for an ended one.", "gauge"),
         lambda link: int(link.state == "linked"),
     ),
     (
-        _link("pulled_bytes_total", "That the node has read from the peer."),
+        _link("pulled_bytes_total", "Bytes that the node has read from the peer."),
         lambda link: link.pulled_bytes,
     ),
     (
-        _link("pushed_bytes_total", "That the node has had the peer take."),
+        _link("pushed_bytes_total", "Bytes that the node has sent for the peer to take."),
         lambda link: link.pushed_bytes,
     ),
     (
-        _link("peer_pulled_bytes_total", "That the peer has read from the node."),
+        _link("peer_pulled_bytes_total", "Bytes that the peer has read from the node."),
         lambda link: link.peer_pulled_bytes,
     ),
     (
-        _link("peer_pushed_bytes_total", "That the peer has had the node take."),
+        _link("peer_pushed_bytes_total", "Bytes that the peer has sent for the node to take."),
         lambda link: link.peer_pushed_bytes,
     ),
-    (_link("leases", "Copies by the peer under way.", "gauge"), lambda link: link.leases),
-    (_link("retries_total", "Copies made again after a lost race."), lambda link: link.retries),
-    (_link("failures_total", "Copies of the node's that failed."), lambda link: link.failures),
+    (_link("leases", "Copies by the peer in progress.", "gauge"), lambda link: link.leases),
+    (_link("retries_total", "Copies repeated after a lost race."), lambda link: link.retries),
+    (_link("failures_total", "Failed copies of the node."), lambda link: link.failures),
 )
 TIERS: Final = {
     field: _tiers(f"blocks_{field}_total", help)
     for field, help in {
-        "matched": "Blocks asked for and found in tiers.",
-        "unmatched": "Blocks asked for and not found in tiers.",
+        "matched": "Blocks looked up and found in tiers.",
+        "unmatched": "Blocks looked up and not found in tiers.",
         "loaded": "Blocks loaded from tiers.",
-        "missed": "Blocks found in tiers that were not loaded all the same.",
+        "missed": "Blocks found in tiers but not loaded.",
         "served": "Blocks copied to tiers while shrinking waited.",
-        "ahead": "Blocks copied to tiers while nobody waited.",
-        "refused": "Blocks that no tier took.",
+        "ahead": "Blocks copied to tiers while nothing waited.",
+        "refused": "Blocks that every tier refused.",
         "late": "Copies to tiers cancelled at a deadline.",
-        "lost": "Blocks that were used, evicted or renamed while they were copied.",
+        "lost": "Blocks used, evicted or renamed during their copy.",
     }.items()
 }
 """By the fields of `BlockCounts`."""
 ON_DEVICE: Final = _instance(
-    "device_mapped_bytes", "Physical memory that it holds of each of its devices."
+    "device_mapped_bytes", "Physical memory of the instance on each device."
 )
 STATE: Final = _instance("state", "1 for the state of its limit, 0 for the others.", "state")
 INFO: Final = _instance("info", "Identity labels; always 1.", "pid", "uuid")
-STARTED: Final = _instance("start_time_seconds", "When it started, in Unix time.")
+STARTED: Final = _instance("start_time_seconds", "Start of the instance, in Unix time.")
 SEGMENTS: Final = Described(
     "kvelastic_segments", "gauge", ("status",), "Segments found: " + ", ".join(STATUSES) + "."
 )

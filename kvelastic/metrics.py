@@ -178,18 +178,20 @@ class _Drawn:
 _INTRODUCTION: Final = """\
 # Metrics
 
-Printed by `python -m kvelastic.metrics`; a test compares. `kvctl metrics` prints or serves them
-([kvctl.md](kvctl.md#metrics)), and `kvelastic.metrics.KvelasticCollector` adds them to what a
-program serves already. [grafana/kvelastic.json](grafana/kvelastic.json) is a dashboard of them.
+Prometheus metrics of instances, devices, tiers and links ([kvctl.md](kvctl.md#metrics)):
 
-Bytes and seconds; `_total` counts up since the start of the instance. `name` is the segment's, as
-every command of kvctl takes it; it is not called `instance`, which is Prometheus' own label for
-whom it scrapes. Metrics of a device, and those about what is granted, reserved, asked and wanted,
-are there where the device has a ledger. An instance on several devices has these once for each, and
-`kvelastic_instance_device_mapped_bytes`; its other metrics are of all devices together, and have
-the first one's name. Those of tiers are there where the instance has some; `tier` is what
-`kvctl tiers` calls it. Those of nodes and links are of processes that copy KV from one another, as
-`kvctl links` shows them: `node` and `peer` are ids.
+    kvctl metrics --listen 127.0.0.1:9464
+
+[grafana/kvelastic.json](grafana/kvelastic.json) is a dashboard of them.
+`kvelastic.metrics.KvelasticCollector` adds them to another program's metrics, and
+`python -m kvelastic.metrics` prints this page.
+
+- Units are bytes and seconds. `_total` counts since the start of the instance.
+- `name` is the segment's name, as in kvctl. (`instance` is Prometheus' own label.)
+- Metrics of a device, and of granted, reserved, asked and wanted memory, need a ledger. An instance
+  on several devices has these and `kvelastic_instance_device_mapped_bytes` for each device. Its
+  other metrics are sums, with the first device's name.
+- `tier` is the tier's name in `kvctl tiers`; `node` and `peer` are ids, as in `kvctl links`.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|
