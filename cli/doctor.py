@@ -173,12 +173,9 @@ def explanation_json(
     members = () if ledger is None else ledger.members
     return {
         **{key: value for key, value in asdict(status).items() if key not in _NOT_SHOWN},
-        "status": status.life,
-        "wished_limit_bytes": status.requested_limit_bytes,
         "devices": use_rows(status),
         "is_limit_too_low": status.is_limit_too_low,
         "slack_bytes": status.slack_bytes,
-        "overhead_bytes": status.slack_bytes,
         "room_bytes": status.room_bytes,
         "granted_bytes": None if me is None else status.granted_bytes,
         "reserved_bytes": status.reserved_bytes,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.instance.look import ledgers
 from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
-from kvelastic.instance.status import FORMER_COUNTERS, status_of
+from kvelastic.instance.status import status_of
 from kvelastic.tier_board import boards_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 class Stats(Row):
     """One segment in full."""
 
-    overhead_bytes: int
-    """The name of `slack_bytes` before 0.2; goes with 0.3."""
     blocks_total: int
     """Ids that the range has."""
     blocks_in_use: int
@@ -34,8 +32,6 @@ class Stats(Row):
     blocks_reserved: int
     pages_mapped: int
     pages_parked: int
-    pools: int
-    """Always 1: an instance has one pool. Goes with 0.3."""
     updated_s: float | None
     """Since the usage was published last; None if it never was."""
     answered_s: float | None
@@ -85,7 +81,6 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
     status = status_of(now.info, ledgers(), now_ns=now.at_ns, board=now.board)
     return Stats(
         **row_of(status),
-        overhead_bytes=status.slack_bytes,
         blocks_total=usage["blocks_total"],
         blocks_in_use=usage["blocks_in_use"],
         blocks_cached=usage["blocks_cached"],
@@ -93,7 +88,6 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
         blocks_reserved=usage["blocks_reserved"],
         pages_mapped=usage["pages_mapped"],
         pages_parked=usage["pages_parked"],
-        pools=1,
         updated_s=_age_s(usage["updated_ns"], now.at_ns),
         answered_s=_age_s(answer["answered_ns"], now.at_ns),
         interval_s=None if interval_s is None else round(interval_s, 6),
@@ -182,8 +176,7 @@ def stats_text(stats: Stats) -> str:
         topics[f"Blocks and tiers, {stats['tier_policy']}"] = [
             (word, str(stats["tier_blocks"][count])) for count, word in BLOCK_WORDS.items()
         ]
-    every, rates = stats["counters"] or {}, stats["rates"]
-    counters = {name: count for name, count in every.items() if name not in FORMER_COUNTERS}
+    counters, rates = stats["counters"] or {}, stats["rates"]
     if rates is None:
         heading = "Counters since its start"
         counted = [(name, str(count)) for name, count in counters.items()]

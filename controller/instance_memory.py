@@ -109,7 +109,6 @@ async def request(
     facts.pop("answered_ns")
     return {
         **facts,
-        "wished_revision": answer.requested_revision,  # the name before 0.2; goes with 0.3
         "state": outcome.verdict.value,
         "beyond_device_bytes": outcome.beyond_device_bytes,
     }

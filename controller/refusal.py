@@ -30,8 +30,6 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
     """For people: what happened, and what to do next."""
     retry_after_s: float | None = None
     param: str | None = None
-    former_code: str | None = None
-    """What `code` was called before 0.2; goes with 0.3."""
 
     def body(self) -> bytes:
         """The answer's body, in OpenAI's shape."""
@@ -44,8 +42,6 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
             "param": self.param,
             "code": self.code,
         }
-        if self.former_code is not None:
-            error["former_code"] = self.former_code
         return json.dumps({"error": error}).encode()
 
     def anthropic_body(self, request_id: str | None) -> bytes:

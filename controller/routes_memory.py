@@ -95,7 +95,6 @@ async def change_memory(front: Front, request: Request) -> Any:
             400,
             "nothing_requested",
             "Give one of min, limit and priority at least.",
-            former_code="nothing_wished",
         )
     if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
         raise Refusal(400, "invalid_value", "min is above limit.", param="min")

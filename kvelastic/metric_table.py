@@ -118,7 +118,6 @@ COUNTERS: Final = {
         "blocks_dropped": "Cached blocks evicted without a copy: they are computed again.",
         "blocks_moved": "Blocks moved to other pages to release theirs.",
         "requests_applied": "Requests of operators applied.",
-        "wishes_applied": "The same, by its name before 0.2; removed in 0.3.",
         "provision_runs": "Runs in which pages were mapped ahead of demand.",
     }.items()
 }

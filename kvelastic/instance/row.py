@@ -68,8 +68,6 @@ class Row(TypedDict):
     is_limited: bool | None
     effective_limit_bytes: int | None
     requested_limit_bytes: int | None
-    wished_limit_bytes: int | None
-    """The name of `requested_limit_bytes` before 0.2; goes with 0.3."""
     is_squeezed: bool | None
     used_bytes: int | None
     mapped_bytes: int | None
@@ -132,7 +130,6 @@ def row_of(status: InstanceStatus) -> Row:
         is_limited=status.is_limited if known else None,
         effective_limit_bytes=figure(status.effective_limit_bytes),
         requested_limit_bytes=status.requested_limit_bytes,
-        wished_limit_bytes=status.requested_limit_bytes,
         is_squeezed=status.is_squeezed if known else None,
         used_bytes=figure(status.used_bytes),
         mapped_bytes=figure(status.mapped_bytes),

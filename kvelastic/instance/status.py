@@ -37,10 +37,6 @@ ENDED: Final = frozenset({"dead", "unreadable"})
 """Values of `life` of which nothing more is to be expected."""
 
 
-FORMER_COUNTERS: Final = {"wishes_applied": "requests_applied"}
-"""What counters were called before 0.2, and are called now; goes with 0.3."""
-
-
 @dataclass(frozen=True)
 class DeviceShare:
     """An instance's place in the ledger of one device."""
@@ -324,7 +320,7 @@ def status_of(
         uid=header["uid"],
         uuid=header["uuid"],
         created=_utc_text(header["created_realtime_ns"]),
-        counters=_with_former_names(info.counters),
+        counters=info.counters,
         shares=shares,
         uses=tuple(_uses(header["devices"], parts, shares)),
         board=board,
@@ -381,11 +377,3 @@ def _utc_text(realtime_ns: int) -> str | None:
     except (OverflowError, ValueError, OSError):
         return None
     return moment.isoformat().replace("+00:00", "Z")
-
-
-def _with_former_names(counters: Mapping[str, int]) -> dict[str, int]:
-    named = dict(counters)
-    for former, name in FORMER_COUNTERS.items():
-        if name in named:
-            named[former] = named[name]
-    return named

@@ -51,7 +51,7 @@ def test_list_json_has_the_documented_keys(owner):
     assert entry["alive"] is True
     assert (entry["state"], entry["revision"]) == ("applied", 0)
     assert entry["limit_bytes"] == entry["capacity_bytes"] == CAPACITY_BYTES
-    assert entry["wished_limit_bytes"] is None
+    assert entry["requested_limit_bytes"] is None
     assert entry["mapped_bytes"] == MAPPED_BYTES
     assert entry["used_bytes"] == MAPPED_BYTES - entry["parked_bytes"]
     assert entry["pid"] == owner.pid
@@ -136,7 +136,7 @@ def test_limit_sets_what_was_asked(owner, size, limit_bytes):
     assert result.exit_code == 0, result.stderr
     assert f"({limit_bytes} bytes) applied" in result.stdout
     entry = row(owner.name)
-    assert entry["limit_bytes"] == entry["wished_limit_bytes"] == limit_bytes
+    assert entry["limit_bytes"] == entry["requested_limit_bytes"] == limit_bytes
     assert entry["answered_revision"] == entry["revision"] == 1
 
 
@@ -222,7 +222,7 @@ def test_an_instance_that_does_not_answer(name):
         assert unwaited.exit_code == 0
         entry = row(name)
         assert entry["state"] == "pending"
-        assert entry["wished_limit_bytes"] == 1 << 20
+        assert entry["requested_limit_bytes"] == 1 << 20
         assert entry["limit_bytes"] == CAPACITY_BYTES
 
 

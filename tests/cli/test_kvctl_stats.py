@@ -46,7 +46,7 @@ def test_the_figures_are_the_instances():
         assert told["counters"]["allocs"] == 1
         counted = told["counters"]["pages_mapped"] - told["counters"]["pages_unmapped"]
         assert counted == told["pages_mapped"]
-        sums = ("in_use_bytes", "cached_bytes", "parked_bytes", "overhead_bytes")
+        sums = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
         assert sum(told[key] for key in sums) == told["mapped_bytes"]
         assert told["rates"] is told["interval_s"] is None
         assert told["answered_s"] >= 0

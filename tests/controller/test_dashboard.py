@@ -169,7 +169,7 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
     wake.click()
     expect(answer).to_have_text("The model is awake.")
     expect(row.locator(".state")).to_have_text("awake")
-    assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 96 * MIB
+    assert front.get("/memory/org/m").json()["memory"]["requested_limit_bytes"] == 96 * MIB
     assert [path for method, path in page.asked if method == "POST"] == [
         "/action/sleep/org%2Fm",
         "/action/wakeup/org%2Fm",

@@ -63,7 +63,7 @@ def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
     wait_until(lambda: instance.mapped_bytes == 0)
     row = memory(front)
     assert (row["asleep"], row["granted_bytes"]) == (True, 0)
-    assert row["limit_bytes"] == row["wished_limit_bytes"] == 128 * MIB
+    assert row["limit_bytes"] == row["requested_limit_bytes"] == 128 * MIB
     assert instance.alloc(1) is None
     assert front.complete("org/m").status_code == 200
     row = memory(front)
@@ -106,7 +106,11 @@ def test_the_limit_of_one_that_nobody_has_limited_is_known_in_sleep(
     assert memory(front)["limit_bytes"] == 256 * MIB
     sleep(front)
     row = memory(front)
-    assert (row["asleep"], row["wished_limit_bytes"], row["limit_bytes"]) == (True, None, 256 * MIB)
+    assert (row["asleep"], row["requested_limit_bytes"], row["limit_bytes"]) == (
+        True,
+        None,
+        256 * MIB,
+    )
     rows = front.get("/memory").json()
     assert rows["models"]["org/m"]["limit_bytes"] == 256 * MIB
 

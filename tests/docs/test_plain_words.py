@@ -16,9 +16,6 @@ FOLDERS = ("kvelastic", "cli", "controller", "vmm_csrc", "docs", "scripts", "ben
 PAGES = ("README.md", "CONTRIBUTING.md", "pyproject.toml", ".ci/run")
 TEXTS = {".py", ".pyi", ".h", ".cpp", ".md", ".js", ".css", ".html", ".yaml", ".toml", ".json", ""}
 
-FORMER_NAMES = ("wished_limit_bytes", "wished_revision", "wishes_applied", "nothing_wished")
-"""Aliases that go with 0.3."""
-
 BANNED = {
     "wish": "request",
     r"the seed's": "kvcached's",
@@ -52,8 +49,6 @@ def test_nothing_is_called_by_a_word_of_our_own(banned: str) -> None:
     found = []
     for path in texts():
         text = path.read_text(errors="replace")
-        for name in FORMER_NAMES:
-            text = text.replace(name, "")
         for number, line in enumerate(text.split("\n"), 1):
             if pattern.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")

@@ -212,11 +212,8 @@ def test_names_are_as_prometheus_wants_them():
 def test_counters_are_all_that_an_instance_counts():
     with Owner(f"metrics_{os.getpid()}_{random.randrange(1 << 40):x}") as owner:
         from kvelastic import segment
-        from kvelastic.instance.status import FORMER_COUNTERS
 
-        assert {*segment.inspect(owner.name).counters, *FORMER_COUNTERS} == set(
-            metric_table.COUNTERS
-        )
+        assert set(segment.inspect(owner.name).counters) == set(metric_table.COUNTERS)
 
 
 @pytest.mark.parametrize(
