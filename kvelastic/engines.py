@@ -38,6 +38,8 @@ class Engine:
     loaded_by: Final[str]
     """`module:Class` of its own, for one without plugins: to make the first of that class loads
     kvelastic into the process (`kvelastic.startup`), and is refused where that fails."""
+    version_module: Final[str]
+    """Module that has its `__version__` and imports the least."""
     has_interfaces: Final[bool]
     """Whether kvcached has functions for it, so that its folder has `interfaces` and `shapes`."""
 
@@ -50,6 +52,7 @@ class Engine:
         plugin_group: str = "",
         plugins_variable: str = "",
         loaded_by: str = "",
+        version_module: str = "",
         has_interfaces: bool = True,
     ) -> None:
         self.name = name
@@ -58,6 +61,7 @@ class Engine:
         self.plugin_group = plugin_group
         self.plugins_variable = plugins_variable
         self.loaded_by = loaded_by
+        self.version_module = version_module or name
         self.has_interfaces = has_interfaces
 
     @property
@@ -115,6 +119,7 @@ ENGINES: Final = (
         tried=("0.32", "0.33"),
         plugin_group="vllm.general_plugins",
         plugins_variable="VLLM_PLUGINS",
+        version_module="vllm.version",
     ),
     Engine(
         "sglang",
@@ -122,6 +127,7 @@ ENGINES: Final = (
         tried=("0.5.23",),  # its schedulers differ from one patch to the next
         plugin_group="sglang.srt.plugins",
         plugins_variable="SGLANG_PLUGINS",
+        version_module="sglang.version",
     ),
     Engine(
         "transformers",

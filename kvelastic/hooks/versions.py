@@ -1,14 +1,25 @@
-"""As which series an installed engine is served; `kvelastic.engines` has the table."""
+"""Which version of an engine this is, and as which series of `kvelastic.engines` it is served."""
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 
 from kvelastic import engines
 from kvelastic.engines import Engine
 from kvelastic.errors import UnsupportedEngineError
 
 _log = logging.getLogger("kvelastic.hooks")
+
+
+def installed_version(name: str) -> str:
+    """The version of the engine in this process, as it says it itself, e.g. `0.32.0+cpu`."""
+    return str(import_module(engines.find(name).version_module).__version__)
+
+
+def installed_series(name: str, *, strict: bool) -> str:
+    """The series that the engine in this process is served as; see `series_for`."""
+    return series_for(engines.find(name), installed_version(name), strict=strict)
 
 
 def series_for(engine: Engine, version: str, *, strict: bool) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from kvelastic import config, gpu_table
 from kvelastic.errors import ConfigError, UnsupportedEngineError
-from kvelastic.integration.vllm import scheduler_side, start_checks, start_reserve, versions
+from kvelastic.hooks import versions
+from kvelastic.integration.vllm import scheduler_side, start_checks, start_reserve
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 from kvelastic.integration.vllm.refusals import (
     refuse_cache_configuration,
@@ -111,11 +112,11 @@ def cache_with_windows(device: str, v2: bool) -> tuple[SimpleNamespace, SimpleNa
 def test_windows_whose_blocks_go_while_kernels_read_ahead_are_refused(
     version: str, v2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    monkeypatch.setattr(versions, "installed_version", lambda _: version)
     refuse_cache_configuration(*cache_with_windows("cpu", v2))
     with pytest.raises(UnsupportedEngineError, match="slid out of the window"):
         refuse_cache_configuration(*cache_with_windows("cuda", v2))
-    monkeypatch.setattr(versions, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(versions, "installed_version", lambda _: "0.33.0")
     refuse_cache_configuration(*cache_with_windows("cuda", True))
 
 

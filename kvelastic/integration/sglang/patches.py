@@ -14,9 +14,9 @@ from typing import Final, TypeAlias
 from kvelastic.hooks import table
 from kvelastic.hooks.probe import Probe
 from kvelastic.hooks.table import Hook
+from kvelastic.hooks.versions import installed_version
 from kvelastic.integration.sglang import in_arguments, in_scheduler
 from kvelastic.integration.sglang.refusals import COVERED, ends_process
-from kvelastic.integration.sglang.versions import installed_version
 
 _PAGE: Final = "docs/sglang.md"
 _Look: TypeAlias = Callable[[Probe], None]
@@ -141,7 +141,7 @@ def arm(series: str) -> None:
     Where it is imported already that is now, with `UnsupportedEngineError` if it is built
     differently.
     """
-    engine = f"SGLang {installed_version()}"
+    engine = f"SGLang {installed_version('sglang')}"
     probes = {
         ARGUMENTS: _probe_arguments,
         PLATFORM: _probe_platform,

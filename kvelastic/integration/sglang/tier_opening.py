@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from kvelastic.config import Config
 from kvelastic.engine_pool import EnginePool
+from kvelastic.hooks.versions import installed_version
 from kvelastic.integration.sglang.prefix_loads import PrefixLoads
 from kvelastic.integration.sglang.refusals import refuse_tiers
-from kvelastic.integration.sglang.versions import installed_version
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
 from kvelastic.tiers.weights_fingerprint import WeightFiles
@@ -70,7 +70,7 @@ def namespace_of(arguments: Any, model: Any, layout: str, *, has_files: bool) ->
         model=str(arguments.model_path),
         weights=_weights(arguments, model, has_files=has_files),
         dtype=f"{model.dtype}/{arguments.kv_cache_dtype}",
-        layout=f"SGLang {installed_version()} on {arguments.device}; {layout}",
+        layout=f"SGLang {installed_version('sglang')} on {arguments.device}; {layout}",
         block_tokens=int(arguments.page_size),
         hash_algorithm="SGLang's SHA-256",
     )

@@ -13,6 +13,7 @@ from typing import Final
 from kvelastic.hooks import table
 from kvelastic.hooks.probe import Probe
 from kvelastic.hooks.table import Hook
+from kvelastic.hooks.versions import installed_version
 from kvelastic.integration.transformers import in_batches, in_cache
 from kvelastic.integration.transformers.hooked import (
     CACHE,
@@ -25,7 +26,6 @@ from kvelastic.integration.transformers.hooked import (
     RUNNER,
     probe_loop,
 )
-from kvelastic.integration.transformers.versions import installed_version
 
 _PAGE: Final = "docs/transformers.md"
 _POOL: Final = f"{ROOM}.cache_allocators.cache_pool:CachePool"
@@ -72,7 +72,7 @@ def arm(series: str) -> None:
     Where it is imported already that is now, with `UnsupportedEngineError` if it is built
     differently.
     """
-    engine = f"transformers {installed_version()}"
+    engine = f"transformers {installed_version('transformers')}"
     table.arm(engine, hooks_for(series), {LOOP: functools.partial(_probe, engine, series)})
 
 

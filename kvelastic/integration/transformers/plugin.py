@@ -15,6 +15,7 @@ def register() -> None:
     if not settings.enabled:
         return
     config.configure_logging(settings)
-    from kvelastic.integration.transformers import patches, versions
+    from kvelastic.hooks.versions import installed_series
+    from kvelastic.integration.transformers import patches
 
-    patches.arm(versions.series(strict=settings.strict))
+    patches.arm(installed_series("transformers", strict=settings.strict))

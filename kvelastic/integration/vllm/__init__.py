@@ -3,7 +3,7 @@
 What happens in which of vLLM's processes, in order:
 
 1. every process: vLLM's loader calls `plugin.register`, which does nothing unless
-   `ENABLE_KVELASTIC=true`, and else checks the version (`versions`) and arms its hooks;
+   `ENABLE_KVELASTIC=true`, and else checks the version (`hooks.versions`) and arms its hooks;
 2. each hooked process, when it imports the module concerned: everything that is touched is probed
    and then wrapped (`kvelastic.hooks`); `patches` says what, `in_front_end`, `in_engine_core` and
    `in_worker` have the wrappers;

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvelastic.hooks import table
 from kvelastic.hooks.table import Hook
+from kvelastic.hooks.versions import installed_version
 from kvelastic.integration.vllm import (
     in_engine_core,
     in_front_end,
@@ -40,7 +41,6 @@ from kvelastic.integration.vllm.targets import (
     WORKER,
     WORKER_CLASS,
 )
-from kvelastic.integration.vllm.versions import installed_version
 
 HOOKS: Final = (
     Hook(
@@ -317,7 +317,7 @@ def hooks_for(_series: str) -> tuple[Hook, ...]:
 
 def arm(series: str, *, tiers: bool = False) -> None:
     """Patch vLLM's modules as they are imported, as that series; again does nothing."""
-    engine = f"vLLM {installed_version()}"
+    engine = f"vLLM {installed_version('vllm')}"
     table.arm(
         engine,
         HOOKS + TIER_HOOKS if tiers else HOOKS,

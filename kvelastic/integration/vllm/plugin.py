@@ -22,9 +22,9 @@ def register() -> None:
     if not settings.enabled:
         return
     config.configure_logging(settings)
-    from kvelastic.integration.vllm import versions
+    from kvelastic.hooks.versions import installed_series
 
-    series = versions.series(strict=settings.strict)
+    series = installed_series("vllm", strict=settings.strict)
     from kvelastic.integration.vllm import access_log, patches
 
     access_log.leave_out_polls()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.vllm import tier_connector, versions
+from kvelastic.hooks import versions
+from kvelastic.integration.vllm import tier_connector
 
 _SEVERAL: Final = "MultiConnector"
 _OFFLOADING: Final = "OffloadingConnector"
@@ -135,7 +136,9 @@ def _layers(spec: Any) -> list[Any]:
 
 def _masks_windows(vllm_config: Any) -> bool:
     """Whether block tables name the null block in the place of what slid out of a window."""
-    return versions.series(strict=False) != "0.32" and bool(vllm_config.use_v2_model_runner)
+    return versions.installed_series("vllm", strict=False) != "0.32" and bool(
+        vllm_config.use_v2_model_runner
+    )
 
 
 def _connectors(vllm_config: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvelastic.config import Config
-from kvelastic.integration.vllm import versions
+from kvelastic.hooks.versions import installed_version
 from kvelastic.integration.vllm.tier_namespace import namespace_of
 from kvelastic.pool import ElasticPool
 from kvelastic.tiers.manager import Tiers
@@ -29,7 +29,7 @@ def open_for(
         vllm_config,
         cache_config,
         pool.blocks.record_bytes,
-        version=versions.installed_version(),
+        version=installed_version("vllm"),
         has_files=weights is not None,
     )
     return open_tiers(pool, settings, namespace, weights=weights)
