@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -883,3 +887,13 @@ def test_a_plan_that_breaks_a_guarantee_is_noticed(monkeypatch):
             {"model": "b", "at_ms": 1},
             models=[{"name": "a", "min": "2M"}, {"name": "b"}],
         )
+
+
+def test_a_reader_that_stops_reading_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "tools.reclaim_simulator", "--example", "bursts", "--json"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == -signal.SIGPIPE

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,4 +101,6 @@ def _find(trace: Path | None, example: str | None, capacity_bytes: int | None) -
 
 
 if __name__ == "__main__":
+    # `| head` ends it, as any program, without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
