@@ -43,7 +43,7 @@ from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.process import KVServerHandle
-from kvelastic.flexkv.server.rank_listener import RankListener
+from kvelastic.flexkv.server.registration import Registrations
 from kvelastic.flexkv.server.server import KVServer
 from kvelastic.flexkv.server.utils import (
     default_endpoint,
@@ -51,7 +51,7 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     unique_endpoint,
 )
-from kvelastic.messages import Message
+from kvelastic.messages import Endpoint, Message
 
 _log = logging.getLogger("kvelastic.flexkv")
 
@@ -105,7 +105,12 @@ class KVManager(Calls):
         )
         """Where ranks in other processes register. Without a server and a name, of this manager."""
         self._model, self._cache = model_config, cache_config
-        self._listener: RankListener | None = None
+        self._listener: Endpoint | None = None
+        self._registrations = Registrations(
+            model_config,
+            cache_config,
+            lambda: self.task_engine.transfer_engine.gpu_worker,
+        )
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
         self._engine: KVTaskEngine | KVDPClient
@@ -146,16 +151,11 @@ class KVManager(Calls):
             self.shutdown()
             raise
 
-    def _listen(self) -> RankListener | None:
-        """None: nobody has named the endpoint, and it cannot be used."""
+    def _listen(self) -> Endpoint | None:
+        """None if an endpoint that was not named cannot be used."""
         remove_dead_endpoints()
         try:
-            return RankListener(
-                self._model,
-                self._cache,
-                self.gpu_register_port,
-                lambda: self.task_engine.transfer_engine.gpu_worker,
-            )
+            return self._registrations.listen(self.gpu_register_port)
         except ChannelError as error:
             if self._is_endpoint_named:
                 raise
@@ -183,8 +183,7 @@ class KVManager(Calls):
         """
         if self._engine.is_ready():
             return True
-        if self._listener is not None:
-            self._listener.check_refused()
+        self._registrations.check_refused()
         return False
 
     def register_kv_caches(
@@ -229,8 +228,7 @@ class KVManager(Calls):
 
     def check_integrity(self) -> None:
         """Every part's own check; of a server that is its own. Raises `IntegrityError`. Blocks."""
-        if self._listener is not None:
-            self._listener.check_integrity()
+        self._registrations.check_integrity()
         if isinstance(self._engine, KVTaskEngine):
             self._engine.check_integrity()
 

@@ -409,7 +409,7 @@ class KVTaskEngine(Calls):
                 task.status = TaskStatus.READY
             self._submit(tasks)
             if self._tracer is not None:
-                self._tracer.launch([task.task_id for task in tasks])
+                self._tracer.tasks("launch", [task.task_id for task in tasks])
             if not call.as_batch:
                 return list(call.task_ids)
             batch_id = next(self._task_ids)
@@ -466,7 +466,7 @@ class KVTaskEngine(Calls):
             self._pump()
             ids = [one for each in task_ids for one in self._batches.get(each, [each])]
             if self._tracer is not None:
-                self._tracer.cancel(ids)
+                self._tracer.tasks("cancel", ids)
             for task_id in ids:
                 task = self._tasks.get(task_id)
                 if task is None or task.graph_is_over:

@@ -1,23 +1,24 @@
-"""What a request finds in the tiers, what it holds of them, and which transfers follow.
+"""Plans: the blocks that a request finds and holds in the tiers, and the graph that moves them.
 
     engine = GlobalCacheEngine(storage)
     graph, mask, plan, end_op_id = engine.get(1, token_ids, token_mask, slot_mapping)
     ...                                      # run the graph
-    plan()                                   # or plan.abort(): what is held is given back
+    plan()                                   # or plan.abort(): release what the plan holds
 
-Any thread. Looking asks indexes in memory; a store that would ask a medium is given 20 ms.
+Any thread. A lookup reads indexes in memory; a store that has to ask a medium is given 20 ms.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from kvelastic.errors import InvalidArgumentError, UnsupportedError
-from kvelastic.flexkv.cache.radixtree import MatchResult, RadixTree
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.cache.radixtree import RadixTree
 from kvelastic.flexkv.cache.transfer_pattern import (
     Fragment,
     get_graph,
@@ -26,74 +27,50 @@ from kvelastic.flexkv.cache.transfer_pattern import (
 )
 from kvelastic.flexkv.common.arguments import as_mask
 from kvelastic.flexkv.common.block import SequenceMeta
+from kvelastic.flexkv.common.calls import ALL_LAYERS, check_layers
 from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
 from kvelastic.flexkv.common.request import Mask
 from kvelastic.flexkv.common.transfer import BlockIds, DeviceType, TransferOpGraph
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection, Store
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection
 from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.plan import Segment
 
 ERASE_S: Final = 60.0
 """How long `reset` waits for a store."""
-ALL_LAYERS: Final = -1
 
 
-class CacheEngine:
-    """One tier: its blocks by their tokens, and room for more. Any thread."""
+class CacheEngine(RadixTree):
+    """FlexKV's name for the index of one tier."""
 
-    def __init__(self, device_type: DeviceType, store: Store, storage: StorageEngine) -> None:
-        self.device_type = device_type
-        self.store = store
-        self.index = RadixTree(store, storage.namespace)
-
-    def match(self, sequence: SequenceMeta, first: int = 0) -> MatchResult:
-        """As `RadixTree.match_prefix`."""
-        return self.index.match_prefix(sequence, first)
-
-    def insert(self, sequence: SequenceMeta, first: int = 0) -> Reservation | None:
-        """As `RadixTree.insert`."""
-        return self.index.insert(sequence, first)
-
-    def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Lease:
-        """As `RadixTree.lock`."""
-        return self.index.lock(sequence, count, first)
-
-    def evict(self, count: int) -> int:
-        """As `RadixTree.evict`."""
-        return self.index.evict(count)
-
-    @property
-    def num_used_blocks(self) -> int:
-        """How many records it has."""
-        return self.store.capacity().records
+    match = RadixTree.match_prefix
+    num_used_blocks = RadixTree.total_cached_blocks
 
 
 class Plan:
-    """What one request holds, and the graph for it. Calling it gives all back, as `abort` does.
+    """The graph of one request, and what it holds in the tiers.
 
-    The graph has run, or never will: places that were not filled are given up, blocks that were
-    held may be evicted. Repeatable, any thread.
+    Call it when the graph has ended, or will not run (FlexKV's `abort`): leases and room that was
+    not filled are released. Idempotent, any thread.
     """
 
     def __init__(
         self,
         graph: TransferOpGraph,
-        length: int,
-        first_token: int,
-        tokens: int,
+        length: int = 0,
+        first_token: int = 0,
+        tokens: int = 0,
         leases: Sequence[Lease] = (),
         place: Reservation | None = None,
-        *,
         fragments: Sequence[Fragment] = (),
     ) -> None:
         self.graph = graph
         self.length = length
-        """Of the request, in tokens."""
+        """The request's tokens."""
         self.first_token = first_token
         self.tokens = tokens
-        """How many tokens from `first_token` on are to be moved, or are there."""
+        """The number of tokens from `first_token` on that are moved, or are there."""
         self.fragments = fragments
         """Where the blocks of a get were found."""
         self._leases = leases
@@ -101,7 +78,7 @@ class Plan:
         self._lock = threading.Lock()
 
     def mask(self, tokens: int | None = None) -> Mask:
-        """True for the tokens that are moved; `tokens` for the leading ones of these only."""
+        """True for the moved tokens, or for the first `tokens` of them."""
         mask = np.zeros(self.length, np.bool_)
         count = self.tokens if tokens is None else tokens
         mask[self.first_token : self.first_token + count] = True
@@ -109,36 +86,38 @@ class Plan:
 
     @property
     def slots(self) -> Sequence[int]:
-        """Of a put: where the CPU tier will have each block of the request, as it numbers them."""
+        """Of a put: the number that the CPU tier has given each block of the request."""
         place = self._place
         return () if place is None else place.slots
 
+    def hold(self, place: Reservation | None) -> None:
+        """Hold room for blocks on their way."""
+        self._place = place
+
     def release_leases(self) -> None:
-        """What is read may be evicted again."""
+        """Let the tiers evict the blocks that were read."""
         with self._lock:
             leases, self._leases = self._leases, ()
         for lease in leases:
             lease.release()
 
     def __call__(self) -> None:
-        """The graph is over."""
+        """Release all that it holds."""
         self.release_leases()
         with self._lock:
             place, self._place = self._place, None
         if place is not None:
             place.release()
 
-    def abort(self) -> None:
-        """The graph is not run, or no further."""
-        self()
+    abort = __call__
 
     def ended(self) -> Plan:
-        """End it, and return what its mask is made of: a plan that holds and moves nothing."""
+        """Release all, and return the part that the mask is made of."""
         self()
         return Plan(_NOTHING, self.length, self.first_token, self.tokens)
 
 
-_NOTHING: Final = TransferOpGraph.create_empty_graph()
+_NOTHING: Final = TransferOpGraph()
 
 
 class GlobalCacheEngine:
@@ -147,19 +126,18 @@ class GlobalCacheEngine:
     def __init__(
         self, storage: StorageEngine, may_ask: Callable[[int], bool] = lambda tier: True
     ) -> None:
-        """`may_ask` says which tiers answer now, by their places."""
+        """`may_ask` says by its place whether a tier responds now."""
         self._storage = storage
         self._may_ask = may_ask
         self._devices = list(storage.tiers)
         self._lookup = Lookup(list(storage.stores.values()))
         self._cpu = storage.stores[DeviceType.CPU]
         self.tokens_per_block = storage.layout.tokens_per_block
-        self._farther = [device for device in self._devices if device is not DeviceType.CPU]
 
     def engine(self, device_type: DeviceType) -> CacheEngine:
         """One tier. Raises `InvalidArgumentError` for one that is not opened."""
         store = self._storage.get_storage_handle(device_type).data
-        return CacheEngine(device_type, store, self._storage)
+        return CacheEngine(store, self._storage.namespace)
 
     def sequence(self, token_ids: Any, namespace: Sequence[str] | None = None) -> SequenceMeta:
         """A request's tokens with the keys that its blocks have here."""
@@ -180,21 +158,17 @@ class GlobalCacheEngine:
         *,
         namespace: Sequence[str] | None = None,
     ) -> tuple[TransferOpGraph, Mask, Plan, int]:
-        """(graph, return_mask, callback, task_end_op_id): what is there, on its way to the engine.
+        """Plan a get. Returns (graph, return_mask, callback, task_end_op_id).
 
-        `slot_mapping` has one slot for each True token of `token_mask`; None or empty: the blocks
-        are bound later. Call the callback when the graph is over, or its `abort`. Raises
-        `InvalidArgumentError`, and `UnsupportedError` for anything but all layers at once.
+        `slot_mapping` has one slot for each True token of `token_mask`; with None or an empty one
+        the blocks are bound later. Call the callback when the graph has ended, or its `abort`.
+        Raises `InvalidArgumentError`, and `UnsupportedError` for anything but all layers at once.
         """
         check_layers(layer_num, layer_granularity)
         sequence = self.sequence(token_ids, namespace)
         first, last = wanted_blocks(token_mask, sequence)
         plan = self.plan_get(sequence, first, last, dp_id=dp_id)
-        try:
-            self._bind(plan, token_mask, slot_mapping)
-        except BaseException:
-            plan.abort()
-            raise
+        self._bind(plan, token_mask, slot_mapping)
         return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id
 
     def put(
@@ -208,20 +182,16 @@ class GlobalCacheEngine:
         *,
         namespace: Sequence[str] | None = None,
     ) -> tuple[TransferOpGraph, Mask, Plan, int, int]:
-        """(graph, return_mask, callback, task_end_op_id, skipped_gpu_blocks): what is not there.
+        """Plan a put. Returns (graph, return_mask, callback, task_end_op_id, skipped_gpu_blocks).
 
-        `skipped_gpu_blocks` are the leading blocks that are there already, or on their way. As
-        `get` for the rest.
+        `skipped_gpu_blocks` is the number of leading blocks that are there or on their way. The
+        rest is as in `get`.
         """
         check_layers(layer_num, ALL_LAYERS)
         sequence = self.sequence(token_ids, namespace)
         last = put_blocks(token_mask, sequence)
         plan = self.plan_put(sequence, last, dp_id=dp_id)
-        try:
-            self._bind(plan, token_mask, slot_mapping)
-        except BaseException:
-            plan.abort()
-            raise
+        self._bind(plan, token_mask, slot_mapping)
         skipped = plan.first_token // self.tokens_per_block if plan.tokens else last
         if plan.tokens:
             store = plan.graph.ops[plan.graph.task_end_op_id]
@@ -231,9 +201,13 @@ class GlobalCacheEngine:
     def _bind(self, plan: Plan, token_mask: Any, slot_mapping: Any) -> None:
         if slot_mapping is None or len(slot_mapping) == 0:
             return
-        slots = slots_of_plan(plan, token_mask, slot_mapping)
-        if plan.tokens:
-            plan.graph.bind_engine_blocks(blocks_of_slots(slots, self.tokens_per_block))
+        try:
+            slots = slots_of_plan(plan, token_mask, slot_mapping)
+            if plan.tokens:
+                plan.graph.bind_engine_blocks(blocks_of_slots(slots, self.tokens_per_block))
+        except BaseException:
+            plan.abort()
+            raise
 
     # --- plans ---------------------------------------------------------------------------------
 
@@ -247,49 +221,38 @@ class GlobalCacheEngine:
         cpu_only: bool = False,
         is_prefetch: bool = False,
     ) -> Plan:
-        """Hold the longest run of blocks from `first` on, before `last`, that is in the tiers."""
+        """Hold the longest run of blocks from `first` on, before `last`, that the tiers have."""
         keys = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
         may_ask = (lambda tier: tier == 0) if cpu_only else self._may_ask
         segments, leases = self._lookup.hold_leading(keys, may_ask)
-        first_token = first * self.tokens_per_block
-        if not segments:
-            for lease in leases:
-                lease.release()
-            return Plan(TransferOpGraph(), sequence.length, first_token, 0)
-        count = sum(segment.count for segment in segments)
-        keys = keys[: count * KEY_BYTES]
-        after = sequence.parent(first)
-        place = None
+        plan = Plan(
+            TransferOpGraph(), sequence.length, first * self.tokens_per_block, leases=leases
+        )
         try:
-            place = self._places_for(keys, segments, after)
-            fragments = [
+            if not segments:
+                return plan.ended()
+            count = sum(segment.count for segment in segments)
+            keys = keys[: count * KEY_BYTES]
+            after = sequence.parent(first)
+            plan.fragments = [
                 Fragment(self._devices[segment.tier], segment.first, segment.count)
                 for segment in segments
             ]
+            plan.hold(self._room_for(keys, segments, after))
+            plan.tokens = count * self.tokens_per_block
             if is_prefetch:
-                graph = prefetch_graph(keys, fragments, chain_after=after)
+                plan.graph = prefetch_graph(keys, plan.fragments, chain_after=after)
             else:
-                graph = get_graph(keys, fragments, chain_after=after, dp_id=dp_id)
-            return Plan(
-                graph,
-                sequence.length,
-                first_token,
-                count * self.tokens_per_block,
-                leases,
-                place,
-                fragments=fragments,
-            )
+                plan.graph = get_graph(keys, plan.fragments, chain_after=after, dp_id=dp_id)
+            return plan
         except BaseException:
-            Plan(TransferOpGraph(), 0, 0, 0, leases, place).abort()
+            plan.abort()
             raise
 
-    def _places_for(
+    def _room_for(
         self, keys: bytes, segments: Sequence[Segment], chain_after: bytes
     ) -> Reservation | None:
-        """Places in the CPU tier for what lies farther away only; None where there are none.
-
-        From the first such block on: what is there already counts as there.
-        """
+        """Room in the CPU tier from the first block on that only a farther tier has."""
         first = next((segment.first for segment in segments if segment.tier), None)
         if first is None:
             return None
@@ -298,43 +261,37 @@ class GlobalCacheEngine:
         return self._cpu.reserve(keys[at:], chain_after=after)
 
     def plan_put(self, sequence: SequenceMeta, last: int, *, dp_id: int = 0) -> Plan:
-        """Have places for the blocks before `last` that the CPU tier has not, nor has coming.
+        """Reserve room for the blocks before `last` that the CPU tier neither has nor awaits.
 
-        Where not all of them find one, the plan is empty: nothing is put.
+        If there is not room for all of them, the plan is empty and nothing is put.
         """
         keys = sequence.keys[: last * KEY_BYTES]
         place = self._cpu.reserve(keys, chain_after=NO_KEY) if keys else None
-        if place is None:
-            return Plan(TransferOpGraph(), sequence.length, 0, 0)
-        first = place.first_new
+        first = None if place is None else place.first_new
         if first is None:
-            place.release()
-            return Plan(TransferOpGraph(), sequence.length, 0, 0)
-        graph = put_graph(
-            keys[first * KEY_BYTES :],
-            self._farther,
-            chain_after=sequence.parent(first),
-            dp_id=dp_id,
-        )
+            if place is not None:
+                place.release()
+            return Plan(TransferOpGraph(), sequence.length)
+        keys, after = keys[first * KEY_BYTES :], sequence.parent(first)
+        graph = put_graph(keys, self._devices[1:], chain_after=after, dp_id=dp_id)
         tokens = (last - first) * self.tokens_per_block
         return Plan(graph, sequence.length, first * self.tokens_per_block, tokens, place=place)
 
     # --- the rest ------------------------------------------------------------------------------
 
     def reset(self, timeout_s: float = ERASE_S) -> list[str]:
-        """Forget all blocks in all tiers; answers the tiers that did not answer in time.
+        """Erase all blocks in all tiers. Returns the tiers that did not respond in time.
 
-        Nothing that was put before is found after. Plans from before hold what they held until they
-        end. Blocks.
+        No block from before is found again. Earlier plans keep their leases until they end. Blocks.
         """
-        # Also what an earlier reset has left in a tier that was late.
+        # Every generation: an earlier reset may have left blocks in a tier that was late.
         selection = Selection(namespace=self._storage.namespace, every_generation=True)
         self._storage.next_generation()
         late = []
         for device, store in self._storage.stores.items():
             worker = DeadlineWorker("kvelastic-reset")
             try:
-                worker.run(_erasing(store, selection), timeout_s)
+                worker.run(partial(store.erase_matching, selection), timeout_s)
             except TimeoutError:
                 late.append(device.name)
             finally:
@@ -342,29 +299,13 @@ class GlobalCacheEngine:
         return late
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads that ask media. The stores are the transfer engine's. Repeatable."""
+        """End the lookup's threads. The transfer engine closes the stores. Idempotent."""
         self._lookup.close(timeout_s)
 
     def check_integrity(self) -> None:
-        """Every store's own check. Raises `IntegrityError`. Blocks."""
+        """Check all stores. Raises `IntegrityError`. Blocks."""
         for store in self._storage.stores.values():
             store.check_integrity()
-
-
-def _erasing(store: Store, selection: Selection) -> Callable[[], int]:
-    return lambda: store.erase_matching(selection)
-
-
-# --- what callers pass ------------------------------------------------------------------------
-
-
-def check_layers(layer_num: int, layer_granularity: int) -> None:
-    """Raise `UnsupportedError` (a NotImplementedError) for anything but all layers at once."""
-    for name, value in (("layer_num", layer_num), ("layer_granularity", layer_granularity)):
-        if value != ALL_LAYERS:
-            raise UnsupportedError(
-                f"{name}={value}: blocks are moved in all layers at once; leave it at {ALL_LAYERS}"
-            )
 
 
 def true_span(mask: Mask | None, length: int) -> tuple[int, int]:

@@ -1,11 +1,8 @@
-"""The numbers of a fixed set of blocks: who has which.
+"""The free numbers of a fixed set of blocks, for an engine that has no allocator of its own.
 
-    pool = Mempool(1024)
-    blocks = pool.allocate_blocks(4)
-    pool.recycle_blocks(blocks)
-
-For an engine that has a block table and no allocator of its own, as `docs/flexkv.md` has one. The
-tiers number their own records.
+pool = Mempool(1024)
+blocks = pool.allocate_blocks(4)
+pool.recycle_blocks(blocks)
 """
 
 from __future__ import annotations
@@ -26,26 +23,31 @@ from kvelastic.tiers.staging import StagingSlots
 
 
 class Mempool:
-    """Block ids 0 to `num_total_blocks` - 1. Any thread. Errors leave it as it was."""
+    """Block ids 0 to `num_total_blocks` - 1. Any thread. A call that raises changes nothing."""
 
     def __init__(self, num_total_blocks: int) -> None:
         if num_total_blocks < 1:
             raise InvalidArgumentError(f"num_total_blocks={num_total_blocks}; give 1 or more")
         self.num_total_blocks = num_total_blocks
-        self._slots = StagingSlots(num_total_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all blocks."""
+        self._slots = StagingSlots(self.num_total_blocks)
+        self.check_integrity = self._slots.check_integrity
 
     @property
     def num_free_blocks(self) -> int:
-        """How many could be had now."""
+        """The number of free blocks."""
         return self._slots.free
 
     @property
     def num_used_blocks(self) -> int:
-        """How many are out."""
+        """The number of allocated blocks."""
         return self.num_total_blocks - self._slots.free
 
     def allocate_blocks(self, num: int) -> npt.NDArray[np.int64]:
-        """`num` blocks. Raises `PoolExhaustedError` (a ValueError) where fewer are free."""
+        """`num` blocks. Raises `PoolExhaustedError` (a ValueError) if fewer are free."""
         if num < 0:
             raise InvalidArgumentError(f"{num} blocks were asked for; ask for 0 or more")
         taken = self._slots.take(num) if num <= self.num_total_blocks else None
@@ -57,11 +59,7 @@ class Mempool:
         return np.array(taken, np.int64)
 
     def recycle_blocks(self, block_ids: Any) -> None:
-        """Blocks that are free again.
-
-        Raises `UnknownBlockError` for one that the pool does not have, `DoubleFreeError` for one
-        that is free already or named twice; none is recycled then.
-        """
+        """Free blocks. Raises `UnknownBlockError`, and `DoubleFreeError` for a free one."""
         blocks = [int(block) for block in np.asarray(block_ids).ravel()]
         for block in blocks:
             if not 0 <= block < self.num_total_blocks:
@@ -75,11 +73,3 @@ class Mempool:
                 f"of the blocks {blocks[:8]} at least one is free already, or named twice; recycle"
                 " each block once"
             ) from None
-
-    def reset(self) -> None:
-        """All blocks are free again, whoever has them."""
-        self._slots = StagingSlots(self.num_total_blocks)
-
-    def check_integrity(self) -> None:
-        """Raises `IntegrityError` where lists and marks disagree."""
-        self._slots.check_integrity()

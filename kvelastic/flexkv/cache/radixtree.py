@@ -1,16 +1,16 @@
-"""Prefixes of token sequences in one tier: what is there, on its way, and held.
+"""Prefixes of token sequences in one tier.
 
     match = tree.match_prefix(sequence)            # match.num_ready_matched_blocks
     place = tree.insert(sequence, first=match.num_ready_matched_blocks)
     with tree.lock(sequence, match.num_ready_matched_blocks): ...
 
-The name is FlexKV's. Below it is the tier's flat index: each key stands for all tokens before it,
-so a prefix is a run of keys, and there are no nodes to split.
+The name is FlexKV's. The index is the tier's, which is flat: a key stands for all tokens up to its
+block, so a prefix is a run of keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.block import SequenceMeta
@@ -18,59 +18,57 @@ from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selectio
 from kvelastic.tiers.namespace import Namespace
 
 
-@dataclass(frozen=True)
-class MatchResult:
-    """How many leading blocks are there."""
+class MatchResult(NamedTuple):
+    """The leading blocks of a sequence that a tier has."""
 
     num_ready_matched_blocks: int
-    """Whose records are whole."""
+    """Blocks with whole records."""
     num_matched_blocks: int
-    """Those that are there or on their way: not to be put once more."""
+    """Blocks that are there or on their way."""
 
 
 class RadixTree:
     """The blocks of one store by their tokens. Any thread."""
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
-        self._store = store
+        self.store = store
         self._namespace = namespace
 
     def match_prefix(self, sequence: SequenceMeta, first: int = 0) -> MatchResult:
-        """The longest prefix from block `first` on. Changes nothing."""
-        return MatchResult(*self._store.leading(_keys(sequence, first)))
+        """The longest prefix from block `first` on."""
+        return MatchResult(*self.store.leading(_keys(sequence, first)))
 
     def insert(self, sequence: SequenceMeta, first: int = 0) -> Reservation | None:
-        """Places for the blocks from `first` on that are not there: on their way from now on.
+        """Reserve room for the blocks from `first` on that are not there.
 
-        They are ready when their records are put. None where not all have a place; what is there
-        may have displaced others by then.
+        They are ready when their records are put. Returns None if there is not room for all.
         """
         after = sequence.parent(first) if first else NO_KEY
-        return self._store.reserve(_keys(sequence, first), chain_after=after)
+        return self.store.reserve(_keys(sequence, first), chain_after=after)
 
     def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Lease:
-        """Hold `count` blocks from `first` on; the leading ones that are ready are held."""
-        return self._store.lease(_keys(sequence, first)[: count * KEY_BYTES])
+        """Hold those of `count` blocks from `first` on that are ready, the leading ones."""
+        return self.store.lease(_keys(sequence, first)[: count * KEY_BYTES])
 
     def evict(self, count: int) -> int:
-        """Displace `count` blocks, the ends of sequences first; answers how many went."""
-        return self._store.evict(count)
+        """Evict up to `count` blocks, the ends of sequences first. Returns how many."""
+        return self.store.evict(count)
 
     def remove(self, sequence: SequenceMeta, first: int = 0) -> int:
-        """Forget the blocks from `first` on; answers how many were there."""
-        return self._store.erase(_keys(sequence, first))
+        """Erase the blocks from `first` on. Returns how many there were."""
+        return self.store.erase(_keys(sequence, first))
 
     def reset(self) -> int:
-        """Forget all blocks of this world; answers how many. Blocks."""
-        return self._store.erase_matching(Selection(namespace=self._namespace))
+        """Erase all blocks of this namespace. Returns how many there were. Blocks."""
+        return self.store.erase_matching(Selection(namespace=self._namespace))
 
     @property
     def total_cached_blocks(self) -> int:
-        """How many the store has, of all worlds."""
-        return self._store.capacity().records
+        """The records of the store, in all namespaces."""
+        return self.store.capacity().records
 
     def is_empty(self) -> bool:
-        """Whether it has none."""
+        """Whether the store has no record."""
         return self.total_cached_blocks == 0
 
 

@@ -16,11 +16,7 @@ from kvelastic.tiers.base import KEY_BYTES
 
 
 class SequenceMeta:
-    """Tokens, and the chain of their blocks' keys, which is made when it is first asked for.
-
-    sequence = SequenceMeta(token_ids, tokens_per_block=16)
-    sequence.num_blocks, sequence.keys, sequence.key(3)
-    """
+    """Tokens, and the chain of their blocks' keys, which is computed at its first use."""
 
     def __init__(
         self,
@@ -30,9 +26,9 @@ class SequenceMeta:
         *,
         seed: bytes = NO_SEED,
     ) -> None:
-        """`seed` is the world's fingerprint (see `hash_utils`).
+        """`seed` is the namespace's fingerprint (see `hash_utils`).
 
-        Raises `InvalidArgumentError` unless tokens are one row of integers and blocks hold some.
+        Raises `InvalidArgumentError` for tokens that are not one row of integers.
         """
         if tokens_per_block < 1:
             raise InvalidArgumentError(f"tokens_per_block={tokens_per_block}; give 1 or more")
@@ -40,11 +36,11 @@ class SequenceMeta:
         self.tokens_per_block = tokens_per_block
         self.length = len(self.token_ids)
         self.num_blocks = self.length // tokens_per_block
-        self.seed = namespace_seed(seed, namespace) if namespace else seed
+        self.seed = namespace_seed(seed, namespace)
 
     @cached_property
     def keys(self) -> bytes:
-        """Of all whole blocks, side by side."""
+        """The keys of all whole blocks, side by side."""
         return block_keys(self.token_ids, self.tokens_per_block, self.seed)
 
     @property
@@ -53,13 +49,13 @@ class SequenceMeta:
         return np.frombuffer(self.keys, np.uint64).reshape(-1, 2)
 
     def key(self, block: int) -> bytes:
-        """Of one block. Raises `InvalidArgumentError` for one that is not there."""
+        """The key of one block. Raises `InvalidArgumentError` for an unknown one."""
         if not 0 <= block < self.num_blocks:
             raise InvalidArgumentError(f"block {block} is not one of {self.num_blocks}")
         return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
 
     def parent(self, block: int) -> bytes:
-        """What a block continues: the key before it, and none before the first."""
+        """The key before a block, or zeros before the first."""
         return self.key(block - 1) if block > 0 else bytes(KEY_BYTES)
 
     def __len__(self) -> int:

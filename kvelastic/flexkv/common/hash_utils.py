@@ -2,9 +2,8 @@
 
     keys = hash_blocks(tokens, tokens_per_block=16, seed=namespace_seed(fingerprint, ["lora-7"]))
 
-A key has 128 bits and comes from the native `block_keys` (vmm_csrc/pool/block_keys.h). It is not
-cryptographic. A namespace (a LoRA, a tenant, a session) is hashed first, so that two of them share
-no block.
+A hash has 128 bits and is not cryptographic (vmm_csrc/pool/block_keys.h). A namespace (a LoRA, a
+tenant, a session) is hashed first, so two of them share no block.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
 
 
 def hash_blocks(token_ids: Any, tokens_per_block: int, seed: bytes = NO_SEED) -> bytes:
-    """The 16-byte keys of all whole blocks, side by side. What remains of the tokens has none."""
+    """The 16-byte keys of all whole blocks, side by side."""
     return block_keys(as_tokens(token_ids), tokens_per_block, seed)
 
 
 def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
-    """What a chain begins with: the world's fingerprint, and names that are joined with NUL."""
+    """The start of a chain: the namespace's fingerprint, and names that are joined with NUL."""
     if not names:
         return fingerprint
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -65,32 +64,21 @@ def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
 
 
 class Hasher:
-    """The same chain for tokens that come in pieces.
-
-    hasher = Hasher(16)
-    hasher.update(prompt); hasher.update(answer)
-    hasher.keys            # of all whole blocks so far
-    """
+    """The same chain for tokens that come in pieces: `update` each, then read `keys`."""
 
     def __init__(self, tokens_per_block: int, seed: bytes = NO_SEED) -> None:
         self._tokens_per_block = tokens_per_block
         self._seed = seed
         self._rest = np.empty(0, np.int64)
-        self._keys = bytearray(hash_blocks(self._rest, tokens_per_block, seed))
+        self.keys = b""
 
     def update(self, token_ids: Any) -> None:
-        """These tokens come next. Raises `InvalidArgumentError` for what are none."""
+        """Append tokens. Raises `InvalidArgumentError` for a value that is no row of integers."""
         tokens = np.concatenate([self._rest, as_tokens(token_ids)])
         whole = len(tokens) - len(tokens) % self._tokens_per_block
-        before = bytes(self._keys[-KEY_BYTES:]) or self._seed
-        self._keys += hash_blocks(tokens[:whole], self._tokens_per_block, before)
+        self.keys += hash_blocks(tokens[:whole], self._tokens_per_block, self.digest())
         self._rest = tokens[whole:]
-
-    @property
-    def keys(self) -> bytes:
-        """Of all whole blocks so far, side by side."""
-        return bytes(self._keys)
 
     def digest(self) -> bytes:
         """The key of the last whole block; the seed before the first."""
-        return bytes(self._keys[-KEY_BYTES:]) or self._seed
+        return self.keys[-KEY_BYTES:] or self._seed

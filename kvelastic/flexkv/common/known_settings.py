@@ -1,42 +1,111 @@
-"""Every setting of FlexKV's file and environment, and what becomes of it here.
+"""FlexKV's settings: one table of names, readers, defaults, and what each one does here.
 
-One row a setting. In the file it has its name, in the environment `FLEXKV_` and that in capitals.
-The rows are FlexKV's of v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's own; a
-name that is in none is a mistake.
+In the file a setting has its name, in the environment `FLEXKV_` and the name in capitals. The rows
+are FlexKV's of v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's own. A
+reader raises `ValueError` with a text that says what is accepted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvelastic.flexkv.common.setting_values import (
-    boolean,
-    choice,
-    folders,
-    number,
-    text,
-    whole,
-)
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+_LONGEST_TEXT: Final = 4096
+Reader = Callable[[object], Any]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One row: how its value is read, and what it does."""
+def boolean(value: object) -> bool:
+    """0 or 1, true or false, yes or no, on or off."""
+    word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    if word not in _TRUE | _FALSE:
+        raise ValueError("0 or 1, true or false")
+    return word in _TRUE
+
+
+def _whole(least: int) -> Reader:
+    def read(value: object) -> int:
+        if isinstance(value, str):
+            value = int(value) if value.strip().lstrip("+-").isdecimal() else None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"a whole number, {least} or more")
+        return value
+
+    return read
+
+
+def _number(
+    *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> Reader:
+    bounds = [
+        f"above {above:g}" if above is not None else "",
+        f"{least:g} or more" if least is not None else "",
+        f"{most:g} at most" if most is not None else "",
+    ]
+    accepted = ", ".join(["a number", *filter(None, bounds)])
+
+    def read(value: object) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(accepted)
+        too_small = (above is not None and value <= above) or (least is not None and value < least)
+        if too_small or (most is not None and value > most):
+            raise ValueError(accepted)
+        return int(value) if value == int(value) else float(value)
+
+    return read
+
+
+def _choice(*words: str) -> Reader:
+    known = {word.lower(): word for word in words}
+
+    def read(value: object) -> str:
+        word = known.get(value.strip().lower()) if isinstance(value, str) else None
+        if word is None:
+            raise ValueError(", ".join(words[:-1]) + f" or {words[-1]}")
+        return word
+
+    return read
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
+        raise ValueError("a line of text")
+    return value
+
+
+def _folders(value: object) -> list[str]:
+    parts = value.split(";") if isinstance(value, str) else value
+    found = []
+    if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+        found = [_text(part.strip()) for part in parts if part.strip()]
+    if not found:
+        raise ValueError("a folder, or several with ; between them")
+    return found
+
+
+class Setting(NamedTuple):
+    """One row."""
 
     name: str
-    read: Callable[[object], Any]
-    """From the text of a variable or the value in a file; raises `ValueError` saying what fits."""
+    read: Reader
+    """From the text of a variable or the value in a file."""
     default: Any
     idle: str = ""
-    """Why it does nothing here; empty where it does something."""
+    """Why it does nothing here; empty if it does something."""
     instead: str = ""
-    """For what is refused once it is switched on: what to use instead."""
+    """For a setting that is refused if it is on: what to use instead."""
     only: str = ""
-    """`environment` for what FlexKV reads there alone, `file` for what it reads there alone."""
+    """`environment` or `file` for what FlexKV reads there alone."""
     legacy: tuple[str, ...] = ()
-    """Other spellings that FlexKV had."""
+    """Earlier names of FlexKV."""
 
     @property
     def variable(self) -> str:
@@ -44,134 +113,104 @@ class Setting:
         return f"FLEXKV_{self.name.upper()}"
 
 
-_NATIVE: Final = "the index is native always"
+def _idle(why: str, read: Reader, only: str = "", **defaults: Any) -> list[Setting]:
+    return [
+        Setting(name, read, default, idle=why, only=only, legacy=_LEGACY.get(name, ()))
+        for name, default in defaults.items()
+    ]
+
+
+_LEGACY: Final = {
+    "transfer_num_cta_h2d": ("transfer_sms_h2d",),
+    "transfer_num_cta_d2h": ("transfer_sms_d2h",),
+    "ce_segment_threshold": ("transfer_segment_threshold",),
+    "ce_path_opt": ("transfer_path_opt",),
+    "enable_ce_memcpy2d": ("enable_memcpy2d",),
+    "iouring_entries": ("ioring_entries",),
+    "iouring_flags": ("ioring_flags",),
+}
+
 _CUDA_COPY: Final = "copies to a device go by its copy engine, in one call"
 _DISK: Final = "the disk tier sizes its files and its queue itself"
 _PEERS: Final = "there are no peer tiers"
 _OWN_METRICS: Final = "figures are in kvctl and its exporter (docs/metrics.md)"
-_ONE_NODE: Final = "one node is served"
-_RECORDS: Final = "a record is BLOCKFIRST in every tier"
 _STORE: Final = "remote_cache_path=mooncake:HOST:PORT names the store"
-_COMPRESSION: Final = "records are not compressed"
 _SHMEM: Final = "there is no radix index in shared memory"
-_WINDOWS: Final = "windows have no pool of their own"
-
 _EVICTION: Final = "an eviction takes what is asked for, from the tier's policy"
 _TRACE: Final = "a trace is one file"
-
-LAYERS: Final = "all layers of a block, which come in one copy"
-SHARED_INDEX: Final = "FLEXKV_SERVER_CLIENT_MODE=1, where several engines share one server's index"
-WINDOWS: Final = "a model without sliding windows"
-
 _LAYOUTS: Final = ("BLOCKFIRST", "LAYERFIRST", "LAYERBLOCK")
-_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
-_MIB: Final = 1 << 20
 
 # fmt: off
 # ruff: noqa: E501
 SETTINGS: Final[tuple[Setting, ...]] = (
-    Setting("cpu_cache_gb", number(above=0), 16),
-    Setting("ssd_cache_gb", number(least=0), 0),
-    Setting("ssd_cache_dir", folders, ["./flexkv_ssd"]),
-    Setting("config_path", text, None, only="environment"),
+    Setting("cpu_cache_gb", _number(above=0), 16),
+    Setting("ssd_cache_gb", _number(least=0), 0),
+    Setting("ssd_cache_dir", _folders, ["./flexkv_ssd"]),
+    Setting("config_path", _text, None, only="environment"),
     Setting("server_client_mode", boolean, False),
-    Setting("server_launch_mode", choice("embedded", "external"), "embedded"),
-    Setting("server_recv_port", text, ""),
-    Setting("instance_num", whole(least=1), 1),
-    Setting("instance_id", whole(least=0), 0),
-    Setting("eviction_policy", choice(*_POLICIES), "lru"),
-    Setting("evict_ratio", number(least=0, most=1), 0.0, idle=_EVICTION),
-    Setting("evict_start_threshold", number(above=0, most=1), 1.0, idle=_EVICTION),
-    Setting("hit_reward_seconds", whole(least=0), 0, idle=_EVICTION),
-    Setting("slru_protected_threshold", whole(least=1), 2, idle=_EVICTION),
+    Setting("server_launch_mode", _choice("embedded", "external"), "embedded"),
+    Setting("server_recv_port", _text, ""),
+    Setting("instance_num", _whole(1), 1),
+    Setting("instance_id", _whole(0), 0),
+    Setting("eviction_policy", _choice("lru", "lfu", "slru", "fifo"), "lru"),
     Setting("enable_trace", boolean, False),
-    Setting("trace_file_path", text, "./flexkv_trace.log"),
-    Setting("trace_max_file_size_mb", whole(least=1), 100, idle=_TRACE),
-    Setting("trace_max_files", whole(least=1), 5, idle=_TRACE),
-    Setting("trace_flush_interval_ms", whole(least=0), 1000, idle=_TRACE),
-    Setting("log_level", choice("debug", "info", "warning", "error", "critical", "off"), "info", only="environment"),
-    Setting("logging_prefix", text, "FLEXKV", only="environment", idle="lines of the log begin as all of kvelastic's do"),
-    Setting("num_log_interval_requests", whole(least=1), 200),
-
-    Setting("weights", text, ""),
+    Setting("trace_file_path", _text, "./flexkv_trace.log"),
+    Setting("log_level", _choice("debug", "info", "warning", "error", "critical", "off"), "info", only="environment"),
+    Setting("num_log_interval_requests", _whole(1), 200),
+    Setting("weights", _text, ""),
     Setting("enable_remote", boolean, False),
-    Setting("remote_cache_path", text, None),
-    Setting("num_remote_blocks", whole(least=1), None),
-
-    # CacheConfig refuses these and says what to use instead.
+    Setting("remote_cache_path", _text, None),
+    Setting("num_remote_blocks", _whole(1), None),
     Setting("enable_gds", boolean, False),
     Setting("enable_nixl", boolean, False),
     Setting("enable_p2p_cpu", boolean, False),
     Setting("enable_p2p_ssd", boolean, False),
     Setting("enable_3rd_remote", boolean, False),
     Setting("use_mooncake_store_backend", boolean, False),
-    Setting("enable_radixshmem", boolean, False, instead=SHARED_INDEX),
-    Setting("enable_layerwise_transfer", boolean, False, instead=LAYERS),
-    Setting("swa_multi_group", boolean, None, instead=WINDOWS),
-
-    Setting("index_accel", boolean, True, idle=_NATIVE),
-    Setting("cpu_layout", choice(*_LAYOUTS), "BLOCKFIRST", idle=_RECORDS),
-    Setting("ssd_layout", choice(*_LAYOUTS), "BLOCKFIRST", idle=_RECORDS),
-    Setting("remote_layout", choice(*_LAYOUTS), "BLOCKFIRST", idle=_RECORDS),
-    Setting("gds_layout", choice(*_LAYOUTS), "BLOCKFIRST", idle=_RECORDS),
-    Setting("use_ce_transfer_h2d", boolean, False, idle=_CUDA_COPY),
-    Setting("use_ce_transfer_d2h", boolean, False, idle=_CUDA_COPY),
-    Setting("transfer_num_cta_h2d", whole(least=1), 4, idle=_CUDA_COPY, legacy=("transfer_sms_h2d",)),
-    Setting("transfer_num_cta_d2h", whole(least=1), 4, idle=_CUDA_COPY, legacy=("transfer_sms_d2h",)),
-    Setting("ce_segment_threshold", whole(least=0), 8, idle=_CUDA_COPY, legacy=("transfer_segment_threshold",)),
-    Setting("ce_path_opt", boolean, True, idle=_CUDA_COPY, legacy=("transfer_path_opt",)),
-    Setting("enable_ce_memcpy2d", boolean, True, idle=_CUDA_COPY, legacy=("enable_memcpy2d",)),
-    Setting("ce_gather_threads", whole(least=1), 4, idle=_CUDA_COPY),
-    Setting("ce_gather_nt", boolean, True, idle=_CUDA_COPY),
-    Setting("mla_d2h_mode", text, "sharded", idle=_CUDA_COPY),
-    Setting("layerwise_notify_mode", text, "hostfunc", idle="layers are not copied one by one"),
-    Setting("enable_collective_sync", boolean, True, idle=_CUDA_COPY),
-    Setting("enable_mps", boolean, True, idle="copies need no kernel, so no MPS daemon is started"),
-    Setting("sync_get", boolean, False, only="environment", idle="a load is waited for as vLLM waits"),
-    Setting("maybe_skip_put", boolean, False, only="environment", idle="a put is never skipped by a file in /tmp"),
-    Setting("iouring_entries", whole(least=0), 512, idle=_DISK, legacy=("ioring_entries",)),
-    Setting("iouring_flags", whole(least=0), 0, idle=_DISK, legacy=("ioring_flags",)),
-    Setting("ssd_io_opt", text, "", idle=_DISK),
-    Setting("max_file_size_gb", number(), -1.0, idle=_DISK),
-    Setting("use_hugepage_cpu_buffer", boolean, False, idle="the host pool takes huge pages where the kernel has some"),
-    Setting("use_hugepage_tmp_buffer", boolean, False, idle="the host pool takes huge pages where the kernel has some"),
-    Setting("hugepage_size_bytes", whole(least=1), 2 * _MIB, idle="the host pool takes huge pages where the kernel has some"),
-    Setting("lt_pool_initial_capacity", whole(least=0), 10_000_000, idle=_PEERS),
-    Setting("refresh_batch_size", whole(least=1), 256, idle=_PEERS),
-    Setting("rebuild_interval_ms", whole(least=1), 2000, idle=_PEERS),
-    Setting("idle_sleep_ms", whole(least=0), 10, idle=_PEERS),
-    Setting("lease_ttl_ms", whole(least=1), 30_000, idle=_PEERS),
-    Setting("safety_ttl_ms", whole(least=0), 100, idle=_PEERS),
-    Setting("renew_lease_ms", whole(least=1), 4000, idle=_PEERS),
-    Setting("local_zmq_ip", text, None, only="file", idle=_PEERS),
-    Setting("local_zmq_port", whole(least=0), None, only="file", idle=_PEERS),
-    Setting("redis_host", text, None, only="file", idle=_PEERS),
-    Setting("redis_port", whole(least=0), None, only="file", idle=_PEERS),
-    Setting("redis_password", text, None, only="file", idle=_PEERS),
-    Setting("local_ip", text, None, only="file", idle=_PEERS),
-    Setting("node_ttl_seconds", whole(least=1), None, only="file", idle=_PEERS),
-    Setting("enable_p2p", boolean, False, idle=_PEERS),
-    Setting("mooncake_store_config_path", text, None, idle=_STORE),
-    Setting("mooncake_store_pp_rank", whole(least=0), 0, only="file", idle=_STORE),
-    Setting("mooncake_store_pp_size", whole(least=1), 1, only="file", idle=_STORE),
-    Setting("mooncake_store_node_layer_start", whole(least=0), 0, only="file", idle=_STORE),
-    Setting("mooncake_store_node_layer_end", whole(least=0), 0, only="file", idle=_STORE),
-    Setting("mooncake_store_total_layers", whole(least=0), 0, only="file", idle=_STORE),
-    Setting("radixshmem_server_name", text, "", idle=_SHMEM),
-    Setting("radix_rank", whole(least=0), 0, idle=_SHMEM),
-    Setting("radix_world_size", whole(least=1), 1, idle=_SHMEM),
-    Setting("radix_registry", text, "", idle=_SHMEM),
-    Setting("radix_cluster_id", text, "flexkv", idle=_SHMEM),
-    Setting("num_extra_te_channels", whole(least=0), 1, idle=_SHMEM),
-    Setting("prefetch_enabled", boolean, False, idle="a match looks at every tier"),
-    Setting("nvcomp_batch_size", whole(least=0), 0, idle=_COMPRESSION),
-    Setting("kv_cache_dtype", text, None, idle="the dtype is the registered tensors'"),
-    Setting("enable_swa_transfer", boolean, False, idle=_WINDOWS),
-    Setting("master_host", text, "localhost", only="environment", idle=_ONE_NODE),
-    Setting("master_ports", text, "5556,5557,5558", only="environment", idle=_ONE_NODE),
-    Setting("enable_metrics", boolean, False, idle=_OWN_METRICS),
-    Setting("py_metrics_port", whole(least=0), 8080, idle=_OWN_METRICS),
-    Setting("cpp_metrics_port", whole(least=0), 8081, idle=_OWN_METRICS),
+    Setting("enable_radixshmem", boolean, False, instead="FLEXKV_SERVER_CLIENT_MODE=1, where several engines share one server's index"),
+    Setting("enable_layerwise_transfer", boolean, False, instead="all layers of a block, which come in one copy"),
+    Setting("swa_multi_group", boolean, None, instead="a model without sliding windows"),
+    *_idle(_EVICTION, _number(least=0, most=1), evict_ratio=0.0),
+    *_idle(_EVICTION, _number(above=0, most=1), evict_start_threshold=1.0),
+    *_idle(_EVICTION, _whole(0), hit_reward_seconds=0),
+    *_idle(_EVICTION, _whole(1), slru_protected_threshold=2),
+    *_idle(_TRACE, _whole(1), trace_max_file_size_mb=100, trace_max_files=5),
+    *_idle(_TRACE, _whole(0), trace_flush_interval_ms=1000),
+    *_idle("lines of the log begin as all of kvelastic's do", _text, "environment", logging_prefix="FLEXKV"),
+    *_idle("the index is native always", boolean, index_accel=True),
+    *_idle("a record is BLOCKFIRST in every tier", _choice(*_LAYOUTS), cpu_layout="BLOCKFIRST", ssd_layout="BLOCKFIRST", remote_layout="BLOCKFIRST", gds_layout="BLOCKFIRST"),
+    *_idle(_CUDA_COPY, boolean, use_ce_transfer_h2d=False, use_ce_transfer_d2h=False, ce_path_opt=True, enable_ce_memcpy2d=True, ce_gather_nt=True, enable_collective_sync=True),
+    *_idle(_CUDA_COPY, _whole(1), transfer_num_cta_h2d=4, transfer_num_cta_d2h=4, ce_gather_threads=4),
+    *_idle(_CUDA_COPY, _whole(0), ce_segment_threshold=8),
+    *_idle(_CUDA_COPY, _text, mla_d2h_mode="sharded"),
+    *_idle("layers are not copied one by one", _text, layerwise_notify_mode="hostfunc"),
+    *_idle("copies need no kernel, so no MPS daemon is started", boolean, enable_mps=True),
+    *_idle("a load is waited for as vLLM waits", boolean, "environment", sync_get=False),
+    *_idle("a put is never skipped by a file in /tmp", boolean, "environment", maybe_skip_put=False),
+    *_idle(_DISK, _whole(0), iouring_entries=512, iouring_flags=0),
+    *_idle(_DISK, _text, ssd_io_opt=""),
+    *_idle(_DISK, _number(), max_file_size_gb=-1.0),
+    *_idle("the host pool takes huge pages where the kernel has some", boolean, use_hugepage_cpu_buffer=False, use_hugepage_tmp_buffer=False),
+    *_idle("the host pool takes huge pages where the kernel has some", _whole(1), hugepage_size_bytes=2 << 20),
+    *_idle(_PEERS, _whole(0), lt_pool_initial_capacity=10_000_000, idle_sleep_ms=10, safety_ttl_ms=100),
+    *_idle(_PEERS, _whole(1), refresh_batch_size=256, rebuild_interval_ms=2000, lease_ttl_ms=30_000, renew_lease_ms=4000),
+    *_idle(_PEERS, _text, "file", local_zmq_ip=None, redis_host=None, redis_password=None, local_ip=None),
+    *_idle(_PEERS, _whole(0), "file", local_zmq_port=None, redis_port=None),
+    *_idle(_PEERS, _whole(1), "file", node_ttl_seconds=None),
+    *_idle(_PEERS, boolean, enable_p2p=False),
+    *_idle(_STORE, _text, mooncake_store_config_path=None),
+    *_idle(_STORE, _whole(0), "file", mooncake_store_pp_rank=0, mooncake_store_node_layer_start=0, mooncake_store_node_layer_end=0, mooncake_store_total_layers=0),
+    *_idle(_STORE, _whole(1), "file", mooncake_store_pp_size=1),
+    *_idle(_SHMEM, _text, radixshmem_server_name="", radix_registry="", radix_cluster_id="flexkv"),
+    *_idle(_SHMEM, _whole(0), radix_rank=0, num_extra_te_channels=1),
+    *_idle(_SHMEM, _whole(1), radix_world_size=1),
+    *_idle("a match looks at every tier", boolean, prefetch_enabled=False),
+    *_idle("records are not compressed", _whole(0), nvcomp_batch_size=0),
+    *_idle("the dtype is the registered tensors'", _text, kv_cache_dtype=None),
+    *_idle("windows have no pool of their own", boolean, enable_swa_transfer=False),
+    *_idle("one node is served", _text, "environment", master_host="localhost", master_ports="5556,5557,5558"),
+    *_idle(_OWN_METRICS, boolean, enable_metrics=False),
+    *_idle(_OWN_METRICS, _whole(0), py_metrics_port=8080, cpp_metrics_port=8081),
 )
 # fmt: on
 

@@ -3,9 +3,9 @@
     CacheConfig(trace_path="/tmp/requests.jsonl")          # records
     for step in replay(path, manager): assert step.found == step.recorded
 
-A line of JSON for each call: a header with the version, then matches with their tokens and what was
-found, launches and cancels. **The tokens are prompts in clear**; the file is this user's alone
-(0600). What cannot be written stops the recording, with a warning, and nothing else.
+A line of JSON for each call: a header with the version, then matches with their tokens and result,
+launches and cancels. **The tokens are prompts in clear**; only this user can read the file (0600).
+A failed write ends the recording with a warning.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.common.calls import Calls
 from kvelastic.flexkv.common.hash_utils import Tokens
-from kvelastic.flexkv.common.request import KVRequestType, KVResponse, Mask
+from kvelastic.flexkv.common.request import KVRequestType
 
 _log = logging.getLogger("kvelastic")
 
@@ -38,11 +38,11 @@ class Tracer:
     """Writes the file. Any thread; blocks as long as a write to the page cache."""
 
     def __init__(self, path: str | os.PathLike[str], **header: Any) -> None:
-        """Begins the file anew. Raises OSError where it cannot be made."""
+        """Overwrites the file. Raises OSError if it cannot be opened."""
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd: int | None = os.open(path, flags, 0o600)
-        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # a device's mode is everybody's
+        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # a device has a mode for all users
             os.fchmod(self._fd, 0o600)
         self._write({"kvelastic_flexkv_trace": VERSION, **header})
 
@@ -55,25 +55,14 @@ class Tracer:
         namespace: Sequence[str] | None,
         found: tuple[int, int],
     ) -> None:
-        """A match: the span of True tokens that was asked for, and first token and count found."""
-        self._write(
-            {
-                "call": request_type.value,
-                "task": task_id,
-                "tokens": tokens.tolist(),
-                "wanted": list(wanted),
-                "namespace": list(namespace) if namespace else None,
-                "found": list(found),
-            }
-        )
+        """Record a match: the span that was requested, and the first token and count found."""
+        line = {"call": request_type.value, "task": task_id, "tokens": tokens.tolist()}
+        names = list(namespace) if namespace else None
+        self._write({**line, "wanted": wanted, "namespace": names, "found": found})
 
-    def launch(self, task_ids: Sequence[int]) -> None:
-        """Tasks were launched."""
-        self._write({"call": "launch", "tasks": list(task_ids)})
-
-    def cancel(self, task_ids: Sequence[int]) -> None:
-        """Tasks were cancelled."""
-        self._write({"call": "cancel", "tasks": list(task_ids)})
+    def tasks(self, call: str, task_ids: Sequence[int]) -> None:
+        """Record a launch or a cancel."""
+        self._write({"call": call, "tasks": list(task_ids)})
 
     def _write(self, line: dict[str, Any]) -> None:
         raw = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -91,42 +80,13 @@ class Tracer:
             os.close(fd)
 
     def close(self) -> None:
-        """End the file. Repeatable."""
+        """End the file. Idempotent."""
         with self._lock:
             self._close()
 
 
-class Manager(Protocol):
-    """As much of a KVManager as a replay needs."""
-
-    def get_match(
-        self, token_ids: Any, token_mask: Any = None, *, namespace: Any = None
-    ) -> tuple[int, Mask]:
-        """As KVManager's."""
-
-    def put_match(
-        self, token_ids: Any, token_mask: Any = None, *, namespace: Any = None
-    ) -> tuple[int, Mask]:
-        """As KVManager's."""
-
-    def prefetch_async(self, token_ids: Any, namespace: Any = None) -> int:
-        """As KVManager's."""
-
-    def launch(self, task_ids: Any, slot_mappings: Any) -> Any:
-        """As KVManager's."""
-
-    def cancel(self, task_ids: Any) -> None:
-        """As KVManager's."""
-
-    def wait(
-        self, task_ids: Any, timeout: float = 20.0, completely: bool = False
-    ) -> dict[int, KVResponse]:
-        """As KVManager's."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One match of a replay: first token and count, as they were recorded and as they are now."""
+class Step(NamedTuple):
+    """A replayed match: first token and count, as recorded and as found now."""
 
     request_type: KVRequestType
     task_id: int
@@ -135,20 +95,18 @@ class Step:
     found: tuple[int, int]
 
 
-def replay(path: str | os.PathLike[str], manager: Manager) -> Iterator[Step]:
-    """Make the recorded calls of a manager with tensors; answers a step for each match.
+def replay(path: str | os.PathLike[str], manager: Calls) -> Iterator[Step]:
+    """Repeat the recorded calls on a manager with tensors. Yields a step for each match.
 
-    Launches use the engine's first blocks and are waited for completely, so that every get finds
-    what the puts before it have brought. Raises `InvalidArgumentError` for a line that is no
-    record, by its number; OSError for the file.
+    Launches use the engine's first blocks and are waited for completely. Raises
+    `InvalidArgumentError` with the number of a line that is no record, and OSError.
     """
-    task_of: dict[int, int] = {}
-    tokens_of: dict[int, int] = {}
+    tasks: dict[int, tuple[int, int]] = {}
     for number, line in enumerate(read(path), 1):
         if line.get("call") is None:
             continue
         try:
-            step = _replay_one(line, manager, task_of, tokens_of)
+            step = _replay_one(line, manager, tasks)
         except InvalidArgumentError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -160,40 +118,39 @@ def replay(path: str | os.PathLike[str], manager: Manager) -> Iterator[Step]:
 
 
 def _replay_one(
-    line: dict[str, Any], manager: Manager, task_of: dict[int, int], tokens_of: dict[int, int]
+    line: dict[str, Any], manager: Calls, tasks: dict[int, tuple[int, int]]
 ) -> Step | None:
-    call = line["call"]
-    if call in ("launch", "cancel"):
-        tasks = [task for task in line["tasks"] if task in task_of]
-        if call == "cancel":
-            manager.cancel([task_of[task] for task in tasks])
-        for task in tasks if call == "launch" else ():
-            manager.launch(task_of[task], np.arange(tokens_of[task]))
-            manager.wait(task_of[task], REPLAY_S, completely=True)
+    """`tasks` has by the recorded task the new one and its number of tokens."""
+    if line["call"] in ("launch", "cancel"):
+        for task, count in [tasks[one] for one in line["tasks"] if one in tasks]:
+            if line["call"] == "cancel":
+                manager.cancel(task)
+            else:
+                manager.launch(task, np.arange(count))
+                manager.wait(task, REPLAY_S, completely=True)
         return None
-    request_type = KVRequestType(call)
+    kind = KVRequestType(line["call"])
     tokens = np.array(line["tokens"], np.int64)
     first, end = line["wanted"]
     wanted = np.zeros(len(tokens), np.bool_)
     wanted[first:end] = True
-    if request_type is KVRequestType.PREFETCH:
+    if kind is KVRequestType.PREFETCH:
         task = manager.prefetch_async(tokens, line["namespace"])
         mask = manager.wait(task, REPLAY_S)[task].return_mask
     else:
-        match = manager.get_match if request_type is KVRequestType.GET else manager.put_match
+        match = manager.get_match if kind is KVRequestType.GET else manager.put_match
         task, mask = match(tokens, wanted, namespace=line["namespace"])
-    task_of[line["task"]] = task
     count = 0 if mask is None else int(mask.sum())
-    tokens_of[line["task"]] = count
+    tasks[line["task"]] = (task, count)
     found = (int(mask.argmax()), count) if mask is not None and count else (0, 0)
     recorded_first, recorded_count = line["found"]
-    return Step(request_type, line["task"], (recorded_first, recorded_count), found)
+    return Step(kind, line["task"], (recorded_first, recorded_count), found)
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a file. A last one that is not whole (a crash) ends it.
+    """The lines of a file. An incomplete last one (after a crash) is left out.
 
-    Raises `InvalidArgumentError` for another version, for a line that is not an object.
+    Raises `InvalidArgumentError` for another version and for a line that is not an object.
     """
     with Path(path).open("rb") as file:
         number = 0

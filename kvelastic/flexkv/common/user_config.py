@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,13 +32,13 @@ _GIB: Final = 1 << 30
 
 
 class GlobalConfig:
-    """Every setting by its name: the environment's, or its default, from the first look on.
+    """Every setting by its name: the environment's value or the default, read at the first use.
 
-    That look raises as `load_user_config_from_env` does. What a file says is set over it.
+    That use raises as `load_user_config_from_env` does. Values of a file are set over it.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Called where the attribute is not there yet."""
+        """Read the environment, at the first use."""
         if name not in BY_NAME:
             raise AttributeError(f"{name} is no setting of FlexKV; is {_nearest(name)} meant?")
         found = load_user_config_from_env().settings
@@ -120,8 +119,8 @@ def update_default_config_from_user_config(
     cache_config.enable_ssd = user_config.ssd_cache_gb > 0
     if cache_config.enable_ssd:
         cache_config.num_ssd_blocks = _blocks("ssd_cache_gb", user_config.ssd_cache_gb, block_bytes)
-        cache_config.ssd_cache_dir = parse_path_list(user_config.ssd_cache_dir)
-    for name in _names_of(cache_config) & user_config.settings.keys() - _SIZES:
+        cache_config.ssd_cache_dir = user_config.ssd_cache_dir
+    for name in vars(cache_config).keys() & user_config.settings.keys() - _SIZES:
         setattr(cache_config, name, user_config.settings[name])
     if user_config.settings.get("enable_trace"):
         trace = user_config.settings.get("trace_file_path", BY_NAME["trace_file_path"].default)
@@ -140,12 +139,6 @@ def set_log_level(level: str) -> None:
     logger.setLevel(logging.CRITICAL + 1 if is_off else level.upper())
 
 
-def parse_path_list(paths: str | list[str]) -> list[str]:
-    """Folders of one text with `;` between them."""
-    parts = paths.split(";") if isinstance(paths, str) else paths
-    return [part.strip() for part in parts if part.strip()]
-
-
 _SIZES: Final = frozenset({"cpu_cache_gb", "ssd_cache_gb", "ssd_cache_dir"})
 
 
@@ -154,10 +147,6 @@ def _blocks(name: str, size_gib: float, block_bytes: int) -> int:
     if blocks == 0:
         raise ConfigError(f"{name}={size_gib} holds no block of {block_bytes} bytes; set it higher")
     return blocks
-
-
-def _names_of(cache_config: CacheConfig) -> set[str]:
-    return {one.name for one in fields(cache_config)}
 
 
 def _user_config(values: Mapping[str, Any]) -> UserConfig:
@@ -239,7 +228,7 @@ def _value(setting: Setting, value: object, shown: str) -> Any:
 
 
 def _nearest(name: str) -> str:
-    return get_close_matches(name[:100], BY_NAME, n=1, cutoff=0.0)[0]
+    return str(get_close_matches(name[:100], BY_NAME, n=1, cutoff=0.0)[0])
 
 
 def _parsed(path: Path) -> dict[str, object]:
@@ -264,16 +253,8 @@ def _parsed(path: Path) -> dict[str, object]:
 
 
 def _json(path: Path, written: str) -> object:
-    def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(f"{path}: {key!r:.100} is there twice; write it once")
-            found[key] = value
-        return found
-
     try:
-        return json.loads(written, object_pairs_hook=once)
+        return json.loads(written, object_pairs_hook=lambda pairs: _once(path, pairs))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
 
@@ -291,8 +272,14 @@ def _yaml(path: Path, written: str) -> object:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is no YAML: {error}") from None
     if isinstance(node, yaml.MappingNode):
-        times = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
-        for key, count in times.items():
-            if count > 1:
-                raise ConfigError(f"{path}: {key!r:.100} is there twice; write it once")
+        _once(path, [(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
+    return found
+
+
+def _once(path: Path, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"{path}: {key!r:.100} is there twice; write it once")
+        found[key] = value
     return found

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvelastic.errors import UnsupportedError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
-from kvelastic.flexkv.common.setting_values import boolean
+from kvelastic.flexkv.common.known_settings import boolean
 from kvelastic.flexkv.common.user_config import (
     UserConfig,
     load_user_config,

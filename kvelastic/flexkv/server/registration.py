@@ -1,7 +1,7 @@
-"""Ranks that register their memory: who has done so, and what becomes of it when they go.
+"""Ranks that register their memory, in a server or in the process of a KVManager.
 
-One owner of this state: the thread of the endpoint that calls. A rank's connection is its
-registration; when it ends, whatever the reason, the memory is let go of.
+A rank's connection is its registration: when it ends, the memory is released. The state belongs to
+the thread of the endpoint that calls.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ from kvelastic.errors import (
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.transfer.shared_blocks import (
-    DeviceBlocks,
-    DeviceSpan,
-    PageFinder,
-    SharedBlocks,
-)
+from kvelastic.flexkv.server.utils import socket_address
+from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, DeviceSpan, SharedBlocks
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
-from kvelastic.messages import Connection, Request
+from kvelastic.messages import Connection, Endpoint, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
 _MOST_MEMORIES: Final = 512
-"""Descriptors that one rank may hand over."""
-
 _MOST_REFUSED: Final = 64
 _LOCATE_S: Final = 10.0
 
@@ -45,16 +39,14 @@ Rank = tuple[int, int]
 
 
 class Registrations:
-    """The ranks of all data-parallel clients of one server."""
+    """The ranks of all data-parallel clients."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        cache: CacheConfig,
-        worker: Callable[[], GPUCPUTransferWorker],
+        self, model: ModelConfig, cache: CacheConfig, worker: Callable[[], GPUCPUTransferWorker]
     ) -> None:
-        """`worker` is who copies the ranks' blocks, once there is one."""
+        """`worker` returns the worker that copies the ranks' blocks."""
         self._model = model
+        self._clients = model.dp_size * model.instance_num
         self._block_bytes = (
             model.token_size_in_bytes * cache.tokens_per_block // model.ranks_in_a_record
         )
@@ -63,54 +55,69 @@ class Registrations:
         self._spans: dict[Connection, DeviceSpan] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
         self._refused: dict[Rank, str] = {}
-        """Why ranks that are missing were refused, the oldest first. Empty once all are there."""
+        """By missing rank, why it was refused; the oldest first. Empty once all are there."""
+
+    def listen(self, gpu_register_port: str) -> Endpoint:
+        """An endpoint for ranks alone. Raises `ChannelError` if the address is taken."""
+        return Endpoint(
+            messages.PROTOCOL,
+            self._hear_ranks,
+            listen=[socket_address(gpu_register_port)],
+            on_close=self.connection_ended,
+            name="flexkv-ranks",
+        )
+
+    def _hear_ranks(self, request: Request) -> None:
+        if not self.hear(request):
+            raise MessageError("this engine has no server: only its ranks register here")
+
+    def hear(self, request: Request) -> bool:
+        """Handle a rank's message. Returns False for other messages.
+
+        Raises `InvalidArgumentError` for a rank of another model. A rank that is there already is
+        refused, unless its process has ended.
+        """
+        message, connection = request.message, request.connection
+        if isinstance(message, messages.AddMemory):
+            kept = self._memories.setdefault(connection, [])
+            kept += [(fd, message.is_elastic) for fd in request.take_descriptors()]
+            if len(kept) > _MOST_MEMORIES:
+                error = MessageError(f"a rank has handed over more than {_MOST_MEMORIES} memories")
+                self.connection_ended(connection)
+                connection.end(error)
+                raise error
+        elif isinstance(message, messages.AddDevice):
+            self._spans[connection] = DeviceSpan(message.device, message.page_bytes, message.pages)
+        elif isinstance(message, messages.RegisterTPClient):
+            self._register(connection, message)
+            request.answer(messages.Registered())
+        else:
+            return False
+        return True
 
     def __len__(self) -> int:
-        """How many ranks there are now."""
+        """The number of registered ranks."""
         return len(self._ranks)
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank of every client has registered."""
-        clients = self._model.dp_size * self._model.instance_num
-        return len(self._ranks) == clients * self._model.tp_size
+        return len(self._ranks) == self._clients * self._model.tp_size
 
     def check_refused(self) -> None:
-        """Raise `EngineError` with the reason if a rank that is missing was refused.
+        """Raise `EngineError` with the reason if a missing rank was refused.
 
-        A refused rank does not try again, so waiting alone makes nothing complete. Another process
-        can still register as that rank.
+        A refused rank does not try again, but another process can register as that rank.
         """
-        if self._refused:
-            (client, rank), reason = next(iter(self._refused.items()))
+        for (client, rank), reason in self._refused.items():
             raise EngineError(
                 f"rank {rank} of client {client} was refused: {reason}. Start that rank again"
             )
 
-    def add_memory(self, request: Request, message: messages.AddMemory) -> None:
-        """Keep the descriptors until the rank registers."""
-        kept = self._memories.setdefault(request.connection, [])
-        kept += [(fd, message.is_elastic) for fd in request.take_descriptors()]
-        if len(kept) > _MOST_MEMORIES:
-            error = MessageError(f"a rank has handed over more than {_MOST_MEMORIES} memories")
-            self.connection_ended(request.connection)
-            request.connection.end(error)
-            raise error
-
-    def add_device(self, request: Request, message: messages.AddDevice) -> None:
-        """The rank's tensors lie in a GPU's pages."""
-        self._spans[request.connection] = DeviceSpan(
-            message.device, message.page_bytes, message.pages
-        )
-
-    def register(self, request: Request, message: messages.RegisterTPClient) -> None:
-        """Take up a rank. Raises `InvalidArgumentError` for what is not this server's model's.
-
-        A rank that is there already is refused, unless its process has gone.
-        """
+    def _register(self, connection: Connection, message: messages.RegisterTPClient) -> None:
         named = message.dp_client_id, message.tp_rank
         try:
-            self._take(request, message)
+            self._take(connection, message)
         except KvelasticError as error:
             if not self.is_complete:
                 self._refused[named] = str(error)
@@ -121,7 +128,7 @@ class Registrations:
         if self.is_complete:
             self._refused.clear()
 
-    def _take(self, request: Request, message: messages.RegisterTPClient) -> None:
+    def _take(self, connection: Connection, message: messages.RegisterTPClient) -> None:
         rank = self._rank_of(message)
         if rank in self._ranks:
             other = self._ranks[rank][0]
@@ -131,15 +138,15 @@ class Registrations:
                     " its own device_id"
                 )
             self.connection_ended(other)
-        if any(connection is request.connection for connection, _ in self._ranks.values()):
+        if any(own is connection for own, _ in self._ranks.values()):
             raise InvalidArgumentError("this connection is a rank already")
-        blocks = self._blocks_of(request.connection, message)
+        blocks = self._blocks_of(connection, message)
         try:
             self._worker().register(*rank, blocks)
         except BaseException:
             blocks.close()
             raise
-        self._ranks[rank] = (request.connection, blocks)
+        self._ranks[rank] = (connection, blocks)
         _log.info(
             "Rank %d of client %d has registered %d blocks of %d bytes.",
             rank[1],
@@ -149,15 +156,14 @@ class Registrations:
         )
 
     def connection_ended(self, connection: Connection) -> None:
-        """Let go of what came over it. Safe to repeat."""
+        """Release what came over a connection. Idempotent."""
         for fd, _ in self._memories.pop(connection, []):
             os.close(fd)
         self._spans.pop(connection, None)
         for rank, (own, blocks) in list(self._ranks.items()):
             if own is connection:
                 del self._ranks[rank]
-                # Its copies, and those that run, fail from now on.
-                blocks.close()
+                blocks.close()  # copies fail from now on, also running ones
                 self._worker().unregister(*rank)
                 _log.info("Rank %d of client %d has gone.", rank[1], rank[0])
 
@@ -168,17 +174,16 @@ class Registrations:
                 raise IntegrityError(f"memory of {connection.peer} is held, which has gone")
 
     def _rank_of(self, message: messages.RegisterTPClient) -> Rank:
-        clients = self._model.dp_size * self._model.instance_num
-        if message.dp_client_id >= clients:
+        if message.dp_client_id >= self._clients:
             raise InvalidArgumentError(
-                f"dp_client_id={message.dp_client_id} is none of {clients} data-parallel clients"
+                f"dp_client_id={message.dp_client_id} is none of {self._clients} data-parallel"
+                " clients"
             )
-        tp_rank = message.tp_rank
-        if message.is_device_id:
-            tp_rank %= self._model.tp_size
-        if tp_rank >= self._model.tp_size:
+        tp_size = self._model.tp_size
+        tp_rank = message.tp_rank % tp_size if message.is_device_id else message.tp_rank
+        if tp_rank >= tp_size:
             raise InvalidArgumentError(
-                f"tp_rank={tp_rank} is none of {self._model.tp_size} tensor-parallel ranks"
+                f"tp_rank={tp_rank} is none of {tp_size} tensor-parallel ranks"
             )
         return message.dp_client_id, tp_rank
 
@@ -193,7 +198,7 @@ class Registrations:
             if span is not None:
                 buffers, count = _buffers(message, [span.size_bytes])
                 own = [buffer for _, buffer in buffers]
-                blocks = DeviceBlocks(span, own, count, _exporter(connection))
+                blocks = DeviceBlocks(span, own, count, lambda pages: _export(connection, pages))
             else:
                 sizes = [
                     MOST_BYTES << 1 if is_elastic else _size_of(fd) for fd, is_elastic in memories
@@ -204,7 +209,7 @@ class Registrations:
                     count,
                     owned=[fd for fd, _ in memories],
                     elastic={
-                        fd: _finder(connection, memory)
+                        fd: lambda pages, memory=memory: _locate(connection, memory, pages)  # type: ignore[misc]
                         for memory, (fd, is_elastic) in enumerate(memories)
                         if is_elastic
                     },
@@ -234,7 +239,7 @@ def _size_of(fd: int) -> int:
 def _buffers(
     message: messages.RegisterTPClient, sizes: Sequence[int]
 ) -> tuple[list[tuple[int, Buffer]], int]:
-    """Where the tensors' blocks lie, each with its memory, and how many there are.
+    """The tensors' buffers, each with its memory, and the number of blocks.
 
     Raises `InvalidArgumentError` for tensors that do not lie in memories of these sizes.
     """
@@ -256,38 +261,30 @@ def _buffers(
     return buffers, counts.pop()
 
 
-def _exporter(connection: Connection) -> PageFinder:
-    """Asks a rank for its pages; never from the endpoint's own thread."""
-
-    def find(pages: list[int]) -> tuple[int, ...]:
-        answer, fds = connection.call_for_descriptors(messages.Export(pages=pages), _LOCATE_S)
-        if isinstance(answer, messages.Done) and len(fds) == len(pages):
-            return fds
-        for fd in fds:
-            os.close(fd)
-        raise MessageError("a rank has not handed its pages over")
-
-    return find
+def _export(connection: Connection, pages: list[int]) -> tuple[int, ...]:
+    """Descriptors of a rank's pages. Blocks: not for the endpoint's own thread."""
+    answer, fds = connection.call_for_descriptors(messages.Export(pages=pages), _LOCATE_S)
+    if isinstance(answer, messages.Done) and len(fds) == len(pages):
+        return fds
+    for fd in fds:
+        os.close(fd)
+    raise MessageError("a rank has not handed its pages over")
 
 
-def _finder(connection: Connection, memory: int) -> PageFinder:
-    """Asks a rank where its pages lie; never from the endpoint's own thread."""
-
-    def find(pages: list[int]) -> list[int]:
-        offsets: list[int] = []
-        for first in range(0, len(pages), messages.MOST_PAGES):
-            asked = messages.Locate(memory=memory, pages=pages[first : first + messages.MOST_PAGES])
-            answer = connection.call(asked, _LOCATE_S)
-            if not isinstance(answer, messages.Located) or len(answer.offsets) != len(asked.pages):
-                raise MessageError("a rank has not said where its pages lie")
-            offsets += answer.offsets
-        return offsets
-
-    return find
+def _locate(connection: Connection, memory: int, pages: list[int]) -> list[int]:
+    """Offsets of a rank's pages. Blocks: not for the endpoint's own thread."""
+    offsets: list[int] = []
+    for first in range(0, len(pages), messages.MOST_PAGES):
+        asked = messages.Locate(memory=memory, pages=pages[first : first + messages.MOST_PAGES])
+        answer = connection.call(asked, _LOCATE_S)
+        if not isinstance(answer, messages.Located) or len(answer.offsets) != len(asked.pages):
+            raise MessageError("a rank has not said where its pages lie")
+        offsets += answer.offsets
+    return offsets
 
 
 def has_gone(connection: Connection) -> bool:
-    """Whether the process at the other end has, also where nothing has been read of that yet."""
+    """Whether the peer's process has ended, also if its end has not been read yet."""
     if not connection.is_open:
         return True
     look = select.poll()

@@ -145,14 +145,9 @@ class KVServer:
 
     def _hear(self, request: Request) -> None:
         message = request.message
-        if isinstance(message, messages.AddMemory):
-            self._registrations.add_memory(request, message)
-        elif isinstance(message, messages.AddDevice):
-            self._registrations.add_device(request, message)
-        elif isinstance(message, messages.RegisterTPClient):
-            self._registrations.register(request, message)
-            request.answer(messages.Registered())
-        elif isinstance(message, messages.RegisterDPClient):
+        if self._registrations.hear(request):
+            return
+        if isinstance(message, messages.RegisterDPClient):
             self._register_client(request, message)
             request.answer(messages.Registered())
         elif isinstance(message, messages.IsReady):
