@@ -1,4 +1,4 @@
-"""FlexKV's process for ranks on further nodes, which is refused: one node is served."""
+"""A name that SGLang's connector imports for ranks on further nodes, which are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvelastic.errors import UnsupportedError
 
 
 class TransferManagerOnRemote:
-    """See the module."""
+    """FlexKV's process on a further node."""
 
     @classmethod
     def create_process(cls, *arguments: Any, **named: Any) -> NoReturn:

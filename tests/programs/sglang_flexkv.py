@@ -46,7 +46,7 @@ def main(is_mla: bool) -> None:
             dp_size=1,
             pp_size=1,
             nnodes=1,
-            port=30000,
+            port=30000 + is_mla,  # the first rank looks for its server until the process ends
             device="cpu",
             kv_cache_dtype="auto",
         ),

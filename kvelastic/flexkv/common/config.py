@@ -1,11 +1,11 @@
-"""What a model's KV looks like, and where it may be kept.
+"""A model's KV, and the tiers that keep it.
 
     model = ModelConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     cache = CacheConfig(num_cpu_blocks=4096, enable_ssd=True, ssd_cache_dir="/mnt/nvme/kv")
     check_supported(model, cache)
 
-Names and defaults are FlexKV's. What it has and kvelastic does not is refused by name, with what
-takes its place; nothing is accepted and then ignored.
+Names and defaults are FlexKV's. A feature that kvelastic lacks is refused by name, with its
+replacement.
 """
 
 from __future__ import annotations
@@ -36,29 +36,27 @@ __all__ = [
 ]
 
 _ITEM_BYTES: Final = {
-    "bfloat16": 2,
-    "float16": 2,
-    "half": 2,
-    "float32": 4,
-    "float": 4,
-    "float64": 8,
-    "double": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "fp8": 1,
-    "int8": 1,
-    "uint8": 1,
+    **dict.fromkeys(("float64", "double"), 8),
+    **dict.fromkeys(("float32", "float"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "fp8", "int8", "uint8"), 1),
 }
 EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
 MOONCAKE_PREFIX: Final = "mooncake:"
 
 
+_MODEL_COUNTS: Final = (
+    *("num_layers", "num_kv_heads", "head_size", "tp_size"),
+    *("pp_size", "dp_size", "cp_size", "nnodes", "instance_num"),
+)
+
+
 @dataclass
 class ModelConfig:
-    """One model's KV. The first seven fields stand in FlexKV's order.
+    """One model's KV. The first seven fields are in FlexKV's order.
 
-    Fields may be set one by one; a manager copies them when it is made. Each value is checked when
-    it is set: raises `InvalidArgumentError`, also for an unknown field.
+    Fields may be set one by one; a manager copies them. A value is checked when it is set: raises
+    `InvalidArgumentError`, also for an unknown field.
     """
 
     num_layers: int = 1
@@ -72,19 +70,19 @@ class ModelConfig:
     tp_size: int = 1
     dp_size: int = 1
     kv_dim: int = 2
-    """2: K and V apart; 1: one fused row (MLA, packed). Follows `use_mla`, and the reverse."""
+    """2: K and V; 1: one fused row (MLA, packed). Setting it sets `use_mla`, and the reverse."""
     pp_size: int = 1
     cp_size: int = 1
     nnodes: int = 1
     instance_num: int = 1
     model: str = ""
-    """Its name, as `kvctl tiers erase --model` takes it."""
+    """The name for `kvctl tiers erase --model`."""
     weights: str = ""
-    """A fingerprint of its weights. With one, what lies on a disk or a remote store is found again
-    after a restart; without one it is not: two models of one shape could not be told apart."""
+    """A fingerprint of the weights. Blocks on a disk or a remote store are found after a restart
+    only with one: without it, two models of one shape could not be told apart."""
     engine: str = ""
-    """What else changes the bytes of a block: the engine, its version, its order of the bytes. What
-    one engine keeps is found by engines with the same text only."""
+    """What else changes the bytes of a block: the engine, its version, its byte order. Blocks are
+    found by engines with the same text only."""
 
     def __post_init__(self) -> None:
         told = None if self.use_mla is None else _kv_dim(self.use_mla)
@@ -122,7 +120,7 @@ class ModelConfig:
         object.__setattr__(self, name, value)
 
     def check(self) -> None:
-        """Raise `InvalidArgumentError` for fields that do not go together."""
+        """Raise `InvalidArgumentError` for fields that contradict each other."""
         if self.kv_dim == 2 and self.num_kv_heads % self.tp_size:
             raise InvalidArgumentError(
                 f"num_kv_heads={self.num_kv_heads} cannot be divided by tp_size={self.tp_size};"
@@ -136,18 +134,20 @@ class ModelConfig:
 
     @property
     def heads_per_rank(self) -> int:
-        """Heads that each tensor-parallel rank has; a fused row is whole on every rank."""
+        """A tensor-parallel rank's heads; a fused row is whole on every rank."""
         return self.num_kv_heads if self.kv_dim == 1 else self.num_kv_heads // self.tp_size
 
     @property
     def ranks_in_a_record(self) -> int:
-        """How many ranks' parts a record has. Ranks that all have the same row make one part."""
+        """The ranks' parts in a record: one if all ranks have the same row."""
         return 1 if self.kv_dim == 1 else self.tp_size
 
     @property
     def attn_tp_size(self) -> int:
-        """FlexKV's name for the ranks that share a token's heads: there is no attention by data."""
+        """FlexKV's name for the ranks that share a token's heads."""
         return self.tp_size
+
+    tp_size_per_node = attn_tp_size
 
     @property
     def attn_cp_size(self) -> int:
@@ -155,19 +155,13 @@ class ModelConfig:
         return self.cp_size
 
     @property
-    def tp_size_per_node(self) -> int:
-        """FlexKV's name for a node's ranks: one node is served."""
-        return self.tp_size
-
-    @property
     def token_size_in_bytes(self) -> int:
-        """Of one token in all layers and of all ranks."""
+        """One token's bytes in all layers and ranks."""
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
         return self.num_layers * self.kv_dim * row
 
 
 def _kv_dim(use_mla: object) -> int:
-    """`use_mla` as `kv_dim`, which newer FlexKV has in its place."""
     if isinstance(use_mla, bool):
         return 1 if use_mla else 2
     if isinstance(use_mla, int) and use_mla in (1, 2):
@@ -176,19 +170,6 @@ def _kv_dim(use_mla: object) -> int:
         f"use_mla={use_mla!r} is not accepted; give True or False, or kv_dim (1 or 2). The dtype"
         " comes after it"
     )
-
-
-_MODEL_COUNTS: Final = (
-    "num_layers",
-    "num_kv_heads",
-    "head_size",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "cp_size",
-    "nnodes",
-    "instance_num",
-)
 
 
 @dataclass
@@ -243,7 +224,9 @@ class CacheConfig:
 
         `UnsupportedError` for what kvelastic has not, naming what to use instead.
         """
-        _refuse_unsupported(self)
+        for name, instead in _UNSUPPORTED.items():
+            if getattr(self, name):
+                raise UnsupportedError(f"{name}=True is not there ({instead})")
         for name in ("tokens_per_block", "num_cpu_blocks", "num_ssd_blocks", "staging_bytes"):
             _check_count(name, getattr(self, name), ConfigError)
         if self.num_remote_blocks is not None:
@@ -265,26 +248,21 @@ class CacheConfig:
 
 
 def check_supported(model: ModelConfig, cache: CacheConfig) -> None:
-    """Raise for what cannot be served: `UnsupportedError` by name, `ConfigError` for a value."""
+    """Raise `UnsupportedError` for what is not served, `ConfigError` for a bad value."""
     model.check()
-    if model.nnodes > 1:
-        raise UnsupportedError(
-            f"nnodes={model.nnodes}: ranks of one model on several machines are not served; run"
-            " one instance a machine and share what they keep by enable_remote"
-        )
-    if model.cp_size > 1:
-        raise UnsupportedError(
-            f"cp_size={model.cp_size}: a block that is spread over context-parallel ranks is not"
-            " served; use tensor parallelism"
-        )
-    if model.pp_size > 1:
-        raise UnsupportedError(
-            f"pp_size={model.pp_size}: give each pipeline stage a KVManager of its own, with the"
-            " layers of that stage"
-        )
+    for name, instead in _MOST_ONE.items():
+        if getattr(model, name) > 1:
+            raise UnsupportedError(f"{name}={getattr(model, name)}: {instead}")
     cache.check()
 
 
+_MOST_ONE: Final = {
+    "nnodes": "ranks of one model on several machines are not served; run one instance a machine"
+    " and share what they keep by enable_remote",
+    "cp_size": "a block that is spread over context-parallel ranks is not served; use tensor"
+    " parallelism",
+    "pp_size": "give each pipeline stage a KVManager of its own, with the layers of that stage",
+}
 _UNSUPPORTED: Final = {
     "enable_gds": "GPUDirect Storage: blocks pass pinned host memory; leave it off",
     "enable_nixl": "NIXL: blocks pass pinned host memory; leave it off",
@@ -297,12 +275,6 @@ _UNSUPPORTED: Final = {
     "use_mooncake_store_backend": "a switch for Mooncake: use enable_remote with"
     " remote_cache_path=mooncake:HOST:PORT",
 }
-
-
-def _refuse_unsupported(cache: CacheConfig) -> None:
-    for name, instead in _UNSUPPORTED.items():
-        if getattr(cache, name):
-            raise UnsupportedError(f"{name}=True is not there ({instead})")
 
 
 def dtype_name(dtype: Any) -> str:

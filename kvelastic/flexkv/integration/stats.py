@@ -1,4 +1,4 @@
-"""What an adapter has asked for and found, counted and logged every so many requests."""
+"""The tokens that an adapter has requested and found, logged every so many requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _log = logging.getLogger("kvelastic.flexkv")
 
 @dataclass
 class FlexKVStats:
-    """Counts since the last line of the log. Not thread-safe: an adapter's scheduler has one."""
+    """Counts since the last log line. Not thread-safe. Names are FlexKV's."""
 
     num_log_interval_requests: int = 200
-    """Gets after which a line is logged and the counts begin anew."""
+    """Gets after which a line is logged and the counts are reset."""
     num_get_requests: int = 0
     num_get_query_tokens: int = 0
     num_gpu_matched_tokens: int = 0
-    """Found by the engine itself, on its device."""
+    """Found by the engine, on its device."""
     num_flexkv_matched_tokens: int = 0
     num_put_requests: int = 0
     num_put_query_tokens: int = 0
@@ -31,23 +31,23 @@ class FlexKVStats:
 
     @property
     def get_gpu_match_ratio(self) -> float:
-        """Of the tokens that were asked for, found on the device; 0 where none was asked for."""
+        """The part of the requested tokens that the device had; 0 without requests."""
         return _ratio(self.num_gpu_matched_tokens, self.num_get_query_tokens)
 
     @property
     def get_flexkv_match_ratio(self) -> float:
-        """Of the tokens that were asked for, found here; 0 where none was asked for."""
+        """The part of the requested tokens that the tiers had; 0 without requests."""
         return _ratio(self.num_flexkv_matched_tokens, self.num_get_query_tokens)
 
     @property
     def get_put_token_ratio(self) -> float:
-        """Tokens found here for each token put here; 0 where none was put."""
+        """Tokens found for each token put; 0 without puts."""
         return _ratio(self.num_flexkv_matched_tokens, self.num_put_unmatched_tokens)
 
     def record_get(
         self, num_prompt_tokens: int, num_gpu_matched_tokens: int, num_flexkv_matched_tokens: int
     ) -> None:
-        """Count one get; logs and begins anew after `num_log_interval_requests` of them."""
+        """Count a get."""
         self.num_get_requests += 1
         self.num_get_query_tokens += num_prompt_tokens
         self.num_gpu_matched_tokens += num_gpu_matched_tokens
@@ -57,7 +57,7 @@ class FlexKVStats:
             self.clear()
 
     def record_put(self, num_all_tokens: int, num_unmatched_tokens: int) -> None:
-        """Count one put."""
+        """Count a put."""
         self.num_put_requests += 1
         self.num_put_query_tokens += num_all_tokens
         self.num_put_unmatched_tokens += num_unmatched_tokens
@@ -70,13 +70,12 @@ class FlexKVStats:
     """FlexKV's spelling."""
 
     def clear(self) -> None:
-        """Begin anew."""
-        for one in fields(self):
-            if one.name != "num_log_interval_requests":
-                setattr(self, one.name, 0)
+        """Reset the counts."""
+        for one in fields(self)[1:]:
+            setattr(self, one.name, 0)
 
     def log(self) -> None:
-        """Write the counts as one line."""
+        """Log the counts as one line."""
         _log.info(
             "Last %d gets: %d tokens asked for, %.1f %% found on the device, %.1f %% in tiers;"
             " %d tokens put; %d requests failed.",

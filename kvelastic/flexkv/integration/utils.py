@@ -1,8 +1,6 @@
-"""What FlexKV's adapters import from here."""
-
-from __future__ import annotations
+"""A name that FlexKV's adapters import."""
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(a // -b)

@@ -1,12 +1,10 @@
-"""Where the blocks of each device come from: tiers' stores, or an engine's tensors.
+"""The blocks of each device: a tier's store, or an engine's tensors.
 
-An allocator makes what holds the blocks of one device, by the sizes of a `CacheConfig`. Memory and
-files are taken as blocks come, so a large number of blocks costs nothing by itself.
+Stores take memory and files as blocks come, so a large number of blocks costs nothing by itself.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from kvelastic.device import resolve
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import MOONCAKE_PREFIX, CacheConfig
 from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle, StorageHandleType
+from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.disk_format import aligned
@@ -25,77 +24,58 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.remote import MooncakeStore
 
 _PER_FILE_BYTES = 4 << 20
-"""Room for the tables of a disk's files besides the records."""
+"""Room for the tables of a disk's files."""
+_MOST_BYTES = 1 << 60
 
 
-class TierAllocator(ABC):
-    """Makes the store of one tier."""
+def allocate(
+    device: DeviceType,
+    cache: CacheConfig,
+    settings: Config,
+    record_bytes: int,
+    namespace: Namespace,
+) -> Store:
+    """Open the store of a tier. Blocks; raises the store's errors.
 
-    @abstractmethod
-    def allocate(self, record_bytes: int, namespace: Namespace) -> Store:
-        """A store of records of this size. Blocks; raises what the store raises."""
-
-
-class CPUAllocator(TierAllocator):
-    """The host's memory: an elastic pool in the host's ledger (`kvctl list` shows it)."""
-
-    def __init__(self, cache: CacheConfig, settings: Config) -> None:
-        self._cache = cache
-        self._settings = settings
-
-    def allocate(self, record_bytes: int, namespace: Namespace) -> Store:
-        """As `TierAllocator.allocate`."""
-        count = self._cache.num_cpu_blocks
-        # Whole pages, the null block and what a page has left over come on top; the number of
-        # records is what bounds it.
-        page_bytes = max(self._settings.page_size_bytes, 2 * record_bytes)
+    CPU is an elastic pool in the host's ledger (`kvctl list` shows it), SSD files in folders,
+    REMOTE a shared folder or a Mooncake Store.
+    """
+    if device is DeviceType.CPU:
+        count = cache.num_cpu_blocks
+        # Twice, for the null block and what is unused in a page; `max_records` is the bound.
+        page_bytes = max(settings.page_size_bytes, 2 * record_bytes)
         return HostStore(
             record_bytes,
-            min(2 * (count + 1) * record_bytes + 4 * page_bytes, 1 << 60),
-            settings=self._settings,
-            name=self._cache.cpu_name,
+            min(2 * (count + 1) * record_bytes + 4 * page_bytes, _MOST_BYTES),
+            settings=settings,
+            name=cache.cpu_name,
             model=namespace.model,
-            policy=self._cache.eviction_policy,
+            policy=cache.eviction_policy,
             max_records=count,
         )
-
-
-class SSDAllocator(TierAllocator):
-    """Files in one folder or several."""
-
-    def __init__(self, cache: CacheConfig) -> None:
-        self._cache = cache
-
-    def allocate(self, record_bytes: int, namespace: Namespace) -> Store:
-        """As `TierAllocator.allocate`."""
-        limit_bytes = self._cache.num_ssd_blocks * aligned(record_bytes) + _PER_FILE_BYTES
+    if device is DeviceType.SSD:
+        limit_bytes = cache.num_ssd_blocks * aligned(record_bytes) + _PER_FILE_BYTES
         return DiskStore(
-            self._cache.ssd_folders,
+            cache.ssd_folders,
             record_bytes,
-            min(limit_bytes, 1 << 60),
+            min(limit_bytes, _MOST_BYTES),
             namespace,
-            policy=self._cache.eviction_policy,
+            policy=cache.eviction_policy,
         )
-
-
-class RemoteAllocator(TierAllocator):
-    """A shared folder, or a Mooncake Store."""
-
-    def __init__(self, cache: CacheConfig) -> None:
-        self._cache = cache
-
-    def allocate(self, record_bytes: int, namespace: Namespace) -> Store:
-        """As `TierAllocator.allocate`."""
-        where = self._cache.remote_cache_path or ""
-        if where.startswith(MOONCAKE_PREFIX):
-            return MooncakeStore(where.removeprefix(MOONCAKE_PREFIX), record_bytes)
-        count = self._cache.num_remote_blocks
-        limit_bytes = None if count is None else count * record_bytes
-        return FolderStore(where, record_bytes, namespace, limit_bytes=limit_bytes)
+    where = cache.remote_cache_path or ""
+    if where.startswith(MOONCAKE_PREFIX):
+        return MooncakeStore(where.removeprefix(MOONCAKE_PREFIX), record_bytes)
+    blocks = cache.num_remote_blocks
+    return FolderStore(
+        where,
+        record_bytes,
+        namespace,
+        limit_bytes=None if blocks is None else blocks * record_bytes,
+    )
 
 
 class GPUAllocator:
-    """Tensors that the engine has: nothing is allocated, they are described."""
+    """Describes the tensors of an engine, which keeps their memory."""
 
     @staticmethod
     def from_addresses(
@@ -103,8 +83,8 @@ class GPUAllocator:
     ) -> StorageHandle:
         """Blocks at addresses of this process, on `device` (cpu, cuda:N, GPU-<uuid>).
 
-        One address for all layers, or one for each. The caller keeps the memory. Raises
-        `InvalidArgumentError`, and `DeviceUnavailableError` for a device that is not there.
+        One address for all layers, or one for each. Raises `InvalidArgumentError`, and
+        `DeviceUnavailableError` for a device that is not there.
         """
         driver = resolve(device, settings).driver()
         blocks = _vmm.EngineBlocks(driver, layout.parts(addresses), layout.num_block)
@@ -114,8 +94,7 @@ class GPUAllocator:
     def from_tensors(
         cls, layout: KVCacheLayout, tensors: Sequence[Any], settings: Config
     ) -> StorageHandle:
-        """The same for arrays of NumPy or tensors of torch: one for all layers, one for each, or
-        those of K and then those of V.
+        """Blocks of arrays or tensors: one for all layers, one for each, or K's and then V's.
 
         Raises `InvalidArgumentError` for one that is not contiguous or has another size.
         """
@@ -134,10 +113,7 @@ class GPUAllocator:
 
 
 def tensor_memory(tensor: Any) -> tuple[int, int, str]:
-    """Address, bytes and device of a contiguous array or tensor.
-
-    Raises `InvalidArgumentError` for anything else.
-    """
+    """Address, bytes and device of a contiguous array or tensor. Raises `InvalidArgumentError`."""
     interface = getattr(tensor, "__array_interface__", None)
     if interface is not None and not hasattr(tensor, "data_ptr"):
         if not tensor.flags.c_contiguous or not tensor.flags.writeable:

@@ -1,4 +1,4 @@
-"""Opens the tiers that a configuration names, and knows where each device's blocks lie.
+"""Opens the stores that a configuration names.
 
 storage = StorageEngine(model, cache, settings)
 storage.stores[DeviceType.CPU]
@@ -21,12 +21,7 @@ from kvelastic.flexkv.common.storage import (
     StorageHandleType,
 )
 from kvelastic.flexkv.common.transfer import DeviceType
-from kvelastic.flexkv.storage.allocator import (
-    CPUAllocator,
-    RemoteAllocator,
-    SSDAllocator,
-    TierAllocator,
-)
+from kvelastic.flexkv.storage.allocator import allocate
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.namespace import Namespace
 
@@ -37,7 +32,7 @@ def rank_layout(
     num_block: int,
     kind: KVCacheLayoutType = KVCacheLayoutType.BLOCKFIRST,
 ) -> KVCacheLayout:
-    """How one tensor-parallel rank's blocks look."""
+    """The layout of one tensor-parallel rank's blocks."""
     return KVCacheLayout(
         kind,
         model.num_layers,
@@ -51,26 +46,26 @@ def rank_layout(
 
 
 class StorageEngine:
-    """See the module. Its stores are closed by whoever runs them (the transfer engine)."""
+    """The stores by device, the nearest first. The transfer engine closes them."""
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, settings: Config) -> None:
-        """Opens all tiers. Blocks; raises what a store raises, with none left open then."""
-        self.part_bytes = rank_layout(model, cache, 1).block_bytes
-        """What a record has of each rank."""
+        """Opens all stores. Blocks. Raises the error of a store, and closes the others then."""
+        self.layout = rank_layout(model, cache, 1)
+        self.part_bytes = self.layout.block_bytes
+        """A rank's part of a record."""
         self.record_bytes = self.part_bytes * model.ranks_in_a_record
         self.namespace = _namespace(model, cache, self.record_bytes)
-        self.layout = rank_layout(model, cache, 1)
         self.stores: dict[DeviceType, Store] = {}
-        allocators: dict[DeviceType, TierAllocator] = {
-            DeviceType.CPU: CPUAllocator(cache, settings)
-        }
-        if cache.enable_ssd:
-            allocators[DeviceType.SSD] = SSDAllocator(cache)
-        if cache.enable_remote:
-            allocators[DeviceType.REMOTE] = RemoteAllocator(cache)
+        wanted = [
+            DeviceType.CPU,
+            *([DeviceType.SSD] if cache.enable_ssd else []),
+            *([DeviceType.REMOTE] if cache.enable_remote else []),
+        ]
         try:
-            for device, allocator in allocators.items():
-                self.stores[device] = allocator.allocate(self.record_bytes, self.namespace)
+            for device in wanted:
+                self.stores[device] = allocate(
+                    device, cache, settings, self.record_bytes, self.namespace
+                )
                 self.stores[device].enter(self.namespace)
             slots = max(4, cache.staging_bytes // self.record_bytes)
             self.staging = _vmm.Staging(slots, self.record_bytes)
@@ -78,11 +73,10 @@ class StorageEngine:
             self.close()
             raise
         self.tiers = {device: place for place, device in enumerate(self.stores)}
-        """The place of each tier, nearest first."""
 
     def get_storage_handle(self, device: DeviceType) -> StorageHandle:
-        """Where a device's blocks lie. Raises `InvalidArgumentError` for one that is not opened."""
-        if device not in self.stores:
+        """The store of a device. Raises `InvalidArgumentError` if it is not open."""
+        if not self.has_storage_handle(device):
             raise InvalidArgumentError(
                 f"there is no {device.name} tier; there are"
                 f" {', '.join(each.name for each in self.stores)}"
@@ -90,25 +84,25 @@ class StorageEngine:
         return StorageHandle(StorageHandleType.STORE, self.stores[device], self.layout)
 
     def has_storage_handle(self, device: DeviceType) -> bool:
-        """Whether that tier is open."""
+        """Whether that store is open."""
         return device in self.stores
 
     def next_generation(self) -> Namespace:
-        """Records from now on are of another world; answers it. See `GlobalCacheEngine.reset`."""
-        # At random: another process that counts from the same start must not meet this.
+        """Enter and return another namespace. See `GlobalCacheEngine.reset`."""
+        # Random: a process that counts from the same start must not reach the same one.
         self.namespace = replace(self.namespace, generation=secrets.randbits(62))
         for store in self.stores.values():
             store.enter(self.namespace)
         return self.namespace
 
     def close(self) -> None:
-        """Close what was opened; for a start that failed."""
+        """Close the stores, after a start that failed."""
         for store in self.stores.values():
             store.close()
 
 
 def _namespace(model: ModelConfig, cache: CacheConfig, record_bytes: int) -> Namespace:
-    """Without a fingerprint of the weights nobody else can know these records: at random."""
+    """Without a fingerprint of the weights a random one: no other process finds these records."""
     return Namespace(
         model=model.model,
         weights=model.weights,

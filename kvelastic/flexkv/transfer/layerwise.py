@@ -1,7 +1,6 @@
-"""Where FlexKV's layerwise worker listens: SGLang's connector asks, also if it is switched off.
+"""A name that SGLang's connector imports, also if layers are not copied one by one.
 
-Nothing listens there. Blocks are moved in all layers at once, and the setting
-`enable_layerwise_transfer` is refused when the configuration is read.
+No process listens there: the setting `enable_layerwise_transfer` is refused.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from pathlib import Path
 
 from kvelastic.flexkv.common.config import ModelConfig
 
-_DEFAULT = "/tmp/flexkv_layerwise_eventfd.sock"
-
 
 def build_layerwise_eventfd_socket_path(
     dp_client_id: int, pp_rank: int, model_config: ModelConfig
 ) -> str:
-    """The path of the socket of one client and pipeline stage, by FlexKV's rule."""
-    path = Path(os.environ.get("FLEXKV_LAYERWISE_EVENTFD_SOCKET") or _DEFAULT)
+    """The socket's path of one client and pipeline stage, by FlexKV's rule."""
+    named = os.environ.get("FLEXKV_LAYERWISE_EVENTFD_SOCKET")
+    path = Path(named or "/tmp/flexkv_layerwise_eventfd.sock")
     stage = f"_pp{pp_rank}" if model_config.pp_size > 1 else ""
     is_one = model_config.instance_num == model_config.dp_size == 1
     client = "" if is_one else f"_dp{dp_client_id}"

@@ -23,7 +23,7 @@ from kvelastic.errors import ChannelError, EngineError, KvelasticError, NotIniti
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.integration.stats import FlexKVStats
-from kvelastic.flexkv.integration.vllm.load_errors import LoadErrorSender
+from kvelastic.flexkv.integration.vllm.worker_side import LoadErrorSender
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.server.utils import remove_dead_endpoints
 
@@ -95,13 +95,6 @@ class FlexKVSchedulerConnector:
                 _log.info("Waiting for the workers' KV caches.")
             time.sleep(_LOOK_S)
 
-    @property
-    def stats(self) -> FlexKVStats:
-        """What was asked for and found since the last line of the log."""
-        return self._stats
-
-    # --- gets ----------------------------------------------------------------------------------
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -163,8 +156,6 @@ class FlexKVSchedulerConnector:
         task.block_ids = list(block_ids[first : first + task.tokens // self._block_size])
         self._to_launch[task.task_id] = task
 
-    # --- puts ----------------------------------------------------------------------------------
-
     def request_finished(self, request: Any, block_ids: list[int]) -> bool:
         """Whether its blocks are still needed: until `update_connector_output` says so."""
         if any(task.request.request_id == request.request_id for task in self._open_tasks()):
@@ -186,8 +177,6 @@ class FlexKVSchedulerConnector:
             return False
         self._launch_into(task, block_ids)
         return True
-
-    # --- every step ----------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Cancel what vLLM did not take up, and launch what it did."""
