@@ -128,7 +128,7 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
         """Offer the tiers that begin as typed."""
         from kvelastic.errors import SegmentError
         from kvelastic.segment import inspect
-        from kvelastic.tier_board import read
+        from kvelastic.tier_status import read
 
         try:
             board = read(inspect(str(ctx.params.get("name", ""))))

@@ -86,12 +86,12 @@ def explain_command(name: str, as_json: bool) -> None:
     from kvelastic.doctor.judge_instance import explain
     from kvelastic.instance.status import status_of
     from kvelastic.ledger import list_ledgers
-    from kvelastic.tier_board import boards_of
+    from kvelastic.tier_status import tiers_of
 
     info = readable(name, sweep())
     found = list_ledgers()
     ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
-    board = boards_of([info]).get(info.name)
+    board = tiers_of([info]).get(info.name)
     status = status_of(info, found, now_ns=time.monotonic_ns(), board=board)
     findings = explain(status, ledger)
     if as_json:

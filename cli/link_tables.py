@@ -11,7 +11,7 @@ from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvelastic.link_board_format import LinkFigures, NodeFigures
+    from kvelastic.link_status import LinkFigures, NodeFigures
 
 NOTHING: Final = "No process here has links: nothing uses kvelastic.transfer or its datadist."
 _HEADINGS: Final = (

@@ -20,7 +20,7 @@ from kvelastic.cli.showing import ShowingGroup
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from kvelastic.link_board_format import LinkFigures, NodeFigures
+    from kvelastic.link_status import LinkFigures, NodeFigures
 
 _GLANCE_S: Final = 2.0
 """How long an answer is looked for without --wait."""
@@ -44,7 +44,7 @@ class NodeIdType(click.ParamType):  # type: ignore[type-arg]
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Offer the ids that there are now."""
-        from kvelastic.link_board import nodes
+        from kvelastic.link_status import nodes
 
         return offered(dict.fromkeys(str(node.node_id) for node in nodes()), incomplete)
 
@@ -68,8 +68,7 @@ def links_command() -> None:
 def show_command(node_id: int | None, as_json: bool) -> None:
     """Show who is linked with whom, and what went over each link."""
     from kvelastic.cli.link_tables import table
-    from kvelastic.link_board import look
-    from kvelastic.link_rows import object_of
+    from kvelastic.link_status import look, object_of
 
     if node_id is None:
         found, problems = look()
@@ -96,7 +95,7 @@ def cut_command(
 
     Copies over it fail, and nothing stays pinned for them. Either side may link anew.
     """
-    from kvelastic.link_board import cut
+    from kvelastic.link_status import cut
 
     node = _node_of(node_id, pid)
     link = _link_of(node, peer_id)
@@ -115,7 +114,7 @@ def cut_command(
 
 
 def _nodes_of(node_id: int) -> list[NodeFigures]:
-    from kvelastic.link_board import nodes
+    from kvelastic.link_status import nodes
 
     every = nodes()
     found = [node for node in every if node.node_id == node_id]

@@ -107,7 +107,7 @@ def _still_written(info: SegmentInfo) -> str:
 
     from kvelastic.errors import SegmentError
     from kvelastic.sizes import format_size
-    from kvelastic.tier_board import read
+    from kvelastic.tier_status import read
 
     asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
     try:

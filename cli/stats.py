@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 from kvelastic.instance.look import ledgers
 from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
 from kvelastic.instance.status import status_of
-from kvelastic.tier_board import boards_of
+from kvelastic.tier_status import tiers_of
 
 if TYPE_CHECKING:
     from kvelastic.segment import SegmentInfo
-    from kvelastic.tier_board_format import BoardFigures
+    from kvelastic.tier_status import TiersFigures
 
 
 class Stats(Row):
@@ -53,7 +53,7 @@ class Look:
 
     info: SegmentInfo
     at_ns: int
-    board: BoardFigures | None = None
+    board: TiersFigures | None = None
 
 
 def look(name: str, reaped: list[str]) -> Look:
@@ -61,7 +61,7 @@ def look(name: str, reaped: list[str]) -> Look:
     from kvelastic.cli.finding import readable
 
     info = readable(name, reaped)
-    return Look(info, time.monotonic_ns(), boards_of([info]).get(info.name))
+    return Look(info, time.monotonic_ns(), tiers_of([info]).get(info.name))
 
 
 def stats_of(now: Look, before: Look | None = None) -> Stats:

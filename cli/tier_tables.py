@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from kvelastic.cli.fitting_table import Column, plain, rich_table
 from kvelastic.instance.row import tier_rows
@@ -14,7 +15,7 @@ from kvelastic.sizes import format_size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvelastic.tier_board_format import BoardFigures
+    from kvelastic.tier_status import TiersFigures
 
 NOTHING = "No instance has tiers. KVELASTIC_TIERS gives an engine some when it starts."
 BLOCK_WORDS: Final = {
@@ -37,19 +38,19 @@ _POLICY_CELLS: Final = len("write_through")
 _WORD_CELLS: Final = max(map(len, BLOCK_WORDS.values()))
 
 
-def plain_tables(boards: Mapping[str, BoardFigures]) -> str:
+def plain_tables(boards: Mapping[str, TiersFigures]) -> str:
     """Columns of text: a line a tier, nearest first; then a line an instance, of its blocks."""
     return "\n\n".join(map(plain, _tables(boards))) if boards else NOTHING
 
 
-def rich_tables(boards: Mapping[str, BoardFigures], width: int) -> RenderableType:
+def rich_tables(boards: Mapping[str, TiersFigures], width: int) -> RenderableType:
     """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
     from rich.console import Group
 
     return Group(*(rich_table(each, width) for each in _tables(boards))) if boards else NOTHING
 
 
-def _tables(boards: Mapping[str, BoardFigures]) -> tuple[list[Column], list[Column]]:
+def _tables(boards: Mapping[str, TiersFigures]) -> tuple[list[Column], list[Column]]:
     from kvelastic.instance.row import printable
 
     names = [printable(name) for name, board in boards.items() for _ in board.tiers]
@@ -86,7 +87,7 @@ def _tables(boards: Mapping[str, BoardFigures]) -> tuple[list[Column], list[Colu
     return held, became
 
 
-def as_object(name: str, board: BoardFigures) -> dict[str, Any]:
+def as_object(name: str, board: TiersFigures) -> dict[str, Any]:
     """For --json: the figures as they are, the time as text."""
     seconds = board.published_realtime_ns / 1e9
     try:
@@ -98,7 +99,7 @@ def as_object(name: str, board: BoardFigures) -> dict[str, Any]:
         "published": published,
         "policy": board.policy,
         "answered_revision": board.answered_revision,
-        **asdict(board.blocks),
+        **msgspec.structs.asdict(board.blocks),
         "tiers": tier_rows(board),
     }
 

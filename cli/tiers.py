@@ -28,7 +28,7 @@ from kvelastic.cli.saying import say, say_json
 from kvelastic.cli.showing import ShowingGroup
 
 if TYPE_CHECKING:
-    from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierRequest
+    from kvelastic.tier_status import TierAnswer, TierRequest, TiersFigures
 
 _GLANCE_S: Final = 2.0
 """How long an answer is looked for without --wait: stores are asked, and may be slow."""
@@ -79,7 +79,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
     KVELASTIC_TIERS again.
     """
     from kvelastic.sizes import format_size
-    from kvelastic.tier_board_format import TierRequest
+    from kvelastic.tier_status import TierRequest
 
     answer = _ask(name, TierRequest("limit", tier=tier, size_bytes=size), wait_s)
     held = _held(answer)
@@ -96,7 +96,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
 def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
     """Have TIER give back what it holds beyond SIZE, once; its limit stays."""
     from kvelastic.sizes import format_size
-    from kvelastic.tier_board_format import TierRequest
+    from kvelastic.tier_status import TierRequest
 
     answer = _ask(name, TierRequest("trim", tier=tier, size_bytes=size), wait_s)
     message = f"{name}: {tier} was trimmed to {format_size(size)}, and {_held(answer)}"
@@ -114,7 +114,7 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
     Other engines of the same namespace lose what they share with it. What a cache holds stays.
     """
     from kvelastic.instance.row import printable
-    from kvelastic.tier_board_format import TierRequest
+    from kvelastic.tier_status import TierRequest
 
     _board_of(name)
     if not yes:
@@ -140,7 +140,7 @@ def erase_command(
 
     Whoever's they are, as far as its tiers reach; `clear` erases all of its own.
     """
-    from kvelastic.tier_board_format import TierRequest
+    from kvelastic.tier_status import TierRequest
 
     if model is None and age_s is None:
         raise click.UsageError("say what to erase: --model or --older-than (`clear` erases all).")
@@ -157,23 +157,23 @@ def verify_command(name: str, wait_s: float | None, as_json: bool) -> None:
 
     Nothing is demoted meanwhile. Exit code 1 if anything disagrees. Waits a minute without --wait.
     """
-    from kvelastic.tier_board_format import TierRequest
+    from kvelastic.tier_status import TierRequest
 
     answer = _ask(name, TierRequest("verify"), _VERIFY_S if wait_s is None else wait_s)
     message = f"{name}: index, account and medium agree; {_by_tier(name, answer)}"
     _end(message, answer, name, _VERIFY_S if wait_s is None else wait_s, as_json)
 
 
-def _all_boards() -> dict[str, BoardFigures]:
+def _all_boards() -> dict[str, TiersFigures]:
     from kvelastic.segment import list_segments
-    from kvelastic.tier_board import boards_of
+    from kvelastic.tier_status import tiers_of
 
     sweep()
-    return dict(boards_of(list_segments()))
+    return dict(tiers_of(list_segments()))
 
 
-def _board_of(name: str) -> BoardFigures:
-    from kvelastic.tier_board import read
+def _board_of(name: str) -> TiersFigures:
+    from kvelastic.tier_status import read
 
     info = readable(name, sweep())
     board = read(info)
@@ -183,7 +183,7 @@ def _board_of(name: str) -> BoardFigures:
 
 
 def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | None:
-    from kvelastic.tier_board import ask
+    from kvelastic.tier_status import ask
 
     board = _board_of(name)
     tiers = [one.tier for one in board.tiers]

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvelastic import config, ledger, segment
-from kvelastic.board_file import POLL_S
 from kvelastic.controller.room import Claim
 from kvelastic.controller.sleep_policy import Ask
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
@@ -26,6 +25,7 @@ from kvelastic.instance.status import InstanceStatus, uuid_text
 from kvelastic.ledger_facts import LedgerInfo
 from kvelastic.segment import Request
 from kvelastic.segment_dir import LOCK_WAIT_S
+from kvelastic.status_file import POLL_S
 
 
 def row(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tiers of instances, as the controller changes them: requests on their boards, nothing else.
+"""Tiers of instances, as the controller changes them: requests in their status files, nothing else.
 
 What tiers keep is in the rows of `instance_memory`. A store may hang, so an answer is waited for on
 the loop: threads are few, and the end of the controller waits for them.
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvelastic import segment, tier_board
-from kvelastic.board_file import POLL_S, Asked
+from kvelastic import segment, tier_status
 from kvelastic.controller.refusal import Refusal
-from kvelastic.tier_board_format import TierAnswer, TierRequest
+from kvelastic.status_file import POLL_S, Asked
+from kvelastic.tier_status import TierAnswer, TierRequest
 
 
 async def ask(
@@ -24,7 +24,7 @@ async def ask(
 
     `state` is done, refused, failed or pending (no answer yet; the request stays), and `records`
     how many were erased (clear, erase) or are held (the others), by tier. Raises `Refusal` (404)
-    for a tier that it does not have, and as `tier_board.ask`.
+    for a tier that it does not have, and as `tier_status.ask`.
     """
     tiers, asked = await asyncio.to_thread(_post, name, request)
     deadline_s = time.monotonic() + wait_s
@@ -47,7 +47,7 @@ async def ask(
 
 def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
     info = segment.inspect(name)
-    board = tier_board.read(info)
+    board = tier_status.read(info)
     tiers = [] if board is None else [one.tier for one in board.tiers]
     if board is not None and request.tier and request.tier not in tiers:
         raise Refusal(
@@ -56,4 +56,4 @@ def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]
             f"{name!r} has no tier {request.tier[:100]!r}; it has {', '.join(tiers)}.",
             param="tier",
         )
-    return tiers, tier_board.post(info, request)
+    return tiers, tier_status.post(info, request)

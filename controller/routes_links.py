@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.routing import Route
 
-from kvelastic import link_board
+from kvelastic import link_status
 from kvelastic.controller.routes import Who, route
-from kvelastic.link_rows import object_of
+from kvelastic.link_status import object_of
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -23,5 +23,5 @@ def routes(front: Front) -> list[Route]:
 
 async def links(_: Front, __: Request) -> Any:
     """Every node of this machine and its links, as `kvctl links --json` lists them."""
-    nodes = await asyncio.to_thread(link_board.nodes)
+    nodes = await asyncio.to_thread(link_status.nodes)
     return {"nodes": [object_of(node) for node in nodes]}

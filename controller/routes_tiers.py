@@ -15,7 +15,7 @@ from kvelastic.controller.json_body import check_keys, duration_of, json_object,
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import Json
 from kvelastic.controller.routes import Who, instance_of, route
-from kvelastic.tier_board_format import TierRequest
+from kvelastic.tier_status import TierRequest
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front

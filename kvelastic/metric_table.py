@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvelastic.ledger_facts import LedgerInfo, Member
-from kvelastic.link_board_format import LinkFigures, NodeFigures
-from kvelastic.tier_board_format import TierFigures
+from kvelastic.link_status import LinkFigures, NodeFigures
+from kvelastic.tier_status import TierFigures
 
 # Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")

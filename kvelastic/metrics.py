@@ -17,14 +17,13 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvelastic import link_board, metric_table
+from kvelastic import link_status, metric_table
 from kvelastic.instance.row import printable
 from kvelastic.instance.status import status_of
 from kvelastic.ledger_facts import LedgerInfo
-from kvelastic.link_board_format import NodeFigures
+from kvelastic.link_status import NodeFigures
 from kvelastic.segment_dir import SegmentInfo
-from kvelastic.tier_board import boards_of
-from kvelastic.tier_board_format import BoardFigures
+from kvelastic.tier_status import TiersFigures, tiers_of
 
 
 class KvelasticCollector(Collector):
@@ -37,8 +36,8 @@ class KvelasticCollector(Collector):
         self,
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
-        find_boards: Callable[[Sequence[SegmentInfo]], Mapping[str, BoardFigures]] = boards_of,
-        find_nodes: Callable[[], Sequence[NodeFigures]] = link_board.nodes,
+        find_boards: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersFigures]] = tiers_of,
+        find_nodes: Callable[[], Sequence[NodeFigures]] = link_status.nodes,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
@@ -55,12 +54,12 @@ class KvelasticCollector(Collector):
 def render(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    boards: Mapping[str, BoardFigures] | None = None,
+    boards: Mapping[str, TiersFigures] | None = None,
     nodes: Sequence[NodeFigures] | None = None,
 ) -> str:
     """All metrics in Prometheus' text format. `boards` and `nodes` are looked for if not given."""
-    find_boards = boards_of if boards is None else lambda _: boards
-    find_nodes = link_board.nodes if nodes is None else lambda: nodes
+    find_boards = tiers_of if boards is None else lambda _: boards
+    find_nodes = link_status.nodes if nodes is None else lambda: nodes
     return generate_latest(
         KvelasticCollector(lambda: segments, lambda: ledgers, find_boards, find_nodes)
     ).decode()
@@ -69,7 +68,7 @@ def render(
 def families(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    boards: Mapping[str, BoardFigures],
+    boards: Mapping[str, TiersFigures],
     nodes: Sequence[NodeFigures] = (),
 ) -> Iterable[Metric]:
     """All metrics as values of prometheus-client, in the order of `metric_table.METRICS`.
@@ -112,7 +111,7 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     drawn.add(metric_table.INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
 
 
-def _add_tiers(drawn: _Drawn, name: str, board: BoardFigures) -> None:
+def _add_tiers(drawn: _Drawn, name: str, board: TiersFigures) -> None:
     for tier in board.tiers:
         for described, value in metric_table.TIER:
             drawn.add(described, (name, tier.tier), value(tier))

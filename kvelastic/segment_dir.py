@@ -41,11 +41,9 @@ WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
 _TEMPORARY: Final = re.compile(r"\.kvelastic_new_(segment|ledger)_[0-9a-f]{12}")
-_BOARD_PREFIX: Final = ".kvelastic_tiers_"
-_BOARD: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
-_LINK_BOARD_PREFIX: Final = ".kvelastic_links_"
-LINK_BOARD: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
-_NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, _BOARD_PREFIX, _LINK_BOARD_PREFIX)
+_TIER_STATUS: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
+LINK_STATUS: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
+_NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, ".kvelastic_tiers_", ".kvelastic_links_")
 _COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 
@@ -88,20 +86,17 @@ def temporary_name(of: Literal["segment", "ledger"]) -> str:
     return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
 
 
-def board_name(uuid: bytes) -> str:
-    """The file of the tier board of the segment that has this uuid (`kvelastic.tier_board`).
+def tier_status_name(uuid: bytes) -> str:
+    """The tier status file of the segment that has this uuid (`kvelastic.tier_status`).
 
     Its maker holds `MAKER_BYTE` of it for as long as it lives; `reap` removes it after that.
     """
-    return _BOARD_PREFIX + uuid.hex()
+    return f".kvelastic_tiers_{uuid.hex()}"
 
 
-def link_board_name(start: bytes) -> str:
-    """The file of the link board of the node that was given these 16 random bytes.
-
-    As that of tiers (`board_name`).
-    """
-    return _LINK_BOARD_PREFIX + start.hex()
+def link_status_name(start: bytes) -> str:
+    """The same of the node that was given these 16 random bytes (`kvelastic.link_status`)."""
+    return f".kvelastic_links_{start.hex()}"
 
 
 def open_file(name: str, flags: int) -> int:
@@ -227,7 +222,7 @@ def owner_of(header: dict[str, Any]) -> ProcessIdentity:
 def reap() -> list[str]:
     """Remove the segments of this user's dead processes, and what they began to make.
 
-    Returns the names removed, but for boards, which nobody calls by name. Never raises and
+    Returns the names removed, but for status files, which no command takes. Never raises and
     never waits: what is locked is left for the next.
     """
     removed: list[str] = []
@@ -238,8 +233,8 @@ def reap() -> list[str]:
         with suppress(SegmentError):
             if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)
-    _reap_unheld(_BOARD)
-    _reap_unheld(LINK_BOARD)
+    _reap_unheld(_TIER_STATUS)
+    _reap_unheld(LINK_STATUS)
     return sorted(removed) + _reap_unheld(_TEMPORARY)
 
 

@@ -19,8 +19,8 @@ from engine_server import Request
 from vllm_server import BLOCK_TOKENS, VllmServer
 
 from benchmarks.vllm.streams import stream_all
-from kvelastic import ledger, segment, tier_board
-from kvelastic.tier_board_format import BoardFigures
+from kvelastic import ledger, segment, tier_status
+from kvelastic.tier_status import TiersFigures
 
 PROMPT_TOKENS = 1600
 ANSWER_TOKENS = 24
@@ -155,9 +155,9 @@ class Served:
         self.server.post("/sleep?level=1")
         self.server.post("/wake_up")
 
-    def board(self) -> BoardFigures:
+    def board(self) -> TiersFigures:
         """What the tiers say of themselves; half a second old."""
-        board = tier_board.read(segment.inspect(self.name))
+        board = tier_status.read(segment.inspect(self.name))
         if board is None:
             raise AssertionError(f"{self.name} has no tiers; see {self.server.log}")
         return board

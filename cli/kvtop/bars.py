@@ -13,7 +13,7 @@ from kvelastic.cli.kvtop.scene import Device, Instance
 from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 
 if TYPE_CHECKING:
-    from kvelastic.tier_board_format import TierFigures
+    from kvelastic.tier_status import TierFigures
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:

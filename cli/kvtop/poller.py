@@ -37,11 +37,11 @@ def look(names: Sequence[str] = ()) -> Scene:
     from kvelastic.cli.finding import sweep
     from kvelastic.instance.look import ledgers
     from kvelastic.segment import list_segments
-    from kvelastic.tier_board import boards_of
+    from kvelastic.tier_status import tiers_of
 
     sweep(quiet=True)
     found = list_segments()
-    return scene_of(found, ledgers(), time.monotonic(), names, boards_of(found))
+    return scene_of(found, ledgers(), time.monotonic(), names, tiers_of(found))
 
 
 def request(ask: Ask) -> Told:

@@ -19,7 +19,7 @@ from kvelastic.instance.status import InstanceStatus, status_of
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
     from kvelastic.segment import SegmentInfo
-    from kvelastic.tier_board_format import BoardFigures, TierFigures
+    from kvelastic.tier_status import TierFigures, TiersFigures
 
 _DEFAULT_GROUP = "default"
 
@@ -127,7 +127,7 @@ def scene_of(
     ledgers: Iterable[LedgerInfo],
     at_s: float,
     names: Sequence[str] = (),
-    boards: Mapping[str, BoardFigures] | None = None,
+    boards: Mapping[str, TiersFigures] | None = None,
 ) -> Scene:
     """Make the scene of what was found; with `names`, of those instances and their devices.
 

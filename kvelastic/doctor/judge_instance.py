@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvelastic.doctor.facts import Facts
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo
-    from kvelastic.tier_board_format import BoardFigures, TierFigures
+    from kvelastic.tier_status import TierFigures, TiersFigures
 
 _PATIENCE_S: Final = 1.0
 """An instance answers in about a millisecond; after so long something is wrong with it."""
@@ -323,7 +323,7 @@ def _part(status: InstanceStatus, size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({100 * size_bytes / status.mapped_bytes:.0f}%)"
 
 
-def explain_tiers(board: BoardFigures | None) -> Iterable[Finding]:
+def explain_tiers(board: TiersFigures | None) -> Iterable[Finding]:
     """What tiers keep, what became of evicted blocks, and which of them fails."""
     if board is None or not board.tiers:
         return

@@ -1,4 +1,4 @@
-"""Looking at instances: their segments, ledgers and tier boards, read into `InstanceStatus`.
+"""Looking at instances: their segments, ledgers and tiers, read into `InstanceStatus`.
 
     for status in look_at_all(): print(status.name, status.word)
 
@@ -15,7 +15,7 @@ from kvelastic.errors import LedgerError
 from kvelastic.instance.status import InstanceStatus, status_of
 from kvelastic.ledger_facts import LedgerInfo
 from kvelastic.segment_dir import SegmentInfo
-from kvelastic.tier_board import boards_of
+from kvelastic.tier_status import tiers_of
 
 
 def look_at(name: str) -> InstanceStatus:
@@ -32,7 +32,7 @@ def look_at_all(found: Sequence[LedgerInfo] | None = None) -> list[InstanceStatu
 
 
 def _read(infos: Sequence[SegmentInfo], found: Sequence[LedgerInfo]) -> list[InstanceStatus]:
-    boards = boards_of(infos)
+    boards = tiers_of(infos)
     now_ns = time.monotonic_ns()
     return [status_of(info, found, now_ns=now_ns, board=boards.get(info.name)) for info in infos]
 

@@ -6,12 +6,13 @@ what is not known is None.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, TypedDict, cast
+
+from msgspec.structs import asdict
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.tier_board_format import BoardFigures
+    from kvelastic.tier_status import TiersFigures
 
 
 class DeviceUseRow(TypedDict):
@@ -182,7 +183,7 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
     ]
 
 
-def tier_rows(board: BoardFigures | None) -> list[TierRow]:
+def tier_rows(board: TiersFigures | None) -> list[TierRow]:
     """Its tiers, nearest first; None has none."""
     tiers = () if board is None else board.tiers
     return [

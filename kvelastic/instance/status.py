@@ -28,7 +28,7 @@ from kvelastic.sizes import whole_pages
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo, Member
     from kvelastic.segment_dir import SegmentInfo
-    from kvelastic.tier_board_format import BoardFigures
+    from kvelastic.tier_status import TiersFigures
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
 """The limit of an instance that has none; it may use its whole device."""
@@ -155,7 +155,7 @@ class InstanceStatus:
     """Its places in ledgers; empty where it is in none, or in none that can be read."""
     uses: tuple[DeviceUse, ...] = ()
     """What it has on each device, that of the lowest rank first."""
-    board: BoardFigures | None = None
+    board: TiersFigures | None = None
     """What its tiers keep and have done; None where it has none, or none that can be read."""
 
     @property
@@ -256,7 +256,7 @@ def status_of(
     ledgers: Iterable[LedgerInfo] = (),
     *,
     now_ns: int | None = None,
-    board: BoardFigures | None = None,
+    board: TiersFigures | None = None,
 ) -> InstanceStatus:
     """Read a segment as it was found, with the board of its tiers if it has one.
 

@@ -13,7 +13,14 @@ from typing import Protocol
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.sizes import format_size
-from kvelastic.tier_board_format import BadRequestError, TierAnswer, TierRequest, check_request
+from kvelastic.tier_status import (
+    MOST_REASON_BYTES,
+    BadRequestError,
+    TierAnswer,
+    TierRequest,
+    cut_text,
+    received,
+)
 from kvelastic.tiers.base import Selection, Store
 from kvelastic.tiers.namespace import Namespace
 
@@ -50,21 +57,22 @@ def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
 
 
 def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAnswer:
-    """Do it, and say what came of it; never raises for what a store or a request is. Blocks."""
+    """Do what a file asks, and say what came of it; never raises for what a store is. Blocks."""
+    counts: Counts = ()
     try:
-        check_request(request)
+        request = received(request)
         state, counts, reason = _CARRIED_OUT[request.kind](request, tiers)
-        return TierAnswer(revision, state, counts, reason)
     except (BadRequestError, InvalidArgumentError) as error:
-        return TierAnswer(revision, "refused", (), str(error))
+        state, reason = "refused", str(error)
     except IntegrityError as error:
-        return TierAnswer(revision, "failed", (), str(error))
+        state, reason = "failed", str(error)
     except KvelasticError as error:
-        return TierAnswer(revision, "failed", (), f"{error.code}: {error}")
+        state, reason = "failed", f"{error.code}: {error}"
     except Exception as error:
-        # The thread that asks for the next request must outlive what a store did wrong.
+        # The operator is told, and the next request served, whatever a store did wrong.
         _log.exception("an operator's request to the tiers failed")
-        return TierAnswer(revision, "failed", (), f"{type(error).__name__}: {error}")
+        state, reason = "failed", f"{type(error).__name__}: {error}"
+    return TierAnswer(revision, state, counts, cut_text(reason, MOST_REASON_BYTES))
 
 
 _Outcome = tuple[str, Counts, str]

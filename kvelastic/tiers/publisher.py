@@ -1,33 +1,36 @@
-"""Shows tiers to operators and does what they ask: two threads over a board.
+"""Shows tiers to operators in a status file, and does what they ask of tiers.
 
     show(tiers, uuid)           # from now on until the tiers are closed
 
-One thread publishes figures twice a second, the other looks for requests ten times a second. Each
-store is asked in a thread of its own, so that one that hangs keeps its last figures and holds
-nobody up. What cannot be shown is logged once: an engine never fails because nobody can look.
+One thread publishes figures twice a second and looks for requests when the file's futex says so. A
+request is carried out in a thread of its own, and each store is asked in one, so that a store that
+hangs keeps its last figures and delays no other. What cannot be shown is logged once: an engine
+never fails because its figures cannot be written.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic.errors import KvelasticError
-from kvelastic.tier_board_format import (
-    MOST_TIERS,
-    BoardFigures,
+from kvelastic.segment_dir import tier_status_name
+from kvelastic.status_file import StatusFile
+from kvelastic.tier_list import MOST_TIERS
+from kvelastic.tier_status import (
+    KIND,
+    MOST_PROBLEM_BYTES,
     TierAnswer,
     TierFigures,
     TierRequest,
+    TiersFigures,
+    cut_text,
 )
 from kvelastic.tiers.base import Capacity, Store, StoreStatistics
-from kvelastic.tiers.board import Board
 from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.operator_requests import carry_out, labels_of
@@ -36,12 +39,10 @@ from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 _log = logging.getLogger("kvelastic")
 
 PUBLISH_S: Final = 0.5
-ASK_S: Final = 0.1
-"""How often it looks for requests."""
 STORE_S: Final = 0.1
 """How long a store may take to say what it holds; what comes later is shown half a second later."""
 CHANGED_S: Final = 2.0
-"""The same after a request, so that who has the answer sees what came of it."""
+"""The same after a request, so that an operator who has the answer sees what came of it."""
 SILENT_S: Final = 3.0
 """A store that has not said anything for so long is shown as silent."""
 REQUEST_S: Final = 120.0
@@ -50,17 +51,12 @@ _CLOSE_S: Final = 1.0
 
 
 def show(tiers: Tiers, uuid: bytes) -> Publisher | None:
-    """Show tiers on the board of the instance with that uuid until they are closed.
+    """Show tiers in the status file of the instance with that uuid until they are closed.
 
-    None, and a line in the log, where there can be no board.
+    None, and a line in the log, where there can be no such file.
     """
     try:
-        board = Board.create(uuid)
-        try:
-            publisher = Publisher(tiers, board)
-        except BaseException:
-            board.close()
-            raise
+        publisher = Publisher(tiers, StatusFile.create(tier_status_name(uuid), KIND))
     except KvelasticError as error:
         _log.warning("kvctl tiers will not see the tiers of this instance: %s", error)
         return None
@@ -68,99 +64,119 @@ def show(tiers: Tiers, uuid: bytes) -> Publisher | None:
     return publisher
 
 
-class Publisher:
-    """See the module. Starts its threads at once; `board` belongs to it."""
+@dataclass
+class _Request:
+    """One that is being carried out."""
 
-    def __init__(self, tiers: Tiers, board: Board) -> None:
+    revision: int
+    request: TierRequest
+    answer: TierAnswer | None = None
+    deadline_s: float = field(default_factory=lambda: time.monotonic() + REQUEST_S)
+
+
+class Publisher:
+    """See the module. Starts its thread at once; `file` belongs to it, also where this raises."""
+
+    def __init__(
+        self, tiers: Tiers, file: StatusFile[TiersFigures, TierRequest, TierAnswer]
+    ) -> None:
         self._tiers = tiers
-        self._board = board
+        self._file = file
         self._labels = labels_of(tiers.stores)
         self._stores = [_Asked(store) for store in tiers.stores[:MOST_TIERS]]
         self._is_closing = threading.Event()
         self._publishing = threading.Lock()
         """Held while figures are gathered and written, so that they never go back in time."""
         self._has_warned = False
-        self._late: list[tuple[threading.Thread, str]] = []
-        """Requests that were answered as failed and go on, with their tier; empty: all tiers."""
-        self.publish()
-        self._threads = [
-            threading.Thread(
-                target=self._repeat, args=(work, pause_s), name="kvelastic-board", daemon=True
+        self._current: _Request | None = None
+        self._late: list[_Request] = []
+        """Requests that were answered as failed and go on."""
+        try:
+            self.publish()
+            self._thread = threading.Thread(
+                target=self._run, name="kvelastic-tier-status", daemon=True
             )
-            for work, pause_s in ((self.publish, PUBLISH_S), (self._serve, ASK_S))
-        ]
-        for thread in self._threads:
-            thread.start()
+            self._thread.start()
+        except BaseException:
+            self._file.close()
+            raise
 
     def close(self) -> None:
-        """End the threads and remove the board. Repeatable. Waits a second at most for each."""
+        """End the thread and remove the file. Repeatable. Waits a second at most."""
         self._is_closing.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
-        self._board.close()
+        self._file.ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+        self._file.close()
         for store in self._stores:
             store.close(_CLOSE_S)
 
-    def _repeat(self, work: Callable[[], None], pause_s: float) -> None:
-        while not self._is_closing.wait(pause_s):
-            self._try(work)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            # Without this thread operators would be told nothing more, for ever.
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("the tier board is not kept up; it is tried again: %s", error)
-            _log.debug("the tier board is not kept up", exc_info=True)
-            self._is_closing.wait(_CLOSE_S)
-
-    def _serve(self) -> None:
-        """Answer what was asked, one after another; what is closed meanwhile is not answered."""
+    def _run(self) -> None:
         while not self._is_closing.is_set():
-            found = self._board.next_request()
-            if found is None:
-                return
-            revision, request = found
-            answer = self._carried_out(revision, request)
-            if answer is None:
-                return
-            self.publish(CHANGED_S)
-            self._board.answer(answer)
+            seen = self._file.bell
+            try:
+                while self._serve():
+                    pass
+                self.publish()
+            except Exception as error:
+                # Without this thread operators would be told nothing more, for ever.
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("tier status is not kept up; it is tried again: %s", error)
+                _log.debug("the tier status file is not kept up", exc_info=True)
+                self._is_closing.wait(_CLOSE_S)
+            self._file.wait(seen, PUBLISH_S)
 
-    def _carried_out(self, revision: int, request: TierRequest) -> TierAnswer | None:
-        """In a thread of its own, as a store may hang. None: this is closed meanwhile.
+    def _serve(self) -> bool:
+        """Answer the request that has ended, begin the next one. False: neither can be done now.
 
-        A request that a stalled tier cannot carry out now fails at once, so those behind it are
+        A request that a stalled tier cannot carry out fails at once, so those behind it are
         answered, and no more than one thread for each tier hangs.
         """
-        if reason := self._obstacle(request):
-            return TierAnswer(revision, "failed", (), reason)
-        answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=lambda: answers.put(carry_out(revision, request, self._tiers)),
-            name="kvelastic-operator",
-            daemon=True,
-        )
-        thread.start()
-        deadline_s = time.monotonic() + REQUEST_S
-        while not self._is_closing.is_set():
-            with suppress(queue.Empty):
-                return answers.get(timeout=ASK_S)
-            reason = self._obstacle(request)
-            if time.monotonic() > deadline_s:
+        if self._is_closing.is_set():
+            return False
+        if self._current is None:
+            pending = self._file.pending()
+            if not pending:
+                return False
+            revision, request = next(iter(pending.items()))
+            self._current = self._begun(_Request(revision, request))
+        current = self._current
+        answer = current.answer
+        if answer is None:
+            reason = self._obstacle(current.request)
+            if time.monotonic() > current.deadline_s:
                 reason = f"a tier has not answered within {REQUEST_S:g} s"
-            if reason:
-                self._late.append((thread, request.tier))
-                return TierAnswer(revision, "failed", (), f"{reason}; this one may go on")
-        return None
+            if not reason:
+                return False
+            self._late.append(current)
+            reason = f"{reason}; this one may go on"
+            answer = TierAnswer(current.revision, "failed", (), reason)
+        self._current = None
+        try:
+            self.publish(CHANGED_S)
+        finally:
+            self._file.answer(answer)
+        return True
+
+    def _begun(self, current: _Request) -> _Request:
+        """Carried out in a thread of its own, as a store may hang; or failed at once."""
+        if reason := self._obstacle(current.request):
+            current.answer = TierAnswer(current.revision, "failed", (), reason)
+            return current
+
+        def work() -> None:
+            current.answer = carry_out(current.revision, current.request, self._tiers)
+            self._file.ring()
+
+        threading.Thread(target=work, name="kvelastic-operator", daemon=True).start()
+        return current
 
     def _obstacle(self, request: TierRequest) -> str:
         """Why a request cannot be carried out now; empty where it can."""
-        self._late = [(thread, tier) for thread, tier in self._late if thread.is_alive()]
-        for _, tier in self._late:
+        self._late = [late for late in self._late if late.answer is None]
+        for late in self._late:
+            tier = late.request.tier
             if not tier or not request.tier or tier == request.tier:
                 return f"an earlier request to {tier or 'all tiers'} has not ended"
         tiers = zip(self._labels, self._tiers.statistics_with({}, {}).tiers, strict=True)
@@ -173,13 +189,12 @@ class Publisher:
         with self._publishing:
             for store in self._stores:
                 store.ask(store_s)
-            statistics = self._tiers.statistics_with({}, {})
-            self._board.publish(self._figures(statistics))
+            self._file.publish(self._figures(self._tiers.statistics_with({}, {})))
 
-    def _figures(self, all_of: TiersStatistics) -> BoardFigures:
-        return BoardFigures(
+    def _figures(self, all_of: TiersStatistics) -> TiersFigures:
+        return TiersFigures(
             published_realtime_ns=time.time_ns(),
-            answered_revision=self._board.answered_revision,
+            answered_revision=self._file.answered_revision,
             policy=self._tiers.rules.policy.value,
             blocks=all_of.blocks,
             tiers=tuple(
@@ -244,7 +259,7 @@ class _Asked:
             waiting_bytes=measured.waiting_bytes,
             is_stuck=measured.is_stuck,
             is_current=time.monotonic() - self._answered_s < SILENT_S,
-            problem=self._problem,
+            problem=cut_text(self._problem, MOST_PROBLEM_BYTES),
         )
 
     def close(self, timeout_s: float) -> None:

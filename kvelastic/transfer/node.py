@@ -30,12 +30,12 @@ from kvelastic.errors import (
 )
 from kvelastic.messages import Address, Connection, Endpoint, Message, Request, SecretFile
 from kvelastic.messages.peers import LOOPBACK, networks
-from kvelastic.transfer.board import PUBLISH_S, LinkBoard
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
 from kvelastic.transfer.peer_threads import PeerThreads, Queue
 from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
+from kvelastic.transfer.status import PUBLISH_S, LinkStatus
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
     PROTOCOL,
@@ -135,8 +135,8 @@ class Node:
         except BaseException:
             self.streams.close()
             raise
-        self._board = LinkBoard(self)
-        self._endpoint.run_later(PUBLISH_S, self._refresh_board)
+        self._status = LinkStatus(self)
+        self._endpoint.run_later(PUBLISH_S, self._refresh_status)
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -468,9 +468,9 @@ class Node:
         if self.leases.expire() is not None:
             self._set_timer()
 
-    def _refresh_board(self) -> None:
-        self._endpoint.run_later(PUBLISH_S, self._refresh_board)
-        self._board.refresh()
+    def _refresh_status(self) -> None:
+        self._endpoint.run_later(PUBLISH_S, self._refresh_status)
+        self._status.refresh()
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class Node:
         if self._pid != os.getpid():
             return
         self._endpoint.close()
-        self._board.close()
+        self._status.close()
         self.streams.close()
         for threads in list(self._threads):
             threads.end(wait=True)

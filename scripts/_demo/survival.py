@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from client import REQUEST_DEADLINE_S, RequestFailedError
 
-from kvelastic import segment, tier_board
+from kvelastic import segment, tier_status
 
 BOARD_DEADLINE_S = 10.0
 COPIED_DEADLINE_S = 120.0
@@ -92,7 +92,7 @@ def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float
     while (now_s := time.monotonic()) < max(begun_s + least_s, last_s + QUIET_S):
         if now_s > begun_s + COPIED_DEADLINE_S:
             raise RequestFailedError(f"{instance} goes on copying")
-        board = tier_board.read(segment.inspect(instance))
+        board = tier_status.read(segment.inspect(instance))
         held = sum(tier.puts for tier in board.tiers) if board is not None else 0
         if held != records:
             records, last_s = held, now_s
@@ -105,7 +105,7 @@ def _loaded_tokens(where: Where) -> int:
     now_ns = time.time_ns()
     end_s = time.monotonic() + BOARD_DEADLINE_S
     while time.monotonic() < end_s:
-        board = tier_board.read(segment.inspect(where.instance))
+        board = tier_status.read(segment.inspect(where.instance))
         if board is not None and board.published_realtime_ns > now_ns:
             return board.blocks.loaded * where.block_tokens
         time.sleep(0.05)

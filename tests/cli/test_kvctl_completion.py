@@ -122,7 +122,7 @@ def test_completion_offers_only_names_that_instances_can_have(owner, completed):
 
 def test_completion_offers_only_tiers_that_can_be(owner, completed, monkeypatch):
     figures = [SimpleNamespace(tier=tier) for tier in ("host", "disk2", *HOSTILE)]
-    monkeypatch.setattr("kvelastic.tier_board.read", lambda info: SimpleNamespace(tiers=figures))
+    monkeypatch.setattr("kvelastic.tier_status.read", lambda info: SimpleNamespace(tiers=figures))
     assert sorted(completed("kvctl", "tiers", "trim", owner.name, "")) == ["disk2", "host"]
 
 

@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from msgspec.structs import replace
 from segment_owner import Owner
 
 from kvelastic import segment
@@ -21,8 +21,9 @@ from kvelastic.cli.kvctl import main
 from kvelastic.cli.shell import Shell
 from kvelastic.cli.tables import plain_table
 from kvelastic.instance.row import Row, shown_state
-from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
-from kvelastic.tiers.board import Board
+from kvelastic.segment_dir import tier_status_name
+from kvelastic.status_file import StatusFile
+from kvelastic.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 
 MIB = 1 << 20
 HOST = TierFigures(
@@ -76,16 +77,16 @@ def test_a_sleep_says_what_farther_tiers_are_still_to_be_given(one):
     host = replace(HOST, waiting_bytes=0)
     disk = replace(HOST, tier="disk", kind="disk", waiting_bytes=3 * MIB)
     after = time.time_ns() + 10**15  # no figures from before the sleep
-    board = Board.create(segment.inspect(one.name).header["uuid"])
+    board = StatusFile.create(tier_status_name(segment.inspect(one.name).header["uuid"]), KIND)
     try:
-        board.publish(BoardFigures(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
+        board.publish(TiersFigures(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep; 0 B are mapped. Still being written: 3.00 MiB to disk;"
             f" `kvctl tiers {one.name}` shows what is left.\n"
         )
         shown = done("tiers", one.name).splitlines()
         assert [line.split()[-2:] for line in shown[1:3]] == [["0", "B"], ["3.00", "MiB"]]
-        board.publish(BoardFigures(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
+        board.publish(TiersFigures(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep already; 0 B are mapped.\n"
         )

@@ -9,7 +9,6 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import pytest
 from called_kvctl import kvctl
 from click.shell_completion import ShellComplete
 from click.testing import Result
+from msgspec.structs import asdict, replace
 from rich.console import Console
 from segment_owner import Owner
 from tiers_instance import Instance
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment, tier_board_format
+from kvelastic import segment, tier_status
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.kvtop.poller import look
 from kvelastic.cli.tables import rich_table
@@ -36,13 +36,14 @@ from kvelastic.instance.row import Row, TierRow, row_of, tier_rows
 from kvelastic.instance.status import status_of
 from kvelastic.segment_dir import SHM_DIR
 from kvelastic.sizes import format_size
-from kvelastic.tier_board import ask, read
-from kvelastic.tier_board_format import (
+from kvelastic.tier_status import (
     BlockCounts,
-    BoardFigures,
     TierAnswer,
     TierFigures,
     TierRequest,
+    TiersFigures,
+    ask,
+    read,
 )
 
 MIB = 1 << 20
@@ -239,10 +240,10 @@ def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
 @pytest.mark.slow
 def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
     dice = random.Random(5)
-    header = tier_board_format.LAYOUT.pack_header()
+    header = tier_status.KIND.header
     for _ in range(30):
         with one.board.open("r+b") as file:
-            file.seek(dice.randrange(len(header), tier_board_format.LAYOUT.file_bytes - 600))
+            file.seek(dice.randrange(len(header), tier_status.KIND.file_bytes - 600))
             file.write(dice.randbytes(600))
         for arguments in ((one.name,), ("limit", one.name, "disk", "16M", "--wait", "0")):
             assert tiers(*arguments).exit_code in {0, 1, 3}
@@ -304,11 +305,11 @@ def test_list_says_what_tiers_keep(shared: Instance) -> None:
     assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
 
 
-def board_of_a_stuck_disk() -> BoardFigures:
+def board_of_a_stuck_disk() -> TiersFigures:
     """Its counts are 0, 1, 2 and so on, in the order of their names."""
     figures: Callable[..., TierFigures] = TierFigures
     stuck = figures("disk", "disk", *range(16), is_stuck=True, is_current=True)
-    return BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
+    return TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
 
 
 def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any() -> None:
@@ -348,7 +349,7 @@ def test_columns_of_blocks_have_the_counts_under_their_headings() -> None:
         "NOT_LOADED": "3", "COPIED_ON_DEMAND": "4", "COPIED_AHEAD": "5", "REFUSED": "6",
         "TIMED_OUT": "7", "CHANGED": "8", "DEMOTED": "9", "DROPPED": "10",
     }  # fmt: skip
-    assert set(BLOCK_WORDS) == set(BlockCounts.__dataclass_fields__)
+    assert set(BLOCK_WORDS) == set(BlockCounts.__struct_fields__)
 
 
 def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
@@ -357,7 +358,7 @@ def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
     assert told["tiers"] == board["tiers"]
     assert told["tier_policy"] == "write_back"
     assert told["tier_blocks"] == {key: board[key] for key in told["tier_blocks"]}
-    assert set(told["tier_blocks"]) == set(BlockCounts.__dataclass_fields__)
+    assert set(told["tier_blocks"]) == set(BlockCounts.__struct_fields__)
     text = kvctl("stats", shared.name).stdout
     (tier,) = re.findall(r"\nTier disk\n((?:  .*\n)+)", text)
     assert re.search(rf"  used +{re.escape(format_size(used(told)))}\n", tier)

@@ -20,8 +20,8 @@ from tiers_instance import DISK_BYTES, Instance
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
-from kvelastic.board_file import requests_in
-from kvelastic.tier_board_format import LAYOUT, unpack_request
+from kvelastic.status_file import requests_in
+from kvelastic.tier_status import KIND
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> 
 
         def asked() -> int:
             with instance.board.open("rb") as board:
-                return len(requests_in(board.fileno(), LAYOUT, unpack_request))
+                return len(requests_in(board.fileno(), KIND))
 
         wait_until(lambda: asked() == 12)
         assert front.get("/memory").status_code == 200

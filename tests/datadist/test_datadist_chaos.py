@@ -18,7 +18,7 @@ from ports import free_port
 from processes import PROGRAMS, LineProgram
 from waiting import wait_until
 
-from kvelastic import ledger, link_board, segment_dir
+from kvelastic import ledger, link_status, segment_dir
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,7 @@ def running(kinds: list[str]) -> Iterator[Fleet]:
         finally:
             fleet.close()
     assert not [info for info in ledger.list_ledgers() if info.group == fleet.group]
-    assert not [node for node in link_board.nodes() if node.node_id in fleet.ports]
+    assert not [node for node in link_status.nodes() if node.node_id in fleet.ports]
 
 
 def test_no_wrong_byte_and_no_page_without_a_grant() -> None:

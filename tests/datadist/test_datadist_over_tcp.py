@@ -12,8 +12,8 @@ from datadist_cluster import Cluster
 from ports import free_port
 from waiting import wait_until
 
-from kvelastic import link_board, segment
-from kvelastic.link_board_format import NodeFigures
+from kvelastic import link_status, segment
+from kvelastic.link_status import NodeFigures
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def pair(hosts: Path) -> Iterator[tuple[Cluster, Cluster]]:
 
 
 def node_of(cluster_id: int) -> NodeFigures:
-    (found,) = [one for one in link_board.nodes() if one.node_id == cluster_id]
+    (found,) = [one for one in link_status.nodes() if one.node_id == cluster_id]
     assert found.role == "MIX"
     return found
 

@@ -15,7 +15,7 @@ from datadist_cluster import Cluster
 from ports import free_port
 from waiting import wait_until
 
-from kvelastic import link_board
+from kvelastic import link_status
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def moved_bytes() -> int:
     """What the late one has copied."""
     return sum(
         link.pulled_bytes + link.pushed_bytes
-        for node in link_board.nodes()
+        for node in link_status.nodes()
         if node.node_id == LATE
         for link in node.links
     )

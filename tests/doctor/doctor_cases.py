@@ -23,7 +23,7 @@ from kvelastic.doctor.facts import (
 from kvelastic.gpu_table import ROWS, Row
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.ledger_facts import LedgerInfo
-from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
+from kvelastic.tier_status import BlockCounts, TierFigures, TiersFigures
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -113,7 +113,7 @@ def instance(status: InstanceStatus, **tier: Any) -> Facts:
     counts = dict.fromkeys([field.name for field in fields(TierFigures)][2:], NONE)
     blocks = BlockCounts(*[0] * len(fields(BlockCounts)))
     disk = TierFigures("disk", "disk", **(counts | {"is_current": True, "problem": ""} | tier))
-    board = BoardFigures(0, 0, "write_back", blocks, (disk,))
+    board = TiersFigures(0, 0, "write_back", blocks, (disk,))
     return replace(GOOD, instances=(replace(status, board=board),))
 
 

@@ -16,8 +16,8 @@ from chaos import Operator
 from slow_disk import SlowDisk
 from under_tiers import board_of
 
-from kvelastic import segment, tier_board
-from kvelastic.tier_board_format import TierRequest
+from kvelastic import segment, tier_status
+from kvelastic.tier_status import TierRequest
 
 DISK_BYTES = 24 << 20
 """Less than what the requests have together."""
@@ -76,7 +76,7 @@ class OverDisk(Operator):
 
     def ask_tiers(self, request: TierRequest) -> None:
         """Late is an answer where a slow disk takes longer than is waited for."""
-        answer = tier_board.ask(segment.inspect(self.name), request, ANSWER_S)
+        answer = tier_status.ask(segment.inspect(self.name), request, ANSWER_S)
         state = "late" if answer is None else answer.state
         self.clients.counts[f"{request.kind} {state}"] += 1
         assert state in ("done", "late"), answer

@@ -22,9 +22,9 @@ from waiting import DEADLINE_S
 
 from kvelastic import metric_table, metrics
 from kvelastic.ledger_facts import LedgerInfo, Member
-from kvelastic.link_board_format import LinkFigures, NodeFigures
+from kvelastic.link_status import LinkFigures, NodeFigures
 from kvelastic.segment import SegmentInfo
-from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
+from kvelastic.tier_status import BlockCounts, TierFigures, TiersFigures
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -62,7 +62,7 @@ ANSWER = {
 tier_figures: Callable[..., TierFigures] = TierFigures
 node_figures: Callable[..., NodeFigures] = NodeFigures
 TIER = tier_figures("disk", "disk", *range(1, 17), is_stuck=False, is_current=True)
-BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
+BOARD = TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metric_table.COUNTERS)}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kvelastic.cli.kvtop.scene import Device, Instance, Scene
-from kvelastic.tier_board_format import TierFigures
+from kvelastic.tier_status import TierFigures
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from scenes import ALL, EMPTY, GIB, MANY, ONE, TIERS, WIDE, device, instance
 from wcwidth import wcwidth
 
@@ -259,7 +260,7 @@ def test_what_is_selected_moves_nothing_above_it():
 )
 def test_a_tier_that_does_not_answer_is_seen_in_the_table(changes, style):
     host = TIERS.instances[0].tiers[0]
-    shown = instance("b", tiers=(host, replace(host, **changes)))
+    shown = instance("b", tiers=(host, structs.replace(host, **changes)))
     lines = screen(
         replace(TIERS, instances=(instance("a"), shown)),
         Ui(),

@@ -2,7 +2,7 @@
 
 As a program: `shown_instance.py NAME JSON`, with `engine`, `model`, `device`, `usage` (fields of
 the record), and optionally `limit_bytes`, the limit in force, and `tiers` (fields of
-`TierFigures`, each an object), for which it has a tier board. Each line on stdin is JSON of the
+`TierFigures`, each an object), for which it has a status file. Each line on stdin is JSON of the
 same kind: `usage` is published, `counters` are added. It answers no request, prints a line for
 each thing done, and lives until its stdin closes. As a module, for tests:
 
@@ -34,7 +34,7 @@ class Shown(LineProgram):
         self.kill()
         from kvelastic import segment
 
-        segment.reap()  # the board of its tiers, too
+        segment.reap()  # the status file of its tiers, too
         (Path("/dev/shm") / self.name).unlink(missing_ok=True)
 
 
@@ -56,12 +56,14 @@ def main() -> None:
         mapped_bytes=usage["mapped_bytes"],
     )
     if "tiers" in facts:
-        from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
-        from kvelastic.tiers.board import Board
+        from kvelastic.segment_dir import tier_status_name
+        from kvelastic.status_file import StatusFile
+        from kvelastic.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 
         tiers = tuple(TierFigures(**tier) for tier in facts["tiers"])
-        board = Board.create(record.read_header()["uuid"])
-        board.publish(BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), tiers))
+        name = tier_status_name(record.read_header()["uuid"])
+        status = StatusFile.create(name, KIND)
+        status.publish(TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), tiers))
     print("ready", flush=True)
     for line in sys.stdin:
         more = json.loads(line)

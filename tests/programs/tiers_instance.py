@@ -19,8 +19,8 @@ from pathlib import Path
 from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment, tier_board
-from kvelastic.segment_dir import SHM_DIR, board_name
+from kvelastic import segment, tier_status
+from kvelastic.segment_dir import SHM_DIR, tier_status_name
 
 DISK_BYTES = 32 << 20
 
@@ -46,12 +46,12 @@ class Instance(LineProgram):
         )
 
     def _shown_records(self) -> int | None:
-        board = tier_board.read(self.info)
+        board = tier_status.read(self.info)
         return None if board is None else board.tiers[0].records
 
     @property
     def board(self) -> Path:
-        return SHM_DIR / board_name(self.info.header["uuid"])
+        return SHM_DIR / tier_status_name(self.info.header["uuid"])
 
     end = LineProgram.finish
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from asking_threads import beside
 
-from kvelastic import segment, tier_board
-from kvelastic.tier_board_format import BoardFigures
+from kvelastic import segment, tier_status
+from kvelastic.tier_status import TiersFigures
 
 
 def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:
@@ -27,9 +27,9 @@ def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:
     }
 
 
-def board_of(name: str) -> BoardFigures:
+def board_of(name: str) -> TiersFigures:
     """What an instance's tiers say of themselves, half a second old at most."""
-    board = tier_board.read(segment.inspect(name))
+    board = tier_status.read(segment.inspect(name))
     assert board is not None
     return board
 

@@ -17,7 +17,7 @@ from kvelastic.device import host
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
-from kvelastic.tier_board_format import TierRequest
+from kvelastic.tier_status import TierRequest
 from kvelastic.tiers import hash_cache, weights_fingerprint
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
 from kvelastic.tiers.disk import DiskStore

@@ -12,9 +12,8 @@ import pytest
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
-from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
-from kvelastic.tier_board import ask, read
-from kvelastic.tier_board_format import BlockCounts, TierRequest
+from kvelastic.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.tier_status import BlockCounts, TierRequest, ask, read
 from kvelastic.tiers.base import Capacity, StoreStatistics
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
@@ -86,7 +85,7 @@ def tiers(info: SegmentInfo) -> Iterator[Tiers]:
     for observer in tiers.observers:
         observer.close()
         observer.close()
-    assert not (SHM_DIR / board_name(info.header["uuid"])).exists()
+    assert not (SHM_DIR / tier_status_name(info.header["uuid"])).exists()
 
 
 def shown_by(tiers: Tiers, info: SegmentInfo) -> Publisher:

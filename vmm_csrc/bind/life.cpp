@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: locks that say that a process lives, and asking about them.
+// `kvelastic._vmm`: locks that say that a process lives, and waiting for words that others change.
 #include "bind/life.h"
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+
+#include "base/futex.h"
+#include "bind/buffers.h"
 #include "bind/errors.h"
+#include "bind/gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,6 +48,15 @@ const char* life_of(int fd, std::uint64_t first, std::uint64_t count, std::uint6
   return life_name(LifeJudge(fd).ask(first, count, pid_namespace, starts));
 }
 
+/// A word in a mapped file, for the kernel alone: a load here would be a SIGBUS where another
+/// process has shortened the file, and the kernel reports that as an error.
+const FutexWord& word_at(std::span<const std::byte> bytes, std::size_t offset) {
+  if (offset % alignof(FutexWord) != 0 || offset + sizeof(FutexWord) > bytes.size()) {
+    raise_code("INVALID_ARGUMENT", "no word lies at offset " + std::to_string(offset));
+  }
+  return *reinterpret_cast<const FutexWord*>(bytes.data() + offset);
+}
+
 }  // namespace
 
 void bind_life(nb::module_& m) {
@@ -61,6 +75,25 @@ void bind_life(nb::module_& m) {
         "alive, dead or unknown: whether one of the bytes is held. `fd` is an open of the judge's "
         "own.\nProcesses, (pid, start ticks), that are seen to run in their pid namespace are "
         "alive in any case.");
+  m.def(
+      "wait_word",
+      [](nb::handle buffer, std::size_t offset, std::uint32_t seen, double timeout_s) {
+        Buffers buffers;
+        const FutexWord& word = word_at(buffers.add(buffer, false), offset);
+        const std::chrono::duration<double> timeout(timeout_s);
+        const GilReleased unlocked;
+        futex_wait(word, seen, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+      },
+      "buffer"_a, "offset"_a, "seen"_a, "timeout_s"_a,
+      "Block while the 32-bit word holds `seen`, until wake_word() or for `timeout_s`. May return\n"
+      "early. The kernel reads the word; a file that is too short is no error, and ends the wait.");
+  m.def(
+      "wake_word",
+      [](nb::handle buffer, std::size_t offset) {
+        Buffers buffers;
+        futex_wake(word_at(buffers.add(buffer, false), offset));
+      },
+      "buffer"_a, "offset"_a, "Wake every process that waits on the word of this file.");
 }
 
 }  // namespace kvelastic

@@ -18,23 +18,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from link_boards import LINK, NODE, ONE, TWO, figures, kvctl, pair, shown, unattended
+from link_statuses import LINK, NODE, ONE, TWO, figures, kvctl, pair, shown, unattended
 from linked import address_of
 from processes import LineProgram, run_python
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import link_board
-from kvelastic.board_layout import CELL_BYTES, MOST_REVISION, RING
+from kvelastic import link_status
 from kvelastic.cli.link_tables import table
 from kvelastic.errors import SegmentBusyError, SegmentError
-from kvelastic.link_board_format import (
-    LAYOUT,
+from kvelastic.link_status import (
+    KIND,
     LinkAnswer,
     LinkRequest,
-    pack_answer,
-    pack_request,
 )
-from kvelastic.segment_dir import SHM_DIR, link_board_name, reap
+from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.status_file import CELL_BYTES, MOST_REVISION, RING
 from kvelastic.transfer import Node
 
 pytestmark = pytest.mark.slow
@@ -50,20 +48,20 @@ def test_a_revision_that_nobody_gives_is_not_the_end_of_requests(
 ) -> None:
     with pair(tmp_path) as (owner, _, _), unattended(owner) as look:
         look()
-        path = SHM_DIR / link_board_name(owner.start)
+        path = SHM_DIR / link_status_name(owner.start)
         with path.open("r+b") as file:
             if where == "request":
-                cell = pack_request(revision, LinkRequest("cut", 99, TWO))
-                os.pwrite(file.fileno(), cell, LAYOUT.request_at(revision))
+                cell = KIND.pack(revision, LinkRequest("cut", 99, TWO))
+                os.pwrite(file.fileno(), cell, KIND.request_at(revision))
             else:
-                cell = pack_answer(LinkAnswer(revision, "done"))
-                os.pwrite(file.fileno(), cell, LAYOUT.answer_at(revision))
+                cell = KIND.pack(revision, LinkAnswer(revision, "done"))
+                os.pwrite(file.fileno(), cell, KIND.answer_at(revision))
         look()
         node = figures(owner)
         assert node.answered_revision == 0
         (standing,) = node.links
         with ThreadPoolExecutor(1) as operator:
-            asked = operator.submit(link_board.cut, node, standing, DEADLINE_S)
+            asked = operator.submit(link_status.cut, node, standing, DEADLINE_S)
             while not asked.done():
                 look()
             # One that stands where the answer was to come has gone with it, and with nothing else.
@@ -77,8 +75,8 @@ def test_a_revision_that_nobody_gives_is_not_the_end_of_requests(
 def test_noise_in_the_ring_is_nothing(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, link), unattended(owner) as look:
         look()
-        with (SHM_DIR / link_board_name(owner.start)).open("r+b") as file:
-            os.pwrite(file.fileno(), os.urandom(2 * RING * CELL_BYTES), LAYOUT.request_at(0))
+        with (SHM_DIR / link_status_name(owner.start)).open("r+b") as file:
+            os.pwrite(file.fileno(), os.urandom(2 * RING * CELL_BYTES), KIND.request_at(0))
         look()
         link.check(timeout_s=DEADLINE_S)
         assert figures(owner).answered_revision == 0
@@ -90,7 +88,9 @@ def test_of_two_operators_one_cuts_and_the_other_is_told(tmp_path: Path) -> None
         node = figures(owner)
         (standing,) = node.links
         with ThreadPoolExecutor(8) as operators:
-            asked = [operators.submit(link_board.cut, node, standing, DEADLINE_S) for _ in range(8)]
+            asked = [
+                operators.submit(link_status.cut, node, standing, DEADLINE_S) for _ in range(8)
+            ]
             while not all(one.done() for one in asked):
                 look()
         answers = [one.result() for one in asked]
@@ -101,7 +101,7 @@ def test_of_two_operators_one_cuts_and_the_other_is_told(tmp_path: Path) -> None
 def test_an_operator_that_is_stopped_with_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, link):
         until_shown(ONE)
-        board_path = SHM_DIR / link_board_name(owner.start)
+        board_path = SHM_DIR / link_status_name(owner.start)
         with board_path.open("rb") as stopped:
             fcntl.flock(stopped, fcntl.LOCK_EX)
             result = kvctl("cut", str(ONE), str(TWO))
@@ -135,7 +135,7 @@ def node_process(owner: Node) -> Iterator[LineProgram]:
 
 def until_shown(node_id: int) -> None:
     wait_until(
-        lambda: any(node.node_id == node_id and node.links for node in link_board.nodes()),
+        lambda: any(node.node_id == node_id and node.links for node in link_status.nodes()),
         f"the board of node {node_id} shows no link",
     )
 
@@ -195,16 +195,16 @@ def test_one_is_not_called_many() -> None:
 LINKED = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING)
-from kvelastic import link_board
+from kvelastic import link_status
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
 address = parse_address("unix://" + sys.argv[1] + "/s")
 with Node(1, listen=[address]) as owner, Node(2) as reader:
     link = reader.link(address, 60)
     link.check(300)
-    owner._endpoint.run_soon(owner._board.refresh)
+    owner._endpoint.run_soon(owner._status.refresh)
     link.check(300)
-    print([node.node_id for node in link_board.nodes() if node.node_id in (1, 2)])
+    print([node.node_id for node in link_status.nodes() if node.node_id in (1, 2)])
 """
 
 
@@ -234,10 +234,10 @@ def test_without_descriptors_it_is_said_and_nothing_is_taken_for_none(tmp_path: 
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
             with pytest.raises(SegmentError):
-                link_board.nodes()
+                link_status.nodes()
             with pytest.raises(SegmentError):
-                link_board.cut(NODE, LINK, wait_s=0)
-            owner._board.refresh()
+                link_status.cut(NODE, LINK, wait_s=0)
+            owner._status.refresh()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert [node.node_id for node in shown()] == [ONE]
@@ -249,9 +249,9 @@ def test_requests_that_nobody_answers_have_a_bound(tmp_path: Path) -> None:
         node = figures(owner)
         (standing,) = node.links
         for _ in range(RING):
-            assert link_board.cut(node, standing, wait_s=0) is None
+            assert link_status.cut(node, standing, wait_s=0) is None
         with pytest.raises(SegmentBusyError):
-            link_board.cut(node, standing, wait_s=0)
+            link_status.cut(node, standing, wait_s=0)
         look()
         assert figures(owner).answered_revision == RING
-        assert link_board.cut(node, standing, wait_s=0) is None
+        assert link_status.cut(node, standing, wait_s=0) is None

@@ -10,16 +10,15 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_tiers import FakeStaging, FakeStore
+from msgspec.structs import replace
 from waiting import DEADLINE_S
 
 from kvelastic import segment
-from kvelastic import tier_board_format as board_format
-from kvelastic.board_layout import CELL_BYTES, RING
 from kvelastic.errors import (
     IntegrityError,
     InvalidArgumentError,
@@ -29,25 +28,33 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
-from kvelastic.tier_board import ask, boards_of, post, read
-from kvelastic.tier_board_format import (
+from kvelastic.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.status_file import CELL_BYTES, RING, Shown, StatusFile
+from kvelastic.tier_status import (
+    KIND,
+    BadRequestError,
     BlockCounts,
-    BoardFigures,
     TierAnswer,
     TierFigures,
     TierRequest,
+    TiersFigures,
+    ask,
+    check_request,
+    post,
+    read,
+    received,
+    tiers_of,
 )
 from kvelastic.tiers.base import Capacity, Selection, Store
-from kvelastic.tiers.board import Board
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
 
+TierStatusFile = StatusFile[TiersFigures, TierRequest, TierAnswer]
 TIER = TierFigures(
     "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, 16, False, True
 )
 HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
-FIGURES = BoardFigures(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
+FIGURES = TiersFigures(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
 
 
 @pytest.fixture
@@ -58,8 +65,8 @@ def info() -> Iterator[SegmentInfo]:
 
 
 @pytest.fixture
-def board(info: SegmentInfo) -> Iterator[Board]:
-    one = Board.create(info.header["uuid"])
+def board(info: SegmentInfo) -> Iterator[TierStatusFile]:
+    one = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     one.publish(FIGURES)
     yield one
     one.close()
@@ -67,7 +74,7 @@ def board(info: SegmentInfo) -> Iterator[Board]:
 
 
 def path_of(info: SegmentInfo) -> Path:
-    return SHM_DIR / board_name(info.header["uuid"])
+    return SHM_DIR / tier_status_name(info.header["uuid"])
 
 
 def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
@@ -80,7 +87,7 @@ def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    assert board_format.unpack_snapshot(board_format.pack_snapshot(7, FIGURES)) == (7, FIGURES)
+    assert KIND.unpack(TiersFigures, KIND.pack(7, FIGURES)) == (7, FIGURES)
     for request in (
         TierRequest("limit", "disk2", 1 << 40),
         TierRequest("trim", "host", 0),
@@ -89,54 +96,58 @@ def test_what_is_written_is_read() -> None:
         TierRequest("erase", older_than_s=0.001),
         TierRequest("verify"),
     ):
-        board_format.check_request(request)
-        assert board_format.unpack_request(board_format.pack_request(3, request)) == (3, request)
+        check_request(request)
+        assert KIND.unpack(TierRequest, KIND.pack(3, request)) == (3, request)
     answer = TierAnswer(9, "refused", (None, 0, 12), "why")
-    found = board_format.unpack_answer(board_format.pack_answer(answer))
-    assert found == replace(answer, counts=(None, 0, 12, *[None] * 5))
+    assert KIND.unpack(TierAnswer, KIND.pack(9, answer)) == (9, answer)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flipped_bit_or_noise_is_never_whole(seed: int) -> None:
     dice = random.Random(seed)
-    cells = (
-        (board_format.pack_snapshot(7, FIGURES), board_format.unpack_snapshot),
-        (board_format.pack_request(3, TierRequest("clear")), board_format.unpack_request),
-        (board_format.pack_answer(TierAnswer(9, "done", (), "")), board_format.unpack_answer),
+    cells: tuple[tuple[bytes, type[Shown]], ...] = (
+        (KIND.pack(7, FIGURES), TiersFigures),
+        (KIND.pack(3, TierRequest("clear")), TierRequest),
+        (KIND.pack(9, TierAnswer(9, "done", (), "")), TierAnswer),
     )
-    for cell, unpack in cells:
+    for cell, of in cells:
         for _ in range(200):
             broken = bytearray(cell)
             broken[dice.randrange(len(cell))] ^= 1 << dice.randrange(8)
-            assert unpack(bytes(broken)) is None
-            assert unpack(dice.randbytes(len(cell))) is None
-            assert unpack(cell[: dice.randrange(len(cell))]) is None
-        others = {board_format.unpack_request, board_format.unpack_answer} - {unpack}
-        assert all(other(cell) is None for other in others), "a cell is taken for another kind"
+            assert KIND.unpack(of, bytes(broken)) is None
+            assert KIND.unpack(of, dice.randbytes(len(cell))) is None
+            assert KIND.unpack(of, cell[: dice.randrange(len(cell))]) is None
+        others: tuple[type[Shown], ...] = (TierRequest, TierAnswer)
+        assert all(KIND.unpack(other, cell) is None for other in others if other is not of), (
+            "a cell is taken for another kind"
+        )
 
 
-def sealed(what: bytes, body: bytes, size: int) -> bytes:
+def sealed(of: type, body: bytes) -> bytes:
     """A cell with a right checksum, whatever is in it: as a liar writes it."""
-    body = body.ljust(size - 4, b"\0")
-    return body + struct.pack("<I", zlib.crc32(body, zlib.crc32(b"KVTIERS\0" + what)))
+    head = struct.pack("<QI", 5, len(body))
+    sum_ = zlib.crc32(head + body, zlib.crc32(b"KVTIERS\0" + of.__name__.encode()))
+    return head + struct.pack("<I", sum_) + body
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
     dice = random.Random(seed)
+    values = (FIGURES, TierRequest("clear"), TierAnswer(9, "done", (), ""))
     for _ in range(300):
-        for what, size, unpack in (
-            (b"snapshot", board_format.LAYOUT.snapshot_bytes, board_format.unpack_snapshot),
-            (b"request", CELL_BYTES, board_format.unpack_request),
-            (b"answer", CELL_BYTES, board_format.unpack_answer),
-        ):
-            length = dice.choice([8, 24, 40, size - 4])
-            unpack(sealed(what, dice.randbytes(length), size))
-    noise = sealed(b"request", struct.pack("<QB", 5, 200), CELL_BYTES)
-    found = board_format.unpack_request(noise)
+        for value in values:
+            body = bytearray(msgspec.msgpack.encode(value))
+            for _ in range(dice.randrange(1, 4)):
+                body[dice.randrange(len(body))] = dice.randrange(256)
+            KIND.unpack(type(value), sealed(type(value), bytes(body)))
+            KIND.unpack(type(value), sealed(type(value), dice.randbytes(dice.randrange(400))))
+    lie = msgspec.msgpack.encode(TierRequest("#200"))
+    found = KIND.unpack(TierRequest, sealed(TierRequest, lie))
     assert found is not None
-    with pytest.raises(board_format.BadRequestError, match="not known"):
-        board_format.check_request(found[1])
+    with pytest.raises(BadRequestError, match="not known"):
+        received(found[1])
+    with pytest.raises(BadRequestError, match="Unicode"):
+        received(TierRequest("erase", model="\u20ac"))
 
 
 @pytest.mark.parametrize(
@@ -157,11 +168,11 @@ def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
     ],
 )
 def test_a_malformed_request_is_refused_on_both_sides(
-    info: SegmentInfo, board: Board, request_: TierRequest
+    info: SegmentInfo, board: TierStatusFile, request_: TierRequest
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing was asked"):
         ask(info, request_, 0)
-    assert board.next_request() is None
+    assert board.pending() == {}
     tiers = FakeTiers()
     assert carry_out(1, request_, tiers).state == "refused"
     assert tiers.did == []
@@ -172,18 +183,18 @@ def test_a_malformed_request_is_refused_on_both_sides(
 
 def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo) -> None:
     assert read(info) is None
-    board = Board.create(info.header["uuid"])
+    board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     try:
         state = path_of(info).stat()
         assert stat.S_IMODE(state.st_mode) == 0o600
-        assert state.st_size == board_format.LAYOUT.file_bytes
+        assert state.st_size == KIND.file_bytes
         with pytest.raises(SegmentFormatError, match="damaged"):
             read(info)  # nothing is published yet
         board.publish(FIGURES)
         assert read(info) == FIGURES
-        assert boards_of([info]) == {info.name: FIGURES}
+        assert tiers_of([info]) == {info.name: FIGURES}
         with pytest.raises(SegmentError, match="cannot make"):
-            Board.create(info.header["uuid"])
+            StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
         assert read(info) == FIGURES, "who came second has removed the board of the first"
         assert segment.reap() == []
         assert path_of(info).exists(), "a living board was reaped"
@@ -198,12 +209,12 @@ def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo
 
 def test_the_board_of_nobody_is_reaped_and_not_told_of(info: SegmentInfo) -> None:
     path = path_of(info)
-    path.write_bytes(board_format.LAYOUT.pack_header())
+    path.write_bytes(KIND.header)
     assert segment.reap() == []
     assert not path.exists()
 
 
-def test_a_board_that_others_may_open_is_not_read(info: SegmentInfo, board: Board) -> None:
+def test_a_board_that_others_may_open_is_not_read(info: SegmentInfo, board: TierStatusFile) -> None:
     path_of(info).chmod(0o644)
     with pytest.raises(SegmentFormatError, match="user alone"):
         read(info)
@@ -219,67 +230,69 @@ def test_a_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
         with pytest.raises(SegmentError, match="cannot open"):
             read(info)
         with pytest.raises(SegmentError, match="cannot make"):
-            Board.create(info.header["uuid"])
+            StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     finally:
         path_of(info).unlink()
     assert target.read_bytes() == b""
 
 
-def test_a_writer_that_ends_half_way_has_changed_nothing(info: SegmentInfo, board: Board) -> None:
+def test_a_writer_that_ends_half_way_has_changed_nothing(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
     newer = replace(FIGURES, blocks=replace(FIGURES.blocks, matched=1000))
-    cell = board_format.pack_snapshot(2, newer)
+    cell = KIND.pack(2, newer)
     for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
-        overwrite(
-            info, board_format.LAYOUT.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length]
-        )
+        overwrite(info, KIND.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length])
         assert read(info) == FIGURES
     board.publish(newer)
     assert read(info) == newer
-    request = board_format.pack_request(1, TierRequest("clear"))
-    overwrite(info, board_format.LAYOUT.request_at(1), request[:-1])
-    assert board.next_request() is None
+    request = KIND.pack(1, TierRequest("clear"))
+    overwrite(info, KIND.request_at(1), request[:-1])
+    assert board.pending() == {}
 
 
-def test_another_version_and_a_short_file_are_told_of(info: SegmentInfo, board: Board) -> None:
+def test_another_version_and_a_short_file_are_told_of(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
     overwrite(info, 8, struct.pack("<I", 99))
     with pytest.raises(SegmentFormatError, match="of version 99"):
         read(info)
-    overwrite(info, 0, board_format.LAYOUT.pack_header())
+    overwrite(info, 0, KIND.header)
     for size in (5000, 12, 0):
         os.truncate(path_of(info), size)
         with pytest.raises(SegmentFormatError, match="damaged" if size > 12 else "board"):
             read(info)
-        assert board.next_request() is None
+        assert board.pending() == {}
     board.publish(FIGURES)
-    overwrite(info, 0, board_format.LAYOUT.pack_header())
+    overwrite(info, 0, KIND.header)
     assert read(info) == FIGURES
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
-    info: SegmentInfo, board: Board, seed: int
+    info: SegmentInfo, board: TierStatusFile, seed: int
 ) -> None:
     dice = random.Random(seed)
     for _ in range(100):
-        at = dice.randrange(board_format.LAYOUT.file_bytes)
+        at = dice.randrange(KIND.file_bytes)
         overwrite(info, at, dice.randbytes(dice.randrange(1, 6000)))
         with suppress(SegmentError):
             assert read(info) == FIGURES
         with suppress(SegmentError):
             ask(info, TierRequest("verify"), 0)
-        if (found := board.next_request()) is not None:
-            assert found[1] == TierRequest("verify")
-            board.answer(TierAnswer(found[0], "done", (), ""))
-        os.truncate(path_of(info), board_format.LAYOUT.file_bytes)
+        for revision, request in board.pending().items():
+            assert request == TierRequest("verify")
+            board.answer(TierAnswer(revision, "done", (), ""))
+        os.truncate(path_of(info), KIND.file_bytes)
         board.publish(FIGURES)
-        overwrite(info, 0, board_format.LAYOUT.pack_header())
+        overwrite(info, 0, KIND.header)
         assert read(info) == FIGURES
 
 
 # -------------------------------------------------------------------------------------- requests
 
 
-def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> None:
+def test_operators_get_their_own_answers(info: SegmentInfo, board: TierStatusFile) -> None:
     """More operators than the ring has places, at once; each asks for a size of its own."""
     operators, each = 12, 6
     got: dict[int, TierAnswer | None] = {}
@@ -288,8 +301,7 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> Non
     def serve() -> None:
         # It looks now and then, as a publisher does: one that spins keeps the others from the lock.
         while not is_over.wait(0.001):
-            while (found := board.next_request()) is not None:
-                revision, request = found
+            for revision, request in board.pending().items():
                 board.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
                 board.publish(replace(FIGURES, answered_revision=revision))
 
@@ -324,35 +336,34 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> Non
 
 
 def test_requests_that_nobody_answers_are_kept_and_then_refused(
-    info: SegmentInfo, board: Board
+    info: SegmentInfo, board: TierStatusFile
 ) -> None:
     for size in range(RING):
         assert ask(info, TierRequest("limit", "disk", size), 0) is None
     with pytest.raises(SegmentBusyError, match="nothing was asked"):
         ask(info, TierRequest("verify"), 0)
     for size in range(RING):
-        found = board.next_request()
-        assert found is not None
+        found = next(iter(board.pending().items()))
         assert found == (size + 1, TierRequest("limit", "disk", size))
         board.answer(TierAnswer(found[0], "done", (), ""))
-    assert board.next_request() is None
+    assert board.pending() == {}
     assert ask(info, TierRequest("verify"), 0) is None
 
 
 def test_an_unknown_tier_is_refused_before_anything_is_written(
-    info: SegmentInfo, board: Board
+    info: SegmentInfo, board: TierStatusFile
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="no tier 'tape'; it has host, disk"):
         ask(info, TierRequest("limit", "tape", 5), 0)
-    assert board.next_request() is None
+    assert board.pending() == {}
 
 
 def test_who_waits_hears_that_the_instance_has_ended(info: SegmentInfo) -> None:
-    board = Board.create(info.header["uuid"])
+    board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     board.publish(FIGURES)
 
     def end_when_asked() -> None:
-        while board.next_request() is None:
+        while not board.pending():
             pass
         board.close()
 
@@ -361,6 +372,78 @@ def test_who_waits_hears_that_the_instance_has_ended(info: SegmentInfo) -> None:
     with pytest.raises(SegmentDeadError, match="have ended"):
         ask(info, TierRequest("verify"), DEADLINE_S)
     thread.join()
+
+
+def test_a_file_that_is_cut_short_kills_no_process_that_waits(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
+    """The futex words lie in a page that is gone then: a load from it would be a SIGBUS."""
+    with post(info, TierRequest("verify")) as asked:
+        seen = board.bell
+        os.truncate(path_of(info), 0)
+        board.wait(seen, 0.01)
+        board.wait(board.bell, 0.01)
+        board.ring()
+        assert asked.wait(0.01) is None
+        os.truncate(path_of(info), KIND.file_bytes)
+        board.answer(TierAnswer(1, "done", (), ""))
+        answer = asked.wait(DEADLINE_S)
+        assert answer is not None
+        assert answer.state == "done"
+
+
+def test_a_request_and_an_answer_wake_who_waits(info: SegmentInfo, board: TierStatusFile) -> None:
+    def serve() -> None:
+        seen = board.bell
+        while not (pending := board.pending()):
+            board.wait(seen, DEADLINE_S)
+            seen = board.bell
+        board.answer(TierAnswer(max(pending), "done", (), ""))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    answer = ask(info, TierRequest("verify"), DEADLINE_S)
+    server.join()
+    assert answer == TierAnswer(1, "done", (), "")
+
+
+def test_a_bell_that_was_overwritten_delays_and_loses_nothing(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
+    overwrite(info, 64, b"\xff" * 128)
+    with post(info, TierRequest("verify")) as asked:
+        assert board.bell == 0, "the largest number is followed by 0"
+        overwrite(info, 64, bytes(128))
+        (revision,) = board.pending()
+        board.answer(TierAnswer(revision, "done", (), ""))
+        assert asked.wait(DEADLINE_S) is not None
+
+
+def test_what_has_no_room_is_an_error_and_not_written(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
+    with pytest.raises(SegmentError, match="no room for a cell"):
+        board.answer(TierAnswer(1, "done", (), "x" * CELL_BYTES))
+    with pytest.raises(SegmentError, match="no room for a cell"):
+        board.publish(replace(FIGURES, tiers=(replace(TIER, problem="x" * KIND.snapshot_bytes),)))
+    assert read(info) == FIGURES
+
+
+def test_a_closed_file_wakes_its_thread_and_a_child_leaves_it(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
+    if (child := os.fork()) == 0:
+        board.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert read(info) == FIGURES
+    waiter = threading.Thread(target=board.wait, args=(board.bell, DEADLINE_S))
+    waiter.start()
+    board.close()
+    waiter.join(DEADLINE_S)
+    assert not waiter.is_alive()
+    board.wait(board.bell, DEADLINE_S)
+    board.ring()
 
 
 # ------------------------------------------------------------------------------------- carry out

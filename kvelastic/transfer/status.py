@@ -1,22 +1,22 @@
-"""Shows a node to operators and does what they ask: its link board (`kvelastic.link_board`).
+"""Shows a node to operators and does what they ask, in its status file (`kvelastic.link_status`).
 
 It is written twice a second by the node's own thread. What cannot be shown is logged once: a node
-never fails because nobody can look.
+never fails because its file cannot be written.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvelastic import link_board_format as board_format
-from kvelastic.board_file import BoardFile
 from kvelastic.errors import KvelasticError
-from kvelastic.link_board_format import (
-    LAYOUT,
+from kvelastic.link_status import (
+    KIND,
+    MOST_ADDRESS,
+    MOST_ENDED,
+    MOST_LINKS,
     LinkAnswer,
     LinkFigures,
     LinkRequest,
@@ -24,7 +24,8 @@ from kvelastic.link_board_format import (
     Way,
     text_of,
 )
-from kvelastic.segment_dir import link_board_name, reap
+from kvelastic.segment_dir import link_status_name, reap
+from kvelastic.status_file import StatusFile
 
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
@@ -34,28 +35,35 @@ _log = logging.getLogger("kvelastic.transfer")
 PUBLISH_S: Final = 0.5
 
 
-class LinkBoard:
+class LinkStatus:
     """For one node. Made by any thread; the rest in the node's, but for `close`."""
 
     def __init__(self, node: Node) -> None:
         """Make the file, and remove what dead processes have left; never raises."""
         self._node = node
-        self._answered = 0
         self._has_warned = False
         self._started_ns = time.time_ns()
-        self._file: BoardFile | None = None
+        self._file: StatusFile[NodeFigures, LinkRequest, LinkAnswer] | None = None
         reap()
         try:
-            self._file = BoardFile.create(link_board_name(node.start), LAYOUT)
-            atexit.register(self.close)
+            self._file = StatusFile.create(link_status_name(node.start), KIND)
             self.publish()
         except (KvelasticError, OSError) as error:
             self._warn(error)
 
     def refresh(self) -> None:
         """Do what was asked, and show what is so now."""
+        if self._file is None:
+            return
         try:
-            self._serve()
+            for revision, request in self._file.pending().items():
+                is_cut = self._node.cut(request.link, request.peer_id)
+                self.publish()  # first: an operator with the answer sees what came of it
+                self._file.answer(
+                    LinkAnswer(revision, "done")
+                    if is_cut
+                    else LinkAnswer(revision, "refused", "that link has ended before")
+                )
             self.publish()
         except (KvelasticError, OSError) as error:
             self._warn(error)
@@ -63,64 +71,38 @@ class LinkBoard:
     def publish(self) -> None:
         """Show what is so now. Raises `SegmentError`."""
         if self._file is not None:
-            figures = self._figures()
-            self._file.publish(lambda number: board_format.pack_snapshot(number, figures))
+            self._file.publish(self._figures(self._file.answered_revision))
 
     def close(self) -> None:
         """Remove the file. Repeatable."""
-        atexit.unregister(self.close)
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             _log.warning("kvctl links does not see node %d: %s", self._node.node_id, error)
 
-    # --- what operators ask --------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        file = self._file  # `close` may come meanwhile
-        if file is None:
-            return
-        pending = file.pending(board_format.unpack_request, self._answered)
-        for revision, request in pending.items():
-            self._answered = revision
-            answer = self._carried_out(revision, request)
-            self.publish()  # first: who has the answer sees what came of it
-            file.answer(revision, board_format.pack_answer(answer))
-
-    def _carried_out(self, revision: int, request: LinkRequest) -> LinkAnswer:
-        if not self._node.cut(request.link, request.peer_id):
-            return LinkAnswer(revision, "refused", "that link has ended before")
-        return LinkAnswer(revision, "done")
-
-    # --- figures -------------------------------------------------------------------------------
-
-    def _figures(self) -> NodeFigures:
+    def _figures(self, answered_revision: int) -> NodeFigures:
         node = self._node
         ranges, registered_bytes = node.ranges.sizes
         leases = node.leases.by_owner()
         links = [
             _link_figures(link, leases.get(link.connection, 0), is_standing=True)
-            for link in node.links[: board_format.MOST_LINKS]
+            for link in node.links[:MOST_LINKS]
         ]
         ended = [
-            _link_figures(link, 0, is_standing=False)
-            for link in node.ended_links[-board_format.MOST_ENDED :]
+            _link_figures(link, 0, is_standing=False) for link in node.ended_links[-MOST_ENDED:]
         ]
         return NodeFigures(
             node_id=node.node_id,
             pid=os.getpid(),
             role=text_of(node.role),
-            addresses=tuple(
-                text_of(address, board_format.MOST_ADDRESS) for address in node.addresses[:8]
-            ),
+            addresses=tuple(text_of(address, MOST_ADDRESS) for address in node.addresses[:8]),
             data_port=node.streams.port,
             published_realtime_ns=time.time_ns(),
             started_realtime_ns=self._started_ns,
-            answered_revision=self._answered,
+            answered_revision=answered_revision,
             ranges=ranges,
             registered_bytes=registered_bytes,
             leases=sum(leases.values()),

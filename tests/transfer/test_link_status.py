@@ -11,37 +11,30 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from link_boards import counts
+from link_statuses import counts
 from linked import Memory, address_of, linked, secret_file
 from processes import LineProgram
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
-from kvelastic import link_board, metrics
-from kvelastic.board_layout import CELL_BYTES
+from kvelastic import link_status, metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import (
     ChannelClosedError,
     KvelasticError,
     SegmentNotFoundError,
 )
-from kvelastic.link_board_format import (
-    LAYOUT,
+from kvelastic.link_status import (
+    KIND,
     MOST_ENDED,
     MOST_LINKS,
     LinkAnswer,
     LinkFigures,
     LinkRequest,
     NodeFigures,
-    pack_answer,
-    pack_request,
-    pack_snapshot,
     text_of,
-    unpack_answer,
-    unpack_request,
-    unpack_snapshot,
 )
-from kvelastic.segment_dir import SHM_DIR, link_board_name, reap
+from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_000_000_001, 7_000_000_002  # other tests' nodes are in the same folder
@@ -68,7 +61,7 @@ def refreshed(node: Node) -> None:
     written = threading.Event()
 
     def write() -> None:
-        node._board.publish()
+        node._status.publish()
         written.set()
 
     node._endpoint.run_soon(write)
@@ -78,7 +71,7 @@ def refreshed(node: Node) -> None:
 def shown(node: Node) -> NodeFigures:
     """What stands on the node's board, written anew."""
     refreshed(node)
-    (found,) = [one for one in link_board.nodes() if one.node_id == node.node_id]
+    (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
     return found
 
 
@@ -202,12 +195,12 @@ def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) ->
         (old,) = node.links
         reader.links[0].unlink(timeout_s=DEADLINE_S)
         new = reader.link(address, timeout_s=DEADLINE_S)
-        answer = link_board.cut(node, old, wait_s=DEADLINE_S)
+        answer = link_status.cut(node, old, wait_s=DEADLINE_S)
         assert answer is not None
         assert (answer.state, answer.reason) == ("refused", "that link has ended before")
         new.check(timeout_s=DEADLINE_S)
     with pytest.raises(SegmentNotFoundError, match="has gone"):
-        link_board.cut(node, old, wait_s=DEADLINE_S)
+        link_status.cut(node, old, wait_s=DEADLINE_S)
 
 
 def test_metrics(tmp_path: Path) -> None:
@@ -241,7 +234,7 @@ def test_the_file_is_the_users_alone_and_goes_with_its_node(tmp_path: Path) -> N
         node = Node(ONE, listen=[address_of("unix", tmp_path)])
     finally:
         os.umask(umask)
-    path = SHM_DIR / link_board_name(node.start)
+    path = SHM_DIR / link_status_name(node.start)
     assert path.stat().st_mode & 0o777 == 0o600
     child = os.fork()
     if child == 0:
@@ -250,9 +243,9 @@ def test_the_file_is_the_users_alone_and_goes_with_its_node(tmp_path: Path) -> N
     os.waitpid(child, 0)
     assert path.exists()
     path.chmod(0o644)
-    assert ONE not in [one.node_id for one in link_board.nodes()]
+    assert ONE not in [one.node_id for one in link_status.nodes()]
     path.chmod(0o600)
-    assert ONE in [one.node_id for one in link_board.nodes()]
+    assert ONE in [one.node_id for one in link_status.nodes()]
     node.close()
     node.close()
     assert not path.exists()
@@ -267,12 +260,12 @@ print(node.start.hex(), flush=True)
 sys.stdin.read()
 """
     with LineProgram("-c", program, str(ONE)) as process:
-        path = SHM_DIR / link_board_name(bytes.fromhex(process.read()))
+        path = SHM_DIR / link_status_name(bytes.fromhex(process.read()))
         process.stop()
         reap()
-        assert ONE in [one.node_id for one in link_board.nodes()]  # stopped is not dead
+        assert ONE in [one.node_id for one in link_status.nodes()]  # stopped is not dead
     assert path.exists()
-    assert ONE not in [one.node_id for one in link_board.nodes()]
+    assert ONE not in [one.node_id for one in link_status.nodes()]
     reap()
     assert not path.exists()
 
@@ -280,12 +273,12 @@ sys.stdin.read()
 def test_a_node_that_cannot_be_shown_works_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvelastic.board_file.SHM_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr("kvelastic.status_file.SHM_DIR", tmp_path / "nowhere")
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         reader.link(address, timeout_s=DEADLINE_S).check(timeout_s=DEADLINE_S)
-        owner._board.refresh()
-        assert ONE not in [one.node_id for one in link_board.nodes()]
+        owner._status.refresh()
+        assert ONE not in [one.node_id for one in link_status.nodes()]
 
 
 FULL = LinkFigures(
@@ -299,19 +292,24 @@ NODE = NodeFigures(
 
 
 def test_the_largest_board_has_room() -> None:
-    assert unpack_snapshot(pack_snapshot(5, NODE)) == (5, NODE)
+    assert KIND.unpack(NodeFigures, KIND.pack(5, NODE)) == (5, NODE)
 
 
 def test_what_is_not_whole_is_nothing() -> None:
-    snapshot = pack_snapshot(1, NODE)
+    snapshot = KIND.pack(1, NODE)
     for at in (0, 8, 12, 5000, len(snapshot) - 1):
-        assert unpack_snapshot(snapshot[:at] + b"\xff" + snapshot[at + 1 :]) is None
-    assert unpack_snapshot(snapshot[:-1]) is None
-    request = pack_request(3, LinkRequest("cut", 1, 2))
-    assert unpack_request(request) == (3, LinkRequest("cut", 1, 2))
-    assert unpack_answer(request) is None
+        assert (
+            KIND.unpack(
+                NodeFigures, snapshot[:at] + bytes([snapshot[at] ^ 255]) + snapshot[at + 1 :]
+            )
+            is None
+        )
+    assert KIND.unpack(NodeFigures, snapshot[:-1]) is None
+    request = KIND.pack(3, LinkRequest("cut", 1, 2))
+    assert KIND.unpack(LinkRequest, request) == (3, LinkRequest("cut", 1, 2))
+    assert KIND.unpack(LinkAnswer, request) is None
     answer = LinkAnswer(3, "refused", "no")
-    assert unpack_answer(pack_answer(answer)) == answer
+    assert KIND.unpack(LinkAnswer, KIND.pack(3, answer)) == (3, answer)
     for lie in (
         b"",
         b"\x00" * 12,
@@ -320,5 +318,7 @@ def test_what_is_not_whole_is_nothing() -> None:
         (3).to_bytes(8, "little") + (7).to_bytes(4, "little") + b"\x93\xa3tuc\x01\x02",
         (3).to_bytes(8, "little") + (1).to_bytes(4, "little") + b"\xc1",
     ):
-        assert unpack_request(LAYOUT.sealed(b"request", lie, CELL_BYTES)) is None
+        head, body = lie[:12].ljust(12, b"\0"), lie[12:]
+        cell = head + KIND._sum(LinkRequest, head + body) + body
+        assert KIND.unpack(LinkRequest, cell) is None
     assert text_of("a\nb\x1b" + "x" * 100) == "a?b?" + "x" * 60

@@ -12,16 +12,17 @@ from click.testing import CliRunner, Result
 from linked import address_of
 from waiting import DEADLINE_S
 
-from kvelastic import link_board
-from kvelastic.board_file import BoardFile
+from kvelastic import link_status
 from kvelastic.cli.kvctl import main
-from kvelastic.link_board_format import (
-    LAYOUT,
+from kvelastic.link_status import (
+    KIND,
+    LinkAnswer,
     LinkFigures,
+    LinkRequest,
     NodeFigures,
-    pack_snapshot,
 )
-from kvelastic.segment_dir import link_board_name
+from kvelastic.segment_dir import link_status_name
+from kvelastic.status_file import StatusFile
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_100_000_001, 7_100_000_002  # other tests' nodes are in the same folder
@@ -30,6 +31,7 @@ LINK = LinkFigures(
 )  # fmt: skip
 NODE = NodeFigures(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
 MOST = (1 << 63) - 1
+File = StatusFile[NodeFigures, LinkRequest, LinkAnswer]
 
 
 def counts(each: int) -> tuple[int, int, int, int, int, int, int, int, int]:
@@ -42,24 +44,24 @@ def kvctl(*arguments: str) -> Result:
 
 
 @contextmanager
-def board(node: NodeFigures = NODE, start: bytes | None = None) -> Iterator[BoardFile]:
+def board(node: NodeFigures = NODE, start: bytes | None = None) -> Iterator[File]:
     """A board of this process that says what it likes."""
-    made = BoardFile.create(link_board_name(start or os.urandom(16)), LAYOUT)
+    made = StatusFile.create(link_status_name(start or os.urandom(16)), KIND)
     try:
-        made.publish(lambda number: pack_snapshot(number, node))
+        made.publish(node)
         yield made
     finally:
         made.close()
 
 
 def shown() -> list[NodeFigures]:
-    return [node for node in link_board.nodes() if node.node_id in {ONE, TWO}]
+    return [node for node in link_status.nodes() if node.node_id in {ONE, TWO}]
 
 
 @contextmanager
 def unattended(node: Node) -> Iterator[Callable[[], None]]:
     """The node's own thread does not look at its board; what is answered does."""
-    looked, begun = node._board, threading.Event()
+    looked, begun = node._status, threading.Event()
 
     class Idle:
         def refresh(self) -> None:
@@ -68,12 +70,12 @@ def unattended(node: Node) -> Iterator[Callable[[], None]]:
         def close(self) -> None:
             looked.close()
 
-    node._board = Idle()  # type: ignore[assignment]
+    node._status = Idle()  # type: ignore[assignment]
     assert begun.wait(DEADLINE_S)  # so that no look is under way any more
     try:
         yield looked.refresh
     finally:
-        node._board = looked
+        node._status = looked
 
 
 @contextmanager
@@ -84,5 +86,5 @@ def pair(folder: Path) -> Iterator[tuple[Node, Node, Link]]:
 
 
 def figures(node: Node) -> NodeFigures:
-    (found,) = [one for one in link_board.nodes() if one.node_id == node.node_id]
+    (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
     return found

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from link_boards import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
+from link_statuses import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
 from linked import address_of
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
-from kvelastic import link_board, metrics
+from kvelastic import link_status, metrics
 from kvelastic.cli.link_tables import table
 from kvelastic.errors import SegmentNotFoundError
-from kvelastic.link_board_format import (
-    LAYOUT,
+from kvelastic.link_status import (
+    KIND,
     LinkFigures,
     NodeFigures,
+    object_of,
 )
-from kvelastic.link_rows import object_of
 from kvelastic.messages import parse_address
-from kvelastic.segment_dir import SHM_DIR, link_board_name, reap
+from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Node
 
 # --- lies -----------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_figures_of_the_latest_link_with_a_peer(tmp_path: Path) -> None:
             owner.links[0].count(failures=failures)
             link.unlink(timeout_s=DEADLINE_S)
             assert ended.acquire(timeout=DEADLINE_S)
-        text = metrics.render([], [], {}, [owner._board._figures()])
+        text = metrics.render([], [], {}, [owner._status._figures(0)])
         assert [
             line.split()[-1] for line in text.splitlines() if "link_failures_total{" in line
         ] == ["2.0"]
@@ -135,10 +135,10 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "folder": lambda path, _: path.mkdir(0o700),
     "hard link": _hard_link,
     "empty": lambda path, _: path.touch(0o600),
-    "only a header": lambda path, _: path.write_bytes(LAYOUT.pack_header()),
-    "zeros": lambda path, _: path.write_bytes(bytes(LAYOUT.file_bytes)),
+    "only a header": lambda path, _: path.write_bytes(KIND.header),
+    "zeros": lambda path, _: path.write_bytes(bytes(KIND.file_bytes)),
     "huge": lambda path, _: os.truncate(path.write_bytes(b"KVLINKS\0") and path, 1 << 40),
-    "noise": lambda path, _: path.write_bytes(os.urandom(LAYOUT.file_bytes)),
+    "noise": lambda path, _: path.write_bytes(os.urandom(KIND.file_bytes)),
     "a board": lambda path, elsewhere: path.write_bytes(elsewhere.read_bytes()),
 }
 
@@ -149,7 +149,7 @@ def test_a_file_that_is_no_board_is_neither_shown_nor_waited_for(kind: str, tmp_
     whole = tmp_path / "whole"
     with board() as made:
         whole.write_bytes(made._path.read_bytes())
-    path = SHM_DIR / link_board_name(os.urandom(16))
+    path = SHM_DIR / link_status_name(os.urandom(16))
     try:
         KINDS[kind](path, whole)
         if path.is_file():
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_board_is_neither_shown_nor_waited_for(kind: str, tmp_
         assert shown() == []
         assert kvctl("--json").exit_code == 0
         with pytest.raises(SegmentNotFoundError):
-            link_board.cut(NODE, LINK, wait_s=0)
+            link_status.cut(NODE, LINK, wait_s=0)
         reap()
         assert whole.exists()
     finally:
@@ -169,15 +169,15 @@ def test_a_file_that_is_no_board_is_neither_shown_nor_waited_for(kind: str, tmp_
 
 def test_another_version_is_said_and_not_read() -> None:
     with board() as made:
-        newer = dataclasses.replace(LAYOUT, version=9)
-        os.pwrite(made._fd, newer.pack_header(), 0)
+        newer = dataclasses.replace(KIND, version=9)
+        os.pwrite(made._fd, newer.header, 0)
         assert shown() == []
         for arguments in ((), ("--json",)):
             result = kvctl(*arguments)
             assert result.exit_code == 0
-            assert "is of version 9; this kvelastic reads version 1" in result.stderr
+            assert "is of version 9; this kvelastic reads version 2" in result.stderr
         with pytest.raises(SegmentNotFoundError):
-            link_board.cut(NODE, LINK, wait_s=0)
+            link_status.cut(NODE, LINK, wait_s=0)
         with board(msgspec.structs.replace(NODE, node_id=TWO)):  # it hides no other one
             assert [node.node_id for node in shown()] == [TWO]
 
@@ -199,19 +199,19 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
         assert [node.node_id for node in shown()] == [ONE]
         os.chown(made._path, 0, 0)
         program = (
-            "import os; from kvelastic import link_board; os.setuid(65534);"
-            " print(link_board.look())"
+            "import os; from kvelastic import link_status; os.setuid(65534);"
+            " print(link_status.look())"
         )
         assert str(ONE) not in run_python("-c", program).stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [0, 10, 5000, LAYOUT.answer_at(0)])
+@pytest.mark.parametrize("size", [0, 10, 5000, KIND.answer_at(0)])
 def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
     size: int, tmp_path: Path
 ) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner, unattended(owner) as look:
-        path = SHM_DIR / link_board_name(owner.start)
+        path = SHM_DIR / link_status_name(owner.start)
         look()
         os.truncate(path, size)
         kvctl()
@@ -230,8 +230,8 @@ def test_a_board_whose_name_is_gone_harms_nobody(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader, unattended(owner) as look:
         link = reader.link(address, timeout_s=DEADLINE_S)
-        node, (back,) = owner._board, owner.links
-        path = SHM_DIR / link_board_name(owner.start)
+        node, (back,) = owner._status, owner.links
+        path = SHM_DIR / link_status_name(owner.start)
         path.unlink()
         path.write_text("somebody else's")
         look()
