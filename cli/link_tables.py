@@ -54,7 +54,7 @@ def _sentence(node: NodeFigures) -> str:
     role = f", {printable(node.role)}" if node.role else ""
     where = ", ".join(map(printable, node.addresses)) or "nowhere"
     data = f", and takes data at port {node.data_port}" if node.data_port else ""
-    standing = _counted(sum(link.state == "linked" for link in node.links), "link")
+    standing = _counted(node.standing_links, "link")
     reached = f"{format_size(node.registered_bytes)} in {_counted(node.ranges, 'range')}"
     is_stale = time.time() - node.published_realtime_ns / 1e9 > _STALE_S
     stale = (

@@ -72,6 +72,11 @@ class LedgerInfo:
     fill what lies outside the capacity first. 0: they come out of the capacity (a GPU)."""
 
     @property
+    def instances(self) -> int:
+        """How many share it."""
+        return len(self.members)
+
+    @property
     def granted_bytes(self) -> int:
         """Held by all members together."""
         return sum(member.granted_bytes for member in self.members)

@@ -73,6 +73,11 @@ class LinkFigures(Shown, frozen=True):
     """Copies of this node's that failed."""
 
     @property
+    def is_linked(self) -> bool:
+        """Whether it stands."""
+        return self.state == "linked"
+
+    @property
     def in_bytes(self) -> int:
         """All that came here over it."""
         return self.pulled_bytes + self.peer_pushed_bytes
@@ -112,6 +117,11 @@ class NodeFigures(Shown, frozen=True):
     strangers_refused: Count
     """Who did not get in."""
     links: Annotated[tuple[LinkFigures, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
+
+    @property
+    def standing_links(self) -> int:
+        """How many links stand."""
+        return sum(link.is_linked for link in self.links)
 
 
 class LinkRequest(Shown, frozen=True):

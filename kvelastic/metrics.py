@@ -87,8 +87,7 @@ def families(
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
     for ledger in readable:
         labels = (ledger.device, ledger.group)
-        for described, value in metric_table.DEVICE:
-            drawn.add(described, labels, value(ledger))
+        drawn.add_all(metric_table.DEVICE, labels, ledger)
         _add_members(drawn, ledger, segments)
     for status in metric_table.STATUSES:
         drawn.add(metric_table.SEGMENTS, (status,), sum(info.status == status for info in segments))
@@ -99,12 +98,11 @@ def families(
 def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     labels = _labels(info)
     status = status_of(info)
-    for field, described in metric_table.FIGURES.items():
-        drawn.add(described, labels, getattr(status, field))
+    drawn.add_all(metric_table.FIGURES, labels, status)
     for use in status.uses:
         drawn.add(metric_table.ON_DEVICE, (labels[0], use.device, *labels[2:]), use.mapped_bytes)
-    for counter, described in metric_table.COUNTERS.items():
-        drawn.add(described, labels, status.counters.get(counter))
+    for described in metric_table.COUNTERS:
+        drawn.add(described, labels, status.counters.get(described.field))
     for state in metric_table.STATES:
         drawn.add(metric_table.STATE, (*labels, state), int(state == status.state))
     drawn.add(metric_table.STARTED, labels, info.header["created_realtime_ns"] / 1e9)
@@ -113,20 +111,16 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
 
 def _add_tiers(drawn: _Drawn, name: str, board: TiersFigures) -> None:
     for tier in board.tiers:
-        for described, value in metric_table.TIER:
-            drawn.add(described, (name, tier.tier), value(tier))
-    for field, described in metric_table.TIERS.items():
-        drawn.add(described, (name,), getattr(board.blocks, field))
+        drawn.add_all(metric_table.TIER, (name, tier.tier), tier)
+    drawn.add_all(metric_table.TIERS, (name,), board.blocks)
 
 
 def _add_node(drawn: _Drawn, node: NodeFigures) -> None:
     labels = (str(node.node_id), str(node.pid), node.role)
-    for described, value in metric_table.NODE:
-        drawn.add(described, labels, value(node))
+    drawn.add_all(metric_table.NODE, labels, node)
     # Several of one peer have ended, maybe, and one series is drawn: that of the latest.
     for link in sorted(node.links, key=lambda link: link.number, reverse=True):
-        for of_link, value_of in metric_table.LINK:
-            drawn.add(of_link, (*labels, str(link.peer_id)), value_of(link))
+        drawn.add_all(metric_table.LINK, (*labels, str(link.peer_id)), link)
 
 
 def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentInfo]) -> None:
@@ -139,8 +133,7 @@ def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentIn
         header = info.header if info else {"engine": "", "model": ""}
         name = info.name if info else member.name
         labels = (name, ledger.device, header["engine"], header["model"])
-        for described, value in metric_table.MEMBER:
-            drawn.add(described, labels, value(member))
+        drawn.add_all(metric_table.MEMBER, labels, member)
 
 
 def _labels(info: SegmentInfo) -> tuple[str, ...]:
@@ -153,6 +146,11 @@ class _Drawn:
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def add_all(self, table: metric_table.Table, labels: Sequence[str], of: object) -> None:
+        for described in table:
+            value: metric_table.Value = getattr(of, described.field)
+            self.add(described, labels, value)
 
     def add(
         self, described: metric_table.Described, labels: Sequence[str], value: metric_table.Value

@@ -77,6 +77,11 @@ class TierFigures(Shown, frozen=True):
     """Why its medium does not do all that it should now; empty: it does, or it is not said."""
 
     @property
+    def load_s(self) -> float | None:
+        """Seconds to load a block; None before the first."""
+        return None if self.load_us is None else self.load_us / 1e6
+
+    @property
     def state(self) -> str:
         """ok; stuck: it hangs and is not asked; silent: it does not say what it holds;
         failing: its medium refuses something, see `problem`."""
