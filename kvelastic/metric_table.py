@@ -204,7 +204,9 @@ ON_DEVICE, STARTED = _table(
 (INFO,) = _table(
     "instance_", (*INSTANCE_LABELS, "pid", "uuid"), ("info", "Identity labels; always 1.")
 )
-(SEGMENTS,) = _table("", ("status",), ("segments", "Segments found: alive, closing, dead, unknown, unreadable."))
+(SEGMENTS,) = _table(
+    "", ("status",), ("segments", "Segments found: alive, closing, dead, unknown, unreadable.")
+)
 (UNREADABLE,) = _table("", (), ("ledgers_unreadable", "Ledgers that this user cannot read."))
 
 METRICS: Final[Table] = (
