@@ -59,7 +59,7 @@ class FreeSlots {
     }
   }
 
-  /// Removes and returns the lowest free slot; empty if there is none.
+  /// Removes and returns the lowest free slot; empty if the set is empty.
   std::optional<std::uint32_t> take_lowest() {
     if (size_ == 0) return std::nullopt;
     std::uint64_t at = 0;

@@ -1,6 +1,6 @@
-// The part of cuda.h that kvelastic uses: types and numbers of the driver's binary interface, which
-// NVIDIA keeps stable, so that nothing of CUDA is needed to build. tests/contract compares them
-// with cuda.h where there is one.
+// The part of cuda.h that kvelastic uses: types and constants of the driver's ABI, which NVIDIA
+// keeps stable. The build therefore needs no CUDA. tests/contract compares these with cuda.h where
+// it is installed.
 #pragma once
 
 #include <cstddef>
@@ -38,8 +38,7 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr int kCaptureModeRelaxed = 2;
 inline constexpr int kCaptureStatusNone = 0;
 
-/// Whether a handle names the stream that work goes to when no stream is named: null, or
-/// CU_STREAM_LEGACY.
+/// True for the legacy default stream: null or CU_STREAM_LEGACY.
 inline bool is_legacy(Stream stream) {
   return reinterpret_cast<std::uintptr_t>(stream) <= 1;
 }
@@ -75,7 +74,7 @@ inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr int kMemoryTypeHost = 1;
 inline constexpr int kMemoryTypeDevice = 2;
 
-/// CUDA_MEMCPY2D: rows of one width, each end with a pitch of its own.
+/// CUDA_MEMCPY2D: rows of one width; each end has its own pitch.
 struct Copy2D {
   struct End {
     std::size_t x_bytes;

@@ -9,9 +9,9 @@ namespace kvelastic::cuda {
 namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
-/// Virtual memory management with everything used here is complete since CUDA 11.3.
+/// The first CUDA version with every virtual memory management function used here.
 constexpr int kCudaVersion = 11030;
-/// From here on cuDeviceGetUuid tells MIG instances of one GPU apart.
+/// Since this version cuDeviceGetUuid distinguishes the MIG instances of a GPU.
 constexpr int kMigAwareVersion = 11040;
 constexpr std::uint64_t kDefaultSearch = 0;
 
@@ -79,8 +79,8 @@ kvelastic::Result<const Api*> load_once() {
     const char* why = ::dlerror();
     return unavailable(std::string("no CUDA driver: ") + (why != nullptr ? why : kLibrary));
   }
-  // The entry point was renamed, and got one more argument, in CUDA 12; the old one is exported
-  // still, under the name that this asks for, by every driver since 11.3.
+  // CUDA 12 renamed the entry point and added an argument. Every driver since 11.3 still exports
+  // the old one under this name.
   auto find = reinterpret_cast<GetProcAddress>(::dlsym(library, "cuGetProcAddress"));
   if (find == nullptr) {
     return unavailable("the CUDA driver is older than 11.3: it has no cuGetProcAddress");
@@ -89,7 +89,7 @@ kvelastic::Result<const Api*> load_once() {
   for (const Symbol& symbol : symbols_of(api)) {
     if (find(symbol.name, symbol.slot, symbol.version, kDefaultSearch) != kSuccess ||
         *symbol.slot == nullptr) {
-      // A driver from before MIG instances had names of their own: they cannot be told apart.
+      // An older driver has no separate UUIDs for MIG instances, so they cannot be distinguished.
       if (symbol.version == kMigAwareVersion) continue;
       return unavailable(std::string("the CUDA driver is too old: it has no ") + symbol.name);
     }

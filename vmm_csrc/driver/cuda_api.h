@@ -1,5 +1,5 @@
-// libcuda.so.1, found when it is wanted: nothing is linked, and a machine without it loads the
-// module all the same.
+// Loads libcuda.so.1 on first use. The module is not linked to it and also loads on machines
+// without it.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace kvelastic::cuda {
 
-/// The driver's functions. Member names are cuda.h's without "cu".
+/// The driver's functions. Member names are those of cuda.h without "cu".
 struct Api {
   Result (*Init)(unsigned flags);
   Result (*DriverGetVersion)(int* version);
@@ -59,9 +59,9 @@ struct Api {
   std::string describe(const char* call, Result code) const;
 };
 
-/// Loads the library and finds every function, once a process; then the same answer for ever.
-/// Fails with kDeviceUnavailable: no library, a library too old to have a function (named), or a
-/// driver that does not initialise.
+/// Loads the library and resolves every function, once per process; later calls return the same
+/// result. Fails with kDeviceUnavailable if there is no library, it lacks a function (named in the
+/// message), or the driver does not initialise.
 kvelastic::Result<const Api*> load();
 
 }  // namespace kvelastic::cuda

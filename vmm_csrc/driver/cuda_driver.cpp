@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How long a busy device may answer "not ready" before that is a failure.
+/// How long "not ready" is retried on a busy device before the call fails.
 constexpr auto kPatience = std::chrono::seconds(10);
 
 Error unavailable(const std::string& message) {
@@ -61,7 +61,7 @@ Result<std::vector<Found>> all_devices(const cuda::Api& api) {
   return found;
 }
 
-/// The ordinal that "cuda" or "cuda:N" means; -1 for a UUID, which is looked up.
+/// Returns the ordinal of "cuda" or "cuda:N"; -1 for a UUID.
 Result<int> ordinal_of(const std::string& name) {
   if (name == "cuda") return 0;
   if (name.starts_with(kGpuPrefix) || name.starts_with(kMigPrefix)) return -1;
@@ -99,8 +99,8 @@ cuda::Address address_of(const std::byte* at) {
   return reinterpret_cast<cuda::Address>(at);
 }
 
-/// While it lives, calls of this thread neither fail for a capture of a CUDA graph that goes on in
-/// this process nor end it.
+/// While this object exists, CUDA calls of this thread neither fail because of a graph capture
+/// elsewhere in the process nor invalidate it.
 class BesideCaptures {
  public:
   explicit BesideCaptures(const cuda::Api& api)
@@ -114,14 +114,14 @@ class BesideCaptures {
 
  private:
   const cuda::Api& api_;
-  int mode_ = cuda::kCaptureModeRelaxed;  // the thread's own from then on
+  int mode_ = cuda::kCaptureModeRelaxed;  // the thread's previous mode after the exchange
   const cuda::Result code_;
 };
 
 }  // namespace
 
-/// Makes the driver's context the thread's own for the length of a call: the caller may be any
-/// thread, the ring's or the keeper's among them.
+/// Makes the driver's context current for the duration of a call. The caller may be any thread, for
+/// example the ring's or the maintenance thread.
 class CudaDriver::InContext {
  public:
   explicit InContext(const CudaDriver& driver) : api_(driver.api_), beside_captures_(driver.api_) {
@@ -142,8 +142,8 @@ class CudaDriver::InContext {
   cuda::Result code_;
 };
 
-/// An event in each stream. What is recorded in a stream that is being captured belongs to the
-/// graph, so such a stream gets its event when the capture has ended.
+/// An event in each stream. An event recorded during a capture would belong to the graph, so a
+/// capturing stream gets its event after the capture has ended.
 class CudaDriver::Marks {
  public:
   Marks(const CudaDriver& driver, std::vector<cuda::Stream> streams)
@@ -157,7 +157,7 @@ class CudaDriver::Marks {
     for (const Mark& mark : marked_) (void)driver_.api_.EventDestroy(mark.event);
   }
 
-  /// Records what can be recorded. Waits for room in a stream whose queue is full.
+  /// Records an event in every stream that is not capturing. Blocks while a stream's queue is full.
   void record() {
     const InContext context(driver_);
     code_ = context.code();
@@ -175,7 +175,7 @@ class CudaDriver::Marks {
 
   bool is_recorded() const { return unmarked_.empty(); }
 
-  /// Whether all events have passed. Never waits.
+  /// True if all events have passed. Never blocks.
   Result<bool> have_passed() {
     const InContext context(driver_);
     if (code_ == cuda::kSuccess) code_ = context.code();
@@ -183,7 +183,8 @@ class CudaDriver::Marks {
       const Mark mark = marked_.back();
       const cuda::Result code = driver_.api_.EventQuery(mark.event);
       if (code == cuda::kErrorNotReady) return false;
-      // A capture has begun between the look at the stream and the event, which is the graph's now.
+      // A capture began between the check of the stream and the recording: the event belongs to the
+      // graph.
       const bool was_captured = code == cuda::kErrorCapturedEvent;
       if (!was_captured && code != cuda::kSuccess) {
         code_ = code;
@@ -203,7 +204,8 @@ class CudaDriver::Marks {
     cuda::Event event;
   };
 
-  /// An event is recorded in streams of its own context only; a stream's may be another than ours.
+  /// An event can only be recorded in a stream of the same context, and the stream's context may
+  /// differ from ours.
   cuda::Result record(cuda::Stream stream) {
     cuda::Context own = nullptr, popped = nullptr;
     cuda::Result code = driver_.api_.StreamGetCtx(stream, &own);
@@ -221,25 +223,25 @@ class CudaDriver::Marks {
 
   const CudaDriver& driver_;
   std::vector<cuda::Stream> unmarked_;
-  std::vector<Mark> marked_;  // those that have passed are gone
+  std::vector<Mark> marked_;  // events that have passed are removed
   cuda::Result code_ = cuda::kSuccess;
 };
 
-/// A thread that records events: cuEventRecord waits while the stream's queue is full, and a thread
-/// that maps pages must not.
+/// A thread that records events. cuEventRecord blocks while the stream's queue is full, and a
+/// thread that maps pages must not block.
 class CudaDriver::Recorder {
  public:
-  /// What is to be recorded, and whether that is still to be done.
+  /// Marks to record, and whether they still have to be recorded.
   struct Order {
     explicit Order(std::unique_ptr<Marks> made) : marks(std::move(made)) {}
     std::unique_ptr<Marks> marks;
-    std::atomic<bool> is_due{false};  // while it is set, the marks are the recorder's
+    std::atomic<bool> is_due{false};  // while true, only the recorder may use `marks`
   };
 
   Recorder() : thread_(&Recorder::run, this) {}
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
-  /// Waits for the recording that has begun; what is due besides is dropped.
+  /// Waits for a recording in progress; drops pending orders.
   ~Recorder() {
     {
       const std::lock_guard lock(mutex_);
@@ -278,7 +280,7 @@ class CudaDriver::Recorder {
   std::condition_variable came_;
   std::deque<std::shared_ptr<Order>> orders_;
   bool ended_ = false;
-  std::thread thread_;  // the last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 class CudaDriver::StreamsFence final : public Fence {
@@ -349,14 +351,15 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
   }
   code = driver->make_streams();
   if (code != cuda::kSuccess) return unavailable(api.describe("cuStreamCreate", code));
-  int max_pitch = 0;  // not told, or not to be told: then row by row
+  int max_pitch = 0;  // unknown or unlimited: copy row by row
   (void)api.DeviceGetAttribute(&max_pitch, cuda::kAttributeMaxPitch, found->device);
   driver->max_pitch_bytes_ = static_cast<std::size_t>(std::max(max_pitch, 0));
   return driver;
 }
 
 CudaDriver::~CudaDriver() {
-  // A forked child has no such thread, and its condition must not be destroyed there.
+  // A forked child has no recorder thread, and destroying its condition variable there is
+  // undefined.
   if (!made_by_.is_this()) (void)recorder_.release();
   recorder_.reset();
   {
@@ -377,7 +380,7 @@ cuda::Result CudaDriver::make_streams() {
   return code;
 }
 
-/// Calls in the context, again and again while the device says that it is not ready.
+/// Calls in the driver's context and retries with backoff while the device returns "not ready".
 template <typename F>
 cuda::Result CudaDriver::patiently(F call) const {
   const InContext context(*this);
@@ -630,8 +633,8 @@ Result<std::size_t> CudaDriver::free_bytes() const {
 }
 
 std::optional<DeviceMemory> CudaDriver::memory() const {
-  // Of one call: cuDeviceTotalMem may count what cuMemGetInfo does not, and would be held by
-  // nobody.
+  // Both from one call: cuDeviceTotalMem may count memory that cuMemGetInfo does not, and the
+  // ledger would take it for used.
   std::size_t free = 0, total = 0;
   const cuda::Result code = patiently([&] { return api_.MemGetInfo(&free, &total); });
   if (code != cuda::kSuccess) return std::nullopt;

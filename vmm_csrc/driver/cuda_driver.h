@@ -1,4 +1,4 @@
-// CUDA virtual memory as a driver: whole pages of one GPU, mapped into addresses of this process.
+// A Driver on CUDA virtual memory management: whole pages of one GPU, mapped into this process.
 #pragma once
 
 #include <atomic>
@@ -15,16 +15,17 @@
 
 namespace kvelastic {
 
-/// Uses the device's primary context, the one that frameworks use, and keeps it alive. Answers of
-/// CUDA that pass by themselves (CUDA_ERROR_NOT_READY on a busy device) are waited out. CUDA graphs
-/// may be captured meanwhile, in whichever mode: calls are made in the thread's relaxed capture
-/// mode, and nothing is queued in a stream of others but events. Only a process that maps pages
-/// needs one: a scheduler that talks to its workers through a ring does not.
+/// Retains the device's primary context, which frameworks use too. Retries transient CUDA errors
+/// (CUDA_ERROR_NOT_READY on a busy device). CUDA graphs may be captured at the same time in any
+/// mode: calls use the thread's relaxed capture mode, and only events are queued in streams of
+/// others. Only a process that maps pages needs this driver; a scheduler that uses a ring to its
+/// workers does not.
 class CudaDriver final : public Driver {
  public:
-  /// `device` is "cuda", "cuda:1" (the process's own numbering), "GPU-<uuid>" or "MIG-<uuid>".
-  /// Fails with kDeviceUnavailable: no driver or too old, no such device (the known ones are
-  /// named), no virtual memory management on it; with kInvalidArgument for another text.
+  /// `device` is "cuda", "cuda:1" (this process's numbering), "GPU-<uuid>" or "MIG-<uuid>". Fails
+  /// with kDeviceUnavailable if the driver is missing or too old, there is no such device (the
+  /// message lists the known ones) or it has no virtual memory management. Fails with
+  /// kInvalidArgument for any other text.
   static Result<std::unique_ptr<CudaDriver>> open(const std::string& device);
   ~CudaDriver() override;
 
@@ -38,7 +39,7 @@ class CudaDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
-  /// One strided copy for each, queued together and waited for once.
+  /// One strided copy per HostCopy, queued together and waited for once.
   Status copy_host(std::span<const HostCopy> copies, CopyTo to) override;
   Status pin_host(std::span<std::byte> memory) override;
   void unpin_host(std::span<std::byte> memory) override;
@@ -47,31 +48,32 @@ class CudaDriver final : public Driver {
   std::optional<DeviceMemory> memory() const override;
   DriverStats stats() const override;
 
-  /// The streams whose work reads or writes the pages, instead of those named before; null is the
-  /// legacy default stream, and none says that no kernel uses them. Before the first call, fence()
-  /// fails with kStreamsUnknown. A stream must live as long as it is named, and until the fences of
-  /// that time have passed. The fence of one that is being captured passes after the capture.
+  /// Sets the streams whose work reads or writes pages; replaces the earlier list. Null means the
+  /// legacy default stream. An empty list means that no kernel uses the pages. Before the first
+  /// call, fence() fails with kStreamsUnknown. A stream must stay valid while it is listed and
+  /// until the fences made in that time have passed. If a stream is being captured, its fence
+  /// passes after the capture.
   void use_streams(std::vector<cuda::Stream> streams);
-  /// Whether use_streams() has been called.
+  /// True once use_streams() has been called.
   bool knows_streams() const;
 
-  /// A page as a file descriptor that another process may import; the caller closes it.
-  /// Fails with kMapping where the device cannot.
+  /// Exports a page as a file descriptor for another process to import; the caller closes it. Fails
+  /// with kMapping if the device does not support that.
   Result<int> export_page(Handle handle);
-  /// A page of another process, by its descriptor (which stays the caller's). To be given back by
-  /// destroy(): the memory is free once every process has.
+  /// Imports a page of another process. `fd` stays the caller's. Release the page with destroy();
+  /// its memory is free once every process has done so.
   Result<Handle> import_page(int fd);
 
-  /// "GPU-..." or, of a MIG instance, "MIG-...": as nvidia-smi writes it.
+  /// "GPU-..." or, for a MIG instance, "MIG-...", as nvidia-smi prints it.
   const std::string& uuid() const { return uuid_; }
   Result<std::size_t> total_bytes() const;
-  /// Copies pieces, each to its counterpart of the same size, in order; an address may be of any
-  /// device's memory or of the host's. All of it is there when this returns. It waits for no other
-  /// stream (drain() does). Fails with kInvalidArgument (other sizes), and as the driver does where
-  /// memory of a device is not mapped: what comes before that in the order is copied then.
+  /// Copies each piece to its counterpart of the same size, in order. Addresses may belong to any
+  /// device or to the host. Blocks until the copy is complete; does not wait for other streams (see
+  /// drain()). Fails with kInvalidArgument if sizes differ. If device memory is not mapped, it
+  /// fails with the driver's error, and earlier pieces are copied.
   Status copy_pieces(std::span<const Piece> from, std::span<const Piece> to);
 
-  /// What nobody holds on the device right now. Some microseconds: not for a hot path.
+  /// Free bytes of the device now. Takes several microseconds: not for a hot path.
   Result<std::size_t> free_bytes() const;
 
  private:
@@ -85,13 +87,14 @@ class CudaDriver final : public Driver {
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
-  /// The driver's own streams. Made when it is opened: a stream takes memory of the device, which
-  /// is full where pages are to be unmapped or written back.
+  /// Creates the driver's own streams. Done at open, because a stream needs device memory, and the
+  /// device may be full when pages must be unmapped or written back.
   cuda::Result make_streams();
-  /// Queues copies in the stream for them, and waits until they are done. `queue` answers a code.
+  /// Queues copies in the copy stream and blocks until they are complete. `queue` returns a CUDA
+  /// result.
   template <typename F>
   Status copy_and_wait(const char* call, F queue);
-  /// Queues one strided copy, or one for each row where they lie further apart than it takes.
+  /// Queues one strided copy, or one copy per row if the stride exceeds the maximum pitch.
   cuda::Result queue_rows(const cuda::Copy2D& rows, cuda::Stream stream) const;
   template <typename F>
   cuda::Result patiently(F call) const;
@@ -103,16 +106,17 @@ class CudaDriver final : public Driver {
   const cuda::Context context_;
   const std::string uuid_;
   const cuda::AllocationProperties properties_;
-  std::size_t granularity_bytes_ = 0;  // asked for once, by open(), as is the next
-  std::size_t max_pitch_bytes_ = 0;    // of the rows of a strided copy
+  std::size_t granularity_bytes_ = 0;  // set by open(), like max_pitch_bytes_
+  std::size_t max_pitch_bytes_ = 0;    // largest row distance of a strided copy
   mutable std::mutex streams_mutex_;   // a leaf lock
   std::optional<std::vector<cuda::Stream>> streams_;
-  // Waits for the legacy default stream, and has no work of its own: an event in it stands for one
-  // in that stream, which must not be touched while others capture.
+  // Waits for the legacy default stream and has no other work. An event in it replaces one in
+  // the legacy stream, which must not be used while other streams capture.
   cuda::Stream behind_legacy_ = nullptr;
-  std::unique_ptr<Recorder> recorder_;  // of fences; made by the first one
-  std::mutex copy_mutex_;  // one batch of copies at a time; streams_mutex_ is not taken under it
-  cuda::Stream copy_stream_ = nullptr;  // waits for nobody's work
+  std::unique_ptr<Recorder> recorder_;  // records fences; created by the first fence
+  std::mutex
+      copy_mutex_;  // one batch of copies at a time; never held while streams_mutex_ is taken
+  cuda::Stream copy_stream_ = nullptr;  // does not synchronise with other streams
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
 };
 

@@ -8,7 +8,7 @@ Status Driver::drain() {
   Result<std::unique_ptr<Fence>> fence = this->fence();
   if (!fence) return fence.error();
   if (!*fence) return ok();
-  // No deadline: pages must not be taken from under a kernel, however long it runs.
+  // No deadline: a page must not be unmapped while a kernel uses it, however long that takes.
   for (Pauses pauses;; pauses.take()) {
     const Result<bool> passed = (*fence)->has_passed();
     if (!passed) return passed.error();

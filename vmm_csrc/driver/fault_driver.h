@@ -1,4 +1,4 @@
-// A driver that fails on demand, around another driver: the tests' way to every error path.
+// A driver around another driver that fails on demand, so that tests reach every error path.
 #pragma once
 
 #include <atomic>
@@ -8,14 +8,14 @@
 
 namespace kvelastic {
 
-/// Counts the calls that can fail (create, destroy, map, set_access, unmap, copy, copy_host;
-/// reserve and release are not counted) and fails the `fail_at`-th, the first being 1, and the
-/// `fail_count` - 1 that follow. 0 never fails. A failed call never reaches the inner driver.
+/// Counts the calls that can fail: create, destroy, map, set_access, unmap, copy and copy_host.
+/// Calls `fail_at` (the first is 1) to `fail_at` + `fail_count` - 1 fail and do not reach the inner
+/// driver. `fail_at` 0 never fails.
 class FaultDriver final : public Driver {
  public:
   explicit FaultDriver(std::shared_ptr<Driver> inner) : inner_(std::move(inner)) {}
 
-  /// Starts counting anew.
+  /// Resets the counter and sets which calls fail.
   void arm(std::uint64_t fail_at, std::uint64_t fail_count);
   std::uint64_t calls() const { return calls_.load(); }
 

@@ -57,7 +57,7 @@ Status GuardDriver::unmap(std::byte* address, std::size_t bytes) {
   return ok();
 }
 
-/// The scratch page, made by the first range.
+/// Creates the scratch page with the first range.
 Status GuardDriver::keep_scratch() {
   const std::lock_guard lock(mutex_);
   if (!scratch_) {
@@ -69,14 +69,14 @@ Status GuardDriver::keep_scratch() {
   return ok();
 }
 
-/// One range less; the last one's end is that of the scratch page.
+/// Counts a released range; destroys the scratch page with the last one.
 void GuardDriver::drop_scratch() {
   const std::lock_guard lock(mutex_);
   if (--ranges_ > 0) return;
   if (inner_->destroy(*scratch_, page_bytes_)) scratch_.reset();
 }
 
-/// Scratch behind addresses that have nothing: all of them or none.
+/// Maps the scratch page at every address of the range, or at none.
 Status GuardDriver::guard(std::byte* address, std::size_t bytes) {
   std::size_t done = 0;
   Status guarded = ok();
@@ -89,14 +89,14 @@ Status GuardDriver::guard(std::byte* address, std::size_t bytes) {
     note(address, bytes, false);
     return ok();
   }
-  // What cannot be unmapped stays scratch without access: it faults as bare addresses do.
+  // A scratch page that cannot be unmapped stays without access: it faults as a bare address does.
   const bool undone = done == 0 || inner_->unmap(address, done);
   note(address, done, undone);
   note(address + done, bytes - done, true);
   return guarded;
 }
 
-/// Takes the scratch away that lies behind addresses with no page.
+/// Unmaps the scratch page from every address of the range.
 Status GuardDriver::unguard(std::byte* address, std::size_t bytes) {
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t run = covered_run(address + done, bytes - done);
@@ -104,7 +104,7 @@ Status GuardDriver::unguard(std::byte* address, std::size_t bytes) {
       if (Status unmapped = inner_->unmap(address + done, run); !unmapped) return unmapped;
       note(address + done, run, true);
     }
-    done += run + page_bytes_;  // a run ends at a bare page, or at the end
+    done += run + page_bytes_;  // a run ends at a bare page or at the end
   }
   return ok();
 }
@@ -120,7 +120,7 @@ void GuardDriver::note(std::byte* address, std::size_t bytes, bool bare) {
   }
 }
 
-/// How many bytes from `address` on have scratch.
+/// Returns how many bytes from `address` on are covered by scratch.
 std::size_t GuardDriver::covered_run(std::byte* address, std::size_t bytes) const {
   const std::lock_guard lock(mutex_);
   const auto next = bare_.lower_bound(address);

@@ -1,6 +1,5 @@
-// A driver around another one that leaves no address of a range without memory: one scratch page
-// lies behind all that is not mapped. For finding faults: a kernel that reads beyond what it was
-// given reads scratch instead of ending its process.
+// A debugging driver around another driver: one scratch page is mapped where a range has no
+// page. A kernel that reads out of bounds then reads scratch instead of ending its process.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +12,16 @@
 
 namespace kvelastic {
 
-/// Takes pages of one size, and holds one more of that size from the first reserve() to the last
-/// release(). What is written to unmapped addresses lands there, for all of them.
+/// All pages must have one size. Holds one extra page of that size from the first reserve() to the
+/// last release(). Writes to unmapped addresses of any range go to that page.
 ///
 ///     address    p0       p1       p2       p3
 ///     reserve    scratch  scratch  scratch  scratch
 ///     map p1     scratch  page     scratch  scratch     unmap scratch, map
 ///     unmap p1   scratch  scratch  scratch  scratch     unmap, map scratch, set_access
 ///
-/// A page's cycle is six calls instead of three, and a reserve() costs a map for each page.
+/// Mapping and unmapping a page takes six driver calls instead of three, and reserve() maps scratch
+/// once per page.
 class GuardDriver final : public Driver {
  public:
   GuardDriver(std::shared_ptr<Driver> inner, std::size_t page_bytes)
@@ -30,20 +30,21 @@ class GuardDriver final : public Driver {
 
   std::size_t granularity_bytes() const override { return inner_->granularity_bytes(); }
   DeviceKind device() const override { return inner_->device(); }
-  /// Post: every address of the range is scratch. Fails as create(), map() and set_access() too,
-  /// and with kInvalidArgument unless `bytes` are whole pages.
+  /// Post: scratch is mapped at every address of the range. Also fails as create(), map() and
+  /// set_access(), and with kInvalidArgument if `bytes` are not whole pages.
   Result<std::byte*> reserve(std::size_t bytes) override;
   Status release(std::byte* address, std::size_t bytes) override;
   Result<Handle> create(std::size_t bytes) override { return inner_->create(bytes); }
   Status destroy(Handle handle, std::size_t bytes) override {
     return inner_->destroy(handle, bytes);
   }
-  /// Pre: a page of the size that was said. On a failure the guard is put back where that can be.
+  /// Pre: the page has the driver's page size. After a failure the scratch page is mapped again if
+  /// possible.
   Status map(std::byte* address, std::size_t bytes, Handle handle) override;
   Status set_access(std::byte* address, std::size_t bytes) override {
     return inner_->set_access(address, bytes);
   }
-  /// Does not fail for want of a guard: the addresses fault then, as without one.
+  /// Succeeds even if scratch cannot be mapped again: the addresses then fault.
   Status unmap(std::byte* address, std::size_t bytes) override;
   bool works_behind() const override { return inner_->works_behind(); }
   Result<std::unique_ptr<Fence>> fence() override { return inner_->fence(); }
@@ -67,10 +68,10 @@ class GuardDriver final : public Driver {
 
   const std::shared_ptr<Driver> inner_;
   const std::size_t page_bytes_;
-  mutable std::mutex mutex_;  // a leaf lock but for the making and ending of the scratch page
+  mutable std::mutex mutex_;  // a leaf lock, except while the scratch page is created or destroyed
   std::optional<Handle> scratch_;
   std::uint64_t ranges_ = 0;
-  std::set<std::byte*> bare_;  // unmapped pages that have no guard
+  std::set<std::byte*> bare_;  // unmapped pages without scratch
 };
 
 }  // namespace kvelastic

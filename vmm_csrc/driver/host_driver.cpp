@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-// Older C libraries lack the newer advice values; the kernel's numbers are fixed.
+// Older C libraries lack these constants; the kernel's numbers are fixed.
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t kHuge = HostDriver::kGranularityBytes;
 constexpr std::size_t kSystemPageBytes = 4096;
-/// More than any processor can address; sums of such sizes cannot overflow.
+/// More than any processor can address, so sums of two sizes cannot overflow.
 constexpr std::size_t kMaxBytes = std::size_t{1} << 57;
 
 std::string describe(const char* call, std::size_t bytes, int error) {
@@ -41,7 +41,7 @@ Error bad_size(const char* call, std::size_t bytes) {
                                       std::to_string(kHuge) + ", at most 2^57"};
 }
 
-/// Addresses that hold nothing and fault; `at` is null for "anywhere".
+/// Maps inaccessible addresses without memory; `at` may be null for any address.
 void* map_nothing(void* at, std::size_t bytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at != nullptr ? MAP_FIXED : 0);
   return ::mmap(at, bytes, PROT_NONE, flags, -1, 0);
@@ -51,7 +51,7 @@ void* map_nothing(void* at, std::size_t bytes) {
 class AlignedAddresses {
  public:
   explicit AlignedAddresses(std::size_t bytes) : bytes_(bytes) {
-    // Ask for one huge page too many, then cut off what lies outside the aligned part.
+    // Allocate one huge page too many, then unmap what lies outside the aligned part.
     void* raw = map_nothing(nullptr, bytes + kHuge);
     if (raw == MAP_FAILED) return;
     auto* begin = static_cast<std::byte*>(raw);
@@ -116,7 +116,7 @@ Result<Handle> HostDriver::create(std::size_t bytes) {
   Result<std::uint64_t> offset = take_offset(bytes);
   if (!offset) return offset.error();
   if (Status filled = populate(*offset, bytes); !filled) {
-    // What was populated before the failure goes back; a failed punch only delays that.
+    // Returns the populated part to the kernel. If punching fails, that happens later.
     (void)punch(*offset, bytes);
     put_offset(*offset, bytes);
     return filled.error();
@@ -146,7 +146,7 @@ Status HostDriver::map(std::byte* address, std::size_t bytes, Handle handle) {
 
 Status HostDriver::set_access(std::byte*, std::size_t) {
   return ok();
-}  // mmap gave it already
+}  // mmap already gave access
 
 Status HostDriver::unmap(std::byte* address, std::size_t bytes) {
   if (map_nothing(address, bytes) == MAP_FAILED) {
@@ -203,10 +203,10 @@ void HostDriver::put_offset(std::uint64_t offset, std::size_t bytes) {
   free_offsets_[bytes].push_back(offset);
 }
 
-// Fills the file's page cache through a mapping that lives only here: the page is then complete
-// before anybody can address it. Collapse answers EINVAL where no page table exists yet, so each
-// huge page gets its first system page beforehand (populate, not a store: a store would be a SIGBUS
-// where memory has run out, populate is an error that can be answered).
+// Fills the file's page cache through a temporary mapping, so that the page is complete before any
+// thread can address it. MADV_COLLAPSE fails with EINVAL if there is no page table yet, so each
+// huge page is populated with one system page first. MADV_POPULATE_WRITE returns an error when
+// memory runs out; a store would raise SIGBUS.
 Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
   AlignedAddresses window(bytes);
   std::byte* at = window.get();
@@ -220,8 +220,8 @@ Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
                                            "; lower KVELASTIC_HOST_MEMORY or the limits"};
     }
   }
-  // One call for all: each one first waits for a kernel worker on every processor, which is long
-  // where an engine keeps them busy.
+  // One call for all huge pages: each call waits for a kernel worker on every processor, which
+  // takes long while an engine keeps the processors busy.
   if (::madvise(at, bytes, MADV_COLLAPSE) == 0) return ok();
   small_pages_.fetch_add(1, std::memory_order_relaxed);
   if (::madvise(at, bytes, MADV_POPULATE_WRITE) != 0) {

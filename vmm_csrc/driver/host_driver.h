@@ -1,4 +1,4 @@
-// The machine's own memory as a device: one memfd a driver, pages at offsets of it.
+// The machine's memory as a device: one memfd per driver, pages at offsets of it.
 #pragma once
 
 #include <atomic>
@@ -13,19 +13,21 @@
 
 namespace kvelastic {
 
-/// Pages are 2 MiB huge pages where the kernel has them to give (MADV_COLLAPSE, Linux 6.1, needs no
-/// privilege and no shmem_enabled setting), else 4 KiB system pages: the same meaning, slower.
-/// Unmapped addresses are PROT_NONE and fault. The kernel takes everything back when the process
-/// dies, however it dies: the memfd has no name. A forked child shares the memfd with its parent,
-/// so there create and destroy fail with kDeviceUnavailable: a child that lets go of what it has
-/// inherited takes nothing from its parent.
-/// A page that would leave the machine, or a memory cgroup, with too little is refused with
-/// kOutOfMemory before the kernel would kill for it (host_memory.h).
+/// Pages are 2 MiB huge pages if the kernel has them (MADV_COLLAPSE, Linux 6.1; needs neither a
+/// privilege nor shmem_enabled), otherwise 4 KiB system pages, which are slower. Unmapped addresses
+/// are PROT_NONE and fault.
+///
+/// The memfd has no name, so the kernel releases all memory when the process ends for any reason. A
+/// forked child shares the memfd with its parent. create and destroy therefore fail there with
+/// kDeviceUnavailable, and a child that destroys inherited objects does not affect its parent.
+///
+/// create fails with kOutOfMemory if the machine or a memory cgroup would be left with too little,
+/// before the kernel would kill a process (host_memory.h).
 class HostDriver final : public Driver {
  public:
   static constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
 
-  /// Fails with kMapping when the kernel has no memfd to give.
+  /// Fails with kMapping if the kernel refuses a memfd.
   static Result<std::unique_ptr<HostDriver>> open();
   ~HostDriver() override;
 
@@ -53,7 +55,7 @@ class HostDriver final : public Driver {
   const int memfd_;
   const OwnProcess opened_by_;
   HostMemory left_;
-  std::mutex offsets_mutex_;  // a leaf lock: nothing else is taken under it
+  std::mutex offsets_mutex_;  // a leaf lock
   std::uint64_t end_offset_ = 0;
   std::unordered_map<std::size_t, std::vector<std::uint64_t>> free_offsets_;  // by page bytes
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0}, small_pages_{0};

@@ -10,9 +10,9 @@ namespace kvelastic {
 namespace {
 
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
-/// A limit from here on is none: v1 writes "no limit" as a number near 2^63.
+/// Larger values mean no limit: cgroup v1 reports "no limit" as a number near 2^63.
 constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 60;
-/// Of a credit: what one look may be good for.
+/// A check may be reused for 1/kCreditShare of the spare memory it found.
 constexpr std::uint64_t kCreditShare = 8;
 
 }  // namespace
@@ -33,7 +33,7 @@ HostMemory::HostMemory(const std::string& root) : meminfo_(root + "/proc/meminfo
   }
 }
 
-/// In a container the path may be the host's and not be there; its top still is.
+/// In a container the path may be the host's and not exist; its root still does.
 void HostMemory::add_groups(const std::string& top, const std::string& path, bool is_v2) {
   const auto add = [&](const std::string& folder) {
     Group group{folder,
@@ -69,7 +69,7 @@ std::vector<HostMemory::Room> HostMemory::look() const {
     const auto limit = number_in(group.limit.read());
     if (!limit || *limit >= kNoLimit) continue;
     const std::uint64_t used = number_in(group.usage.read()).value_or(0);
-    // Of the cache in use the kernel gets half without making everybody read it again at once.
+    // Half of the active page cache can be reclaimed without causing an immediate re-read.
     const std::string stat = group.stat.read();
     const std::uint64_t cache =
         field_in(stat, group.inactive).value_or(0) + field_in(stat, group.active).value_or(0) / 2;

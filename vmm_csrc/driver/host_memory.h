@@ -1,10 +1,10 @@
-// What is left of the machine's memory for this process: the kernel kills whoever takes more, so a
-// page is not created before this has been asked.
+// How much of the machine's memory this process may still use. The kernel kills processes that use
+// more, so this is checked before a page is created.
 //
-//   a memory cgroup, this process's and every one above it (v1 and v2):
-//       limit - usage + the page cache that the kernel can take back
+//   a memory cgroup, for this process's cgroup and every one above it (v1 and v2):
+//       limit - usage + the page cache that the kernel can reclaim
 //   the machine:
-//       MemAvailable, in which that is counted already
+//       MemAvailable, which already includes that cache
 #pragma once
 
 #include <atomic>
@@ -20,39 +20,38 @@
 
 namespace kvelastic {
 
-/// Thread-safe. The cgroups are those of the process when this was made. What cannot be read sets
-/// no bound.
+/// Thread-safe. Uses the cgroups that the process had when this object was created. A file that
+/// cannot be read imposes no bound.
 class HostMemory {
  public:
-  /// `root` is where `proc` and `sys` are found.
+  /// `root` is the folder that contains `proc` and `sys`.
   explicit HostMemory(const std::string& root = "/");
 
-  /// Where memory is bounded, and what there is of it.
+  /// One memory bound and its remaining memory.
   struct Room {
     std::string where{};            ///< "the machine", or the cgroup's folder
     std::uint64_t total_bytes = 0;  ///< its limit
-    std::uint64_t left_bytes = 0;   ///< as the drawing above says
-    /// Never taken: for what this process and others allocate besides pages. 1/32 of the total, and
-    /// not less than 16 nor more than 256 MiB.
+    std::uint64_t left_bytes = 0;   ///< computed as described above
+    /// Reserved for allocations of this and other processes besides pages. 1/32 of the total, at
+    /// least 16 and at most 256 MiB.
     std::uint64_t margin_bytes() const;
-    /// What may be taken, where `keep_free_bytes` stay free besides.
+    /// What may be used if `keep_free_bytes` stay free besides the margin.
     std::uint64_t spare_bytes(std::uint64_t keep_free_bytes = 0) const;
   };
-  /// Looks now; the tightest comes first. Empty: nothing is bounded.
+  /// Reads the current values, tightest bound first. Empty: nothing is bounded.
   std::vector<Room> look() const;
 
-  /// Fails with kOutOfMemory when `bytes` more, and as many for another process that has looked at
-  /// the same moment, are not to be had. A call that is answered from what was there a moment ago
-  /// takes no look: one in kFresh, or as much as an eighth of what was spare, is enough.
+  /// Fails with kOutOfMemory unless twice `bytes` are available: another process may check at the
+  /// same moment. To save reads, a check is reused for kFresh or for an eighth of the spare memory.
   Status refuse_if_tight(std::size_t bytes);
-  /// Leave so much more than the margin from now on (memory_relief.h).
+  /// From now on, keeps this much free besides the margin (memory_relief.h).
   void keep_free(std::uint64_t bytes) { keep_free_bytes_.store(bytes, std::memory_order_relaxed); }
 
  private:
   struct Group {
     std::string where;
     KernelFile limit, usage, stat;
-    const char* active;  // what its stat calls the page cache
+    const char* active;  // keys of the page cache in `stat`
     const char* inactive;
   };
   void add_groups(const std::string& top, const std::string& path, bool is_v2);
@@ -61,7 +60,7 @@ class HostMemory {
 
   std::vector<Group> groups_;
   KernelFile meminfo_;
-  std::mutex mutex_;  // a leaf
+  std::mutex mutex_;  // a leaf lock
   std::atomic<std::uint64_t> keep_free_bytes_{0};
   std::uint64_t credit_bytes_ = 0;
   std::chrono::steady_clock::time_point looked_at_{};
