@@ -1,4 +1,4 @@
-// What gives a pool its memory.
+// The interface through which a pool gets its memory.
 #pragma once
 
 #include <sys/types.h>
@@ -15,11 +15,11 @@
 
 namespace kvelastic {
 
-/// Pages come and go through this, wherever they are mapped. Thread-safe; calls block, and map and
-/// unmap are all or nothing. A page is in at most one call at a time.
+/// Maps and unmaps pages in every process that uses them. Thread-safe. Calls block; map and unmap
+/// are all or nothing. A page is in at most one call at a time.
 ///
-/// A GPU may still be at work with pages that nobody uses any more. That is waited for by drain(),
-/// which no other call waits for: pages are mapped meanwhile.
+/// A GPU may still use pages that have been freed. drain() waits for that, and no other call waits
+/// for drain(): pages can be mapped in the meantime.
 class Backing {
  public:
   Backing() = default;
@@ -27,46 +27,46 @@ class Backing {
   Backing& operator=(const Backing&) = delete;
   virtual ~Backing() = default;
 
-  /// After success every process that uses the pages can touch them.
+  /// On success every process that uses the pages can access them.
   virtual Status map(std::span<const PageIndex> pages) = 0;
 
-  /// Whether drain() may have to wait: the pages are a GPU's.
+  /// True if drain() may have to wait, that is, if the pages are a GPU's.
   virtual bool works_behind() const = 0;
 
-  /// Waits until every device has finished what was given to it before this call, however long that
-  /// takes; other calls go on meanwhile. Fails as map, and with kStreamsUnknown.
+  /// Blocks until every device has finished the work submitted before this call, without a
+  /// deadline. Other calls can run in the meantime. Fails as map, and with kStreamsUnknown.
   virtual Status drain() = 0;
 
-  /// After success no process can touch the pages, and their memory is the device's again. Pre: the
-  /// devices have finished their work with them: drain(), since the pages were last used.
+  /// On success no process can access the pages and their memory is free. Pre: drain() has
+  /// succeeded since the pages were last used.
   virtual Status unmap(std::span<const PageIndex> pages) = 0;
 
-  /// Copies blocks of mapped pages, in every buffer; the contents are there when this returns.
-  /// After a failure any part may have been copied. Pre: as unmap.
+  /// Copies blocks of mapped pages in every buffer, and blocks until the copy is complete. After a
+  /// failure any part may have been copied. Pre: as unmap.
   virtual Status copy(std::span<const BlockMove> moves) = 0;
 
-  /// Copies whole blocks into slots of `staging` (CopyTo::kHost), or back (kDevice): every rank's
-  /// part. Waits for the device first. After a failure any part may have been copied. The pages of
-  /// the blocks must stay mapped meanwhile, the staging alive. Pre: slots are the staging's; its
-  /// record has room for all ranks.
+  /// Copies every rank's part of whole blocks into slots of `staging` (CopyTo::kHost) or back
+  /// (kDevice). Waits for the device first. After a failure any part may have been copied. The
+  /// blocks' pages must stay mapped and the staging alive during the call. Pre: the slots exist,
+  /// and an object has room for all ranks.
   virtual Status copy_records(std::span<const BlockSlot> blocks,
                               const std::shared_ptr<Staging>& staging, CopyTo to) = 0;
 
-  /// How many ranks have a part in a record.
+  /// The number of ranks, each of which has a part in an object.
   virtual std::uint64_t ranks() const { return 1; }
 
-  /// Driver::memory() of each rank, by rank, as it is now; none on the host, and where a rank does
-  /// not answer.
+  /// Driver::memory() of each rank, indexed by rank. Empty for the host and for a rank that does
+  /// not reply.
   virtual std::vector<std::optional<DeviceMemory>> device_memory() = 0;
 
-  /// As Driver::keep_free, wherever pages are created.
+  /// Driver::keep_free in every process that creates pages.
   virtual void keep_free(std::uint64_t /*bytes*/) {}
 
-  /// The processes in which pages are created, where that is not this one.
+  /// The processes besides this one that create pages.
   virtual std::vector<pid_t> other_processes() const { return {}; }
 };
 
-/// Memory of this process.
+/// A backing whose pages are mapped in this process only.
 class LocalBacking final : public Backing {
  public:
   explicit LocalBacking(std::shared_ptr<Range> range) : range_(std::move(range)) {}

@@ -1,16 +1,17 @@
-// Where block ids lie in pages, and pages in a range: kvelastic/layout.py solves for these numbers,
-// this is the same arithmetic for native code.
+// Maps block ids to pages, and pages to addresses of a range. kvelastic/layout.py computes these
+// numbers; this is the same arithmetic for native code.
 //
-//   paged layout, one extent a page (n buffers of B blocks side by side):
+//
+// Paged layout, one extent per page (n buffers of B blocks, contiguous):
 //     |<------------ extent_bytes ------------>|
 //     [pad][ buffer 0: B blocks ] ... [ n-1 ]..[pad][ buffer 0 ...
 //     page 0                                   page 1
-//   per-buffer layout, n extents a page, one in each buffer's own part of the range:
+// Per-buffer layout, n extents per page, one in each buffer's part of the range:
 //     [ p0 ][ p1 ][ p2 ] ...   [ p0 ][ p1 ][ p2 ] ...
-//     buffer 0                 buffer 1, extent_stride_bytes further on
+//     buffer 0                 buffer 1, at extent_stride_bytes
 //
-//   first id of page p = ceil(p * extent_bytes / block_bytes), so an extent need not be a multiple
-//   of a block: at most one block's bytes a page are lost to that (the [pad] on the left).
+// The first id of page p is ceil(p * extent_bytes / block_bytes), so an extent need not be a
+// multiple of a block. This loses at most one block's bytes per page (the [pad] on the left).
 #pragma once
 
 #include <cstdint>
@@ -24,19 +25,19 @@ namespace kvelastic {
 using PageIndex = std::uint32_t;
 using BlockId = std::int64_t;
 
-/// The contents of one block, to be copied into another one.
+/// A copy of one block's contents to another block.
 struct BlockMove {
   BlockId from, to;
 };
 
 struct Geometry {
-  std::uint64_t pages = 0;                ///< pages that the range has room for
-  std::uint64_t extents_per_page = 1;     ///< driver handles a page consists of
+  std::uint64_t pages = 0;                ///< capacity of the range in pages
+  std::uint64_t extents_per_page = 1;     ///< driver handles per page
   std::uint64_t extent_bytes = 0;         ///< bytes of one handle
-  std::uint64_t extent_stride_bytes = 0;  ///< from one extent of a page to its next
+  std::uint64_t extent_stride_bytes = 0;  ///< distance between consecutive extents of a page
   std::uint64_t block_bytes = 0;          ///< bytes of one block in one buffer
-  std::uint64_t blocks_per_page = 0;      ///< ids that a page holds
-  std::uint64_t buffers_per_extent = 1;   ///< slices of blocks_per_page blocks side by side in one
+  std::uint64_t blocks_per_page = 0;      ///< block ids per page
+  std::uint64_t buffers_per_extent = 1;   ///< slices of blocks_per_page blocks in an extent
 
   std::uint64_t page_bytes() const { return extents_per_page * extent_bytes; }
   std::uint64_t range_bytes() const {
@@ -51,20 +52,20 @@ struct Geometry {
     return static_cast<BlockId>((page * extent_bytes + block_bytes - 1) / block_bytes);
   }
 
-  /// Where a block begins in one slice of one extent of its page.
+  /// The offset of a block in one slice of one extent of its page.
   std::uint64_t block_offset(BlockId id, std::uint64_t extent, std::uint64_t slice) const {
     return extent * extent_stride_bytes +
            (slice * blocks_per_page + static_cast<std::uint64_t>(id)) * block_bytes;
   }
   /// Bytes of one block in all buffers.
   std::uint64_t record_bytes() const { return extents_per_page * buffers_per_extent * block_bytes; }
-  /// The page in which an id lies, without a look whether the id is handed out.
+  /// The page of an id. Does not check that the id is valid.
   PageIndex page_of(BlockId id) const {
     return static_cast<PageIndex>(static_cast<std::uint64_t>(id) * block_bytes / extent_bytes);
   }
 
-  /// Fails with kInvalidArgument, naming the number. After it no sum or product of these numbers
-  /// overflows, none of them divides by zero, and no block reaches out of its page.
+  /// Fails with kInvalidArgument, naming the number. After success no sum or product of the
+  /// numbers overflows, none is a zero divisor, and no block exceeds its page.
   Status check(std::uint64_t granularity_bytes) const {
     constexpr std::uint64_t kMaxPages = std::uint64_t{1} << 31;
     constexpr std::uint64_t kMaxBlocksPerPage = std::uint64_t{1} << 20;
@@ -88,7 +89,7 @@ struct Geometry {
       return refuse("block_bytes", block_bytes,
                     "at most the " + std::to_string(extent_bytes) + " bytes of an extent");
     }
-    // What a page may lose on its left where it begins inside a block; see the drawing above.
+    // A page that begins inside a block may lose this much on its left (see above).
     const std::uint64_t skipped = block_bytes - std::gcd(extent_bytes, block_bytes);
     const std::uint64_t most = (extent_bytes - skipped) / block_bytes;
     if (blocks_per_page == 0 || blocks_per_page > kMaxBlocksPerPage || blocks_per_page > most) {

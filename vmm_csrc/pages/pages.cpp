@@ -25,13 +25,13 @@ Result<std::size_t> PageStore::acquire(std::span<Handle> out) {
 
 void PageStore::give_up(std::span<const Handle> handles, std::size_t recycled) {
   recycle(handles.first(recycled));
-  // A handle that resists is kept as recycled: its bytes stay counted.
+  // A handle that cannot be destroyed is kept as recycled, so its bytes stay counted.
   (void)destroy(handles.subspan(recycled));
 }
 
 void PageStore::recycle(std::span<const Handle> handles) {
   const std::lock_guard lock(mutex_);
-  // Last in, first out: the page used last is the likeliest to be in a cache.
+  // Last in, first out: the most recently used page is the likeliest to be in a cache.
   recycled_.insert(recycled_.end(), handles.rbegin(), handles.rend());
 }
 

@@ -1,5 +1,5 @@
-// The handles of one page size: created when needed, kept for the next use, destroyed when the
-// device needs the bytes.
+// The handles of one page size: created on demand, kept for reuse, destroyed when the device needs
+// the memory.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvelastic {
 
-/// Thread-safe. A handle that acquire() gave belongs to its caller until given back.
+/// Thread-safe. A handle from acquire() belongs to the caller until it is returned.
 class PageStore {
  public:
   PageStore(std::shared_ptr<Driver> driver, std::size_t handle_bytes)
@@ -21,20 +21,20 @@ class PageStore {
   PageStore& operator=(const PageStore&) = delete;
   ~PageStore() { (void)trim(); }
 
-  /// Fills `out`, recycled handles first, then new ones; answers how many are recycled. All or
-  /// nothing: what was created before a failure is destroyed. Fails with kOutOfMemory. Blocks while
-  /// the driver creates.
+  /// Fills `out` with recycled handles first, then new ones, and returns the number of recycled
+  /// ones. All or nothing: after a failure the created handles are destroyed. Fails with
+  /// kOutOfMemory. Blocks while the driver creates pages.
   Result<std::size_t> acquire(std::span<Handle> out);
 
-  /// Takes back what acquire() gave and nobody used: the first `recycled` are recycled again, the
-  /// others destroyed, so that a failed map leaves as many bytes held as there were.
+  /// Returns unused handles of acquire(): the first `recycled` are recycled again, the others
+  /// destroyed. A failed map thus leaves the held bytes unchanged.
   void give_up(std::span<const Handle> handles, std::size_t recycled);
 
-  /// Takes handles back and keeps them for the next acquire.
+  /// Keeps the handles for the next acquire().
   void recycle(std::span<const Handle> handles);
 
-  /// Takes handles back and destroys them. Goes on past a failure: what could not be destroyed is
-  /// kept as recycled, so its bytes stay counted; the first failure is the answer.
+  /// Destroys the handles and returns the first failure. Continues after a failure: a handle that
+  /// could not be destroyed is kept as recycled, so its bytes stay counted.
   Status destroy(std::span<const Handle> handles);
 
   /// Destroys the recycled handles.

@@ -9,7 +9,7 @@
 namespace kvelastic {
 namespace {
 
-/// Calls `run(first, count)` for each maximal run of neighbouring pages in `sorted`.
+/// Calls `run(first, count)` for each maximal run of consecutive pages in `sorted`.
 template <typename F>
 Status for_each_run(std::span<const PageIndex> sorted, F run) {
   for (std::size_t begin = 0; begin < sorted.size();) {
@@ -21,7 +21,7 @@ Status for_each_run(std::span<const PageIndex> sorted, F run) {
   return ok();
 }
 
-/// Runs what may fail once more if it does.
+/// Retries a failed attempt once.
 template <typename F>
 void twice(F attempt) {
   if (!attempt()) (void)attempt();
@@ -55,8 +55,8 @@ Range::~Range() {
     if (mapped_[page] != 0) pages.push_back(page);
   }
   if (grant_) grant_->leaving(held_bytes() / geometry_.extent_bytes, geometry_.extent_bytes);
-  // Nobody is left to answer to. A failure that passes is tried again; one that stays leaves memory
-  // to the end of the process.
+  // A destructor cannot report a failure. A transient one is retried; a permanent one leaves the
+  // memory allocated until the process ends.
   twice([&] { return unmap(pages, Afterwards::kDestroy); });
   twice([&] { return store_.trim(); });
   if (grant_ && held_bytes() == 0) grant_->leave();
@@ -145,7 +145,7 @@ Status Range::undo_map(std::span<const PageIndex> pages, std::size_t extents_map
 
 Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
   if (pages.empty()) return ok();
-  // Before the lock: a map need not wait for what the device does with other pages.
+  // Before the lock: a map must not wait for the device's work on other pages.
   if (Status finished = driver_->drain(); !finished) return finished;
   return unmap_idle(pages, afterwards);
 }
@@ -158,8 +158,8 @@ Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards
   std::sort(sorted.begin(), sorted.end());
   std::vector<Handle> handles;
   handles.reserve(sorted.size() * geometry_.extents_per_page);
-  // Before the memory goes, and also if it then does not: a reader that is told once too often
-  // reads again.
+  // Before the memory is unmapped, and also if unmapping then fails: a reader that is notified
+  // needlessly only reads again.
   for (const PageIndex page : sorted) ++generations_[page];
   if (Status done = unmap_extents(sorted); !done) return done;
   for (const PageIndex page : sorted) {
@@ -174,8 +174,8 @@ Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards
     store_.recycle(handles);
     return ok();
   }
-  // The pages are unmapped now whatever happens: a handle that resists is tried once more, and is
-  // kept as recycled if that fails too: counted, and the first to be used or trimmed.
+  // The pages are unmapped by now in any case. A handle that cannot be destroyed is retried once
+  // and then kept as recycled: it stays counted and is the first to be reused or trimmed.
   if (!store_.destroy(handles)) (void)store_.trim();
   return ok();
 }
@@ -261,7 +261,7 @@ Status Range::unmap_extents(std::span<const PageIndex> pages) {
     Status unmapped = driver_->unmap(extent_address(first, step % geometry_.extents_per_page),
                                      count * geometry_.extent_bytes);
     if (unmapped) continue;
-    // Map again what this batch has unmapped: the handles still hold the contents.
+    // Map again what this batch has unmapped; the handles still hold the contents.
     for (std::size_t back = 0; back < step; ++back) {
       const auto [run_first, run_count] = runs[back / geometry_.extents_per_page];
       const std::uint64_t extent = back % geometry_.extents_per_page;

@@ -1,4 +1,4 @@
-// Reserved addresses and the page table over them: which page index holds which handles.
+// Reserved addresses and their page table: which page has which handles.
 #pragma once
 
 #include <atomic>
@@ -16,22 +16,22 @@
 
 namespace kvelastic {
 
-/// A block, and where its record lies in memory of the host.
+/// A block, and the host address of its contents.
 struct BlockRecord {
   BlockId id;
   std::byte* record;
 };
 
-/// What becomes of the handles of unmapped pages.
+/// What happens to the handles of unmapped pages.
 enum class Afterwards : std::uint8_t {
-  kRecycle,  ///< kept for the next map: no driver create then
-  kDestroy,  ///< their memory is the device's again when the call returns
+  kRecycle,  ///< keep for the next map, which then creates nothing
+  kDestroy,  ///< free their memory before the call returns
 };
 
-/// Thread-safe: one batch at a time (batches change neighbouring mappings of one address space,
-/// which the kernel and the GPU driver serialise anyway). A batch is all or nothing: when step k of
-/// n fails, the k-1 done steps are undone in reverse. Should undoing fail too, the range is
-/// `failed`: it refuses further work with kPoolFailed, and the process lives on.
+/// Thread-safe, one batch at a time: batches change neighbouring mappings of one address space,
+/// which the kernel and the GPU driver serialise anyway. A batch is all or nothing: if step k
+/// fails, the k-1 completed steps are undone in reverse. If the undo fails too, the range is
+/// `failed`: it refuses further work with kPoolFailed, and the process continues.
 class Range {
  public:
   static Result<std::unique_ptr<Range>> reserve(std::shared_ptr<Driver> driver,
@@ -40,39 +40,37 @@ class Range {
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
-  /// As Pool::made_by().
+  /// The process that reserved the range. A forked child must not use it.
   const OwnProcess& made_by() const { return made_by_; }
 
-  /// Maps pages that are not mapped, recycled handles first. Blocks while pages are created.
-  /// Fails with kInvalidArgument (no such page, mapped already, named twice), kOutOfMemory,
-  /// kMapping or kPoolFailed; nothing is mapped then that was not before.
+  /// Maps unmapped pages, with recycled handles first. Blocks while pages are created. Fails with
+  /// kInvalidArgument (no such page, already mapped, duplicate), kOutOfMemory, kMapping or
+  /// kPoolFailed; then the mappings are unchanged.
   Status map(std::span<const PageIndex> pages);
 
-  /// What map() would refuse of these pages whatever memory there is: kInvalidArgument,
-  /// kPoolFailed.
+  /// Fails for the reasons other than memory for which map() would: kInvalidArgument, kPoolFailed.
   Status check_map(std::span<const PageIndex> pages) const;
 
-  /// Unmaps mapped pages, when the device has finished what was given to it before; other calls go
-  /// on meanwhile. The same failures, and those of Driver::fence; on one, every page is mapped as
-  /// before, contents kept.
+  /// Waits until the device has finished the work submitted so far, then unmaps the pages; other
+  /// calls can run while it waits. Fails as map() and Driver::fence; then every page stays mapped
+  /// with its contents.
   Status unmap(std::span<const PageIndex> pages, Afterwards afterwards);
-  /// The same at once. Pre: the device has finished its work with these pages (see fence()).
+  /// Unmaps without waiting. Pre: the device has finished its work with these pages (see fence()).
   Status unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards);
 
-  /// Copies blocks, in every buffer, when the device has finished what was given to it before, and
-  /// returns when the copies are there. Fails with kInvalidArgument where a block's page is not
-  /// mapped, nothing copied; kMapping, kPoolFailed, and as Driver::fence.
+  /// Waits for the device as unmap() does, then copies blocks in every buffer. Blocks until the
+  /// copy is complete. Fails with kInvalidArgument if a block's page is not mapped (nothing is
+  /// copied then), kMapping, kPoolFailed, and as Driver::fence.
   Status copy(std::span<const BlockMove> moves);
-  /// The same at once. Pre: the device has finished its work with these blocks.
+  /// Copies without waiting. Pre: the device has finished its work with these blocks.
   Status copy_idle(std::span<const BlockMove> moves);
 
-  /// Copies whole blocks, all buffers of each side by side, to or from memory of the host. Pages
-  /// are mapped and unmapped meanwhile: the caller keeps those of these blocks. Pre: the device has
-  /// finished its work with them. Fails with kInvalidArgument where a block's page is not mapped,
-  /// nothing copied; kMapping, kPoolFailed.
+  /// Copies whole blocks, every buffer (contiguous on the host), to or from host
+  /// memory. Other pages can be mapped and unmapped in the meantime; the caller keeps the blocks'
+  /// pages mapped. Pre: the device has finished its work with them. Fails with kInvalidArgument if
+  /// a block's page is not mapped (nothing is copied then), kMapping, kPoolFailed.
   Status copy_records(std::span<const BlockRecord> blocks, CopyTo to);
 
-  /// As Driver::fence, works_behind and drain.
   Result<std::unique_ptr<Fence>> fence() { return driver_->fence(); }
   bool works_behind() const { return driver_->works_behind(); }
   Status drain() { return driver_->drain(); }
@@ -80,33 +78,31 @@ class Range {
   /// Destroys recycled handles.
   Status trim() { return store_.trim(); }
 
-  /// Whose grant the pages are: it is given back when the last of them is gone with this range.
+  /// Sets the pages' grant. It is returned when the range has released its last page.
   void hold_grant_of(std::shared_ptr<PageGrant> grant) { grant_ = std::move(grant); }
 
   bool is_mapped(PageIndex page) const;
-  /// The handles of mapped pages, all extents of each side by side; for another process to import
-  /// them. The caller keeps the pages mapped as long as it uses the handles. Fails with
-  /// kInvalidArgument for a page that is not there or not mapped, kPoolFailed.
+  /// Returns the handles of mapped pages, extents in order, for another process to import. The
+  /// caller keeps the pages mapped while it uses the handles. Fails with kInvalidArgument for a
+  /// page that does not exist or is not mapped, and with kPoolFailed.
   Result<std::vector<Handle>> handles(std::span<const PageIndex> pages) const;
-  /// How often the page was unmapped so far: who reads it compares before and after. A page that is
-  /// mapped and of the same generation as before has been there all the time.
+  /// How many times the page has been unmapped. If the page is mapped and has the same generation
+  /// as before, it was mapped all the time.
   std::uint32_t generation(PageIndex page) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
-  /// Bytes of the device that are held: mapped pages and recycled handles.
+  /// Bytes of the device in mapped pages and recycled handles.
   std::uint64_t held_bytes() const;
 
   std::byte* address() const { return address_; }
   const Geometry& geometry() const { return geometry_; }
   const Driver& driver() const { return *driver_; }
-  /// As Driver::pin_host and unpin_host.
   Status pin_host(std::span<std::byte> memory) { return driver_->pin_host(memory); }
   void unpin_host(std::span<std::byte> memory) { driver_->unpin_host(memory); }
-  /// As Driver::keep_free.
   void keep_free(std::uint64_t bytes) { driver_->keep_free(bytes); }
 
-  /// Compares the page table with its counters and the driver's figures; for tests and for
-  /// KVELASTIC_SANITY_CHECK. Fails with kIntegrity.
+  /// Compares the page table with its counters. For tests and KVELASTIC_SANITY_CHECK. Fails with
+  /// kIntegrity.
   Status check_integrity() const;
 
  private:
@@ -133,7 +129,7 @@ class Range {
   const Geometry geometry_;
   std::byte* const address_;
   PageStore store_;
-  mutable std::mutex mutex_;        // before PageStore's; held across driver calls
+  mutable std::mutex mutex_;        // taken before PageStore's; held during driver calls
   LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
   LazyArray<std::uint32_t> generations_;

@@ -36,7 +36,7 @@ Result<std::unique_ptr<Staging>> Staging::create(std::uint64_t slots, std::uint6
   const int fd = ::memfd_create("kvelastic-staging", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return failed("memfd_create (the limit on open files may be reached: ulimit -n)");
   const auto bytes = static_cast<off_t>(slots * slot_bytes(record_bytes));
-  // Nobody who maps it can make it smaller under the others.
+  // Sealed so that a process that maps it cannot shrink it and crash the others.
   if (::ftruncate(fd, bytes) != 0 ||
       ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const Error error = failed("sizing a staging of " + std::to_string(bytes) + " bytes");
@@ -71,7 +71,7 @@ Result<std::unique_ptr<Staging>> Staging::map(int fd, std::uint64_t slots,
     ::close(fd);
     return error;
   }
-  // A forked child of an engine has no business with it, and pays nothing for it.
+  // A forked child of an engine does not need the mapping.
   (void)::madvise(at, bytes, MADV_DONTFORK);
   return std::unique_ptr<Staging>(
       new Staging(fd, static_cast<std::byte*>(at), slots, record_bytes));

@@ -1,8 +1,8 @@
-// Memory between blocks and stores: slots of one record each, which a store reads and writes as
-// they lie, and which every process of an instance can map. Anonymous (a memfd): it is gone with
-// the last process that has it.
+// Memory between blocks and stores: slots of one object each. Stores read and write the slots
+// directly, and every process of an instance can map them. The memory is a memfd, so it is freed
+// with the last process that has it.
 //
-//   slot i:  [ rank 0's part | rank 1's part | ... ][ up to a multiple of kSlotAlignment ]
+//   slot i:  [ rank 0's part | rank 1's part | ... ][ padding to a multiple of kSlotAlignment ]
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@
 
 namespace kvelastic {
 
-/// How another process finds a staging: as the process that made it numbers its descriptors.
+/// How another process finds a staging: a pid and a descriptor number of that process.
 struct StagingName {
   std::uint64_t pid = 0;
   std::uint64_t fd = 0;
@@ -25,17 +25,17 @@ struct StagingName {
   std::uint64_t record_bytes = 0;
 };
 
-/// Thread-safe: nothing of it changes. Who uses a slot is for its owner to say.
+/// Thread-safe: immutable. The owner decides which thread uses a slot.
 class Staging {
  public:
-  /// What O_DIRECT asks of addresses.
+  /// The address alignment that O_DIRECT requires.
   static constexpr std::size_t kSlotAlignment = 4096;
 
-  /// Fails with kInvalidArgument for no slots, no bytes or more than 2^46 bytes; kOutOfMemory,
-  /// kMapping. Its memory is taken as it is first touched.
+  /// Fails with kInvalidArgument for no slots, no bytes or more than 2^46 bytes, and with
+  /// kOutOfMemory or kMapping. Memory is allocated at the first touch.
   static Result<std::unique_ptr<Staging>> create(std::uint64_t slots, std::uint64_t record_bytes);
-  /// The staging of another process of this user, or of this one. Fails with kMapping where it is
-  /// gone, or is not as its name says.
+  /// Attaches a staging of this process or of another process of this user. Fails with kMapping if
+  /// it no longer exists or does not match `name`.
   static Result<std::unique_ptr<Staging>> attach(const StagingName& name);
   ~Staging();
   Staging(const Staging&) = delete;
@@ -44,13 +44,13 @@ class Staging {
   StagingName name() const;
   std::uint64_t slots() const { return slots_; }
   std::uint64_t record_bytes() const { return record_bytes_; }
-  /// The record in a slot. Pre: slot < slots().
+  /// The object in a slot. Pre: slot < slots().
   std::span<std::byte> record(std::uint64_t slot) const {
     return {address_ + slot * slot_bytes_, record_bytes_};
   }
-  /// All of it.
   std::span<std::byte> memory() const { return {address_, slots_ * slot_bytes_}; }
-  /// In a forked child its memory is the parent's, too, and its slots are not the child's to use.
+  /// The creating process. In a forked child the memory is still the parent's, and the child must
+  /// not use its slots.
   const OwnProcess& made_by() const { return made_by_; }
 
  private:

@@ -1,4 +1,4 @@
-// One rank's part of the records in a staging: where its blocks are copied to and from.
+// One rank's part of each object in a staging: copies blocks to and from it.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace kvelastic {
 
-/// A block, and the slot of a staging for its record.
+/// A block, and the staging slot for its contents.
 struct BlockSlot {
   BlockId id;
   std::uint64_t slot;
 };
 
-/// Keeps the staging that was used last pinned for the range's device. Thread-safe; the range's
-/// locks are taken under its own only to pin.
+/// Keeps the last used staging pinned for the range's device. Thread-safe; takes the range's locks
+/// under its own only while pinning.
 class StagingWindow {
  public:
   StagingWindow(std::shared_ptr<Range> range, std::uint64_t rank)
@@ -29,8 +29,8 @@ class StagingWindow {
   StagingWindow(const StagingWindow&) = delete;
   StagingWindow& operator=(const StagingWindow&) = delete;
 
-  /// As Range::copy_records. Fails with kInvalidArgument for a slot that the staging has not, or a
-  /// record without room for this rank.
+  /// Copies blocks as Range::copy_records does. Also fails with kInvalidArgument if a slot does not
+  /// exist or an object has no room for this rank.
   Status copy(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
               CopyTo to) {
     look_at(staging);
@@ -55,7 +55,8 @@ class StagingWindow {
   }
 
  private:
-  /// Unpinned memory is copied as well, only slower: a failure to pin is none.
+  /// Switches to `staging`. A failure to pin is ignored: copies from unpinned memory are only
+  /// slower.
   void look_at(std::shared_ptr<Staging> staging) {
     const std::lock_guard lock(mutex_);
     if (staging == staging_) return;
