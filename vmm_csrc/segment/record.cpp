@@ -26,14 +26,14 @@ std::uint32_t header_crc(RecordHeader header) {
   return crc32_of(std::as_bytes(std::span(&header, 1)));
 }
 
-/// When a wait ends, on the monotonic clock.
+/// The end of a wait on the monotonic clock.
 class Deadline {
  public:
-  /// Negative: never.
+  /// A negative timeout never ends.
   explicit Deadline(std::int64_t timeout_ns)
       : never_(timeout_ns < 0), at_ns_(monotonic_ns() + static_cast<std::uint64_t>(timeout_ns)) {}
 
-  /// kForever, or what is left, which is not positive once the time is over.
+  /// Returns kForever or the remaining time, which is not positive after the end.
   std::chrono::nanoseconds left() const {
     if (never_) return kForever;
     return std::chrono::nanoseconds(static_cast<std::int64_t>(at_ns_ - monotonic_ns()));
@@ -89,7 +89,8 @@ Status validate(std::span<const std::byte> bytes) {
   if (header.header_bytes != sizeof(RecordHeader) || header_crc(header) != header.crc32) {
     return malformed("its header does not match its checksum");
   }
-  // Below: a correct checksum over wrong numbers, which only another program would write.
+  // The checks below are for a correct checksum over wrong numbers, which only another program
+  // writes.
   if (header.total_bytes > bytes.size()) {
     return malformed("it has " + std::to_string(bytes.size()) + " bytes of the " +
                      std::to_string(header.total_bytes) + " that its header says");
@@ -222,7 +223,7 @@ Status check_priority(std::int64_t priority) {
 
 Request RequestWriter::next(const RequestChange& change) const {
   Request request;
-  // Under the writers' lock nobody overtakes this read.
+  // Cannot fail: the writers' lock excludes other writers.
   (void)latch_read(layout_->request, request);
   request.revision = __atomic_load_n(&layout_->request.revision, __ATOMIC_ACQUIRE) + 1;
   if (change.limit_bytes) {
@@ -318,7 +319,7 @@ Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> by
 
 void RecordOwner::set_state(InstanceState state) {
   __atomic_store_n(&layout_->state, static_cast<std::uint32_t>(state), __ATOMIC_RELEASE);
-  kvelastic::ring_bell(layout_->answer_bell);  // who waits for an answer must hear of the end
+  kvelastic::ring_bell(layout_->answer_bell);  // waiters must see that the instance is closing
 }
 
 std::optional<Request> RecordOwner::read_request() const {
@@ -361,7 +362,7 @@ void RecordOwner::answer(Answer answer, std::string_view reason) {
     answer.rest = 0;
     if (rest.text.front() != '\0') {
       const std::uint64_t revision = layout_->reason_rest.revision + 1;
-      // Of a writer before this version the number is 0.
+      // Writers of earlier versions leave the number 0.
       rest.number = answer.rest = static_cast<std::uint32_t>(revision | 1U << 31);
       latch_write(layout_->reason_rest, rest, revision);
     }

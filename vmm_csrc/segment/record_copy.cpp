@@ -14,7 +14,7 @@ namespace {
 
 using Revisions = std::array<std::uint64_t, 3>;
 
-/// Reads until `out` is full or the file ends; 0, or errno.
+/// Reads until `out` is full or the file ends. Returns 0 or errno.
 int read_start(int fd, std::span<std::byte> out) {
   std::size_t done = 0;
   while (done < out.size()) {
@@ -27,7 +27,8 @@ int read_start(int fd, std::span<std::byte> out) {
   return 0;
 }
 
-/// Of the file's latches as they are now; zeros where the file has ended. 0, or errno.
+/// Reads the current revisions of the file's latches; zeros beyond the file's end. Returns 0 or
+/// errno.
 int read_revisions(int fd, Revisions& out) {
   std::array<std::byte, kRecordBytes> record{};
   if (const int problem = read_start(fd, record)) return problem;
@@ -43,9 +44,9 @@ int read_revisions(int fd, Revisions& out) {
 
 }  // namespace
 
-// One read copies in no order that is promised, so a latch's slots may be older or newer than its
-// revision there. Where the revision is the same before and after, no writer has begun to write
-// the newest value's slot in between (latch_write), and that value is whole.
+// One read() copies in no guaranteed order, so a latch's slots may be older or newer than its
+// revision in the copy. If the revision is the same before and after the copy, no writer has
+// touched the newest value's slot in between (see latch_write), and the value is whole.
 int copy_record(int fd, std::span<std::byte> out) {
   out = out.first(std::min(out.size(), kRecordBytes));
   Revisions before{};

@@ -13,13 +13,13 @@ namespace {
 using std::chrono::nanoseconds;
 using Clock = std::chrono::steady_clock;
 
-/// How often a waiting scheduler looks whether its worker is still there.
+/// How often a waiting scheduler checks that its workers are alive.
 constexpr nanoseconds kLivenessInterval = std::chrono::milliseconds(50);
 
-/// Of one worker's memory in one command: a map that comes meanwhile waits for no more.
+/// Bytes per worker and copy command: the longest that a map command waits behind a copy.
 constexpr std::uint64_t kCopyBytesAtOnce = std::uint64_t{8} << 20;
 
-/// How long a scheduler waits for what its workers see of their devices. Others' commands wait too.
+/// How long the scheduler waits for device_memory() replies. Other commands wait that long, too.
 constexpr nanoseconds kLookPatience = std::chrono::milliseconds(100);
 
 nanoseconds until(Clock::time_point deadline) {
@@ -31,7 +31,7 @@ Clock::time_point deadline_after(nanoseconds timeout) {
   return timeout == kForever ? Clock::time_point::max() : Clock::now() + timeout;
 }
 
-/// What is mapped is not known any more, which the caller must not take for "no memory now".
+/// The state of the mappings is unknown. This must not be mistaken for "no memory now".
 Error cannot_be_undone(const Error& failure, const Error& undoing) {
   const Errc code = undoing.code == Errc::kPoolFailed ? undoing.code : Errc::kChannelClosed;
   return {code, failure.message + ", and what was done before could not be undone (" +
@@ -148,7 +148,7 @@ Status RingBacking::drain() {
     const Outcome begun = run_one(RingMemory::Command::kFence, std::span(&number, 1), all_ranks());
     if (!begun.status) return begun.status;
   }
-  return wait_for_fence(number);  // without the lock: commands go on
+  return wait_for_fence(number);  // without the lock: other commands can run
 }
 
 Status RingBacking::ping() {
@@ -171,8 +171,7 @@ Status RingBacking::copy(std::span<const BlockMove> moves) {
   constexpr std::size_t kMovesPerEntry = RingMemory::kPagesPerEntry / kRingWordsPerMove;
   for (std::size_t done = 0; done < moves.size();) {
     const auto batch = moves.subspan(done, std::min(moves.size() - done, kMovesPerEntry));
-    // What other ranks and earlier entries have copied stays copied: a copy changes blocks that
-    // nobody uses yet.
+    // Copies of other ranks and earlier entries need no undo: they only wrote unused blocks.
     Outcome copied = run_one(RingMemory::Command::kCopy, ring_words_of(batch), all_ranks());
     if (!copied.status) return copied.status;
     done += batch.size();
@@ -193,7 +192,7 @@ Status RingBacking::copy_records(std::span<const BlockSlot> blocks,
         blocks.subspan(done, std::min<std::size_t>(blocks.size() - done, blocks_at_once));
     const std::lock_guard lock(mutex_);
     if (staging_ != staging) {
-      staging_.reset();  // where only some ranks attach it, nobody knows what each of them has
+      staging_.reset();  // if only some ranks attach it, the state of each is unknown
       Outcome attached =
           run_one(RingMemory::Command::kStaging, ring_words_of(staging->name()), all_ranks());
       if (!attached.status) return attached.status;
@@ -220,8 +219,8 @@ std::vector<std::optional<DeviceMemory>> RingBacking::device_memory() {
   return by_rank;
 }
 
-/// Whether every rank has looked. Nothing hangs on a look: a worker that is late with one is not
-/// lost, and is not asked for another one before it has answered. Pre: mutex_ is held.
+/// Sends kLook and waits briefly; returns true if every rank has replied. A worker that is late is
+/// not considered lost, and gets no further kLook before it has replied. Pre: mutex_ is held.
 bool RingBacking::look_at_devices() {
   if (closed_ || !all_done(memory_->posted.load(std::memory_order_relaxed) - 1)) return false;
   const std::uint32_t sequence = post(RingMemory::Command::kLook, {}, all_ranks());
@@ -241,7 +240,7 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
     const std::size_t count = std::min(pages.size() - done, RingMemory::kPagesPerEntry);
     Status answered = run_everywhere(command, pages.subspan(done, count));
     if (!answered) {
-      // The earlier entries of this batch are undone: a batch is all or nothing.
+      // Undo the earlier entries of this batch: a batch is all or nothing.
       for (std::size_t begin = 0; begin < done && !closed_;) {
         const std::size_t chunk = std::min(done - begin, RingMemory::kPagesPerEntry);
         const Outcome undone =
@@ -256,14 +255,14 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
   return ok();
 }
 
-/// One entry in all ranks; where one fails, those that have done it undo it.
+/// Runs one entry in all ranks. If a rank fails, the ranks that succeeded undo the entry.
 Status RingBacking::run_everywhere(RingMemory::Command command,
                                    std::span<const std::uint32_t> words) {
   Outcome outcome = run_one(command, words, all_ranks());
   if (outcome.status || closed_) return outcome.status;
   const Error failure = outcome.status.error();
   Status undone = ok();
-  // Memory that others have given back is not taken again for a pool that is lost anyway.
+  // A pool that is lost anyway must not take back memory that its workers have released.
   const bool lost = failure.code == Errc::kPoolFailed;
   if (outcome.done != 0 && !(lost && command == RingMemory::Command::kUnmap)) {
     undone = run_one(opposite_of(command), words, outcome.done).status;
@@ -293,8 +292,9 @@ Status RingBacking::late(const std::string& names) {
                     " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"});
 }
 
-/// Answers the command's number. Never full: the lock lets one command be on its way, and a late
-/// one closes the ring, or is a look, which is left alone with at most one command behind it.
+/// Posts a command and returns its number. The ring is never full: the lock admits one command at a
+/// time, and a late command closes the ring. Only a kLook may be pending, with at most one command
+/// behind it.
 std::uint32_t RingBacking::post(RingMemory::Command command, std::span<const std::uint32_t> words,
                                 Ranks ranks) {
   const std::uint32_t sequence = memory_->posted.load(std::memory_order_relaxed);
@@ -322,7 +322,7 @@ RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
       outcome.done |= Ranks{1} << rank;
       continue;
     }
-    // After kPoolFailed nobody knows what is mapped there: no other failure may hide that.
+    // After kPoolFailed the mappings of that rank are unknown; no other failure may hide this.
     const Errc code = RingMemory::code_of(worker.result);
     const bool grave = code == Errc::kPoolFailed;
     if (outcome.status || (grave && outcome.status.error().code != Errc::kPoolFailed)) {
@@ -339,15 +339,14 @@ bool RingBacking::all_done(std::uint32_t sequence) const {
   return true;
 }
 
-/// Blocks until every rank has answered the command; closes the ring where one does not.
+/// Blocks until every rank has replied to the command; closes the ring if a rank does not.
 Status RingBacking::wait_for_answers(std::uint32_t sequence) {
   const Clock::time_point deadline = deadline_after(timeout_);
   for (;;) {
     const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
     if (all_done(sequence)) return ok();
     futex_wait(memory_->answered, heard, std::min(until(deadline), kLivenessInterval));
-    // Looking whether the workers live costs more than most of their answers take: only after a
-    // wait.
+    // Checking the workers costs more than most replies take, so it is done only after a wait.
     if (memory_->answered.load(std::memory_order_acquire) != heard) continue;
     std::string names;
     for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
@@ -359,8 +358,8 @@ Status RingBacking::wait_for_answers(std::uint32_t sequence) {
   }
 }
 
-/// Blocks until the fence has passed in every rank, as long as all of them look after it; closes
-/// the ring where one does not.
+/// Blocks until the fence has passed in every rank, as long as all workers keep polling it; closes
+/// the ring if a worker stops.
 Status RingBacking::wait_for_fence(std::uint32_t number) {
   struct Looks {
     std::uint32_t count;
@@ -372,7 +371,7 @@ Status RingBacking::wait_for_fence(std::uint32_t number) {
     const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
     Status open = refuse_if_closed();
     const Clock::time_point now = Clock::now();
-    const bool check = now >= next_check;  // the bell rings for every command, too
+    const bool check = now >= next_check;  // the bell also rings for every command
     if (check) next_check = now + kLivenessInterval;
     bool all = true;
     for (std::size_t rank = 0; rank < memory_->ranks && open; ++rank) {

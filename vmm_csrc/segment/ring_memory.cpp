@@ -88,7 +88,7 @@ std::vector<std::uint32_t> ring_words_of(const StagingName& name) {
 }
 
 StagingName staging_of_ring_words(std::span<const std::uint32_t> words) {
-  if (words.size() != 8) return {};  // nothing is attached to it
+  if (words.size() != 8) return {};  // an empty name, which cannot be attached
   return {value_at(words, 0), value_at(words, 2), value_at(words, 4), value_at(words, 6)};
 }
 

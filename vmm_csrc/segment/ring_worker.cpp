@@ -14,10 +14,10 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-/// How often a worker that stops rings for its thread, which may just be going to sleep.
+/// Interval of wake-ups while stopping: the thread may go to sleep just after a wake-up.
 constexpr std::chrono::microseconds kStopRingInterval{100};
 
-/// The first number in which two layouts differ; empty: none.
+/// Describes the first difference of two layouts; empty if they are equal.
 std::string difference(const Geometry& scheduler, const Geometry& worker) {
   const struct {
     const char* name;
@@ -86,7 +86,7 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
 void RingWorker::stop() {
   if (!thread_.joinable()) return;
   if (!started_by_.is_this()) {
-    // A forked child has inherited this object, but not the thread; the ring is its parent's.
+    // A forked child inherits this object but not the thread; the ring belongs to the parent.
     thread_.detach();
     return;
   }
@@ -98,7 +98,7 @@ void RingWorker::stop() {
   thread_.join();
   own_.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kGone);
   ring_bell(memory_->attached);
-  futex_wake(memory_->answered);  // a scheduler that waits for this one's answer looks at once
+  futex_wake(memory_->answered);  // waiters check this worker's state at once
 }
 
 void RingWorker::serve() {
@@ -115,19 +115,21 @@ void RingWorker::serve() {
     if (!answer) own_.reason.write(answer.error().message);
     own_.done.store(done + 1, std::memory_order_seq_cst);
     if (is_last(done + 1)) ring_bell(memory_->answered);
-    if (fence_) look_at_fence();  // commands without end must not keep it from being seen
+    if (fence_)
+      look_at_fence();  // also after a command: a continuous stream of commands must not delay the
+                        // fence
   }
   fence_.reset();
   ended_ = true;
 }
 
-/// What is to be done while no command is there; answers how long to sleep after it.
+/// Runs when no command is pending. Returns how long to sleep afterwards.
 nanoseconds RingWorker::look_around() {
   if (fence_) look_at_fence();
   return fence_ ? fence_pauses_.next() : kForever;
 }
 
-/// Marks the work that the device has now. One fence at a time: a further one takes its place.
+/// Marks the work submitted to the device so far. Replaces an earlier fence.
 Status RingWorker::begin_fence(std::uint32_t number) {
   Result<std::unique_ptr<Fence>> fence = range_->fence();
   if (!fence) return fence.error();
@@ -153,9 +155,9 @@ void RingWorker::end_fence(const Status& how) {
   ring_bell(memory_->answered);
 }
 
-/// Whether every rank has answered as much as this one, so that nobody else will ring. Of two that
-/// end at once at least the later one sees both answers, which is why all of this is sequentially
-/// consistent; both may.
+/// True if every rank has replied as often as this one, so this rank must ring the bell. If two
+/// ranks finish at once, sequential consistency ensures that at least the later one sees both
+/// replies; both may ring.
 bool RingWorker::is_last(std::uint32_t done) const {
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
     if (memory_->workers[rank].done.load(std::memory_order_seq_cst) != done) return false;
@@ -163,16 +165,16 @@ bool RingWorker::is_last(std::uint32_t done) const {
   return true;
 }
 
-/// Tells the scheduler, which has no driver, what its device has left.
+/// Reports the device's free memory to the scheduler, which has no driver.
 Status RingWorker::look_at_device() {
   const std::optional<DeviceMemory> memory = range_->driver().memory();
-  if (!memory) return Error{Errc::kDeviceUnavailable, "the device does not say what it has left"};
+  if (!memory) return Error{Errc::kDeviceUnavailable, "the device does not report its free memory"};
   own_.device_free_bytes = memory->free_bytes;
   own_.device_total_bytes = memory->total_bytes;
   return ok();
 }
 
-/// No page is worth the process: memory for the books themselves may run out as well.
+/// Turns bad_alloc of the bookkeeping into an error, so that the process survives it.
 Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
   const std::span<const PageIndex> pages(entry.pages.data(),
                                          std::min<std::size_t>(entry.count, entry.pages.size()));
@@ -209,7 +211,7 @@ Status RingWorker::attach(const StagingName& name) {
   return ok();
 }
 
-/// Pre: the device has finished its work with these blocks: a fence has passed.
+/// Pre: a fence has passed, so the device has finished its work with these blocks.
 Status RingWorker::copy_records(std::span<const std::uint32_t> words, CopyTo to) {
   if (!staging_) return Error{Errc::kInvalidArgument, "no staging has been attached"};
   return window_.copy(block_slots_of_ring_words(words), staging_, to);

@@ -1,4 +1,4 @@
-// A worker's end of the ring; see ring_memory.h.
+// A worker's end of the ring (see ring_memory.h).
 #pragma once
 
 #include <atomic>
@@ -18,12 +18,12 @@
 
 namespace kvelastic {
 
-/// A thread that carries commands out on a Range until stopped.
+/// A thread that executes commands on a Range until it is stopped.
 class RingWorker {
  public:
-  /// Starts serving as `rank`. Fails with kSegmentFormat where the memory is no ring of this
-  /// version, kInvalidArgument where the ring has no such rank or its geometry is not the range's,
-  /// kChannelClosed where another worker is, or was, that rank.
+  /// Starts serving as `rank`. Fails with kSegmentFormat if the memory is not a ring of this
+  /// version, kInvalidArgument if the rank does not exist or the geometry differs, and
+  /// kChannelClosed if another worker is or was that rank.
   static Result<std::unique_ptr<RingWorker>> start(std::span<std::byte> memory,
                                                    std::shared_ptr<Range> range, std::size_t rank,
                                                    std::shared_ptr<void> keep);
@@ -31,8 +31,9 @@ class RingWorker {
   RingWorker(const RingWorker&) = delete;
   RingWorker& operator=(const RingWorker&) = delete;
 
-  /// Stops serving; blocks until the command in hand is done, and not for a kernel: who waits for a
-  /// fence hears that this worker is gone. Safe to call twice. In a forked child it does nothing.
+  /// Stops serving. Blocks until the current command is complete, but not for a kernel: a scheduler
+  /// that waits for a fence sees that this worker has ended. Idempotent. Does nothing in a forked
+  /// child.
   void stop();
 
  private:
@@ -62,15 +63,15 @@ class RingWorker {
   const std::shared_ptr<Range> range_;
   const std::shared_ptr<void> keep_;
   const OwnProcess started_by_;
-  // The thread's own:
+  // Used by the thread only:
   StagingWindow window_;
-  std::shared_ptr<Staging> staging_;  // as the scheduler named it last; null: not yet
-  std::unique_ptr<Fence> fence_;      // null: none is waited for
+  std::shared_ptr<Staging> staging_;  // named last by the scheduler; null: none yet
+  std::unique_ptr<Fence> fence_;      // null: no fence is pending
   std::uint32_t fence_number_ = 0;
   Pauses fence_pauses_;
 
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> ended_{false};  // the thread has seen it
+  std::atomic<bool> ended_{false};  // the thread has seen `stopping_`
   std::thread thread_;
 };
 
