@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvelastic import config, ledger, segment
 from kvelastic.controller.room import Claim
@@ -26,6 +26,16 @@ from kvelastic.ledger_facts import LedgerInfo
 from kvelastic.segment import Request
 from kvelastic.segment_dir import LOCK_WAIT_S
 from kvelastic.status_file import POLL_S
+
+_DEVICE_KEYS: Final = (
+    "device", "group", "status", "problem", "capacity_bytes", "others_bytes",
+    "others_of_capacity_bytes", "reserved_bytes", "reserved_of_capacity_bytes", "total_bytes",
+    "granted_bytes", "guaranteed_bytes", "asked_bytes", "free_bytes",
+)  # fmt: skip
+"""What is said of a device, by the attributes of `LedgerInfo`."""
+_HELD_KEYS: Final = (
+    "mapped_bytes", "in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes",
+)  # fmt: skip
 
 
 def row(name: str) -> dict[str, Any]:
@@ -50,37 +60,15 @@ def _devices(
     infos: Sequence[LedgerInfo], statuses: Sequence[InstanceStatus]
 ) -> list[dict[str, Any]]:
     return [
-        {
-            "device": info.device,
-            "group": info.group,
-            "status": info.status,
-            "problem": info.problem,
-            "capacity_bytes": info.capacity_bytes,
-            "others_bytes": info.others_bytes,
-            "others_of_capacity_bytes": info.others_of_capacity_bytes,
-            "reserved_bytes": info.reserved_bytes,
-            "reserved_of_capacity_bytes": info.reserved_of_capacity_bytes,
-            "total_bytes": info.total_bytes,
-            "granted_bytes": info.granted_bytes,
-            "guaranteed_bytes": info.guaranteed_bytes,
-            "asked_bytes": info.asked_bytes,
-            "free_bytes": info.free_bytes,
-            "members": [_member(use) for use in member_uses(info, statuses)],
-        }
+        {key: getattr(info, key) for key in _DEVICE_KEYS}
+        | {"members": [_member(use) for use in member_uses(info, statuses)]}
         for info in infos
     ]
 
 
 def _member(use: MemberUse) -> dict[str, Any]:
-    return {
-        **asdict(use.member),
-        "uuid": uuid_text(use.member.uuid),
-        "mapped_bytes": use.mapped_bytes,
-        "in_use_bytes": use.in_use_bytes,
-        "cached_bytes": use.cached_bytes,
-        "parked_bytes": use.parked_bytes,
-        "slack_bytes": use.slack_bytes,
-    }
+    held = {key: getattr(use, key) for key in _HELD_KEYS}
+    return {**asdict(use.member), "uuid": uuid_text(use.member.uuid), **held}
 
 
 async def request(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.instance.device import member_uses
 from kvelastic.instance.row import printable
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from kvelastic.tier_status import TierFigures, TiersFigures
 
 _DEFAULT_GROUP = "default"
+_TEXTS: Final = ("reason", "device", "engine", "model")
+_FIGURES: Final = (
+    "pid", "limit_bytes", "min_bytes", "priority", "capacity_bytes", "mapped_bytes", "in_use_bytes",
+    "cached_bytes", "parked_bytes", "over_bytes",
+)  # fmt: skip
+"""Fields of `Instance` that are those of `InstanceStatus`."""
+_PARTS: Final = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
+_OF_LEDGER: Final = (
+    "capacity_bytes", "reserved_bytes", "reserved_of_capacity_bytes", "others_bytes",
+    "others_of_capacity_bytes", "free_bytes", "guaranteed_bytes", "asked_bytes",
+)  # fmt: skip
+"""Fields of `Device`: sums over instances, and those of `LedgerInfo`."""
 
 
 @dataclass(frozen=True)
@@ -152,32 +164,16 @@ def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> lis
 
 def instance_of(status: InstanceStatus) -> Instance:
     """Make an instance of its status."""
-    known = status.is_known
-
-    def figure(value: int) -> int | None:
-        return value if known else None
-
-    counters = status.counters
+    counters, known = status.counters, status.is_known
+    same: dict[str, Any] = {text: printable(getattr(status, text)) for text in _TEXTS}
+    same |= {figure: getattr(status, figure) if known else None for figure in _FIGURES}
     return Instance(
         key=status.uuid_text or status.name,
         name=status.name,
         label=printable(status.name),
         state=status.word,
         asleep=status.asleep,
-        reason=printable(status.reason),
-        device=printable(status.device),
-        engine=printable(status.engine),
-        model=printable(status.model),
-        pid=figure(status.pid),
-        limit_bytes=figure(status.limit_bytes),
-        min_bytes=figure(status.min_bytes),
-        priority=figure(status.priority),
-        capacity_bytes=figure(status.capacity_bytes),
-        mapped_bytes=figure(status.mapped_bytes),
-        in_use_bytes=figure(status.in_use_bytes),
-        cached_bytes=figure(status.cached_bytes),
-        parked_bytes=figure(status.parked_bytes),
-        over_bytes=figure(status.over_bytes),
+        **same,
         reserved_bytes=status.reserved_bytes,
         pages_in=counters.get("pages_mapped"),
         pages_out=counters.get("pages_unmapped"),
@@ -214,32 +210,20 @@ def _from_ledger(ledger: LedgerInfo, statuses: list[InstanceStatus]) -> Device:
     uses = member_uses(ledger, statuses)
     return Device(
         name=name,
-        capacity_bytes=ledger.capacity_bytes,
-        in_use_bytes=sum(use.in_use_bytes for use in uses),
-        cached_bytes=sum(use.cached_bytes for use in uses),
-        parked_bytes=sum(use.parked_bytes for use in uses),
-        slack_bytes=sum(use.slack_bytes for use in uses),
-        reserved_bytes=ledger.reserved_bytes,
-        reserved_of_capacity_bytes=ledger.reserved_of_capacity_bytes,
-        others_bytes=ledger.others_bytes,
-        others_of_capacity_bytes=ledger.others_of_capacity_bytes,
-        free_bytes=ledger.free_bytes,
-        guaranteed_bytes=ledger.guaranteed_bytes,
-        asked_bytes=ledger.asked_bytes,
         has_ledger=True,
+        **{part: sum(getattr(use, part) for use in uses) for part in _PARTS},
+        **{figure: getattr(ledger, figure) for figure in _OF_LEDGER},
     )
 
 
 def _from_instances(name: str, there: list[Instance]) -> Device:
     capacity_bytes = max(one.capacity_bytes or 0 for one in there)
     held_bytes = sum(one.mapped_bytes or 0 for one in there)
+    parts: dict[str, Any] = {part: sum(getattr(one, part) or 0 for one in there) for part in _PARTS}
     return Device(
         name=name,
         capacity_bytes=capacity_bytes,
-        in_use_bytes=sum(one.in_use_bytes or 0 for one in there),
-        cached_bytes=sum(one.cached_bytes or 0 for one in there),
-        parked_bytes=sum(one.parked_bytes or 0 for one in there),
-        slack_bytes=sum(one.slack_bytes for one in there),
+        **parts,
         free_bytes=max(0, capacity_bytes - held_bytes),
         guaranteed_bytes=sum(one.min_bytes or 0 for one in there),
     )

@@ -6,7 +6,7 @@ what is not known is None.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from msgspec.structs import asdict
 
@@ -27,31 +27,8 @@ class DeviceUseRow(TypedDict):
     ask_bytes: int | None
 
 
-class TierRow(TypedDict):
-    """One tier; the meanings are those of `TierFigures`."""
-
-    tier: str
-    kind: str
-    state: str
-    used_bytes: int
-    limit_bytes: int | None
-    records: int
-    puts: int
-    refused: int
-    hits: int
-    misses: int
-    torn: int
-    evicted: int
-    errors: int
-    bytes_written: int
-    bytes_read: int
-    load_us: int | None
-    write_budget_bytes: int | None
-    write_left_bytes: int | None
-    waiting_bytes: int
-    is_stuck: bool
-    is_current: bool
-    problem: str
+TierRow = dict[str, Any]
+"""One tier: the fields of `TierFigures`, and its `state`."""
 
 
 class Row(TypedDict):
@@ -109,63 +86,33 @@ class Row(TypedDict):
     counters: dict[str, int] | None
 
 
+_ATTRIBUTES: Final = {
+    "ipc": "name",
+    "alive": "is_alive",
+    "ask_bytes": "asked_bytes",
+    "uuid": "uuid_text",
+}
+"""Where a key is not the name of an attribute of `InstanceStatus`."""
+_ALWAYS_KNOWN: Final = {"name", "ipc", "alive", "state", "reason"}
+
+
 def row_of(status: InstanceStatus) -> Row:
     """Lay an instance's status out flat."""
-    known = status.is_known
-
-    def figure(value: int) -> int | None:
-        return value if known else None
-
-    def text(value: str) -> str | None:
-        return value if known else None
-
-    return Row(
-        name=status.name,
-        ipc=status.name,
-        alive=status.is_alive,
-        state=status.state,
-        asleep=status.asleep if known else None,
-        engine_asleep=status.engine_asleep,
-        reason=status.reason,
-        limit_bytes=figure(status.limit_bytes),
-        is_limited=status.is_limited if known else None,
-        effective_limit_bytes=figure(status.effective_limit_bytes),
-        requested_limit_bytes=status.requested_limit_bytes,
-        is_squeezed=status.is_squeezed if known else None,
-        used_bytes=figure(status.used_bytes),
-        mapped_bytes=figure(status.mapped_bytes),
-        in_use_bytes=figure(status.in_use_bytes),
-        set_aside_bytes=figure(status.set_aside_bytes),
-        cached_bytes=figure(status.cached_bytes),
-        parked_bytes=figure(status.parked_bytes),
-        slack_bytes=figure(status.slack_bytes),
-        over_bytes=figure(status.over_bytes),
-        min_bytes=figure(status.min_bytes),
-        priority=figure(status.priority),
-        capacity_bytes=figure(status.capacity_bytes),
-        page_bytes=figure(status.page_bytes),
-        requests_waiting=status.requests_waiting,
-        first_needs_bytes=figure(status.first_needs_bytes),
-        first_may_need_bytes=figure(status.first_may_need_bytes),
-        is_limit_too_low=status.is_limit_too_low if known else None,
-        revision=figure(status.revision),
-        answered_revision=figure(status.answered_revision),
-        granted_bytes=status.granted_bytes,
-        reserved_bytes=status.reserved_bytes,
-        ask_bytes=status.asked_bytes,
-        engine=text(status.engine),
-        model=text(status.model),
-        device=text(status.device),
-        devices=use_rows(status) if known else None,
-        tiers=tier_rows(status.board) if known else None,
-        tier_policy=None if status.board is None else status.board.policy,
-        tier_blocks=None if status.board is None else asdict(status.board.blocks),
-        pid=figure(status.pid),
-        uid=figure(status.uid),
-        uuid=status.uuid_text,
-        created=status.created,
-        counters=dict(status.counters) if known else None,
-    )
+    board = status.board
+    values = {
+        "devices": use_rows(status),
+        "tiers": tier_rows(board),
+        "tier_policy": None if board is None else board.policy,
+        "tier_blocks": None if board is None else asdict(board.blocks),
+        "counters": dict(status.counters),
+    }
+    row = {
+        key: (values[key] if key in values else getattr(status, _ATTRIBUTES.get(key, key)))
+        if status.is_known or key in _ALWAYS_KNOWN
+        else None
+        for key in Row.__annotations__
+    }
+    return cast(Row, row)  # mypy cannot follow it; a test compares the keys
 
 
 def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
@@ -187,10 +134,7 @@ def tier_rows(board: TiersFigures | None) -> list[TierRow]:
     """Its tiers, nearest first; None has none."""
     tiers = () if board is None else board.tiers
     return [
-        cast(  # mypy cannot follow asdict; a test compares the keys
-            TierRow,
-            {"tier": tier.tier, "kind": tier.kind, "state": tier.state, **asdict(tier)},
-        )
+        {"tier": tier.tier, "kind": tier.kind, "state": tier.state, **asdict(tier)}
         for tier in tiers
     ]
 

@@ -37,6 +37,18 @@ ENDED: Final = frozenset({"dead", "unreadable"})
 """Values of `life` of which nothing more is to be expected."""
 
 
+_PARTS: Final = ("mapped_bytes", "in_use_bytes", "cached_bytes", "parked_bytes")
+_FIGURES: Final = (
+    *_PARTS, "capacity_bytes", "page_bytes", "mappings_per_page", "blocks_total", "blocks_in_use",
+    "blocks_cached", "blocks_available", "blocks_reserved", "pages_mapped", "pages_parked",
+    "first_needs_bytes", "first_may_need_bytes",
+)  # fmt: skip
+"""Fields of `InstanceStatus` that are called so in a record's usage."""
+_ANSWERED: Final = ("effective_limit_bytes", "over_bytes", "min_bytes", "priority")
+_IDENTITY: Final = ("engine", "model", "device", "pid", "uid", "uuid")
+"""The same, in its answer and in its header."""
+
+
 @dataclass(frozen=True)
 class DeviceShare:
     """An instance's place in the ledger of one device."""
@@ -127,6 +139,8 @@ class InstanceStatus:
     blocks_available: int = 0
     """That an alloc could have now."""
     blocks_reserved: int = 0
+    pages_mapped: int = 0
+    pages_parked: int = 0
 
     requests_waiting: int | None = None
     """Requests of the engine that wait for memory; None: the engine does not report them."""
@@ -274,12 +288,8 @@ def status_of(
     taken = usage["blocks_in_use"] + usage["blocks_reserved"]
     set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])
-    parts = {
-        "mapped_bytes": usage["mapped_bytes"],
-        "in_use_bytes": usage["in_use_bytes"] - set_aside_bytes,
-        "cached_bytes": usage["cached_bytes"],
-        "parked_bytes": usage["parked_bytes"],
-    }
+    figures = {name: usage.get(name, 0) for name in _FIGURES}
+    figures["in_use_bytes"] -= set_aside_bytes
     shares = tuple(_shares(header["uuid"], ledgers))
     return InstanceStatus(
         name=info.name,
@@ -291,38 +301,20 @@ def status_of(
         engine_asleep=info.engine_asleep,
         limit_bytes=limit_bytes if is_limited else capacity_bytes,
         is_limited=is_limited,
-        effective_limit_bytes=answer["effective_limit_bytes"],
         is_squeezed=bool(usage["squeezed"]),
         requested_limit_bytes=request["limit_bytes"],
-        over_bytes=answer["over_bytes"],
-        min_bytes=answer["min_bytes"],
-        priority=answer["priority"],
-        capacity_bytes=capacity_bytes,
-        **parts,
         set_aside_bytes=set_aside_bytes,
-        page_bytes=usage["page_bytes"],
-        mappings_per_page=usage.get("mappings_per_page", 0),
-        blocks_total=usage["blocks_total"],
-        blocks_in_use=usage["blocks_in_use"],
-        blocks_cached=usage["blocks_cached"],
-        blocks_available=usage["blocks_available"],
-        blocks_reserved=usage["blocks_reserved"],
+        **figures,
+        **{name: answer[name] for name in _ANSWERED},
+        **{name: header[name] for name in _IDENTITY},
         requests_waiting=usage["requests_waiting"] if usage.get("reports_waiting") else None,
-        first_needs_bytes=usage.get("first_needs_bytes", 0),
-        first_may_need_bytes=usage.get("first_may_need_bytes", 0),
         revision=request["revision"],
         answered_revision=answer["revision"],
         pending_s=waited_ns / 1e9 if request_state == "pending" else 0.0,
-        engine=header["engine"],
-        model=header["model"],
-        device=header["device"],
-        pid=header["pid"],
-        uid=header["uid"],
-        uuid=header["uuid"],
         created=_utc_text(header["created_realtime_ns"]),
         counters=info.counters,
         shares=shares,
-        uses=tuple(_uses(header["devices"], parts, shares)),
+        uses=tuple(_uses(header["devices"], figures, shares)),
         board=board,
     )
 
@@ -354,13 +346,13 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
 
 
 def _uses(
-    devices: Iterable[tuple[str, int]], parts: Mapping[str, int], shares: Iterable[DeviceShare]
+    devices: Iterable[tuple[str, int]], figures: Mapping[str, int], shares: Iterable[DeviceShare]
 ) -> Iterable[DeviceUse]:
     """Every copy of a page is as large as the others, so bytes are divided by copies."""
     devices, shares = list(devices), list(shares)
     whole = max(1, sum(copies for _, copies in devices))
     for device, copies in devices:
-        here = {part: part_bytes * copies // whole for part, part_bytes in parts.items()}
+        here = {part: figures[part] * copies // whole for part in _PARTS}
         share = next((one for one in shares if one.device == device), None)
         yield DeviceUse(device, copies, **here, share=share)
 
