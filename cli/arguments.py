@@ -131,10 +131,10 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
         from kvelastic.tier_status import read
 
         try:
-            board = read(inspect(str(ctx.params.get("name", ""))))
+            shown = read(inspect(str(ctx.params.get("name", ""))))
         except SegmentError:
             return []
-        tiers = [one.tier for one in board.tiers] if board is not None else []
+        tiers = [one.tier for one in shown.tiers] if shown is not None else []
         return offered(tiers, incomplete)
 
 

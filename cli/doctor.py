@@ -45,7 +45,7 @@ _FEWEST_CELLS = 30
 _LEAST_COLUMNS: Final = 12
 """For a sentence of an explanation, on a terminal of however few."""
 _NOT_SHOWN: Final = frozenset(
-    {"board", "uuid", "uid", "is_known", "created", "counters", "shares", "uses"}
+    {"shown_tiers", "uuid", "uid", "is_known", "created", "counters", "shares", "uses"}
 )
 
 
@@ -91,8 +91,8 @@ def explain_command(name: str, as_json: bool) -> None:
     info = readable(name, sweep())
     found = list_ledgers()
     ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
-    board = tiers_of([info]).get(info.name)
-    status = status_of(info, found, now_ns=time.monotonic_ns(), board=board)
+    shown = tiers_of([info]).get(info.name)
+    status = status_of(info, found, now_ns=time.monotonic_ns(), shown_tiers=shown)
     findings = explain(status, ledger)
     if as_json:
         say_json(explanation_json(status, ledger, findings))

@@ -3,7 +3,7 @@
     kvctl links [NODE] [--json]               show
     kvctl links cut NODE PEER [--pid PID]     end a link
 
-A node need not be an instance: it is found by its link board.
+A node need not be an instance: it is found by its status file.
 """
 
 from __future__ import annotations

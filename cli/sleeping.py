@@ -111,17 +111,17 @@ def _still_written(info: SegmentInfo) -> str:
 
     asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
     try:
-        board = read(info)
-        while board is not None and board.published_realtime_ns < asked_ns:
+        shown = read(info)
+        while shown is not None and shown.published_realtime_ns < asked_ns:
             if time.monotonic() > until_s:
                 break
             time.sleep(_LOOK_S)
-            board = read(info)
+            shown = read(info)
     except SegmentError:  # it has ended meanwhile, or is of another version
         return ""
     left = ", ".join(
         f"{format_size(tier.waiting_bytes)} to {tier.tier}"
-        for tier in (() if board is None else board.tiers)
+        for tier in (() if shown is None else shown.tiers)
         if tier.waiting_bytes
     )
     if not left:

@@ -53,7 +53,7 @@ class Look:
 
     info: SegmentInfo
     at_ns: int
-    board: TiersFigures | None = None
+    shown: TiersFigures | None = None
 
 
 def look(name: str, reaped: list[str]) -> Look:
@@ -78,7 +78,7 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
             counter: round((count - before.info.counters[counter]) / interval_s, 3)
             for counter, count in now.info.counters.items()
         }
-    status = status_of(now.info, ledgers(), now_ns=now.at_ns, board=now.board)
+    status = status_of(now.info, ledgers(), now_ns=now.at_ns, shown_tiers=now.shown)
     return Stats(
         **row_of(status),
         blocks_total=status.blocks_total,

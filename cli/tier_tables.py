@@ -38,23 +38,25 @@ _POLICY_CELLS: Final = len("write_through")
 _WORD_CELLS: Final = max(map(len, BLOCK_WORDS.values()))
 
 
-def plain_tables(boards: Mapping[str, TiersFigures]) -> str:
+def plain_tables(all_shown: Mapping[str, TiersFigures]) -> str:
     """Columns of text: a line a tier, nearest first; then a line an instance, of its blocks."""
-    return "\n\n".join(map(plain, _tables(boards))) if boards else NOTHING
+    return "\n\n".join(map(plain, _tables(all_shown))) if all_shown else NOTHING
 
 
-def rich_tables(boards: Mapping[str, TiersFigures], width: int) -> RenderableType:
+def rich_tables(all_shown: Mapping[str, TiersFigures], width: int) -> RenderableType:
     """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
     from rich.console import Group
 
-    return Group(*(rich_table(each, width) for each in _tables(boards))) if boards else NOTHING
+    return (
+        Group(*(rich_table(each, width) for each in _tables(all_shown))) if all_shown else NOTHING
+    )
 
 
-def _tables(boards: Mapping[str, TiersFigures]) -> tuple[list[Column], list[Column]]:
+def _tables(all_shown: Mapping[str, TiersFigures]) -> tuple[list[Column], list[Column]]:
     from kvelastic.instance.row import printable
 
-    names = [printable(name) for name, board in boards.items() for _ in board.tiers]
-    tiers = [tier for board in boards.values() for tier in board.tiers]
+    names = [printable(name) for name, shown in all_shown.items() for _ in shown.tiers]
+    tiers = [tier for shown in all_shown.values() for tier in shown.tiers]
     loads = ["-" if tier.load_us is None else f"{tier.load_us / 1000:.2f} ms" for tier in tiers]
     held = [
         Column("Name", names, 0, is_left=True, most_cells=_NAME_CELLS),
@@ -75,21 +77,21 @@ def _tables(boards: Mapping[str, TiersFigures]) -> tuple[list[Column], list[Colu
         Column("Write left", [_size(tier.write_left_bytes) for tier in tiers], 15),
         Column("To write", [format_size(tier.waiting_bytes) for tier in tiers], 16),
     ]
-    names = [printable(name) for name in boards]
-    policies = [board.policy for board in boards.values()]
+    names = [printable(name) for name in all_shown]
+    policies = [shown.policy for shown in all_shown.values()]
     became = [
         Column("Name", names, 0, is_left=True, most_cells=_NAME_CELLS),
         Column("Policy", policies, 1 + len(BLOCK_WORDS), is_left=True, most_cells=_POLICY_CELLS),
     ]
     for rank, (count, word) in enumerate(BLOCK_WORDS.items(), 1):
-        counts = [str(getattr(board.blocks, count)) for board in boards.values()]
+        counts = [str(getattr(shown.blocks, count)) for shown in all_shown.values()]
         became.append(Column(word.capitalize(), counts, rank, most_cells=_WORD_CELLS))
     return held, became
 
 
-def as_object(name: str, board: TiersFigures) -> dict[str, Any]:
+def as_object(name: str, shown: TiersFigures) -> dict[str, Any]:
     """For --json: the figures as they are, the time as text."""
-    seconds = board.published_realtime_ns / 1e9
+    seconds = shown.published_realtime_ns / 1e9
     try:
         published = datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat()
     except (OverflowError, ValueError, OSError):
@@ -97,10 +99,10 @@ def as_object(name: str, board: TiersFigures) -> dict[str, Any]:
     return {
         "name": name,
         "published": published,
-        "policy": board.policy,
-        "answered_revision": board.answered_revision,
-        **msgspec.structs.asdict(board.blocks),
-        "tiers": tier_rows(board),
+        "policy": shown.policy,
+        "answered_revision": shown.answered_revision,
+        **msgspec.structs.asdict(shown.blocks),
+        "tiers": tier_rows(shown),
     }
 
 

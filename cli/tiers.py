@@ -3,8 +3,8 @@
     kvctl tiers [NAME]                        show
     kvctl tiers limit|trim|clear|erase|verify NAME ...
 
-Each of the second line writes a request to the instance's tier board and waits for the answer to
-that very request. They need not be the only ones: every operator gets his own.
+Each of the second line writes a request to the instance's tier status file and waits for the
+answer to that very request. They need not be the only ones: every operator gets his own.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def show_command(name: str | None, as_json: bool) -> None:
     from kvelastic.cli.fitting_table import show
     from kvelastic.cli.tier_tables import as_object, plain_tables, rich_tables
 
-    boards = _all_boards() if name is None else {name: _board_of(name)}
+    all_shown = _all_shown() if name is None else {name: _shown_of(name)}
     if as_json:
-        say_json([as_object(*one) for one in boards.items()])
+        say_json([as_object(*one) for one in all_shown.items()])
     else:
-        show(lambda: plain_tables(boards), lambda width: rich_tables(boards, width))
+        show(lambda: plain_tables(all_shown), lambda width: rich_tables(all_shown, width))
 
 
 @tiers_command.command("limit", cls=ValueCommand)
@@ -116,7 +116,7 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
     from kvelastic.instance.row import printable
     from kvelastic.tier_status import TierRequest
 
-    _board_of(name)
+    _shown_of(name)
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here: add --yes.")
@@ -164,7 +164,7 @@ def verify_command(name: str, wait_s: float | None, as_json: bool) -> None:
     _end(message, answer, name, _VERIFY_S if wait_s is None else wait_s, as_json)
 
 
-def _all_boards() -> dict[str, TiersFigures]:
+def _all_shown() -> dict[str, TiersFigures]:
     from kvelastic.segment import list_segments
     from kvelastic.tier_status import tiers_of
 
@@ -172,21 +172,21 @@ def _all_boards() -> dict[str, TiersFigures]:
     return dict(tiers_of(list_segments()))
 
 
-def _board_of(name: str) -> TiersFigures:
+def _shown_of(name: str) -> TiersFigures:
     from kvelastic.tier_status import read
 
     info = readable(name, sweep())
-    board = read(info)
-    if board is None:
+    shown = read(info)
+    if shown is None:
         fail(f"{name} has no tiers; KVELASTIC_TIERS gives an engine some when it starts.")
-    return board
+    return shown
 
 
 def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | None:
     from kvelastic.tier_status import ask
 
-    board = _board_of(name)
-    tiers = [one.tier for one in board.tiers]
+    shown = _shown_of(name)
+    tiers = [one.tier for one in shown.tiers]
     if request.tier and request.tier not in tiers:
         fail(f"{name} has no tier {request.tier!r}; it has {', '.join(tiers)}.")
     info = readable(name, [])
@@ -206,7 +206,7 @@ def _erased(name: str, answer: TierAnswer | None) -> str:
 def _by_tier(name: str, answer: TierAnswer | None) -> str:
     if answer is None:
         return ""
-    tiers = [one.tier for one in _board_of(name).tiers]
+    tiers = [one.tier for one in _shown_of(name).tiers]
     return ", ".join(
         f"{tier} {'-' if count is None else count}"
         for tier, count in zip(tiers, answer.counts, strict=False)
@@ -233,7 +233,7 @@ def _end(
 def _answer_object(name: str, answer: TierAnswer | None) -> dict[str, Any]:
     if answer is None:
         return {"name": name, "state": "pending", "records": None, "reason": ""}
-    tiers = [one.tier for one in _board_of(name).tiers]
+    tiers = [one.tier for one in _shown_of(name).tiers]
     return {
         "name": name,
         "state": answer.state,

@@ -47,9 +47,9 @@ async def ask(
 
 def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
     info = segment.inspect(name)
-    board = tier_status.read(info)
-    tiers = [] if board is None else [one.tier for one in board.tiers]
-    if board is not None and request.tier and request.tier not in tiers:
+    shown = tier_status.read(info)
+    tiers = [] if shown is None else [one.tier for one in shown.tiers]
+    if shown is not None and request.tier and request.tier not in tiers:
         raise Refusal(
             404,
             "tier_not_found",

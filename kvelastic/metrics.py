@@ -36,52 +36,52 @@ class KvelasticCollector(Collector):
         self,
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
-        find_boards: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersFigures]] = tiers_of,
+        find_tiers: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersFigures]] = tiers_of,
         find_nodes: Callable[[], Sequence[NodeFigures]] = link_status.nodes,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
-        self._find_boards = find_boards
+        self._find_tiers = find_tiers
         self._find_nodes = find_nodes
 
     def collect(self) -> Iterable[Metric]:
         """What is found now."""
         segments = self._find_segments()
-        boards, nodes = self._find_boards(segments), self._find_nodes()
-        return families(segments, self._find_ledgers(), boards, nodes)
+        all_shown, nodes = self._find_tiers(segments), self._find_nodes()
+        return families(segments, self._find_ledgers(), all_shown, nodes)
 
 
 def render(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    boards: Mapping[str, TiersFigures] | None = None,
+    all_shown: Mapping[str, TiersFigures] | None = None,
     nodes: Sequence[NodeFigures] | None = None,
 ) -> str:
-    """All metrics in Prometheus' text format. `boards` and `nodes` are looked for if not given."""
-    find_boards = tiers_of if boards is None else lambda _: boards
+    """All metrics in Prometheus' text format. Looks for `all_shown` and `nodes` if not given."""
+    find_tiers = tiers_of if all_shown is None else lambda _: all_shown
     find_nodes = link_status.nodes if nodes is None else lambda: nodes
     return generate_latest(
-        KvelasticCollector(lambda: segments, lambda: ledgers, find_boards, find_nodes)
+        KvelasticCollector(lambda: segments, lambda: ledgers, find_tiers, find_nodes)
     ).decode()
 
 
 def families(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    boards: Mapping[str, TiersFigures],
+    all_shown: Mapping[str, TiersFigures],
     nodes: Sequence[NodeFigures] = (),
 ) -> Iterable[Metric]:
     """All metrics as values of prometheus-client, in the order of `metric_table.METRICS`.
 
-    `boards` are those of tiers, by the names of segments. A dead or unreadable instance has no
+    `all_shown` are those of tiers, by the names of segments. A dead or unreadable instance has no
     metrics, but is counted in `kvelastic_segments`.
     """
     drawn = _Drawn()
     for info in segments:
         if info.is_alive and info.header:
             _add_instance(drawn, info)
-    for name, board in boards.items():
-        _add_tiers(drawn, name, board)
+    for name, shown in all_shown.items():
+        _add_tiers(drawn, name, shown)
     for node in nodes:
         _add_node(drawn, node)
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
@@ -109,10 +109,10 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     drawn.add(metric_table.INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
 
 
-def _add_tiers(drawn: _Drawn, name: str, board: TiersFigures) -> None:
-    for tier in board.tiers:
+def _add_tiers(drawn: _Drawn, name: str, shown: TiersFigures) -> None:
+    for tier in shown.tiers:
         drawn.add_all(metric_table.TIER, (name, tier.tier), tier)
-    drawn.add_all(metric_table.TIERS, (name,), board.blocks)
+    drawn.add_all(metric_table.TIERS, (name,), shown.blocks)
 
 
 def _add_node(drawn: _Drawn, node: NodeFigures) -> None:

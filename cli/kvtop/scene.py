@@ -139,14 +139,14 @@ def scene_of(
     ledgers: Iterable[LedgerInfo],
     at_s: float,
     names: Sequence[str] = (),
-    boards: Mapping[str, TiersFigures] | None = None,
+    all_shown: Mapping[str, TiersFigures] | None = None,
 ) -> Scene:
     """Make the scene of what was found; with `names`, of those instances and their devices.
 
-    `boards` are those of tiers, by the names of segments.
+    `all_shown` are those of tiers, by the names of segments.
     """
-    ledgers, boards = list(ledgers), boards or {}
-    statuses = [status_of(info, ledgers, board=boards.get(info.name)) for info in segments]
+    ledgers, all_shown = list(ledgers), all_shown or {}
+    statuses = [status_of(info, ledgers, shown_tiers=all_shown.get(info.name)) for info in segments]
     found = [instance_of(status) for status in statuses]
     if not names:
         return Scene(at_s, tuple(_devices(found, ledgers, statuses)), tuple(found))
@@ -178,7 +178,7 @@ def instance_of(status: InstanceStatus) -> Instance:
         pages_in=counters.get("pages_mapped"),
         pages_out=counters.get("pages_unmapped"),
         blocks_evicted=counters.get("blocks_evicted"),
-        tiers=() if status.board is None else status.board.tiers,
+        tiers=() if status.shown_tiers is None else status.shown_tiers.tiers,
     )
 
 

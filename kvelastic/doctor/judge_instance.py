@@ -48,7 +48,7 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
         *(_sleep(status) if status.asleep else _limit(status, ledger)),
         *_engine(status),
         *explain_ledger(status, ledger),
-        *explain_tiers(status.board),
+        *explain_tiers(status.shown_tiers),
     ]
 
 
@@ -323,12 +323,12 @@ def _part(status: InstanceStatus, size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({100 * size_bytes / status.mapped_bytes:.0f}%)"
 
 
-def explain_tiers(board: TiersFigures | None) -> Iterable[Finding]:
+def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
     """What tiers keep, what became of evicted blocks, and which of them fails."""
-    if board is None or not board.tiers:
+    if shown is None or not shown.tiers:
         return
-    blocks = board.blocks
-    what = f"Tiers keep {', '.join(map(_kept, board.tiers))}."
+    blocks = shown.blocks
+    what = f"Tiers keep {', '.join(map(_kept, shown.tiers))}."
     if evicted := blocks.demoted + blocks.dropped:
         what += f" Of {evicted} evicted blocks {blocks.demoted} have a copy there."
     if asked := blocks.matched + blocks.unmatched:
@@ -339,7 +339,7 @@ def explain_tiers(board: TiersFigures | None) -> Iterable[Finding]:
     many_dropped = blocks.dropped > blocks.demoted
     do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
     yield line("tiers", what, do)
-    for tier in board.tiers:
+    for tier in shown.tiers:
         failed = f"{tier.errors} call{'' if tier.errors == 1 else 's'} to it failed"
         if tier.state == "failing":
             what = f"{tier.tier} is failing: {tier.problem}. {failed}."
@@ -367,7 +367,7 @@ def _kept(tier: TierFigures) -> str:
 
 def _problems(facts: Facts, of: str) -> Iterator[Said]:
     for status in facts.instances:
-        for finding in (*explain_waiting(status), *explain_tiers(status.board)):
+        for finding in (*explain_waiting(status), *explain_tiers(status.shown_tiers)):
             if finding.about == of and finding.state == "problem":
                 yield problem(f"{status.name}: {finding.what}", finding.do)
 

@@ -32,9 +32,12 @@ def look_at_all(found: Sequence[LedgerInfo] | None = None) -> list[InstanceStatu
 
 
 def _read(infos: Sequence[SegmentInfo], found: Sequence[LedgerInfo]) -> list[InstanceStatus]:
-    boards = tiers_of(infos)
+    all_shown = tiers_of(infos)
     now_ns = time.monotonic_ns()
-    return [status_of(info, found, now_ns=now_ns, board=boards.get(info.name)) for info in infos]
+    return [
+        status_of(info, found, now_ns=now_ns, shown_tiers=all_shown.get(info.name))
+        for info in infos
+    ]
 
 
 def ledgers() -> list[LedgerInfo]:

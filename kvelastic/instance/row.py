@@ -98,12 +98,12 @@ _ALWAYS_KNOWN: Final = {"name", "ipc", "alive", "state", "reason"}
 
 def row_of(status: InstanceStatus) -> Row:
     """Lay an instance's status out flat."""
-    board = status.board
+    shown = status.shown_tiers
     values = {
         "devices": use_rows(status),
-        "tiers": tier_rows(board),
-        "tier_policy": None if board is None else board.policy,
-        "tier_blocks": None if board is None else asdict(board.blocks),
+        "tiers": tier_rows(shown),
+        "tier_policy": None if shown is None else shown.policy,
+        "tier_blocks": None if shown is None else asdict(shown.blocks),
         "counters": dict(status.counters),
     }
     row = {
@@ -130,9 +130,9 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
     ]
 
 
-def tier_rows(board: TiersFigures | None) -> list[TierRow]:
+def tier_rows(shown: TiersFigures | None) -> list[TierRow]:
     """Its tiers, nearest first; None has none."""
-    tiers = () if board is None else board.tiers
+    tiers = () if shown is None else shown.tiers
     return [
         {"tier": tier.tier, "kind": tier.kind, "state": tier.state, **asdict(tier)}
         for tier in tiers

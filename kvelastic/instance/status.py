@@ -169,7 +169,7 @@ class InstanceStatus:
     """Its places in ledgers; empty where it is in none, or in none that can be read."""
     uses: tuple[DeviceUse, ...] = ()
     """What it has on each device, that of the lowest rank first."""
-    board: TiersFigures | None = None
+    shown_tiers: TiersFigures | None = None
     """What its tiers keep and have done; None where it has none, or none that can be read."""
 
     @property
@@ -270,9 +270,9 @@ def status_of(
     ledgers: Iterable[LedgerInfo] = (),
     *,
     now_ns: int | None = None,
-    board: TiersFigures | None = None,
+    shown_tiers: TiersFigures | None = None,
 ) -> InstanceStatus:
-    """Read a segment as it was found, with the board of its tiers if it has one.
+    """Read a segment as it was found, with what its tiers show, if it has some.
 
     `now_ns` (CLOCK_MONOTONIC) is needed for `pending_s` only.
     """
@@ -315,7 +315,7 @@ def status_of(
         counters=info.counters,
         shares=shares,
         uses=tuple(_uses(header["devices"], figures, shares)),
-        board=board,
+        shown_tiers=shown_tiers,
     )
 
 

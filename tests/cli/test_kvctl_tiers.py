@@ -369,7 +369,7 @@ def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
 
 def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
     listed = shown_tiers(shared.name)
-    assert look_at(shared.name).board is not None
+    assert look_at(shared.name).shown_tiers is not None
     assert instance_memory.row(shared.name)["tiers"] == listed
     (row,) = (row for row in instance_memory.rows_and_devices()[0] if row["name"] == shared.name)
     assert row["tiers"] == listed

@@ -113,8 +113,8 @@ def instance(status: InstanceStatus, **tier: Any) -> Facts:
     counts = dict.fromkeys([field.name for field in fields(TierFigures)][2:], NONE)
     blocks = BlockCounts(*[0] * len(fields(BlockCounts)))
     disk = TierFigures("disk", "disk", **(counts | {"is_current": True, "problem": ""} | tier))
-    board = TiersFigures(0, 0, "write_back", blocks, (disk,))
-    return replace(GOOD, instances=(replace(status, board=board),))
+    shown = TiersFigures(0, 0, "write_back", blocks, (disk,))
+    return replace(GOOD, instances=(replace(status, shown_tiers=shown),))
 
 
 def ledger(status: str) -> Facts:

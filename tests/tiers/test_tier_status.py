@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_tiers import FakeStaging, FakeStore
-from msgspec.structs import replace
-from waiting import DEADLINE_S
+from msgspec.structs import astuple, replace
+from processes import LineProgram, run_python
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 from kvelastic.errors import (
@@ -444,6 +445,60 @@ def test_a_closed_file_wakes_its_thread_and_a_child_leaves_it(
     assert not waiter.is_alive()
     board.wait(board.bell, DEADLINE_S)
     board.ring()
+
+
+WRITER = """
+import sys
+from kvelastic.segment_dir import tier_status_name
+from kvelastic.status_file import StatusFile
+from kvelastic.tier_status import KIND, BlockCounts, TiersFigures
+file = StatusFile.create(tier_status_name(bytes.fromhex(sys.argv[1])), KIND)
+number = 0
+while True:
+    number += 1
+    file.publish(TiersFigures(number, 0, "write_back", BlockCounts(*[number] * 11), ()))
+    if number == 1:
+        print("ready", flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_while_it_writes_leaves_a_whole_snapshot(info: SegmentInfo) -> None:
+    def is_whole() -> int:
+        shown = read(info)
+        assert shown is not None
+        assert set(astuple(shown.blocks)) == {shown.published_realtime_ns}
+        return shown.published_realtime_ns
+
+    with LineProgram("-c", WRITER, info.header["uuid"].hex()) as writer:
+        assert writer.read() == "ready"
+        first = is_whole()
+        wait_until(lambda: is_whole() > first + 1000)
+        writer.kill()
+    last = is_whole()
+    assert last > first
+    with pytest.raises(SegmentDeadError, match="nothing was asked"):
+        ask(info, TierRequest("verify"), 0)
+    segment.reap()
+    assert read(info) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
+def test_another_user_can_neither_read_nor_ask(info: SegmentInfo, board: TierStatusFile) -> None:
+    program = f"""
+import os
+from kvelastic import segment, tier_status
+info = segment.inspect({info.name!r})
+os.setuid(65534)
+assert tier_status.tiers_of([info]) == {{}}
+for call in (tier_status.read, lambda of: tier_status.ask(of, tier_status.TierRequest("clear"), 0)):
+    try:
+        call(info)
+    except tier_status.SegmentError as error:
+        print(error)
+"""
+    said = run_python("-c", program).stdout
+    assert said.count("Permission denied") == 2
+    assert board.pending() == {}
 
 
 # ------------------------------------------------------------------------------------- carry out
