@@ -1,8 +1,9 @@
-"""Columns of plain text, as wide as what stands in them."""
+"""Columns of plain text, as wide as what stands in them; and parts of a bar, in whole cells."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
@@ -19,3 +20,18 @@ def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
         ).rstrip()
         for line in drawn
     ]
+
+
+def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:
+    """How many of `width` cells each amount gets of `whole`, which is at least their sum.
+
+    Rounded at each end, so that the parts add up; the least bit of something gets a cell while
+    there is one.
+    """
+    whole = max(whole, sum(amounts))
+    ends, total = [0], 0
+    for amount in amounts:
+        total += amount
+        end = round(width * total / whole) if whole else 0
+        ends.append(min(width, max(end, ends[-1] + (1 if amount else 0))))
+    return [after - before for before, after in pairwise(ends)]

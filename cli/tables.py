@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvelastic.cli.columns import aligned
+from kvelastic.cli.columns import aligned, shares
 from kvelastic.instance.row import Row, TierRow, printable, shown_state
 from kvelastic.sizes import format_size, whole_pages
 
@@ -17,34 +17,6 @@ NOTHING = "No active kvelastic segments found."
 
 _BAR_CELLS = 24
 _SIZE_CELLS = len("1023.99 MiB")
-# Every column but Name has a fixed width, so that a watched table does not jump.
-_WIDTHS = {
-    "State": len("unreadable"),
-    "Limit": _SIZE_CELLS,
-    "Mapped": _SIZE_CELLS,
-    "Of limit": len("Of limit"),
-    "In use": _SIZE_CELLS,
-    "Cached": _SIZE_CELLS,
-    "Parked": _SIZE_CELLS,
-    "Min": _SIZE_CELLS,
-    "Prio": len("-1000"),
-    "Bar": _BAR_CELLS,
-    "Tiers": len("host 1023.99 MiB, disk 1023.99 GiB"),
-    "Model": 24,
-}
-# What a terminal too narrow for all shows first; what is in one row here comes and goes together.
-_BY_IMPORTANCE = (
-    ("Limit",),
-    ("Mapped",),
-    ("State",),
-    ("Of limit",),
-    ("In use",),
-    ("Bar",),
-    ("Tiers",),
-    ("Cached", "Parked"),
-    ("Min", "Prio"),
-    ("Model",),
-)
 _EDGE_CELLS, _GAP_CELLS = 2, 3
 _STATE_STYLES = {
     "applied": "green",
@@ -62,47 +34,36 @@ _BAR_GLYPHS = "█▓▒·"
 _BAR_GLYPHS_ASCII = "#=-."
 
 
+class _Column(NamedTuple):
+    title: str
+    width: int
+    """On a terminal: fixed, so that a watched table does not jump. 0: only in pipes."""
+    rank: int
+    """What a terminal too narrow for all shows first; equal ones come and go together."""
+    text: Callable[[Row], str]
+    is_left: bool = False
+    style: Callable[[Row], str] = lambda _: ""
+
+
+def _bytes(title: str, rank: int) -> _Column:
+    key = f"{title.lower().replace(' ', '_')}_bytes"
+    return _Column(title, _SIZE_CELLS, rank, lambda row: _size(_figure(row, key)))
+
+
+def _figure(row: Row, key: str) -> int | None:
+    value: int | None = dict(row)[key]  # type: ignore[assignment]
+    return value
+
+
 def plain_table(rows: list[Row]) -> str:
     """Columns of text: no colour, nothing cut off, one line a segment under one of headings."""
     if not rows:
         return NOTHING
-    lines = [
-        (
-            "NAME",
-            "STATE",
-            "LIMIT",
-            "MAPPED",
-            "OF_LIMIT",
-            "IN_USE",
-            "CACHED",
-            "PARKED",
-            "MIN",
-            "PRIO",
-            "PID",
-            "TIERS",
-            "MODEL",
-        )
-    ]
-    lines += [
-        (
-            printable(row["name"]),
-            shown_state(row),
-            _size(row["limit_bytes"]),
-            _size(row["mapped_bytes"]),
-            _percent_text(row),
-            _size(row["in_use_bytes"]),
-            _size(row["cached_bytes"]),
-            _size(row["parked_bytes"]),
-            _size(row["min_bytes"]),
-            _or_dash(row["priority"]),
-            _or_dash(row["pid"]),
-            tiers_text(row["tiers"] or []),
-            printable(row["model"] or "-"),
-        )
-        for row in rows
-    ]
-    last = len(lines[0]) - 1
-    return "\n".join(aligned(lines, left={0, 1, last - 1, last}))
+    columns = [column for column in _COLUMNS if column.title != "Bar"]
+    lines = [("NAME", *(column.title.upper().replace(" ", "_") for column in columns))]
+    lines += [(printable(row["name"]), *(column.text(row) for column in columns)) for row in rows]
+    left = {0, *(at for at, column in enumerate(columns, 1) if column.is_left)}
+    return "\n".join(aligned(lines, left))
 
 
 def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Table | Text:
@@ -114,49 +75,40 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
     if not rows:
         return Text(NOTHING)
     table = Table(box=box.ASCII if ascii_only else box.SIMPLE_HEAD, pad_edge=False)
-    shown = _columns(rows, width)
+    shown = _that_fit(rows, width)
     table.add_column("Name", overflow="fold", min_width=8)
-    for name in shown:
+    for column in shown:
         table.add_column(
-            _heading(ascii_only) if name == "Bar" else name,
-            justify="left" if name in {"State", "Bar", "Tiers", "Model"} else "right",
+            _heading(ascii_only) if column.title == "Bar" else column.title,
+            justify="left" if column.is_left else "right",
             no_wrap=True,
             overflow="ellipsis",
-            width=_WIDTHS[name],
+            width=column.width,
         )
     for row in rows:
-        cells = {
-            # Text, not markup: a name may hold brackets.
-            "Name": Text(printable(row["name"]), style="bold"),
-            "State": Text(shown_state(row), style=_STATE_STYLES.get(shown_state(row), "")),
-            "Limit": Text(_size(row["limit_bytes"])),
-            "Mapped": Text(_size(row["mapped_bytes"])),
-            "Of limit": Text(_percent_text(row), style=_percent_style(row)),
-            "In use": Text(_size(row["in_use_bytes"])),
-            "Cached": Text(_size(row["cached_bytes"])),
-            "Parked": Text(_size(row["parked_bytes"])),
-            "Min": Text(_size(row["min_bytes"])),
-            "Prio": Text(_or_dash(row["priority"])),
-            "Bar": _bar(row, ascii_only),
-            "Tiers": _tiers(row),
-            "Model": Text(printable(row["model"] or "-")),
-        }
-        table.add_row(*(cells[name] for name in ("Name", *shown)))
+        # Text, not markup: a name may hold brackets.
+        cells = [
+            _bar(row, ascii_only)
+            if column.title == "Bar"
+            else Text(column.text(row), style=column.style(row))
+            for column in shown
+        ]
+        table.add_row(Text(printable(row["name"]), style="bold"), *cells)
     return table
 
 
-def _columns(rows: list[Row], width: int) -> list[str]:
-    """The columns beside Name that fit, in the order in which they are drawn."""
+def _that_fit(rows: list[Row], width: int) -> list[_Column]:
+    """The columns beside Name for which there is room, in the order in which they are drawn."""
     left = width - _EDGE_CELLS - max(len("Name"), *(len(row["name"]) for row in rows))
-    chosen: set[str] = set()
-    for group in _BY_IMPORTANCE:
-        if group == ("Tiers",) and not any(row["tiers"] for row in rows):
-            continue
-        left -= sum(_WIDTHS[name] + _GAP_CELLS for name in group)
+    has_tiers = any(row["tiers"] for row in rows)
+    columns = [one for one in _COLUMNS if one.width and (has_tiers or one.title != "Tiers")]
+    chosen: set[int] = set()
+    for rank in sorted({column.rank for column in columns}):
+        left -= sum(one.width + _GAP_CELLS for one in columns if one.rank == rank)
         if left < 0 and chosen:  # one is shown in any case; the name is folded then
             break
-        chosen.update(group)
-    return [name for name in _WIDTHS if name in chosen]
+        chosen.add(rank)
+    return [column for column in columns if column.rank in chosen]
 
 
 def _heading(ascii_only: bool) -> str:
@@ -167,15 +119,8 @@ def _heading(ascii_only: bool) -> str:
 def bar_cells(row: Row, cells: int = _BAR_CELLS) -> list[int]:
     """How many cells of the bar are in use, cached, parked and free, of the limit or more."""
     kinds = [row["in_use_bytes"] or 0, row["cached_bytes"] or 0, row["parked_bytes"] or 0]
-    whole = max(_allowed_bytes(row), sum(kinds))
-    ends, total = [0], 0
-    for part in kinds:
-        total += part
-        # Rounded at each end, so that the parts add up; the least bit of use shows.
-        end = round(cells * total / whole) if whole else 0
-        ends.append(min(cells, max(end, ends[-1] + (1 if part else 0))))
-    counts = [after - before for before, after in pairwise(ends)]
-    return [*counts, cells - ends[-1]]
+    counts = shares(kinds, _allowed_bytes(row), cells)
+    return [*counts, cells - sum(counts)]
 
 
 def _bar(row: Row, ascii_only: bool) -> Text:
@@ -200,12 +145,8 @@ def tiers_text(tiers: list[TierRow]) -> str:
     )
 
 
-def _tiers(row: Row) -> Text:
-    from rich.text import Text
-
-    tiers = row["tiers"] or []
-    is_well = all(tier["state"] == "ok" for tier in tiers)
-    return Text(tiers_text(tiers), style="" if is_well else "red")
+def _tiers_style(row: Row) -> str:
+    return "" if all(tier["state"] == "ok" for tier in row["tiers"] or []) else "red"
 
 
 def _percent(row: Row) -> float | None:
@@ -239,3 +180,25 @@ def _size(size_bytes: int | None) -> str:
 
 def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+# In the order in which they stand, behind the name.
+_COLUMNS: Final = (
+    _Column(
+        "State", len("unreadable"), 2, shown_state, True,
+        lambda row: _STATE_STYLES.get(shown_state(row), ""),
+    ),
+    _bytes("Limit", 0),
+    _bytes("Mapped", 1),
+    _Column("Of limit", len("Of limit"), 3, _percent_text, False, _percent_style),
+    _bytes("In use", 4),
+    _bytes("Cached", 7),
+    _bytes("Parked", 7),
+    _bytes("Min", 8),
+    _Column("Prio", len("-1000"), 8, lambda row: _or_dash(row["priority"])),
+    _Column("Pid", 0, 0, lambda row: _or_dash(row["pid"])),
+    _Column("Bar", _BAR_CELLS, 5, lambda _: "", True),
+    _Column("Tiers", len("host 1023.99 MiB, disk 1023.99 GiB"), 6,
+            lambda row: tiers_text(row["tiers"] or []), True, _tiers_style),
+    _Column("Model", 24, 9, lambda row: printable(row["model"] or "-"), True),
+)  # fmt: skip

@@ -6,9 +6,9 @@ device_bar(device, 40, UNICODE); instance_bar(instance, 12, ASCII); sparkline((1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvelastic.cli.columns import shares
 from kvelastic.cli.kvtop.scene import Device, Instance
 from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 
@@ -53,21 +53,6 @@ def tier_bar(tier: TierFigures, width: int, glyphs: Glyphs) -> Line:
     if tier.limit_bytes is None:
         return []
     return _bar([(tier.used_bytes, glyphs.cached, "cached")], tier.limit_bytes, width, glyphs.free)
-
-
-def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:
-    """How many of `width` cells each amount gets of `whole`, which is at least their sum.
-
-    Rounded at each end, so that the parts add up; the least bit of something gets a cell while
-    there is one.
-    """
-    whole = max(whole, sum(amounts))
-    ends, total = [0], 0
-    for amount in amounts:
-        total += amount
-        end = round(width * total / whole) if whole else 0
-        ends.append(min(width, max(end, ends[-1] + (1 if amount else 0))))
-    return [after - before for before, after in pairwise(ends)]
 
 
 def _bar(parts: list[tuple[int, str, Style]], whole: int, width: int, free: str) -> Line:

@@ -9,7 +9,8 @@ from msgspec import structs
 from scenes import ALL, EMPTY, GIB, MANY, ONE, TIERS, WIDE, device, instance
 from wcwidth import wcwidth
 
-from kvelastic.cli.kvtop.bars import device_bar, shares, sparkline
+from kvelastic.cli.columns import shares
+from kvelastic.cli.kvtop.bars import device_bar, sparkline
 from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.keys import Ui, press
 from kvelastic.cli.kvtop.scene import Scene
