@@ -8,7 +8,7 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,8 +31,14 @@ from kvelastic.errors import (
 )
 from kvelastic.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
 from kvelastic.status_file import CELL_BYTES, RING, Shown, StatusFile
+from kvelastic.tier_list import MOST_TIERS
 from kvelastic.tier_status import (
     KIND,
+    MOST_AGE_S,
+    MOST_BYTES,
+    MOST_MODEL_BYTES,
+    MOST_PROBLEM_BYTES,
+    MOST_REASON_BYTES,
     BadRequestError,
     BlockCounts,
     TierAnswer,
@@ -101,6 +107,27 @@ def test_what_is_written_is_read() -> None:
         assert KIND.unpack(TierRequest, KIND.pack(3, request)) == (3, request)
     answer = TierAnswer(9, "refused", (None, 0, 12), "why")
     assert KIND.unpack(TierAnswer, KIND.pack(9, answer)) == (9, answer)
+
+
+def test_the_largest_values_have_room(info: SegmentInfo, board: TierStatusFile) -> None:
+    most = (1 << 63) - 1
+    figures: Callable[..., TierFigures] = TierFigures
+    tier = figures("x" * 16, "mooncake", *[most] * 16, True, False, "x" * MOST_PROBLEM_BYTES)
+    blocks = BlockCounts(*[most] * 11)
+    full = TiersFigures(most, most, "write_through", blocks, (tier,) * MOST_TIERS)
+    board.publish(full)
+    assert read(info) == full
+    board.publish(FIGURES)
+    model = "\udcff" * MOST_MODEL_BYTES  # bytes that are no UTF-8
+    request = TierRequest("erase", "x" * 16, MOST_BYTES - 1, model, MOST_AGE_S)
+    with pytest.raises(InvalidArgumentError, match="no tier"):
+        ask(info, request, 0)
+    with post(info, replace(request, tier="disk")) as asked:
+        ((revision, found),) = board.pending().items()
+        assert received(found) == replace(request, tier="disk")
+        answer = TierAnswer(revision, "failed", (most,) * MOST_TIERS, "x" * MOST_REASON_BYTES)
+        board.answer(answer)
+        assert asked.wait(DEADLINE_S) == answer
 
 
 @pytest.mark.parametrize("seed", range(3))
