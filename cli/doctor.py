@@ -45,8 +45,11 @@ _FEWEST_CELLS = 30
 _LEAST_COLUMNS: Final = 12
 """For a sentence of an explanation, on a terminal of however few."""
 _NOT_SHOWN: Final = frozenset(
-    {"shown_tiers", "uuid", "uid", "is_known", "created", "counters", "shares", "uses"}
-)
+    {
+        "shown_tiers", "uuid", "uid", "is_known", "created", "counters", "shares", "uses",
+        "pages_mapped", "pages_parked",
+    }
+)  # fmt: skip
 
 
 @click.command("doctor", short_help="Check this machine, and say what to do.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import fields
 
 from kvelastic.doctor.facts import (
     ConfigFacts,
