@@ -285,6 +285,17 @@ class Tiers:
         """
         return self._blocks.clean(timeout_s)
 
+    def clean_before_exit(self, timeout_s: float) -> int:
+        """As `clean_all`, also to farther tiers, which may be all that the next start finds.
+
+        Warns of copies that those lack after `timeout_s`.
+        """
+        until_s = time.monotonic() + timeout_s
+        left = self.clean_all(timeout_s)
+        if not self.drain(max(0.0, until_s - time.monotonic())):
+            _log.warning("What the farther tiers were still to be given is lost with this engine.")
+        return left
+
     def computed(self, blocks: int, seconds: float) -> None:
         """The engine has computed so many blocks in so long: what a tier has to beat."""
         self._costs.computed(blocks, seconds)

@@ -443,6 +443,19 @@ def test_what_is_erased_is_not_copied_farther(world) -> None:
     assert not world.far.records
 
 
+def test_an_exit_cleans_and_says_what_farther_tiers_lack(world, caplog) -> None:
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(4))
+    assert world.tiers.clean_before_exit(0.1) == 0
+    assert "What the farther tiers were still to be given is lost" in caplog.text
+    release.set()
+    caplog.clear()
+    world.pool.put_dirty(range(4, 8))
+    assert world.tiers.clean_before_exit(DEADLINE_S) == 0
+    assert len(world.far.records) == 8
+    assert caplog.text == ""
+
+
 def test_closing_gives_up_what_waits_for_a_farther_tier(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(100))

@@ -16,9 +16,8 @@ Used by the scheduler's thread only; threads of the tiers carry the loads out. I
 from __future__ import annotations
 
 import logging
-import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -295,7 +294,7 @@ class PrefixLoads:
 
         Blocks as long as `KVELASTIC_TIER_SLEEP_SECONDS` says.
         """
-        self._demote_all(self._sleep_wait_s)
+        self._demote_all(self._tiers.clean_all, self._sleep_wait_s)
         self._keeps_copies = True
         try:
             yield
@@ -322,14 +321,11 @@ class PrefixLoads:
 
         Also to farther tiers, which may be all that the next start finds.
         """
-        until_s = time.monotonic() + self._exit_wait_s
-        self._demote_all(self._exit_wait_s)
-        if not self._tiers.drain(max(0.0, until_s - time.monotonic())):
-            _log.warning("What the farther tiers were still to be given is lost with this engine.")
+        self._demote_all(self._tiers.clean_before_exit, self._exit_wait_s)
         self._tiers.close()
 
-    def _demote_all(self, timeout_s: float) -> None:
+    def _demote_all(self, clean: Callable[[float], int], timeout_s: float) -> None:
         self._cache.settle()
-        left = self._tiers.clean_all(timeout_s)
+        left = clean(timeout_s)
         if left:
             _log.warning("%d blocks of the radix cache could not be copied to a tier.", left)

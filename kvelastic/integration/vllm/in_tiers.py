@@ -63,8 +63,8 @@ class Tiers(MatchingTiers, LoadingTiers, Protocol):
     def clean_all(self, timeout_s: float) -> int:
         """Copy what is cached; answers how many blocks have no copy then. Blocks that long."""
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until farther tiers have their copies; return whether they do. Blocks that long."""
+    def clean_before_exit(self, timeout_s: float) -> int:
+        """The same, also to farther tiers."""
 
     def close(self) -> object:
         """Let go of everything. Repeatable."""
@@ -124,10 +124,7 @@ class EngineTiers:
 
         Also to farther tiers, which may be all that the next start finds.
         """
-        until_s = time.monotonic() + self._exit_wait_s
-        self.demote_all(self._exit_wait_s, "engine")
-        if not self._tiers.drain(max(0.0, until_s - time.monotonic())):
-            _log.warning("What the farther tiers were still to be given is lost with this engine.")
+        _warn_of_lost(self._tiers.clean_before_exit(self._exit_wait_s), "engine")
 
     def close(self) -> None:
         """Let go of the tiers; copies that have begun end first."""
@@ -290,12 +287,7 @@ class EngineTiers:
             if preempts and self._resets_for_sleep:
                 _preempt_all(scheduler)
         if self._resets_for_sleep:
-            self.demote_all(self._sleep_wait_s, "sleep")
-
-    def demote_all(self, wait_s: float, why: str) -> None:
-        """Copy what is cached, `wait_s` at most: the cache is about to go, for `why`."""
-        if left := self._tiers.clean_all(wait_s):
-            _log.warning("%d cached blocks are in no tier, and are lost with this %s.", left, why)
+            _warn_of_lost(self._tiers.clean_all(self._sleep_wait_s), "sleep")
 
     def after_reset(self) -> None:
         """It was reset, or vLLM could not."""
@@ -378,3 +370,8 @@ class _NoTiers:
     def match(self, keys: bytes, *, chain_after: bytes = b"") -> Found:
         """Nothing."""
         return _NothingFound()
+
+
+def _warn_of_lost(blocks: int, why: str) -> None:
+    if blocks:
+        _log.warning("%d cached blocks are in no tier, and are lost with this %s.", blocks, why)
