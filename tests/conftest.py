@@ -10,17 +10,22 @@ soak      also `soak`
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from lane import Lane, add_options
 from run_end import Traces
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    from two_pools import TwoPools
 
 SHM = Path("/dev/shm")
 
@@ -147,6 +152,16 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
         if info.name in new and (info.status == "dead" or info.header.get("pid") == os.getpid())
     ]
     assert not left, f"left behind in /dev/shm: {left}"
+
+
+@pytest.fixture
+def shared() -> Iterator[TwoPools]:
+    """Two pools of this process that share a device."""
+    from two_pools import TwoPools
+
+    made = TwoPools(f"two-pools-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
 
 
 def _files() -> set[str]:

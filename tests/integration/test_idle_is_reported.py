@@ -7,9 +7,6 @@ than the half second after which an engine that reports nothing is idle.
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import needs
@@ -25,13 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("vllm_is_imported"),
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvidle-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 class Reports:

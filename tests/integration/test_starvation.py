@@ -6,9 +6,7 @@ the wrappers read of them.
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -88,13 +86,6 @@ class Engine:
         self.in_the_step()
         self.looked.append(tokens)
         return SimpleNamespace(total_num_scheduled_tokens=tokens)
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvstarve-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +16,6 @@ from kvelastic.scheduling.over_limit import OverLimit
 pytestmark = [pytest.mark.slow, needs.transformers]
 
 WANTED = BLOCKS_PER_PAGE + 1
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvadmit-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 class Processor:

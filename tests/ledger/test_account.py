@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -21,13 +19,6 @@ from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.process_memory import anonymous_bytes
 
 CAPACITY = PAGES * HUGE
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvaccount-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 def fill(pool: _vmm.Pool) -> list[int]:

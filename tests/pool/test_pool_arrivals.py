@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +14,6 @@ from waiting import wait_until
 from kvelastic import _vmm, ledger
 
 FOREVER_S = -1.0
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvparrive-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 def test_it_goes_up_with_what_comes_and_not_with_what_goes(shared: TwoPools) -> None:

@@ -6,8 +6,6 @@ go of it in the middle of a step stands still until they are done, and the worke
 
 from __future__ import annotations
 
-import os
-import random
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 from native_pools import LAYOUTS, Memory
-from two_pools import BLOCKS_PER_PAGE, TwoPools
+from two_pools import BLOCKS_PER_PAGE
 from two_pools import PAGES as DEVICE_PAGES
 from waiting import wait_until
 
@@ -71,13 +69,6 @@ def calls(work: Callable[[], object], times: int = CALLS) -> bool:
 @pytest.fixture
 def memory() -> Memory:
     return Memory(LAYOUTS["paged"], PAGES)
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvpgil-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

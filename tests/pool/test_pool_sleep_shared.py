@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Iterator
-
-import pytest
 from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvpsleep-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 def test_all_that_it_was_granted_can_be_had_by_others(shared: TwoPools) -> None:

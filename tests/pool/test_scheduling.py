@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -237,13 +235,6 @@ def test_a_reader_outlives_steps_and_may_end_with_one() -> None:
 
 
 # --- naps ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shared() -> Iterator[TwoPools]:
-    made = TwoPools(f"kvsched-{os.getpid()}-{random.randrange(1 << 40):x}")
-    yield made
-    made.close()
 
 
 def test_what_is_given_back_here_is_no_arrival_and_a_page_of_others_is(shared: TwoPools) -> None:
