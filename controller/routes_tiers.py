@@ -5,17 +5,21 @@ What tiers keep is told by /memory and /memory/{model}.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.routing import Route
 
-from kvelastic.controller import instance_tiers
+from kvelastic import segment, tier_status
 from kvelastic.controller.json_body import check_keys, duration_of, json_object, size_of, wait_of
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import Json
 from kvelastic.controller.routes import Who, instance_of, route
-from kvelastic.tier_status import TierRequest
+from kvelastic.status_file import POLL_S, Asked
+from kvelastic.tier_status import TierAnswer, TierRequest
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -101,7 +105,7 @@ async def _ask(
     model = front.fleet.need(request.path_params["model"])
     name, wait_s = instance_of(model), wait_of(body)
     request.state.asked = audited
-    answer = await instance_tiers.ask(
+    answer = await ask(
         name,
         asked,
         usual_wait_s if wait_s is None else wait_s,
@@ -110,3 +114,45 @@ async def _ask(
     return Json(
         {"model": model.name, "instance": name, "answer": answer}, _STATUS_OF[answer["state"]]
     )
+
+
+async def ask(
+    name: str, request: TierRequest, wait_s: float, is_over: Callable[[], bool]
+) -> dict[str, Any]:
+    """Ask something of an instance's tiers; wait for an answer for `wait_s`, or until `is_over`.
+
+    `state` is done, refused, failed or pending (no answer yet; the request stays), and `records`
+    how many were erased (clear, erase) or are held (the others), by tier. Raises `Refusal` (404)
+    for a tier that it does not have, and as `tier_status.ask`.
+    """
+    tiers, asked = await asyncio.to_thread(_post, name, request)
+    deadline_s = time.monotonic() + wait_s
+    with asked:
+        while True:
+            answer = asked.look()
+            if answer is not None or asked.is_lost:
+                break
+            if time.monotonic() >= deadline_s or is_over():
+                break
+            await asyncio.sleep(POLL_S)
+    if answer is None:
+        return {"state": "pending", "records": {}, "reason": ""}
+    return {
+        "state": answer.state,
+        "records": dict(zip(tiers, answer.counts, strict=False)),
+        "reason": answer.reason,
+    }
+
+
+def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
+    info = segment.inspect(name)
+    shown = tier_status.read(info)
+    tiers = [] if shown is None else [one.tier for one in shown.tiers]
+    if shown is not None and request.tier and request.tier not in tiers:
+        raise Refusal(
+            404,
+            "tier_not_found",
+            f"{name!r} has no tier {request.tier[:100]!r}; it has {', '.join(tiers)}.",
+            param="tier",
+        )
+    return tiers, tier_status.post(info, request)

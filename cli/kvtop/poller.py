@@ -13,12 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.kvtop.answers import answer_line, request_of
 from kvelastic.cli.kvtop.keys import Ask, Mood
 from kvelastic.cli.kvtop.scene import Scene, scene_of
+from kvelastic.cli.outcome_text import outcome_text
 from kvelastic.errors import KvelasticError
+from kvelastic.instance.outcome import HOLDS, MAY_HOLD, outcome_of
+from kvelastic.segment import Request
+
+if TYPE_CHECKING:
+    from kvelastic.segment import Answer
 
 ANSWER_WAIT_S: Final = 1.0
 """How long an answer is awaited before it is said that there is none yet."""
@@ -113,3 +118,25 @@ class Outside:
     def _tell(self, news: Scene | Told) -> None:
         self._news.put(news)
         self._wake()
+
+
+def request_of(ask: Ask) -> Request:
+    """The request that a key makes."""
+    return Request(
+        limit_bytes=ask.value if ask.setting == "limit" else None,
+        min_bytes=ask.value if ask.setting == "min" else None,
+        priority=ask.value if ask.setting == "priority" else None,
+        asleep=bool(ask.value) if ask.setting == "sleep" else None,
+    )
+
+
+def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
+    """Say what came of it, and whether that is good."""
+    request = request_of(ask)
+    outcome = outcome_of(request, answer)
+    mood: Mood = "bad"
+    if outcome.verdict in HOLDS and not outcome.engine_asleep:
+        mood = "good"
+    elif outcome.verdict in HOLDS | MAY_HOLD:
+        mood = "warn"
+    return outcome_text(ask.label, request, outcome, answer, exact=False), mood

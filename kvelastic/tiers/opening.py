@@ -6,23 +6,30 @@ tiers = open_tiers(pool, settings, namespace)      # None: KVELASTIC_TIERS names
 from __future__ import annotations
 
 import logging
+import math
+import os
+import secrets
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.logs import say_once
 from kvelastic.pool import ElasticPool
+from kvelastic.sizes import format_size
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.hash_cache import HashCache, default_folder
-from kvelastic.tiers.identification import Identification
 from kvelastic.tiers.identified import IdentifiedStore
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.policy import Copies, Deadlines, Rules, WritePolicy
 from kvelastic.tiers.publisher import show
-from kvelastic.tiers.settings import TierSettings
-from kvelastic.tiers.weights_fingerprint import WeightFiles
+from kvelastic.tiers.weights_fingerprint import CancelledError, WeightFiles
 
 
 def open_tiers(
@@ -114,3 +121,116 @@ def _open_store(
     from kvelastic.tiers.remote import MooncakeStore
 
     return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes or 0)
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """All of it; see docs/configuration.md for each variable."""
+
+    tiers: tuple[TierSpec, ...] = ()
+    rules: Rules = field(default_factory=Rules)
+    staging_bytes: int = 64 << 20
+    daily_write_bytes: int | None = None
+
+    @staticmethod
+    def of(config: Config) -> TierSettings:
+        """Those of a configuration, which has checked every value."""
+        rules = Rules(
+            policy=WritePolicy(config.tier_policy),
+            copies=Copies(config.tier_copies),
+            deadlines=Deadlines(config.tier_reclaim_s, config.tier_limit_s, config.tier_sleep_s),
+            watermark=config.tier_watermark / 100,
+            idle_after_s=math.inf if config.tier_idle_s is None else config.tier_idle_s,
+            cache_idle_s=math.inf if config.cache_idle_s is None else config.cache_idle_s,
+            write_bytes_per_s=config.tier_write_rate,
+        )
+        return TierSettings(config.tiers, rules, config.tier_staging, config.tier_daily_write)
+
+    def staging_slots(self, record_bytes: int) -> int:
+        """How many records staging has room for: four at least, or nothing overlaps."""
+        return max(4, self.staging_bytes // record_bytes)
+
+
+_log = logging.getLogger("kvelastic")
+
+_CLOSE_S: Final = 5.0
+_LOWEST_PRIORITY: Final = 19
+
+
+class Identification:
+    """See the module."""
+
+    def __init__(
+        self, weights: WeightFiles, stores: Sequence[IdentifiedStore], cache: HashCache
+    ) -> None:
+        self._weights = weights
+        self._stores = tuple(stores)
+        self._cache = cache
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvelastic-hash", daemon=True)
+
+    def begin(self) -> None:
+        """Identify the stores: before this returns if the digests are cached, else later."""
+        try:
+            known = self._weights.known(self._cache)
+        except OSError as error:
+            self._give_up(error)
+            return
+        if known is not None:
+            self._identify(known)
+            return
+        _log.info(
+            "The weights at %s (%s) are hashed once, which takes about a second for each GiB. Until"
+            " then these tiers are not used: %s.",
+            self._weights.path,
+            format_size(self._weights.size_bytes),
+            self._names,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop hashing. Digests of files that were read whole are kept. Safe to repeat.
+
+        Blocks until the thread has ended, 5 s at most: a read of a file may hang.
+        """
+        self._is_closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(store.name for store in self._stores)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        began_s = time.monotonic()
+        try:
+            found = self._weights.fingerprint(self._cache, self._is_closing.is_set)
+        except CancelledError:
+            return
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._identify(found)
+        _log.info(
+            "The weights at %s are hashed (%.1f s): these tiers are used now: %s.",
+            self._weights.path,
+            time.monotonic() - began_s,
+            self._names,
+        )
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning(
+            "Which weights this engine has cannot be known: %s. Until it is started again, these"
+            " tiers hold blocks of this process alone, and no other finds them: %s.",
+            error,
+            self._names,
+        )
+        self._identify(f"unknown {secrets.token_hex(16)}")
+
+    def _identify(self, fingerprint: str) -> None:
+        if self._is_closing.is_set():
+            return
+        for store in self._stores:
+            store.identify(fingerprint)

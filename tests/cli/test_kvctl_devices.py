@@ -19,7 +19,7 @@ from terminal import written_to_a_terminal
 
 from kvelastic import segment
 from kvelastic.cli.device_rows import DeviceRow, InstanceRow, ProcessRow, device_rows
-from kvelastic.cli.device_tables import plain_tables
+from kvelastic.cli.devices import plain_tables
 from kvelastic.devices import DeviceFacts, ProcessMemory
 from kvelastic.instance.row import DeviceUseRow, Row
 from kvelastic.instance.status import uuid_text

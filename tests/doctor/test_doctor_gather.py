@@ -16,19 +16,19 @@ import pytest
 from segment_owner import Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.doctor import gather_packages as packages_module
+from kvelastic.doctor import gather as packages_module
 from kvelastic.doctor.children import ask_gpus
 from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName, SegmentFact
 from kvelastic.doctor.gather import (
     gather_ledgers,
     gather_limits,
     gather_memory,
+    gather_packages,
     gather_segments,
     gather_shm,
     gather_system,
 )
 from kvelastic.doctor.gather_config import gather_config
-from kvelastic.doctor.gather_packages import gather_packages
 from kvelastic.ledger import ledger_path
 
 SHM = Path("/dev/shm")

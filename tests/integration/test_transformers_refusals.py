@@ -10,7 +10,7 @@ import pytest
 from changed_engine import outcomes_of
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.transformers.refusals import refuse_configuration
+from kvelastic.integration.transformers.in_cache import refuse_configuration
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 

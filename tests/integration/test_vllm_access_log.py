@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from uvicorn.config import LOGGING_CONFIG
 
-from kvelastic.integration.vllm import access_log
+from kvelastic.integration.vllm import plugin
 
 LOGGER = logging.getLogger("uvicorn.access")
 
@@ -18,8 +18,8 @@ LOGGER = logging.getLogger("uvicorn.access")
 def lines() -> Iterator[list[str]]:
     """What is logged, by a server that has set its logging up after the plugin was loaded."""
     before = logging.getLogger("uvicorn").handlers[:], LOGGER.handlers[:], LOGGER.level
-    access_log.leave_out_polls()
-    access_log.leave_out_polls()
+    plugin.leave_out_polls()
+    plugin.leave_out_polls()
     logging.config.dictConfig(LOGGING_CONFIG)
     said: list[str] = []
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import GIB, MANY, MIB, instance
 
-from kvelastic.cli.kvtop.answers import answer_line
 from kvelastic.cli.kvtop.keys import Ask, Effect, Look, Quit, Ui, found, press, selected_at, shown
+from kvelastic.cli.kvtop.poller import answer_line
 from kvelastic.cli.kvtop.scene import ORDERS, Instance
 from kvelastic.cli.kvtop.text import UNICODE
 from kvelastic.cli.kvtop.view import screen

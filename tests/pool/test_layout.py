@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import LayoutError
-from kvelastic.integration.vllm.placement import place_layers
+from kvelastic.integration.vllm.cache_shape import place_layers
 from kvelastic.layout import (
     GRANULARITY_BYTES,
     MAX_PAGE_BYTES,

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
-from kvelastic.integration.vllm.placement import place_layers
+from kvelastic.integration.vllm.cache_shape import place_layers
 from kvelastic.layout import PageLayout
 from kvelastic.views import CachePlan, TensorView, block_view, plan
 

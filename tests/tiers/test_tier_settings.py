@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvelastic.config import load
 from kvelastic.errors import ConfigError, InvalidArgumentError
 from kvelastic.tier_list import TierSpec, parse_tiers
+from kvelastic.tiers.opening import TierSettings
 from kvelastic.tiers.policy import Copies, Deadlines, WritePolicy
-from kvelastic.tiers.settings import TierSettings
 
 GIB = 1 << 30
 

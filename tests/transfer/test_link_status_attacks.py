@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
 from kvelastic import link_status, metrics
-from kvelastic.cli.link_tables import table
+from kvelastic.cli.links import table
 from kvelastic.errors import SegmentNotFoundError
 from kvelastic.link_status import (
     KIND,

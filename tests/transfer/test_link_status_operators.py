@@ -24,7 +24,7 @@ from processes import LineProgram, run_python
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import link_status
-from kvelastic.cli.link_tables import table
+from kvelastic.cli.links import table
 from kvelastic.errors import SegmentBusyError, SegmentError
 from kvelastic.link_status import (
     KIND,

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from kvelastic.errors import UnsupportedEngineError
+
 if TYPE_CHECKING:
     from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.transformers.batches import Batches
@@ -75,7 +77,6 @@ def make_elastic(  # the parameters are probed
 
     from kvelastic import config as kvelastic_config
     from kvelastic.integration.transformers import cache_memory
-    from kvelastic.integration.transformers.refusals import refuse_configuration
 
     torch_device = torch.device(device)
     refuse_configuration(continuous_batching_config, torch_device, distributed_helper)
@@ -256,3 +257,33 @@ def free_capacity(original: Callable[..., float], cache: Any, relative: bool = T
         free_bytes += sectors.count_free_blocks(allocator.index) * allocator.bytes_per_block
     total = (sectors.memory.used + available) * cache.bytes_per_sector
     return float(free_bytes / max(total, 1) if relative else free_bytes)
+
+
+_DEVICES: Final = ("cpu", "cuda")
+
+
+def refuse_configuration(cb_config: Any, device: Any, distributed_helper: Any) -> None:
+    """Raise `UnsupportedEngineError` naming every setting that is not covered.
+
+    `cb_config` is the resolved `ContinuousBatchingConfig`, `device` a torch device.
+    """
+    found: list[str] = []
+    if device.type not in _DEVICES:
+        found.append(f"the device {device.type!r}: {' and '.join(_DEVICES)} are covered")
+    if distributed_helper.tp_size > 1:
+        found.append(
+            f"tensor parallelism over {distributed_helper.tp_size} processes: each of them"
+            " schedules for itself, and a limit would reach them at different steps"
+        )
+    if cb_config.use_async_batching:
+        found.append(
+            "use_async_batching=True: a batch is prepared while the one before it still computes."
+            " Leave it unset, or set it to False"
+        )
+    if not found:
+        return
+    raise UnsupportedEngineError(
+        "kvelastic does not cover what this continuous batching was set up with:\n"
+        + "\n".join(f"  - {line}" for line in found)
+        + "\nUnset ENABLE_KVELASTIC to run this without kvelastic."
+    )

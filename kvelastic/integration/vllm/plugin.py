@@ -6,6 +6,12 @@ vLLM logs and forgets an error that is raised while this module is *imported*, a
 
 from __future__ import annotations
 
+import logging
+from typing import Final
+
+_LOGGER: Final = "uvicorn.access"
+_OK: Final = 200
+
 
 def register() -> None:
     """Arm kvelastic in this process if `ENABLE_KVELASTIC` is true; else do nothing at all.
@@ -25,7 +31,23 @@ def register() -> None:
     from kvelastic.hooks.versions import installed_series
 
     series = installed_series("vllm", strict=settings.strict)
-    from kvelastic.integration.vllm import access_log, patches
+    from kvelastic.integration.vllm import patches
 
-    access_log.leave_out_polls()
+    leave_out_polls()
     patches.arm(series, tiers=bool(settings.tiers))
+
+
+def leave_out_polls() -> None:
+    """Keep `GET /is_sleeping` out of the access log of this process, if it was answered 200.
+
+    Any number of times, before or after the server has set its logging up.
+    """
+    logging.getLogger(_LOGGER).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # uvicorn's: client, method, path, version of HTTP, status
+    match record.args:
+        case (_, "GET", "/is_sleeping", _, status):
+            return status != _OK
+    return True
