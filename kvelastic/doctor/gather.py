@@ -328,8 +328,11 @@ def gather_packages() -> PackageFacts:
         plugins=tuple(
             (engine.name, _plugins(engine.plugin_group)) for engine in hooked if engine.plugin_group
         ),
-        # By the integration's own table, which imports neither the engine nor torch.
-        hooks=tuple((engine.name, engine.hooks(versions[engine.name] or "")) for engine in hooked),
+        # By the integration's own table, which imports neither the engine nor torch, but the
+        # native module.
+        hooks=()
+        if native_error
+        else tuple((engine.name, engine.hooks(versions[engine.name] or "")) for engine in hooked),
     )
 
 

@@ -102,6 +102,8 @@ def _plugin(engine: Engine | None, facts: Facts) -> Said:
 
 @check("engines.hooks")
 def _hooks(engine: Engine, facts: Facts) -> Said:
+    if facts.packages.native_error:
+        return ok(f"not looked for in {engine.title}: see python.native")
     hooks = dict(facts.packages.hooks).get(engine.name)
     if not hooks:
         what = f"nothing is hooked: no {engine.title} here that kvelastic serves"

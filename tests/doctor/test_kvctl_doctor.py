@@ -210,6 +210,17 @@ def test_the_doctor_imports_no_engine():
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_missing_native_module_is_a_finding():
+    program = (
+        "import sys; sys.modules['kvelastic._vmm'] = None; sys.argv = ['kvctl', 'doctor', '--json']\n"
+        "from kvelastic.cli.kvctl import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BARE)
+    assert done.stderr == ""
+    (native,) = [one for one in json.loads(done.stdout) if one["check"] == "python.native"]
+    assert (done.returncode, native["state"]) == (1, "problem")
+
+
 def test_on_a_terminal_a_long_text_goes_on_below_its_beginning():
     finding = Finding("engines.hooks", "ok", "one two three " * 10, "four five " * 10)
     lines = report([finding], in_colour=False, columns=60).splitlines()
