@@ -212,8 +212,8 @@ def test_the_doctor_imports_no_engine():
 
 def test_a_missing_native_module_is_a_finding():
     program = (
-        "import sys; sys.modules['kvelastic._vmm'] = None; sys.argv = ['kvctl', 'doctor', '--json']\n"
-        "from kvelastic.cli.kvctl import main; main()"
+        "import sys; sys.modules['kvelastic._vmm'] = None\n"
+        "from kvelastic.cli.kvctl import main; main(['doctor', '--json'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BARE)
     assert done.stderr == ""
