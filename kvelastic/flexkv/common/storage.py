@@ -1,4 +1,4 @@
-"""The order of a KV cache's bytes, and blocks turned from one order into another.
+"""The order of a KV cache's bytes.
 
 LAYERFIRST   [layer, kv, block, token, head, element]
 BLOCKFIRST   [block, layer, kv, token, head, element]      one block is one piece: a record
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ Part = tuple[int, int, int, int, int]
 
 
 class KVCacheLayoutType(Enum):
-    """Which order."""
+    """The order of the axes."""
 
     LAYERFIRST = "LAYERFIRST"
     BLOCKFIRST = "BLOCKFIRST"
@@ -37,15 +37,16 @@ _ORDERS: Final = {
     KVCacheLayoutType.BLOCKFIRST: (_BLOCK, _LAYER, _KV, _ROW),
     KVCacheLayoutType.LAYERBLOCK: (_LAYER, _BLOCK, _KV, _ROW),
 }
-"""Which axis comes when; the row is what a block has of one layer's K or V."""
+"""The order of the axes; a row is a block's K or V in one layer."""
+BLOCK_AXES: Final = {kind: order.index(_BLOCK) for kind, order in _ORDERS.items()}
 
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """Order and sizes.
+    """Order and sizes. Raises `InvalidArgumentError` for a size below 1.
 
     `is_mla` is FlexKV's form of `kv_dim`: True is 1. v1.2.1 has it in the place of `kv_dim`, so a
-    bool there is read as that. Raises `InvalidArgumentError` for a size below 1.
+    bool there is read as that.
     """
 
     type: KVCacheLayoutType
@@ -71,17 +72,17 @@ class KVCacheLayout:
 
     @property
     def row_bytes(self) -> int:
-        """What a block has of one layer's K, or V."""
+        """A block's bytes in one layer's K or V."""
         return self.tokens_per_block * self.num_head * self.head_size * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """A block in all layers: a record, or one rank's part of it."""
+        """A block's bytes in all layers."""
         return self.num_layer * self.kv_dim * self.row_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All blocks."""
+        """The bytes of all blocks."""
         return self.num_block * self.block_bytes
 
     @property
@@ -90,7 +91,7 @@ class KVCacheLayout:
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
-        """Of the whole cache as one tensor."""
+        """The shape of the whole cache as one tensor."""
         row = (self.tokens_per_block, self.num_head, self.head_size)
         return (*(self._axes[axis] for axis in _ORDERS[self.type][:-1]), *row)
 
@@ -123,7 +124,7 @@ class KVCacheLayout:
         return [one for pair in zip(keys, values, strict=True) for one in pair]
 
     def parts(self, addresses: Sequence[int]) -> list[Part]:
-        """Where each layer of a block lies, in a record's order.
+        """The rows of a block in a record's order, as `_vmm.EngineBlocks` takes them.
 
         `addresses` is one for the whole cache, one for each layer's own tensor, which then has
         this layout with one layer, or, in a record's order, one for K and one for V of each layer.
@@ -180,17 +181,14 @@ class KVCacheLayout:
 
 
 class StorageHandleType(Enum):
-    """What a handle names."""
+    """A tier's store, or an engine's tensors."""
 
     STORE = "store"
-    """A tier's store: records by key."""
     ENGINE = "engine"
-    """Blocks of an engine's tensors, by id."""
 
 
-@dataclass(frozen=True)
-class StorageHandle:
-    """Where blocks of one device lie, and in which order."""
+class StorageHandle(NamedTuple):
+    """The blocks of one device."""
 
     handle_type: StorageHandleType
     data: Any

@@ -17,14 +17,14 @@ from kvelastic.errors import (
 from kvelastic.flexkv.common.calls import Calls
 from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.server.connecting import (
+from kvelastic.flexkv.server.rank_client import (
     ANSWER_S,
     START_S,
     Answer,
+    KVTPClient,
     connect_when_there,
     expect,
 )
-from kvelastic.flexkv.server.rank_client import KVTPClient
 from kvelastic.flexkv.server.utils import socket_address
 from kvelastic.messages import Connection, Endpoint, Message, Request
 

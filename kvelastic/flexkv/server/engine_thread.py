@@ -1,8 +1,7 @@
-"""The one thread that has the task engine: carries out what clients ask for, in the order it comes.
+"""The thread that has the task engine: carries out what clients request, in order of arrival.
 
-Tasks belong to the client that began them: another one's are not found. Who waits for tasks is
-answered when they are over, and nobody waits for another client's wait. What a client has begun and
-not seen the end of when it goes is given back: plans are undone, copies that run are forgotten.
+Tasks belong to the client that began them; another client's are not found. A wait is answered when
+its tasks have ended, and blocks no other request. When a client goes, its tasks are cancelled.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvelastic.errors import ChannelError, InvalidArgumentError, KvelasticError, MessageError
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
@@ -22,7 +21,7 @@ from kvelastic.messages import Message, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
 _LOOK_S: Final = 0.25
-"""How long the watcher sleeps at most; what ends wakes it at once."""
+"""How long the watcher sleeps at most; the end of a task wakes it."""
 MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 _OVER: Final = frozenset(
     {
@@ -35,18 +34,18 @@ _OVER: Final = frozenset(
 
 
 class Tasks:
-    """The tasks of one client. The thread's own."""
+    """The tasks of one client. Belongs to the thread."""
 
     def __init__(self, dp_client_id: int) -> None:
         self.dp_client_id: Final = dp_client_id
         self.is_over: dict[int, bool] = {}
-        """For each task, oldest first, whether the client has seen its end."""
+        """For each task, oldest first, whether the client has received its end."""
         self.members: dict[int, list[int]] = {}
         """Of tasks that were launched as one."""
         self.is_gone = False
 
     def end(self, task_ids: Iterable[int]) -> None:
-        """The client has seen the end of these."""
+        """The client has received the end of these."""
         for task_id in task_ids:
             for one in (task_id, *self.members.get(task_id, ())):
                 if one in self.is_over:
@@ -54,15 +53,11 @@ class Tasks:
 
     @property
     def open(self) -> list[int]:
-        """Those whose end it has not seen."""
+        """The tasks whose end it has not received."""
         return [task_id for task_id, is_over in self.is_over.items() if not is_over]
 
-    def add(self, task_id: int) -> None:
-        """One that it has begun."""
-        self.is_over[task_id] = False
-
     def forget_ended(self) -> None:
-        """Forget those whose end it has seen."""
+        """Forget the tasks whose end it has received."""
         self.is_over = dict.fromkeys(self.open, False)
         self.members = {one: ids for one, ids in self.members.items() if one in self.is_over}
 
@@ -71,18 +66,17 @@ class Tasks:
         return [one for one in dict.fromkeys(task_ids) if one in self.is_over]
 
 
-class _Waiting:
-    """A request whose answer waits."""
+class _Waiting(NamedTuple):
+    """A request whose reply waits for tasks."""
 
-    def __init__(self, request: Request, tasks: Tasks, asked: messages.Wait) -> None:
-        self.request = request
-        self.tasks = tasks
-        self.asked = asked
-        self.deadline_s = time.monotonic() + (asked.timeout_s or 0.0)
+    request: Request
+    tasks: Tasks
+    asked: messages.Wait
+    deadline_s: float
 
 
 class EngineThread:
-    """See the module. Any thread may call; nothing but `stop` and `ask` blocks."""
+    """Any thread may call. Only `stop` and `ask` block."""
 
     def __init__(self, engine: KVTaskEngine) -> None:
         self._engine = engine
@@ -100,15 +94,15 @@ class EngineThread:
             thread.start()
 
     def carry_out(self, request: Request, tasks: Tasks, message: Message) -> None:
-        """Do what a client asks for and answer it, when its turn comes."""
+        """Carry out a client's request and reply, when its turn comes."""
         self._calls.put(lambda: self._answer(request, tasks, message))
 
     def give_back(self, tasks: Tasks) -> None:
-        """The client has gone."""
+        """Cancel the tasks of a client that has gone."""
         self._calls.put(lambda: self._give_back(tasks))
 
     def ask(self, question: Callable[[], object], timeout_s: float = 30.0) -> Any:
-        """Call something in the thread and answer what it answers, or raise what it raises."""
+        """Call a function in the thread and return its result, or raise its error."""
         answers: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
 
         def call() -> None:
@@ -124,16 +118,16 @@ class EngineThread:
         return answer
 
     def add(self, tasks: Tasks) -> None:
-        """A client has come."""
+        """Add a client."""
         self._calls.put(lambda: self._clients.append(tasks))
 
     @property
     def open_tasks(self) -> int:
-        """Of all clients, in the thread alone."""
+        """The open tasks of all clients. For the thread alone."""
         return sum(len(tasks.open) for tasks in self._clients)
 
     def stop(self) -> None:
-        """Carry out what was asked for so far, and end. Safe to repeat."""
+        """Carry out the requests so far, and end. Idempotent."""
         self._calls.put(None)
         self._threads[0].join()
         self._is_stopping = True
@@ -158,13 +152,13 @@ class EngineThread:
                     self._waits.set()
 
     def _patience_s(self) -> float | None:
-        """Until the first deadline of who waits."""
+        """Until the first deadline of a waiting request."""
         if not self._waiting:
             return None
         return max(0.0, min(one.deadline_s for one in self._waiting) - time.monotonic())
 
     def _watch(self) -> None:
-        """The other thread: while somebody waits, wakes this one when something has ended."""
+        """The other thread: wakes this one when a task ends while a request waits."""
         while not self._is_stopping:
             self._waits.wait()
             self._waits.clear()
@@ -195,7 +189,8 @@ class EngineThread:
     def _carry_out(self, request: Request, tasks: Tasks, call: Message) -> Any:
         """Returns the reply; None if that comes later."""
         if isinstance(call, messages.Wait):
-            self._waiting.append(_Waiting(request, tasks, call))
+            deadline_s = time.monotonic() + (call.timeout_s or 0.0)
+            self._waiting.append(_Waiting(request, tasks, call, deadline_s))
             return None
         if isinstance(call, messages.Unregister):
             self._give_back(tasks)
@@ -214,24 +209,22 @@ class EngineThread:
             raise MessageError(f"a server takes no {type(call).__name__}")
         reply: Any = self._engine.ask(call, tasks.dp_client_id)
         if isinstance(call, messages.Match):
-            tasks.add(reply.task_id)
+            tasks.is_over[reply.task_id] = False
             if call.slots is not None:  # the mask comes with the response
                 reply = messages.Matched(reply.task_id, 0, 0, 0)
         elif isinstance(call, messages.Prefetch):
-            tasks.add(reply.task_ids[0])
+            tasks.is_over[reply.task_ids[0]] = False
         elif isinstance(call, messages.Launch) and call.as_batch:
-            tasks.add(reply.task_ids[0])
+            tasks.is_over[reply.task_ids[0]] = False
             tasks.members[reply.task_ids[0]] = list(call.task_ids)
         tasks.end(own)
         return reply
 
     def _make_room(self, tasks: Tasks) -> None:
-        """Raise `InvalidArgumentError` if too many of a client's tasks are on their way, or were
-        never launched nor cancelled.
-        """
+        """Raise `InvalidArgumentError` if too many of a client's tasks are open."""
         if len(tasks.is_over) < MOST_TASKS_OF_A_CLIENT:
             return
-        # Some have ended and nobody has asked.
+        # Some have ended, and the client has not waited for them.
         found = self._engine.try_wait(tasks.open, completely=True)
         tasks.end(task_id for task_id, answer in found.items() if answer.status in _OVER)
         tasks.forget_ended()
@@ -272,7 +265,7 @@ class EngineThread:
         self._waiting = still
 
     def _responses(self, one: _Waiting) -> dict[int, KVResponse] | None:
-        """What to answer now, or None while there is time to wait."""
+        """The reply, or None while there is time to wait."""
         own = one.tasks.own(one.asked.task_ids)
         missing = {
             task_id: KVResponse(KVResponseStatus.NOTFOUND, task_id)
@@ -289,4 +282,4 @@ class EngineThread:
 
 
 def _nothing() -> None:
-    """For a look at who waits."""
+    """Wakes the thread to look at the waiting requests."""

@@ -29,7 +29,7 @@ class KVServerHandle:
         return self.process.poll() is None
 
     def shutdown(self, timeout_s: float = _END_S) -> None:
-        """Have it end as by SIGTERM, or kill it after `timeout_s`. Blocks. Safe to repeat."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`. Blocks. Idempotent."""
         if self.is_alive:
             self.process.terminate()
         try:
@@ -50,9 +50,9 @@ def start_process(
     *,
     inherit_env: bool,
 ) -> KVServerHandle:
-    """`python -m kvelastic.flexkv.server -`, its configuration on its standard input.
+    """`python -m kvelastic.flexkv.server -`, with its configuration on its standard input.
 
-    That stays open as long as this process lives: when it ends, however, so does the server.
+    The input is closed when this process ends, and the server ends then.
     """
     kept = {
         name: value
@@ -87,7 +87,7 @@ def dump(
 
 
 def load(raw: bytes) -> tuple[ModelConfig, CacheConfig, str, str]:
-    """What `dump` made, or a person wrote. Raises `ConfigError` for what is not accepted."""
+    """Read a configuration. Raises `ConfigError`."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:

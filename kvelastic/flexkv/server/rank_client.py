@@ -1,18 +1,20 @@
-"""A rank of an engine: hands its KV cache's memory to whoever copies its blocks."""
+"""A rank of an engine: hands its KV cache's memory to the process that copies its blocks."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvelastic import _vmm
 from kvelastic.errors import (
     ChannelClosedError,
+    ChannelError,
     ChannelTimeoutError,
     InvalidArgumentError,
     KvelasticError,
@@ -25,21 +27,63 @@ from kvelastic.flexkv.common.memory_handle import (
     TensorSharedHandle,
     describe,
 )
-from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.common.storage import BLOCK_AXES, KVCacheLayout
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.server.connecting import ANSWER_S, START_S, connect_when_there, expect
 from kvelastic.flexkv.server.utils import socket_address
-from kvelastic.messages import Connection, Endpoint, Request
+from kvelastic.messages import Address, Connection, Endpoint, Message, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
 _DESCRIPTORS_AT_ONCE: Final = 16
+ANSWER_S: Final = 30.0
+"""For a reply that needs no copy; the server's engine may be busy."""
+START_S: Final = 300.0
+"""For a server to start: it does so with the first of several engines, which may load for long."""
+_SAY_AFTER_S: Final = 10.0
+_AGAIN_S: Final = 0.05
+Answer = TypeVar("Answer", bound=Message)
+
+
+def connect_when_there(
+    endpoint: Endpoint,
+    address: Address,
+    deadline_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Connection:
+    """Connect as soon as a server listens. Polls every 50 ms: the kernel does not notify.
+
+    Blocks until `deadline_s` (of `time.monotonic`): raises `ChannelTimeoutError` then, and
+    `ChannelError` once `is_over`.
+    """
+    say_at_s = time.monotonic() + _SAY_AFTER_S
+    while True:
+        try:
+            return endpoint.connect(address)
+        except ChannelClosedError as error:  # noqa: PERF203  # it waits in between
+            if is_over():
+                raise ChannelError("this client is closed") from error
+            if time.monotonic() >= deadline_s:
+                raise ChannelTimeoutError(
+                    f"no server has come to {address}: {error}. Start it, or set"
+                    " FLEXKV_SERVER_RECV_PORT to its endpoint"
+                ) from error
+            if time.monotonic() >= say_at_s:
+                say_at_s = float("inf")
+                _log.info("Waiting for a server at %s.", address)
+            time.sleep(_AGAIN_S)
+
+
+def expect(answered: Message, answer: type[Answer]) -> Answer:
+    """Return the reply, or raise `MessageError` if it is another message."""
+    if not isinstance(answered, answer):
+        raise MessageError(f"a {type(answered).__name__} came instead of a {answer.__name__}")
+    return answered
 
 
 class KVTPClient:
-    """One rank: registers its KV cache's memory, and again when the server has come anew.
+    """One rank: registers its KV cache's memory, and again after the server has restarted.
 
-    Its registration lasts as long as it does: `close()` it, or end its process, and the server
-    lets go of the memory. Not thread-safe but for `close`.
+    `close()` it, or end its process, and the server releases the memory. Only `close` is
+    thread-safe.
     """
 
     def __init__(
@@ -51,7 +95,7 @@ class KVTPClient:
         *,
         tp_rank: int | None = None,
     ) -> None:
-        """`device_id` counts all ranks of a machine; `tp_rank` is the place in the group outright.
+        """`device_id` counts all ranks of a machine; `tp_rank` is the place in the group.
 
         Raises `ConfigError` for an endpoint other than a Unix socket's.
         """
@@ -100,9 +144,7 @@ class KVTPClient:
                 "indexer_buffers: sparse attention's index has records of its own, which are not"
                 " kept; use KVELASTIC_TIERS"
             )
-        self._check_new(kv_caches)
-        if kv_layout is not None:
-            kv_caches = kv_layout.in_record_order(kv_caches)
+        kv_caches = self._in_record_order(kv_caches, kv_layout)
         handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
         try:
             described = [_in_blocks(handle.description, kv_layout) for handle in handles]
@@ -134,10 +176,8 @@ class KVTPClient:
         the task runs. Raises `UnsupportedError` for a range with pages of each buffer's own
         (KVELASTIC_CONTIGUOUS_LAYOUT=false), `InvalidArgumentError` for a tensor outside it.
         """
-        self._check_new(kv_caches)
         axis = block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
-        if kv_layout is not None:
-            kv_caches = kv_layout.in_record_order(kv_caches)
+        kv_caches = self._in_record_order(kv_caches, kv_layout)
         geometry = memory.geometry
         if geometry.extents_per_page != 1:
             raise UnsupportedError(
@@ -153,18 +193,18 @@ class KVTPClient:
         self._device = (memory, driver)
         self._register_tensors(tensors)
 
-    def _check_new(self, kv_caches: Sequence[Any]) -> None:
+    def _in_record_order(
+        self, kv_caches: Sequence[Any], layout: KVCacheLayout | None
+    ) -> Sequence[Any]:
         if self._thread is not None:
             raise InvalidArgumentError("this client has registered; make one for each rank")
         if not kv_caches:
             raise InvalidArgumentError("a rank without tensors has nothing to register")
+        return kv_caches if layout is None else layout.in_record_order(kv_caches)
 
     def _register_tensors(self, tensors: list[messages.Tensor]) -> None:
         self._message = messages.RegisterTPClient(
-            dp_client_id=self.dp_client_id,
-            tp_rank=self._tp_rank,
-            is_device_id=self._is_device_id,
-            tensors=tensors,
+            self.dp_client_id, self._tp_rank, self._is_device_id, tensors
         )
         self._thread = threading.Thread(
             target=self._stay_registered, name="flexkv-register", daemon=True
@@ -208,23 +248,20 @@ class KVTPClient:
         asked = request.message
         memories = self._memories()
         if isinstance(asked, messages.Export) and self._device is not None:
-            self._export(request, asked, *self._device)
+            self._export(request, asked.pages, *self._device)
         elif isinstance(asked, messages.Locate) and asked.memory < len(memories):
             fd, _ = memories[asked.memory]
             request.answer(messages.Located(offsets=process_mappings.locate(asked.pages, fd)))
         else:
             raise MessageError(f"this rank takes no {type(asked).__name__}")
 
+    @staticmethod
     def _export(
-        self,
-        request: Request,
-        asked: messages.Export,
-        memory: _vmm.Range,
-        driver: _vmm.CudaDriver,
+        request: Request, pages: list[int], memory: _vmm.Range, driver: _vmm.CudaDriver
     ) -> None:
         fds: list[int] = []
         try:
-            for handle in memory.handles(asked.pages):
+            for handle in memory.handles(pages):
                 fds.append(driver.export_page(handle))  # noqa: PERF401  # closed on failure
             request.answer(messages.Done(), descriptors=fds)
         finally:
@@ -236,7 +273,7 @@ class KVTPClient:
             self._ended.clear()
             try:
                 connection = connect_when_there(
-                    self._endpoint, self._address, float("inf"), self._gone
+                    self._endpoint, self._address, float("inf"), lambda: self._is_closed
                 )
                 self._register(connection)
             except ChannelClosedError:
@@ -271,23 +308,12 @@ class KVTPClient:
                 )
         expect(connection.call(self._message, ANSWER_S), messages.Registered)
 
-    def _gone(self) -> bool:
-        return self._is_closed
-
     def _settle(
         self, *, is_registered: bool = False, failure: KvelasticError | None = None
     ) -> None:
         with self._changed:
             self._is_registered, self._failure = is_registered, failure
             self._changed.notify_all()
-
-
-_AXES: Final = {
-    KVCacheLayoutType.LAYERFIRST: 2,
-    KVCacheLayoutType.BLOCKFIRST: 0,
-    KVCacheLayoutType.LAYERBLOCK: 1,
-}
-"""Which axis of `KVCacheLayout.kv_shape` counts blocks."""
 
 
 def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
@@ -299,7 +325,7 @@ def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
         raise InvalidArgumentError("say by kv_layout or block_axis which axis counts blocks")
     shape = [int(count) for count in tensors[0].shape]
     whole = replace(layout, num_layer=1) if len(tensors) > 1 else layout
-    blocks_at = _AXES[whole.type]
+    blocks_at = BLOCK_AXES[whole.type]
     found = -1
     # A tensor may leave out axes of one: of its one layer, of K and V in one row.
     left = len(shape) - 1

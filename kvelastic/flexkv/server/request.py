@@ -138,7 +138,7 @@ class RegisterTPClient(Message):
 
 
 class Registered(Message):
-    """It is."""
+    """The reply to both registrations."""
 
 
 class IsReady(Message):
@@ -146,7 +146,7 @@ class IsReady(Message):
 
 
 class Ready(Message):
-    """Whether it is so."""
+    """The reply to IsReady."""
 
     is_ready: bool
 
@@ -175,7 +175,7 @@ class Responses(Message):
 
 
 class Shutdown(Message):
-    """The server ends, whoever else is there. `Unregister` is for one client."""
+    """The server ends, for all clients. `Unregister` is for one."""
 
 
 class Unregister(Message):
@@ -186,28 +186,9 @@ PROTOCOL: Final = Protocol(
     "flexkv",
     version=1,
     messages=(
-        RegisterDPClient,
-        AddMemory,
-        AddDevice,
-        Export,
-        Locate,
-        Located,
-        RegisterTPClient,
-        Registered,
-        IsReady,
-        Ready,
-        Match,
-        Prefetch,
-        Matched,
-        Launch,
-        Started,
-        Cancel,
-        Wait,
-        Responses,
-        Reset,
-        Shutdown,
-        Unregister,
-        Done,
+        *(RegisterDPClient, AddMemory, AddDevice, Export, Locate, Located, RegisterTPClient),
+        *(Registered, IsReady, Ready, Match, Prefetch, Matched, Launch, Started, Cancel, Wait),
+        *(Responses, Reset, Shutdown, Unregister, Done),
     ),
     most_bytes=_MOST_BYTES,
     pack=pack,
@@ -216,35 +197,27 @@ PROTOCOL: Final = Protocol(
 
 
 def shape_of(model: ModelConfig, tokens_per_block: int) -> Shape:
-    """What both sides compare."""
-    return Shape(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
-        kv_dim=model.kv_dim,
-        dtype=model.dtype_name,
-        tp_size=model.tp_size,
-        dp_size=model.dp_size,
-        instance_num=model.instance_num,
-        tokens_per_block=tokens_per_block,
-    )
+    """The shape of a model. Both sides compare it."""
+    names = Shape.__struct_fields__[:-1]
+    sizes = {name: getattr(model, name) for name in names}
+    return Shape(**{**sizes, "dtype": model.dtype_name}, tokens_per_block=tokens_per_block)
 
 
 def tensor_message(description: TensorDescription, memory: int, block_axis: int) -> Tensor:
-    """A tensor's description on its way."""
+    """A tensor's description as a message."""
     return Tensor(
-        memory=memory,
-        offset=description.offset,
-        shape=list(description.shape),
-        strides_bytes=list(description.strides_bytes),
-        dtype=description.dtype,
-        item_bytes=description.item_bytes,
-        block_axis=block_axis,
+        memory,
+        description.offset,
+        list(description.shape),
+        list(description.strides_bytes),
+        description.dtype,
+        description.item_bytes,
+        block_axis,
     )
 
 
 def description_of(tensor: Tensor) -> TensorDescription:
-    """The other way round; nothing of it is checked but its bounds."""
+    """The reverse. Only bounds are checked."""
     return TensorDescription(
         tensor.offset,
         tuple(tensor.shape),
@@ -255,7 +228,7 @@ def description_of(tensor: Tensor) -> TensorDescription:
 
 
 def response_message(task_id: int, response: KVResponse) -> TaskResponse:
-    """A KVResponse on its way."""
+    """A KVResponse as a message."""
     return TaskResponse(
         task_id=task_id,
         status=response.status.value,
@@ -265,7 +238,7 @@ def response_message(task_id: int, response: KVResponse) -> TaskResponse:
 
 
 def response_of(message: TaskResponse) -> KVResponse:
-    """The other way round. Raises `InvalidArgumentError` for an unknown status, or a short mask."""
+    """The reverse. Raises `InvalidArgumentError` for an unknown status, or a short mask."""
     try:
         status = KVResponseStatus(message.status)
     except ValueError:
