@@ -5,8 +5,8 @@
 
     KVELASTIC_FLEXKV_ALIAS=true vllm serve ...    # the same in every Python process, from its start
 
-Nothing of the kind is on by itself, and no package named flexkv is installed. Each module is one
-object under both names, so its classes are the same. An installed FlexKV always goes first.
+It is off by default, and no package named flexkv is installed. Each module is one object under both
+names, so its classes are the same. An installed FlexKV has precedence.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TARGET: Final = "kvelastic.flexkv"
 
 
 def switch_on() -> None:
-    """From now on this process finds `flexkv` here. Repeatable, from any thread."""
+    """Let this process find `flexkv` here. Idempotent, any thread."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         # Before Python's own: that would find the modules once more by the package's path.
         sys.meta_path.insert(0, _Finder())
 
 
 def switch_off() -> None:
-    """The name is unknown again; who has imported a module by it keeps that.
+    """Stop finding it. Modules that were imported by it stay usable.
 
-    The names go as well: by the package's path Python would load its other modules a second time.
+    Their names are removed: by the package's path Python would load other modules a second time.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     if ALIAS in sys.modules and sys.modules[ALIAS] is sys.modules.get(TARGET):
@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Loader(real), is_package=is_package)
 
     def _is_installed(self) -> bool:
-        """Whether the package flexkv is FlexKV's own: imported so, or found by anybody else."""
+        """Whether FlexKV itself is imported, or another finder finds it."""
         package = sys.modules.get(ALIAS)
         if package is not None:
             return package is not sys.modules.get(TARGET)
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads the module under its own name and answers that very object."""
+    """Loads the module under its own name and returns the same object."""
 
     def __init__(self, real: str) -> None:
         self._real = real
@@ -83,5 +83,5 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already; importing set the alias's spec on it, and here that goes."""
+        """Restore the spec: the import has set the alias's on the module, which has run already."""
         module.__spec__, module.__loader__ = self._own

@@ -1,15 +1,15 @@
-"""Requests as tasks: matched, planned, launched, waited for.
+"""Requests as tasks: matched, planned, launched, waited for. `common.calls` has the calls.
 
     UNREADY -- launch --> RUNNING --> COMPLETED        nothing to move: COMPLETED at once
        |                     |-----> FAILED            some block was not moved
        '------- cancel ------'-----> CANCELLED
 
-A task in UNREADY holds what its plan needs: every id that a match returned is launched or
-cancelled. A task is COMPLETED when the engine may go on: a get when the data is in its blocks, a
-put when they have been read. What a put still writes to farther tiers goes on behind that.
+An UNREADY task holds leases and room in the tiers: launch or cancel every id that a match returned.
+A task is COMPLETED when the engine may go on: a get when the data is in its blocks, a put when they
+have been read. Writes of a put to farther tiers continue after that.
 
-Locks: `_lock`; the transfer engine's and the stores' are taken inside. `_life` is held around it by
-a start or a shutdown. Any thread may call anything.
+Locks: `_life` (a start or a shutdown), then `_lock`, then the transfer engine's and the stores'.
+Any thread may call.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ RESET_S: Final = 60.0
 
 
 class TaskStatus(Enum):
-    """Where a task is. The last three are ends."""
+    """The state of a task. The last three are final."""
 
     UNREADY = "unready"
     READY = "ready"
@@ -100,8 +100,8 @@ _ENDS: Final = {
 class KVTask:
     """One request. The engine's lock guards it.
 
-    Its plan, which has the keys and ids of all its blocks, ends with its graph: a task that is over
-    keeps its result alone, for as long as somebody may ask for it.
+    The plan, which has the keys and ids of all blocks, is dropped with the end of its graph; the
+    result stays.
     """
 
     task_id: int
@@ -111,18 +111,18 @@ class KVTask:
     created_s: float
     status: TaskStatus = TaskStatus.UNREADY
     graph_is_over: bool = False
-    """Whether nothing of it is on its way any more, also behind its end."""
+    """Whether all copies have ended, also those after the task's end."""
     moved: Mask | None = None
-    """For each block of the plan whether it was moved; None: all, or it is not over."""
+    """For each block of the plan whether it was moved; None: all, or the task has not ended."""
     callbacks: list[Callable[[KVResponse], None]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
-        """Whether its result stands."""
+        """Whether the status is final."""
         return self.status in _ENDS
 
     def mask(self, tokens_per_block: int) -> Mask:
-        """What was moved, or is to be."""
+        """True for tokens that were moved, or are to be."""
         if self.moved is None:
             return self.plan.mask()
         if self.task_type is KVRequestType.PUT:
@@ -131,18 +131,18 @@ class KVTask:
             rows = np.repeat(self.moved, tokens_per_block)
             mask[first : first + len(rows)] = rows
             return mask
-        # What follows a block that is missing is of no use to a prompt.
+        # A prompt cannot use blocks after a missing one.
         lead = len(self.moved) if self.moved.all() else int(self.moved.argmin())
         return self.plan.mask(lead * tokens_per_block)
 
     def end_graph(self) -> None:
-        """Nothing of it is on its way any more: give back what its plan holds."""
+        """All copies have ended: release what the plan holds."""
         self.graph_is_over = True
         self.plan = self.plan.ended()
 
 
 class KVTaskEngine(Calls):
-    """Tasks over one set of tiers, in this process. See the module."""
+    """Tasks over one set of tiers, in this process."""
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class KVTaskEngine(Calls):
         """Checks the configuration; `start` opens the tiers.
 
         `settings` are kvelastic's own (None: from the environment). Task ids count up from
-        `first_task_id`. Raises `ConfigError` and
-        `UnsupportedError`.
+        `first_task_id`. Raises `ConfigError` and `UnsupportedError`.
         """
         check_supported(model_config, cache_config)
         self.model_config = copy(model_config)
         self.cache_config = cache_config
+        self._clients = model_config.dp_size * model_config.instance_num
         self._settings = load() if settings is None else settings
         self._clock = clock
         self._life = threading.RLock()  # a start or a shutdown runs; taken before `_lock`
@@ -180,10 +180,10 @@ class KVTaskEngine(Calls):
     # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the tiers and start the threads. Blocks as long as stores need. Idempotent.
+        """Open the tiers and start the threads. Blocks for the stores. Idempotent.
 
-        After `shutdown` it starts anew: tensors are to be registered again, and tasks of before are
-        not found. Raises what a store raises that cannot be opened; nothing is left open then.
+        After `shutdown` tensors must be registered again, and earlier tasks are not found. Raises
+        the error of a store that cannot be opened, and leaves nothing open.
         """
         with self._life, self._lock:
             if self._storage is not None and not self._is_shut:
@@ -217,17 +217,12 @@ class KVTaskEngine(Calls):
             raise NotInitializedError(f"a call came {when}; call start() of a KVManager first")
         return storage
 
-    @property
-    def expected_clients(self) -> int:
-        """Data-parallel clients that are to register their tensors."""
-        return self.model_config.dp_size * self.model_config.instance_num
-
     def is_ready(self) -> bool:
-        """Whether it is started and every rank of every client has registered its tensors."""
+        """Whether it is started and all ranks of all clients have registered their tensors."""
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker
-        return all(worker.is_registered(client) for client in range(self.expected_clients))
+        return all(worker.is_registered(client) for client in range(self._clients))
 
     def register_kv_caches(
         self,
@@ -236,11 +231,11 @@ class KVTaskEngine(Calls):
         dp_client_id: int = 0,
         tp_rank: int = 0,
     ) -> None:
-        """A rank's KV tensors: one for all layers, or one for each.
+        """Register a rank's KV tensors: one for all layers, or one for each.
 
-        Arrays of NumPy or tensors of torch, contiguous; they are kept until `release_client`. What
-        a launch names is copied by then: kernels that write a block must have finished before a put
-        of it is launched. Raises `InvalidArgumentError` where tensors, layout and model disagree.
+        They are contiguous NumPy arrays or torch tensors, referenced until `release_client`.
+        Kernels that write a block must have finished before a put of it is launched. Raises
+        `InvalidArgumentError` if tensors, layout and model disagree.
         """
         handle = GPUAllocator.from_tensors(layout, kv_caches, self._settings)
         self.register_storage(handle, dp_client_id, tp_rank, keep=list(kv_caches))
@@ -248,28 +243,28 @@ class KVTaskEngine(Calls):
     def register_storage(
         self, handle: StorageHandle, dp_client_id: int, tp_rank: int, keep: Any = None
     ) -> None:
-        """The same for memory that was mapped into this process; `keep` keeps it mapped."""
+        """Register memory that is mapped into this process; `keep` keeps it mapped."""
         _ = self.storage
         self._check_client(dp_client_id)
         self.transfer_engine.gpu_worker.register(dp_client_id, tp_rank, handle.data, keep)
 
     def _check_client(self, dp_client_id: int) -> None:
         is_number = isinstance(dp_client_id, int) and not isinstance(dp_client_id, bool)
-        if not is_number or not 0 <= dp_client_id < self.expected_clients:
+        if not is_number or not 0 <= dp_client_id < self._clients:
             raise InvalidArgumentError(
-                f"data-parallel client {dp_client_id!r} is not one of {self.expected_clients}; set"
+                f"data-parallel client {dp_client_id!r} is not one of {self._clients}; set"
                 " dp_size and instance_num of ModelConfig"
             )
 
     def release_client(self, dp_client_id: int) -> None:
-        """A client is gone: cancel its tasks, give back what they hold, let go of its tensors."""
+        """Cancel the tasks of a client that has gone, and release its tensors."""
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if task.dp_id == dp_client_id]
         self._cancel(ids)
         self.transfer_engine.gpu_worker.unregister(dp_client_id)
 
     def shutdown(self) -> None:
-        """Cancel what is on its way, close the tiers, end the threads. Idempotent. Blocks."""
+        """Cancel all tasks, close the tiers, end the threads. Idempotent. Blocks."""
         with self._life:
             with self._lock:
                 is_started = self._storage is not None and not self._is_shut
@@ -383,7 +378,7 @@ class KVTaskEngine(Calls):
             return task
 
     def _expire(self, now_s: float) -> None:
-        """The oldest are in front. The lock is held."""
+        """The lock is held."""
         while self._tasks:
             oldest = next(iter(self._tasks.values()))
             if len(self._tasks) <= MOST_TASKS and now_s - oldest.created_s < EXPIRY_S:
@@ -419,7 +414,7 @@ class KVTaskEngine(Calls):
             return [batch_id]
 
     def _check_launch(self, task_id: int, slots: Tokens) -> tuple[KVTask, BlockIds | None]:
-        """The task and its blocks; None where there is nothing to launch. The lock is held."""
+        """The task and its blocks; None if there is nothing to copy. The lock is held."""
         task = self._tasks.get(task_id)
         if task is None:
             raise InvalidArgumentError(f"task {task_id} is not known; launch what a match returned")
@@ -503,9 +498,9 @@ class KVTaskEngine(Calls):
             self.transfer_engine.wait_for_event(seen, left_s)
 
     def on_complete(self, task_id: int, callback: Callable[[KVResponse], None]) -> None:
-        """Call `callback` once with the response, from whichever thread waits or asks next.
+        """Call `callback` once with the response, in the next thread that calls.
 
-        Raises `InvalidArgumentError` for a task that is not known.
+        Raises `InvalidArgumentError` for an unknown task.
         """
         with self._lock:
             task = self._tasks.get(task_id)
@@ -517,7 +512,7 @@ class KVTaskEngine(Calls):
                 task.callbacks.append(callback)
 
     def _answer(self, task_id: int, completely: bool) -> KVResponse | None:
-        """None: it is on its way. The lock is held."""
+        """None if it has not ended. The lock is held."""
         members = self._batches.get(task_id)
         if members is not None:
             return self._batch_answer(task_id, members, completely)
@@ -534,7 +529,6 @@ class KVTaskEngine(Calls):
     def _batch_answer(
         self, batch_id: int, members: Sequence[int], completely: bool
     ) -> KVResponse | None:
-        """The first failure stands for all."""
         answers = [self._answer(task_id, completely) for task_id in members]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers):
@@ -551,7 +545,6 @@ class KVTaskEngine(Calls):
         return KVResponse(_ENDS[task.status], task.task_id, mask)
 
     def _pump(self) -> None:
-        """Take in what is over."""
         with self._lock:
             for graph_id, op_id in self.transfer_engine.get_completed_graphs_and_ops(timeout=0):
                 task = self._by_graph.get(graph_id)
@@ -564,7 +557,7 @@ class KVTaskEngine(Calls):
                     task.end_graph()
 
     def _note_end(self, task: KVTask) -> None:
-        """What the caller waits for is over. The lock is held."""
+        """The operation that the caller waits for has ended. The lock is held."""
         task.plan.release_leases()
         if task.is_over:
             return
@@ -604,22 +597,17 @@ class KVTaskEngine(Calls):
             except Exception:
                 _log.exception("a callback of task %d failed; the task stands", response.task_id)
 
-    # --- looking -------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------
 
     @property
     def open_tasks(self) -> int:
-        """How many hold anything, or are on their way."""
+        """The number of tasks that hold something or run."""
         with self._lock:
             return sum(not task.graph_is_over for task in self._tasks.values())
 
     def _record(self, task: KVTask) -> TaskRecord:
-        return TaskRecord(
-            task.task_id,
-            task.task_type.value,
-            task.status.value,
-            task.plan.tokens,
-            self._clock() - task.created_s,
-        )
+        seconds, kind = self._clock() - task.created_s, task.task_type.value
+        return TaskRecord(task.task_id, kind, task.status.value, task.plan.tokens, seconds)
 
     def open_records(self) -> list[TaskRecord]:
         """The tasks that hold something, for `common.debug.describe`."""
@@ -627,14 +615,14 @@ class KVTaskEngine(Calls):
             return [self._record(task) for task in self._tasks.values() if not task.graph_is_over]
 
     def status_of(self, task_id: int) -> TaskStatus | None:
-        """Where a task is; None: it is not known."""
+        """The state of a task; None if it is unknown."""
         with self._lock:
             self._pump()
             task = self._tasks.get(task_id)
             return None if task is None else task.status
 
     def check_integrity(self) -> None:
-        """Every part's own check. Raises `IntegrityError`. Blocks."""
+        """Check all parts. Raises `IntegrityError`. Blocks."""
         self._pump()
         self.transfer_engine.check_integrity()
         self.cache_engine.check_integrity()

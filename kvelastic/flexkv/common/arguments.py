@@ -1,7 +1,6 @@
-"""What callers of the interface pass: one set of checks, for a manager's own engine and a server's.
+"""Checks of a caller's arguments. Each returns the value as messages have it.
 
-Each function returns the value as the interface uses it, or raises `InvalidArgumentError`. A client
-checks before it sends, so what a message cannot hold is an error of one call.
+Each raises `InvalidArgumentError`. A value that no message can hold is an error of its call alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MOST_TASKS: Final = 4096
 MOST_NAMES: Final = 64
 MOST_NAME_CHARACTERS: Final = 4096
 MOST_WAIT_S: Final = 1e9
-"""A longer wait is one of this length: 30 years."""
+"""30 years. A longer wait is shortened to it."""
 _MOST_ID: Final = 1 << 62
 
 
@@ -79,7 +78,7 @@ def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
 
 
 def is_one(task_ids: object) -> bool:
-    """Whether it is one id, and not several."""
+    """Whether it is one id rather than several."""
     return hasattr(task_ids, "__index__") and getattr(task_ids, "ndim", 0) == 0
 
 

@@ -1,12 +1,12 @@
-"""Tensors as other processes find them: a descriptor of their memory, and where they lie in it.
+"""Tensors for other processes: a descriptor of their memory, and their place in it.
 
     kv = shared_zeros((layers, 2, blocks, tokens, heads, head_size), "float16")   # in a memfd
     handle = TensorSharedHandle(kv)
     ...                                     # its description and fd go to the other process
     there = TensorSharedHandle.of(description, fd).get_tensor()                   # the same bytes
 
-A descriptor goes beside a message, from the kernel's hand: no name that others could open, nothing
-pickled. Memory that was allocated otherwise is found out too, if it is a shared mapping of a file.
+The kernel passes the descriptor beside a message: there is no name that another user could open,
+and no pickle. Any other shared mapping of a file can be handed over as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,8 +42,7 @@ class Buffer(NamedTuple):
     block_bytes: int
 
 
-@dataclass(frozen=True)
-class TensorDescription:
+class TensorDescription(NamedTuple):
     """A tensor without its memory: plain values, which may come from another process."""
 
     offset: int
@@ -55,7 +53,7 @@ class TensorDescription:
     item_bytes: int
 
     def check(self, memory_bytes: int) -> None:
-        """Raise `InvalidArgumentError` unless all of it lies in a memory of that size."""
+        """Raise `InvalidArgumentError` unless the tensor lies in a memory of that size."""
         if not 0 < len(self.shape) <= MOST_AXES or len(self.strides_bytes) != len(self.shape):
             raise InvalidArgumentError(f"a tensor of the shape {self.shape} is not accepted")
         counts = (self.item_bytes, *self.shape)
@@ -72,15 +70,15 @@ class TensorDescription:
 
     @property
     def span_bytes(self) -> int:
-        """From its first byte to its last."""
+        """The bytes from its first to its last."""
         steps = zip(self.shape, self.strides_bytes, strict=True)
         return self.item_bytes + sum((size - 1) * stride for size, stride in steps)
 
     def buffers(self, block_axis: int) -> list[Buffer]:
-        """Where the blocks of that axis lie: one buffer for each run of bytes that they have.
+        """The blocks along an axis: one buffer for each contiguous run of a block's bytes.
 
-        Runs follow one another as the axes do; in a run bytes are as they lie, whatever the order
-        of its axes. Raises `InvalidArgumentError` if blocks share bytes, or are in too many runs.
+        Runs are in the order of the axes; in a run bytes are as they lie in memory. Raises
+        `InvalidArgumentError` if blocks share bytes, or have too many runs.
         """
         if not 0 <= block_axis < len(self.shape):
             raise InvalidArgumentError(f"a tensor of the shape {self.shape} has no {block_axis=}")
@@ -102,7 +100,7 @@ class TensorDescription:
         return [Buffer(at, stride, run_bytes) for at in offsets]
 
     def _dense_run(self, axes: Sequence[int]) -> tuple[int, list[int]]:
-        """Bytes that lie side by side, and the axes that are not among them, in their order."""
+        """The bytes of a run, and the axes outside it, in their order."""
         run_bytes = self.item_bytes
         inner = set()
         for axis in sorted(axes, key=lambda axis: self.strides_bytes[axis]):
@@ -133,24 +131,18 @@ class TensorSharedHandle:
             )
         mapping, offset = process_mappings.behind(address, description.span_bytes)
         self.is_elastic = offset is None
-        """Whether pages come and go behind the tensor. Its offset is its address then: which page
-        lies where in the file is asked of its owner for each copy."""
+        """Whether pages are mapped and unmapped behind the tensor. Its offset is its address then:
+        the owner says for each copy where its pages are in the file."""
         offset = address if offset is None else offset
-        self.description = TensorDescription(
-            offset,
-            description.shape,
-            description.strides_bytes,
-            description.dtype,
-            description.item_bytes,
-        )
+        self.description = description._replace(offset=offset)
         self.fd = process_mappings.descriptor_of(mapping)
         self._closing = weakref.finalize(self, os.close, self.fd)
 
     @classmethod
     def of(cls, description: TensorDescription, fd: int) -> TensorSharedHandle:
-        """What another process has described. The descriptor belongs to the handle from now on.
+        """A tensor that another process has described. The handle owns the descriptor.
 
-        Raises `InvalidArgumentError` if the tensor does not lie in that memory; it is closed then.
+        Raises `InvalidArgumentError`, and closes it, if the tensor does not lie in that memory.
         """
         handle = cls.__new__(cls)
         handle.description, handle.fd, handle.is_elastic = description, fd, False
@@ -174,8 +166,8 @@ class TensorSharedHandle:
     def get_tensor(self) -> np.ndarray[Any, Any]:
         """The tensor, as a NumPy array over the shared memory; it outlives the handle.
 
-        A dtype that NumPy has not (bfloat16) comes as integers of its size. Raises
-        `InvalidArgumentError` for memory that its owner can shorten: touching what is gone would
+        A dtype that NumPy lacks (bfloat16) becomes integers of its size. Raises
+        `InvalidArgumentError` for memory that its owner can shorten: an access beyond its end would
         end this process.
         """
         if not _cannot_shrink(self.fd):
@@ -196,10 +188,7 @@ class TensorSharedHandle:
 
 
 def describe(tensor: Any) -> tuple[int, TensorDescription]:
-    """A tensor's address, and what it is but for its memory.
-
-    Takes what has a `data_ptr` as torch has it, or NumPy's array interface.
-    """
+    """The address and the description of a torch tensor or a NumPy array."""
     if hasattr(tensor, "data_ptr"):
         size = int(tensor.element_size())
         strides = tuple(int(stride) * size for stride in tensor.stride())
@@ -215,10 +204,10 @@ def describe(tensor: Any) -> tuple[int, TensorDescription]:
 
 
 def shared_zeros(shape: int | Sequence[int], dtype: Any = "uint8") -> np.ndarray[Any, Any]:
-    """A NumPy array of zeros in memory that other processes can be given: a sealed memfd.
+    """A NumPy array of zeros in a sealed memfd, which can be handed to other processes.
 
-    Pages are taken as they are first touched, and all goes with the last process that has it. A
-    dtype that NumPy has not comes as integers of its size; `torch.from_numpy(...).view(...)`.
+    The last process that has it releases the memory. A dtype that NumPy lacks becomes integers of
+    its size; use `torch.from_numpy(...).view(...)`.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     size_bytes = math.prod(shape) * item_bytes(dtype)
@@ -245,14 +234,8 @@ def _numpy_type(description: TensorDescription) -> np.dtype[Any]:
         found = None
     if found is not None and found.itemsize == description.item_bytes and not found.hasobject:
         return found
-    return (
-        np.dtype(f"V{description.item_bytes}")
-        if description.item_bytes not in _INTEGERS
-        else (np.dtype(_INTEGERS[description.item_bytes]))
-    )
-
-
-_INTEGERS: Final = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+    size = description.item_bytes
+    return np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")
 
 
 def _cannot_shrink(fd: int) -> bool:

@@ -46,9 +46,8 @@ def parse(text: str) -> Iterator[Mapping]:
 def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
     """The one shared file behind these addresses, and the offset of the first in it.
 
-    None in the place of the offset: pages of the file come and go there, as in a range of
-    kvelastic's, or lie there with holes between them. Raises `InvalidArgumentError` if other memory
-    lies there: no other process can see that.
+    The offset is None if pages are mapped and unmapped there, as in a range of kvelastic's, or have
+    holes between them. Raises `InvalidArgumentError` for memory that no other process can map.
     """
     end = address + size_bytes
     shared: list[Mapping] = []

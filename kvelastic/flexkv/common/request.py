@@ -1,4 +1,4 @@
-"""What is asked of a KVManager, and what it answers."""
+"""FlexKV's requests and responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class KVRequestType(Enum):
-    """What a request is for."""
+    """The kind of a request."""
 
     GET = "get"
     PUT = "put"
@@ -25,7 +25,7 @@ class KVRequestType(Enum):
 
 @dataclass
 class KVRequest:
-    """One request, as it is recorded and passed on."""
+    """FlexKV's name for a request; `common.calls` has the messages."""
 
     request_type: KVRequestType
     request_id: int
@@ -38,7 +38,7 @@ class KVRequest:
 
 
 class KVResponseStatus(Enum):
-    """What became of a task. UNREADY: it was waited for before its launch."""
+    """The result of a task. UNREADY: it was not launched."""
 
     SUCCESS = "success"
     NOTFOUND = "not_found"
@@ -50,10 +50,10 @@ class KVResponseStatus(Enum):
 
 @dataclass(frozen=True)
 class KVResponse:
-    """The answer to one task.
+    """The response of one task.
 
-    `return_mask` is True for the tokens that were moved; of a get that failed these are the leading
-    ones that lie in their blocks, and what follows is to be computed. None where no task is known.
+    `return_mask` is True for the tokens that were moved; of a failed get these are the leading ones
+    that are in their blocks. None for an unknown task.
     """
 
     status: KVResponseStatus

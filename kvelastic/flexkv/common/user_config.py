@@ -1,11 +1,11 @@
-"""FlexKV's configuration file and environment variables, read into plain values.
+"""Reads FlexKV's configuration file and environment variables.
 
     user = load_user_config()             # FLEXKV_CONFIG_PATH, FLEXKV_*; the file goes first
     update_default_config_from_user_config(model_config, cache_config, user)
 
-A setting that does nothing here is named in one warning. An unknown name is an error in a file
-and a warning in the environment, where other versions of FlexKV have more; both name the nearest. A
-setting that asks for what is not here is refused with what to use instead.
+A setting without effect is named in one warning. An unknown name is an error in a file and a
+warning in the environment, where other versions of FlexKV have more; both name the nearest one. A
+setting for a missing feature is refused with its replacement.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GLOBAL_CONFIG_FROM_ENV: Final = GlobalConfig()
 
 @dataclass
 class UserConfig:
-    """What people set: sizes of the tiers, where the disk tier lies, and all else by name."""
+    """The sizes of the tiers, the disk tier's folders, and all settings by name."""
 
     cpu_cache_gb: float = 16
     ssd_cache_gb: float = 0
@@ -151,14 +151,9 @@ def _blocks(name: str, size_gib: float, block_bytes: int) -> int:
 
 def _user_config(values: Mapping[str, Any]) -> UserConfig:
     _refuse(values)
-    _warn_of_idle(values)
-    return UserConfig(
-        cpu_cache_gb=values.get("cpu_cache_gb", UserConfig.cpu_cache_gb),
-        ssd_cache_gb=values.get("ssd_cache_gb", UserConfig.ssd_cache_gb),
-        ssd_cache_dir=values.get("ssd_cache_dir", BY_NAME["ssd_cache_dir"].default),
-        enable_gds=values.get("enable_gds", UserConfig.enable_gds),
-        settings=dict(values),
-    )
+    names = ("cpu_cache_gb", "ssd_cache_gb", "ssd_cache_dir", "enable_gds")
+    fields = {name: values.get(name, BY_NAME[name].default) for name in names}
+    return UserConfig(**fields, settings=dict(values))
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
@@ -171,9 +166,6 @@ def _refuse(values: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             "kvelastic has not what these settings of FlexKV ask for. " + "; ".join(refused)
         )
-
-
-def _warn_of_idle(values: Mapping[str, Any]) -> None:
     idle = [f"{name} ({BY_NAME[name].idle})" for name in values if BY_NAME[name].idle]
     if idle:
         say_once(logging.WARNING, f"Settings of FlexKV that do nothing here: {', '.join(idle)}.")

@@ -37,28 +37,25 @@ class RankInfo:
 
     @property
     def attn_tp_rank(self) -> int:
-        """Its place among the ranks that share a token's heads."""
+        """The place among the ranks that share a token's heads."""
         return self.tp_rank
 
-    @property
-    def tp_rank_per_node(self) -> int:
-        """Its place on its node: one node is served."""
-        return self.tp_rank
+    tp_rank_per_node = attn_tp_rank
 
     @property
     def local_rank(self) -> int:
-        """Its device's number."""
+        """The number of its device."""
         return self.dp_client_id * self.model_config.tp_size + self.tp_rank
 
     @property
     def num_layers_per_pp_stage(self) -> int:
-        """All of them: one stage is served."""
+        """All layers: one stage is served."""
         return self.model_config.num_layers
 
 
 @dataclass
 class FlexKVConfig:
-    """All of it: `from_env`, then `post_init_from_vllm_config`, in each process of the engine."""
+    """Call `from_env`, then `post_init_from_vllm_config`, in each process of the engine."""
 
     enable_flexkv: bool = True
     server_recv_port: str = ""
@@ -94,6 +91,10 @@ class FlexKVConfig:
                 f"pipeline_parallel_size={parallel.pipeline_parallel_size}: FlexKV's interface"
                 " serves tensor and data parallelism; KVELASTIC_TIERS in vLLM serves stages"
             )
+        facts = {
+            "device": getattr(getattr(vllm_config, "device_config", None), "device_type", None),
+            "layout": getattr(vllm_config.cache_config, "kv_cache_layout", None),
+        }
         cache_dtype = vllm_config.cache_config.cache_dtype
         dtype = model.dtype if cache_dtype == "auto" else cache_dtype
         self.model_config = ModelConfig(
@@ -112,13 +113,9 @@ class FlexKVConfig:
             instance_num=self.user_config.settings.get("instance_num", 1),
             model=str(model.model),
             weights=self.user_config.settings.get("weights", ""),
-            engine=_vllm_of(vllm_config),
+            engine=_engine_of("vllm", vllm_config.model_config, facts),
         )
-        self.cache_config = replace(
-            self.cache_config, tokens_per_block=vllm_config.cache_config.block_size
-        )
-        self._settle_endpoints(default_endpoint(str(vllm_config.instance_id)))
-        self._size_tiers()
+        self._size_tiers(vllm_config.cache_config.block_size, str(vllm_config.instance_id))
 
     def post_init_from_sglang_config(
         self,
@@ -162,12 +159,12 @@ class FlexKVConfig:
                 {"page": page_size, "attention": getattr(server_args, "attention_backend", None)},
             ),
         )
-        self.cache_config = replace(self.cache_config, tokens_per_block=int(page_size))
-        self._settle_endpoints(default_endpoint(f"sglang_{server_args.port}"))
-        self._size_tiers()
+        self._size_tiers(int(page_size), f"sglang_{server_args.port}")
         return RankInfo(self.model_config, self.dp_client_id_of_instance + dp_rank, tp_rank)
 
-    def _size_tiers(self) -> None:
+    def _size_tiers(self, tokens_per_block: int, engine: str) -> None:
+        self.cache_config = replace(self.cache_config, tokens_per_block=tokens_per_block)
+        self._settle_endpoints(default_endpoint(engine))
         update_default_config_from_user_config(
             self.model_config, self.cache_config, self.user_config
         )
@@ -212,16 +209,8 @@ def _refuse_of_sglang(server_args: Any) -> None:
         )
 
 
-def _vllm_of(vllm_config: Any) -> str:
-    facts = {
-        "device": getattr(getattr(vllm_config, "device_config", None), "device_type", None),
-        "layout": getattr(vllm_config.cache_config, "kv_cache_layout", None),
-    }
-    return _engine_of("vllm", vllm_config.model_config, facts)
-
-
 def _engine_of(package: str, model: Any, facts: Mapping[str, object]) -> str:
-    """What of an engine changes the bytes of a block, besides the weights and the model's shape."""
+    """What changes the bytes of a block besides the weights and the model's shape."""
     as_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
     all_facts = {
         **facts,

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 from kvelastic.errors import ConfigError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -74,12 +75,10 @@ def dump(
     model: ModelConfig, cache: CacheConfig, gpu_register_port: str, server_recv_port: str
 ) -> bytes:
     """A server's configuration as one line of JSON."""
-    plain_model = {one.name: getattr(model, one.name) for one in fields(model)}
-    plain_model["dtype"] = model.dtype_name
     return json.dumps(
         {
-            "model_config": plain_model,
-            "cache_config": {one.name: getattr(cache, one.name) for one in fields(cache)},
+            "model_config": {**vars(model), "dtype": model.dtype_name},
+            "cache_config": vars(cache),
             "gpu_register_port": gpu_register_port,
             "server_recv_port": server_recv_port,
         }
@@ -92,18 +91,17 @@ def load(raw: bytes) -> tuple[ModelConfig, CacheConfig, str, str]:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the server's configuration is no JSON: {error}") from None
-    known = {"model_config", "cache_config", "gpu_register_port", "server_recv_port"}
-    if not isinstance(found, dict) or not found.keys() <= known:
-        raise ConfigError(f"a server's configuration has the keys {', '.join(sorted(known))}")
+    known = ("cache_config", "gpu_register_port", "model_config", "server_recv_port")
+    _check_keys(found, known, "server's configuration")
     ports = [found.get(name, "") for name in ("gpu_register_port", "server_recv_port")]
     if not all(isinstance(port, str) for port in ports):
         raise ConfigError("gpu_register_port and server_recv_port are endpoints: ipc:///path")
-    model = _made(ModelConfig, found.get("model_config", {}))
-    return model, _made(CacheConfig, found.get("cache_config", {})), ports[0], ports[1]
+    model, cache = found.get("model_config", {}), found.get("cache_config", {})
+    for kind, values in ((ModelConfig, model), (CacheConfig, cache)):
+        _check_keys(values, [one.name for one in fields(kind)], kind.__name__)
+    return ModelConfig(**model), CacheConfig(**cache), ports[0], ports[1]
 
 
-def _made(kind: Any, values: object) -> Any:
-    names = {one.name for one in fields(kind)}
-    if not isinstance(values, dict) or not values.keys() <= names:
-        raise ConfigError(f"a {kind.__name__} has the keys {', '.join(sorted(names))}")
-    return kind(**values)
+def _check_keys(values: object, names: Sequence[str], what: str) -> None:
+    if not isinstance(values, dict) or not values.keys() <= set(names):
+        raise ConfigError(f"a {what} has the keys {', '.join(sorted(names))}")

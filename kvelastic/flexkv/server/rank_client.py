@@ -187,7 +187,7 @@ class KVTPClient:
         tensors = []
         for tensor in kv_caches:
             address, found = describe(tensor)
-            placed = replace(found, offset=address - memory.address)
+            placed = found._replace(offset=address - memory.address)
             placed.check(memory.range_bytes)
             tensors.append(messages.tensor_message(placed, 0, axis))
         self._device = (memory, driver)
@@ -354,8 +354,7 @@ def _in_blocks(tensor: TensorDescription, layout: KVCacheLayout | None) -> Tenso
     if not whole <= tensor.shape[0] < whole + layout.tokens_per_block:
         return tensor
     token_bytes = tensor.strides_bytes[0]
-    return replace(
-        tensor,
+    return tensor._replace(
         shape=(layout.num_block, layout.tokens_per_block, *tensor.shape[1:]),
         strides_bytes=(
             layout.tokens_per_block * token_bytes,

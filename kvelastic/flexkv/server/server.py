@@ -1,12 +1,12 @@
-"""The server: one task engine and its tiers, for several engines of a machine.
+"""The server: one task engine and its tiers for several engines of a machine.
 
     server = KVServer(model_config, cache_config, server_recv_port="ipc:///run/user/1000/kv")
     server.run()                                        # until a client or a signal ends it
 
     python -m kvelastic.flexkv.server CONFIG.json       # the same as a program
 
-Two threads: the endpoint's hears clients and ranks, and hands what takes time to the engine's
-(`engine_thread`). A connection is its client; when it ends, what the client held is given back.
+Two threads: the endpoint's receives messages, and the engine's (`engine_thread`) carries out calls.
+A connection is its client: when it ends, the server releases what the client held.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("kvelastic.flexkv")
 
 
 class KVServer:
-    """See the module. Any thread may call."""
+    """Any thread may call."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class KVServer:
         gpu_register_port: str = "",
         server_recv_port: str = "",
     ) -> None:
-        """Open the tiers and listen. Blocks as long as stores need to open.
+        """Open the tiers and listen. Blocks while stores open.
 
-        Raises what `check_supported` and `KVTaskEngine` raise, and `ChannelError` if an endpoint is
-        taken; nothing is left then.
+        Raises the errors of `check_supported` and `KVTaskEngine`, and `ChannelError` if an endpoint
+        is taken, and leaves nothing open.
         """
         check_supported(model_config, cache_config)
         model_config = copy(model_config)
@@ -55,7 +55,7 @@ class KVServer:
         self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
         self._clients: dict[Connection, Tasks] = {}
         self._is_over = threading.Event()
-        # Of a client that comes from a server that died, no task is taken for one of this server's.
+        # Random, so that a task of an earlier server is not found here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
         self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
         self._registrations = Registrations(
@@ -88,10 +88,10 @@ class KVServer:
         child_env: Mapping[str, str] | None = None,
         inherit_env: bool = True,
     ) -> KVServerHandle:
-        """A server in a process of its own, which ends with this one. Does not wait for it.
+        """Start a server in a process of its own, which ends with this one. Does not block.
 
-        `child_env` is added to its environment; with `inherit_env` False that has of this
-        process's what a Python needs and the variables of FlexKV and kvelastic.
+        `child_env` is added to its environment; with `inherit_env` False it has only the variables
+        that Python needs and those of FlexKV and kvelastic.
         """
         return start_process(
             model_config,
@@ -120,7 +120,7 @@ class KVServer:
         self._is_over.set()
 
     def close(self) -> None:
-        """Let all clients go and close the tiers. Blocks for copies that run. Safe to repeat."""
+        """Close the connections and the tiers. Blocks for running copies. Idempotent."""
         self._is_over.set()
         self._endpoint.close()
         self._thread.stop()
@@ -128,16 +128,16 @@ class KVServer:
 
     @property
     def open_tasks(self) -> int:
-        """Tasks that clients have begun and not seen the end of. Blocks for the engine's turn."""
+        """Tasks whose end the clients have not received. Blocks for the engine's thread."""
         return int(self._thread.ask(lambda: self._thread.open_tasks))
 
     @property
     def registered_ranks(self) -> int:
-        """How many ranks' memory is in use."""
+        """The number of registered ranks."""
         return len(self._registrations)
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` for what is held and nobody has. Blocks; the server is idle."""
+        """Raise `IntegrityError` for resources without an owner. Blocks; the server is idle."""
         self._registrations.check_integrity()
         self._thread.ask(self._engine.check_integrity)
 

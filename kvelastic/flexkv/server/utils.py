@@ -1,4 +1,4 @@
-"""Where FlexKV's processes meet: endpoints as FlexKV writes them, as addresses of sockets here."""
+"""FlexKV's endpoints as addresses of sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX: Final = "flexkv_"
 _YOUNG_S: Final = 60.0
 _SHORT_FOLDER: Final = Path("/tmp")
 GPU_REGISTER: Final = "_gpu_register"
-"""What FlexKV puts behind the server's endpoint for that at which tensors are registered."""
+"""FlexKV's suffix of the endpoint at which tensors are registered."""
 
 
 def socket_address(endpoint: str) -> Address:
@@ -43,12 +43,12 @@ def socket_address(endpoint: str) -> Address:
 
 
 def gpu_register_endpoint(server_recv_port: str) -> str:
-    """Where tensors are registered for the server at that endpoint, unless it is told otherwise."""
+    """The default endpoint for ranks of the server at that endpoint."""
     return server_recv_port + GPU_REGISTER
 
 
 def default_folder() -> Path:
-    """Where endpoints without a name lie: this user's runtime folder, or the temporary one."""
+    """The folder of unnamed endpoints: this user's runtime folder, or the temporary one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir():
         return Path(runtime)
@@ -59,7 +59,7 @@ def default_folder() -> Path:
 
 
 def remove_dead_endpoints() -> None:
-    """Remove what killed engines have left in the default folders: sockets at which nobody listens.
+    """Remove sockets of killed engines in the default folders: those without a listener.
 
     Those of the last minute stay: their owners may be about to listen.
     """
@@ -77,9 +77,9 @@ def remove_dead_endpoints() -> None:
 
 
 def default_endpoint(name: str = "server") -> str:
-    """Of this user, in the default folder; `name` tells engines apart.
+    """This user's endpoint of that name, in the default folder.
 
-    In `/tmp` if the path would be longer than the kernel accepts for a socket.
+    It is in `/tmp` if the path would be longer than the kernel accepts for a socket.
     """
     path = default_folder() / f"{_PREFIX}{os.geteuid()}_{name}"
     is_short = len(os.fsencode(path)) + len(GPU_REGISTER) <= MOST_PATH_BYTES
@@ -87,5 +87,5 @@ def default_endpoint(name: str = "server") -> str:
 
 
 def unique_endpoint() -> str:
-    """A default endpoint that no other manager of this machine has."""
+    """A default endpoint of this manager alone."""
     return default_endpoint(f"{os.getpid()}_{secrets.token_hex(4)}")

@@ -5,6 +5,7 @@ Stores take memory and files as blocks come, so a large number of blocks costs n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvelastic.config import Config
 from kvelastic.device import resolve
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import MOONCAKE_PREFIX, CacheConfig
+from kvelastic.flexkv.common.memory_handle import describe
 from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle, StorageHandleType
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.tiers.base import Store
@@ -114,16 +116,10 @@ class GPUAllocator:
 
 def tensor_memory(tensor: Any) -> tuple[int, int, str]:
     """Address, bytes and device of a contiguous array or tensor. Raises `InvalidArgumentError`."""
-    interface = getattr(tensor, "__array_interface__", None)
-    if interface is not None and not hasattr(tensor, "data_ptr"):
-        if not tensor.flags.c_contiguous or not tensor.flags.writeable:
-            raise InvalidArgumentError("an array that is not contiguous, or is read-only")
-        return int(interface["data"][0]), int(tensor.nbytes), "cpu"
-    if hasattr(tensor, "data_ptr") and hasattr(tensor, "is_contiguous"):
-        if not tensor.is_contiguous():
-            raise InvalidArgumentError("a tensor that is not contiguous")
-        size_bytes = int(tensor.numel()) * int(tensor.element_size())
-        return int(tensor.data_ptr()), size_bytes, str(tensor.device)
-    raise InvalidArgumentError(
-        f"{type(tensor).__name__} is no array of NumPy and no tensor of torch; register one"
-    )
+    address, found = describe(tensor)
+    size_bytes = math.prod(found.shape) * found.item_bytes
+    is_torch = hasattr(tensor, "is_contiguous")
+    is_contiguous = tensor.is_contiguous() if is_torch else tensor.flags.c_contiguous
+    if not is_contiguous or not (is_torch or tensor.flags.writeable):
+        raise InvalidArgumentError("a tensor that is not contiguous, or an array that is read-only")
+    return address, size_bytes, str(tensor.device) if is_torch else "cpu"

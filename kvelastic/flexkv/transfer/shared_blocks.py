@@ -87,20 +87,28 @@ class SharedBlocks(_ForeignBlocks):
         self._copies = 0
 
     def copy_out(
-        self, ids: Sequence[int], staging: StagingMemory, slots: Sequence[int], offset: int = 0
+        self,
+        ids: Sequence[int],
+        staging: StagingMemory,
+        slots: Sequence[int],
+        offset_bytes: int = 0,
     ) -> None:
-        """Copy blocks to slots, from byte `offset` of each on.
+        """Copy blocks to slots, from byte `offset_bytes` of each on.
 
         Raises `InvalidArgumentError` for an unknown block, before anything is copied, and
         `DriverError` if the memory ends too early.
         """
-        self._copy(ids, staging, slots, offset, os.preadv)
+        self._copy(ids, staging, slots, offset_bytes, os.preadv)
 
     def copy_in(
-        self, staging: StagingMemory, slots: Sequence[int], ids: Sequence[int], offset: int = 0
+        self,
+        staging: StagingMemory,
+        slots: Sequence[int],
+        ids: Sequence[int],
+        offset_bytes: int = 0,
     ) -> None:
         """Copy slots to blocks, as `copy_out`."""
-        self._copy(ids, staging, slots, offset, os.pwritev)
+        self._copy(ids, staging, slots, offset_bytes, os.pwritev)
 
     def close(self) -> None:
         """Refuse copies; the last running one closes the descriptors. Idempotent."""
@@ -122,7 +130,7 @@ class SharedBlocks(_ForeignBlocks):
         ids: Sequence[int],
         staging: StagingMemory,
         slots: Sequence[int],
-        offset: int,
+        offset_bytes: int,
         transfer: _Transfer,
     ) -> None:
         self._check(ids)
@@ -130,7 +138,7 @@ class SharedBlocks(_ForeignBlocks):
             pages = {fd: self._locate(fd, ids) for fd in self._elastic}
             for block, slot in zip(ids, slots, strict=True):
                 record = staging.view(slot)
-                done = offset
+                done = offset_bytes
                 for fd, buffer in self._buffers:
                     piece = record[done : done + buffer.block_bytes]
                     at = buffer.offset + block * buffer.stride_bytes
@@ -230,22 +238,22 @@ class DeviceBlocks(_ForeignBlocks):
         self._address = 0
 
     def copy_out(
-        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset: int = 0
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
     ) -> None:
-        """Copy blocks to slots, from byte `offset` of each on.
+        """Copy blocks to slots, from byte `offset_bytes` of each on.
 
         Raises `InvalidArgumentError` for an unknown block and `DriverError` for one without memory,
         and if the device or the owner fails.
         """
         with self._mapped(ids) as here:
-            here.copy_out(ids, staging, slots, offset)
+            here.copy_out(ids, staging, slots, offset_bytes)
 
     def copy_in(
-        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset: int = 0
+        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset_bytes: int = 0
     ) -> None:
         """Copy slots to blocks, as `copy_out`."""
         with self._mapped(ids) as here:
-            here.copy_in(staging, slots, ids, offset)
+            here.copy_in(staging, slots, ids, offset_bytes)
 
     def close(self) -> None:
         """Release the addresses, after a copy that runs. Idempotent."""

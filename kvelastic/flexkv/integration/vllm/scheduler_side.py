@@ -1,4 +1,4 @@
-"""The scheduler's part of the connector: matches, launches and follows tasks; owns which are open.
+"""The scheduler's part of the connector: matches, launches and follows tasks.
 
     waiting request     get_num_new_matched_tokens   matched, cancelled unless the next two follow
                         update_state_after_alloc     its blocks are known
@@ -6,8 +6,7 @@
                         update_connector_output      what is over: blocks are the engine's again
     finished request    request_finished             matched for a put; its blocks stay until then
 
-Nothing here is a request's failure: without a server, or with one that fails, nothing is found and
-nothing is kept.
+A missing or failing server is a miss, and never an error of a request.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _READY_S: Final = 600.0
 _LOOK_S: Final = 0.05
 _SAY_EVERY_S: Final = 10.0
 _AWAY_S: Final = 5.0
-"""After a server was not there it is not asked for so long."""
+"""How long a server that was missing is left alone."""
 _UNREADY: Final = KVResponseStatus.UNREADY
 
 
@@ -50,7 +49,7 @@ class _Task:
 
 
 class FlexKVSchedulerConnector:
-    """See the module. Not thread-safe: vLLM's scheduler calls it."""
+    """Not thread-safe: vLLM's scheduler calls it."""
 
     def __init__(self, config: FlexKVConfig, dp_rank: int, engine: str) -> None:
         """Start a KVManager and wait for the engine's ranks. Blocks; raises `EngineError` if they
@@ -98,7 +97,7 @@ class FlexKVSchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many tokens behind those computed lie in tiers, and whether they come later."""
+        """The tokens in tiers after the computed ones, and whether they load asynchronously."""
         found = self._get_match(request, num_computed_tokens)
         self._stats.record_get(
             num_prompt_tokens=request.num_tokens,
@@ -126,7 +125,7 @@ class FlexKVSchedulerConnector:
         task_id: int,
         mask: np.ndarray[Any, Any],
     ) -> int:
-        """Keep a task that is to copy something; one that is not is cancelled at once."""
+        """Keep a task that has something to copy; cancel another one."""
         found = int(np.count_nonzero(mask))
         if found == 0:
             self._try(lambda: self._manager.cancel([task_id]))
@@ -137,7 +136,7 @@ class FlexKVSchedulerConnector:
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The blocks that a load goes into."""
+        """Take the blocks that a load goes into."""
         if num_external_tokens == 0:
             return
         task = self._take_matched("get", request)
@@ -157,12 +156,12 @@ class FlexKVSchedulerConnector:
         self._to_launch[task.task_id] = task
 
     def request_finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Whether its blocks are still needed: until `update_connector_output` says so."""
+        """Whether the blocks are still needed, until `update_connector_output` ends that."""
         if any(task.request.request_id == request.request_id for task in self._open_tasks()):
             return True
         if not _ended_well(request):
             return False
-        # The last token's KV is not computed: it was sampled and never read.
+        # The last token was sampled, and its KV not computed.
         known = min(request.num_tokens - 1, request.num_computed_tokens)
         tokens = self._tokens(request, min(known, len(block_ids) * self._block_size))
         if tokens is None or tokens.size == 0:
@@ -179,7 +178,7 @@ class FlexKVSchedulerConnector:
         return True
 
     def launch(self) -> None:
-        """Cancel what vLLM did not take up, and launch what it did."""
+        """Cancel the matches that vLLM did not use, and launch the others."""
         cancelled = list(self._matched)
         self._matched.clear()
         if cancelled:
@@ -191,15 +190,14 @@ class FlexKVSchedulerConnector:
         slots = [self._slots(task) for task in tasks]
         self._running.update({task.task_id: task for task in tasks})
         self._try(lambda: self._manager.launch([task.task_id for task in tasks], slots))
-        # One that could not be launched is not found, or not ready, at the next look.
 
     def _slots(self, task: _Task) -> np.ndarray[Any, np.dtype[np.int64]]:
         starts = np.asarray(task.block_ids, np.int64) * self._block_size
         return (starts[:, None] + np.arange(self._block_size)).reshape(-1)
 
     def take_finished(self, output: Any) -> None:
-        """Put what is over into a step's output. A load that failed waits until its worker's output
-        names the blocks.
+        """Add the ended tasks to a step's output. A failed load waits until the worker's output
+        names its blocks.
         """
         errors = self._errors
         assert errors is not None
@@ -225,13 +223,13 @@ class FlexKVSchedulerConnector:
         output.finished_sending, output.finished_recving = sent, received
 
     def _over(self) -> dict[int, bool]:
-        """Tasks that have ended, and whether all was copied."""
+        """The tasks that have ended, and whether all blocks were copied."""
         if not self._running:
             return {}
         try:
             found = self._manager.try_wait(list(self._running))
         except (ChannelError, NotInitializedError):
-            # A server that is gone copies no more: its memory of our blocks went with it.
+            # A server that has ended copies no more.
             return dict.fromkeys(self._running, False)
         unready = [one for one, answer in found.items() if answer.status is _UNREADY]
         if unready:  # its launch was refused
@@ -261,7 +259,7 @@ class FlexKVSchedulerConnector:
         return np.asarray(request.all_token_ids[:whole], np.int64)
 
     def _try(self, call: Any) -> Any:
-        """Its answer; None where there is no server or it refuses: a miss, and never an error."""
+        """Call, and return None if the server is missing or refuses."""
         now_s = time.monotonic()
         if now_s < self._away_until_s:
             return None
@@ -286,7 +284,7 @@ def _ended_well(request: Any) -> bool:
 
 
 def _namespace(request: Any) -> list[str] | None:
-    """What must not be mixed besides tokens: LoRA, salt, and what the request says itself."""
+    """The LoRA, the salt and the request's own namespace, which keep blocks apart."""
     names: list[str] = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
