@@ -70,11 +70,11 @@ class KVManager(Calls):
         *,
         settings: Config | None = None,
     ) -> None:
-        """Checks the configuration; nothing is opened before `start`.
+        """Checks the configuration; `start` opens the tiers.
 
-        Newer FlexKV has another order behind `cache_config`: pass by keyword. `settings` are
-        kvelastic's own (None: from the environment). Raises `ConfigError` for a value that is not
-        accepted, `UnsupportedError` for what is not there, with what to use instead.
+        Newer FlexKV has another order after `cache_config`: pass by keyword. `settings` are
+        kvelastic's own (None: from the environment). Raises `ConfigError` for a bad value and
+        `UnsupportedError`, with a replacement, for a missing feature.
         """
         check_supported(model_config, cache_config)
         model_config = copy(model_config)
@@ -96,20 +96,19 @@ class KVManager(Calls):
             )
         self.dp_client_id = dp_client_id
         self._is_served = is_served(model_config)
-        self.server_recv_port = server_recv_port or _configured_endpoint()
+        configured = GLOBAL_CONFIG_FROM_ENV.server_recv_port
+        self.server_recv_port = server_recv_port or str(configured or "")
         if self._is_served and not self.server_recv_port:
             self.server_recv_port = default_endpoint()
         self._is_endpoint_named = bool(gpu_register_port or self.server_recv_port)
         self.gpu_register_port = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port or unique_endpoint()
         )
-        """Where ranks in other processes register. Without a server and a name, of this manager."""
+        """The endpoint at which ranks in other processes register."""
         self._model, self._cache = model_config, cache_config
         self._listener: Endpoint | None = None
         self._registrations = Registrations(
-            model_config,
-            cache_config,
-            lambda: self.task_engine.transfer_engine.gpu_worker,
+            model_config, cache_config, lambda: self.task_engine.transfer_engine.gpu_worker
         )
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
@@ -123,17 +122,17 @@ class KVManager(Calls):
 
     @property
     def task_engine(self) -> KVTaskEngine:
-        """What carries the calls out. Raises `NotInitializedError` where a server does."""
+        """The engine in this process. Raises `NotInitializedError` if a server has it."""
         if not isinstance(self._engine, KVTaskEngine):
             raise NotInitializedError("the tasks of this manager are its server's")
         return self._engine
 
     def start(self) -> None:
-        """Open the tiers, or start the server or find it, and listen for ranks.
+        """Open the tiers, or start the server or find it, and listen for ranks. Idempotent.
 
-        Blocks as long as the stores need, or until the server is there. Raises what they raise, and
-        `ChannelError` if an endpoint is taken; nothing is left then. Idempotent. After `shutdown`
-        it starts anew: tensors are to be registered again, and tasks of before are not found.
+        Blocks until the stores are open or the server is there. Raises the errors of both, and
+        `ChannelError` if an endpoint is taken, and leaves nothing open. After `shutdown` tensors
+        must be registered again, and earlier tasks are not found.
         """
         try:
             if self._is_served and self._server is None and self._owns_server:
@@ -171,15 +170,14 @@ class KVManager(Calls):
         return self.dp_client_id == 0 and GLOBAL_CONFIG_FROM_ENV.server_launch_mode == "embedded"
 
     def reconnect(self) -> None:
-        """Look for the server again, after a call has said that it is gone. Blocks shortly."""
+        """Look for the server again, after a call has raised that it is gone. Blocks shortly."""
         if isinstance(self._engine, KVDPClient):
             self._engine.reconnect()
 
     def is_ready(self) -> bool:
-        """Whether every expected rank has registered its tensors, so that tasks can be launched.
+        """Whether every rank has registered its tensors, so that tasks can be launched.
 
-        Raises `EngineError` with the reason if a rank that is missing was refused: it will not come
-        again by itself.
+        Raises `EngineError` with the reason if a missing rank was refused: it does not try again.
         """
         if self._engine.is_ready():
             return True
@@ -193,7 +191,7 @@ class KVManager(Calls):
         dp_client_id: int | None = None,
         tp_rank: int = 0,
     ) -> None:
-        """As `KVTaskEngine.register_kv_caches`; the client is this manager's unless it is named."""
+        """As `KVTaskEngine.register_kv_caches`; the client is this manager's by default."""
         client = self.dp_client_id if dp_client_id is None else dp_client_id
         if isinstance(self._engine, KVTaskEngine):
             self._engine.register_kv_caches(kv_caches, layout, client, tp_rank)
@@ -208,9 +206,9 @@ class KVManager(Calls):
         return self._engine.ask(call, dp_id)
 
     def shutdown(self) -> None:
-        """Cancel what is on its way and close the tiers. Idempotent. Blocks.
+        """Cancel all tasks and close the tiers. Idempotent. Blocks.
 
-        Of several clients the one that has started the server ends it; the others leave it.
+        Of several clients only the one that has started the server ends it.
         """
         while self._own_ranks:
             self._own_ranks.pop().close()
@@ -227,7 +225,7 @@ class KVManager(Calls):
             self._server = None
 
     def check_integrity(self) -> None:
-        """Every part's own check; of a server that is its own. Raises `IntegrityError`. Blocks."""
+        """Check all parts in this process. Raises `IntegrityError`. Blocks."""
         self._registrations.check_integrity()
         if isinstance(self._engine, KVTaskEngine):
             self._engine.check_integrity()
@@ -241,9 +239,9 @@ class KVManager(Calls):
 
 
 def is_served(model: ModelConfig) -> bool:
-    """Whether a server has the tiers: for several clients, or because the settings say so.
+    """Whether a server has the tiers: for several clients, or by the settings.
 
-    Raises `ConfigError` for FLEXKV_SERVER_LAUNCH_MODE=external where there is no server.
+    Raises `ConfigError` for FLEXKV_SERVER_LAUNCH_MODE=external without a server.
     """
     several = model.dp_size > 1 or model.instance_num > 1
     if several or GLOBAL_CONFIG_FROM_ENV.server_client_mode:
@@ -254,7 +252,3 @@ def is_served(model: ModelConfig) -> bool:
             " FLEXKV_SERVER_CLIENT_MODE=1, or leave it out"
         )
     return False
-
-
-def _configured_endpoint() -> str:
-    return str(GLOBAL_CONFIG_FROM_ENV.server_recv_port or "")

@@ -62,7 +62,7 @@ class KVDPClient(Calls):
             self.start_server_and_register()
 
     def reconnect(self) -> None:
-        """Register anew where the server is gone and another one there. Blocks shortly."""
+        """Register at a new server if the old one has ended. Blocks shortly."""
         with self._reconnecting:
             if self._endpoint is not None and not self._is_connected:
                 with suppress(KvelasticError):
@@ -73,10 +73,10 @@ class KVDPClient(Calls):
         return self._connection is not None and self._connection.is_open
 
     def start_server_and_register(self, timeout_s: float = START_S) -> None:
-        """Connect, as soon as the server is there, and say which client this is. Blocks.
+        """Connect as soon as the server is there, and register this client. Blocks.
 
-        Raises `ChannelTimeoutError` if it is not there by then, `InvalidArgumentError` for another
-        model's server or a client that is there already.
+        Raises `ChannelTimeoutError` if it is not there in time, `InvalidArgumentError` for another
+        model's server or a client that is registered already.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._endpoint is None:
@@ -110,13 +110,13 @@ class KVDPClient(Calls):
     cancel_tasks = Calls.cancel
 
     def unregister(self) -> None:
-        """Give back all that this client holds; the server goes on. Idempotent."""
+        """Release all that this client holds; the server continues. Idempotent."""
         with suppress(ChannelError, NotInitializedError):
             self._ask(messages.Unregister(), messages.Done)
         self._close()
 
     def shutdown(self) -> None:
-        """End the server, for all its clients. Safe to repeat."""
+        """End the server, for all its clients. Idempotent."""
         with suppress(ChannelError, NotInitializedError):
             self._ask(messages.Shutdown(), messages.Done)
         self._close()

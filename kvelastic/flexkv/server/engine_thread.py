@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
@@ -82,7 +83,6 @@ class EngineThread:
         self._engine = engine
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiting: list[_Waiting] = []
-        self._clients: list[Tasks] = []
         self._seen = 0
         self._waits = threading.Event()
         self._is_stopping = False
@@ -103,28 +103,16 @@ class EngineThread:
 
     def ask(self, question: Callable[[], object], timeout_s: float = 30.0) -> Any:
         """Call a function in the thread and return its result, or raise its error."""
-        answers: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
+        found: Future[Any] = Future()
 
         def call() -> None:
             try:
-                answers.put((question(), None))
+                found.set_result(question())
             except BaseException as error:
-                answers.put((None, error))
+                found.set_exception(error)
 
         self._calls.put(call)
-        answer, failure = answers.get(timeout=timeout_s)
-        if failure is not None:
-            raise failure
-        return answer
-
-    def add(self, tasks: Tasks) -> None:
-        """Add a client."""
-        self._calls.put(lambda: self._clients.append(tasks))
-
-    @property
-    def open_tasks(self) -> int:
-        """The open tasks of all clients. For the thread alone."""
-        return sum(len(tasks.open) for tasks in self._clients)
+        return found.result(timeout_s)
 
     def stop(self) -> None:
         """Carry out the requests so far, and end. Idempotent."""
@@ -237,8 +225,6 @@ class EngineThread:
         self._engine.cancel(tasks.open)
         tasks.is_over.clear()
         tasks.is_gone = True
-        if tasks in self._clients:
-            self._clients.remove(tasks)
 
     def _look_at_waiting(self) -> None:
         still = []

@@ -129,7 +129,8 @@ class KVServer:
     @property
     def open_tasks(self) -> int:
         """Tasks whose end the clients have not received. Blocks for the engine's thread."""
-        return int(self._thread.ask(lambda: self._thread.open_tasks))
+        clients = list(self._clients.values())
+        return int(self._thread.ask(lambda: sum(len(tasks.open) for tasks in clients)))
 
     @property
     def registered_ranks(self) -> int:
@@ -179,8 +180,7 @@ class KVServer:
                         " its own dp_client_id"
                     )
                 self._connection_ended(connection)
-        tasks = self._clients[request.connection] = Tasks(message.dp_client_id)
-        self._thread.add(tasks)
+        self._clients[request.connection] = Tasks(message.dp_client_id)
 
     def _tasks_of(self, request: Request) -> Tasks:
         tasks = self._clients.get(request.connection)
