@@ -460,7 +460,8 @@ def speaking(started: Started, *, registered: bool) -> Any:
 
 
 def valid(pick: random.Random) -> messages.Message:
-    tokens = calls.pack_integers(np.arange(pick.randrange(20)))
+    tokens: Any = calls.pack_integers(np.arange(pick.randrange(20)))
+    mask: Any = b"\xff"
     tensor = messages.Tensor(
         memory=0,
         offset=0,
@@ -473,7 +474,7 @@ def valid(pick: random.Random) -> messages.Message:
     return pick.choice(
         [
             messages.Match("get", tokens, None, None, -1, None),
-            messages.Match("put", tokens, b"\xff", ["a"], -1, tokens),
+            messages.Match("put", tokens, mask, ["a"], -1, tokens),
             messages.Prefetch(tokens, None),
             messages.Launch([1, 2], [tokens, tokens], False),
             messages.Cancel([1]),
@@ -533,7 +534,18 @@ def test_bytes_are_a_message_or_an_error(body: bytes) -> None:
         found = messages.PROTOCOL.decode(body)
     except MessageError:
         return
-    assert messages.PROTOCOL.decode(messages.PROTOCOL.encode(found)) == found
+    again = messages.PROTOCOL.encode(found)
+    assert messages.PROTOCOL.encode(messages.PROTOCOL.decode(again)) == again
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask"),
+    [(b"", None), (b"\5", None), (b"\4abc", None), (b"\4" + bytes(32), b""), (b"\4", b"\xff")],
+)
+def test_arrays_that_are_none_are_no_message(tokens: Any, mask: Any) -> None:
+    body = messages.PROTOCOL.encode(messages.Match("get", tokens, mask, None, -1, None))
+    with pytest.raises(MessageError):
+        messages.PROTOCOL.decode(body)
 
 
 @given(st.binary(max_size=64), st.integers(0, 600))
