@@ -44,7 +44,7 @@ class Protocol:
         """`most_bytes` bounds each message as it is sent, and so what a peer makes us allocate.
 
         `pack` and `unpack` are msgspec's `enc_hook` and `dec_hook`, for fields of types that
-        MessagePack does not have; `unpack` raises ValueError for what is no such value.
+        MessagePack does not have; `unpack` raises ValueError for a malformed value.
 
         Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version
         outside 1 to 2**32-1, no messages, or a bound above 16 MiB.

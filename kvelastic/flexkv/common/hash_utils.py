@@ -73,7 +73,7 @@ class Hasher:
         self.keys = b""
 
     def update(self, token_ids: Any) -> None:
-        """Append tokens. Raises `InvalidArgumentError` for a value that is no row of integers."""
+        """Append tokens. Raises `InvalidArgumentError` for anything but a row of integers."""
         tokens = np.concatenate([self._rest, as_tokens(token_ids)])
         whole = len(tokens) - len(tokens) % self._tokens_per_block
         self.keys += hash_blocks(tokens[:whole], self._tokens_per_block, self.digest())

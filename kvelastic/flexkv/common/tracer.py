@@ -99,7 +99,7 @@ def replay(path: str | os.PathLike[str], manager: Calls) -> Iterator[Step]:
     """Repeat the recorded calls on a manager with tensors. Yields a step for each match.
 
     Launches use the engine's first blocks and are waited for completely. Raises
-    `InvalidArgumentError` with the number of a line that is no record, and OSError.
+    `InvalidArgumentError` with the number of an invalid line, and OSError.
     """
     tasks: dict[int, tuple[int, int]] = {}
     for number, line in enumerate(read(path), 1):
