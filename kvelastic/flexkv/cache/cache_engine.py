@@ -230,7 +230,8 @@ class GlobalCacheEngine:
         )
         try:
             if not segments:
-                return plan.ended()
+                plan.release_leases()
+                return plan
             count = sum(segment.count for segment in segments)
             keys = keys[: count * KEY_BYTES]
             after = sequence.parent(first)
