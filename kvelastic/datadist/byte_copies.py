@@ -18,7 +18,7 @@ from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.datadist.pieces import Run
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 from kvelastic.errors import DeviceUnavailableError, MappingError
 
 _MOST_RUNS_A_CALL: Final = 1024
@@ -54,9 +54,9 @@ def copy_runs(
         copy = _copy_here if trusted else _copy_by_kernel
     for portion in _portions(moves):
         if time.monotonic() > deadline_s:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_TIMEOUT,
                 "the copy has taken longer than sync_kv_timeout and is not complete",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
             )
         copy(portion)
 
@@ -111,7 +111,7 @@ def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
             " mapped until unregister_cache"
         ) from error
     except DeviceUnavailableError as error:
-        raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
+        raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
 
 
 def _copy_on_gpu(driver: _vmm.CudaDriver, moves: Sequence[tuple[int, int, int]]) -> None:

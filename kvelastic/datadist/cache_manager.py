@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvelastic.datadist import checks, pieces
+from kvelastic.datadist import checks, pieces, wire
 from kvelastic.datadist.caches import Cache
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -30,14 +30,8 @@ from kvelastic.datadist.manager_calls import (
     refuse_other_length,
     refuse_rows,
 )
-from kvelastic.datadist.peer import RemoteCache
 from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
-from kvelastic.datadist.status import (
-    LLMException,
-    LLMParamError,
-    LLMStatusCode,
-    as_llm_exceptions,
-)
+from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 
 class CacheManager(ManagerCalls[Cache]):
@@ -137,9 +131,9 @@ class CacheManager(ManagerCalls[Cache]):
         """Not supported, here as in the original: `LLM_FEATURE_NOT_ENABLED`."""
         if not isinstance(mem_infos, MemInfo):
             checks.instances("mem_infos", mem_infos, MemInfo)
-        raise LLMException(
+        raise failure(
+            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             "remap_registered_memory is reserved: there are no Ascend devices to be mended here",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
     # --- transfers -------------------------------------------------------------------------------
@@ -218,7 +212,7 @@ class CacheManager(ManagerCalls[Cache]):
             tensors = layers.sources(entry.desc)
             ours = pieces.row_runs(entry.desc, tensors, row, 0, entry.row_bytes)
 
-            def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
+            def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
                 refuse_blocks_found(found, "push_blocks")
                 into = pieces.row_runs(found.desc, theirs, found.row, 0, entry.row_bytes)
                 return ours, into
@@ -248,7 +242,7 @@ class CacheManager(ManagerCalls[Cache]):
             tensors = layers.sources(entry.desc)
             ours = pieces.block_runs(entry.desc, tensors, of)
 
-            def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
+            def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
                 return ours, blocks_found(found, entry, "dst_blocks", theirs, into)
 
             self._transfer(dst_cache_key, entry, tensors, layers.targets, runs, is_push=True)
@@ -256,9 +250,9 @@ class CacheManager(ManagerCalls[Cache]):
     def _push_layers(self, source: object, target: object, tensors: object) -> LayerArguments:
         self._begin("push")
         if not self._options.remembers_remote_caches:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "a push needs enable_remote_cache_accessible; set it before init, on both sides",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         layers = LayerArguments(source, target, tensors)
         if not layers.is_same:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.errors import IntegrityError
 
 MAX_CACHES: Final = 1 << 20
@@ -64,9 +64,6 @@ class CacheTable:
         self._by_row: dict[RowIndex, Entry] = {}
         self._by_model: dict[int, Entry] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._by_id.values()))
 
@@ -90,17 +87,15 @@ class CacheTable:
                 continue
             said = f"{index.kind} {index.value} of model {index.model_id}"
             if index.kind == "prefix":
-                raise LLMException(
-                    f"{said} is the key of a cache already",
-                    status_code=LLMStatusCode.LLM_PREFIX_ALREADY_EXIST,
+                raise failure(
+                    LLMStatusCode.LLM_PREFIX_ALREADY_EXIST, f"{said} is the key of a cache already"
                 )
             raise LLMParamError(f"{said} is the key of a cache already; remove it first")
         if model_id is not None and model_id in self._by_model:
             raise LLMParamError(f"model {model_id} has a blocks cache already")
         if len(self._by_id) >= MAX_CACHES:
-            raise LLMException(
-                f"there are {MAX_CACHES} caches; deallocate some",
-                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+            raise failure(
+                LLMStatusCode.LLM_OUT_OF_MEMORY, f"there are {MAX_CACHES} caches; deallocate some"
             )
         return rows
 
@@ -198,28 +193,13 @@ class CacheTable:
             raise not_there(f"there is no cache of id {cache_id}")
         return entry
 
-    def is_registered(self, cache_id: int) -> bool:
-        """Whether there is a registered cache of this id."""
-        entry = self._by_id.get(cache_id)
-        return entry is not None and entry.origin == "registered"
-
-    def is_allocated(self, cache_id: int) -> bool:
-        """Whether there is an allocated cache of this id."""
-        entry = self._by_id.get(cache_id)
-        return entry is not None and entry.origin == "allocated"
-
-    def is_there(self, entry: Entry) -> bool:
-        """Whether anything refers to it still."""
-        return self._by_id.get(entry.cache_id) is entry
-
-    def uses_of(self, cache_id: int) -> int:
-        """Copies and transfers that a cache is part of; 0 for one that has gone."""
-        entry = self._by_id.get(cache_id)
-        return 0 if entry is None else entry.uses
+    def get(self, cache_id: int) -> Entry | None:
+        """A cache by its id, also if only keys refer to it still; None: it has gone."""
+        return self._by_id.get(cache_id)
 
     def still_there(self, entry: Entry) -> None:
         """Raise `LLM_KV_CACHE_NOT_EXIST` where nothing refers to it any more."""
-        if not self.is_there(entry):
+        if self._by_id.get(entry.cache_id) is not entry:
             raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
 
     def of_row(self, index: RowIndex) -> tuple[Entry, int]:
@@ -229,7 +209,7 @@ class CacheTable:
             return entry, entry.rows[index]
         said = f"no cache has {index.kind} {index.value} of model {index.model_id} as its key"
         if index.kind == "prefix":
-            raise LLMException(said, status_code=LLMStatusCode.LLM_PREFIX_NOT_EXIST)
+            raise failure(LLMStatusCode.LLM_PREFIX_NOT_EXIST, said)
         raise not_there(f"{said}: it was pulled or removed, or never was")
 
     def of_model(self, model_id: int) -> Entry:
@@ -256,4 +236,4 @@ class CacheTable:
 
 def not_there(message: str) -> LLMException:
     """The exception for a cache that does not exist."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, message)

@@ -29,10 +29,10 @@ from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options, listen_option, read_options
 from kvelastic.datadist.rank_table import parse_group
 from kvelastic.datadist.status import (
-    LLMException,
     LLMParamError,
     LLMStatusCode,
     as_llm_exceptions,
+    failure,
     status_of,
 )
 from kvelastic.errors import ChannelError, KvelasticError, NotInitializedError
@@ -77,9 +77,9 @@ class LLMDataDist:
                 return
             asked = read_options(options, self._role)
             if _live is not None:
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_FAILED,
                     f"cluster {_live._cluster_id} of this process is initialized; finalize it",
-                    status_code=LLMStatusCode.LLM_FAILED,
                 )
             self._open(asked)
             _live = self
@@ -96,9 +96,7 @@ class LLMDataDist:
             except BaseException as error:
                 self._caches.close()
                 if isinstance(error, ChannelError):  # no link is involved yet
-                    raise LLMException(
-                        f"init: {error}", status_code=LLMStatusCode.LLM_FAILED
-                    ) from error
+                    raise failure(LLMStatusCode.LLM_FAILED, f"init: {error}") from error
                 raise
         self._first = KvCacheManager(self._caches, self._links, options, self._role)
         self._second = CacheManager(self._caches, self._links, options)
@@ -161,7 +159,8 @@ class LLMDataDist:
         found = _checked(clusters, needs_address=True)
         deadline_s = _deadline(timeout)
         if not options.is_cache_manager and self._role is LLMRole.PROMPT:
-            return _all(found, LLMStatusCode.LLM_PARAM_INVALID)
+            refused = LLMStatusCode.LLM_PARAM_INVALID
+            return refused, [refused] * len(found)
         return _for_each(found, lambda cluster: self._links.link(cluster, deadline_s))
 
     def unlink_clusters(
@@ -181,7 +180,10 @@ class LLMDataDist:
         deadline_s = _deadline(timeout)
         checks.flag("force", force)
         return _for_each(
-            found, lambda cluster: self._links.unlink(_id_of(cluster), deadline_s, force=force)
+            found,
+            lambda cluster: self._links.unlink(
+                cluster.remote_cluster_id or 0, deadline_s, force=force
+            ),
         )
 
     def check_link_status(self, remote_cluster_id: int) -> None:
@@ -216,14 +218,14 @@ class LLMDataDist:
         self._required(second=True, call="unlink")
         checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("unlink"):
-            self._links.unlink_group(comm_id)
+            self._links.groups.end(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """OK: the group's members reach one another's caches. PREPARING, FAILED. Never blocks."""
         self._required(second=True, call="query_register_mem_status")
         checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("query_register_mem_status"):
-            return self._links.group_status(comm_id)
+            return self._links.groups.status(comm_id)
 
     # --- role --------------------------------------------------------------------------------
 
@@ -237,16 +239,12 @@ class LLMDataDist:
         """
         options = self._required()
         checks.instance("role", role, LLMRole)
-        found = (
-            {}
-            if switch_options is None
-            else checks.instance("switch_options", switch_options, dict)
-        )
-        listen = listen_option(found)
+        given = {} if switch_options is None else switch_options
+        listen = listen_option(checks.instance("switch_options", given, dict))
         if not options.is_cache_manager and not options.may_switch_role:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "switch_role needs enable_switch_role; set it before init",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         if len(options.device_ids) > 1 or len(listen) > 1:
             raise LLMParamError("switch_role is not for a process with several devices")
@@ -287,23 +285,13 @@ def _checked(clusters: Sequence[LLMClusterInfo], *, needs_address: bool) -> list
     return found
 
 
-def _id_of(cluster: LLMClusterInfo) -> int:
-    assert cluster.remote_cluster_id is not None
-    return cluster.remote_cluster_id
-
-
-def _all(
-    clusters: Sequence[LLMClusterInfo], status: LLMStatusCode
-) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-    return status, [status] * len(clusters)
-
-
 def _for_each(
     clusters: Sequence[LLMClusterInfo], act: Callable[[LLMClusterInfo], None]
 ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
     """Act on all of them at once; the first failure, and what came of each."""
     if len(clusters) > MAX_CLUSTERS_A_CALL:
-        return _all(clusters, LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
+        refused = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+        return refused, [refused] * len(clusters)
 
     def status(cluster: LLMClusterInfo) -> LLMStatusCode:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import unique
 from typing import Final
 
-from kvelastic.datadist.named_enum import NamedEnum
+from kvelastic.datadist.status import NamedEnum
 
 
 @unique
@@ -62,44 +62,28 @@ class DataType(NamedEnum):
     DT_BF16 = 27
 
 
-_NUMPY_NAMES: Final = {
-    DataType.DT_FLOAT: "float32",
-    DataType.DT_FLOAT16: "float16",
-    DataType.DT_INT8: "int8",
-    DataType.DT_INT32: "int32",
-    DataType.DT_UINT8: "uint8",
-    DataType.DT_INT16: "int16",
-    DataType.DT_UINT16: "uint16",
-    DataType.DT_UINT32: "uint32",
-    DataType.DT_INT64: "int64",
-    DataType.DT_UINT64: "uint64",
-    DataType.DT_DOUBLE: "float64",
-    DataType.DT_BOOL: "bool",
-    DataType.DT_BF16: "uint16",  # its bits: numpy has no bfloat16
-}
-
-_ITEM_BYTES: Final = {
-    "float32": 4,
-    "float16": 2,
-    "int8": 1,
-    "int32": 4,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "bool": 1,
+_ELEMENTS: Final = {
+    DataType.DT_FLOAT: ("float32", 4),
+    DataType.DT_FLOAT16: ("float16", 2),
+    DataType.DT_INT8: ("int8", 1),
+    DataType.DT_INT32: ("int32", 4),
+    DataType.DT_UINT8: ("uint8", 1),
+    DataType.DT_INT16: ("int16", 2),
+    DataType.DT_UINT16: ("uint16", 2),
+    DataType.DT_UINT32: ("uint32", 4),
+    DataType.DT_INT64: ("int64", 8),
+    DataType.DT_UINT64: ("uint64", 8),
+    DataType.DT_DOUBLE: ("float64", 8),
+    DataType.DT_BOOL: ("bool", 1),
+    DataType.DT_BF16: ("uint16", 2),  # its bits: numpy has no bfloat16
 }
 
 
 def numpy_name(data_type: DataType) -> str:
     """The numpy dtype of an element's bytes. Raises `KeyError` for `DT_STRING`, which has none."""
-    return _NUMPY_NAMES[data_type]
+    return _ELEMENTS[data_type][0]
 
 
 def item_bytes(data_type: DataType) -> int:
     """Bytes of an element; 0 for `DT_STRING`, whose elements have no size."""
-    name = _NUMPY_NAMES.get(data_type)
-    return 0 if name is None else _ITEM_BYTES[name]
+    return _ELEMENTS.get(data_type, ("", 0))[1]

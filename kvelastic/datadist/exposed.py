@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.local_caches import LocalCaches, Use
+from kvelastic.datadist.local_caches import ClaimedCaches, LocalCaches
 from kvelastic.errors import UnsupportedError
 from kvelastic.pool import ElasticPool, pool_at
 from kvelastic.transfer import Link, Node, Piece, Registered, register_pool
@@ -79,7 +79,7 @@ class Exposed:
 
         Raises `NotRegisteredError` where the pieces are not, or no longer, of what it means.
         """
-        return ClaimedCaches(self._caches, self._caches.claim(wire.claimed_cache(claim), pieces))
+        return self._caches.claim(wire.claimed_cache(claim), pieces)
 
     def _add_pool(self, node: Node, pool: ElasticPool) -> None:
         known = self._pools.get(pool)
@@ -100,20 +100,3 @@ class Exposed:
         if self._node is None:
             raise UnsupportedError("there is no node yet")
         return self._node
-
-
-class ClaimedCaches:
-    """Caches that stay what they are while a peer copies: a `Hold` of `kvelastic.transfer`."""
-
-    def __init__(self, caches: LocalCaches, uses: Sequence[Use]) -> None:
-        self._caches = caches
-        self._uses = uses
-
-    def is_whole(self) -> bool:
-        """Their memory cannot be another's while they are in use."""
-        return True
-
-    def release(self) -> None:
-        """The copy is over."""
-        for use in self._uses:
-            self._caches.end_use(use)

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvelastic.datadist.enums import RegisterMemStatus
 from kvelastic.datadist.rank_table import Group
-from kvelastic.datadist.status import LLMException, LLMStatusCode
+from kvelastic.datadist.status import LLMStatusCode, failure
 
 MOST_GROUPS: Final = 512
 _AGAIN_S: Final = 0.05
@@ -55,21 +55,21 @@ class GroupLinks:
         """
         elsewhere = [one.cluster_id for one in group.others if one.host is not None]
         if elsewhere:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 f"clusters {elsewhere} are on other hosts, which link() does not reach; use"
                 " link_clusters",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         with self._changed:
             if any(one.group.name == group.name for one in self._groups.values()):
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_ALREADY_LINK,
                     f"{group.name!r} is linked already; unlink it first",
-                    status_code=LLMStatusCode.LLM_ALREADY_LINK,
                 )
             if len(self._groups) >= MOST_GROUPS:
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
                     f"{MOST_GROUPS} groups are linked; unlink some",
-                    status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
                 )
             linking = _Linking(next(self._numbers), group)
             self._groups[linking.comm_id] = linking
@@ -137,9 +137,7 @@ class GroupLinks:
     def _known(self, comm_id: int) -> _Linking:
         linking = self._groups.get(comm_id)
         if linking is None:
-            raise LLMException(
-                f"no group has the id {comm_id}", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
+            raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"no group has the id {comm_id}")
         return linking
 
     def close(self) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvelastic.datadist import checks, pieces
+from kvelastic.datadist import checks, pieces, wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.layers import TransferConfig, TransferWithCacheKeyConfig
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.peer import RemoteCache
 from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import LLMParamError
 
@@ -83,14 +82,17 @@ class LayerPushes:
                 return
             assert config.dst_layer_range is not None
             to_layer = config.dst_layer_range.start + layer - layers.start
-            found = peer.find(config.cache_key, is_write=True)
-            targets = pieces.layer_tensors(
-                "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
-            )
-            pairs = pieces.pairs_merged(sources, self._targets(found, targets, sources))
-            peer.copy(self._entry, found, pairs, is_push=True)
-            if isinstance(config.cache_key, CacheKeyByIdAndIndex):
-                peer.moved(found, targets)
+
+            def copy(found: wire.Cache) -> None:
+                targets = pieces.layer_tensors(
+                    "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
+                )
+                pairs = pieces.pairs_merged(sources, self._targets(found, targets, sources))
+                peer.copy(self._entry, found, pairs, is_push=True)
+                if isinstance(config.cache_key, CacheKeyByIdAndIndex):
+                    peer.moved(found, targets)
+
+            peer.use(config.cache_key, copy, is_write=True)
 
     def _sources(self, tensors: range, row: int) -> list[Run]:
         desc = self._entry.desc
@@ -108,7 +110,7 @@ class LayerPushes:
             return 0
         return self._target_blocks[at] * self._target_block_bytes
 
-    def _targets(self, found: RemoteCache, tensors: range, sources: list[Run]) -> list[Run]:
+    def _targets(self, found: wire.Cache, tensors: range, sources: list[Run]) -> list[Run]:
         if self._target_blocks is None:
             if found.is_blocks:
                 raise LLMParamError("the key leads to a blocks cache, and no blocks are named")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, status_of
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 
 _log = logging.getLogger("kvelastic")
 
@@ -191,9 +191,9 @@ class LayerSender:
             thread.start()
         except RuntimeError as error:
             self._forget(task)
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FAILED,
                 f"a layered transfer cannot begin: {error}; wait for others, or raise `ulimit -u`",
-                status_code=LLMStatusCode.LLM_FAILED,
             ) from error
         return task
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.clusters import LLMClusterInfo
-from kvelastic.datadist.enums import LLMRole, Placement, RegisterMemStatus
+from kvelastic.datadist.enums import LLMRole, Placement
 from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import GroupLinks
 from kvelastic.datadist.link_places import LinkPlaces
@@ -28,7 +29,7 @@ from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
 from kvelastic.datadist.rank_table import Group
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, status_of
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
@@ -71,7 +72,7 @@ class Links:
         self._in_progress: set[int] = set()
         self._has_linked = False
         self._exposed = Exposed(caches)
-        self._groups = GroupLinks(self._join_member, self._leave_member)
+        self.groups = GroupLinks(self._join_member, self._leave_member)
         self._node = self._listen(options.listen)
 
     def _listen(self, addresses: tuple[tuple[str, int], ...]) -> Node:
@@ -122,9 +123,19 @@ class Links:
         """
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
-        link = self._begin(cluster_id)
-        self._has_linked = True
-        try:
+        with self._alone(cluster_id):
+            with self._lock:
+                peer = self._peers.get(cluster_id)
+                link = peer.link if peer is not None and peer.is_linked else None
+                if peer is not None and link is not None and peer.is_wanted:
+                    raise failure(LLMStatusCode.LLM_ALREADY_LINK, f"cluster {cluster_id} is linked")
+                linked = sum(one.is_linked for one in self._peers.values())
+                if link is None and linked + len(self._in_progress) > MOST_LINKS:
+                    raise failure(
+                        LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
+                        f"{MOST_LINKS} clusters are linked; unlink some",
+                    )
+            self._has_linked = True
             if link is None:
                 host, port = cluster.remote_ip_infos[0]
                 link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
@@ -132,49 +143,29 @@ class Links:
                 self._check_role(cluster_id, link, cluster.remote_role_type, deadline_s)
             except BaseException:
                 if link.is_client:
-                    self._drop(link)
+                    self._forget(link)
+                    link.unlink(0, force=True)
                 raise
-            self._want(link)
-        finally:
-            self._end(cluster_id)
+            with self._lock:
+                peer = self._peers.get(cluster_id)
+                if peer is not None and peer.link is link:
+                    peer.is_wanted = True
 
-    def _want(self, link: Link) -> None:
-        with self._lock:
-            peer = self._peers.get(link.peer_id)
-            if peer is not None and peer.link is link:
-                peer.is_wanted = True
-
-    def _begin(self, cluster_id: int) -> Link | None:
-        """No other thread links or unlinks this peer until `_end`.
-
-        Returns the link that the peer has made, if there is one.
-        """
+    @contextmanager
+    def _alone(self, cluster_id: int) -> Iterator[None]:
+        """No other thread links or unlinks this peer meanwhile (`LLM_PROCESSING_LINK`)."""
         with self._lock:
             if cluster_id in self._in_progress:
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_PROCESSING_LINK,
                     f"another thread links or unlinks cluster {cluster_id}",
-                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
-                )
-            peer = self._peers.get(cluster_id)
-            if peer is not None and peer.is_linked and peer.is_wanted:
-                raise LLMException(
-                    f"cluster {cluster_id} is linked", status_code=LLMStatusCode.LLM_ALREADY_LINK
-                )
-            if peer is not None and peer.is_linked:
-                self._in_progress.add(cluster_id)
-                return peer.link
-            linked = sum(one.is_linked for one in self._peers.values())
-            if linked + len(self._in_progress) >= MOST_LINKS:
-                raise LLMException(
-                    f"{MOST_LINKS} clusters are linked; unlink some",
-                    status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
                 )
             self._in_progress.add(cluster_id)
-            return None
-
-    def _end(self, cluster_id: int) -> None:
-        with self._lock:
-            self._in_progress.discard(cluster_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_progress.discard(cluster_id)
 
     def _connect(self, cluster_id: int, places: list[Address], deadline_s: float) -> Link:
         """A link to the cluster at the first of its addresses where somebody listens."""
@@ -184,9 +175,9 @@ class Links:
             except ChannelClosedError:
                 if at + 1 < len(places):
                     continue
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_LINK_FAILED,
                     f"cluster {cluster_id}: {self._places.why_unreachable(places)}",
-                    status_code=LLMStatusCode.LLM_LINK_FAILED,
                 ) from None
             except LinkExistsError:
                 # The peer has linked this cluster at the same time, and its link stands.
@@ -196,12 +187,13 @@ class Links:
                     raise
                 return peer.link
             except ConfigError as error:
-                raise LLMException(str(error), status_code=LLMStatusCode.LLM_LINK_FAILED) from error
+                raise failure(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
             if link.peer_id != cluster_id:
-                self._drop(link)
-                raise LLMException(
+                self._forget(link)
+                link.unlink(0, force=True)
+                raise failure(
+                    LLMStatusCode.LLM_LINK_FAILED,
                     f"{place} is cluster {link.peer_id}, not {cluster_id}",
-                    status_code=LLMStatusCode.LLM_LINK_FAILED,
                 )
             return link
         raise LLMParamError(f"cluster {cluster_id} has no address")
@@ -212,53 +204,37 @@ class Links:
         call = LinkCall(Peer(cluster_id, link), self._node, self._caches, _left_s(deadline_s))
         answer = call.ask(wire.Who())
         if not isinstance(answer, wire.Welcome) or wanted not in {None, answer.role}:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_LINK_FAILED,
                 f"cluster {cluster_id} is no {wanted.name if wanted else 'peer'}",
-                status_code=LLMStatusCode.LLM_LINK_FAILED,
             )
-
-    def _drop(self, link: Link) -> None:
-        with self._lock:
-            peer = self._peers.get(link.peer_id)
-            if peer is not None and peer.link is link:
-                del self._peers[link.peer_id]
-        link.unlink(0, force=True)
 
     def unlink(self, cluster_id: int, deadline_s: float, *, force: bool) -> None:
         """End a link; with `force`, which does not notify the peer, it may have ended before.
 
         Raises `LLMException`, also if the peer does not reply: this side has ended then.
         """
-        with self._lock:
-            peer = self._peers.get(cluster_id)
-            if cluster_id in self._in_progress:
-                raise LLMException(
-                    f"another thread links or unlinks cluster {cluster_id}",
-                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
-                )
+        with self._alone(cluster_id):
+            with self._lock:
+                peer = self._peers.get(cluster_id)
             if peer is None:
                 if force:
                     return  # there is nothing on this side
                 raise not_linked(cluster_id)
-            self._in_progress.add(cluster_id)
-        try:
-            if not peer.is_linked:
-                force = True  # there is nobody to be told
+            force = force or not peer.is_linked  # without a link there is no peer to notify
             if not force and not peer.close(deadline_s):
                 raise busy(cluster_id)
-            self._forget(peer)
+            self._forget(peer.link)
             try:
                 peer.link.unlink(0 if force else _left_s(deadline_s), force=force)
             except ChannelClosedError:  # the peer was first, or has gone: it knows of no link
                 peer.link.unlink(0, force=True)
             except KvelasticError as error:
                 peer.link.unlink(0, force=True)
-                raise LLMException(
+                raise failure(
+                    LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED,
                     f"cluster {cluster_id} was not told: {error}; unlink it there, too",
-                    status_code=LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED,
                 ) from error
-        finally:
-            self._end(cluster_id)
 
     def check(self, cluster_id: int) -> None:
         """Raise unless the peer answers within the deadline of a call."""
@@ -270,26 +246,17 @@ class Links:
             peer.link.check(self._options.sync_kv_timeout_s)
         except ChannelTimeoutError as error:
             peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
-            raise LLMException(
-                f"cluster {cluster_id} does not answer; link it anew",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
+            raise failure(
+                LLMStatusCode.LLM_TIMEOUT, f"cluster {cluster_id} does not answer; link it anew"
             ) from error
 
     # --- all members link --------------------------------------------------------------------
 
     def link_group(self, group: Group, total_s: float, rounds: int) -> int:
         """Begin to link a group's members; answers its id. Raises `LLMException`."""
-        comm_id = self._groups.begin(group, total_s, rounds)
+        comm_id = self.groups.begin(group, total_s, rounds)
         self._has_linked = True
         return comm_id
-
-    def unlink_group(self, comm_id: int) -> None:
-        """End a group, with the links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
-        self._groups.end(comm_id)
-
-    def group_status(self, comm_id: int) -> RegisterMemStatus:
-        """How far a group is. Raises `LLM_NOT_YET_LINK`."""
-        return self._groups.status(comm_id)
 
     def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> bool:
         """Whether the member of a lower rank is linked and in the group; links it."""
@@ -377,10 +344,11 @@ class Links:
                 level = logging.DEBUG if is_crossed else logging.WARNING
                 _log.log(level, "cluster %d has gone: %s", link.peer_id, link.ended)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, link: Link) -> None:
         with self._lock:
-            if self._peers.get(peer.cluster_id) is peer:
-                del self._peers[peer.cluster_id]
+            peer = self._peers.get(link.peer_id)
+            if peer is not None and peer.link is link:
+                del self._peers[link.peer_id]
 
     def _answer(self, link: Link, body: bytes) -> bytes:
         """What a peer asks; in a thread of the node's."""
@@ -400,7 +368,7 @@ class Links:
             case wire.Who():
                 return wire.Welcome(int(self._role))
             case wire.Join():
-                return wire.Joined(self._groups.joined(link.peer_id, asked.token))
+                return wire.Joined(self.groups.joined(link.peer_id, asked.token))
 
     def _found(self, asked: wire.Find) -> wire.Found:
         key = asked.key
@@ -415,9 +383,9 @@ class Links:
         if not entry.remote_accessible:
             raise LLMParamError(f"cache {entry.cache_id} is registered for this cluster alone")
         if asked.is_write and not self._options.remembers_remote_caches:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "this cluster lets nobody push; set enable_remote_cache_accessible here, too",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         desc = entry.desc
         return wire.Found(
@@ -444,9 +412,8 @@ class Links:
         with self._lock:
             linked = [one.cluster_id for one in self._peers.values() if one.is_linked]
             if linked or self._in_progress:
-                raise LLMException(
-                    f"clusters {linked} are linked; unlink them first",
-                    status_code=LLMStatusCode.LLM_EXIST_LINK,
+                raise failure(
+                    LLMStatusCode.LLM_EXIST_LINK, f"clusters {linked} are linked; unlink them first"
                 )
             self._peers.clear()
         before, before_role = self._node.addresses, self._role
@@ -457,11 +424,11 @@ class Links:
         except ChannelError as error:
             self._role = before_role
             self._node = self._open_node(list(before))
-            raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
+            raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
 
     def close(self) -> None:
         """End all links. Repeatable."""
-        self._groups.close()
+        self.groups.close()
         with self._lock:
             self._peers.clear()
         self._node.close()
@@ -469,9 +436,7 @@ class Links:
 
 def not_linked(cluster_id: int) -> LLMException:
     """The exception for a cluster that is not linked."""
-    return LLMException(
-        f"cluster {cluster_id} is not linked", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-    )
+    return failure(LLMStatusCode.LLM_NOT_YET_LINK, f"cluster {cluster_id} is not linked")
 
 
 def _left_s(deadline_s: float) -> float:

@@ -16,8 +16,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
 from kvelastic import _vmm, device
 from kvelastic.config import Config
@@ -29,20 +28,12 @@ from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
 from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.pieces import Run
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.device import Device
 from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
 
 MAX_REGISTERED_ADDRESSES = 240
 """Of all registered caches of a process together, as in the original."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """A cache that stays where it is; `end_use` ends that."""
-
-    entry: Entry
-    tickets: tuple[tuple[CacheMemory, int], ...]
 
 
 class LocalCaches:
@@ -111,9 +102,9 @@ class LocalCaches:
         memories = self._memories.get(desc.placement)
         if memories is None:
             option = "mem_pool_cfg" if desc.placement is Placement.DEVICE else "host_mem_pool_cfg"
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 f"there is no pool of {desc.placement.name} caches; set {option} before init",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         with self._lock:
             self._table.refuse_keys(desc, keys, model_id)
@@ -142,14 +133,13 @@ class LocalCaches:
 
     def _out_of_memory(self, desc: CacheDesc, memory: CacheMemory) -> LLMException:
         state = memory.pool.blocks.limit_state()
-        is_second = self._options.is_cache_manager
-        return LLMException(
+        return failure(
+            LLMStatusCode.LLM_OUT_OF_MEMORY
+            if self._options.is_cache_manager
+            else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
             f"{desc.num_tensors} tensors of {desc.size} bytes are not to be had in"
             f" {memory.pool.name}, which holds {state['mapped_bytes']} of"
             f" {state['effective_limit_bytes']} bytes; deallocate caches, or raise its limit",
-            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY
-            if is_second
-            else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
         )
 
     def register(
@@ -193,7 +183,8 @@ class LocalCaches:
         """
         self.free_deleted()
         with self._lock:
-            if self._table.is_registered(cache_id):
+            entry = self._table.get(cache_id)
+            if entry is not None and entry.origin == "registered":
                 return False
             self._free(self._table.release_id(cache_id))
             return True
@@ -223,19 +214,20 @@ class LocalCaches:
         `LLMParamError` for one that was allocated.
         """
         with self._lock:
-            if self._table.is_allocated(cache_id):
+            entry = self._table.get(cache_id)
+            if entry is None:
+                return None
+            if entry.origin == "allocated":
                 raise LLMParamError(f"cache {cache_id} was allocated; deallocate it")
-            if not self._unused.wait_for(
-                lambda: not self._table.uses_of(cache_id), self._options.sync_kv_timeout_s
-            ):
-                raise LLMException(
+            if not self._unused.wait_for(lambda: not entry.uses, self._options.sync_kv_timeout_s):
+                raise failure(
+                    LLMStatusCode.LLM_TIMEOUT,
                     f"cache {cache_id} is being transferred; unlink its peers, or try again",
-                    status_code=LLMStatusCode.LLM_TIMEOUT,
                 )
-            entry = self._table.forget(cache_id)
-            if entry is not None:
-                self._registered_addresses -= len(entry.addrs[0])
-            return entry
+            forgotten = self._table.forget(cache_id)
+            if forgotten is not None:  # another thread may have been first
+                self._registered_addresses -= len(forgotten.addrs[0])
+            return forgotten
 
     def remove_key(self, index: RowIndex) -> None:
         """Drop a key's reference; an unknown one is no error."""
@@ -279,47 +271,34 @@ class LocalCaches:
         if handle.is_cpu_cache:
             raise LLMParamError(f"{name} is a CPU cache; the call needs one of this manager")
         if not handle.is_valid:
-            raise LLMException(
-                f"{name} was deallocated", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-            )
+            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{name} was deallocated")
         return self.of_id(handle.cache_id)
 
-    def begin_use(self, entry: Entry) -> Use:
-        """Keep a cache's own memory where it is, and a registered one registered, until `end_use`.
+    @contextmanager
+    def held(self, entry: Entry) -> Iterator[None]:
+        """Keep a cache's own memory where it is meanwhile, and a registered cache registered.
 
         Raises `LLM_KV_CACHE_NOT_EXIST` if it has gone.
         """
+        tickets: list[tuple[CacheMemory, int]] = []
         with self._lock:
             self._table.still_there(entry)
-            tickets: list[tuple[CacheMemory, int]] = []
             if isinstance(entry.memory, tuple):
                 memories = self._memories[entry.desc.placement]
                 for memory, piece in zip(memories, entry.memory, strict=True):
                     tickets.append((memory, memory.pin(piece)))
             entry.uses += 1
-            return Use(entry, tuple(tickets))
-
-    def end_use(self, use: Use) -> bool:
-        """The use is over; once. Answers whether the cache still is what it was at its begin."""
-        with self._lock:
-            use.entry.uses -= 1
-            self._unused.notify_all()
-            is_there = self._table.is_there(use.entry)
-        for memory, ticket in use.tickets:
-            memory.unpin(ticket)
-        return is_there
-
-    @contextmanager
-    def held(self, entry: Entry) -> Iterator[None]:
-        """A use for the length of a block."""
-        use = self.begin_use(entry)
         try:
             yield
         finally:
-            self.end_use(use)
+            with self._lock:
+                entry.uses -= 1
+                self._unused.notify_all()
+            for memory, ticket in tickets:
+                memory.unpin(ticket)
 
-    def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> list[Use]:
-        """Uses of what a peer means, for its copy: a cache, or (None) whichever the pieces lie in.
+    def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
+        """Keep what a peer's copy means: a cache, or (None) whichever the pieces lie in.
 
         Raises `NotRegisteredError` where a piece lies in no such cache's tensor as a whole.
         """
@@ -345,16 +324,14 @@ class LocalCaches:
                     else f"cache {cache_id} has gone, or does not have {size} bytes at {address:#x}"
                 )
             found.add(spans[at][2])
-        uses: list[Use] = []
-        try:
-            for entry in entries:
-                if entry.cache_id in found:
-                    uses.append(self.begin_use(entry))  # noqa: PERF401 - those begun end
-        except LLMException as error:
-            for use in uses:
-                self.end_use(use)
-            raise NotRegisteredError(f"it has just gone: {error}") from error
-        return uses
+        with ExitStack() as uses:
+            try:
+                for entry in entries:
+                    if entry.cache_id in found:
+                        uses.enter_context(self.held(entry))
+            except LLMException as error:
+                raise NotRegisteredError(f"it has just gone: {error}") from error
+            return ClaimedCaches(uses.pop_all())
 
     def copy(
         self, pairs: Sequence[tuple[Run, Run]], source: CacheHandle, target: CacheHandle
@@ -422,6 +399,21 @@ class LocalCaches:
             self._closed = True
         for memory in self.pools():
             memory.close()
+
+
+class ClaimedCaches:
+    """Caches that stay what they are while a peer copies: a `Hold` of `kvelastic.transfer`."""
+
+    def __init__(self, uses: ExitStack) -> None:
+        self._uses = uses
+
+    def is_whole(self) -> bool:
+        """Their memory cannot be another's while they are in use."""
+        return True
+
+    def release(self) -> None:
+        """The copy is over."""
+        self._uses.close()
 
 
 def _device(settings: Config, device_id: int) -> Device:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from kvelastic.datadist import checks, pieces
+from kvelastic.datadist import checks, pieces, wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
@@ -33,13 +33,13 @@ from kvelastic.datadist.layers import (
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import AnyKey, RemoteCache
+from kvelastic.datadist.peer import AnyKey
 from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import (
-    LLMException,
     LLMParamError,
     LLMStatusCode,
     as_llm_exceptions,
+    failure,
 )
 
 _log = logging.getLogger("kvelastic")
@@ -114,9 +114,9 @@ class ManagerCalls(Generic[Handle]):
     def _begin(self, call: str, role: LLMRole | None = None) -> None:
         """Each call's first check; `role`: of which it is in the first generation."""
         if not self._initialized:
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_ENGINE_FINALIZED,
                 "the LLMDataDist of this manager was finalized; init another one",
-                status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
             )
         if role is not None and self._role not in {None, role}:
             assert self._role is not None
@@ -302,7 +302,7 @@ class ManagerCalls(Generic[Handle]):
         tensors = layers.targets(entry.desc)
         ours = pieces.row_runs(entry.desc, tensors, row, target_offset, size)
 
-        def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
+        def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
             refuse_blocks_found(found, "pull_blocks")
             return ours, pieces.row_runs(found.desc, theirs, found.row, source_offset, size)
 
@@ -328,7 +328,7 @@ class ManagerCalls(Generic[Handle]):
         tensors = layers.targets(entry.desc)
         ours = pieces.block_runs(entry.desc, tensors, into)
 
-        def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
+        def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
             if is_blocks:
                 return ours, blocks_found(found, entry, "src_blocks", theirs, of)
             refuse_blocks_found(found, "a BlocksCacheKey")
@@ -343,7 +343,7 @@ class ManagerCalls(Generic[Handle]):
         entry: Entry,
         tensors: range,
         their_tensors: Callable[[CacheDesc], range],
-        runs: Callable[[RemoteCache, range], tuple[list[Run], list[Run]]],
+        runs: Callable[[wire.Cache, range], tuple[list[Run], list[Run]]],
         *,
         is_push: bool = False,
     ) -> None:
@@ -354,18 +354,21 @@ class ManagerCalls(Generic[Handle]):
         if isinstance(key, CacheKey):
             key.index  # noqa: B018 - refused before anything is asked
         with self._links.call(key.cluster_id) as peer:
-            found = peer.find(key, is_write=is_push)
-            theirs = their_tensors(found.desc)
-            if len(theirs) != len(tensors):
-                read, written = (tensors, theirs) if is_push else (theirs, tensors)
-                raise LLMParamError(
-                    f"{len(read)} tensors are read and {len(written)} written; name as many layers"
-                    " of both"
-                )
-            pairs = pieces.pairs_merged(*runs(found, theirs))
-            peer.copy(entry, found, pairs, is_push=is_push)
-            if not isinstance(key, BlocksCacheKey):
-                peer.moved(found, theirs)
+
+            def copy(found: wire.Cache) -> None:
+                theirs = their_tensors(found.desc)
+                if len(theirs) != len(tensors):
+                    read, written = (tensors, theirs) if is_push else (theirs, tensors)
+                    raise LLMParamError(
+                        f"{len(read)} tensors are read and {len(written)} written; name as many"
+                        " layers of both"
+                    )
+                pairs = pieces.pairs_merged(*runs(found, theirs))
+                peer.copy(entry, found, pairs, is_push=is_push)
+                if not isinstance(key, BlocksCacheKey):
+                    peer.moved(found, theirs)
+
+            peer.use(key, copy, is_write=is_push)
 
     # --- layer by layer --------------------------------------------------------------------------
 
@@ -424,7 +427,7 @@ def model_of(key: BlocksCacheKey | None) -> int | None:
 
 
 def blocks_found(
-    found: RemoteCache, entry: Entry, name: str, tensors: range, blocks: Sequence[int]
+    found: wire.Cache, entry: Entry, name: str, tensors: range, blocks: Sequence[int]
 ) -> list[Run]:
     """Blocks of a peer's cache that has blocks as large as ours."""
     pieces.same_rows(found.desc, entry.desc)
@@ -432,7 +435,7 @@ def blocks_found(
     return pieces.block_runs(found.desc, tensors, blocks)
 
 
-def refuse_blocks_found(found: RemoteCache, instead: str) -> None:
+def refuse_blocks_found(found: wire.Cache, instead: str) -> None:
     """Refuse a peer's cache that has no rows."""
     if found.is_blocks:
         raise LLMParamError(f"the key leads to a blocks cache; use {instead}")

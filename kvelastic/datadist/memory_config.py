@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.status import LLMParamError
-from kvelastic.sizes import format_size
 
 DEFAULT_PAGE_SHIFT: Final = 16
 MAX_HOST_POOL_BYTES: Final = 20 << 30
@@ -128,8 +127,3 @@ def parse_json_object(name: str, value: object) -> dict[str, Any]:
 def _refuse_others(name: str, found: dict[str, Any], known: set[str]) -> None:
     if others := sorted(found.keys() - known):
         raise LLMParamError(f"{name} has {', '.join(others)}; it knows {', '.join(sorted(known))}")
-
-
-def describe(pool: MemPool) -> str:
-    """For messages: how large a pool is."""
-    return "no bound" if pool.memory_bytes is None else format_size(pool.memory_bytes)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
-    CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
 )
@@ -29,6 +27,7 @@ from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
     LLMStatusCode,
+    failure,
     status_of,
     status_of_number,
 )
@@ -41,19 +40,7 @@ from kvelastic.errors import (
 from kvelastic.transfer import Link, Node, Piece
 
 AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
-
-
-@dataclass(frozen=True)
-class RemoteCache:
-    """A cache of a peer, as a key led to it."""
-
-    cache_id: int
-    desc: CacheDesc
-    is_blocks: bool
-    row: int
-    """The row of the key; 0 for a blocks cache."""
-    addrs: tuple[tuple[int, ...], ...]
-    """Of each device, of each tensor, in the peer's process."""
+_MOST_FOUND: Final = 256
 
 
 class Peer:
@@ -65,6 +52,9 @@ class Peer:
         self.broken: LLMStatusCode | None = None
         self.is_wanted = link.is_client
         """Whether `link_clusters` of this side has returned it: the peer may have made it first."""
+        self.found: dict[tuple[AnyKey, bool], wire.Cache] = {}
+        """Blocks caches that keys led to. A copy's claim names the cache, so one that has gone is
+        never taken for another one."""
         self._changed = threading.Condition()
         self._calls = {False: 0, True: 0}  # by whether they are layered
         self._is_closing = False
@@ -101,9 +91,8 @@ class Peer:
             broken = LLMStatusCode.LLM_LINK_FAILED
         if broken is not None:
             why = "a transfer timed out" if self.broken else "the peer has gone"
-            raise LLMException(
-                f"the link to cluster {self.cluster_id} is broken ({why}); link it anew",
-                status_code=broken,
+            raise failure(
+                broken, f"the link to cluster {self.cluster_id} is broken ({why}); link it anew"
             )
 
     def break_off(self, status: LLMStatusCode) -> None:
@@ -136,23 +125,47 @@ class LinkCall:
         self._caches = caches
         self._deadline_s = time.monotonic() + timeout_s
 
-    def find(self, key: AnyKey, *, is_write: bool = False) -> RemoteCache:
-        """The cache that a key leads to."""
+    def use(
+        self, key: AnyKey, copy: Callable[[wire.Cache], None], *, is_write: bool = False
+    ) -> None:
+        """Copy from or to the cache that a key leads to.
+
+        The peer is asked for a model's blocks cache once, and again where that has gone. Other keys
+        are asked for each time: they may go before their cache does.
+        """
+        known = self._peer.found.get((key, is_write))
+        if known is not None:
+            try:
+                copy(known)
+                return
+            except KvelasticError as error:
+                if status_of(error) is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+                    raise
+                self._peer.found.pop((key, is_write), None)
+        found = self._find(key, is_write)
+        if isinstance(key, BlocksCacheKey):
+            if len(self._peer.found) >= _MOST_FOUND:
+                self._peer.found.clear()
+            self._peer.found[key, is_write] = found
+        copy(found)
+
+    def _find(self, key: AnyKey, is_write: bool) -> wire.Cache:
         answer = self.ask(wire.Find(wire.key_said(key), is_write))
         if not isinstance(answer, wire.Found):
             raise _unexpected(answer)
         cache = answer.cache
         try:
-            desc = cache.desc()
+            is_whole = cache.row < cache.desc.batch_size and all(
+                len(one) == cache.desc.num_tensors for one in cache.addrs
+            )
         except (TypeError, ValueError) as error:
             raise MessageError(f"a peer describes an invalid cache: {error}") from None
-        addrs = tuple(tuple(one) for one in cache.addrs)
-        if any(len(one) != desc.num_tensors for one in addrs) or cache.row >= desc.batch_size:
+        if not is_whole:
             raise MessageError("a peer describes a cache without all of its addresses")
-        return RemoteCache(cache.cache_id, desc, cache.is_blocks, cache.row, addrs)
+        return cache
 
     def copy(
-        self, own: Entry, theirs: RemoteCache, pairs: Sequence[tuple[Run, Run]], *, is_push: bool
+        self, own: Entry, theirs: wire.Cache, pairs: Sequence[tuple[Run, Run]], *, is_push: bool
     ) -> None:
         """Copy between runs of a cache of ours and of a peer's, on each device; all or an error."""
         if len(own.addrs) != len(theirs.addrs):
@@ -182,7 +195,7 @@ class LinkCall:
             self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
     @contextmanager
-    def _told_if_gone(self, cache: RemoteCache) -> Iterator[None]:
+    def _told_if_gone(self, cache: wire.Cache) -> Iterator[None]:
         """A page of a cache that went after it was found is `LLM_KV_CACHE_NOT_EXIST`, too.
 
         The peer pins before it looks whose the page is, and can only say that it is nobody's.
@@ -199,7 +212,7 @@ class LinkCall:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
 
-    def moved(self, cache: RemoteCache, tensors: range) -> None:
+    def moved(self, cache: wire.Cache, tensors: range) -> None:
         """Notify the peer that these tensors of a row were copied (`CacheTable.moved`)."""
         answer = self.ask(wire.Moved(cache.cache_id, cache.row, tensors.start, len(tensors)))
         if not isinstance(answer, wire.Noted):
@@ -210,9 +223,8 @@ class LinkCall:
         body = self._peer.link.ask(wire.encode(question), self.left_s())
         answer = wire.decode_answer(body)
         if isinstance(answer, wire.Refused):
-            raise LLMException(
-                f"cluster {self._peer.cluster_id}: {answer.why}",
-                status_code=status_of_number(answer.status),
+            raise failure(
+                status_of_number(answer.status), f"cluster {self._peer.cluster_id}: {answer.why}"
             )
         return answer
 
@@ -234,23 +246,20 @@ def calling(
             yield LinkCall(peer, node, caches, timeout_s)
         except ChannelTimeoutError as error:
             peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
-            raise LLMException(
+            raise failure(
+                LLMStatusCode.LLM_TIMEOUT,
                 f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it anew",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
             ) from error
         except LLMException:
             raise
         except KvelasticError as error:
-            raise LLMException(
-                f"cluster {peer.cluster_id}: {error}", status_code=status_of(error)
-            ) from error
+            raise failure(status_of(error), f"cluster {peer.cluster_id}: {error}") from error
 
 
 def busy(cluster_id: int) -> LLMException:
     """The exception for a link that others use."""
-    return LLMException(
-        f"the link to cluster {cluster_id} is in use by another call",
-        status_code=LLMStatusCode.LLM_LINK_BUSY,
+    return failure(
+        LLMStatusCode.LLM_LINK_BUSY, f"the link to cluster {cluster_id} is in use by another call"
     )
 
 

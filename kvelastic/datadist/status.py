@@ -13,12 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Final
 
-from kvelastic.datadist.named_enum import NamedEnum
 from kvelastic.errors import DataDistError, KvelasticError
 
 _BASE: Final = 0x5010B000
+
+
+class NamedEnum(IntEnum):
+    """Numbers that print as their names, as the original's enumerations do: `LLMRole.MIX`."""
+
+    def __str__(self) -> str:
+        """The class and the member."""
+        return f"{type(self).__name__}.{self.name}"
+
+    def __format__(self, spec: str) -> str:
+        """Return `str()`, padded as an f-string asks."""
+        return format(str(self), spec)
 
 
 class LLMStatusCode(NamedEnum):
@@ -100,6 +112,11 @@ class LLMException(DataDistError):  # noqa: N818 - the interface's name
     def status_code(self) -> LLMStatusCode:
         """The code that the call came to."""
         return self._status_code
+
+
+def failure(status: LLMStatusCode, message: str) -> LLMException:
+    """The exception of a code."""
+    return LLMException(message, status_code=status)
 
 
 class LLMParamError(LLMException, ValueError):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Final
 
 import msgspec
@@ -90,8 +91,11 @@ class Join(_Said):
     token: Annotated[str, Meta(max_length=64)]
 
 
-class Cache(_Said):
-    """A cache's description and addresses."""
+class Cache(_Said, dict=True):
+    """A cache as a key led to it: its description, the key's row, and its addresses in its process.
+
+    The row is 0 for a blocks cache; addresses are of each device, of each tensor.
+    """
 
     cache_id: Uint64
     is_blocks: bool
@@ -106,6 +110,7 @@ class Cache(_Said):
         Meta(min_length=1, max_length=MAX_DEVICES),
     ]
 
+    @cached_property
     def desc(self) -> CacheDesc:
         """Its description. Raises `TypeError`, `ValueError` where it is none."""
         return CacheDesc(

@@ -172,6 +172,34 @@ def test_blocks_are_pulled_from_either_side(pair):
     )
 
 
+def test_a_blocks_cache_is_looked_up_once(open_pair):
+    """And again where it has gone: another cache of the same model is found, and none of it."""
+    one, two = open_pair
+    make_blocks(one, key=1)
+    make_blocks(two, fill=False)
+    one.run(
+        "finds = []; answered = datadist._links._answered\n"
+        "def noting(link, asked):\n"
+        "    finds.append(type(asked).__name__)\n"
+        "    return answered(link, asked)\n"
+        "datadist._links._answered = noting"
+    )
+    pull = "manager.pull_blocks(BlocksCacheKey(1), blocks, [1], [2])"
+    push = "manager.push_blocks(BlocksCacheKey(1), blocks, [2], [3])"
+    for call in (pull, pull, push, push):
+        assert two.status(call) == "LLM_SUCCESS"
+    assert one("finds") == ["Find", "Find"]  # a push asks whether it may
+    assert row(two, 2, "blocks") == [1, 17, 33, 49]
+    one.run("manager.deallocate_blocks_cache(blocks)")
+    make_blocks(one, key=1)
+    one.run("[write(blocks, t, 64, [100 + t] * 64) for t in range(4)]")
+    assert two.status(pull) == "LLM_SUCCESS"
+    assert row(two, 2, "blocks") == [100, 101, 102, 103]
+    one.run("manager.deallocate_blocks_cache(blocks)")
+    assert two.status(pull) == "LLM_KV_CACHE_NOT_EXIST"
+    assert two.status(push) == "LLM_KV_CACHE_NOT_EXIST"
+
+
 def test_a_row_fills_blocks(pair):
     one, two = pair
     make(one, "[CacheKey(1, 7)]")
