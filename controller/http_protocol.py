@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,6 +32,13 @@ SEND_TIMEOUT = "kvelastic.send_timeout"
 """Key of a request's ASGI scope: its connection was cut, as its client took nothing."""
 
 
+class _Bounds(NamedTuple):
+    max_header_bytes: int
+    header_timeout_s: float
+    connections: Connections
+    more_headers: Callable[[Headers], Headers]
+
+
 def bounded_protocol(
     max_header_bytes: int,
     header_timeout_s: float,
@@ -42,192 +49,200 @@ def bounded_protocol(
 
     `more_headers` says what an answer that is made here has beside its own, from those that came.
     """
+    bounds = _Bounds(max_header_bytes, header_timeout_s, connections, more_headers)
+    return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": bounds})
 
-    class BoundedProtocol(HttpToolsProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._header_bytes = 0
-            self._in_headers = False
-            self._is_over = False
-            self._is_deaf = False
-            """What comes is no HTTP any more; answers still go out."""
-            self._upgrades = False
-            """The request that has come is a WebSocket's, and is served as one."""
-            self._header_timer: asyncio.TimerHandle | None = None
-            self._earlier: list[RequestResponseCycle] = []
-            self._place = Place.SERVED
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._place = connections.enter(self)
-            if self._place is Place.CLOSED:
-                transport.abort()
-                return
-            self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
+class _BoundedProtocol(HttpToolsProtocol):
+    bounds: ClassVar[_Bounds]
 
-        def cut(self) -> None:
-            """End it now. Called in the loop, when the client takes nothing of its answer."""
-            for cycle in (*self._earlier, self.cycle):
-                if cycle is not None:
-                    cycle.scope[SEND_TIMEOUT] = True  # type: ignore[literal-required]
-            self.transport.abort()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_bytes = 0
+        self._in_headers = False
+        self._is_over = False
+        self._is_deaf = False
+        """What comes is no HTTP any more; answers still go out."""
+        self._upgrades = False
+        """The request that has come is a WebSocket's, and is served as one."""
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._earlier: list[RequestResponseCycle] = []
+        self._place = Place.SERVED
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.leave(self)
-            self._stop_timer()
-            waiting = [cycle for cycle, _ in self.pipeline]
-            super().connection_lost(exc)
-            for cycle in (*self._earlier, *waiting):
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                cycle.message_event.set()
-            self.pipeline.clear()
-            self._earlier.clear()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._place = self.bounds.connections.enter(self)
+        if self._place is Place.CLOSED:
+            transport.abort()
+            return
+        self._start_timer()
 
-        def data_received(self, data: bytes) -> None:
-            if self._is_over or self._is_deaf:
-                return
-            super().data_received(data)
-            if self.parser is None or self._is_over:
-                return
-            if self._in_headers:
-                # What the parser holds back of a line that has no end yet is counted as well.
-                self._count(len(data))
-                if self._header_timer is None:
-                    self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
-            elif self.timeout_keep_alive_task is None and self._is_idle:
-                # The rest of a request that was answered early has stopped uvicorn's timer, and
-                # nothing would set it again: the connection would stay for ever.
-                self.timeout_keep_alive_task = self.loop.call_later(
-                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+    def cut(self) -> None:
+        """End it now. Called in the loop, when the client takes nothing of its answer."""
+        for cycle in (*self._earlier, self.cycle):
+            if cycle is not None:
+                cycle.scope[SEND_TIMEOUT] = True  # type: ignore[literal-required]
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.bounds.connections.leave(self)
+        self._stop_timer()
+        waiting = [cycle for cycle, _ in self.pipeline]
+        super().connection_lost(exc)
+        for cycle in (*self._earlier, *waiting):
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline.clear()
+        self._earlier.clear()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over or self._is_deaf:
+            return
+        super().data_received(data)
+        if self.parser is None or self._is_over:
+            return
+        if self._in_headers:
+            # What the parser holds back of a line that has no end yet is counted as well.
+            self._count(len(data))
+            if self._header_timer is None:
+                self._header_timer = self.loop.call_later(
+                    self.bounds.header_timeout_s, self._too_late
                 )
+        elif self.timeout_keep_alive_task is None and self._is_idle:
+            # The rest of a request that was answered early has stopped uvicorn's timer, and
+            # nothing would set it again: the connection would stay for ever.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
-        @property
-        def _is_idle(self) -> bool:
-            """Nothing is being answered, and no headers are being waited for."""
-            is_answered = self.cycle is None or self.cycle.response_complete
-            return is_answered and self._header_timer is None and not self.transport.is_closing()
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is being answered, and no headers are being waited for."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and self._header_timer is None and not self.transport.is_closing()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._header_bytes = 0
-            self._in_headers = True
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self._in_headers = True
 
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            self._count(len(url))
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value) + 4)
-            if not self._is_over:
-                super().on_header(name, value)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        if not self._is_over:
+            super().on_header(name, value)
 
-        def on_headers_complete(self) -> None:
-            self._in_headers = False
-            self._stop_timer()
-            if self._place is not Place.SERVED:
-                self._end(_too_many(connections.most))
-            if self._is_over:
-                return
-            previous = self.cycle
-            if self.parser.should_upgrade():
-                self._upgrades = self._is_websocket
-                if self._upgrades:
-                    super().on_headers_complete()
-                else:
-                    self._refuse_upgrade()
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_timer()
+        if self._place is not Place.SERVED:
+            self._end(_too_many(self.bounds.connections.most))
+        if self._is_over:
+            return
+        previous = self.cycle
+        if self.parser.should_upgrade():
+            self._upgrades = self._is_websocket
+            if self._upgrades:
+                super().on_headers_complete()
             else:
-                super().on_headers_complete()
-            if previous is not None and not previous.response_complete:
-                self._earlier = [c for c in self._earlier if not c.response_complete]
-                self._earlier.append(previous)
+                self._refuse_upgrade()
+        else:
+            super().on_headers_complete()
+        if previous is not None and not previous.response_complete:
+            self._earlier = [c for c in self._earlier if not c.response_complete]
+            self._earlier.append(previous)
 
-        @property
-        def _is_websocket(self) -> bool:
-            """It asks for a WebSocket that is served, and nothing before it is being answered."""
-            path = self.url.partition(b"?")[0].decode("latin-1")
-            is_free = self.cycle is None or self.cycle.response_complete
-            is_get = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
-            has_body = any(name in _BODY_HEADERS for name, _ in self.headers)
-            is_asked = is_get and not has_body and self._get_upgrade() == b"websocket"
-            return is_free and is_asked and is_realtime(path)
+    @property
+    def _is_websocket(self) -> bool:
+        """It asks for a WebSocket that is served, and nothing before it is being answered."""
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        is_free = self.cycle is None or self.cycle.response_complete
+        is_get = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
+        has_body = any(name in _BODY_HEADERS for name, _ in self.headers)
+        is_asked = is_get and not has_body and self._get_upgrade() == b"websocket"
+        return is_free and is_asked and is_realtime(path)
 
-        def _should_upgrade(self) -> bool:
-            return self._upgrades
+    def _should_upgrade(self) -> bool:
+        return self._upgrades
 
-        def handle_websocket_upgrade(self) -> None:
-            """The connection is another protocol's from here on, which takes its place."""
-            connections.leave(self)
-            super().handle_websocket_upgrade()
+    def handle_websocket_upgrade(self) -> None:
+        """The connection is another protocol's from here on, which takes its place."""
+        self.bounds.connections.leave(self)
+        super().handle_websocket_upgrade()
 
-        def _refuse_upgrade(self) -> None:
-            """In its turn. What follows is not read: the parser would take a body for requests."""
-            self._is_deaf = True
-            app, self.app = self.app, _upgrade_refused
-            try:
-                super().on_headers_complete()
-            finally:
-                self.app = app
-            self.cycle.keep_alive = False
+    def _refuse_upgrade(self) -> None:
+        """In its turn. What follows is not read: the parser would take a body for requests."""
+        self._is_deaf = True
+        app, self.app = self.app, _upgrade_refused
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
+        self.cycle.keep_alive = False
 
-        def _unsupported_upgrade_warning(self) -> None:
-            """Nothing: uvicorn's own would have a WebSocket library installed."""
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn's own would have a WebSocket library installed."""
 
-        def send_400_response(self, _: str) -> None:
-            """The parser has stumbled."""
-            self._end(_NO_HTTP)
+    def send_400_response(self, _: str) -> None:
+        """The parser has stumbled."""
+        self._end(_NO_HTTP)
 
-        def on_body(self, body: bytes) -> None:
-            if not self._is_over:
-                super().on_body(body)
+    def on_body(self, body: bytes) -> None:
+        if not self._is_over:
+            super().on_body(body)
 
-        def on_message_complete(self) -> None:
-            if not self._is_over:
-                super().on_message_complete()
+    def on_message_complete(self) -> None:
+        if not self._is_over:
+            super().on_message_complete()
 
-        def _count(self, count: int) -> None:
-            self._header_bytes += count
-            if self._header_bytes > max_header_bytes and not self._is_over:
-                self._end(Refusal(431, "headers_too_large", "The headers are too large."))
+    def _count(self, count: int) -> None:
+        self._header_bytes += count
+        if self._header_bytes > self.bounds.max_header_bytes and not self._is_over:
+            self._end(Refusal(431, "headers_too_large", "The headers are too large."))
 
-        def _too_late(self) -> None:
+    def _too_late(self) -> None:
+        self._header_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._end(Refusal(408, "request_timeout", "No whole request came in time."))
+
+    def _end(self, refusal: Refusal) -> None:
+        self._is_over = True
+        if self.transport.is_closing():
+            return
+        if self._can_answer:
+            url: bytes = getattr(self, "url", b"")  # uvicorn has none before the first request
+            path = url.partition(b"?")[0].decode("latin-1")
+            headers, body = refusal_parts(refusal, path)
+            headers += self.bounds.more_headers(self.headers or [])
+            head = b"HTTP/1.1 %d \r\nconnection: close\r\n" % refusal.status
+            lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+            self.transport.write(head + lines + b"\r\n" + body)
+            if self.cycle is not None:  # its application has nothing to add
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+        self.transport.close()
+
+    @property
+    def _can_answer(self) -> bool:
+        """Whether it is the turn of what is refused: nothing before it is being answered."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return True
+        is_refused = cycle.more_body and not self._in_headers
+        is_first = all(each.response_complete for each in self._earlier)
+        return is_refused and is_first and not cycle.response_started
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.bounds.header_timeout_s, self._too_late)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
             self._header_timer = None
-            if self.cycle is None or self.cycle.response_complete:
-                self._end(Refusal(408, "request_timeout", "No whole request came in time."))
-
-        def _end(self, refusal: Refusal) -> None:
-            self._is_over = True
-            if self.transport.is_closing():
-                return
-            if self._can_answer:
-                url: bytes = getattr(self, "url", b"")  # uvicorn has none before the first request
-                path = url.partition(b"?")[0].decode("latin-1")
-                headers, body = refusal_parts(refusal, path)
-                headers += more_headers(self.headers or [])
-                head = b"HTTP/1.1 %d \r\nconnection: close\r\n" % refusal.status
-                lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-                self.transport.write(head + lines + b"\r\n" + body)
-                if self.cycle is not None:  # its application has nothing to add
-                    self.cycle.disconnected = True
-                    self.cycle.message_event.set()
-            self.transport.close()
-
-        @property
-        def _can_answer(self) -> bool:
-            """Whether it is the turn of what is refused: nothing before it is being answered."""
-            cycle = self.cycle
-            if cycle is None or cycle.response_complete:
-                return True
-            is_refused = cycle.more_body and not self._in_headers
-            is_first = all(each.response_complete for each in self._earlier)
-            return is_refused and is_first and not cycle.response_started
-
-        def _stop_timer(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-
-    return BoundedProtocol
 
 
 def _too_many(most: int) -> Refusal:

@@ -7,7 +7,7 @@ taken, and pings to clients that may be gone.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -27,34 +27,36 @@ MOST_UNREAD_BYTES: Final = 1 << 20
 
 def bounded_websocket(connections: Connections) -> type[asyncio.Protocol]:
     """A protocol class for `uvicorn.Config(ws=...)`."""
+    return type("BoundedWebSocket", (_BoundedWebSocket,), {"counted_in": connections})
 
-    class BoundedWebSocket(WebSocketsSansIOProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.close_timeout = CLOSE_S
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            connections.enter(self)  # in the place of its HTTP connection, which has just left
+class _BoundedWebSocket(WebSocketsSansIOProtocol):
+    counted_in: ClassVar[Connections]
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.leave(self)
-            super().connection_lost(exc)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.close_timeout = CLOSE_S
 
-        def cut(self) -> None:
-            """End it now. Called in the loop, when the client takes nothing of what it is sent."""
-            self.transport.abort()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.counted_in.enter(self)  # in the place of its HTTP connection, which has just left
 
-        def handle_cont(self, event: Frame) -> None:
-            if len(self.frames) >= MOST_FRAGMENTS:
-                self.cut()
-                return
-            super().handle_cont(event)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.counted_in.leave(self)
+        super().connection_lost(exc)
 
-        def handle_ping(self) -> None:
-            if self.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
-                self.cut()
-                return
-            super().handle_ping()
+    def cut(self) -> None:
+        """End it now. Called in the loop, when the client takes nothing of what it is sent."""
+        self.transport.abort()
 
-    return BoundedWebSocket
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) >= MOST_FRAGMENTS:
+            self.cut()
+            return
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        if self.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            self.cut()
+            return
+        super().handle_ping()
