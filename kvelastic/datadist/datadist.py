@@ -179,12 +179,12 @@ class LLMDataDist:
         found = _checked(clusters, needs_address=False)
         deadline_s = _deadline(timeout)
         checks.flag("force", force)
-        return _for_each(
-            found,
-            lambda cluster: self._links.unlink(
-                cluster.remote_cluster_id or 0, deadline_s, force=force
-            ),
-        )
+
+        def unlink(cluster: LLMClusterInfo) -> None:
+            assert cluster.remote_cluster_id is not None
+            self._links.unlink(cluster.remote_cluster_id, deadline_s, force=force)
+
+        return _for_each(found, unlink)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Return if the peer answers within `sync_kv_timeout`. Of the first generation's DECODER.

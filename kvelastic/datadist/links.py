@@ -123,19 +123,9 @@ class Links:
         """
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
-        with self._alone(cluster_id):
-            with self._lock:
-                peer = self._peers.get(cluster_id)
-                link = peer.link if peer is not None and peer.is_linked else None
-                if peer is not None and link is not None and peer.is_wanted:
-                    raise failure(LLMStatusCode.LLM_ALREADY_LINK, f"cluster {cluster_id} is linked")
-                linked = sum(one.is_linked for one in self._peers.values())
-                if link is None and linked + len(self._in_progress) > MOST_LINKS:
-                    raise failure(
-                        LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
-                        f"{MOST_LINKS} clusters are linked; unlink some",
-                    )
+        with self._alone(cluster_id, to_link=True) as peer:
             self._has_linked = True
+            link = peer.link if peer is not None and peer.is_linked else None
             if link is None:
                 host, port = cluster.remote_ip_infos[0]
                 link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
@@ -147,25 +137,43 @@ class Links:
                     link.unlink(0, force=True)
                 raise
             with self._lock:
-                peer = self._peers.get(cluster_id)
-                if peer is not None and peer.link is link:
-                    peer.is_wanted = True
+                now = self._peers.get(cluster_id)
+                if now is not None and now.link is link:
+                    now.is_wanted = True
 
     @contextmanager
-    def _alone(self, cluster_id: int) -> Iterator[None]:
-        """No other thread links or unlinks this peer meanwhile (`LLM_PROCESSING_LINK`)."""
+    def _alone(self, cluster_id: int, *, to_link: bool = False) -> Iterator[Peer | None]:
+        """The peer, if there is one; no other thread links or unlinks it meanwhile.
+
+        Raises `LLM_PROCESSING_LINK`; `to_link`: also for a link that must not be made.
+        """
         with self._lock:
             if cluster_id in self._in_progress:
                 raise failure(
                     LLMStatusCode.LLM_PROCESSING_LINK,
                     f"another thread links or unlinks cluster {cluster_id}",
                 )
+            peer = self._peers.get(cluster_id)
+            if to_link:
+                self._refuse_link(cluster_id, peer)
             self._in_progress.add(cluster_id)
         try:
-            yield
+            yield peer
         finally:
             with self._lock:
                 self._in_progress.discard(cluster_id)
+
+    def _refuse_link(self, cluster_id: int, peer: Peer | None) -> None:
+        if peer is not None and peer.is_linked:
+            if peer.is_wanted:
+                raise failure(LLMStatusCode.LLM_ALREADY_LINK, f"cluster {cluster_id} is linked")
+            return
+        linked = sum(one.is_linked for one in self._peers.values())
+        if linked + len(self._in_progress) >= MOST_LINKS:
+            raise failure(
+                LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
+                f"{MOST_LINKS} clusters are linked; unlink some",
+            )
 
     def _connect(self, cluster_id: int, places: list[Address], deadline_s: float) -> Link:
         """A link to the cluster at the first of its addresses where somebody listens."""
@@ -214,9 +222,7 @@ class Links:
 
         Raises `LLMException`, also if the peer does not reply: this side has ended then.
         """
-        with self._alone(cluster_id):
-            with self._lock:
-                peer = self._peers.get(cluster_id)
+        with self._alone(cluster_id) as peer:
             if peer is None:
                 if force:
                     return  # there is nothing on this side
