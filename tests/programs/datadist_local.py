@@ -14,15 +14,17 @@ from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.kv_cache_manager import KvCacheManager
+from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options, read_options
 from kvelastic.datadist.status import LLMException, LLMStatusCode
 
 
-class NoPeers:
-    """Nobody is linked."""
+class NoPeers(Links):
+    """No peer is linked."""
 
-    has_linked = False
+    def __init__(self) -> None:
+        self._has_linked = False
 
     def call(self, cluster_id: int, *, is_layered: bool = False):
         raise LLMException("nobody", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
