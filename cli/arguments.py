@@ -169,5 +169,9 @@ def offered(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 def wait_option(until: str) -> Callable[[_Command], _Command]:
     """`--wait SECONDS`, as `wait_s`, of a command that requests something: `until` is its help."""
     return click.option(
-        "--wait", "wait_s", type=SecondsType(0), metavar="SECONDS", help=f"Until {until}."
+        "--wait",
+        "wait_s",
+        type=SecondsType(0),
+        metavar="SECONDS",
+        help=f"Wait until {until}, at most this long.",
     )

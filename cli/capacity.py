@@ -19,17 +19,19 @@ _BRIEF_LOOK_S: Final = 0.2
 """Without --wait: most of what goes, goes in this time."""
 
 
-@click.command("capacity", cls=ValueCommand, short_help="Set what instances may hold of a device.")
+@click.command(
+    "capacity", cls=ValueCommand, short_help="Set the capacity of a device for its instances."
+)
 @click.argument("device")
 @click.argument("size", type=SizeType())
-@click.option("--group", metavar="NAME", help="Their KVELASTIC_LEDGER, where there are several.")
-@wait_option("no more than that is held")
+@click.option("--group", metavar="NAME", help="Their KVELASTIC_LEDGER, if the device has several.")
+@wait_option("the use is within the capacity")
 def capacity_command(device: str, size: int, group: str | None, wait_s: float | None) -> None:
-    """Set how much of DEVICE (host, or a GPU's UUID) its instances may hold together to SIZE.
+    """Set the capacity of DEVICE (host, or a GPU's UUID) for its instances to SIZE.
 
-    It holds at once, for as long as one of them lives. Where more is held, they give it back as to
-    one who outranks them all, down to their guarantees; less than these add up to is refused.
-    Without --wait it is enough that it is set (exit code 3 if the time is over first).
+    It holds at once, while any of them is alive. If they hold more, they release the rest down
+    to their guarantees; a capacity below the sum of the guarantees is refused. --wait waits for
+    the release (exit code 3 if that takes longer).
     """
     from kvelastic.cli.finding import sweep
     from kvelastic.ledger import set_capacity

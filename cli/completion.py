@@ -11,7 +11,7 @@ from kvelastic.cli.saying import say
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> None:
-    """Print the script that has a shell complete commands, options and instance names.
+    """Print a shell's script that completes commands, options and instance names.
 
     \b
     bash:  eval "$(kvctl completion bash)"       in ~/.bashrc

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @click.command("devices", short_help="Show the memory of the host and of every GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/kvctl.md).")
 def devices_command(as_json: bool) -> None:
-    """Show the memory of the host and of every GPU, and who holds it.
+    """Show the memory of the host and of every GPU, and its holders.
 
-    No GPU is opened for it: nothing of its memory is taken. Why a GPU or all of them cannot be
-    asked is said on stderr, or in the device's problem; the command does not fail.
+    Opens no GPU and uses none of its memory. If a GPU cannot be queried, stderr or the device's
+    problem has the reason; the command does not fail.
     """
     from kvelastic.cli.device_rows import device_rows
     from kvelastic.cli.fitting_table import show

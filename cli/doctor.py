@@ -52,16 +52,15 @@ _NOT_SHOWN: Final = frozenset(
 )  # fmt: skip
 
 
-@click.command("doctor", short_help="Check this machine, and say what to do.")
+@click.command("doctor", short_help="Check this machine and print advice.")
 @click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/doctor.md).")
 @click.option("--probe", is_flag=True, help="Also load kvelastic into each engine (a minute).")
 def doctor_command(as_json: bool, probe: bool) -> None:
-    """Check this machine, and say what to do where something is wrong.
+    """Check this machine and print advice for each fault.
 
-    Looks at the GPUs and their driver, memory, limits, shared memory, the variables of kvelastic
-    and the engines that are installed; with --probe also whether these are built as kvelastic
-    expects, without starting one. Changes nothing. Ends with 1 if there is a problem, with 0
-    if there are at most warnings.
+    Checks the GPUs and their driver, memory, limits, shared memory, kvelastic's variables and
+    the installed engines; with --probe also whether these are built as expected, without
+    starting one. Changes nothing. Exit code 1 if there is a problem, else 0.
     """
     from kvelastic.doctor.gather import gather
     from kvelastic.doctor.judge import judge
@@ -75,13 +74,13 @@ def doctor_command(as_json: bool, probe: bool) -> None:
         sys.exit(1)
 
 
-@click.command("explain", short_help="Why does it hold what it holds?")
+@click.command("explain", short_help="Explain an instance's current memory use.")
 @click.argument("name", type=NameType())
 @click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
 def explain_command(name: str, as_json: bool) -> None:
-    """Say why an instance holds what it holds, what is blocked and by what, and what to do.
+    """Explain an instance's memory use and blocked requests, with advice.
 
-    Looks at the instance's segment, its tiers and the ledgers of its devices, and changes nothing.
+    Reads the instance's segment, its tiers and the ledgers of its devices. Changes nothing.
     """
     import time
 

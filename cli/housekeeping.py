@@ -11,12 +11,16 @@ from kvelastic.cli.saying import say, say_json
 
 @click.command("delete", short_help="Remove a segment's name.")
 @click.argument("name", type=NameType())
-@click.option("--force", is_flag=True, help="Also of a live instance, which goes on without it.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Remove it even if the instance is running; the instance continues.",
+)
 def delete_command(name: str, force: bool) -> None:
     """Remove a segment's name.
 
-    Only the name: a live instance (--force) keeps its memory and its limit, but nobody can see or
-    limit it any more.
+    Without --force a live instance is refused. With it the instance keeps its memory and its
+    limit, but can no longer be seen or limited.
     """
     from kvelastic.errors import SegmentBusyError
     from kvelastic.segment import delete
@@ -28,13 +32,13 @@ def delete_command(name: str, force: bool) -> None:
     say(f"Deleted {name}.")
 
 
-@click.command("gc", short_help="Remove what dead instances have left.")
+@click.command("gc", short_help="Remove files of dead instances.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
 def gc_command(as_json: bool) -> None:
-    """Remove what dead instances have left behind, and say what.
+    """Remove and list the files of dead instances.
 
-    Removed are segments of the dead, their places in ledgers, and ledgers that nobody is a member
-    of any more; never what belongs to others.
+    Removes segments of dead instances, their grants in ledgers, and ledgers without members;
+    never another user's files.
     """
     from kvelastic.cli.ledgers import reap_ledgers
     from kvelastic.segment import list_segments, reap

@@ -20,7 +20,7 @@ from kvelastic.instance.row import Row
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=NameType())
 @click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/kvctl.md).")
 def list_command(names: tuple[str, ...], as_json: bool) -> None:
-    """Show every instance: its limit, and where its memory is."""
+    """Show every instance: its limit and its memory."""
     sweep()
     found = rows(names)
     if as_json:
@@ -29,7 +29,7 @@ def list_command(names: tuple[str, ...], as_json: bool) -> None:
     show(found)
 
 
-@click.command("watch", short_help="List again and again, until Ctrl-C.")
+@click.command("watch", short_help="Repeat the list until Ctrl-C.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=NameType())
 @click.option(
     "-n",
@@ -39,16 +39,18 @@ def list_command(names: tuple[str, ...], as_json: bool) -> None:
     default=1.0,
     metavar="SECONDS",
     show_default=True,
-    help="Time between two looks.",
+    help="Time between two refreshes.",
 )
-@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print the array of `list`, one line a look.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N refreshes.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the array of `list`, one line for each refresh."
+)
 def watch_command(
     names: tuple[str, ...], interval_s: float, count: int | None, as_json: bool
 ) -> None:
-    """Show the instances again and again, until Ctrl-C.
+    """Show the instances repeatedly, until Ctrl-C.
 
-    On a terminal the table stays in place; in a pipe one plain table an interval is printed.
+    On a terminal the table stays in place; in a pipe each interval prints a plain table.
     """
     sweep()
     rows(names)  # an unknown name is an error now, not an empty table for ever
@@ -61,20 +63,20 @@ def watch_command(
     watch(look, interval_s, count, as_json=as_json)
 
 
-@click.command("stats", short_help="Every figure of one instance.")
+@click.command("stats", short_help="Show all statistics of one instance.")
 @click.argument("name", type=NameType())
 @click.option(
     "--interval",
     "interval_s",
     type=SecondsType(0.01),
     metavar="SECONDS",
-    help="Look twice, so far apart, and say how fast the counters grow.",
+    help="Read twice, this far apart, and show rates.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
 def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
-    """Show every figure of one instance: limits, memory, blocks, pages, counters.
+    """Show all statistics of one instance: limits, memory, blocks, pages, counters.
 
-    With --interval the counters also come as rates: so many a second in that time.
+    --interval adds the counters' rates per second.
     """
     from kvelastic.cli.stats import look, stats_of, stats_text
 

@@ -98,7 +98,7 @@ class KvctlGroup(Program, click.Group):
 )
 @click.version_option(__version__, message="kvctl %(version)s")
 def main() -> None:
-    """Look at kvelastic's instances and change their memory limits while they run."""
+    """Show kvelastic's instances and change their memory limits while they run."""
 
 
 @main.command("version")

@@ -31,21 +31,25 @@ if TYPE_CHECKING:
 @click.command("limit", cls=ValueCommand, short_help="Set the memory limit of an instance.")
 @click.argument("name", type=NameType())
 @click.argument("size", type=LimitType())
-@wait_option("applied")
+@wait_option("the request is applied")
 def limit_command(name: str, size: int, wait_s: float | None) -> None:
     """Set the memory limit of an instance to SIZE (512M, 1.5GiB, 2g, or bytes).
 
-    `none` lifts the limit: the instance may use its whole device. Without --wait it is enough that
-    the request is written; with it, the instance must have applied the limit in that time (exit
-    code 3 if not). A request that is refused ends with exit code 1 in either case.
+    `none` removes the limit: the instance may use its whole device. --wait waits until the
+    limit is applied (exit code 3 if that takes longer). A refused request ends with exit code
+    1.
     """
     _ask(name, wait_s, limit_bytes=size)
 
 
-@click.command("limit-percent", cls=ValueCommand, short_help="The same, in percent of its device.")
+@click.command(
+    "limit-percent",
+    cls=ValueCommand,
+    short_help="Set the limit as a percentage of the device's capacity.",
+)
 @click.argument("name", type=NameType())
 @click.argument("percent", type=PercentType())
-@wait_option("applied")
+@wait_option("the request is applied")
 def limit_percent_command(name: str, percent: float, wait_s: float | None) -> None:
     """Set the memory limit of an instance to PERCENT of its own device's capacity."""
     capacity_bytes: int = readable(name, sweep()).usage["capacity_bytes"]
@@ -56,17 +60,21 @@ def limit_percent_command(name: str, percent: float, wait_s: float | None) -> No
 
 @click.command("set", cls=ValueCommand, short_help="Set guarantee, limit and priority in one step.")
 @click.argument("name", type=NameType())
-@click.option("--min", "min_bytes", type=SizeType(), metavar="SIZE", help="Never taken from it.")
 @click.option(
-    "--limit", "limit_bytes", type=LimitType(), metavar="SIZE", help="Never exceeded; or `none`."
+    "--min",
+    "min_bytes",
+    type=SizeType(),
+    metavar="SIZE",
+    help="Guarantee: no other instance takes memory below it.",
 )
+@click.option("--limit", "limit_bytes", type=LimitType(), metavar="SIZE", help="Limit, or `none`.")
 @click.option(
     "--priority",
     type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
     metavar="N",
     help=f"{-MAX_PRIORITY} to {MAX_PRIORITY}; higher keeps its memory longer.",
 )
-@wait_option("applied")
+@wait_option("the request is applied")
 def set_command(
     name: str,
     min_bytes: int | None,
@@ -74,23 +82,23 @@ def set_command(
     priority: int | None,
     wait_s: float | None,
 ) -> None:
-    """Set the guarantee, the limit and the priority of an instance, all of them in one step.
+    """Set guarantee, limit and priority of an instance in one step.
 
-    What is not named stays as it is. The instance takes all of it or, where it refuses (guarantees
-    that add up to more than the device), nothing. --wait and exit codes are those of `limit`.
+    Other values stay. The instance accepts the whole request or refuses it (guarantees that add
+    up to more than the capacity). --wait and exit codes are those of `limit`.
     """
     if limit_bytes is None and min_bytes is None and priority is None:
         raise click.UsageError("say what to set: --min, --limit or --priority.")
     _ask(name, wait_s, limit_bytes=limit_bytes, min_bytes=min_bytes, priority=priority)
 
 
-@click.command("trim", short_help="Give parked pages back.")
+@click.command("trim", short_help="Release parked pages.")
 @click.argument("name", type=NameType())
 @wait_option("it is done")
 def trim_command(name: str, wait_s: float | None) -> None:
-    """Have an instance give back its parked pages: free ones, kept mapped for the next use.
+    """Make an instance release its parked pages: free pages, kept mapped for the next use.
 
-    Says how much came back. Nothing that holds contents is touched, and the limit stays.
+    Prints the released size. Contents and limit stay.
     """
     from kvelastic.segment import Request
 

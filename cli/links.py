@@ -59,7 +59,7 @@ _json_option = click.option(
 )
 
 
-@click.group("links", cls=ShowingGroup, short_help="Who copies KV from whom, and ending a link.")
+@click.group("links", cls=ShowingGroup, short_help="Show or cut links between processes.")
 def links_command() -> None:
     """Show the links of all nodes, or of NODE; or cut one.
 
@@ -71,7 +71,7 @@ def links_command() -> None:
 @click.argument("node_id", metavar="[NODE]", type=NodeIdType(), required=False)
 @_json_option
 def show_command(node_id: int | None, as_json: bool) -> None:
-    """Show who is linked with whom, and what went over each link."""
+    """Show every link, and the bytes that went over it."""
     from kvelastic.link_status import look, object_of
 
     if node_id is None:
@@ -89,7 +89,7 @@ def show_command(node_id: int | None, as_json: bool) -> None:
 @links_command.command("cut")
 @click.argument("node_id", metavar="NODE", type=NodeIdType())
 @click.argument("peer_id", metavar="PEER", type=NodeIdType())
-@click.option("--pid", type=int, help="Of the node's process, where several have its id.")
+@click.option("--pid", type=int, help="Process of the node, if several have its id.")
 @wait_option("it is done")
 @_json_option
 def cut_command(
@@ -97,7 +97,7 @@ def cut_command(
 ) -> None:
     """End the link between NODE and PEER at once, on both sides.
 
-    Copies over it fail, and nothing stays pinned for them. Either side may link anew.
+    Copies over it fail, and their pins end. Either side may link again.
     """
     from kvelastic.link_status import cut
 

@@ -59,7 +59,7 @@ class AddressType(click.ParamType):  # type: ignore[type-arg]
         return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
-@click.command("metrics", short_help="Print or serve all figures for Prometheus.")
+@click.command("metrics", short_help="Print or serve metrics for Prometheus.")
 @click.option(
     "--listen",
     "address",
@@ -69,10 +69,10 @@ class AddressType(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--public", is_flag=True, help="Also on an address that other machines can reach.")
 def metrics_command(address: Address | None, public: bool) -> None:
-    """Print what all instances and ledgers say in the text format of Prometheus.
+    """Print the metrics of instances and ledgers in Prometheus' text format.
 
-    With --listen they are served over HTTP, and each request is a fresh look. Other machines are
-    kept out unless --public: the names of models are nobody else's business.
+    --listen serves them over HTTP, with fresh values for each request. Addresses that other
+    machines can reach need --public, because names of models are private.
     """
     try:
         from kvelastic.metrics import KvelasticCollector

@@ -36,13 +36,13 @@ _OWN_HELP: Final = (
 )
 
 
-@click.command("shell", short_help="Commands one after another, with history and completion.")
+@click.command("shell", short_help="Run several commands, with history and completion.")
 @click.pass_context
 def shell_command(ctx: click.Context) -> None:
     """Read commands from the terminal or from a pipe, and run them one after another.
 
-    On a terminal with completion (Tab) and a history. With commands on stdin the exit code is that
-    of the last one that failed, 0 if none did. `#` begins a comment.
+    A terminal has completion (Tab) and a history. With commands on stdin the exit code is that
+    of the last failed command, or 0. `#` begins a comment.
     """
     group = ctx.find_root().command
     assert isinstance(group, click.Group)

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from kvelastic.segment import Answer, Request, SegmentInfo
 
 
-@click.command("sleep", short_help="Have an instance hold no memory until it is woken.")
+@click.command("sleep", short_help="Release an instance's memory until it is woken.")
 @click.argument("name", type=NameType())
-@wait_option("nothing is held")
+@wait_option("all memory is released")
 def sleep_command(name: str, wait_s: float | None) -> None:
-    """Put an instance to sleep: it hands out no block and gives all its memory back.
+    """Put an instance to sleep: it allocates no block and releases its memory.
 
-    What is cached is evicted, and demoted where there are tiers: to the nearest one before this
-    ends, to the farther ones afterwards. What requests still use goes when they end (exit code 3 if
-    that is not so within --wait). The limit stays, and nothing is handed out again before
-    `kvctl wake`.
+    Cached blocks are evicted. With tiers they are copied first: to the nearest tier before the
+    command ends, to farther ones afterwards. Blocks in use are released when their requests end
+    (exit code 3 if that takes longer than --wait). The limit stays. `kvctl wake` ends the
+    sleep.
     """
     from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.segment import Request
@@ -48,11 +48,11 @@ def sleep_command(name: str, wait_s: float | None) -> None:
         _end_otherwise(name, request, outcome, answer, wait_s)
 
 
-@click.command("wake", short_help="Wake an instance that sleeps.")
+@click.command("wake", short_help="Wake a sleeping instance.")
 @click.argument("name", type=NameType())
 @wait_option("it is awake")
 def wake_command(name: str, wait_s: float | None) -> None:
-    """Wake an instance: it hands out blocks again, within the limit that it has.
+    """Wake an instance: it allocates blocks again, within its limit.
 
     Memory comes with the next request.
     """

@@ -40,14 +40,12 @@ _json_option = click.option(
 )
 
 
-@click.group(
-    "tiers", cls=ShowingGroup, short_help="Where cached blocks are kept, and what to do about it."
-)
+@click.group("tiers", cls=ShowingGroup, short_help="Show and control the tiers of cached blocks.")
 def tiers_command() -> None:
-    """Show the tiers of all instances, or of NAME; or do something about them.
+    """Show the tiers of every instance, or of NAME; or change them.
 
-    `kvctl tiers [NAME] [--json]` shows; an instance that is called as a command of these is shown
-    by `kvctl tiers show NAME`.
+    `kvctl tiers [NAME] [--json]` shows them. Use `kvctl tiers show NAME` for an instance with
+    the name of a command.
     """
 
 
@@ -55,7 +53,7 @@ def tiers_command() -> None:
 @click.argument("name", type=NameType(), required=False)
 @_json_option
 def show_command(name: str | None, as_json: bool) -> None:
-    """Show what each tier holds, has done and costs, nearest first."""
+    """Show each tier's contents, work and cost, nearest first."""
     from kvelastic.cli.fitting_table import show
     from kvelastic.cli.tier_tables import as_object, plain_tables, rich_tables
 
@@ -70,13 +68,13 @@ def show_command(name: str | None, as_json: bool) -> None:
 @click.argument("name", type=NameType())
 @click.argument("tier", type=TierType())
 @click.argument("size", type=SizeType())
-@wait_option("it is kept")
+@wait_option("the tier is within the limit")
 @_json_option
 def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
-    """Have TIER hold no more than SIZE from now on; what is over it goes by the tier's policy.
+    """Set the limit of TIER to SIZE; the tier evicts records over it by its policy.
 
-    The limit of a disk is that of its folders, whoever fills them. A restart takes the one of
-    KVELASTIC_TIERS again.
+    A disk's limit belongs to its folders, for every engine. A restart uses KVELASTIC_TIERS
+    again.
     """
     from kvelastic.sizes import format_size
     from kvelastic.tier_status import TierRequest
@@ -94,7 +92,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
 @wait_option("it is done")
 @_json_option
 def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
-    """Have TIER give back what it holds beyond SIZE, once; its limit stays."""
+    """Evict records of TIER down to SIZE, once; its limit stays."""
     from kvelastic.sizes import format_size
     from kvelastic.tier_status import TierRequest
 
@@ -111,7 +109,7 @@ def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json:
 def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> None:
     """Erase every record of this instance's model and settings, in all its tiers.
 
-    Other engines of the same namespace lose what they share with it. What a cache holds stays.
+    Other engines of the same namespace lose the shared records. Caches stay.
     """
     from kvelastic.instance.row import printable
     from kvelastic.tier_status import TierRequest
@@ -129,16 +127,20 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
 @click.argument("name", type=NameType())
 @click.option("--model", metavar="MODEL", help="Only of this model, as engines call it.")
 @click.option(
-    "--older-than", "age_s", type=AgeType(), metavar="AGE", help="Only older (90s, 15m, 12h, 7d)."
+    "--older-than",
+    "age_s",
+    type=AgeType(),
+    metavar="AGE",
+    help="Only records older than this (90s, 15m, 12h, 7d).",
 )
 @wait_option("it is done")
 @_json_option
 def erase_command(
     name: str, model: str | None, age_s: float | None, wait_s: float | None, as_json: bool
 ) -> None:
-    """Erase the records of a model, or those older than an age, or both, in all its tiers.
+    """Erase records in all its tiers by model, by age, or both.
 
-    Whoever's they are, as far as its tiers reach; `clear` erases all of its own.
+    Includes other engines' records in these tiers; `clear` erases all of the instance's own.
     """
     from kvelastic.tier_status import TierRequest
 
@@ -150,12 +152,13 @@ def erase_command(
 
 @tiers_command.command("verify")
 @click.argument("name", type=NameType())
-@wait_option("all is compared")
+@wait_option("the check ends")
 @_json_option
 def verify_command(name: str, wait_s: float | None, as_json: bool) -> None:
     """Compare each tier's index with its account and its medium, and count records.
 
-    Nothing is demoted meanwhile. Exit code 1 if anything disagrees. Waits a minute without --wait.
+    Demotion pauses during the check. Exit code 1 at any difference. Waits a minute without
+    --wait.
     """
     from kvelastic.tier_status import TierRequest
 

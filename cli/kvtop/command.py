@@ -46,17 +46,17 @@ class KvtopCommand(Program):
     "interval_s",
     type=SecondsType(0.1),
     metavar="SECONDS",
-    help=f"Time between two looks.  [default: {_USUAL_INTERVAL_S:g}]",
+    help=f"Time between two refreshes.  [default: {_USUAL_INTERVAL_S:g}]",
 )
 @click.option("--once", is_flag=True, help="Print one plain screen and end.")
 @click.version_option(__version__, message="kvtop %(version)s")
 def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) -> None:
-    """Watch the devices and instances of this machine on one screen.
+    """Show the devices and instances of this machine live on one screen.
 
-    Keys select an instance and change its limit, guarantee or priority; ? shows them all. With
-    NAMEs only those instances and their devices are shown.
+    Keys select an instance and change its limit, guarantee or priority; ? lists the keys. With
+    NAMEs only these instances and their devices are shown.
 
-    --once prints to stdout, for pipes. Rates need two looks: --interval says how far apart.
+    --once prints to stdout, for pipes. With --interval it reads twice and shows rates.
     """
     if names:
         sweep()
