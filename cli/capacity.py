@@ -87,8 +87,9 @@ def _choose(device: str, group: str | None) -> LedgerInfo:
     if not found:
         of_group = "" if group is None else f" with KVELASTIC_LEDGER={group}"
         fail(
-            f"no instance{of_group} is on {device}, so there is nothing to change; the first one to"
-            " start goes by KVELASTIC_HOST_MEMORY or KVELASTIC_GPU_UTILIZATION. `kvctl devices`"
+            f"no instance{of_group} is on {device}, so there is nothing to change; the first"
+            " instance sets the capacity from KVELASTIC_HOST_MEMORY or KVELASTIC_GPU_UTILIZATION."
+            " `kvctl devices`"
             " shows the devices."
         )
     return found[0]

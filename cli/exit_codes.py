@@ -28,7 +28,7 @@ def say_pending(who: str, wait_s: float | None, *, as_json: bool) -> None:
     """
     text = f"{who} has not answered yet; the request stays"
     if wait_s is not None:
-        fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
+        fail(f"{text}, and it was not acknowledged within {wait_s:g} s.", EXIT_TIMED_OUT)
     if not as_json:
         say(f"{text}.")
 

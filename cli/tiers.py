@@ -117,7 +117,7 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
     _shown_of(name)
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("nobody can be asked here: add --yes.")
+            raise click.UsageError("stdin is not a terminal: add --yes.")
         click.confirm(f"Erase all that the tiers of {printable(name)} keep?", abort=True)
     answer = _ask(name, TierRequest("clear"), wait_s)
     _end(f"{name}: {_erased(name, answer)}", answer, name, wait_s, as_json)

@@ -104,7 +104,11 @@ class Keys:
                 )
             raise Refusal(401, "invalid_api_key", "An admin key is needed: Authorization: Bearer.")
         if self._has_api:
-            raise Refusal(403, "no_admin_keys", "Nobody may do that: auth.admin_keys has no key.")
+            raise Refusal(
+                403,
+                "no_admin_keys",
+                "This operation needs an admin key, and auth.admin_keys has none.",
+            )
         self._origins.check(headers, own_pages_only=True)
         return self._nobody
 

@@ -85,8 +85,8 @@ class ModelMemory:
             )
         if found.is_asleep:
             return (
-                f"its instance {name} was put to sleep by somebody else, and requests wait:"
-                " kvctl wake, or /action/wakeup, ends that"
+                f"its instance {name} was put to sleep outside the controller, and requests wait:"
+                " wake it with kvctl wake or /action/wakeup"
             )
         return None
 

@@ -506,8 +506,8 @@ class ModelSettings(_Section):
             return self
         if any(word.partition("=")[0] == "--api-key" for word in self.launch.command):
             raise ValueError(
-                f"model {self.name!r}: the command has --api-key, and api_key does not say which;"
-                " leave it out (vLLM gets a key of its own at each start), or set api_key too"
+                f"model {self.name!r}: the command has --api-key, and api_key is not set; leave it"
+                " out (vLLM gets a new key at each start), or set api_key too"
             )
         return self
 

@@ -20,7 +20,7 @@ def _of_keys(auth: AuthSettings) -> Iterator[str]:
         count = sum(key.is_in_file for key in keys)
         if count:
             yield (
-                f"auth.{name}: whoever can read the configuration file has {count} of the"
+                f"auth.{name}: every reader of the configuration file has {count} of the"
                 f" {len(keys)} keys; write sha256:HEX of a key (printf %s KEY | sha256sum), or"
                 " ${ENV_NAME}"
             )

@@ -296,7 +296,7 @@ def _gpu(
     if not instances:
         asks.note(
             "MIG",
-            "it is on and no instance is to be seen, so no program can use the GPU; run"
+            "it is on without an instance, so no program can use the GPU; run"
             " `nvidia-smi mig -cgi <profile> -C` to make one, or `nvidia-smi -mig 0`",
         )
     return [replace(facts, problem=asks.problem), *instances]

@@ -95,8 +95,8 @@ def init(
             raise UnsupportedError(
                 f"tp_rank={tp_rank}, world_size={world_size}, pp_rank={pp_rank} is not supported:"
                 " a process manages the cache of one worker. Either call it in the process of each"
-                " rank with tp_size=1: each is an instance then, with a limit and block ids of its"
-                " own. Or serve with vLLM and ENABLE_KVELASTIC=true, where one scheduler hands out"
+                " rank with tp_size=1: each is an instance then, with its own limit and block ids."
+                " Or serve with vLLM and ENABLE_KVELASTIC=true, where one scheduler hands out"
                 " blocks for all ranks"
             )
         settings = load() if _state is None else _state.settings

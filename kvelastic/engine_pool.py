@@ -110,8 +110,8 @@ def open_engine_pool(
     if settings.tiers and not has_tiers:
         say_once(
             logging.WARNING,
-            f"KVELASTIC_TIERS does nothing under {engine} yet: what a cache gives up is computed"
-            " again. Unset it to be rid of this line.",
+            f"KVELASTIC_TIERS does nothing under {engine} yet: evicted blocks are computed again."
+            " Unset it to remove this line.",
         )
     capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
     pages = capacity_pages
@@ -119,7 +119,7 @@ def open_engine_pool(
         pages = layout.pages_for_blocks(wanted_blocks + 1)
         if pages > capacity_pages:
             _log.info(
-                "%s wants %s of KV cache, and gets at most %s: %s has room for no more.",
+                "%s requests %s of KV cache and gets at most %s, the capacity of %s.",
                 engine,
                 format_size(pages * layout.page_bytes),
                 format_size(capacity_pages * layout.page_bytes),

@@ -143,7 +143,7 @@ class HandMapped:
         finally:
             member.stop_asking()
         raise OutOfMemoryError(
-            f"{format_size(missing_bytes)} more are not to be had of the"
+            f"{format_size(missing_bytes)} more are not available of the"
             f" {format_size(member.capacity_bytes)} that instances may hold of the device;"
             " `kvctl devices` says who has them"
         )

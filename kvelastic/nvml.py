@@ -63,7 +63,8 @@ _WORDS: Final[dict[int, str]] = {
     ),
     Status.FUNCTION_NOT_FOUND: "the NVIDIA driver is too old to tell; update it",
     Status.GPU_IS_LOST: (
-        "the GPU is lost: it no longer answers the driver; look for Xid in `dmesg`, then reset it"
+        "the GPU is lost: it no longer responds to the driver; look for Xid in `dmesg`, then reset"
+        " it"
         " or restart the machine"
     ),
     Status.RESET_REQUIRED: "the GPU needs a reset; run `nvidia-smi --gpu-reset -i N` as root",

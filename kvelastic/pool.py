@@ -306,8 +306,8 @@ def _start_limit_bytes(settings: Config, page_bytes: int, capacity_bytes: int) -
         return _vmm.UNLIMITED_BYTES
     if limit_bytes < page_bytes:
         _log.warning(
-            "KVELASTIC_LIMIT comes to %d bytes, less than a page of %s. One page is held all the"
-            " same; requests that need more wait until kvctl limit sets a higher limit.",
+            "KVELASTIC_LIMIT comes to %d bytes, less than a page of %s. One page is held"
+            " nevertheless; requests that need more wait until kvctl limit sets a higher limit.",
             limit_bytes,
             format_size(page_bytes),
         )

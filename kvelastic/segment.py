@@ -404,7 +404,7 @@ def _claim(temporary: str, name: str) -> None:
             raise SegmentError(f"cannot name a segment {name!r}: {error}") from error
         if not _makes_way(name):
             raise _taken(name)
-    raise SegmentExistsError(f"the name {name!r} is taken anew as fast as it is freed")
+    raise SegmentExistsError(f"the name {name!r} is taken again as fast as it is freed")
 
 
 def _makes_way(name: str) -> bool:

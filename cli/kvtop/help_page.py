@@ -31,7 +31,7 @@ def help_lines(glyphs: Glyphs) -> list[Line]:
 _KEYS = (
     ("Up Down j k", "select an instance; Page Up, Page Down, g and G go further"),
     ("l", "change its limit: a size (512M, 1.5GiB), or 80% of its device"),
-    ("m", "change its guarantee (min): nobody takes it below that"),
+    ("m", "change its guarantee (min): no instance takes memory below it"),
     ("p", "change its priority: higher keeps its memory longer"),
     ("z w", "put it to sleep: it holds nothing until it is woken; wake it"),
     ("s S r", "sort by the next column, by the one before; reverse the order"),

@@ -344,8 +344,7 @@ def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
         if tier.state == "failing":
             what = f"{tier.tier} is failing: {tier.problem}. {failed}."
             do = (
-                f"mend the medium of {tier.tier}; it is tried again by itself, after a minute at"
-                " most"
+                f"mend the medium of {tier.tier}; kvelastic tries it again within a minute"
             )
             yield line("tiers", what, do, state="problem")
         elif tier.state != "ok":

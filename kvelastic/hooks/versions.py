@@ -36,8 +36,8 @@ def series_for(engine: Engine, version: str, *, strict: bool) -> str:
         raise UnsupportedEngineError(
             f"kvelastic does not know {title} {version}: it was tried with {title} {tried}. "
             f"Install one of these, unset ENABLE_KVELASTIC to run {title} without kvelastic, or "
-            "set KVELASTIC_STRICT=false to try this version all the same (every function that "
-            "kvelastic touches is checked first)."
+            "set KVELASTIC_STRICT=false to try this version anyway (every function that kvelastic"
+            " touches is checked first)."
         )
     if not engine.tried:
         raise UnsupportedEngineError(f"kvelastic serves no version of {title}, found {version}.")

@@ -159,7 +159,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise ChannelError(
-                        f"somebody holds a lock of {folder}; choose another folder"
+                        f"another process holds a lock of {folder}; choose another folder"
                     ) from error
                 time.sleep(0.01)
         yield
@@ -182,7 +182,7 @@ def connect_socket(address: Address, timeout_s: float) -> socket.socket:
         connected.connect(address.path if address.is_unix else (address.host, address.port))
     except OSError as error:
         connected.close()
-        raise ChannelClosedError(f"nobody answers at {address}: {error}") from error
+        raise ChannelClosedError(f"no process listens at {address}: {error}") from error
     return connected
 
 

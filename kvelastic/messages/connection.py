@@ -147,7 +147,7 @@ class Connection:
     ) -> tuple[Message, tuple[int, ...]]:
         """As `call`, with the descriptors that came beside the reply; the caller closes them."""
         if threading.get_ident() == self._loop_thread():
-            raise InvalidArgumentError("a handler cannot wait for a reply; use a thread of its own")
+            raise InvalidArgumentError("a handler cannot wait for a reply; use a separate thread")
         body = self.protocol.encode(message)
         arrived: SimpleQueue[Frame | KvelasticError] = SimpleQueue()
         number = next(self._numbers)
@@ -206,7 +206,7 @@ class Connection:
             failure = self._flush()
             is_left = bool(self._queue)
             if failure is None and self._queued_bytes > self._most_queued_bytes:
-                failure = ChannelError(f"{self.peer} does not read what it is sent")
+                failure = ChannelError(f"{self.peer} does not read its messages")
         if failure is not None:
             self.end(failure)
             raise ChannelClosedError(str(failure)) from failure

@@ -106,7 +106,7 @@ class Endpoint:
             raise ConfigError("listening on TCP needs a secret: a file of mode 0600")
         if any(not address.is_loopback for address in listen) and not allowed:
             raise ConfigError(
-                "listening beyond loopback lets nobody in; name the networks that may come"
+                "listening beyond loopback refuses every peer; name the networks to allow"
             )
         self.protocol: Final = protocol
         self._handle = handle
@@ -170,7 +170,7 @@ class Endpoint:
         Not from the endpoint's own thread (`InvalidArgumentError`).
         """
         if threading.current_thread() is self._thread:
-            raise InvalidArgumentError("a handler cannot connect; use a thread of its own")
+            raise InvalidArgumentError("a handler cannot connect; use a separate thread")
         opened = open_connection(address, self.protocol, self._secret, timeout_s)
         connection = self._make(opened.socket, opened.peer, opened.reader, opened.writer)
         adopted = threading.Event()
@@ -354,7 +354,7 @@ class Endpoint:
         self._selector.unregister(stranger.socket)
         told: Exception = error
         if isinstance(error, SecretError):  # what is wrong with our file is for our log
-            told = AccessDeniedError("nobody gets in for now; the log of the peer says why")
+            told = AccessDeniedError("it refuses connections for now; the log of the peer says why")
         with contextlib.suppress(OSError):
             stranger.socket.send(stranger.writer.write(Kind.ERROR, 0, error_body(told)))
         for fd in stranger.reader.take_descriptors():

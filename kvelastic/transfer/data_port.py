@@ -180,7 +180,7 @@ class DataPort:
         with self._lock:  # so that whoever stops waiting finds all that has come
             arrived = self._awaited.pop(stranger.token, None)
             if arrived is None:
-                raise AccessDeniedError("a stream with a token that nobody waits for")
+                raise AccessDeniedError("a stream with an unknown token")
             del self._strangers[stranger]
             self._selector.unregister(stranger.stream)
             arrived.put(stranger.stream)

@@ -193,7 +193,7 @@ auth:
   admin_keys: ["sha256:%s", {key: "${HERE}"}]
 """ % ("ab" * 32)
     (warning,) = warnings_of(parse(text, {"HERE": "secret"}))
-    assert warning.startswith("auth.api_keys: whoever can read the configuration file has 3 of the")
+    assert warning.startswith("auth.api_keys: every reader of the configuration file has 3 of the")
     assert "4 keys" in warning
     assert "secret" not in warning
     assert warnings_of(parse("auth: {api_keys: ['${HERE}']}", {"HERE": "secret"})) == []

@@ -213,7 +213,7 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
         return front.get("/models").json()["models"]["org/m"]["last_problem"]
 
     segment.request(instance.name, asleep=True, wait_s=DEADLINE_S)
-    wait_until(lambda: "was put to sleep by somebody else" in (problem() or ""))
+    wait_until(lambda: "was put to sleep outside the controller" in (problem() or ""))
     assert front.state("org/m") == "awake"
     answer = front.post("/action/wakeup/org/m")
     assert answer.json()["success"], answer.text

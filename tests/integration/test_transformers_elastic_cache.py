@@ -428,7 +428,7 @@ def test_what_it_does_not_serve(kit: SimpleNamespace) -> None:
             cache.update(states.repeat(2, 1, 1, 1), states.repeat(2, 1, 1, 1), 1)
         # Layers 1 to 3 of that forward never came.
         cache.update(states, states, 0)
-        with pytest.raises(errors.EngineError, match="broken off"):
+        with pytest.raises(errors.EngineError, match="ended before its last layer"):
             cache.update(states, states, 1)
         cache.reset()
         feed(kit, cache, 3)

@@ -393,5 +393,5 @@ def test_addresses() -> None:
     for text in ("unix:///run/s", "tcp://10.0.0.1:5000", "tcp://[::1]:5000"):
         assert str(parse_address(text)) == text
     assert str(parse_address("tcp://localhost:1")) == "tcp://127.0.0.1:1"
-    with pytest.raises(ChannelClosedError, match="nobody answers"):
+    with pytest.raises(ChannelClosedError, match="no process listens"):
         connect(parse_address("unix:///nowhere/s"), PROTOCOL)

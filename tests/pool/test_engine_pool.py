@@ -162,10 +162,10 @@ def test_there_are_as_many_blocks_as_were_asked_for_and_fit(
 ) -> None:
     caplog.set_level("INFO")
     assert Toy(stack, wanted_blocks=100).cache.capacity_blocks == 100
-    assert "Toy wants" not in caplog.text
+    assert "Toy requests" not in caplog.text
     assert Toy(stack, wanted_blocks=None).cache.capacity_blocks == 16 * 8 - 1
     assert Toy(stack, wanted_blocks=500).cache.capacity_blocks == 16 * 8 - 1
-    wanted = "Toy wants 126.00 MiB of KV cache, and gets at most 32.00 MiB: KVELASTIC_HOST_MEMORY"
+    wanted = "Toy requests 126.00 MiB of KV cache and gets at most 32.00 MiB, the capacity of KVEL"
     (said,) = [record for record in caplog.records if wanted in record.getMessage()]
     assert said.levelname == "INFO", "what an engine asks for by default is no reason to worry"
 

@@ -16,7 +16,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _RANKS: Final = "each rank schedules for itself, and a limit would reach them at different steps"
-_STORES: Final = "it keeps copies of pages, and would read pages that have no memory any more"
+_STORES: Final = "it keeps copies of pages, and would read pages without memory"
 _WHOLE: Final = "it registers or moves the whole KV cache, and most of it has no memory"
 _LAYOUT: Final = "it lays the KV cache out differently"
 _LORA: Final = "on a CPU stock SGLang 0.5.23 ends at it, too: its LoRA layers want pinned memory"
@@ -45,7 +45,7 @@ COVERED: Final = (
     Covered("enable_pdmux", (False,), _UNTRIED),
     Covered("encoder_only", (False,), "it has no KV cache"),
     Covered("is_embedding", (False, None), _UNTRIED),
-    Covered("speculative_algorithm", (None,), "its draft has a KV cache of its own"),
+    Covered("speculative_algorithm", (None,), "its draft has a separate KV cache"),
     Covered("dllm_algorithm", (None,), _UNTRIED),
     Covered("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "a quantised KV cache has scales too"),
     Covered("enable_hierarchical_cache", (False,), _STORES),

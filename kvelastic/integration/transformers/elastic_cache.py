@@ -281,7 +281,7 @@ def _check_version(settings: Config) -> None:
     text = f"ElasticCache was tried with transformers {engines.tried(tried)}, and this is {version}"
     if settings.strict:
         raise UnsupportedEngineError(
-            f"{text}; use DynamicCache, or set KVELASTIC_STRICT=false to try it all the same"
+            f"{text}; use DynamicCache, or set KVELASTIC_STRICT=false to try it anyway"
         )
     say_once(logging.WARNING, f"{text}; going on, because KVELASTIC_STRICT=false.")
 

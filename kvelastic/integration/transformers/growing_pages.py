@@ -176,17 +176,17 @@ class GrowingPages:
         after = "Nothing has changed: it may go on when there is room, or be closed."
         if blocks.is_asleep:
             return LimitReachedError(
-                f"{now}, and it was put to sleep, so it gets no more. Wake it with `kvctl wake"
+                f"{now}, and it is asleep, so it gets no memory. Wake it with `kvctl wake"
                 f" {name}`. {after}"
             )
         effective_bytes = state["effective_limit_bytes"]
         limit_bytes = min(state["limit_bytes"], self.pool.places.capacity_bytes)
         if not self._is_over_limit(pages):
             return OutOfMemoryError(
-                f"{now}; more is not to be had of the"
+                f"{now}; more is not available of the"
                 f" {format_size(self.pool.places.capacity_bytes)} that instances may hold of the"
-                " device: `kvctl devices` says who has them. Lower the limit of another one, or"
-                f" wait longer for others with KVELASTIC_RECLAIM_WAIT. {after}"
+                " device: `kvctl devices` says who has them. Lower another instance's limit, or"
+                f" wait longer with KVELASTIC_RECLAIM_WAIT. {after}"
             )
         if limit_bytes - effective_bytes >= self.page_bytes and pages <= self._most:
             return LimitReachedError(

@@ -87,8 +87,8 @@ class TokenStore:
         elif (start, new) != self._forward:
             raise EngineError(
                 f"layer {layer} has {start} tokens and gets {new}, and layer {self._last_layer} had"
-                f" {self._forward[0]} and got {self._forward[1]}: a forward was broken off before"
-                " its last layer. Call reset() and begin anew"
+                f" {self._forward[0]} and got {self._forward[1]}: a forward ended before its last"
+                " layer. Call reset() and start again"
             )
         rows = self._rows_for(keys, values, layer)
         self._pages.grow(self._pages_for(rows, start + new))

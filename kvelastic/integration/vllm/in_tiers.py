@@ -298,7 +298,7 @@ class EngineTiers:
         """Nothing that was stored so far is found again."""
         self._namespace = self._tiers.forget()
         self.lookups.forget_keys()
-        _log.info("Nothing that the tiers hold is used any more.")
+        _log.info("The tiers' present contents are no longer used.")
 
     def called_workers(self, method: Any) -> None:
         """A method of the workers was called from outside: it may have changed the weights."""

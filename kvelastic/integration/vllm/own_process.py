@@ -41,7 +41,7 @@ def find(driver: _vmm.Driver, name: str) -> int | None:
             during = processes(name)
             driver.destroy(handle, size_bytes)
         except DriverError as error:
-            _log.debug("What NVML says of this process was not tried: %s", error)
+            _log.debug("NVML was not queried about this process: %s", error)
             break
         pid = one_that_held(size_bytes, before, during, processes(name))
         if pid is not None:

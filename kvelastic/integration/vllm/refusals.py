@@ -157,7 +157,7 @@ def _unfolded(connector: Any) -> list[Any]:
 def _refused_connector(connector: Any) -> list[str]:
     name = str(_name(connector))
     if _value(connector, "kv_connector_module_path") is not None:
-        return [f"the KV connector {name} of a module of its own, which is not known here"]
+        return [f"the KV connector {name} from another module, which is not known here"]
     if name not in _COMPOSED:
         why = _NOT_COMPOSED.get(name, "it was not tried with pages that come and go")
         composed = ", ".join(sorted(_COMPOSED))
