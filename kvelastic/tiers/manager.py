@@ -293,7 +293,7 @@ class Tiers:
         until_s = time.monotonic() + timeout_s
         left = self.clean_all(timeout_s)
         if not self.drain(max(0.0, until_s - time.monotonic())):
-            _log.warning("What the farther tiers were still to be given is lost with this engine.")
+            _log.warning("Blocks not yet copied to the farther tiers are lost with this engine.")
         return left
 
     def computed(self, blocks: int, seconds: float) -> None:

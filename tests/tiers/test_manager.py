@@ -447,7 +447,7 @@ def test_an_exit_cleans_and_says_what_farther_tiers_lack(world, caplog) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(4))
     assert world.tiers.clean_before_exit(0.1) == 0
-    assert "What the farther tiers were still to be given is lost" in caplog.text
+    assert "not yet copied to the farther tiers are lost" in caplog.text
     release.set()
     caplog.clear()
     world.pool.put_dirty(range(4, 8))
