@@ -49,7 +49,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
         now = _look(found)
         if now is not None and now.capacity_bytes != size:
             other = format_size(now.capacity_bytes)
-            fall_short(f"{found.device}: it was set anew, to {other}", wait_s, EXIT_FAILED)
+            fall_short(f"{found.device}: it was changed again, to {other}", wait_s, EXIT_FAILED)
             return
         if now is None or now.granted_bytes <= size:
             break

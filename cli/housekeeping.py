@@ -28,7 +28,7 @@ def delete_command(name: str, force: bool) -> None:
     try:
         delete(name, force=force)
     except SegmentBusyError as error:
-        fail(f"{error}. Nothing was removed; --force removes the name all the same.")
+        fail(f"{error}. Nothing was removed; --force removes the name anyway.")
     say(f"Deleted {name}.")
 
 

@@ -198,7 +198,7 @@ def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | 
 
 def _held(answer: TierAnswer | None) -> str:
     counts = [] if answer is None else [count for count in answer.counts if count is not None]
-    return f"{counts[0]} records" if counts else "what it holds is not known"
+    return f"{counts[0]} records" if counts else "its contents are unknown"
 
 
 def _erased(name: str, answer: TierAnswer | None) -> str:

@@ -107,7 +107,7 @@ _OLLAMA_ROUTES = {
     "/api/embeddings": ("post", "An embedding, in the older shape", "its engine answers"),
     "/api/show": ("post", "A model", "what the configuration says of it"),
     "/api/tags": ("get", "Models", "all that are served"),
-    "/api/ps": ("get", "Models that are awake", "with what they take, and when they will sleep"),
+    "/api/ps": ("get", "Models that are awake", "with their memory and the time of their sleep"),
     "/api/version": ("get", "Which version this is", "open to everybody"),
 }
 

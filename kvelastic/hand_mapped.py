@@ -144,8 +144,8 @@ class HandMapped:
             member.stop_asking()
         raise OutOfMemoryError(
             f"{format_size(missing_bytes)} more are not available of the"
-            f" {format_size(member.capacity_bytes)} that instances may hold of the device;"
-            " `kvctl devices` says who has them"
+            f" {format_size(member.capacity_bytes)} that instances may hold of the device; `kvctl"
+            " devices` lists the holders"
         )
 
     def _is_granted(self, missing_bytes: int) -> bool:

@@ -52,7 +52,7 @@ HOOKS: Final = (
         ARGUMENTS,
         f"{_ARGUMENTS}.resolve_once",
         in_arguments.resolve_once,
-        "a page size, and refuse what is not covered",
+        "set a page size, and refuse unsupported features",
     ),
     Hook(
         PLATFORM,

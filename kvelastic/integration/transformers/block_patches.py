@@ -47,7 +47,7 @@ HOOKS: Final = (
         LOOP,
         f"{CACHE}.will_allocation_be_successful",
         in_block_cache.can_allocate,
-        "have memory mapped before transformers looks what is free",
+        "map memory before transformers checks free blocks",
     ),
     Hook(
         LOOP,
@@ -65,7 +65,7 @@ HOOKS: Final = (
         LOOP,
         f"{SCHEDULER}._process_candidates",
         in_block_cache.process_candidates,
-        "the safety margin is of what may be had",
+        "compute the safety margin from available blocks",
     ),
     Hook(LOOP, f"{PROCESSOR}.update_batch", in_block_cache.update_batch, "a session"),
     Hook(LOOP, f"{RUNNER}.warmup", in_block_cache.warm_up, "warm up over the trash block"),

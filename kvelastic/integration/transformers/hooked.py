@@ -25,7 +25,7 @@ LOOP_HOOKS: Final = (
         LOOP,
         f"{_RESOLVING}:decide_use_async_batching",
         in_batches.decide_use_async_batching,
-        "one batch at a time where nobody has said otherwise",
+        "one batch at a time by default",
     ),
     Hook(LOOP, f"{PROCESSOR}.__init__", in_batches.processor_init, "a session to schedule in"),
     Hook(

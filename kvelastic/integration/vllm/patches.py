@@ -60,7 +60,7 @@ HOOKS: Final = (
         ENGINE_CORE,
         f"{EXECUTOR}.__init__",
         in_engine_core.executor_init,
-        "refuse what is not covered, before anything is loaded",
+        "refuse unsupported features before anything is loaded",
     ),
     Hook(
         ENGINE_CORE,
@@ -120,7 +120,7 @@ HOOKS: Final = (
         ENGINE_CORE,
         f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
         in_engine_core.make_blocks_needed,
-        "have memory mapped before vLLM checks what is free",
+        "map memory before vLLM checks free blocks",
         is_made=True,
     ),
     Hook(
@@ -133,13 +133,13 @@ HOOKS: Final = (
         ENGINE_CORE,
         f"{SCHEDULER}:Scheduler.update_from_output",
         in_engine_core.update_from_output,
-        "a step has ended: what was pinned for it is free",
+        "end the pins of a finished step",
     ),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.initialize_from_config",
         in_worker.initialize_from_config,
-        "answer the one KV allocation with the arena",
+        "replace the one KV allocation by the arena",
     ),
     Hook(WORKER, f"{WORKER_CLASS}.shutdown", in_worker.shutdown, "detach"),
     Hook(
@@ -208,7 +208,7 @@ HOOKS: Final = (
         CPU_WORKER,
         f"{CPU_WORKER}:get_memory_node_info",
         in_worker.memory_node_info,
-        "a capacity that is not cut down by what is free at start",
+        "a capacity independent of free memory at the start",
     ),
     Hook(
         OFFLOADING,
@@ -262,7 +262,7 @@ TIER_HOOKS: Final = (
         ENGINE_CORE,
         f"{SCHEDULER}:Scheduler.reset_prefix_cache",
         tier_hooks.reset_prefix_cache,
-        "demote before a sleep; else nothing in the tiers is found any more",
+        "demote before a sleep, or forget the tiers' contents",
     ),
     Hook(
         ENGINE_CORE,
