@@ -32,7 +32,7 @@ std::vector<ProcessStart> workers_of(const LedgerSlot& slot) {
   return found;
 }
 
-/// Whether the member with that life has a process left: its scheduler, or one with its pages.
+/// Whether a process of that membership is alive: its scheduler or a worker.
 Life life_of(const LifeJudge& judge, std::size_t index, std::uint64_t life,
              const LedgerIdentity& who, std::vector<ProcessStart> processes) {
   processes.push_back({who.pid, who.start_ticks});
@@ -74,7 +74,7 @@ std::uint64_t open_requests(const LedgerSlot& slot) {
   return bytes;
 }
 
-/// A value that no member writes counts as none.
+/// An unknown value counts as kNothing.
 Reported reported_of(const LedgerSlot& slot) {
   const auto reported = static_cast<Reported>(slot.reported.load());
   const bool is_known = reported == Reported::kBusy || reported == Reported::kIdle;
@@ -137,7 +137,7 @@ std::vector<LedgerEntry> LedgerView::members(const LifeJudge& judge) const {
                       slot.pledged_bytes.load(),
                       slot.reserved_bytes.load(),
                       slot.asleep.load() != 0};
-    // Left, and perhaps taken by another one, while it was copied: it is not what was looked for.
+    // The slot was released, and perhaps taken again, while it was copied.
     if (slot.life.load() != life) continue;
     entry.alive = life_of(judge, i, life, entry.identity, entry.workers);
     found.push_back(std::move(entry));
@@ -239,8 +239,8 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     LedgerSlot& slot = layout->slots[i];
     const std::uint64_t life = slot.life.load();
     if (is_alive(life)) continue;
-    // The lock is there before the member is, so nobody finds a member without it; and it keeps
-    // other joiners out of the slot.
+    // Lock first, so that no judge sees a member without its lock; the lock also keeps other
+    // joiners out of the slot.
     LifeLock::Attempt claim{LifeLock::Outcome::kNoLocks, nullptr};
     if (!how.file.path.empty()) {
       auto tried = LifeLock::hold(how.file, ledger_life_byte(i, life + 1, 0), how.children);
@@ -272,7 +272,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, life + 1, std::move(how.file),
                                                           std::move(claim.lock), std::move(keep)));
     if ((layout->door.fetch_add(kOneJoin) & kShut) != 0) return std::unique_ptr<LedgerMember>();
-    // Nobody has seen it awake: it wakes for the first time.
+    // No other member has seen it awake yet, so joining ends with a first wake.
     LedgerSlot& mine = slot;
     mine.asleep = 1;
     mine.own_min_bytes = how.min_bytes;
@@ -291,8 +291,8 @@ std::string_view LedgerMember::device() const {
 }
 
 void LedgerMember::leave() {
-  if (!joined_by_.is_this()) return;   // what a forked child drops is not its own
-  const std::lock_guard lock(mutex_);  // a grant on its way would go to who has the slot next
+  if (!joined_by_.is_this()) return;   // a forked child must not release its parent's slot
+  const std::lock_guard lock(mutex_);  // a grant in progress would go to the slot's next member
   std::uint64_t life = life_;
   if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
   life_lock_.reset();

@@ -1,59 +1,63 @@
-// The ledger: one record a device in shared memory, which says how many bytes of it each instance
-// may hold. Nobody creates a page that it has not granted.
+// The ledger: one file per device in shared memory that states how many bytes each instance may
+// hold. An instance creates no page without a grant.
 //
 //   header     identity of the device, written once before the file is visible; under a CRC
-//   capacity   what all members together may hold, and what strangers hold of it
-//   slots      one a member: granted and claimed bytes, guarantee, reserve, priority, ask, facts, a
-//              mailbox
+//   capacity   limit for the members together, and the memory that other processes use
+//   slots      one per member: granted and claimed bytes, guarantee, reserve, priority, memory
+//              request, facts, mailbox
 //
-// There is no sum that could be wrong. What is granted to a member stands in its own slot, and a
-// grant is: claim it there, add up all slots, and keep the claim or take it back. Of two that claim
-// the last page at once the later one sees the claim of the earlier (all of it is sequentially
-// consistent), so both cannot have it; the lower slot stays, the other one stands back and looks
-// again. A member that dies has its bytes in its slot and nowhere else: freeing the slot, one
-// compare-and-swap by whoever looks, gives all of them back. Nobody waits for anybody: a member
-// that is stopped between two steps keeps what it has claimed, and no more.
+// No sum is stored, so no sum can be wrong. To take a grant, a member writes a claim into its slot,
+// adds up all slots, and keeps or withdraws the claim. All accesses are sequentially consistent, so
+// of two members that claim the last page at least the later one sees the other's claim. The member
+// in the lower slot proceeds; the other withdraws and retries. The bytes of a dead member are only
+// in its slot: any process frees them all with one compare-and-swap on the slot. No member waits
+// for another. A member that is stopped half-way keeps only its claim.
 //
-// A member also says what it has on the device beside its grants: its *reserve* (device_account.h
-// has the rules of the sums). It counts as long as the member is awake, and so does the guarantee:
+// A member also states its memory on the device besides grants: its *reserve* (device_account.h has
+// the rules of the sums). Reserve and guarantee count while the member is awake:
 //
-//            fall_asleep                    ask_to_wake: refused, if the sums do not allow it
-//   awake  ------------->  asleep  <------------------------------------------+
-//     ^                      |  min, pledged: 0                                |
-//     |                      v  ask_to_wake                                    | give_up_claim
-//     +--------------------  waiting: min and pledged count, so nobody is granted what is to be
-//       what is pledged is      reserved; the others are asked for what they have of it
-//       there: reserved
+// clang-format off
+//            fall_asleep                  ask_to_wake: refused if the sums do not allow it
+//   awake  ------------->  asleep  -----------------------------------------+
+//     ^                      ^   min, pledged: 0                            |
+//     |                      |                                              v
+//     |                      +----------------- give_up_claim ----------  waiting
+//     +---------- all pledged memory is available: reserved ------------  min and pledged count:
+//                                             other members get no grant of the pledged memory and
+//                                             are requested to release their part of it
+// clang-format on
 //
-// A larger reserve of a member that is awake goes the same way, from `reserved` to `pledged`. A
-// guarantee or reserve is claimed like a grant: it is written, then all are added up, and it is
-// taken back where they are too many; of two who claim at once the lower slot stays.
+// To increase its reserve, an awake member uses the same steps, from `reserved` to `pledged`. A
+// guarantee or reserve is claimed like a grant: it is written, all slots are added up, and it is
+// withdrawn if the sum is too large. Of two simultaneous claims the lower slot's stays.
 //
-// What strangers hold of a GPU is what is used and neither granted nor reserved. The use and the
-// sums must be of one moment, and a driver is asked by processes that take no lock here. So a slot
-// also says what of its grant is *on its way*, and counts the changes: who looks reads all slots,
-// asks the driver, and reads them again.
+// The memory of other processes on a GPU is the used memory that is neither granted nor reserved.
+// Usage and sums must belong to the same moment, but drivers are queried without any lock. So each
+// slot counts its changes and states which part of its grant is in transit. An observer reads all
+// slots, queries the driver, and reads the slots again:
 //
-//   grant              arrived              leaving             give_back
-//   -----> granted, on its way -----> granted ------> granted, on its way ------> neither
-//          may be mapped by now      is mapped        may be unmapped by now
+// clang-format off
+//   grant                 arrived              leaving              give_back
+//   -----> granted, in transit -----> granted ------> granted, in transit ------> neither
+//          may be mapped              is mapped       may be unmapped
+// clang-format on
 //
-// Slots that differ: something changed meanwhile, and the look counts for nothing. Equal ones: the
-// members hold what is granted, or less by what is on its way at most.
+// If the slots differ, the observation is discarded. If they are equal, the members hold the
+// granted memory, minus at most the part in transit.
 //
-// Nobody waits for a lock either. A joiner claims a slot by taking the lock on its byte of the file
-// (life_lock.h), which a joiner that dies loses. Each membership has bytes of its own, so a slot
-// that is given anew is not taken for its former member's:
+// Joining needs no lock that another process could keep. A joiner claims a slot by locking its byte
+// of the file (life_lock.h); the lock ends with the joiner. Each membership has separate bytes, so
+// a reused slot is not mistaken for that of its former member:
 //
 //   byte = generation of the slot | slot (7 bits) | process (7 bits)
 //                                            process: 0 the scheduler, 1 + r the worker of rank r
 //
-// The file is removed by whoever finds it empty and shuts its door; who joins meanwhile sees either
-// an open door, which the other one then cannot shut, or a shut one, and makes a new file.
+// A process that finds the file without members shuts its door and removes it. A joiner at the same
+// time either makes the shut fail, or sees the shut door and creates a new file.
 //
-// The file may be shortened by any process of its user. The members' next look at it is then a
-// SIGBUS, and the engines end: tmpfs has nothing that forbids it, and shared memory of one user is
-// only as safe as that user's processes.
+// Every process of the user can truncate the file. The members then get SIGBUS and their engines
+// end. tmpfs cannot prevent that: one user's shared memory is only as safe as that user's
+// processes.
 #pragma once
 
 #include <array>
@@ -81,9 +85,9 @@ namespace kvelastic {
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
 inline constexpr std::uint32_t kLedgerAbiVersion = 6;
 inline constexpr std::size_t kLedgerSlots = 128;
-inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
+inline constexpr std::size_t kLedgerWorkers = 64;  ///< per member
 static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
-/// Grants are counted in these: a page takes as many as it needs, rounded up.
+/// Grants are multiples of this unit: a page's bytes are rounded up.
 inline constexpr std::uint64_t kGrantUnitBytes = std::uint64_t{64} << 10;
 
 // ---------------------------------------------------------------------------- the shared layout
@@ -94,7 +98,7 @@ static_assert(sizeof(SharedWord) == 8 && SharedWord::is_always_lock_free);
 struct LedgerHeader {
   std::uint64_t magic;
   std::uint32_t abi_version;
-  std::uint32_t header_bytes;  ///< what the CRC covers
+  std::uint32_t header_bytes;  ///< bytes under the CRC
   std::uint64_t total_bytes;
   std::uint32_t crc32;  ///< of the header with this field zero
   std::uint32_t owner_uid;
@@ -107,7 +111,7 @@ struct LedgerHeader {
 };
 static_assert(sizeof(LedgerHeader) == 256);
 
-/// Who has a slot; written before the slot is alive.
+/// The owner of a slot; written before the slot is alive.
 struct LedgerIdentity {
   std::uint32_t pid = 0;
   std::uint32_t uid = 0;
@@ -117,63 +121,63 @@ struct LedgerIdentity {
   std::array<char, 64> name{};          ///< of the instance's segment
 };
 
-/// A process that maps pages of an instance; pid 0: none.
+/// A process that maps an instance's pages; pid 0: unused entry.
 struct LedgerWorker {
   std::atomic<std::uint32_t> pid;
   SharedWord start_ticks;
 };
 
 struct LedgerSlot {
-  // What a grant looks at, in one cache line.
+  // Used by every grant, so in one cache line.
   alignas(64) SharedWord life;  ///< generation * 2, + 1 while alive
   SharedWord units;             ///< granted * 2^32 + claimed, in units of kGrantUnitBytes
-  SharedWord min_bytes;         ///< the guarantee, as it counts now: 0 asleep
-  SharedWord pledged_bytes;     ///< at least `reserved_bytes`: what nobody else is granted any more
-  SharedWord reserved_bytes;    ///< what it has beside its grants; 0 asleep
+  SharedWord min_bytes;         ///< the guarantee as it counts now; 0 while asleep
+  SharedWord pledged_bytes;   ///< at least `reserved_bytes`: memory that no other member is granted
+  SharedWord reserved_bytes;  ///< its memory besides grants; 0 while asleep
   std::atomic<std::int64_t> priority;
-  SharedWord ask_bytes;    ///< 0: nothing
-  SharedWord ask_seen_ns;  ///< when it was last repeated; CLOCK_MONOTONIC, as all times here
+  SharedWord ask_bytes;    ///< the memory request; 0: none
+  SharedWord ask_seen_ns;  ///< when it was last renewed; CLOCK_MONOTONIC, as all times here
 
   alignas(64) SharedWord ask_since_ns;
   SharedWord active_ns;  ///< last alloc or free
   SharedWord limit_bytes;
   SharedWord in_use_bytes;
-  SharedWord evictable_bytes;  ///< whole pages of cached blocks: what others can have
+  SharedWord evictable_bytes;  ///< whole pages of cached blocks, which others may reclaim
   SharedWord parked_bytes;
   SharedWord page_bytes;
 
-  SharedWord ask_keeps;          ///< 1: what comes free is kept for the ask, see Contender::keeps
-  SharedWord own_min_bytes;      ///< the guarantee and
-  SharedWord own_reserve_bytes;  ///< the reserve, as they count when it is awake
-  SharedWord asleep;             ///< 1: or waking
-  SharedWord checking;           ///< 1: min and pledged may be too much, and are taken back then
-  SharedWord moves;     ///< changes of the grant * 2^32 + units of it that are on their way
+  SharedWord ask_keeps;      ///< 1: released memory is kept for the request, see Contender::keeps
+  SharedWord own_min_bytes;  ///< the guarantee while awake
+  SharedWord own_reserve_bytes;  ///< the reserve while awake
+  SharedWord asleep;             ///< 1: asleep or waking
+  SharedWord checking;  ///< 1: a claim of min and pledged is being checked and may be withdrawn
+  SharedWord moves;     ///< changes of the grant * 2^32 + units in transit
   SharedWord reported;  ///< a `Reported`
 
-  // The mailbox, a pair of words a depth: askers add to `wanted`, the member to `handled`; both
-  // only go up.
+  // The mailbox, one pair of counters per depth. Requesters add to `wanted`, the member to
+  // `handled`; both only increase.
   alignas(64) std::array<SharedWord, kDepths> wanted_bytes;
-  SharedWord wanted_at_ns;  ///< since when something has been asked for and not been dealt with
-  FutexWord bell;           ///< rung for a request, and for memory that an ask may take
+  SharedWord wanted_at_ns;  ///< since when a reclaim request has been open
+  FutexWord bell;           ///< rung for reclaim requests, and when memory becomes available
   alignas(64) std::array<SharedWord, kDepths> handled_bytes;
 
   alignas(64) LedgerIdentity identity;
-  // The processes that map the pages, where those are others. Their memory is the instance's as
-  // long as one of them lives, also when the scheduler is dead.
+  // The processes that map the pages, if the scheduler does not. The memory stays the instance's
+  // while one of them lives, even if the scheduler is dead.
   std::array<LedgerWorker, kLedgerWorkers> workers;
 };
 
 struct LedgerLayout {
   LedgerHeader header;
   alignas(64) SharedWord capacity_bytes;
-  SharedWord most_bytes;                  ///< the largest capacity so far: what was granted by it
-  SharedWord total_bytes;                 ///< as DeviceMemorySize has it
-  SharedWord others_bytes;                ///< of the device, used by processes that are not members
-  SharedWord others_at_ns;                ///< when that was last looked at; 0: never
-  std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
-  SharedWord door;                        ///< joins * 2, + 1 when nobody joins any more
-  SharedWord excess_asked_ns;  ///< when somebody last asked for what is over the capacity
-  SharedWord page_bytes;       ///< default page size of the device, decided once; 0: not yet
+  SharedWord most_bytes;    ///< the largest capacity so far, which limited the grants
+  SharedWord total_bytes;   ///< as DeviceMemorySize has it
+  SharedWord others_bytes;  ///< the device's memory used by processes that are not members
+  SharedWord others_at_ns;  ///< when that was last measured; 0: never
+  std::atomic<std::uint32_t> slots_used;  ///< slots from here on were never taken
+  SharedWord door;                        ///< joins * 2, + 1 when the door is shut
+  SharedWord excess_asked_ns;  ///< when a member last requested the excess over the capacity
+  SharedWord page_bytes;       ///< the device's default page size; 0: not decided yet
   std::array<LedgerSlot, kLedgerSlots> slots;
 };
 static_assert(std::is_standard_layout_v<LedgerLayout>);
@@ -181,46 +185,46 @@ inline constexpr std::size_t kLedgerBytes = sizeof(LedgerLayout);
 
 // ------------------------------------------------------------------------------------- readers
 
-/// The byte of process `process` of the member that has `life` in `slot`: 0 its scheduler, 1 + rank
+/// The byte of a process of the member that has `life` in `slot`: 0 for its scheduler, 1 + rank for
 /// a worker.
 constexpr std::uint64_t ledger_life_byte(std::size_t slot, std::uint64_t life,
                                          std::size_t process) {
   return (life >> 1) << 14 | std::uint64_t{slot} << 7 | process;
 }
 
-/// One member as it was found.
+/// A snapshot of one member.
 struct LedgerEntry {
   std::size_t slot;
   std::uint64_t life;
   LedgerIdentity identity;
   std::vector<ProcessStart> workers;
-  Life alive;       ///< dead: neither its scheduler nor any of its workers lives
-  Contender facts;  ///< its min_bytes is what counts now
+  Life alive;       ///< dead: neither its scheduler nor any worker lives
+  Contender facts;  ///< min_bytes is the guarantee as it counts now
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
-  std::uint64_t own_min_bytes, own_reserve_bytes;  ///< as they count when it is awake
-  std::uint64_t pledged_bytes, reserved_bytes;     ///< what counts now (see LedgerSlot)
-  bool asleep;                                     ///< or waking
+  std::uint64_t own_min_bytes, own_reserve_bytes;  ///< while awake
+  std::uint64_t pledged_bytes, reserved_bytes;     ///< as they count now (see LedgerSlot)
+  bool asleep;                                     ///< asleep or waking
 };
 
-/// The ABI version of bytes that start like a ledger, of whatever version; nothing otherwise.
+/// Returns the ABI version if the bytes start like a ledger of any version; otherwise empty.
 std::optional<std::uint32_t> ledger_version(std::span<const std::byte> bytes);
 
-/// Reads a ledger; never writes, so the bytes may be mapped PROT_READ. Any thread, any process. The
-/// bytes must outlive the view.
+/// Reads a ledger and never writes, so the bytes may be mapped PROT_READ. Any thread, any process.
+/// The bytes must outlive the view.
 class LedgerView {
  public:
-  /// kSegmentFormat: bytes too few, magic, version or CRC wrong.
+  /// Fails with kSegmentFormat if the size, magic, version or CRC is wrong.
   static Result<LedgerView> open(std::span<const std::byte> bytes);
 
   const LedgerHeader& header() const { return layout_->header; }
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   std::uint64_t others_bytes() const { return layout_->others_bytes; }
   std::uint64_t total_bytes() const { return layout_->total_bytes; }
-  /// Fails with kIntegrity where grants, guarantees and reserves break a rule of device_account.h.
-  /// Of members that change meanwhile it says nothing; after the capacity was lowered grants may be
-  /// what they were before.
+  /// Fails with kIntegrity if grants, guarantees and reserves break a rule of device_account.h.
+  /// Returns ok if members change during the check. After the capacity was lowered, grants may
+  /// exceed it.
   Status check_integrity() const;
-  /// Members now, alive or dead; the judge is asked about each.
+  /// Returns all members, alive or dead; queries the judge about each.
   std::vector<LedgerEntry> members(const LifeJudge& judge) const;
 
  private:
@@ -241,58 +245,59 @@ struct LedgerOrigin {
   std::string group;
 };
 
-/// Fills the bytes, which must not be visible to others yet. kInvalidArgument: too few bytes, or a
-/// text that does not fit.
+/// Fills the bytes, which other processes must not see yet. Fails with kInvalidArgument for too few
+/// bytes or a text that does not fit.
 Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin);
 
-/// Frees the slots of the dead; answers how many. Any process at any time; a microsecond a member.
+/// Frees the slots of dead members and returns their number. Any process; about 1 us per member.
 Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge);
 
-/// Lets nobody join any more if there is no member: true, also when that was so before. The dead
-/// are members until they are reaped.
+/// Shuts the door if there is no member. Returns true if the door is shut. Dead members count until
+/// they are reaped.
 Result<bool> ledger_shut(std::span<std::byte> bytes);
 
-/// Decides the device's default page size, unless it is decided; returns what is decided. The first
-/// caller decides for as long as the ledger exists. Any process at any time.
+/// Sets the device's default page size unless it is set, and returns it. It stays for the life of
+/// the ledger. Any process.
 Result<std::uint64_t> ledger_decide_page_bytes(std::span<std::byte> bytes,
                                                std::uint64_t page_bytes);
 
-/// What a look at a device has shown of strangers, the least certain first.
+/// What an observation of a device shows of other processes' memory, least certain first.
 enum class Sight : std::uint8_t {
-  kNone,     ///< nothing: there is no driver that can say
-  kChanged,  ///< nothing: grants or reserves have changed meanwhile
-  kBounded,  ///< memory was on its way: at least so much, and at most
+  kNone,     ///< nothing: no driver can report it
+  kChanged,  ///< nothing: grants or reserves changed during the observation
+  kBounded,  ///< a lower and an upper bound: memory was in transit
   kExact,
 };
 
-/// What joining takes.
+/// Parameters of LedgerMember::join.
 struct LedgerJoin {
   LedgerIdentity identity;
   std::uint64_t min_bytes = 0;
   std::uint64_t reserve_bytes = 0;
   std::int64_t priority = 0;
-  /// The ledger's. Without one, or where its file system has no locks, nobody can tell whether this
-  /// member lives, and joiners must keep each other out by other means.
+  /// The ledger's file. If it is empty or its file system has no locks, the liveness of this member
+  /// is unknown, and the caller must serialise joins.
   LifeFile file{};
   LifeLock::Children children = LifeLock::Children::kDrop;
 };
 
-/// Changes what all members together may hold; the caller holds the file's lock. Answers what it
-/// was. Grants go by it at once, and what is held beyond it is given back by and by
-/// (LedgerMember::ask_for_excess). Nothing has changed where it fails: kGuarantee for less than
-/// the guarantees and reserves of the members, kInvalidArgument for less than kGrantUnitBytes,
-/// kSegmentFormat as LedgerView::open.
+/// Changes the limit for the members together and returns the old one. The caller holds the file's
+/// lock. Grants use the new limit at once; memory beyond it is released over time
+/// (LedgerMember::ask_for_excess). Fails without a change: kGuarantee if the members' guarantees
+/// and reserves exceed it, kInvalidArgument below kGrantUnitBytes, kSegmentFormat as
+/// LedgerView::open.
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
                                           const LifeJudge& judge);
 
-/// One instance's end of a ledger. All calls from any thread of the process that joined, none
-/// blocks but wait(), wait_for_claim() and a join with a reserve; in a forked child none changes
-/// anything. The bytes must outlive it; `keep` is held as long.
+/// One instance's membership. Any thread of the process that joined. Only wait(), wait_for_claim()
+/// and a join with a reserve block. In a forked child no call changes anything. The bytes must
+/// outlive this object; `keep` is held as long.
 class LedgerMember final : public PageGrant {
  public:
-  /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
-  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min, kReserve as
-  /// wait_for_claim, kInvalidArgument as set_priority, kSegment as LifeLock::hold.
+  /// Takes a slot. Returns null if the door is shut, that is, the file is or will be removed. Fails
+  /// with kSegmentFormat as LedgerView::open, kPoolExhausted if all slots are taken, kGuarantee as
+  /// set_min, kReserve as wait_for_claim, kInvalidArgument as set_priority, kSegment as
+  /// LifeLock::hold.
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() override {
@@ -301,56 +306,54 @@ class LedgerMember final : public PageGrant {
   LedgerMember(const LedgerMember&) = delete;
   LedgerMember& operator=(const LedgerMember&) = delete;
 
-  /// Memory that nobody can give back is left behind: this object's end gives its grant back no
-  /// more; whoever looks does, once the processes of this member are gone.
+  /// Memory could not be released: the destructor keeps the grant. A reaper returns it once this
+  /// member's processes have ended.
   void linger() override { lingers_ = true; }
 
-  /// Everything that was granted is the device's again. Repeatable; later calls grant nothing.
+  /// Returns the whole grant to the device. Idempotent; later calls grant nothing.
   void leave() override;
 
-  /// kDeviceUnavailable in a forked child: the place, and what was granted to it, is its parent's.
+  /// kDeviceUnavailable in a forked child: the slot and its grant are the parent's.
   Status refuse_in_a_child() const;
 
   // --- bytes ---------------------------------------------------------------------------------
 
-  /// Takes at most `pages` pages of `page_bytes` and answers how many: as many as there is room
-  /// for, after what is kept for asks that outrank this instance.
+  /// Takes up to `pages` pages of `page_bytes` and returns how many: as many as are free, except
+  /// memory kept for requests that outrank this instance.
   std::uint64_t grant(std::uint64_t pages, std::uint64_t page_bytes);
-  /// Pages that were granted, or leaving, are on the device now.
+  /// Reports that pages in transit are on the device now.
   void arrived(std::uint64_t pages, std::uint64_t page_bytes);
-  /// Pages that are on the device will not be there any more. To be called before their memory is
-  /// given to the driver.
+  /// Reports that pages are about to leave the device. Call it before the driver gets their memory.
   void leaving(std::uint64_t pages, std::uint64_t page_bytes) override;
-  /// Gives pages back that grant() gave, and that are not on the device; wakes those who ask for
-  /// memory.
+  /// Returns granted pages that are not on the device, and wakes the members that wait for memory.
   void give_back(std::uint64_t pages, std::uint64_t page_bytes);
-  /// Pages that could be had: room(), and what others would have to give up if this one asked.
+  /// Pages that could become available: room() plus what others would have to release on request.
   std::uint64_t reach(std::uint64_t page_bytes) const;
-  /// Pages that grant() would give now.
+  /// Pages that grant() would return now.
   std::uint64_t room(std::uint64_t page_bytes) const;
   std::uint64_t granted_bytes() const;
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   /// The name of the ledger's device.
   std::string_view device() const;
-  /// Sets what strangers hold of the device, as somebody with a driver has seen it.
+  /// Sets the device's memory used by other processes, as a driver reported it.
   void set_others(std::uint64_t bytes);
-  /// What all slots say of the device's memory.
+  /// The memory account of every slot at one moment.
   using Moment = std::vector<std::array<std::uint64_t, 4>>;
-  /// As it is now; the dead are freed first.
+  /// Takes a snapshot, after freeing the slots of dead members.
   Moment moment() const;
-  /// The same from what a driver has said of the whole device since `before`: what is taken, and
-  /// neither granted nor reserved. Never kNone.
+  /// Computes others' memory from a driver's report made since `before`: used, but neither granted
+  /// nor reserved. Never returns kNone.
   Sight see_device(const Moment& before, std::uint64_t total_bytes, std::uint64_t free_bytes);
 
   // --- guarantee and priority ----------------------------------------------------------------
 
-  /// kGuarantee: the guarantees of those who are awake would be more than the device has beside
-  /// their reserves; with who has what. Asleep it counts from the next wake. kDeviceUnavailable in
-  /// a forked child.
+  /// Sets the guarantee. Fails with kGuarantee, naming the holders, if the awake members'
+  /// guarantees exceed the capacity minus reserves. While asleep the value counts from the next
+  /// wake. kDeviceUnavailable in a forked child.
   Status set_min(std::uint64_t min_bytes);
-  /// kInvalidArgument: beyond the bounds of a priority; kDeviceUnavailable in a forked child.
+  /// Fails with kInvalidArgument outside the bounds, and with kDeviceUnavailable in a forked child.
   Status set_priority(std::int64_t priority);
-  /// The guarantee when it is awake.
+  /// The guarantee while awake.
   std::uint64_t min_bytes() const { return slot().own_min_bytes; }
   std::int64_t priority() const { return slot().priority; }
   void set_limit(std::uint64_t bytes) {
@@ -359,68 +362,69 @@ class LedgerMember final : public PageGrant {
 
   // --- reserve, sleep ------------------------------------------------------------------------
 
-  /// Guarantee and reserve count for nothing from now on. To be called after the memory is given
-  /// back that was reserved.
+  /// Guarantee and reserve no longer count. Call it after the reserved memory has been released.
   void fall_asleep();
-  /// Claims both again. Fails with kGuarantee, with who has what, where the sums do not allow it:
-  /// it is asleep as before then. What is claimed is there when wait_for_claim() or claim_is_met()
-  /// say so. Does nothing where it is awake.
+  /// Claims guarantee and reserve again. Fails with kGuarantee, naming the holders, if the sums do
+  /// not allow it; the member then stays asleep. The memory is available once wait_for_claim() or
+  /// claim_is_met() succeeds. No effect while awake.
   Status ask_to_wake();
-  /// Claims what this instance has on the device beside its grants. Less holds at once; for more
-  /// as ask_to_wake. Asleep it counts from the next wake. Any claim before it is given up.
+  /// Claims a new reserve. A smaller one holds at once; a larger one works as ask_to_wake(). While
+  /// asleep it counts from the next wake. Replaces an open claim.
   Status ask_to_reserve(std::uint64_t bytes);
-  /// Whether nothing is claimed that is not there. Asks others for what is missing; where it is
-  /// false, call it again soon, and when the bell rings.
+  /// True if no claim is open. Requests missing memory from others; if false, call it again soon
+  /// and when the bell rings.
   bool claim_is_met();
-  /// Whether something is claimed that was not there when claim_is_met() last looked.
+  /// True if a claim was still open at the last claim_is_met().
   bool is_claiming() const;
-  /// Back to what was before the claim. Does nothing where there is none.
+  /// Withdraws an open claim. No effect without one.
   void give_up_claim();
-  /// Gives it up, and answers kReserve with who holds what; nothing where it is met.
+  /// Withdraws the claim and returns kReserve, naming the holders; ok if the claim is met.
   Status fail_claim();
-  /// Waits until it is met; fails as fail_claim after the timeout. Blocks.
+  /// Blocks until the claim is met; fails as fail_claim() after the timeout.
   Status wait_for_claim(std::chrono::nanoseconds timeout);
-  /// The reserve when it is awake.
+  /// The reserve while awake.
   std::uint64_t reserve_bytes() const { return slot().own_reserve_bytes; }
   bool is_asleep() const { return is_member() && slot().asleep != 0; }
 
-  /// Names one more process that maps this instance's pages, for people and for a judge's second
-  /// look; that process holds its byte itself (ledger_life_byte). Fails with kInvalidArgument for
-  /// more than kLedgerWorkers, kDeviceUnavailable in a forked child.
+  /// Registers another process that maps this instance's pages, for diagnostics and for a judge's
+  /// second check. That process locks its byte itself (ledger_life_byte). Fails with
+  /// kInvalidArgument for more than kLedgerWorkers, and with kDeviceUnavailable in a forked child.
   Status add_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
-  /// The facts that others plan by; a few stores.
+  /// Publishes the facts that other members plan with. A few stores.
   void publish(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                std::uint64_t parked_bytes, std::uint64_t page_bytes, bool active);
 
-  /// Whether the engine has unfinished requests. Without any it is idle at once, and those who ask
-  /// for memory are woken. Until the first call it is judged by the time since it was `active`.
+  /// Reports whether the engine has unfinished requests. Without any the instance is idle at once,
+  /// and waiting members are woken. Before the first report, idleness is derived from the time
+  /// since `active`.
   void report_busy(bool busy);
 
   // --- asking --------------------------------------------------------------------------------
 
-  /// What is said of an ask that is one of several, in ledgers of other devices.
+  /// Terms of a memory request that is made in several ledgers.
   struct AskTerms {
-    std::uint64_t since_ns = 0;  ///< when the first of them was made; 0: this is the only one
+    std::uint64_t since_ns = 0;  ///< when the first of them was made; 0: there is only this one
     bool keeps = true;           ///< as Contender::keeps
   };
-  /// Says that `bytes` are missing, and asks those for them who have to give (see reclaim.h). Call
-  /// it again every now and then (rules().ask_lease_ns) while it is so. False: nobody has to give.
+  /// Publishes that `bytes` are missing and sends reclaim requests to members that must release
+  /// memory (see reclaim.h). Renew it every rules().ask_lease_ns while memory is missing. Returns
+  /// false if no member has to release any.
   bool ask(std::uint64_t bytes) { return ask_with(AskTerms{}, bytes); }
   bool ask_with(AskTerms terms, std::uint64_t bytes);
-  /// As is_memory_coming, of this ledger.
+  /// is_memory_coming() of reclaim.h for this ledger.
   bool is_memory_coming(std::chrono::nanoseconds patience) const;
-  /// Whether an ask of this member stands.
+  /// True while this member has a memory request.
   bool is_asking() const { return is_member() && slot().ask_bytes > 0; }
   void stop_asking();
-  /// Where more is granted than the capacity, since that was lowered: asks those for the rest who
-  /// have to give it, this member among them, as one who outranks all. False: nothing is over it;
-  /// true: call again soon. Whichever member calls first asks for all, once in rules().patience_ns.
+  /// After the capacity was lowered: requests the excess from the members that must release it,
+  /// this one included, as a requester that outranks all. Returns false without excess; otherwise
+  /// call it again soon. One member requests for all, once in rules().patience_ns.
   bool ask_for_excess();
-  /// The bell of requests and of memory come free: seen = bell(); <look>; wait(seen, timeout).
+  /// The bell of reclaim requests and available memory: seen = bell(); check; wait(seen, timeout).
   std::uint32_t bell() const { return slot().bell.load(std::memory_order_acquire); }
   void wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
-  /// Wakes who waits, in this process too.
+  /// Wakes waiters in every process.
   void ring() { ring_bell(slot().bell); }
   const ReclaimRules& rules() const { return rules_; }
 
@@ -430,13 +434,13 @@ class LedgerMember final : public PageGrant {
     std::uint64_t bytes = 0;  ///< 0: nothing
     Depth depth = Depth::kParked;
   };
-  /// The shallowest request that is open.
+  /// The open reclaim request of the shallowest depth.
   Wanted wanted() const;
-  /// `bytes` of what was asked were dealt with, given or not to be had; the shallowest first.
+  /// Reports `bytes` as handled, released or not available; the shallowest depth first.
   void handled(std::uint64_t bytes);
 
-  /// Fails with kIntegrity when the bytes granted are not those of the pages (rounded to grant
-  /// units), or as LedgerView::check_integrity.
+  /// Fails with kIntegrity if the granted bytes differ from the pages' (rounded to grant units),
+  /// and as LedgerView::check_integrity.
   Status check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const;
 
  private:
@@ -454,7 +458,7 @@ class LedgerMember final : public PageGrant {
   struct Everybody;
   Everybody look_around(std::uint64_t now_ns) const;
   LedgerSlot& slot() const { return layout_->slots[index_]; }
-  /// What of the capacity is for grants: without what strangers hold and all have pledged.
+  /// The part of the capacity available for grants: without others' memory and all pledges.
   std::uint64_t usable_bytes() const { return usable_bytes(pledged_bytes()); }
   std::uint64_t usable_bytes(std::uint64_t pledged_bytes) const;
   std::uint64_t pledged_bytes() const;
@@ -471,7 +475,7 @@ class LedgerMember final : public PageGrant {
   bool keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_bytes);
   void begin_move(std::uint64_t units);
   void end_move(std::uint64_t units);
-  /// Writes demands into the mailboxes, and rings. Answers whether there was one to write.
+  /// Writes reclaim requests into mailboxes and rings the bells. Returns whether there were any.
   bool demand(const std::vector<Demand>& plan, const Everybody& everybody, std::uint64_t now_ns);
 
   LedgerLayout* const layout_;
@@ -482,11 +486,11 @@ class LedgerMember final : public PageGrant {
   const std::shared_ptr<void> keep_;
   std::atomic<bool> lingers_{false};
   const ReclaimRules rules_;
-  mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
-  std::uint64_t claim_ = 0, met_claim_ = 0;          // the newest one, and the last that was met
-  bool is_claiming_ = false;  // `pledged` is what is claimed, and not there yet
-  mutable std::mutex mutex_;  // between threads of this process only: grants, claims, life; a leaf
-  std::unique_ptr<LifeLock> life_lock_;  // null: left, or nobody can be asked here
+  mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last reaped dead members
+  std::uint64_t claim_ = 0, met_claim_ = 0;          // the newest claim, and the last met one
+  bool is_claiming_ = false;  // `pledged` contains a claim that is not met yet
+  mutable std::mutex mutex_;  // a leaf lock of this process's threads: grants, claims, life
+  std::unique_ptr<LifeLock> life_lock_;  // null: left, or liveness is unknown here
 };
 
 }  // namespace kvelastic

@@ -1,4 +1,4 @@
-// Guarantees, reserves and the capacity: what members count for, awake and asleep.
+// Guarantees, reserves and capacity: what counts for members awake and asleep.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -16,7 +16,7 @@
 namespace kvelastic {
 namespace {
 
-/// How many of those who hold something an error names.
+/// How many holders an error message names.
 constexpr std::size_t kNamedHolders = 3;
 /// Tries to read all slots while none of them changes.
 constexpr int kSnapshotTries = 16;
@@ -43,14 +43,14 @@ std::string guaranteed_and_reserved(std::uint64_t min_bytes, std::uint64_t reser
   return min_bytes == 0 ? reserved : guaranteed + " and " + reserved;
 }
 
-/// A name as a message can have it: anybody may have written it.
+/// Replaces unprintable characters: any process may have written the name.
 std::string printable(std::string_view name) {
   std::string text(name);
   std::replace_if(text.begin(), text.end(), [](char c) { return c <= ' ' || c > '~'; }, '?');
   return text;
 }
 
-/// What one slot says of the account, in one moment.
+/// One slot's part of the account.
 using Standing = std::array<std::uint64_t, 6>;
 
 Standing standing_of(const LedgerSlot& slot) {
@@ -78,15 +78,16 @@ Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint6
   const DeviceMemorySize size{capacity_bytes, layout.total_bytes.load()};
   const auto refusal = [&](const Counted& sum) {
     return Error{Errc::kGuarantee,
-                 "a capacity of " + size_text(capacity_bytes) + " is less than what the instances" +
-                     " have: " + guaranteed_and_reserved(sum.guaranteed_bytes, sum.pledged_bytes)};
+                 "a capacity of " + size_text(capacity_bytes) +
+                     " is less than the guarantees and reserves" + " of the instances: " +
+                     guaranteed_and_reserved(sum.guaranteed_bytes, sum.pledged_bytes)};
   };
   const auto fits = [&](const Counted& sum) {
     return size.has_room_for(sum.guaranteed_bytes, sum.pledged_bytes);
   };
   (void)reap_dead(layout, judge);
-  // Looked at before the change, so that whoever is killed half-way leaves a capacity that holds
-  // the guarantees; and after it, for a guarantee that was given meanwhile.
+  // Checked before the change, so that a process killed half-way leaves a valid capacity, and after
+  // it, for a guarantee that was set in between.
   if (const Counted sum = count(layout); !fits(sum)) return refusal(sum);
   if (layout.most_bytes.load() < capacity_bytes) layout.most_bytes = capacity_bytes;
   const std::uint64_t before = layout.capacity_bytes.exchange(capacity_bytes);
@@ -101,7 +102,7 @@ Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint6
 
 // ------------------------------------------------------------------------- guarantee and reserve
 
-/// What the others count for, and whether some of them are in the middle of a check.
+/// The sums of the other members, and whether some are checking a claim.
 struct LedgerMember::Pledges {
   Counted others;
   bool lower_checks = false;
@@ -120,7 +121,7 @@ LedgerMember::Pledges LedgerMember::add_up_pledges() const {
   return sums;
 }
 
-/// Counts for so much from now on, neither less than before; or as before, where the sums do not
+/// Sets guarantee and pledge, neither less than before; restores the old values if the sums do not
 /// allow it. Pre: mutex_ is held.
 Status LedgerMember::pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes) {
   LedgerSlot& mine = slot();
@@ -143,15 +144,16 @@ Status LedgerMember::pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes
       return ok();
     }
     if ((sums.lower_checks || sums.higher_checks) && look < kClaimLooks) {
-      // Another one's claim may be taken back in a moment. The lower slot stays, the other one
-      // stands back until that has settled.
+      // Another claim may be withdrawn at any moment. The lower slot stays; the other withdraws
+      // until the check has ended.
       if (sums.lower_checks) withdraw();
       do {
         if (look >= kClaimSpins) std::this_thread::yield();
       } while (++look < kClaimLooks && sums.lower_checks && add_up_pledges().lower_checks);
       continue;
     }
-    if (!has_reaped && reap_dead(*layout_, LifeJudge(file_)) > 0) {  // the dead guarantee nothing
+    if (!has_reaped &&
+        reap_dead(*layout_, LifeJudge(file_)) > 0) {  // dead members guarantee nothing
       has_reaped = true;
       continue;
     }
@@ -168,8 +170,8 @@ Error LedgerMember::pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserv
               " on a device of " + size_text(capacity_bytes()) + holders(false)};
 }
 
-/// "; NAME has 2.00 GiB guaranteed and 1.00 GiB reserved, NAME ..." of the others, the largest
-/// first; `of_grants`: what they hold instead of what they are guaranteed.
+/// Returns "; NAME has 2.00 GiB guaranteed and 1.00 GiB reserved, NAME ..." of the other members,
+/// the largest first. With `of_grants`: their grants instead of their guarantees.
 std::string LedgerMember::holders(bool of_grants) const {
   struct Holder {
     std::uint64_t bytes, reserved_bytes;
@@ -238,7 +240,7 @@ void LedgerMember::fall_asleep() {
   wake_askers();
 }
 
-/// Ends a claim: what was claimed is there, or counts no more. Pre: mutex_ is held.
+/// Ends a claim: met, or withdrawn. Pre: mutex_ is held.
 void LedgerMember::settle_claim(bool met) {
   LedgerSlot& mine = slot();
   is_claiming_ = false;
@@ -293,14 +295,14 @@ Status LedgerMember::ask_to_reserve(std::uint64_t bytes) {
   return ok();
 }
 
-/// Whether grants and reserves leave room for what this one has pledged. Of those who wait too only
-/// the lower slots count: of two, one is served first. Pre: mutex_ is held.
+/// True if grants and reserves leave room for this member's pledge. Of other waiting members only
+/// lower slots count, so that one of two is served first. Pre: mutex_ is held.
 bool LedgerMember::is_there() const {
   std::uint64_t units = 0, reserved_bytes = 0;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
     if (!is_alive(other.life.load())) continue;
-    // A grant that does not see this pledge has claimed before, and is seen here.
+    // A grant that did not see this pledge was claimed earlier, and is counted here.
     units += granted_of(other.units.load()) + claimed_of(other.units.load());
     const SharedWord& counts = i <= index_ ? other.pledged_bytes : other.reserved_bytes;
     reserved_bytes = more(reserved_bytes, counts.load());
@@ -357,7 +359,7 @@ Status LedgerMember::wait_for_claim(std::chrono::nanoseconds timeout) {
     if (!is_claiming_) return ok();
     claim = claim_;
   }
-  // What is added to the clock is no more than it bears.
+  // Bounds the timeout so that the clock does not overflow.
   const auto until = std::chrono::steady_clock::now() +
                      std::min<std::chrono::nanoseconds>(timeout, std::chrono::hours(24));
   const std::chrono::nanoseconds patience(rules_.patience_ns);
@@ -367,13 +369,13 @@ Status LedgerMember::wait_for_claim(std::chrono::nanoseconds timeout) {
       const std::lock_guard lock(mutex_);
       if (met_claim_ >= claim || !is_member()) return ok();
       return Error{Errc::kReserve,
-                   "what was to be reserved was given up meanwhile: the instance "
-                   "was put to sleep, or asked for another reserve"};
+                   "the claim of a reserve was withdrawn: the instance was put to sleep, "
+                   "or requested another reserve"};
     }
     const auto now = std::chrono::steady_clock::now();
     if (now >= until) {
       if (Status failed = fail_claim(); !failed) return failed;
-      continue;  // it has come in this moment, or another thread has ended it
+      continue;  // met at this moment, or ended by another thread
     }
     wait(seen, std::min<std::chrono::nanoseconds>(until - now, patience));
   }

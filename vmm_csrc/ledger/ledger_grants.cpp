@@ -1,4 +1,4 @@
-// Grants, and asking others for what cannot be granted.
+// Grants, and memory requests for what cannot be granted.
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -27,16 +27,16 @@ LedgerMember::Moment moment_of(const LedgerLayout& layout) {
 }  // namespace
 
 struct LedgerMember::Sums {
-  std::uint64_t granted = 0;        // units, of all members
+  std::uint64_t granted = 0;        // units, over the members
   std::uint64_t claimed_lower = 0;  // by slots before this one
   std::uint64_t claimed_higher = 0;
   std::uint64_t pledged_bytes = 0;
-  std::uint64_t kept = 0;  // units that asks wait for which outrank this member
+  std::uint64_t kept = 0;  // units kept for requests that outrank this member
 
   std::uint64_t claimed() const { return claimed_lower + claimed_higher; }
 };
 
-/// All members at one moment; `self` is this one.
+/// A snapshot of the members; `self` is this member's index.
 struct LedgerMember::Everybody {
   std::vector<Contender> all{};
   std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its life
@@ -44,8 +44,8 @@ struct LedgerMember::Everybody {
   std::uint64_t free_bytes = 0;
 };
 
-/// One pass over the slots: what is granted and claimed; and what others wait for before us, where
-/// somebody does.
+/// Adds up grants and claims in one pass over the slots, and the memory kept for requests before
+/// this member, if there are any.
 LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
   Sums sums;
   bool somebody_asks = false;
@@ -79,7 +79,7 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
 }
 
 std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_bytes) {
-  if (!joined_by_.is_this()) return 0;  // whose mutex may have been taken while it was forked
+  if (!joined_by_.is_this()) return 0;  // a forked child's copy of the mutex may be locked
   const std::uint64_t each = units_of(page_bytes);
   const std::lock_guard lock(mutex_);
   pages = std::min(pages, kClaimMask / each);
@@ -87,8 +87,8 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
     std::uint64_t claim = pages * each;
     slot().units.fetch_add(claim);
     for (;; ++look) {
-      // A capacity that changes after this look and before the grant stands: look again. One that
-      // changes later finds the grant, and rings.
+      // If the capacity changes between this read and the grant, look again. If it changes later,
+      // the change sees the grant and rings.
       const std::uint64_t seen_bytes = capacity_bytes();
       const Sums sums = add_up(claim);
       const std::uint64_t capacity = usable_bytes(sums.pledged_bytes);
@@ -98,7 +98,7 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
         continue;
       }
       if (sums.claimed() == 0 || look >= kClaimLooks) {
-        // Others' claims do not matter here, or their owners were stopped with them: less, then.
+        // Others' claims do not matter here, or their owners are stopped: take fewer pages.
         pages = less(free, sums.claimed()) / each;
         slot().units.fetch_sub(claim - pages * each);
         claim = pages * each;
@@ -107,7 +107,7 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
         continue;
       }
       if (look >= kClaimSpins) std::this_thread::yield();
-      if (sums.claimed_lower > 0) break;  // the lower slot stays, this one stands back
+      if (sums.claimed_lower > 0) break;  // the lower slot proceeds, this one withdraws
     }
     slot().units.fetch_sub(claim);
     for (; look < kClaimLooks && add_up(0).claimed_lower > 0; ++look) {
@@ -118,9 +118,9 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
   return 0;
 }
 
-/// A claim becomes a grant, unless the capacity has changed since. Pre: mutex_ is held.
+/// Turns a claim into a grant unless the capacity has changed. Pre: mutex_ is held.
 bool LedgerMember::keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_bytes) {
-  begin_move(claim);  // before it is granted: at no moment does it pass for mapped
+  begin_move(claim);  // before it is granted, so that it never counts as mapped
   slot().units.fetch_add((claim << kGrantedShift) - claim);
   if (capacity_bytes() == seen_capacity_bytes) return true;
   slot().units.fetch_sub((claim << kGrantedShift) - claim);
@@ -128,14 +128,14 @@ bool LedgerMember::keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_b
   return false;
 }
 
-/// Pre: mutex_ is held, of end_move() too. A change of the grant is in one hold of it with the step
-/// that counts it, so equal counts are equal grants.
+/// Pre: mutex_ is held, as for end_move(). A change of the grant and its count happen under one
+/// lock, so equal counts mean equal grants.
 void LedgerMember::begin_move(std::uint64_t units) {
   slot().moves.fetch_add(kOneMove + units);
 }
 
 void LedgerMember::end_move(std::uint64_t units) {
-  // Where more is given back than was said to be leaving, the rest was not on its way.
+  // If more is returned than was in transit, the rest was never in transit.
   slot().moves.fetch_add(kOneMove - std::min(units, moving_of(slot().moves.load())));
 }
 
@@ -189,8 +189,8 @@ void LedgerMember::set_others(std::uint64_t bytes) {
 }
 
 LedgerMember::Moment LedgerMember::moment() const {
-  (void)reap_dead(*layout_,
-                  LifeJudge(file_));  // their memory is gone: as a grant it would hide others'
+  // Grants of dead members would hide others' memory.
+  (void)reap_dead(*layout_, LifeJudge(file_));
   return moment_of(*layout_);
 }
 
@@ -205,7 +205,7 @@ Sight LedgerMember::see_device(const Moment& before, std::uint64_t total_bytes,
     moving_bytes += moving_of(moves) * kGrantUnitBytes;
   }
   const std::uint64_t used_bytes = less(total_bytes, free_bytes);
-  // What is on its way may be on the device or not. Within these bounds the last look stands.
+  // Memory in transit may be on the device or not. Within these bounds the last value stays.
   set_others(std::clamp(layout_->others_bytes.load(), less(used_bytes, accounted_bytes),
                         less(more(used_bytes, moving_bytes), accounted_bytes)));
   return moving_bytes > 0 ? Sight::kBounded : Sight::kExact;
@@ -219,7 +219,7 @@ LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const std::uint64_t life = layout_->slots[i].life.load();
     if (i == index_) {
-      found.self = found.all.size();  // also where it is leaving just now
+      found.self = found.all.size();  // even if it is leaving
     } else if (!is_alive(life)) {
       continue;
     }
@@ -234,7 +234,7 @@ LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
 std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
   if (!is_member()) return 0;
   const std::uint64_t now_ns = monotonic_ns();
-  // An engine that sees nothing available does not alloc, and so would never ask.
+  // An engine without available blocks does not allocate, and so would never reap.
   if (less(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
     reaped_ns_.store(now_ns, std::memory_order_relaxed);
     (void)reap_dead(*layout_, LifeJudge(file_));
@@ -266,7 +266,7 @@ bool LedgerMember::ask_with(AskTerms terms, std::uint64_t bytes) {
       demand(plan_reclaim(all, self, free_bytes, usable_bytes(), rules_), found, now_ns);
   return asked || free_bytes >= bytes ||
          std::any_of(all.begin(), all.end(), [&](const Contender& c) {
-           return &c != &all[self] && c.wanted_bytes > 0;  // also of who is slow to answer
+           return &c != &all[self] && c.wanted_bytes > 0;  // also of slow members
          });
 }
 
@@ -303,7 +303,7 @@ bool LedgerMember::ask_for_excess() {
   if (!is_member() || excess() == 0) return false;
   const std::uint64_t now_ns = monotonic_ns();
   std::uint64_t asked_ns = layout_->excess_asked_ns.load();
-  // A time to come is none of this machine's: it counts as long ago.
+  // A time in the future is invalid and counts as long ago.
   if (now_ns - asked_ns < rules_.patience_ns ||
       !layout_->excess_asked_ns.compare_exchange_strong(asked_ns, now_ns)) {
     return true;
@@ -317,7 +317,7 @@ bool LedgerMember::ask_for_excess() {
 
 void LedgerMember::stop_asking() {
   if (is_member() && slot().ask_bytes.exchange(0) > 0)
-    wake_askers();  // what was kept for this one is theirs
+    wake_askers();  // memory kept for this member is now available to others
 }
 
 void LedgerMember::wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
@@ -340,8 +340,8 @@ void LedgerMember::handled(std::uint64_t bytes) {
     mine.handled_bytes[depth].fetch_add(here);
     bytes -= here;
   }
-  // What is still open is looked at now. Nobody is woken: who gave something has woken the askers,
-  // and where there was nothing, asking again at once would go round in a circle.
+  // Open requests count from now. No member is woken: a release of memory has woken the waiting
+  // ones already, and an immediate retry without memory would loop.
   mine.wanted_at_ns = monotonic_ns();
 }
 

@@ -1,4 +1,4 @@
-// What the files of the ledger share: the words of a slot, read and judged. For them only.
+// Accessors for the words of a slot, shared by the ledger's source files only.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace kvelastic {
 
 constexpr unsigned kGrantedShift = 32;
 constexpr std::uint64_t kClaimMask = (std::uint64_t{1} << kGrantedShift) - 1;
-/// Looks at another one's claim before it counts as a grant: its owner was stopped in between.
+/// Checks of another member's claim before it counts as a grant: its owner is stopped.
 constexpr int kClaimLooks = 2000;
-/// Looks without giving the processor away; a claim stands for a few hundred nanoseconds.
+/// Checks before yielding the processor; a claim stands for a few hundred nanoseconds.
 constexpr int kClaimSpins = 200;
 
 constexpr std::uint64_t granted_of(std::uint64_t units) {
@@ -28,7 +28,7 @@ constexpr std::uint64_t granted_of(std::uint64_t units) {
 constexpr std::uint64_t claimed_of(std::uint64_t units) {
   return units & kClaimMask;
 }
-/// Of LedgerSlot::moves: how much of the grant is on its way.
+/// The part of the grant in transit, from LedgerSlot::moves.
 constexpr std::uint64_t moving_of(std::uint64_t moves) {
   return moves & kClaimMask;
 }
@@ -51,15 +51,16 @@ inline std::uint64_t open_at(const LedgerSlot& slot, std::size_t depth) {
   return less(slot.wanted_bytes[depth].load(), slot.handled_bytes[depth].load());
 }
 
-/// kSegmentFormat, as LedgerView::open.
+/// Fails with kSegmentFormat, as LedgerView::open.
 Status validate_ledger(std::span<const std::byte> bytes);
-/// All that is asked of a member and not dealt with.
+/// The open reclaim requests to a member, in bytes.
 std::uint64_t open_requests(const LedgerSlot& slot);
-/// What the ledger says of one member; times become ages.
+/// Converts a slot to a contender; times become ages.
 Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules);
-/// Frees the slots of the dead, and wakes those who wait for memory; answers how many.
+/// Frees the slots of dead members, wakes members that wait for memory, and returns the number
+/// freed.
 std::uint64_t reap_dead(LedgerLayout& layout, const LifeJudge& judge);
-/// Wakes everybody but `except` who asks for memory, or waits for what it wants to reserve.
+/// Wakes all members but `except` that request memory or wait for a reserve.
 void wake_who_waits(LedgerLayout& layout, std::size_t except);
 
 }  // namespace kvelastic

@@ -9,14 +9,14 @@
 namespace kvelastic {
 namespace {
 
-/// Looks at the devices until nothing is granted or given back meanwhile.
+/// Retries of observing the devices while grants change.
 constexpr int kDeviceLooks = 4;
 
 constexpr std::uint64_t quotient_up(std::uint64_t value, std::uint64_t by) {
   return value / by + (value % by > 0 ? 1 : 0);
 }
 
-/// value * part / whole with no overflow in between; pre: part <= whole.
+/// value * part / whole without overflow. Pre: part <= whole.
 constexpr std::uint64_t scaled(std::uint64_t value, std::uint64_t part, std::uint64_t whole) {
   return part == whole ? value : value / whole * part + value % whole * part / whole;
 }
@@ -56,14 +56,14 @@ Places::Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t co
   for (const Place& place : places_) min_bytes_ += place.member->min_bytes();
 }
 
-/// What of `bytes` of the whole instance is this place's, rounded up.
+/// This placement's part of `bytes` of the whole instance, rounded up.
 std::uint64_t Places::part_of(std::uint64_t bytes, const Place& place) const {
   if (places_.size() == 1) return bytes;
   return bytes / copies_ * place.ranks.size() +
          quotient_up(bytes % copies_ * place.ranks.size(), copies_);
 }
 
-/// Where there are several devices, a message says of which it is.
+/// With several devices, the message names the device.
 Error Places::named(const Place& place, Error error) const {
   if (places_.size() == 1) return error;
   return {error.code, std::string(place.member->device()) + ": " + error.message};
@@ -72,8 +72,8 @@ Error Places::named(const Place& place, Error error) const {
 // ----------------------------------------------------------------------------------------- pages
 
 std::uint64_t Places::grant(std::uint64_t pages) {
-  // What is taken and returned wakes others, who would do the same: a device that is full is seen
-  // before anything is taken.
+  // Grants that are returned wake other instances, which would retry in the same way. So a full
+  // device is detected before any grant is taken.
   if (places_.size() > 1) pages = std::min(pages, room());
   for (std::size_t i = 0; i < places_.size() && pages > 0; ++i) {
     const std::uint64_t granted = places_[i].member->grant(pages, cost_bytes(places_[i]));
@@ -164,7 +164,7 @@ Status Places::set_min(std::uint64_t min_bytes) {
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Status set = places_[i].member->set_min(part_of(min_bytes, places_[i]));
     if (set) continue;
-    // Every part has grown where one is refused, so each of these is less and cannot be.
+    // A part is refused only if it grows, so these are decreases and cannot be refused.
     while (i-- > 0) (void)places_[i].member->set_min(before[i]);
     return named(places_[before.size() - 1], set.error());
   }
@@ -199,11 +199,11 @@ struct Places::Claim {
   enum class Fate : std::uint8_t { kOpen, kMet, kGivenUp };
 
   bool is_wake = false;
-  std::vector<std::uint64_t> before{}, after{};  // reserves by place, where it is no wake
+  std::vector<std::uint64_t> before{}, after{};  // reserves by placement, unless it is a wake
   Fate fate = Fate::kOpen;                       // guarded by mutex_
 };
 
-/// The first `count` places are as before the claim. Pre: mutex_ is held.
+/// Restores the first `count` placements to their state before the claim. Pre: mutex_ is held.
 void Places::undo(const Claim& claim, std::size_t count) {
   while (count-- > 0) {
     LedgerMember& member = *places_[count].member;
@@ -211,7 +211,7 @@ void Places::undo(const Claim& claim, std::size_t count) {
     if (claim.is_wake) {
       if (!member.is_asleep()) member.fall_asleep();
     } else if (claim.after[count] > claim.before[count]) {
-      (void)member.ask_to_reserve(claim.before[count]);  // less than now: cannot be refused
+      (void)member.ask_to_reserve(claim.before[count]);  // a decrease cannot be refused
     }
   }
 }
@@ -227,7 +227,7 @@ Places::Claimed Places::begin(Claim claim) {
   return claimed;
 }
 
-/// Does nothing where no claim is open. Pre: mutex_ is held.
+/// No effect without an open claim. Pre: mutex_ is held.
 void Places::give_up_claim() {
   const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
   if (!claim) return;
@@ -235,7 +235,7 @@ void Places::give_up_claim() {
   claim->fate = Claim::Fate::kGivenUp;
 }
 
-/// Everything that was claimed is there. Pre: mutex_ is held, and a claim is open.
+/// All claimed memory is available. Pre: mutex_ is held, and a claim is open.
 void Places::finish_claim() {
   const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
   for (std::size_t i = 0; i < claim->after.size(); ++i) {
@@ -262,7 +262,7 @@ Result<Places::Claimed> Places::ask_to_wake() {
   if (Status own = refuse_in_a_child(); !own) return own.error();
   const std::lock_guard lock(mutex_);
   if (!is_asleep()) return Claimed(kNothingClaimed);
-  if (claim_) return Claimed(claim_);  // a wake: the reserve of a sleeping instance never waits
+  if (claim_) return Claimed(claim_);  // a wake: a sleeping instance's reserve never waits
   Claim claim;
   claim.is_wake = true;
   for (std::size_t i = 0; i < places_.size(); ++i) {
@@ -320,14 +320,14 @@ Status Places::fail_open_claim() {
     give_up_claim();
     return named(place, failed.error());
   }
-  finish_claim();  // it has come in this moment
+  finish_claim();  // the memory became available at this moment
   return ok();
 }
 
 Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout) {
   if (Status own = refuse_in_a_child(); !own) return own;
   if (claimed == kNothingClaimed) return ok();
-  // What is added to the clock is no more than it bears.
+  // Bounds the timeout so that the clock does not overflow.
   const auto until = std::chrono::steady_clock::now() +
                      std::min<std::chrono::nanoseconds>(timeout, std::chrono::hours(24));
   const std::chrono::nanoseconds patience(rules().patience_ns);
@@ -343,8 +343,8 @@ Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout)
       if (claimed->fate == Claim::Fate::kMet) return ok();
       if (claimed->fate == Claim::Fate::kGivenUp) {
         return Error{Errc::kReserve,
-                     "what was to be reserved was given up meanwhile: the instance "
-                     "was put to sleep, or asked for another reserve"};
+                     "the claim of a reserve was withdrawn: the instance was put to sleep, "
+                     "or requested another reserve"};
       }
     }
     const std::chrono::nanoseconds left = std::min<std::chrono::nanoseconds>(until - now, patience);
@@ -360,7 +360,7 @@ Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout)
 
 bool Places::ask(std::uint64_t pages) {
   const std::uint64_t now_ns = monotonic_ns();
-  // One time of waiting in all ledgers, so that two who wait have the same order in each.
+  // One waiting time in all ledgers, so that two waiting instances have the same order in each.
   if (now_ns - ask_seen_ns_.exchange(now_ns) >= rules().ask_lease_ns || ask_since_ns_ == 0) {
     ask_since_ns_ = now_ns;
   }
@@ -427,7 +427,7 @@ Places::Wanted Places::wanted() const {
 
 void Places::handled(const Wanted& wanted, std::uint64_t given) {
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    // Pages that went for another device's sake are here what was asked for deeper down.
+    // Pages released for another device count here as a request of a greater depth.
     places_[i].member->handled(wanted.bytes[i] > 0 ? wanted.bytes[i]
                                                    : given * cost_bytes(places_[i]));
   }

@@ -1,25 +1,28 @@
-// Where an instance's pages lie: one place for each device, with a member in that device's ledger.
+// The devices of an instance's pages: one placement per device, with a member in that device's
+// ledger.
 //
-//   rank       0       1       2       3
-//   device   GPU-a   GPU-a   GPU-b   GPU-b        a page has one copy for each rank
-//   place    [ member, 2 copies ][ member, 2 copies ]
+// clang-format off
+//   rank         0       1       2       3
+//   device     GPU-a   GPU-a   GPU-b   GPU-b        a page has one copy per rank
+//   placement  [ member, 2 copies ][ member, 2 copies ]
+// clang-format on
 //
-// What one ledger grants is of no use without the others: a page is there when every rank has its
-// copy. So whatever is asked of ledgers is asked of all of them, and it is all or nothing: where
-// one refuses, the others get theirs back. A process that dies in between has what it took in its
-// slots, where it goes with the rest.
+// A page exists only when every rank has its copy, so a grant in one ledger is useless without the
+// others. Every operation therefore covers all ledgers and is all or nothing: if one refuses, the
+// grants in the others are returned. If the process dies in between, its slots are reaped as usual.
 //
-// Places are in the order of their devices' names, and everybody takes them in that order. Of two
-// instances that want the last page of two devices the first one at the first device goes on, and
-// the other one takes nothing: neither can hold a device that the other one waits for.
+// Placements are sorted by device name, and every instance takes grants in this order. If two
+// instances want the last page of two devices, the first one at the first device proceeds and the
+// other takes nothing. So neither holds a device that the other waits for.
 //
-// Asks follow the same order. An ask stands in every ledger that lacks, so that all devices give at
-// once. Memory that comes free is kept for it on a device only when the devices before that one
-// have a page for it; else two instances, each first in another ledger, could keep free memory from
-// each other for ever. What an instance waits for is always on a later device than what it keeps.
+// Memory requests follow the same order. A request is made in every ledger that lacks memory, so
+// that all devices release memory at once. A device keeps released memory for the request only when
+// all earlier devices have a page for it. Otherwise two instances, each first in another ledger,
+// could block each other forever. An instance always waits for a later device than those it keeps.
 //
-// What is given in bytes of the whole instance (limit, guarantee) is divided by copies, since every
-// copy of a page is as large as the others.
+// Values in bytes of the whole instance (limit, guarantee) are divided by copies, because all
+// copies of a page have the same size.
+//
 #pragma once
 
 #include <atomic>
@@ -42,97 +45,99 @@
 
 namespace kvelastic {
 
-/// A device with pages of an instance.
+/// A device that has pages of an instance.
 struct Place {
   std::shared_ptr<LedgerMember> member;
-  std::vector<std::uint32_t> ranks;  ///< whose copies of the pages lie there
+  std::vector<std::uint32_t> ranks;  ///< ranks whose copies are on this device
 };
 
-/// Thread-safe. None of the calls blocks but wait() and wait_for_claim(). Its lock is taken before
-/// those of its members, and never held while it waits.
+/// Thread-safe. Only wait() and wait_for_claim() block. Its lock is taken before those of its
+/// members, and never held while waiting.
 class Places {
  public:
-  /// `copy_bytes` is what one rank's copy of a page takes. Fails with kInvalidArgument for no
-  /// place, a device or a rank named twice, or a place without a rank.
+  /// `copy_bytes` is the size of one rank's copy of a page. Fails with kInvalidArgument for no
+  /// placement, a duplicate device or rank, or a placement without ranks.
   static Result<std::shared_ptr<Places>> create(std::vector<Place> places,
                                                 std::uint64_t copy_bytes);
 
-  /// In the order in which they are taken: of the devices' names.
+  /// In the order in which grants are taken: by device name.
   std::span<const Place> all() const { return places_; }
-  /// Of each page, on all devices together.
+  /// Copies of each page on all devices.
   std::uint64_t copies() const { return copies_; }
   std::uint64_t copy_bytes() const { return copy_bytes_; }
-  /// What one page costs all devices together.
+  /// The size of a page with all its copies.
   std::uint64_t page_bytes() const { return copies_ * copy_bytes_; }
 
   // --- pages ---------------------------------------------------------------------------------
 
-  /// Takes at most `pages` pages and answers how many: every ledger has granted its copies of
-  /// them, and nothing more.
+  /// Takes up to `pages` pages and returns how many. Every ledger has then granted exactly their
+  /// copies.
   std::uint64_t grant(std::uint64_t pages);
-  /// As of LedgerMember, on all devices.
+  /// LedgerMember's functions, on all devices.
   void arrived(std::uint64_t pages);
   void leaving(std::uint64_t pages);
   void give_back(std::uint64_t pages);
-  /// Pages that grant() would give now.
+  /// Pages that grant() would return now.
   std::uint64_t room() const;
-  /// The same with what others would have to give up.
+  /// Pages that could become available: room() plus what others would have to release.
   std::uint64_t reach() const;
   std::uint64_t granted_bytes() const;
-  /// What the instance could hold on all devices together, if it were alone there.
+  /// The most that the instance could hold on all devices without other instances.
   std::uint64_t capacity_bytes() const {
     return only_ ? only_->capacity_bytes() : capacity_of_several();
   }
-  /// Tells each ledger what strangers hold of its device, from what drivers say by rank when `look`
-  /// is called: the least that any rank of the device sees to be free. Looks again a few times
-  /// where the sums have changed meanwhile. Answers the least certain of what was seen.
+  /// Records other processes' memory in each ledger, from the drivers' reports by rank when `look`
+  /// is called; for a device, the least free memory that any of its ranks reports. Retries a few
+  /// times if the sums change. Returns the least certain observation.
   Sight see_devices(const std::function<std::vector<std::optional<DeviceMemory>>()>& look);
 
   // --- guarantee, priority, limit --------------------------------------------------------------
 
-  /// As LedgerMember::set_min, of all places together: each has its part, or all what they had.
+  /// Sets the guarantee of the whole instance: all placements get their parts, or all keep their
+  /// old ones.
   Status set_min(std::uint64_t min_bytes);
   std::uint64_t min_bytes() const { return min_bytes_.load(); }
-  /// Pages that others never take while it is awake.
+  /// Pages that other instances never take while it is awake.
   std::uint64_t min_pages() const;
   Status set_priority(std::int64_t priority);
   std::int64_t priority() const { return places_.front().member->priority(); }
   void set_limit(std::uint64_t bytes);
 
   // --- reserve, sleep ------------------------------------------------------------------------
-  // As of LedgerMember, on all devices or on none.
+  // LedgerMember's functions, on all devices or on none.
 
   void fall_asleep();
   bool is_asleep() const;
   struct Claim;
-  /// One claim, for the threads that wait for it. Another thread may give it up at any moment.
+  /// One claim, for the threads that wait for it. Another thread may withdraw it at any time.
   using Claimed = std::shared_ptr<const Claim>;
   static constexpr std::nullptr_t kNothingClaimed = nullptr;
 
   Result<Claimed> ask_to_wake();
-  /// `bytes` are by place, in the order of all(). Smaller ones hold when the larger ones are there.
+  /// `bytes` are by placement, in the order of `all()`. Decreases take effect once the increases
+  /// are available.
   Result<Claimed> ask_to_reserve(std::vector<std::uint64_t> bytes);
   bool claim_is_met();
   Status fail_claim();
-  /// Fails with kReserve too where it was given up: by sleep, or by another claim. The outcome
-  /// of a later claim changes nothing.
+  /// Also fails with kReserve if the claim was withdrawn by sleep or another claim. Later claims do
+  /// not affect the result.
   Status wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout);
 
   // --- asking ----------------------------------------------------------------------------------
 
-  /// Says that `pages` pages are missing, in each ledger that lacks some. False: on one of these
-  /// devices nobody has to give, so there will be none.
+  /// Requests memory for `pages` pages in each ledger that lacks some. Returns false if no instance
+  /// has to release memory on one of those devices, so that none will become available.
   bool ask(std::uint64_t pages);
-  /// Whether others have been asked on each device that has no page for this instance, and are
-  /// counted on: see LedgerMember.
+  /// True if, on each device without a page for this instance, others were requested to release
+  /// memory and are expected to: see LedgerMember.
   bool is_memory_coming(std::chrono::nanoseconds patience) const;
   void stop_asking();
-  /// As of LedgerMember, for each device.
+  /// LedgerMember::ask_for_excess() for each device.
   bool ask_for_excess();
   using Bells = std::vector<std::uint32_t>;
   Bells bells() const;
-  /// Waits for the bell of the first ledger that has no page for this instance; bells are those of
-  /// before it looked.
+  /// Waits for the bell of the first ledger without a page for this instance. `seen` are the bells
+  /// before the caller's check.
   void wait(const Bells& seen, std::chrono::nanoseconds timeout) const;
   const ReclaimRules& rules() const { return places_.front().member->rules(); }
 
@@ -141,28 +146,29 @@ class Places {
   struct Wanted {
     std::uint64_t pages = 0;  ///< 0: nothing
     Depth depth = Depth::kParked;
-    std::vector<std::uint64_t> bytes{};  ///< by place, of that depth
+    std::vector<std::uint64_t> bytes{};  ///< by placement, at that depth
   };
-  /// The shallowest request that is open in any ledger, in pages: the most that one of them wants.
+  /// The open reclaim request of the shallowest depth in any ledger, in pages: the largest of that
+  /// depth.
   Wanted wanted() const;
-  /// It was dealt with, and `given` pages were given.
+  /// Reports the request as handled, with `given` pages released.
   void handled(const Wanted& wanted, std::uint64_t given);
 
   // --- facts -----------------------------------------------------------------------------------
 
-  /// The facts that others plan by, of all places together.
+  /// Publishes the facts that other instances plan with, summed over the placements.
   void publish(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                std::uint64_t parked_bytes, bool active) {
     if (only_)
       return only_->publish(in_use_bytes, evictable_bytes, parked_bytes, page_bytes(), active);
     publish_parts(in_use_bytes, evictable_bytes, parked_bytes, active);
   }
-  /// As LedgerMember::report_busy, in all ledgers.
+  /// LedgerMember::report_busy() in all ledgers.
   void report_busy(bool busy);
-  /// Names the process of a rank, as LedgerMember::add_worker, where its pages lie. Fails with
-  /// kInvalidArgument for a rank of no place.
+  /// Registers a rank's process in the ledger of its device, as LedgerMember::add_worker. Fails
+  /// with kInvalidArgument for an unknown rank.
   Status add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks);
-  /// Whether every ledger has granted just these pages; kIntegrity.
+  /// Fails with kIntegrity unless every ledger has granted exactly these pages.
   Status check_integrity(std::uint64_t pages) const;
 
  private:
@@ -182,12 +188,12 @@ class Places {
   Claimed begin(Claim claim);
 
   const std::vector<Place> places_;
-  LedgerMember* const only_;  // where there is one place: every alloc and free publishes
+  LedgerMember* const only_;  // set for a single placement: every alloc and free publishes
   const std::uint64_t copies_, copy_bytes_;
   std::atomic<std::uint64_t> min_bytes_{0};
   std::atomic<std::uint64_t> ask_since_ns_{0}, ask_seen_ns_{0};
   std::mutex mutex_;              // claims, guarantee
-  std::shared_ptr<Claim> claim_;  // the open one; null: there is none
+  std::shared_ptr<Claim> claim_;  // the open claim, or null
 };
 
 }  // namespace kvelastic

@@ -38,38 +38,38 @@ std::uint64_t bytes_at(const Contender& c, Depth rung) {
 
 constexpr std::uint64_t kNoBound = ~std::uint64_t{0};
 
-/// How deep the asker may reach into `victim`'s memory, how much of it stays out of reach, and how
-/// much the asker may come to hold by it.
+/// How deep the requester may reclaim the victim's memory, how much the victim keeps, and how much
+/// the requester may hold as a result.
 struct Right {
   Depth depth;
   std::uint64_t kept_bytes;
   std::uint64_t holds_bytes = kNoBound;
 };
 
-/// By priority and idleness, and by fairness among equals.
+/// By priority and idleness, and by fairness among equal priorities.
 std::optional<Right> right_over(const Contender& victim, const Contender& asker,
                                 std::uint64_t fair_bytes, const ReclaimRules& rules) {
   if (victim.priority < asker.priority) return Right{Depth::kInUse, victim.min_bytes};
   if (!is_busy(victim, rules)) return Right{Depth::kCached, victim.min_bytes};
-  // Only equals share: who has the higher priority keeps what it works with.
+  // Only equals share: a higher priority keeps the memory it works with.
   const bool waited = asker.ask_ns >= rules.fair_cached_ns;
   if (victim.priority > asker.priority || !waited) return std::nullopt;
   const Depth depth = asker.ask_ns >= rules.fair_in_use_ns ? Depth::kInUse : Depth::kCached;
-  // Whole pages only: one that is given for a part of it would be asked back for the other part.
+  // Whole pages only: a page released for a fraction would be requested back for the rest.
   const std::uint64_t page_bytes = std::max<std::uint64_t>(victim.page_bytes, 1);
   const std::uint64_t kept_bytes = std::max(victim.min_bytes, fair_bytes);
   const std::uint64_t spare_bytes = above(victim.granted_bytes, kept_bytes);
   return Right{depth, kept_bytes + spare_bytes % page_bytes, fair_bytes};
 }
 
-/// What it has less than its share, in pages of its own: a part of one is none.
+/// The missing part of its fair share, rounded down to whole pages.
 std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
   const std::uint64_t lacking = above(fair_bytes, c.granted_bytes);
   return lacking - lacking % std::max<std::uint64_t>(c.page_bytes, 1);
 }
 
-/// Pages that hold nothing are of no use to the victim now: an equal gets them at once, until it
-/// has its share, in whole pages. Beyond that two busy ones would pass them to and fro.
+/// Parked pages hold nothing, so an equal gets them at once until it has its share, in whole pages.
+/// Beyond that two busy equals would pass pages back and forth.
 std::optional<Right> right_to_parked(const Contender& victim, const Contender& asker,
                                      std::uint64_t fair_bytes) {
   if (victim.priority > asker.priority) return std::nullopt;
@@ -77,13 +77,13 @@ std::optional<Right> right_to_parked(const Contender& victim, const Contender& a
   return Right{Depth::kParked, victim.min_bytes, share_bytes};
 }
 
-/// By the asker's guarantee: from all, until it has that.
+/// By the requester's guarantee: from all members, until it has its guarantee.
 std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
   if (!is_below_guarantee(asker)) return std::nullopt;
   return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
 }
 
-/// Asked lately, and has not answered: it is stopped, or busy with something else.
+/// True if an earlier reclaim request is still open: the member is stopped or busy.
 bool is_slow(const Contender& c, const ReclaimRules& rules) {
   return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
 }
@@ -149,7 +149,7 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
     for (const std::size_t i : order) {
       const Contender& victim = all[i];
       if (i == asker_index || missing == 0 || is_slow(victim, rules)) continue;
-      // What it was asked for and has not given is as good as gone from its books.
+      // Memory that was already requested from it counts as released.
       const std::uint64_t left = above(victim.granted_bytes, victim.wanted_bytes + taken[i]);
       const std::uint64_t will_hold = asker.granted_bytes + asker.ask_bytes - missing;
       std::uint64_t bytes = 0;
@@ -181,7 +181,7 @@ std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t ex
                                 std::uint64_t capacity_bytes, const ReclaimRules& rules) {
   std::vector<Contender> with_asker(all.begin(), all.end());
   for (Contender& c : with_asker) {
-    // A part of a page that is guaranteed keeps the whole page.
+    // A guaranteed fraction of a page keeps the whole page.
     const std::uint64_t page_bytes = std::max<std::uint64_t>(c.page_bytes, 1);
     const std::uint64_t pages = c.min_bytes / page_bytes + (c.min_bytes % page_bytes > 0 ? 1 : 0);
     c.min_bytes = std::max<std::uint64_t>(pages, 1) * page_bytes;
