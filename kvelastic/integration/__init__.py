@@ -1,4 +1,5 @@
-"""Serving engines that kvelastic runs in, one package each; they know the engine and kvelastic.
+"""Integrations with serving engines, one package per engine.
 
-No package here knows another one, and nothing outside imports an engine.
+A package imports its engine and kvelastic, but no other integration. No module outside imports
+an engine.
 """

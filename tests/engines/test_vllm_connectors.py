@@ -120,9 +120,9 @@ def test_connectors_that_compose_are_accepted(name: str) -> None:
     ("refused", "why"),
     [
         (connector("NixlConnector"), "registers the whole KV cache"),
-        (connector("LMCacheConnectorV1"), "not tried with pages that come and go"),
+        (connector("LMCacheConnectorV1"), "not tested with pages that are unmapped"),
         (connector("SimpleCPUOffloadConnector"), "one layer"),
-        (connector("Mine", kv_connector_module_path="mine"), "a module of its own"),
+        (connector("Mine", kv_connector_module_path="mine"), "from its own module"),
         (
             connector("DecodeBenchConnector", kv_connector_extra_config={"startup_fill": True}),
             "have no memory",
@@ -151,5 +151,5 @@ def test_offloading_of_sliding_windows_is_refused() -> None:
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SlidingWindowSpec())], kv_cache_tensors=[]
     )
     refuse_cache_configuration(configured(connector("ExampleConnector")), config)
-    with pytest.raises(UnsupportedEngineError, match="does not say which"):
+    with pytest.raises(UnsupportedEngineError, match="without reporting which"):
         refuse_cache_configuration(configured(connector("OffloadingConnector")), config)

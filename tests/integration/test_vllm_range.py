@@ -31,12 +31,12 @@ def test_a_cache_that_is_cut_is_no_reason_to_warn(caplog: pytest.LogCaptureFixtu
 
 def test_a_request_that_can_never_be_served_is(caplog: pytest.LogCaptureFixture) -> None:
     assert pages("host", capacity=64, wanted=6400, longest=64) == 4
-    assert "has room for 8.00 MiB of KV cache (4 pages of 2.00 MiB)" in caplog.text
-    assert "needs 10.00 MiB: it would wait until it is aborted" in caplog.text
+    assert "holds at most 8.00 MiB of KV cache (4 pages of 2.00 MiB)" in caplog.text
+    assert "needs 10.00 MiB and would wait until it is aborted" in caplog.text
     assert "Set KVELASTIC_HOST_MEMORY to 10.00 MiB or more, or set a lower --max-" in caplog.text
     caplog.clear()
     assert pages("GPU-1", capacity=1, wanted=6400, longest=100) == 1
-    assert "GPU-1 has room for 2.00 MiB" in caplog.text
+    assert "GPU-1 holds at most 2.00 MiB" in caplog.text
     assert "KVELASTIC_HOST_MEMORY" not in caplog.text
 
 

@@ -45,7 +45,7 @@ def test_one_that_names_our_spec_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "MultiConnector"])
 def test_any_other_is_refused(name: str) -> None:
     other = SimpleNamespace(kv_connector=name, kv_connector_extra_config={})
-    with pytest.raises(UnsupportedEngineError, match=f"the KV connector {name} is configured"):
+    with pytest.raises(UnsupportedEngineError, match=f"the KV connector {name} are both set"):
         tier_connector.filled_in(other, SimpleNamespace, offloads=False)
 
 
@@ -62,7 +62,7 @@ def test_what_is_covered_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kv_transfer_config": None}, "another KV connector"),
+        ({"kv_transfer_config": None}, "a KV connector other than"),
         ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix-caching"),
         ({"speculative_config": object()}, "speculative"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode_context"),

@@ -1,16 +1,17 @@
-"""vLLM's block pool over kvelastic's: sparse ids, and objects only for blocks that are in use.
+"""vLLM's block pool on top of kvelastic's: sparse ids, objects only for used and cached blocks.
 
-vLLM's own pool has one `KVCacheBlock` for every id from 0 up and keeps the free ones in a linked
-list. Here ids come from the native pool (`scheduling.blocks`), and an object exists only while its
-block is in one of the first two of its three states:
+vLLM's own pool has a `KVCacheBlock` for every id from 0 and keeps free ones in a linked list. Here
+the native pool hands out the ids (`scheduling.blocks`). A block has an object only while it is in
+one of the first two of three states:
 
     used     a request refers to it (ref_cnt > 0)
-    cached   no request does, but its contents are worth keeping: it has a hash
-    free     neither; the id may lie in a page that has no memory
+    cached   no request refers to it, but it has a hash and its contents may be reused
+    free     neither; the id may lie in a page that is not mapped
 
-What the native pool evicts or moves by itself is followed here before vLLM looks it up.
+The native pool also evicts and moves blocks on its own. This class applies these changes before
+vLLM looks blocks up.
 
-Imports vLLM: imported where its scheduler makes a block pool.
+Imports vLLM, so it is imported only when vLLM's scheduler creates a block pool.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _log = logging.getLogger("kvelastic.vllm")
 
 
 class LiveBlocks:
-    """The blocks that have an object, by id: stands where vLLM has a list of all blocks.
+    """The blocks that have an object, by id. Replaces vLLM's list of blocks.
 
-    `len()` is one more than the highest id there can be, as it is for that list.
+    `len()` is the highest possible id plus one, as for that list.
     """
 
     def __init__(self, id_span: int) -> None:
@@ -60,28 +61,28 @@ class LiveBlocks:
         return iter(list(self._by_id.values()))
 
     def get(self, block_id: int) -> Any | None:
-        """The block's object, or None if the block is free."""
+        """Return the block's object, or None if the block is free."""
         return self._by_id.get(block_id)
 
     def add(self, block: Any) -> None:
-        """Remember the object of a block that is in use from now on."""
+        """Add the object of a block that has become used."""
         self._by_id[block.block_id] = block
 
     def drop(self, block_id: int) -> Any | None:
-        """Forget the object of a block that is free from now on."""
+        """Remove and return the object of a block that has become free."""
         return self._by_id.pop(block_id, None)
 
     def ids(self) -> list[int]:
-        """Ids of all objects, the null block's 0 included."""
+        """Return the ids of the blocks that have an object, including the null block's 0."""
         return list(self._by_id)
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type information here
-    """Takes the place of `BlockPool`; the same calls, the same meanings.
+    """Replaces vLLM's `BlockPool`; its methods have the same meaning.
 
-    `memory` is the native pool, `id_span` one more than its highest id, `instance_name` what
-    operators call the instance. `num_gpu_blocks` stays the
-    number of blocks that vLLM was configured with: what there can be at most, not what there is.
+    `memory` is the native pool, `id_span` its highest id plus one, `instance_name` the instance's
+    name for operators. `num_gpu_blocks` stays the number of blocks that vLLM was configured with.
+    It is an upper bound; fewer may be available.
     """
 
     def __init__(
@@ -93,48 +94,48 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         instance_name: str = "",
         **kwargs: Any,
     ) -> None:
-        # One block, the null block: everything that vLLM's constructor sizes stays small.
+        # One block, the null block: keeps everything small that vLLM's constructor allocates.
         super().__init__(1, *args, **kwargs)
         self.num_gpu_blocks = num_gpu_blocks
         self.memory = SchedulerBlocks(memory)
-        """Sessions, steps, pins, and what there is."""
+        """Sessions, steps, pins and block counts."""
         self.memory.on_changes = self._follow
         self.naps: Naps | None = None
         self.over_limit: OverLimit | None = None
         self.waiting: WaitingRequests | None = None
-        """The engine's loop's: `in_engine_core`."""
+        """Set by the engine's loop (`in_engine_core`)."""
         self.instance_name = instance_name
         self.short: ShortRequest | None = None
-        """The first request of this step that there was too little memory for."""
+        """The first request in this step that lacked memory."""
         self.tiers: EngineTiers | None = None
-        """What keeps demoted blocks; None: evicted blocks are gone."""
+        """The tiers that store demoted blocks, or None: then evicted blocks are dropped."""
         self._watched: dict[int, tuple[Any, int]] = {}
-        """Blocks that `unpin_blocks` was called for, by id, each with the ticket of its pin."""
+        """Blocks passed to `unpin_blocks`, by id, each with the ticket of its pin."""
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
     def session(self) -> AbstractContextManager[None]:
-        """Hold the native pool still while vLLM looks up, checks and takes blocks. May nest."""
+        """Keep the native pool unchanged while vLLM looks up, checks and takes blocks. Can nest."""
         return self._session_with_readers() if self._watched else self.memory.session()
 
     @contextmanager
     def _session_with_readers(self) -> Iterator[None]:
         with self.memory.session():
             if self.memory.pool.is_over_limit:
-                # Over the limit nobody uses them again, and their pages have to go.
+                # Over the limit these blocks are not reused, and their pages must be released.
                 unused = [id_ for id_, (block, _) in self._watched.items() if block.ref_cnt == 0]
                 self._tell_readers(unused)
                 self.memory.follow()
             yield
 
     def pin(self, block_ids: Iterable[int]) -> int:
-        """Keep these blocks' memory where it is until it is unpinned in `memory`.
+        """Keep these blocks' pages mapped and in place until `memory.unpin` is called.
 
-        For what reads blocks outside of any step; returns a ticket. Blocks whose contents have been
-        evicted are left out. vLLM itself may have such a block again at once, as it always could: a
-        reader's own fence is for that.
+        For readers outside any step. Returns a ticket. Skips blocks whose contents were evicted.
+        vLLM may still hand such a block out again immediately, as in stock vLLM; readers need their
+        own fence for that.
         """
-        with self.session():  # what was evicted meanwhile is known here, and nothing more goes
+        with self.session():  # applies earlier evictions and prevents new ones
             still_read = self.memory.held_back
             ids = [
                 block_id
@@ -147,10 +148,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     # --- what vLLM calls ------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Take blocks, evicting cached ones where that is needed.
+        """Take blocks, evicting cached ones if needed.
 
-        Raises `PoolExhaustedError` (a `ValueError`) with nothing changed if there are too few;
-        within a session not after `get_num_free_blocks` said that there are enough.
+        Raises `PoolExhaustedError` (a `ValueError`) with nothing changed if there are too few.
+        Within a session it does not raise if `get_num_free_blocks` returned enough.
         """
         if num_blocks <= 0:
             return []
@@ -158,7 +159,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if ids is None:
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
-                f"{self.memory.reachable} can be had. Raise the limit (kvctl limit) or "
+                f"only {self.memory.reachable} are available. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
         if self._watched:
@@ -177,12 +178,12 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         return taken
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Refer to blocks once more; cached ones are in use from now on."""
+        """Add a reference to each block; cached ones become used."""
         revived = dict.fromkeys(
             block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
         )
         if revived:
-            self.memory.touch(list(revived))  # raises with nothing changed: so it comes first
+            self.memory.touch(list(revived))  # first, because it raises with nothing changed
         for block in blocks:
             if block.is_null:
                 continue
@@ -191,7 +192,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Refer to blocks once less; the first of them is the first to be evicted later."""
+        """Drop one reference to each block. Those given first are evicted first."""
         unused: list[Any] = []
         others: dict[Any, list[Any]] = {}
         for block in ordered_blocks:
@@ -204,13 +205,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if block.ref_cnt == 0:
                 unused.append(block)
         self._give_back(unused)
-        # A preemption, while the limit is being lowered or the bound on cached blocks is met.
+        # A preemption while the limit is being lowered, or the bound on cached blocks is reached.
         self.memory.follow()
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
-        """Refer once less to blocks whose contents somebody reads until `on_reuse` is called."""
+        """Drop one reference to each; a reader still reads the contents until `on_reuse`."""
         unused = []
         for block in blocks:
             block.ref_cnt -= 1
@@ -222,7 +223,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._give_back(unused)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Drop these blocks' contents from the prefix cache; blocks in use stay in use."""
+        """Remove these blocks from the prefix cache; used blocks stay used."""
         for block_id in block_ids:
             if not 0 <= block_id < len(self.blocks):
                 raise ValueError(
@@ -240,7 +241,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             self._release(free)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop everything cached. False, and nothing done, while a request still has blocks."""
+        """Drop all cached blocks. Returns False with nothing changed if a request has blocks."""
         with self.session():
             if used := self.memory.used:
                 _log.warning("The prefix cache was not reset: requests still hold %d blocks.", used)
@@ -259,11 +260,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         return True
 
     def get_num_free_blocks(self) -> int:
-        """How many blocks can be taken now; binding until the session ends, or a block is taken."""
+        """Return how many blocks can be taken. Valid until the session ends or a block is taken."""
         return self.memory.at_hand
 
     def get_usage(self) -> float:
-        """The part (0 to 1) of what may be used under the present limit that requests use."""
+        """Return the fraction (0 to 1) of the current limit that requests use."""
         return self.memory.usage
 
     # --- what the native pool did ---------------------------------------------------------------
@@ -281,7 +282,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self._maybe_evict_cached_block(block)
 
     def _give_back(self, blocks: list[Any]) -> None:
-        """Blocks that nobody refers to any more: cached where they have contents, else free."""
+        """Return unreferenced blocks: those with a hash become cached, the others free."""
         if not blocks:
             return
         free: list[int] = []
@@ -300,7 +301,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.memory.give_back(free, cached, keys)
 
     def _tell_readers(self, block_ids: Iterable[int]) -> None:
-        """Blocks that were unpinned with a watcher are about to lose their contents."""
+        """Notify readers of unpinned blocks that the contents are about to be overwritten."""
         for block_id in block_ids:
             block, ticket = self._watched.pop(block_id, (None, 0))
             if block is not None:
@@ -308,13 +309,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self.memory.unpin(ticket)
 
     def _release(self, block_ids: list[int]) -> None:
-        """Give blocks back that are cached in the native pool but have no hash any more."""
+        """Release blocks that are cached in the native pool but no longer have a hash."""
         for block_id in block_ids:
             self.blocks.drop(block_id)
         self.memory.drop(block_ids)
 
     def check_integrity(self) -> None:
-        """Compare with the native pool's own books; raises `IntegrityError`. Takes a while."""
+        """Compare with the native pool's counts. Raises `IntegrityError`. Slow."""
         self.memory.check_integrity()
         used = sum(1 for block in self.blocks if block.ref_cnt > 0 and not block.is_null)
         if used != self.memory.used:

@@ -1,23 +1,23 @@
-"""vLLM's placement of a KV cache, read from its configuration and rewritten to the paged layout.
+"""Reads vLLM's KV cache placement from its configuration and rewrites it to the paged layout.
 
-vLLM places a set of equal layers by `offset + l*layer_stride + b*block_stride` in one allocation.
+vLLM places a set of equal layers at `offset + l*layer_stride + b*block_stride` in one allocation.
 Groups of layers overlay each other: a block id belongs to one group at a time, so all groups share
-one pool and one budget. Three forms of that occur::
+one pool and one budget. vLLM uses three forms::
 
-    layers   each layer's blocks side by side: buffer i begins at i * num_blocks * block_bytes
+    layers   each layer's blocks are contiguous: buffer i begins at i * num_blocks * block_bytes
              | A: blk 0 | blk 1 | ...        | B: blk 0 | blk 1 | ...        |      group 0
              | C: blk 0 | blk 1 | ...        | D: blk 0 | blk 1 | ...        |      group 1
-    blocks   all layers of a block side by side; one buffer, whose block is all of them
+    blocks   all layers of a block are contiguous; one buffer, its block holds all of them
              | blk 0 [ A | B | pad ] | blk 1 [ A | B | pad ] | ...                  group 0
              | blk 0 [ C |    D    ] | blk 1 [ C |    D    ] | ...                  group 1
-    mixed    as `layers`, but of layers whose blocks differ in size: there is no id span that
-             would suit both sizes, so it is made into `blocks`
+    mixed    as `layers`, but block sizes differ between layers. No single id span fits both
+             sizes, so it is converted to `blocks`
 
-Only ids and strides change, never what is inside a block. All ranks get one layout, the largest of
-theirs: ids must mean the same in each, so a pipeline stage with fewer layers leaves the rest of its
-pages unused.
+Only ids and strides change, never the contents of a block. All ranks use one layout, the largest
+of theirs, because an id must mean the same in each rank. A pipeline stage with fewer layers leaves
+part of its pages unused.
 
-Pure values: imports neither vLLM nor torch.
+Pure functions; imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from kvelastic.errors import LayoutError, UnsupportedEngineError
 from kvelastic.layout import PageLayout
 
 _ALIGNMENT_BYTES = 64
-"""Where layers begin inside a block that `mixed` packs: a cache line, and any element's size."""
+"""Alignment of layers inside a packed `mixed` block: a cache line, a multiple of element sizes."""
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a page layout has to hold: blocks of `block_bytes` in each of `buffers`."""
+    """What a page layout must hold: blocks of `block_bytes` in each of `buffers`."""
 
     form: Literal["layers", "blocks", "mixed"]
     block_bytes: int
     buffers: int
 
     def joined(self, other: CacheShape) -> CacheShape:
-        """The least that holds both. Raises `UnsupportedEngineError` if nothing does."""
+        """Return the smallest shape that holds both. Raises `UnsupportedEngineError` if none."""
         if self.form != other.form or (
             self.form == "layers" and self.block_bytes != other.block_bytes
         ):
@@ -59,9 +59,9 @@ class CacheShape:
 
 
 def shape_of(config: Any) -> CacheShape:
-    """Read a worker's `KVCacheConfig` as vLLM made it.
+    """Read the shape of a worker's `KVCacheConfig` as vLLM created it.
 
-    Raises `UnsupportedEngineError` for any other placement.
+    Raises `UnsupportedEngineError` for an unknown placement.
     """
     tensors = config.kv_cache_tensors
     if all(tensor.layer_stride < tensor.block_stride for tensor in tensors):
@@ -91,10 +91,10 @@ def shape_of(config: Any) -> CacheShape:
 
 
 def rewrite(config: Any, shape: CacheShape, layout: PageLayout, pages: int) -> None:
-    """Place a worker's `KVCacheConfig` in the paged layout: as many ids as the range has.
+    """Rewrite a worker's `KVCacheConfig` to the paged layout, with all ids of the range.
 
-    `shape` is what `layout` was made for. The scheduler keeps its own copy, with the number of
-    blocks that there really are.
+    `layout` must have been made for `shape`. The scheduler keeps its own copy with the real number
+    of blocks.
     """
     placement = place_layers(layout, shape.buffers, pages)
     packed_bytes = 0

@@ -1,4 +1,4 @@
-"""What the scheduler tells a worker, so that it can attach."""
+"""The values that the scheduler sends to a worker so that it can attach."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from kvelastic import _vmm
 
 HANDOFF = "kvelastic"
-"""Attribute of a worker's `KVCacheConfig` that has its `Handoff`; vLLM's own channel carries it
-along with the configuration."""
+"""Attribute of a worker's `KVCacheConfig` that holds its `Handoff`; vLLM sends it along with the
+configuration."""
 
 
 @dataclass(frozen=True)
 class Handoff:
-    """What a worker needs to attach: plain values that travel with its `KVCacheConfig`."""
+    """What a worker needs to attach; plain values sent with its `KVCacheConfig`."""
 
     rank: int
     device: str
-    """Where the scheduler counts this worker's pages: `host`, or a GPU's UUID."""
+    """The device to which the scheduler accounts this worker's pages: `host`, or a GPU's UUID."""
     segment_name: str
     segment_uuid: bytes
     pages: int
@@ -30,11 +30,11 @@ class Handoff:
     blocks_per_page: int
     buffers_per_extent: int
     vllm_block_bytes: int
-    """Bytes of a block in all layers of this worker, as vLLM itself counts them."""
+    """Bytes of a block over all layers of this worker, by vLLM's own calculation."""
 
     def geometry(self) -> _vmm.Geometry:
-        """The native form of the layout."""
-        from kvelastic import _vmm  # not in every process that only hands this on
+        """Return the layout in its native form."""
+        from kvelastic import _vmm  # late: some processes only forward a Handoff
 
         return _vmm.Geometry(
             pages=self.pages,

@@ -1,9 +1,9 @@
-"""Wrappers for the engine core's process: the scheduler, and the executor that leads the workers.
+"""Wrappers for the engine core process: the scheduler, and the executor that leads the workers.
 
-What is kept where: an executor has its `Instance` (`kvelastic_instance`), which of its workers have
-a part in it (`kvelastic_ranks`), and, with tiers, the files of its weights as they were before they
-were loaded (`kvelastic_weights`), a scheduler's block pool is an `ElasticBlockPool`, a step's
-output carries the step's number (`kvelastic_step`).
+State is kept in attributes of vLLM's objects. The executor has its `Instance`
+(`kvelastic_instance`), the ranks that take part in it (`kvelastic_ranks`) and, with tiers, the
+weight files as they were before loading (`kvelastic_weights`). The scheduler's block pool is an
+`ElasticBlockPool`. A step's output carries the step's number (`kvelastic_step`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.vllm")
 
 _KV_CACHE = "kv_cache"
-"""vLLM's tag of the KV cache's memory, for sleep and wake."""
+"""vLLM's sleep and wake tag for KV cache memory."""
 
 DEVICE_FACTS = "kvelastic_device_facts"
-"""Method of a worker that tells its device; set by our hooks, called by name."""
+"""Worker method that returns its device's facts; our hooks add it, it is called by name."""
 HAND_OVER = "kvelastic_hand_over_reserve"
-"""Method of a worker that ends its own reserve and tells what it holds besides the KV cache."""
+"""Worker method that ends the start reserve and returns the bytes held besides the KV cache."""
 
 _waiting_instance: Instance | None = None
-"""Made before the workers start; the next block pool of this process takes it."""
+"""Created before the workers start; the next block pool of this process takes it."""
 
 
 # --- the executor: an instance's life ---------------------------------------------------------
@@ -48,9 +48,10 @@ _waiting_instance: Instance | None = None
 def executor_init(
     original: Callable[..., Any], executor: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse what is not covered, before a worker is started or a model is loaded.
+    """Refuse unsupported settings before a worker starts or a model loads.
 
-    With tiers, the weights' files are looked at now: a change from here on makes them unknown.
+    With tiers it also records the state of the weight files. If a file changes later, its contents
+    are treated as unknown.
     """
     from kvelastic import config
     from kvelastic.integration.vllm.start_checks import check_start
@@ -66,13 +67,13 @@ def executor_init(
 def executor_initialize(
     original: Callable[..., Any], executor: Any, kv_cache_configs: list[Any]
 ) -> None:
-    """Make the instance; give each worker the paged layout and where to attach."""
+    """Create the instance; give each worker the paged layout and the segment to attach to."""
     from kvelastic.integration.vllm import scheduler_side
     from kvelastic.integration.vllm.refusals import refuse_cache_configuration
     from kvelastic.integration.vllm.tier_refusals import refuse_cache_for_tiers
 
     global _waiting_instance
-    # A stage without attention, or a model without it, has no KV cache and no part in this.
+    # A stage or a model without attention has no KV cache and takes no part.
     ranks = [rank for rank, config in enumerate(kv_cache_configs) if config.kv_cache_tensors]
     if not ranks:
         original(executor, kv_cache_configs)
@@ -101,15 +102,16 @@ def executor_initialize(
         raise
     executor.kvelastic_instance = instance
     executor.kvelastic_ranks = ranks
-    # In one process with its worker, the scheduler would read the span of ids here.
+    # If the worker shares this process, the scheduler would otherwise read the id span here.
     vllm_config.cache_config.num_gpu_blocks = instance.num_blocks
     _waiting_instance = instance
 
 
 def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
-    """From here on the instance maps pages ahead, answers requests, and gives to others.
+    """Start the maintenance thread after vLLM's warm-up.
 
-    Not before: a driver's call in the middle of a graph's capture can end it.
+    From then on the instance maps pages ahead, handles requests and gives memory to others. Not
+    earlier: a driver call during CUDA graph capture can abort the capture.
     """
     from kvelastic.integration.vllm import with_starter
 
@@ -127,10 +129,11 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
 
 
 def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
-    """Demote what is cached, as long as there are workers to copy it; then close the instance.
+    """Demote cached blocks while the workers can still copy them; then close the instance.
 
-    An engine that ends by a fault ends at once: its workers may not answer any more. It kills them
-    then, after some waiting; told to end meanwhile it would leave them behind.
+    After a fault, the engine ends without demoting, because its workers may hang. It then waits
+    for them and kills them. SIGTERM is ignored here: it would interrupt that and leave the workers
+    behind.
     """
     global _waiting_instance
     executor = core.model_executor
@@ -149,7 +152,7 @@ def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
 
 @contextlib.contextmanager
 def _deaf_to_sigterm() -> Iterator[None]:
-    """In a process of the engine core's own: elsewhere signals are the user's."""
+    """Only in the engine core's own process; elsewhere signal handling belongs to the user."""
     is_own = multiprocessing.parent_process() is not None
     if not is_own or threading.current_thread() is not threading.main_thread():
         yield
@@ -169,10 +172,9 @@ def _instance_of(executor: Any) -> Instance | None:
 
 
 def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> None:
-    """Give the whole KV cache back, after the workers have put aside what vLLM itself manages.
+    """Release the whole KV cache after the workers have offloaded what vLLM itself manages.
 
-    What a wake asks for is what the workers hold now, if that is less than they were seen to hold
-    at their start.
+    If the workers now hold less than at their start, the next wake reserves that smaller amount.
     """
     instance = _instance_of(executor)
     if instance is not None and instance.is_on_gpu and not executor.is_sleeping:
@@ -187,9 +189,9 @@ def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kw
 def executor_wake_up(
     original: Callable[..., Any], executor: Any, tags: list[str] | None = None
 ) -> None:
-    """Let blocks be handed out again; their memory comes with the requests that need it.
+    """Allow block allocation again; pages are mapped when requests need them.
 
-    On a GPU also where the weights alone wake: what is reserved for them is asked for first.
+    On a GPU this also runs when only the weights wake: their reserve is requested first.
     """
     instance = _instance_of(executor)
     if instance is not None and (
@@ -202,7 +204,7 @@ def executor_wake_up(
 
 
 def executor_discard(original: Callable[..., Any], executor: Any, tags: tuple[str, ...]) -> None:
-    """Give the KV cache back alone (`release_kv_cache_memory`); workers keep nothing of it."""
+    """Release the KV cache alone (`release_kv_cache_memory`); workers keep none of it."""
     instance = _instance_of(executor)
     others = tuple(tag for tag in tags if tag != _KV_CACHE)
     if instance is None or len(others) == len(tags):
@@ -219,7 +221,7 @@ def executor_discard(original: Callable[..., Any], executor: Any, tags: tuple[st
 
 
 def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> Any:
-    """What `BlockPool(...)` means in the scheduler: the elastic one, once for each instance."""
+    """Replace `BlockPool(...)` in the scheduler: return the elastic pool, once per instance."""
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
 
     global _waiting_instance
@@ -240,9 +242,9 @@ def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: 
 
 
 def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
-    """Have memory mapped before vLLM checks what is free; asked for every request of every step.
+    """Map memory before vLLM checks for free blocks; vLLM asks for every request in every step.
 
-    The first request of a step that there is too little for is noted, for operators.
+    Records the first request of a step that lacks memory, for operators.
     """
 
     def get_num_blocks_to_allocate(
@@ -297,7 +299,7 @@ def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """One session of the pool; the step that comes of it is on its way from here."""
+    """Run vLLM's scheduling in one pool session; the resulting step is in flight afterwards."""
     pool = _elastic_pool(scheduler)
     if pool is None:
         return original(scheduler, *args, **kwargs)
@@ -332,13 +334,14 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
 def _preempted_over_limit(pool: Any, scheduler: Any) -> Iterator[None]:
     """Preempt requests that have kept the pool over its limit for too long.
 
-    While their pages empty no request is admitted: it could find what it had there in the cache.
+    While their pages drain, no request is admitted: a preempted one could find its own blocks in
+    the cache and take them again.
     """
     running = list(scheduler.running)
     choice = pool.over_limit.choose(lambda: [_holder(scheduler, one) for one in running])
     if choice.requests:
         _log.info("%d requests make way for the limit.", len(choice.requests))
-    # Each is put before those that wait: the one that came last goes first.
+    # vLLM puts each in front of the waiting requests, so preempt the newest first.
     for index in sorted(choice.requests, reverse=True):
         scheduler.running.remove(running[index])
         scheduler._preempt_request(
@@ -356,7 +359,7 @@ def _preempted_over_limit(pool: Any, scheduler: Any) -> Iterator[None]:
 
 
 def _holder(scheduler: Any, request: Any) -> Holder:
-    """Its blocks are none where they would only be given back when a connector is done."""
+    """No blocks if vLLM would free them only after a connector has finished with them."""
     blocks: Iterable[int] = ()
     if scheduler._request_blocks_can_be_freed(request):
         by_group = scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -365,9 +368,9 @@ def _holder(scheduler: Any, request: Any) -> Holder:
 
 
 def _report_waiting(pool: Any, scheduler: Any) -> None:
-    """Report how many requests wait for memory after this step, and what the first of them needs.
+    """Report how many requests wait for memory after this step, and what the first one needs.
 
-    What it needs is known where it has no block: it was not admitted, or it was preempted.
+    Its need is known only if it has no blocks: it was not admitted, or it was preempted.
     """
     _, requests = scheduler.get_request_counts()
     if not pool.memory.fell_short or not requests:
@@ -378,7 +381,7 @@ def _report_waiting(pool: Any, scheduler: Any) -> None:
     if request is None or _has_blocks(scheduler, request):
         pool.waiting.report(requests)
         return
-    # The last token of an answer is never computed, so it needs no place.
+    # The last token of a response is never computed, so it needs no slot.
     longest = min(request.num_prompt_tokens + request.max_tokens - 1, scheduler.max_model_len)
     pool.waiting.report(
         requests,
@@ -392,21 +395,21 @@ def _has_blocks(scheduler: Any, request: Any) -> bool:
 
 
 def requests_of(scheduler: Any) -> tuple[object, ...]:
-    """What changes whenever a request comes or goes, or may go on."""
+    """A value that changes when a request arrives, leaves or becomes runnable."""
     return (len(scheduler.requests), len(scheduler.finished_req_ids), scheduler.pause_state)
 
 
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The workers have carried this step out: what was pinned for it is free now."""
+    """The workers have executed this step: release the blocks pinned for it."""
     pool = _elastic_pool(scheduler)
     if pool is None:
         return original(scheduler, scheduler_output, *args, **kwargs)
     pool.memory.step_ends(scheduler_output.kvelastic_step)
     if pool.tiers is not None:
         pool.tiers.step_has_run(scheduler_output)
-    # A connector looks up cached blocks here, which must not move meanwhile.
+    # A connector looks up cached blocks here; they must not move during that.
     with contextlib.nullcontext() if scheduler.connector is None else pool.session():
         outputs = original(scheduler, scheduler_output, *args, **kwargs)
     pool.memory.report_busy(scheduler.has_unfinished_requests())
@@ -414,20 +417,20 @@ def update_from_output(
 
 
 def step(original: Callable[..., Any], core: Any) -> Any:
-    """Take a nap in the place of an empty step while all wait for memory."""
+    """While all requests wait for memory, back off instead of running an empty step."""
     return ({}, False) if _naps(core) else original(core)
 
 
 def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
-    """As `step`; what is in the queue then are empty steps, which end with those to come."""
+    """Like `step`. The queue then holds only empty steps, which end with later ones."""
     return (None, False) if _naps(core) else original(core)
 
 
 def _naps(core: Any) -> bool:
-    """Whether all requests wait for memory, and still do after a nap.
+    """Return True if all requests wait for memory, still after a backoff.
 
-    False where blocks come free only in a step: with a connector whose transfers end there (those
-    of tiers do not), and while some are pinned for a step.
+    False if only a step can free blocks: with a connector that completes transfers in steps
+    (tiers do not), and while blocks are pinned for a step.
     """
     pool = _elastic_pool(core.scheduler)
     if pool is None:

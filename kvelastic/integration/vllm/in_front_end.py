@@ -11,14 +11,14 @@ from kvelastic.integration.vllm import with_starter
 from kvelastic.integration.vllm.with_starter import CLOSE_S
 
 _KILLED_WAIT_S = 5.0
-"""How long a killed process may take until it is gone, at most."""
+"""How long to wait for a killed process to disappear."""
 _LOOK_S = 0.01
 
 
 def start_engine_cores(
     original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse a start that cannot work; have engine cores end with this process, however it ends."""
+    """Refuse invalid starts early, and tie engine cores to the life of this process."""
     from kvelastic.integration.vllm.start_checks import check_start
 
     given = inspect.signature(original).bind(manager, *args, **kwargs).arguments
@@ -30,10 +30,10 @@ def start_engine_cores(
 def shutdown_engine_cores(
     original: Callable[..., Any], procs: list[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Let an engine core with tiers demote what it has; remove what a killed one left.
+    """Let an engine core with tiers demote its cache; clean up after a killed one.
 
-    vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it. One whose worker
-    does not answer is given the time to kill that worker, too.
+    By default vLLM kills its engine core without delay (--shutdown-timeout 0). An engine core whose
+    worker hangs also gets time, so that it can kill that worker.
     """
     from kvelastic import config, segment
 
@@ -68,7 +68,7 @@ def _let_end(procs: list[Any], most_s: float) -> None:
 
 
 def _leave_ledgers(engine_cores: set[int]) -> None:
-    """A member lives as long as its workers, which end a moment after a killed engine core."""
+    """Wait for ledger members to leave: workers of a killed engine core end a moment after it."""
     from kvelastic import ledger
 
     end_s = time.monotonic() + _KILLED_WAIT_S

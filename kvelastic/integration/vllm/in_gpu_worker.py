@@ -1,8 +1,8 @@
-"""Wrappers for a worker's process on a GPU; on the CPU they let everything pass.
+"""Wrappers for a worker's process on a GPU; on the CPU they only call the original.
 
-vLLM measures the device's free memory three times: before it loads, after it has profiled, and
-around its sleep, and ends when the figures do not fit. Beside a neighbour they never do. While one
-of these runs, "free" means the device without the neighbours (`own_memory`).
+vLLM measures the device's free memory three times: before loading, after profiling, and around its
+sleep. It exits if the values do not fit, and next to a neighbour they never do. While vLLM
+measures, kvelastic excludes the neighbours' use from "used" (`own_memory`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from kvelastic.integration.vllm import own_process, start_reserve, worker_device
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 
 _FIRST = "kvelastic_first_look"
-"""Attribute of a worker that has its first `Seen`."""
+"""Worker attribute with its first `Seen`."""
 
 _NVML_PID = "kvelastic_nvml_pid"
-"""Attribute of a worker that has NVML's number for its process; None: NVML does not say."""
+"""Worker attribute with NVML's pid of its process; None if NVML does not report it."""
 
 _START = "kvelastic_start_reserve"
-"""Attribute of a worker that has its place in the ledger from load to the first request."""
+"""Worker attribute with its ledger membership between loading and the end of warm-up."""
 
 _measured_worker: Any | None = None
-"""The worker of this process whose memory vLLM is measuring now."""
+"""The worker of this process that vLLM is measuring now."""
 
 
 def measures(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let vLLM measure this process alone while `original` runs."""
+    """Make vLLM measure this process alone while `original` runs."""
     with _measuring(worker):
         return original(worker, *args, **kwargs)
 
 
 def memory_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, int]:
-    """`torch.accelerator.get_memory_info`: free and total bytes of a device."""
+    """Wrap `torch.accelerator.get_memory_info`: return a device's free and total bytes."""
     free_bytes, total_bytes = original(*args, **kwargs)
     worker = _measured_worker
     if worker is None or not worker_device.of_worker(worker).facts.is_gpu:
@@ -46,16 +46,16 @@ def memory_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
 
 
 def load_model(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have the others make room first."""
+    """Reserve memory for the weights first; other instances give it."""
     if _START not in worker.__dict__:
         setattr(worker, _START, start_reserve.claim(worker))
     return original(worker, *args, **kwargs)
 
 
 def compile_or_warm_up_model(original: Callable[..., Any], worker: Any) -> Any:
-    """Warm up over the null block: it is the only one that has memory by then.
+    """Warm up on the null block, the only block that has memory at that time.
 
-    vLLM's newer model runner (V2) warms up with block ids that nobody has allocated.
+    vLLM's newer model runner (V2) warms up with block ids that were never allocated.
     """
     tables = getattr(worker.model_runner, "block_tables", None)
     if not hasattr(tables, "redirect_writes_to_null_block"):
@@ -71,12 +71,12 @@ def compile_or_warm_up_model(original: Callable[..., Any], worker: Any) -> Any:
 
 
 def hand_over_reserve(worker: Any) -> int:
-    """End the reserve of the start; answer what the instance is to reserve in its place.
+    """End the start reserve; return the bytes that the instance must reserve instead.
 
-    That is what this worker's process holds, or will hold again in a step, beside the KV cache. The
-    peak of torch's allocator counts, and not what it holds now: between profiling and the first
-    request activations go back to the device. 0 on the CPU, where the scheduler looks by itself.
-    Later calls look again, with more of the neighbours' memory in the ledger or gone.
+    These are what this worker's process holds beside the KV cache, or will hold again in a step. It
+    uses the peak of torch's allocator, because torch returns activations to the device between
+    profiling and the first request. Returns 0 on the CPU, where the scheduler measures itself.
+    Later calls measure again; by then the ledger explains more or less of the neighbours' memory.
     """
     import torch
 
@@ -104,9 +104,9 @@ def gather_block_tables(
     *arguments: Any,
     **named: Any,
 ) -> Any:
-    """Clear the rows first: a row keeps the ids of a longer one before it, behind its own.
+    """Clear the rows first: a row may contain ids of a longer, earlier row behind its own.
 
-    A kernel that reads ahead would meet pages that are not mapped any more.
+    A kernel that reads ahead would access unmapped pages.
     """
     for table in tables.input_block_tables if out is None else out:
         table[:num_reqs_padded].zero_()
@@ -114,13 +114,13 @@ def gather_block_tables(
 
 
 def add_row(original: Callable[..., Any], table: Any, block_ids: list[int], row_idx: int) -> None:
-    """As `gather_block_tables`, for vLLM's older model runner (V1)."""
+    """Like `gather_block_tables`, for vLLM's older model runner (V1)."""
     table.clear_row(row_idx)
     original(table, block_ids, row_idx)
 
 
 def move_row(original: Callable[..., Any], table: Any, src: int, tgt: int) -> None:
-    """As `add_row`: the row that is written over may be the longer one."""
+    """Like `add_row`: the overwritten row may be longer."""
     if src != tgt:
         table.clear_row(tgt)
     original(table, src, tgt)
@@ -144,7 +144,7 @@ def _look(worker: Any, used_bytes: int) -> Seen:
     own_names = {start_reserve.name(), memory.instance_name if memory is not None else None}
     group = config.load().ledger
     of_instances = sum(
-        # What is reserved for this process is its own.
+        # This process's own reserve counts as its own memory.
         member.granted_bytes + (0 if member.name in own_names else member.pledged_bytes)
         for info in ledger.list_ledgers()
         if info.device == device.facts.name and info.group == group

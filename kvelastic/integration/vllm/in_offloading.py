@@ -1,15 +1,15 @@
 """Wrappers for vLLM's OffloadingConnector, in the engine core and in the workers.
 
-It copies blocks of requests that have ended: vLLM frees the blocks, a job to copy them is made one
-step later, and only a block that is *used anew* makes the worker wait for its job. A page that is
-unmapped, or a block that is moved, makes nobody wait. So the blocks are pinned: from the end of the
-request until its jobs exist, and then for each job until all workers have done it::
+The connector copies blocks of finished requests. vLLM frees the blocks, and creates the job that
+copies them one step later. A worker waits for the job only if a block is *allocated again*; it does
+not wait if a page is unmapped or a block is moved. So kvelastic pins the blocks: from the end of
+the request until its jobs exist, then for each job until all workers have completed it::
 
     request ends | its blocks are freed | step: jobs are made | ... | workers: job done
     pin of the request ------------------------->|
                                      pin of the job ------------------------->|
 
-`connector` below is vLLM's `OffloadingConnectorScheduler`; the scheduler's thread calls all of it.
+`connector` below is vLLM's `OffloadingConnectorScheduler`. Only the scheduler's thread calls these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """What the jobs of one connector pin in its pool."""
+    """The pins of one connector's jobs in its pool."""
 
     def __init__(self, pool: ElasticBlockPool) -> None:
         self._pool = pool
@@ -33,11 +33,11 @@ class Pins:
         self._of_jobs: dict[int, int] = {}
 
     def request_ends(self, request_id: str, block_ids: Iterable[int]) -> None:
-        """Its blocks are about to be freed; jobs for them are made in the next step."""
+        """Pin a finished request's blocks; vLLM creates jobs for them in the next step."""
         self._of_requests[request_id] = self._pool.pin(dict.fromkeys(block_ids))
 
     def step_is_made(self, jobs: dict[int, Iterable[int]], ended_requests: Iterable[str]) -> None:
-        """The jobs of these requests exist now, each with the blocks that it reads."""
+        """Pin the blocks that each new job reads; unpin those of the finished requests."""
         for job, block_ids in jobs.items():
             self._of_jobs[job] = self._pool.pin(dict.fromkeys(block_ids))
         for request_id in ended_requests:
@@ -45,30 +45,30 @@ class Pins:
                 self._pool.memory.unpin(ticket)
 
     def jobs_left(self, jobs: Iterable[int]) -> None:
-        """All workers have done every job but these."""
+        """Unpin the blocks of every job except these, which workers have not completed."""
         for job in self._of_jobs.keys() - set(jobs):
             self._pool.memory.unpin(self._of_jobs.pop(job))
 
     def forget_jobs(self) -> None:
-        """vLLM has dropped its jobs; with the next step it tells the workers to end them."""
+        """vLLM has dropped its jobs. Unpin after the next step, which ends them in the workers."""
         for job in list(self._of_jobs):
             self._pool.memory.unpin_after_next_step(self._of_jobs.pop(job))
 
 
 def bind_gpu_block_pool(original: Callable[..., Any], connector: Any, pool: Any) -> None:
-    """Know the pool, where it is an elastic one."""
+    """Connect the connector with the pool if it is an elastic one."""
     original(connector, pool)
     scheduler_side = connector.connector_scheduler
     if scheduler_side is None or not hasattr(pool, "pin"):
         return
-    if hasattr(scheduler_side.manager, "lookups"):  # our own, which reads no freed block
+    if hasattr(scheduler_side.manager, "lookups"):  # ours, which reads no freed block
         scheduler_side.kvelastic_tiers = pool.tiers
     else:
         scheduler_side.kvelastic_pins = Pins(pool)
 
 
 def request_finished(original: Callable[..., Any], connector: Any, request: Any) -> Any:
-    """Pin what the request has, until its jobs exist."""
+    """Pin the request's blocks until its jobs exist."""
     pins = _pins_of(connector)
     state = connector._req_status.get(request.request_id)
     if pins is not None and state is not None:
@@ -78,13 +78,13 @@ def request_finished(original: Callable[..., Any], connector: Any, request: Any)
 
 
 def build_connector_meta(original: Callable[..., Any], connector: Any, output: Any) -> Any:
-    """Pin what the new jobs read."""
+    """Pin the blocks that the new jobs read."""
     tiers = getattr(connector, "kvelastic_tiers", None)
     if tiers is None:
         made = original(connector, output)
     else:
-        # vLLM takes every job of a preempted request for a store, and asserts it. Tiers have no
-        # stores, and a request that a sleep has preempted may load in the step that resumes it.
+        # vLLM asserts that every job of a preempted request is a store. Tiers have no stores, and
+        # a request that a sleep preempted may load in the step that resumes it.
         made = original(connector, replace(output, preempted_req_ids=None))
         tiers.begin_loads(made)
     pins = _pins_of(connector)
@@ -95,7 +95,7 @@ def build_connector_meta(original: Callable[..., Any], connector: Any, output: A
 
 
 def update_connector_output(original: Callable[..., Any], connector: Any, output: Any) -> None:
-    """Let go of what no job reads any more."""
+    """Unpin blocks whose jobs have ended."""
     original(connector, output)
     pins = _pins_of(connector)
     if pins is not None:
@@ -103,7 +103,7 @@ def update_connector_output(original: Callable[..., Any], connector: Any, output
 
 
 def reset_cache(original: Callable[..., Any], connector: Any) -> Any:
-    """Let go of everything, once the workers have ended what they do."""
+    """Unpin all blocks once the workers have ended their jobs."""
     answer = original(connector)
     pins = _pins_of(connector)
     if pins is not None:
@@ -114,7 +114,7 @@ def reset_cache(original: Callable[..., Any], connector: Any) -> Any:
 def build_config(
     original: Callable[..., Any], vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Tell a worker the bytes of a block as vLLM laid it out: ids are sparse in the range."""
+    """Use vLLM's own block size in a worker's configuration: ids are sparse in the range."""
     made = original(vllm_config, kv_cache_config, *args, **kwargs)
     handoff = getattr(kv_cache_config, HANDOFF, None)
     if handoff is None:

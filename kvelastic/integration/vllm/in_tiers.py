@@ -1,18 +1,20 @@
-"""Tiers in the engine core: opened with the instance, asked by vLLM's connector, told by its steps.
+"""Tiers in the engine core: opened with the instance, called by vLLM's connector and by each step.
 
-How a request's blocks come back, all in the scheduler's process::
+How a request's blocks are loaded back, all on the scheduler's thread::
 
-    schedule   vLLM asks for blocks (`tier_spec`, `tier_lookups`); what is found is held
-               it takes blocks for them, and makes a job for its workers
-               the job is taken out of the step: the tiers load beside the steps (`tiers/loads.py`)
-    ...        the request waits; where nothing else can run, the engine naps
-    schedule   first, what has been loaded is told to vLLM as if a worker had: the request runs
+    schedule   vLLM looks up blocks (`tier_spec`, `tier_lookups`); found ones are held
+               it allocates blocks for them and creates a job for its workers
+               the job is removed from the step: tiers load beside the steps (`tiers/loads.py`)
+    ...        the request waits; if no other request can run, the engine backs off
+    schedule   first, completed loads are reported to vLLM as if a worker had done them
 
-A load that has failed, or a part of one, is told too: vLLM computes what is missing. What a reset
-of the prefix cache means is said here as well: that of a sleep keeps the tiers, and demotes first,
-as the end of the engine does; every other ends the generation, as new weights do.
+Failed and partial loads are reported too; vLLM then computes the missing part.
 
-Everything here is called by the scheduler's thread.
+A reset of the prefix cache has one of two meanings. For a sleep, the tiers keep their contents:
+cached blocks are demoted first, as at the engine's end. Any other reset starts a new generation, as
+new weights do.
+
+Only the scheduler's thread calls this module.
 """
 
 from __future__ import annotations
@@ -38,40 +40,40 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.vllm")
 
 _PAUSE_S: Final = 0.1
-"""vLLM is asked again after so long all the same: requests may wait for other things, too."""
+"""A waiting engine runs the scheduler again after this time; requests may wait for other events."""
 _END_LOADS_S: Final = 30.0
-"""How long a reset waits for loads that were cancelled: for copies that have begun."""
+"""How long a reset waits for cancelled loads, whose running copies must complete."""
 
 _LEAST_BLOCKS: Final = 4
-"""Of a step that is measured as one that computes blocks: a prompt's, not one of single tokens."""
+"""Steps with fewer blocks are not measured: they are decode steps, not prefills."""
 
 _KEEPS_WEIGHTS: Final = frozenset({"compute_weight_checksums"})
 _CHANGES_WEIGHTS: Final = ("weight", "load", "update")
-"""Parts of names of workers' methods after which nothing is certain."""
+"""A worker method whose name contains one of the strings may change the weights."""
 
 
 class Tiers(MatchingTiers, LoadingTiers, Protocol):
-    """What an engine needs of its tiers."""
+    """The operations that an engine needs from its tiers."""
 
     @property
     def namespace(self) -> Namespace:
-        """What keys are made for."""
+        """The namespace of the keys."""
 
     def forget(self) -> Namespace:
-        """Nothing stored so far is found any more; answers what keys are made for from now on."""
+        """Start a new generation: nothing stored so far is found. Returns its namespace."""
 
     def clean_all(self, timeout_s: float) -> int:
-        """Copy what is cached; answers how many blocks have no copy then. Blocks that long."""
+        """Copy cached blocks. Returns how many have no copy yet. Blocks up to `timeout_s`."""
 
     def clean_before_exit(self, timeout_s: float) -> int:
-        """The same, also to farther tiers."""
+        """As `clean_all`, and wait until farther tiers have their copies."""
 
     def close(self) -> object:
-        """Let go of everything. Repeatable."""
+        """Release everything. Idempotent."""
 
 
 class _Behind(NamedTuple):
-    """A load that begins when a step has ended."""
+    """A load that starts when a step has ended."""
 
     step: int
     request: str
@@ -81,13 +83,13 @@ class _Behind(NamedTuple):
 
 
 class EngineTiers:
-    """The tiers of one engine core, and where its requests are with them."""
+    """The tiers of one engine core, and the state of its requests' loads."""
 
     def __init__(
         self, tiers: Tiers, *, sleep_wait_s: float, exit_wait_s: float, compares: bool
     ) -> None:
-        """`sleep_wait_s` and `exit_wait_s` are how long a sleep and the engine's end wait at most
-        until what is cached is demoted; `compares`: tiers are given up where computing is quicker.
+        """`sleep_wait_s` and `exit_wait_s` bound how long a sleep and the engine's exit wait for
+        cached blocks to be demoted. `compares`: skip tiers where computing is faster.
         """
         self._tiers = tiers
         self._sleep_wait_s = sleep_wait_s
@@ -100,11 +102,11 @@ class EngineTiers:
         self._wait: _Wait | None = None
         self._last_step_s = 0.0
         self.sleeps = False
-        """Whether the next reset of all caches is a sleep's, which keeps the tiers."""
+        """True if the next `_reset_caches` belongs to a sleep, which keeps the tiers."""
         self._resets_for_sleep = False
 
     def bind(self, pool: ElasticBlockPool) -> None:
-        """Know the pool, which knows these tiers from here on."""
+        """Connect these tiers with the scheduler's block pool."""
         self._pool = pool
         pool.tiers = self
 
@@ -116,28 +118,29 @@ class EngineTiers:
         return self._pool
 
     def key_of(self, hash_with_group: bytes) -> bytes:
-        """The tiers' key of a block that vLLM knows by its hash and group."""
+        """Return the tiers' key for vLLM's block hash and group."""
         return key_of(self._namespace, hash_with_group)
 
     def before_exit(self) -> None:
-        """The engine is about to end, with its workers still there: what is cached is demoted.
+        """Demote cached blocks before the engine exits, while its workers still run.
 
-        Also to farther tiers, which may be all that the next start finds.
+        Waits for farther tiers too: the next start may find nothing else.
         """
         _warn_of_lost(self._tiers.clean_before_exit(self._exit_wait_s), "engine")
 
     def close(self) -> None:
-        """Let go of the tiers; copies that have begun end first."""
+        """Close the tiers after running copies complete."""
         self._tiers.close()
 
     # --- loads ----------------------------------------------------------------------------------
 
     def begin_loads(self, made: Any) -> None:
-        """Take the loads out of what a step tells its workers, and begin them.
+        """Remove the load jobs from a step's output and start them.
 
-        A block of a request that was preempted or aborted, or one that slid out of a window, may be
-        in use by a step that is on its way and yet be given to a load at once, as to any later
-        step. Loads are in no queue of the workers, so such a load begins when that step has ended.
+        A block may be given to a load while a step in flight still uses it: its request was
+        preempted or aborted, or the block slid out of a window. For a later step this is safe,
+        because workers run steps in order. Loads run outside that order, so such a load starts
+        only after that step has ended.
         """
         step = self.pool.memory.reused_under
         for job, entry in list(made.load_jobs.items()):
@@ -149,8 +152,8 @@ class EngineTiers:
             source.match.release()
             self.loads.refuse(entry.req_id, job, len(ids))
             _log.error(
-                "vLLM wants %d records in the blocks %s: they are computed instead. Please report "
-                "this with the model's name.",
+                "vLLM wants to load %d records into the blocks %s, which do not match. The tokens "
+                "are computed instead. Please report this with the model's name.",
                 source.count,
                 ids[:8],
             )
@@ -162,7 +165,7 @@ class EngineTiers:
             self.loads.begin(request, job, match, ids)
 
     def deliver(self, scheduler: Any) -> None:
-        """Tell vLLM which loads are over."""
+        """Report completed loads to vLLM."""
         self._begin_behind()
         self.loads.give_up_slow()
         if not self.loads.has_finished:
@@ -188,7 +191,7 @@ class EngineTiers:
             )
 
     def _compute_rest(self, scheduler: Any, connector: Any, request: Any, leading: int) -> None:
-        """Of several groups, or of windows, a part is worth nothing."""
+        """With several groups or with windows, a partial load has no value."""
         self.lookups.find_nothing_more(request.request_id)
         computed = 0
         status = connector._req_status.get(request.request_id)
@@ -198,24 +201,24 @@ class EngineTiers:
         request.num_computed_tokens = min(computed, request.num_computed_tokens)
         scheduler.failed_recving_kv_req_ids.add(request.request_id)
         _log.info(
-            "Of request %s, what follows the first %d tokens could not be read from the tiers: it "
-            "is computed.",
+            "Request %s: the tokens after the first %d could not be read from the tiers and are "
+            "computed.",
             request.request_id,
             request.num_computed_tokens,
         )
 
     def give_back_loaded(self, scheduler: Any) -> None:
-        """Nothing runs for want of blocks: of those that wait with loaded blocks, one gives way.
+        """If no request runs because blocks are missing, take one waiting request's loaded blocks.
 
-        vLLM preempts what runs, and nothing else: under a limit that came after their loads,
-        requests would hold what each other needs for ever. It finds its blocks again later. In a
-        session of the pool.
+        vLLM preempts running requests only. If the limit falls after their loads, waiting requests
+        could hold blocks that the others need, forever. The request finds its blocks in the cache
+        or the tiers again later. Call in a session of the pool.
         """
         if not (self.loads.open or self._behind or scheduler.running):
             self._give_back_last(scheduler)
 
     def _give_back_last(self, scheduler: Any) -> bool:
-        """Of the requests that wait with loaded blocks the last one; whether there was one."""
+        """Free the blocks of the last request that waits with loaded ones. False if none does."""
         for request in reversed(list(scheduler.kv_holding_waiting)):
             if scheduler._handle_blocked_waiting_request(request) and request.num_computed_tokens:
                 break
@@ -226,11 +229,11 @@ class EngineTiers:
         request.num_computed_tokens = 0
         scheduler._inflight_prefills.discard(request)
         scheduler.waiting.prepend_request(request)
-        _log.debug("Request %s gives its loaded blocks back.", request.request_id)
+        _log.debug("Request %s releases its loaded blocks.", request.request_id)
         return True
 
     def end_loads(self, scheduler: Any) -> None:
-        """End what is on its way, and tell vLLM. Blocks while copies that have begun end."""
+        """Cancel loads and report them to vLLM. Blocks until running copies complete."""
         while self._behind:
             _, request, job, match, ids = self._behind.popleft()
             match.release()
@@ -242,24 +245,24 @@ class EngineTiers:
     # --- steps ----------------------------------------------------------------------------------
 
     def step_is_made(self, scheduler: Any, output: Any, *, is_idle: bool) -> None:
-        """A step was scheduled; `is_idle`: neither it nor one before has anything to do."""
+        """A step was scheduled. `is_idle`: no step in flight, this one included, has work."""
         self._wait = _Wait(scheduler, self.loads) if is_idle and self.loads.open else None
         output.kvelastic_made_s = time.monotonic()
 
     @property
     def waits(self) -> bool:
-        """Whether nothing can run until a load is over."""
+        """True if nothing can run until a load completes."""
         return self._wait is not None
 
     def nap(self) -> bool:
-        """Where `waits`, wait for a load a moment; whether to go on without a step."""
+        """If `waits`, wait briefly for a load. Returns True if the engine can skip the step."""
         self.loads.give_up_slow()
         return self._wait is not None and self._wait.nap()
 
     def step_has_run(self, output: Any) -> None:
-        """A step of so many tokens took so long: what a tier has to beat.
+        """Record the time per computed block, which loading from a tier has to beat.
 
-        Steps overlap: the time of one begins where the one before has ended.
+        Steps overlap: the time of one starts when the previous one has ended.
         """
         blocks = output.total_num_scheduled_tokens // max(1, self._namespace.block_tokens)
         if blocks >= _LEAST_BLOCKS:
@@ -271,7 +274,7 @@ class EngineTiers:
 
     @contextmanager
     def resetting_all(self) -> Iterator[None]:
-        """vLLM resets all caches in the body: before a sleep, if one was asked for."""
+        """vLLM resets all caches in the body; for a sleep, if one was requested before."""
         self._resets_for_sleep, self.sleeps = self.sleeps, False
         try:
             yield
@@ -279,29 +282,29 @@ class EngineTiers:
             self._resets_for_sleep = False
 
     def before_reset(self, scheduler: Any, *, preempts: bool) -> None:
-        """The prefix cache is about to be reset; `preempts`: requests that run give way to it."""
+        """Call before a reset of the prefix cache. `preempts`: running requests are preempted."""
         with self.pool.session():
             self.end_loads(scheduler)
             while preempts and self._give_back_last(scheduler):
-                pass  # as those that run: vLLM fails such a reset while any has blocks
+                pass  # vLLM's reset fails while any request has blocks
             if preempts and self._resets_for_sleep:
                 _preempt_all(scheduler)
         if self._resets_for_sleep:
             _warn_of_lost(self._tiers.clean_all(self._sleep_wait_s), "sleep")
 
     def after_reset(self) -> None:
-        """It was reset, or vLLM could not."""
+        """Call after a reset, successful or not."""
         if not self._resets_for_sleep:
             self.end_generation()
 
     def end_generation(self) -> None:
-        """Nothing that was stored so far is found again."""
+        """Start a new generation: nothing stored so far is found again."""
         self._namespace = self._tiers.forget()
         self.lookups.forget_keys()
         _log.info("The tiers' present contents are no longer used.")
 
     def called_workers(self, method: Any) -> None:
-        """A method of the workers was called from outside: it may have changed the weights."""
+        """An API client called this worker method: it may have changed the weights."""
         if method in _KEEPS_WEIGHTS:
             return
         if not isinstance(method, str) or any(part in method for part in _CHANGES_WEIGHTS):
@@ -309,14 +312,14 @@ class EngineTiers:
 
 
 def _preempt_all(scheduler: Any) -> None:
-    """What vLLM's reset does first, earlier: blocks are copied only once nobody uses them."""
+    """Preempt as vLLM's reset does, but earlier: only unused blocks can be demoted."""
     now_s = time.monotonic()
     while scheduler.running:
         scheduler._preempt_request(scheduler.running.pop(), now_s, drop_stale_output=True)
 
 
 class _Wait:
-    """Nothing can run until a load is over. Made after the step that found that out."""
+    """A wait for loads while nothing can run. Created after a step that had no work."""
 
     def __init__(self, scheduler: Any, loads: Loads) -> None:
         self._scheduler = scheduler
@@ -325,7 +328,7 @@ class _Wait:
         self._ends_s = time.monotonic() + _PAUSE_S
 
     def nap(self) -> bool:
-        """Wait `NAP_S` at most; whether to go on without a step."""
+        """Wait up to `NAP_S`. Returns True if the engine can skip the step."""
         if not self._is_over():
             self._loads.wait_for_any(NAP_S)
         return not self._is_over()
@@ -342,18 +345,18 @@ _of_this_engine: EngineTiers | None = None
 
 
 def set_of_this_engine(tiers: EngineTiers | None) -> None:
-    """The engine core of this process has these tiers from here on; None: none any more."""
+    """Set the tiers of this process's engine core; None removes them."""
     global _of_this_engine
     _of_this_engine = tiers
 
 
 def of_this_engine() -> EngineTiers | None:
-    """The tiers of the engine core in this process."""
+    """Return the tiers of this process's engine core, or None."""
     return _of_this_engine
 
 
 def lookups_of_this_engine() -> Lookups:
-    """Of the engine core in this process; where no tier is of use, nothing is found."""
+    """Return the lookups of this process's engine core; without tiers they find nothing."""
     return Lookups(_NoTiers(), bytes) if _of_this_engine is None else _of_this_engine.lookups
 
 
@@ -361,14 +364,14 @@ class _NothingFound:
     count = 0
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class _NoTiers:
-    """All that were asked for are of no use here: a host tier for a cache in host memory."""
+    """Stands for tiers that have no use here: a host tier for a cache in host memory."""
 
     def match(self, keys: bytes, *, chain_after: bytes = b"") -> Found:
-        """Nothing."""
+        """Find nothing."""
         return _NothingFound()
 
 

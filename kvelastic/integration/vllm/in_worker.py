@@ -18,12 +18,12 @@ _log = logging.getLogger("kvelastic.vllm")
 
 
 def device_facts(worker: Any) -> worker_device.DeviceFacts:
-    """Where this worker's pages will lie: asked by the engine core, which opens no device."""
+    """Return this worker's device. The engine core calls it because it opens no device itself."""
     return worker_device.of_worker(worker).facts
 
 
 def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_config: Any) -> None:
-    """Answer the one KV allocation with the arena."""
+    """Replace the KV cache allocation with the arena."""
     handoff = getattr(kv_cache_config, HANDOFF, None)
     if handoff is None:
         original(worker, kv_cache_config)
@@ -39,7 +39,7 @@ def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_c
 
 
 def shutdown(original: Callable[..., Any], worker: Any) -> None:
-    """Detach."""
+    """Detach from the segment after vLLM's shutdown."""
     try:
         original(worker)
     finally:
@@ -49,7 +49,7 @@ def shutdown(original: Callable[..., Any], worker: Any) -> None:
 
 
 def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None:
-    """On the CPU vLLM frees nothing and says so; the KV cache, kvelastic has freed."""
+    """On the CPU, vLLM frees nothing and logs so; kvelastic has released the KV cache."""
     if _memory_of(worker) is None:
         original(worker, level)
     else:
@@ -57,17 +57,17 @@ def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None
 
 
 def cpu_wake_up(original: Callable[..., Any], worker: Any, tags: list[str] | None = None) -> None:
-    """The other half of `cpu_sleep`."""
+    """Skip vLLM's CPU wake-up if kvelastic manages the KV cache."""
     if _memory_of(worker) is None:
         original(worker, tags)
 
 
 def memory_node_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Say that all of the machine's memory is available.
+    """Report all of the machine's memory as available.
 
-    vLLM sizes its KV cache by what is free when it starts, and refuses to start with less than it
-    was told to use. With kvelastic a cache is addresses: what is free now says nothing, since other
-    models give memory back, and running out is a request that waits.
+    At start, vLLM sizes its KV cache by free memory and refuses to start with less than configured.
+    With kvelastic the cache is only an address range. Memory that is in use now may become
+    available later, and a request without memory waits.
     """
     info = copy.copy(original(*args, **kwargs))
     info.available_memory = info.total_memory

@@ -1,4 +1,4 @@
-"""kvcached's functions for vLLM, and for whoever writes an integration by hand.
+"""kvcached's functions for vLLM, and for integrations written by hand.
 
     from kvelastic.integration.vllm import interfaces as kvi
 
@@ -52,14 +52,14 @@ def init_kvelastic(
     world_size: int | None = None,
     pp_rank: int = 0,
 ) -> None:
-    """Make this process ready; call it before anything else. Calling it again changes nothing, and
-    is refused for another engine, another device or more ranks.
+    """Initialize this process. Call it first. Idempotent; another engine, device or rank count is
+    refused.
 
-    `device` is "cpu" (or "host") for the machine's memory, None for KVELASTIC_DEVICE. `world_size`
-    is another name for `tp_size`. `is_worker` and `async_sched` are accepted for kvcached's callers
-    and change nothing: there is one process, and pages are only unmapped when no block of them is
-    in use. Raises `UnsupportedError` for more than one rank (it says what to do), `ConfigError` for
-    a bad variable, `DeviceUnavailableError` for a GPU that is not there.
+    `device` is "cpu" (or "host") for the machine's memory; None uses KVELASTIC_DEVICE. `world_size`
+    is an alias of `tp_size`. `is_worker` and `async_sched` exist for compatibility with kvcached
+    and have no effect: there is one process, and a page is unmapped only when none of its blocks
+    is in use. Raises `UnsupportedError` for more than one rank, `ConfigError` for an invalid
+    variable, `DeviceUnavailableError` for a missing GPU.
     """
     embedded.init(
         "vllm",
@@ -84,21 +84,21 @@ def alloc_kv_cache(
     kernel_block_size: int | None = None,
     return_meta: bool = False,
 ) -> Any:
-    """Make the cache tensors, one a layer, without memory: that comes with the manager's `alloc`.
+    """Create the cache tensors, one per layer, without memory; the manager's `alloc` maps it.
 
     `kvcache_shape` is (2, blocks, tokens, heads, dim), (blocks, 2, tokens, heads, dim), or for MLA
-    (blocks, tokens, dim); `block_size` its tokens. In the tensors the blocks dimension is longer
-    than asked for, since block ids are sparse: index it with ids from `alloc` only, for other
-    addresses fault when touched. With `kernel_block_size` they count blocks of so many tokens, of
-    which each id has block_size / kernel_block_size in a row.
+    (blocks, tokens, dim). `block_size` is its `tokens`. The blocks dimension of the tensors is
+    longer than requested, because block ids are sparse. Index it only with ids from `alloc`: other
+    addresses fault. With `kernel_block_size`, the dimension counts kernel blocks of that many
+    tokens; each id has block_size / kernel_block_size consecutive ones.
 
-    With `HYBRID_LINEAR` K and V of a block lie side by side, and the answer is `(tensors, info)`:
-    `buffers` (flat int8, one a layer), `num_blocks` (ids that a buffer has), `page_size_bytes` and
-    `block_stride_bytes` (of a block in one buffer), `num_pools`, `is_contiguous`. `return_meta`
-    adds a dictionary for `build_kv_views` at the end of the answer.
+    With `HYBRID_LINEAR`, K and V of a block are adjacent, and the function returns
+    `(tensors, info)`: `buffers` (flat int8, one per layer), `num_blocks` (ids per buffer),
+    `page_size_bytes` and `block_stride_bytes` (of a block in one buffer), `num_pools`,
+    `is_contiguous`. `return_meta` appends a dictionary for `build_kv_views`.
 
     Raises `RuntimeError` before init, `LayoutError` and `InvalidArgumentError` (both `ValueError`)
-    naming the value and what is accepted.
+    with the value and the accepted ones.
     """
     (tensors,) = embedded.alloc_kv_cache(
         kvcache_shape,
@@ -151,12 +151,12 @@ def build_kv_views(
     num_layers: int,
     kernel_block_size: int | None = None,
 ) -> tuple[list[torch.Tensor], int]:
-    """More views of a cache that is there, for groups of layers of other shapes on the same blocks.
+    """Create further views of a cache for layer groups of other shapes on the same blocks.
 
-    `raw_kv_tensors` are those of `alloc_kv_cache(..., return_meta=True)`; how many blocks they have
-    they know themselves, so the two counts are accepted and not used. Answers the views and the
-    bytes of a block of one layer. Raises `LayoutError` where blocks of that shape have another size
-    in a buffer than those that are there, `InvalidArgumentError` for other tensors.
+    `raw_kv_tensors` are those of `alloc_kv_cache(..., return_meta=True)`. The two counts are
+    accepted for compatibility and not used. Returns the views and the bytes of one layer's block.
+    Raises `LayoutError` if blocks of that shape have another size in a buffer than the cache's,
+    `InvalidArgumentError` for other tensors.
     """
     if not raw_kv_tensors:
         raise InvalidArgumentError("raw_kv_tensors is empty; give those of alloc_kv_cache")
@@ -174,25 +174,25 @@ def build_kv_views(
 
 
 def observability_snapshot() -> RuntimeSnapshot:
-    """What `init_kvelastic` was told, and the device that came of it; also before it."""
+    """Return the arguments of `init_kvelastic` and the resulting device. Works before init."""
     return embedded.runtime_snapshot("vllm")
 
 
 def observability_snapshot_dict() -> dict[str, Any]:
-    """The same for JSON."""
+    """Return `observability_snapshot()` as a JSON-compatible dictionary."""
     return observability_snapshot().to_dict()
 
 
 def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
-    """Of every group that has a manager."""
+    """Return one snapshot for each group that has a manager."""
     return embedded.pool_snapshots("vllm")
 
 
 def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
-    """The same for JSON."""
+    """Return `kv_cache_pool_snapshots()` as JSON-compatible dictionaries."""
     return [snapshot.to_dict() for snapshot in kv_cache_pool_snapshots()]
 
 
-# The names that kvcached's callers know.
+# kvcached's names.
 init_kvcached = init_kvelastic
 shutdown_kvcached = shutdown_kvelastic

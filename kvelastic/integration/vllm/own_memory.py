@@ -1,9 +1,8 @@
-"""What a worker's process holds of a GPU that others use too.
+"""How much of a shared GPU a worker's process uses itself.
 
-vLLM sizes its cache, and judges its sleep, by the memory that is free on the *device*: beside a
-neighbour that grows and shrinks, these figures say nothing of vLLM itself. So while vLLM measures,
-"free" is answered as if this process were alone: the total less `own_bytes`.
-
+vLLM sizes its cache, and checks its sleep, by the *device's* free memory. Beside a neighbour that
+grows and shrinks, that number does not describe vLLM. While vLLM measures, kvelastic reports free
+memory as if this process were alone: the total minus `own_bytes`.
     first = look(...)       # before anything is loaded
     ...
     own_bytes(first, look(...))
@@ -14,31 +13,31 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 LIBRARIES_BYTES: Final = 256 << 20
-"""What a process may have grown by outside torch. On an H100 (driver 580, torch 2.11) a context of
+"""Upper bound of a process's growth outside torch. On an H100 (driver 580, torch 2.11) a context of
 527 MiB grew by 94 MiB with the first kernel, 30 with cuBLAS and 104 with a CUDA graph: 228."""
 
 
 class Seen(NamedTuple):
-    """One look at a GPU, all in bytes."""
+    """One measurement of a GPU, all in bytes."""
 
     used: int
-    """Of the device, by whomever."""
+    """Used on the device, by all processes."""
     reserved_by_torch: int
-    """By this process's caching allocator: weights, activations, graphs."""
+    """Reserved by this process's caching allocator: weights, activations, graphs."""
     of_instances: int
-    """Granted to and reserved by the instances of the device's ledger."""
+    """Granted to and reserved by the instances in the device's ledger."""
     of_process: int | None = None
-    """Of this process by NVML's figure, without KV cache; None: NVML does not say."""
+    """This process's use as NVML reports it, without KV cache; None if NVML does not report it."""
 
 
 def own_bytes(first: Seen, now: Seen) -> int:
-    """What this process has come to hold since `first`; its bare context is not in it.
+    """Return the bytes that this process has allocated since `first`, without its bare context.
 
-    NVML tells it for each process, where it can be asked. Else torch's allocator is exact, and what
-    lies outside it (libraries' buffers, modules) is the growth of the device's use that neither
-    torch nor the ledger explains. Others that start beside this one grow, too, so it is never more
-    than libraries take. Where others have given more back than that, it counts as none. Too little
-    does no harm: what is used and not reserved counts as strangers'.
+    Uses NVML's per-process value where it exists. Otherwise torch's allocator is exact for torch's
+    part. The rest (library buffers, modules) is the growth of device use that neither torch nor the
+    ledger explains. That growth may include other starting processes, so it is capped at
+    `LIBRARIES_BYTES`; if it is negative, it counts as 0. A value that is too low does no harm:
+    memory that is used and not reserved counts as unmanaged.
     """
     if first.of_process is not None and now.of_process is not None:
         return max(0, now.of_process - first.of_process)
@@ -47,6 +46,6 @@ def own_bytes(first: Seen, now: Seen) -> int:
 
 
 def _unexplained(seen: Seen) -> int:
-    # A neighbour that starts has reserved its weights before it loads them: what is not used yet
-    # must not make room in the first look for what is used in the next.
+    # A starting neighbour reserves its weights before it loads them. Reserved but unused memory in
+    # the first measurement must not offset memory that is used in the next.
     return max(0, seen.used - seen.reserved_by_torch - seen.of_instances)

@@ -1,8 +1,10 @@
-"""Which of a GPU's processes this one is, and what it holds there, by NVML.
+"""Finds this process in NVML's list of a GPU's processes, and its memory there.
 
-In a container NVML's pids are the host's, and there are drivers that say 0 bytes of every process.
-So nothing is believed of a pid: this process takes an allocation of a known size, and is the one
-whose figure rises by just that, and falls again.
+In a container NVML reports the host's pids, and some drivers report 0 bytes for every process. So
+kvelastic does not trust pids. It makes an allocation of a known size; the process whose memory
+rises by exactly that size and falls again is this one.
+
+    pid = find(driver, name)                # None: NVML does not report it
 
     pid = find(driver, name)                # None: NVML does not say
     held_bytes = processes(name).get(pid)
@@ -21,15 +23,15 @@ from kvelastic.errors import DriverError
 _log = logging.getLogger("kvelastic.vllm")
 
 _GRANULES: Final = 33
-"""Of the allocation: 66 MiB, which others do not take or give back by chance."""
+"""Size of the allocation, 66 MiB, which another process is unlikely to allocate and free."""
 _TRIES: Final = 3
 
 
 def find(driver: _vmm.Driver, name: str) -> int | None:
-    """The number that NVML has for this process on the GPU of that UUID; milliseconds.
+    """Return NVML's pid of this process on the GPU with that UUID. Takes milliseconds.
 
-    None where NVML is not there, does not tell, or tells of two that may be this one, and where the
-    device has no memory to try it with.
+    Returns None if NVML is missing or reports nothing, if two processes match, or if the device
+    has no memory for the test allocation.
     """
     size_bytes = driver.granularity_bytes * _GRANULES
     for _ in range(_TRIES):
@@ -46,14 +48,14 @@ def find(driver: _vmm.Driver, name: str) -> int | None:
         pid = one_that_held(size_bytes, before, during, processes(name))
         if pid is not None:
             return pid
-    _log.debug("NVML does not say what this process holds of %s.", name)
+    _log.debug("NVML does not report this process's memory on %s.", name)
     return None
 
 
 def one_that_held(
     size_bytes: int, before: Mapping[int, int], during: Mapping[int, int], after: Mapping[int, int]
 ) -> int | None:
-    """The process that held so much more in between, if there is just one; bytes by pid."""
+    """Return the only pid that held `size_bytes` more in between, or None. Inputs: bytes by pid."""
     found = [
         pid
         for pid, held_bytes in during.items()
@@ -63,7 +65,7 @@ def one_that_held(
 
 
 def processes(name: str) -> dict[int, int]:
-    """What each process holds of the GPU of that UUID, by NVML's number for it."""
+    """Return each process's bytes on the GPU with that UUID, by NVML's pid."""
     library = nvml.find()
     if library is None:
         return {}

@@ -1,8 +1,8 @@
-"""What kvelastic hooks into vLLM 0.32 and 0.33.
+"""The hooks that kvelastic sets in vLLM 0.32 and 0.33.
 
-vLLM has no hook of its own for most of it, so functions are wrapped; each wrapper calls the
-original with the arguments it was given. Every function that a wrapper replaces, calls or relies on
-is probed (`probes`) before any is set.
+vLLM has no extension points for most of this, so functions are wrapped. Each wrapper calls the
+original with the arguments it received. Before any hook is set, every function that a wrapper
+replaces, calls or relies on is probed (`probes`).
 """
 
 from __future__ import annotations
@@ -47,50 +47,50 @@ HOOKS: Final = (
         FRONT_END,
         f"{FRONT_END}:CoreEngineProcManager.__init__",
         in_front_end.start_engine_cores,
-        "refuse early what cannot work; engine cores end with this process",
+        "refuse unsupported settings early; engine cores end with this process",
     ),
     Hook(
         FRONT_END,
         f"{FRONT_END}:shutdown",
         in_front_end.shutdown_engine_cores,
-        "remove what a killed engine core left",
+        "remove the remains of a killed engine core",
     ),
-    # EngineCore.__init__ runs already when vLLM loads its plugins there: too late to be wrapped.
+    # vLLM loads its plugins while EngineCore.__init__ already runs: too late to wrap it.
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.__init__",
         in_engine_core.executor_init,
-        "refuse unsupported features before anything is loaded",
+        "refuse unsupported settings before anything is loaded",
     ),
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.initialize_from_config",
         in_engine_core.executor_initialize,
-        "make the instance; give the workers the paged layout",
+        "create the instance; give the workers the paged layout",
     ),
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.compile_or_warm_up_model",
         in_engine_core.executor_warm_up,
-        "say what the workers hold besides; the keeper begins",
+        "reserve what the workers hold besides; start the maintenance thread",
     ),
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.sleep",
         in_engine_core.executor_sleep,
-        "give the KV cache back",
+        "release the KV cache",
     ),
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.wake_up",
         in_engine_core.executor_wake_up,
-        "hand out blocks again",
+        "allow block allocation again",
     ),
     Hook(
         ENGINE_CORE,
         f"{EXECUTOR}.discard",
         in_engine_core.executor_discard,
-        "give the KV cache back alone",
+        "release the KV cache alone",
     ),
     Hook(
         ENGINE_CORE,
@@ -102,143 +102,141 @@ HOOKS: Final = (
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.step",
         in_engine_core.step,
-        "no spinning while nothing can run for want of memory",
+        "back off while no request has memory to run",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.step_with_batch_queue",
         in_engine_core.step_with_batch_queue,
-        "the same, with several steps on their way",
+        "back off while no request has memory to run (batch queue)",
     ),
     Hook(
         ENGINE_CORE,
         f"{COORDINATOR}:BlockPool",
         in_engine_core.make_block_pool,
-        "the elastic block pool",
+        "use the elastic block pool",
     ),
     Hook(
         ENGINE_CORE,
         f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
         in_engine_core.make_blocks_needed,
-        "map memory before vLLM checks free blocks",
+        "map memory before vLLM checks for free blocks",
         is_made=True,
     ),
     Hook(
         ENGINE_CORE,
         f"{SCHEDULER}:Scheduler.schedule",
         in_engine_core.schedule,
-        "one session of the pool; a step begins",
+        "hold one pool session; begin a step",
     ),
     Hook(
         ENGINE_CORE,
         f"{SCHEDULER}:Scheduler.update_from_output",
         in_engine_core.update_from_output,
-        "end the pins of a finished step",
+        "end a step: release the blocks pinned for it",
     ),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.initialize_from_config",
         in_worker.initialize_from_config,
-        "replace the one KV allocation by the arena",
+        "replace the KV cache allocation with the arena",
     ),
-    Hook(WORKER, f"{WORKER_CLASS}.shutdown", in_worker.shutdown, "detach"),
+    Hook(WORKER, f"{WORKER_CLASS}.shutdown", in_worker.shutdown, "detach from the segment"),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.{in_engine_core.DEVICE_FACTS}",
         in_worker.device_facts,
-        "say on which device the worker computes",
+        "return the device on which the worker computes",
         is_new=True,
     ),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.{in_engine_core.HAND_OVER}",
         in_gpu_worker.hand_over_reserve,
-        "say what the instance is to reserve for it",
+        "return what the instance must reserve for the worker",
         is_new=True,
     ),
     Hook(
         WORKER,
         "torch.accelerator:get_memory_info",
         in_gpu_worker.memory_info,
-        "while vLLM measures: free is what this process leaves, whatever neighbours hold",
+        "while vLLM measures, report free memory without neighbours' use",
     ),
-    Hook(WORKER, f"{WORKER_CLASS}.init_device", in_gpu_worker.measures, "vLLM measures: at start"),
+    Hook(WORKER, f"{WORKER_CLASS}.init_device", in_gpu_worker.measures, "measure at start"),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.load_model",
         in_gpu_worker.load_model,
-        "have the others make room for the weights",
+        "reclaim memory from others for the weights",
     ),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.determine_available_memory",
         in_gpu_worker.measures,
-        "vLLM measures: what it needs",
+        "measure what vLLM needs",
     ),
-    Hook(
-        WORKER, f"{WORKER_CLASS}.sleep", in_gpu_worker.measures, "vLLM measures: what sleep frees"
-    ),
+    Hook(WORKER, f"{WORKER_CLASS}.sleep", in_gpu_worker.measures, "measure what a sleep frees"),
     Hook(
         WORKER,
         f"{WORKER_CLASS}.compile_or_warm_up_model",
         in_gpu_worker.compile_or_warm_up_model,
-        "warm up over the null block",
+        "warm up on the null block",
     ),
     Hook(
         WORKER,
         f"{BLOCK_TABLES}.gather_block_tables",
         in_gpu_worker.gather_block_tables,
-        "no ids behind a row's own",
+        "clear stale ids behind a row's own",
     ),
-    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row, "the same (V1)"),
-    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row, "the same (V1)"),
+    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row, "clear stale ids (V1)"),
+    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row, "clear stale ids (V1)"),
     Hook(
         CPU_WORKER,
         f"{CPU_WORKER}:CPUWorker.sleep",
         in_worker.cpu_sleep,
-        "say what is freed",
+        "log that the KV cache is released",
     ),
     Hook(
         CPU_WORKER,
         f"{CPU_WORKER}:CPUWorker.wake_up",
         in_worker.cpu_wake_up,
-        "the other half of it",
+        "skip vLLM's own wake-up",
     ),
     Hook(
         CPU_WORKER,
         f"{CPU_WORKER}:get_memory_node_info",
         in_worker.memory_node_info,
-        "a capacity independent of free memory at the start",
+        "report a capacity that does not depend on free memory at start",
     ),
     Hook(
         OFFLOADING,
         f"{OFFLOADING}:OffloadingConnector.bind_gpu_block_pool",
         in_offloading.bind_gpu_block_pool,
-        "know the pool",
+        "connect with the elastic block pool",
     ),
     Hook(
         OFFLOADING,
         f"{OFFLOADING}:build_offloading_config",
         in_offloading.build_config,
-        "the bytes of a block, where ids are sparse",
+        "use the bytes of a block, because ids are sparse",
     ),
     Hook(
         OFFLOADING,
         f"{OFFLOADS}.request_finished",
         in_offloading.request_finished,
-        "pin the blocks of a request that ends",
+        "pin the blocks of a finished request",
     ),
     Hook(
         OFFLOADING,
         f"{OFFLOADS}.build_connector_meta",
         in_offloading.build_connector_meta,
-        "pin what a job reads",
+        "pin the blocks that a job reads",
     ),
     Hook(
         OFFLOADING,
         f"{OFFLOADS}.update_connector_output",
         in_offloading.update_connector_output,
-        "unpin what no job reads any more",
+        "unpin blocks when their jobs end",
     ),
     Hook(
         OFFLOADING,
@@ -247,8 +245,8 @@ HOOKS: Final = (
         "unpin everything",
     ),
 )
-"""Everything that is wrapped. The front end imports no engine core, and so on: each process sets
-the hooks of its own room."""
+"""All hooks without tiers. Each process imports only its own modules and so sets only its own
+hooks."""
 
 
 TIER_HOOKS: Final = (
@@ -256,67 +254,67 @@ TIER_HOOKS: Final = (
         ARGUMENTS,
         ENGINE_CONFIG,
         tier_connector.create_engine_config,
-        "fill in the connector that brings blocks back from tiers",
+        "configure the connector that loads blocks from tiers",
     ),
     Hook(
         ENGINE_CORE,
         f"{SCHEDULER}:Scheduler.reset_prefix_cache",
         tier_hooks.reset_prefix_cache,
-        "demote before a sleep, or forget the tiers' contents",
+        "demote before a sleep; start a new generation otherwise",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore._reset_caches",
         tier_hooks.reset_caches,
-        "know a sleep's reset from others",
+        "distinguish a sleep's reset from others",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.sleep",
         tier_hooks.sleep,
-        "know a sleep's reset from others",
+        "distinguish a sleep's reset from others",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.release_kv_cache_memory",
         tier_hooks.release_kv_cache_memory,
-        "the same for a sleep of the KV cache alone",
+        "distinguish the reset of a KV cache sleep from others",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.collective_rpc",
         tier_hooks.collective_rpc,
-        "weights that change in place",
+        "detect weights that change in place",
     ),
     Hook(
         ENGINE_CORE,
         ADAPTER_KEYS,
         tier_adapters.adapter_keys,
-        "an adapter's contents are a part of its blocks' names",
+        "add an adapter's contents to the names of its blocks",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.add_lora",
         tier_adapters.add_lora,
-        "an adapter's contents may change in place",
+        "detect an adapter whose contents change in place",
     ),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.remove_lora",
         tier_adapters.remove_lora,
-        "another adapter may come under its number",
+        "forget an adapter: another one may get its number",
     ),
 )
-"""Wrapped besides, where `KVELASTIC_TIERS` is set."""
+"""Further hooks if `KVELASTIC_TIERS` is set."""
 
 
 def hooks_for(_series: str) -> tuple[Hook, ...]:
-    """What is wrapped in vLLM of that series, without tiers: the same in all of them."""
+    """Return the hooks for that vLLM series without tiers; all series have the same."""
     return HOOKS
 
 
 def arm(series: str, *, tiers: bool = False) -> None:
-    """Patch vLLM's modules as they are imported, as that series; again does nothing."""
+    """Patch that series' vLLM modules as they are imported. Idempotent."""
     engine = f"vLLM {installed_version('vllm')}"
     table.arm(
         engine,

@@ -1,7 +1,7 @@
 """The entry point that vLLM calls in each of its processes (`vllm.general_plugins`).
 
-vLLM logs and forgets an error that is raised while this module is *imported*, and dies of one that
-`register` raises. So everything that can fail, and everything that takes time, happens inside.
+If *importing* this module raises, vLLM logs the error and continues without the plugin. If
+`register` raises, vLLM stops. So everything that can fail or take time happens inside `register`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _OK: Final = 200
 
 
 def register() -> None:
-    """Arm kvelastic in this process if `ENABLE_KVELASTIC` is true; else do nothing at all.
+    """Arm kvelastic in this process if `ENABLE_KVELASTIC` is true; otherwise do nothing.
 
-    Called by vLLM, any number of times, from any of its processes. Takes a few milliseconds: what
-    is to be patched is patched when vLLM imports it.
+    vLLM calls it in each of its processes, possibly several times. Takes a few milliseconds:
+    modules are patched later, when vLLM imports them.
 
-    Raises `ConfigError` for a variable with a bad value, and `UnsupportedEngineError` if this
-    vLLM has a version that kvelastic does not know; vLLM's start then fails with that message.
+    Raises `ConfigError` for an invalid variable and `UnsupportedEngineError` for an unknown vLLM
+    version. vLLM's start then fails with that message.
     """
     from kvelastic import config
 

@@ -45,7 +45,7 @@ _NEEDED_BY_POOL: Final[dict[str, tuple[str, ...]]] = {
 
 
 def front_end(engine: str) -> None:
-    """Of the process that started the engine core."""
+    """Probe the process that starts the engine core."""
     probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{FRONT_END}:shutdown", ("procs", "timeout"))
     managing = f"{FRONT_END}:CoreEngineProcManager.__init__"
@@ -55,7 +55,7 @@ def front_end(engine: str) -> None:
 
 
 def arguments(engine: str) -> None:
-    """Of the process that reads arguments, where tiers are wanted."""
+    """Probe the process that parses arguments; used with tiers only."""
     probe = Probe(engine, page=_PAGE)
     probe.mentions(ENGINE_CONFIG, ("kv_transfer_config", "kv_offloading_size"))
     probe.fields(
@@ -66,7 +66,7 @@ def arguments(engine: str) -> None:
 
 
 def _probe_tiers(probe: Probe) -> None:
-    """What tiers wrap, call and read besides."""
+    """Probe everything that tiers wrap, call or read in addition."""
     probe.parameters(
         f"{SCHEDULER}:Scheduler.reset_prefix_cache",
         ("self", "reset_running_requests", "reset_connector"),
@@ -81,7 +81,7 @@ def _probe_tiers(probe: Probe) -> None:
     probe.parameters(ADAPTER_KEYS, ("request",))
     probe.mentions(ADAPTER_KEYS, ("lora_request", "lora_name", "lora_path"))
     probe.mentions(f"{SCHEDULER}:Scheduler.reset_prefix_cache", ("_preempt_request", "running"))
-    # What is told of a load that is over, as `update_from_output` tells it.
+    # Completed loads are reported in the same way as `update_from_output` does.
     probe.parameters(
         f"{SCHEDULER}:Scheduler._update_from_kv_xfer_finished", ("self", "kv_connector_output")
     )
@@ -103,7 +103,7 @@ def _probe_tiers(probe: Probe) -> None:
 
 
 def engine_core(engine: str, series: str, tiers: bool) -> None:
-    """Of the scheduler's process; `tiers`: with what they wrap and read besides."""
+    """Probe the scheduler's process; `tiers`: also what tiers need."""
     probe = Probe(engine, page=_PAGE)
     if tiers:
         _probe_tiers(probe)
@@ -188,7 +188,7 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
 
 
 def _probe_block_pool(probe: Probe, series: str) -> None:
-    """Everything of `BlockPool` that the elastic pool replaces or relies on."""
+    """Probe everything in `BlockPool` that the elastic pool replaces or relies on."""
     arguments = (
         "self",
         "num_gpu_blocks",
@@ -212,7 +212,7 @@ def _probe_block_pool(probe: Probe, series: str) -> None:
     probe.parameters(f"{BLOCK_POOL}._notify_reuse", ("self", "blocks"))
     for name in _NEEDED_BY_POOL[series]:
         probe.get(name)
-    # Everything that uses what the elastic pool does not have is replaced by it.
+    # The elastic pool must replace every method that uses fields it does not have.
     probe.users(
         BLOCK_POOL,
         "free_block_queue",
@@ -246,7 +246,7 @@ def _probe_cache_config(probe: Probe) -> None:
 
 
 def worker(engine: str) -> None:
-    """Of a worker on any device."""
+    """Probe a worker on any device."""
     probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{WORKER_CLASS}.initialize_from_config", ("self", "kv_cache_config"))
     probe.parameters(f"{WORKER_CLASS}.shutdown", ("self",))
@@ -259,7 +259,7 @@ def worker(engine: str) -> None:
 
 
 def _probe_gpu_worker(probe: Probe) -> None:
-    """What vLLM measures on a GPU, and how its block tables are filled."""
+    """Probe how vLLM measures a GPU, and how it fills block tables."""
     probe.parameters(f"{WORKER_CLASS}.init_device", ("self",))
     probe.mentions(f"{WORKER_CLASS}.init_device", ("MemorySnapshot", "request_memory", "device"))
     probe.parameters(f"{WORKER_CLASS}.load_model", ("self",))
@@ -285,7 +285,7 @@ def _probe_gpu_worker(probe: Probe) -> None:
 
 
 def cpu_worker(engine: str) -> None:
-    """Of a worker on the CPU."""
+    """Probe a worker on the CPU."""
     probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{CPU_WORKER}:CPUWorker.sleep", ("self", "level"))
     probe.parameters(f"{CPU_WORKER}:CPUWorker.wake_up", ("self", "tags"))
@@ -296,7 +296,7 @@ def cpu_worker(engine: str) -> None:
 
 
 def offloading(engine: str) -> None:
-    """Of vLLM's OffloadingConnector, where it is configured."""
+    """Probe vLLM's OffloadingConnector; used if it is configured."""
     probe = Probe(engine, page=_PAGE)
     bind = f"{OFFLOADING}:OffloadingConnector.bind_gpu_block_pool"
     probe.parameters(bind, ("self", "gpu_block_pool"))

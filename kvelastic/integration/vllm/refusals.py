@@ -1,6 +1,6 @@
-"""What the vLLM integration does not cover yet, refused before anything is loaded or patched over.
+"""Refuses unsupported vLLM settings before anything is loaded or patched.
 
-A model that would run on stock vLLM must never run on kvelastic with wrong answers instead.
+A model that works on stock vLLM must never return wrong results on kvelastic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SEVERAL: Final = "MultiConnector"
 _OFFLOADING: Final = "OffloadingConnector"
 _BENCH: Final = "DecodeBenchConnector"
 _COMPOSED: Final = frozenset({_SEVERAL, _OFFLOADING, _BENCH, "ExampleConnector"})
-"""Connectors that read and write blocks by their ids, and whose readers are known."""
+"""Connectors that access blocks by id and whose accesses are known."""
 
 _WHOLE_RANGE: Final = (
     "it registers the whole KV cache with its transport, and pages without memory cannot be "
@@ -32,7 +32,7 @@ _WITH_WINDOWS: Final = frozenset(
     {"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"}
 )
 _COUNTS_IN_32_BITS: Final = frozenset({"FLEX_ATTENTION"})
-"""Attention backends whose kernels do: vLLM's issue 50427."""
+"""Attention backends whose kernels use 32-bit offsets: vLLM's issue 50427."""
 _MOST_IN_32_BITS: Final = 2**31 - 1
 _DEVICES: Final = ("cpu", "cuda")
 _OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
@@ -41,14 +41,14 @@ _WAY_OUT = "Unset ENABLE_KVELASTIC to run this without kvelastic."
 
 
 def refuse_configuration(vllm_config: Any) -> None:
-    """Raise `UnsupportedEngineError` naming every setting of vLLM that is not covered."""
+    """Raise `UnsupportedEngineError` naming every unsupported setting of vLLM."""
     parallel = vllm_config.parallel_config
     found: list[str] = []
-    # An engine core of a dense model is one of its own; its front end knows of all of them.
+    # Each engine core of a dense model runs alone; only its front end knows of the others.
     if parallel.data_parallel_size != 1 and vllm_config.model_config.is_moe:
         found.append(
-            f"data_parallel_size={parallel.data_parallel_size} of a mixture of experts, whose "
-            "ranks step together: that of dense models is covered"
+            f"data_parallel_size={parallel.data_parallel_size} with a mixture of experts, whose "
+            "ranks step together; data parallel dense models are supported"
         )
     for connector in _connectors(vllm_config):
         found += _refused_connector(connector)
@@ -56,7 +56,7 @@ def refuse_configuration(vllm_config: Any) -> None:
         found.append("HiSparse, which keeps blocks in host memory")
     device = vllm_config.device_config.device_type
     if device not in _DEVICES:
-        found.append(f"the device {device!r}: {' and '.join(_DEVICES)} are covered")
+        found.append(f"the device {device!r}; supported are {' and '.join(_DEVICES)}")
     if device != "cpu":
         found += _refused_on_gpus(vllm_config)
     _refuse(found)
@@ -66,14 +66,14 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
     parallel = vllm_config.parallel_config
     found = []
     if parallel.use_ubatching:
-        found.append("micro-batches (--enable-dbo, --ubatch-size): they compute on several streams")
+        found.append("micro-batches (--enable-dbo, --ubatch-size), which use several streams")
     if parallel.enable_elastic_ep:
         found.append("elastic expert parallelism, which starts workers later")
     return found
 
 
 def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
-    """Raise `UnsupportedEngineError` if the KV cache has layers that are not covered."""
+    """Raise `UnsupportedEngineError` if the KV cache has unsupported layers."""
     found: list[str] = []
     offloads = not tier_connector.is_ours(vllm_config.kv_transfer_config) and any(
         _name(one) == _OFFLOADING for one in _connectors(vllm_config)
@@ -81,8 +81,8 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
     if offloads and (len(kinds) > 1 or kinds[0] not in _OFFLOADED_KINDS):
         found.append(
-            f"{_OFFLOADING} with KV cache groups of the kinds {', '.join(kinds)}: it reads blocks "
-            "of sliding windows and states after they were freed, and does not say which"
+            f"{_OFFLOADING} with KV cache groups of the kinds {', '.join(kinds)}: it reads freed "
+            "blocks of sliding windows and states without reporting which"
         )
     layers = [layer for group in config.kv_cache_groups for layer in _layers(group.kv_cache_spec)]
     found += [
@@ -93,9 +93,9 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     if vllm_config.device_config.device_type != "cpu" and not _masks_windows(vllm_config):
         found += [
             f"layers of the kind {type(layer).__name__} on a GPU with this vLLM and model runner: "
-            "kernels read ahead into blocks that have slid out of the window, which may have no "
-            "memory. vLLM 0.33 with its V2 runner names none of those; "
-            "--disable-hybrid-kv-cache-manager keeps them"
+            "kernels read ahead into blocks that have slid out of the window and may be unmapped. "
+            "vLLM 0.33 with its V2 runner does not read them; --disable-hybrid-kv-cache-manager "
+            "keeps them mapped"
             for layer in layers
             if type(layer).__name__ in _WITH_WINDOWS
         ]
@@ -105,10 +105,10 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
 
 
 def refuse_short_offsets(runner: Any) -> None:
-    """Raise `UnsupportedEngineError` if a kernel would count a layer's elements in too few bits.
+    """Raise `UnsupportedEngineError` if a kernel's element offsets would overflow.
 
-    A layer's view spans the whole range of addresses, so it is longer than the same cache is in
-    stock vLLM. `runner` is a worker's model runner, its views made.
+    A layer's view spans the whole address range, so it is longer than in stock vLLM. `runner` is a
+    worker's model runner after it has created its views.
     """
     backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
     for name in sorted(backends & _COUNTS_IN_32_BITS):
@@ -116,9 +116,9 @@ def refuse_short_offsets(runner: Any) -> None:
         if longest > _MOST_IN_32_BITS:
             _refuse(
                 [
-                    f"{name} over a KV cache of which a layer spans {longest} elements: it counts "
-                    f"them in 32 bits, up to {_MOST_IN_32_BITS}. Choose another "
-                    "--attention-backend, or a smaller --kv-cache-memory-bytes"
+                    f"{name} with a KV cache whose layer spans {longest} elements: its 32-bit "
+                    f"offsets reach {_MOST_IN_32_BITS}. Choose another --attention-backend, or a "
+                    "smaller --kv-cache-memory-bytes"
                 ]
             )
 
@@ -129,25 +129,25 @@ def _span(view: Any) -> int:
 
 
 def _layers(spec: Any) -> list[Any]:
-    """A group's layers by their kinds: one kind, or several of one size."""
+    """Return a group's layer specs: one, or several of the same block size."""
     several = getattr(spec, "kv_cache_specs", None)
     return list(several.values()) if several else [spec]
 
 
 def _masks_windows(vllm_config: Any) -> bool:
-    """Whether block tables name the null block in the place of what slid out of a window."""
+    """Return True if block tables hold the null block for blocks that slid out of a window."""
     return versions.installed_series("vllm", strict=False) != "0.32" and bool(
         vllm_config.use_v2_model_runner
     )
 
 
 def _connectors(vllm_config: Any) -> list[Any]:
-    """The connectors that are configured, those inside a MultiConnector too."""
+    """Return the configured connectors, including those inside a MultiConnector."""
     return _unfolded(vllm_config.kv_transfer_config)
 
 
 def _unfolded(connector: Any) -> list[Any]:
-    """A connector is vLLM's configuration object, or inside a MultiConnector a dictionary."""
+    """`connector` is vLLM's configuration object, or a dictionary inside a MultiConnector."""
     if connector is None or _name(connector) is None:
         return []
     inside = _extra(connector).get("connectors", []) if _name(connector) == _SEVERAL else []
@@ -157,15 +157,15 @@ def _unfolded(connector: Any) -> list[Any]:
 def _refused_connector(connector: Any) -> list[str]:
     name = str(_name(connector))
     if _value(connector, "kv_connector_module_path") is not None:
-        return [f"the KV connector {name} from another module, which is not known here"]
+        return [f"the KV connector {name} from its own module, which kvelastic does not know"]
     if name not in _COMPOSED:
-        why = _NOT_COMPOSED.get(name, "it was not tried with pages that come and go")
+        why = _NOT_COMPOSED.get(name, "it is not tested with pages that are unmapped")
         composed = ", ".join(sorted(_COMPOSED))
-        return [f"the KV connector {name}: {why} (what composes: {composed})"]
+        return [f"the KV connector {name}: {why} (supported: {composed})"]
     if name == _BENCH and _extra(connector).get("startup_fill"):
         return [f"{_BENCH} with startup_fill, which writes to blocks that have no memory"]
     if name == _OFFLOADING and _extra(connector).get("canonical_layout"):
-        return [f"{_OFFLOADING} with canonical_layout: not tried with pages that come and go"]
+        return [f"{_OFFLOADING} with canonical_layout: not tested with pages that are unmapped"]
     return []
 
 
@@ -185,7 +185,7 @@ def _refuse(found: list[str]) -> None:
     if not found:
         return
     raise UnsupportedEngineError(
-        "kvelastic does not cover what this vLLM was started with:\n"
+        "kvelastic does not support these settings of vLLM:\n"
         + "\n".join(f"  - {line}" for line in found)
         + f"\n{_WAY_OUT}"
     )

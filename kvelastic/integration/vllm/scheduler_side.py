@@ -1,14 +1,14 @@
-"""The scheduler's half of an instance: segment, ring, pool and keeper, made for one KV cache.
+"""The scheduler's half of an instance: segment, ring, pool and maintenance thread of one KV cache.
 
     instance = start_instance(vllm_config, configs, devices)  # once vLLM knows the cache's size
     instance.rewrite(config, rank)                            # each worker's config: paged layout
-    instance.wait_for_workers()                               # after they all have
+    instance.wait_for_workers()                               # after all workers have attached
     instance.begin(held_bytes)                                # after they have warmed up
     ... instance.blocks ...                                   # through block_pool.ElasticBlockPool
     instance.close()
 
-Knows of vLLM only the fields of its configuration; imports neither vLLM nor torch. Opens no device:
-what a GPU is called and how large it is, its workers tell.
+Reads fields of vLLM's configuration, but imports neither vLLM nor torch. Opens no device: the
+workers report a GPU's name and size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_IDS = 2**31 - 1
 
 
 class Instance:
-    """One KV cache of one engine; made by `start_instance`, used by the engine core's thread."""
+    """One KV cache of one engine. Made by `start_instance`, used by the engine core's thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Instance:
         measures_reserve: bool,
     ) -> None:
         self.num_blocks = num_blocks
-        """Blocks that vLLM was configured with, the null block counted."""
+        """The number of blocks that vLLM was configured with, including the null block."""
         self._pool = pool
         self._shape = shape
         self._layout = layout
@@ -75,9 +75,9 @@ class Instance:
         self._measures_reserve = measures_reserve
         self._reserved_bytes: dict[str, int] = {}
         self.tiers: EngineTiers | None = None
-        """What keeps demoted blocks; None: evicted blocks are gone."""
-        # Runs in the main process and in every kind of child that multiprocessing makes, which
-        # `atexit` does not.
+        """The tiers that store demoted blocks, or None: then evicted blocks are dropped."""
+        # Finalize runs in the main process and in every kind of multiprocessing child; `atexit`
+        # does not.
         self._at_exit = Finalize(self, pool.close, exitpriority=10)
 
     @property
@@ -87,16 +87,16 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """What operators call the instance."""
+        """The instance's name for operators."""
         return self._pool.name
 
     @property
     def id_span(self) -> int:
-        """One more than the highest block id."""
+        """The highest block id plus one."""
         return self._layout.id_span(self._pages)
 
     def rewrite(self, cache_config: Any, rank: int) -> None:
-        """Turn a worker's `KVCacheConfig` into the paged layout, and say where to attach."""
+        """Rewrite a worker's `KVCacheConfig` to the paged layout and add its handoff."""
         vllm_block_bytes = cache_config.kv_cache_tensors[0].size // cache_config.num_blocks
         cache_shape.rewrite(cache_config, self._shape, self._layout, self._pages)
         setattr(cache_config, HANDOFF, self._handoff(rank, vllm_block_bytes))
@@ -119,9 +119,9 @@ class Instance:
         )
 
     def wait_for_workers(self) -> None:
-        """Return once every worker serves the ring and page 0, the null block's, is mapped.
+        """Block until every worker serves the ring and page 0, the null block's, is mapped.
 
-        Raises `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`.
+        Raises `ChannelError`, naming the rank, after `KVELASTIC_IPC_TIMEOUT`.
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
@@ -130,11 +130,11 @@ class Instance:
         self.blocks.ensure(1)
 
     def begin(self, held_bytes: Sequence[int]) -> None:
-        """Map pages ahead, answer requests and give memory to others from here on.
+        """Start the maintenance thread: map pages ahead, handle requests, give memory to others.
 
-        `held_bytes` is what each rank holds of its GPU besides the cache; of the host's memory this
-        is looked at here. It is reserved, unless `KVELASTIC_RESERVE` says how much. Raises
-        `GuaranteeError` and `ReserveError` if a device has no room for it.
+        `held_bytes` is what each rank holds on its GPU besides the cache; on the host it is
+        measured here. The instance reserves it, unless `KVELASTIC_RESERVE` sets the amount. Raises
+        `GuaranteeError` or `ReserveError` if a device has no room for it.
         """
         if self._measures_reserve:
             reserve_bytes = self._by_device(held_bytes)
@@ -146,9 +146,7 @@ class Instance:
             self._pool.reserve(reserve_bytes)
             self._reserved_bytes = reserve_bytes
             for name, size_bytes in reserve_bytes.items():
-                _log.info(
-                    "%s of %s besides the KV cache are reserved.", format_size(size_bytes), name
-                )
+                _log.info("Reserved %s of %s besides the KV cache.", format_size(size_bytes), name)
         self.say_whether_engine_sleeps(False)
         self._pool.start_keeper()
         _log.info(
@@ -156,9 +154,9 @@ class Instance:
         )
 
     def lower_reserve(self, held_bytes: Sequence[int]) -> None:
-        """Reserve less where the ranks are seen to hold less than at their start; never more.
+        """Lower the reserve if the ranks now hold less than at their start. Never raises it.
 
-        A look beside other engines that start may count some of their memory.
+        A measurement made while other engines start may include some of their memory.
         """
         if not self._measures_reserve:
             return
@@ -172,7 +170,7 @@ class Instance:
         self._pool.reserve(lower_bytes)
         self._reserved_bytes |= lower_bytes
         for name, size_bytes in lower_bytes.items():
-            _log.info("No more than %s of %s are reserved by now.", format_size(size_bytes), name)
+            _log.info("Lowered the reserve to %s of %s.", format_size(size_bytes), name)
 
     def _by_device(self, held_bytes: Sequence[int]) -> dict[str, int]:
         total_bytes = dict.fromkeys((device.name for device in self._devices), 0)
@@ -182,30 +180,30 @@ class Instance:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether its pages lie on GPUs, or on the host."""
+        """True if the pages lie on GPUs, False for host memory."""
         return self._devices[0].is_gpu
 
     def sleep(self) -> None:
-        """Hold no memory until `wake()`; no request may be running. Blocks while it is unmapped."""
+        """Release all memory until `wake()`. No request may run. Blocks while pages unmap."""
         held_bytes, start_s = self.blocks.mapped_bytes, time.monotonic()
         state = self.blocks.sleep()
         if state["mapped_bytes"]:
             _log.warning(
-                "Asleep, but %s of KV cache are still held: something uses blocks of it. They go "
-                "when it ends.",
+                "Asleep, but %s of KV cache are still held because blocks are in use. They are "
+                "released when that use ends.",
                 format_size(state["mapped_bytes"]),
             )
         _log.info(
-            "vLLM has put the KV cache to sleep: %s went back in %.0f ms.",
+            "vLLM has put the KV cache to sleep: released %s in %.0f ms.",
             format_size(max(0, held_bytes - state["mapped_bytes"])),
             (time.monotonic() - start_s) * 1e3,
         )
 
     def wake(self) -> None:
-        """Hand out blocks again, within the limit as it was; what is reserved comes first.
+        """Allow allocation again under the same limit, after taking the reserve back. Idempotent.
 
-        On a GPU the null block has memory when this returns: kernels read it. Raises `ReserveError`
-        or `OutOfMemoryError`, still asleep, if others have not given enough. Safe to repeat.
+        On a GPU the null block is mapped on return, because kernels read it. Raises `ReserveError`
+        or `OutOfMemoryError`, and stays asleep, if other instances have not given enough memory.
         """
         start_s = time.monotonic()
         self.blocks.wake()
@@ -219,15 +217,15 @@ class Instance:
         _log.info("vLLM has woken the KV cache in %.0f ms.", (time.monotonic() - start_s) * 1e3)
 
     def open_tiers(self, vllm_config: Any, cache_config: Any, weights: WeightFiles | None) -> None:
-        """Keep what is demoted in the tiers of `KVELASTIC_TIERS`, if it names any.
+        """Open the tiers of `KVELASTIC_TIERS`, if any, for demoted blocks.
 
-        After the workers have attached, and before vLLM makes its scheduler. Blocks while stores
-        are opened. Raises what they raise.
+        Call after the workers have attached and before vLLM creates its scheduler. Blocks while
+        stores open, and raises their errors.
         """
         settings = config.load()
         if not settings.tiers:
             return
-        # Not imported where there are none.
+        # Imported only with tiers.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
         tiers = tier_opening.open_for(settings, self._pool, vllm_config, cache_config, weights)
@@ -244,11 +242,11 @@ class Instance:
         in_tiers.set_of_this_engine(self.tiers)
 
     def say_whether_engine_sleeps(self, asleep: bool) -> None:
-        """Show it to operators: what they put to sleep and wake by kvctl is the KV cache alone."""
+        """Show operators whether the engine sleeps; kvctl's sleep covers the KV cache alone."""
         self._pool.segment.record.set_engine_asleep(asleep)
 
     def close(self) -> None:
-        """Stop, and remove the segment. Waits for no worker: one may be gone. Safe to repeat."""
+        """Stop, and remove the segment. Idempotent. Waits for no worker: one may have died."""
         self._at_exit.cancel()
         if self.tiers is not None:
             self.tiers.close()
@@ -265,11 +263,10 @@ def _close_all(tiers: Any, pool: ElasticPool) -> None:
 def start_instance(
     vllm_config: Any, cache_configs: Sequence[Any], devices: Sequence[DeviceFacts]
 ) -> Instance:
-    """Make the instance for a cache, of which every worker (rank) has a configuration and a device.
+    """Create the instance of a cache. Every worker (rank) has a configuration and a device.
 
-    Raises `UnsupportedEngineError` for a placement that is not known, `LayoutError` if a block fits
-    no page, `ConfigError` for a limit that cannot be kept, and `SegmentError` if the name is taken
-    by a live instance.
+    Raises `UnsupportedEngineError` for an unknown placement, `LayoutError` if a block fits no page,
+    `ConfigError` for an impossible limit, and `SegmentError` if a live instance has the name.
     """
     settings = config.load()
     places = _places(settings, devices)
@@ -329,13 +326,13 @@ def start_instance(
 
 
 def _block_tokens(cache_config: Any) -> int:
-    """Tokens of a block; where groups differ, of the one that has the fewest."""
+    """Return a block's tokens; the smallest number if groups differ."""
     tokens = min(group.kv_cache_spec.block_size for group in cache_config.kv_cache_groups)
     return max(int(tokens), 1)
 
 
 def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Device]:
-    """Each rank's device, as the ledgers know it."""
+    """Return each rank's device as the ledgers know it."""
     on_gpu = devices[0].is_gpu
     check_device(settings, on_gpu=on_gpu)
     if not on_gpu:
@@ -359,36 +356,36 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
 
 
 def _no_driver() -> _vmm.Driver:
-    raise DeviceUnavailableError("a scheduler opens no GPU: its workers map the pages")
+    raise DeviceUnavailableError("a scheduler opens no GPU; its workers map the pages")
 
 
 def _check_ids(layout: PageLayout, pages: int) -> None:
-    """Block tables of GPUs hold ids in 32 bits."""
+    """Raise if ids exceed 32 bits, which GPU block tables use."""
     span = layout.id_span(pages)
     if span > _MOST_IDS:
         raise UnsupportedEngineError(
-            f"the block ids of this cache go up to {span}, and kernels hold them in 32 bits "
-            f"(at most {_MOST_IDS}). Make it smaller (vllm serve --kv-cache-memory-bytes), or its "
-            "blocks larger (--block-size)."
+            f"the block ids of this cache reach {span}, but kernels store them in 32 bits "
+            f"(at most {_MOST_IDS}). Make the cache smaller (vllm serve --kv-cache-memory-bytes) "
+            "or its blocks larger (--block-size)."
         )
 
 
 def _pages(
     places: Sequence[Device], layout: PageLayout, num_blocks: int, longest_blocks: int
 ) -> int:
-    """Pages of the range: for all that vLLM wants, or as many as the device has room for.
+    """Return the pages of the range: what vLLM requests, or what the device can hold if less.
 
-    Warns if a request of `longest_blocks` does not fit: vLLM has only checked that it fits into
-    what vLLM wants.
+    Warns if a request of `longest_blocks` does not fit. vLLM itself checks only against the
+    requested size.
     """
     page_cost_bytes = layout.page_bytes * len(places)
     most = max(capacity_bytes(places) // page_cost_bytes, 1)
-    # Block 0 is no request's.
+    # Block 0 is the null block.
     needed = layout.pages_for_blocks(longest_blocks + 1)
     if needed > most:
         _log.warning(
-            "%s has room for %s of KV cache (%d pages of %s), and a request as long as the model"
-            " allows (--max-model-len) needs %s: it would wait until it is aborted. %s, or set a"
+            "%s holds at most %s of KV cache (%d pages of %s). A request as long as the model"
+            " allows (--max-model-len) needs %s and would wait until it is aborted. %s, or set a"
             " lower --max-model-len.",
             "KVELASTIC_HOST_MEMORY" if places[0].is_host else places[0].name,
             format_size(most * page_cost_bytes),
@@ -397,13 +394,13 @@ def _pages(
             format_size(needed * page_cost_bytes),
             f"Set KVELASTIC_HOST_MEMORY to {format_size(needed * page_cost_bytes)} or more"
             if places[0].is_host
-            else "Take a larger GPU or more of them",
+            else "Use a larger GPU or more GPUs",
         )
     return min(layout.pages_for_blocks(num_blocks), most)
 
 
 def _longest_request_blocks(vllm_config: Any, cache_config: Any) -> int:
-    """Blocks of a request of `--max-model-len` tokens, in all groups, as vLLM counts them."""
+    """Return the blocks of a request of `--max-model-len` tokens, over all groups, as vLLM does."""
     specs = [group.kv_cache_spec for group in cache_config.kv_cache_groups]
     return sum(
         -(-int(spec.max_memory_usage_bytes(vllm_config)) // int(spec.page_size_bytes))

@@ -1,7 +1,7 @@
-"""What is refused of a start of vLLM before a worker is started or weights are loaded.
+"""Checks a start of vLLM before a worker starts or weights load.
 
-Asked by the front end, before it starts the engine core; and by the engine core, which may have no
-front end. Imports no vLLM.
+The front end runs them before it starts the engine core. The engine core runs them too, because it
+may have no front end. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvelastic.integration.vllm.with_starter import grace_s
 from kvelastic.start_checks import check_guarantee, check_names
 
 _NOTICED_S = 5.0
-"""How long an engine core may take, beside its grace, until it is gone."""
+"""How long an engine core may take to end, in addition to its grace period."""
 
 
 def check_start(vllm_config: Any, ranks: Sequence[int]) -> None:
-    """Raise what the engine cores of these data parallel ranks would raise, some only much later.
+    """Raise early what the engine cores of data parallel `ranks` would raise later.
 
-    `UnsupportedEngineError` for settings of vLLM that are not covered, `ConfigError` for another
-    device than vLLM's, `SegmentExistsError` for a name that is taken, `GuaranteeError` for a
-    guarantee that does not fit, and what `ledger.join` raises. May block for some seconds, while an
-    engine core whose front end was killed ends.
+    Raises `UnsupportedEngineError` for unsupported settings, `ConfigError` if the device differs
+    from vLLM's, `SegmentExistsError` for a name in use, `GuaranteeError` for a guarantee that does
+    not fit, and what `ledger.join` raises. May block for seconds while an engine core whose front
+    end was killed ends.
     """
     settings = config.load()
     refuse_configuration(vllm_config)
@@ -45,7 +45,7 @@ def check_start(vllm_config: Any, ranks: Sequence[int]) -> None:
 
 
 def check_device(settings: config.Config, *, on_gpu: bool) -> None:
-    """Raise `ConfigError` if `KVELASTIC_DEVICE` is not what vLLM computes on."""
+    """Raise `ConfigError` if `KVELASTIC_DEVICE` is not the device that vLLM uses."""
     if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
         raise ConfigError(
             f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on "
@@ -54,8 +54,8 @@ def check_device(settings: config.Config, *, on_gpu: bool) -> None:
 
 
 def instance_name(settings: config.Config, rank: int) -> str | None:
-    """What the instance is called; None: made up.
+    """Return the instance's name, or None: then one is generated.
 
-    The ranks of a dense model's data parallel are engines of their own, told apart by number.
+    With data parallelism, the ranks of a dense model are separate engines, numbered by rank.
     """
     return f"{settings.ipc_name}_dp{rank}" if settings.ipc_name and rank else settings.ipc_name

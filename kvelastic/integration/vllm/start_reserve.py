@@ -1,10 +1,10 @@
-"""Room on a GPU for an engine that starts: asked for before vLLM loads its weights.
+"""Reserves GPU memory for a starting engine before vLLM loads its weights.
 
-The instance exists only when vLLM knows how large its cache is, long after the weights were loaded.
-By then a neighbour's cache may have the whole device. So each worker reserves what its start takes,
-as a member of the device's ledger of its own, until the instance reserves what was measured.
+The instance exists only once vLLM knows the size of its cache, long after the weights were loaded.
+By then a neighbour's cache may fill the device. So each worker joins the device's ledger as a
+separate member. It reserves the memory of its start until the instance reserves what was measured.
 
-    place = claim(worker)       # before load_model; others give, five seconds at most
+    place = claim(worker)       # before load_model; others give memory, for up to five seconds
     ...
     place.close()               # the instance takes over
 """
@@ -26,14 +26,14 @@ from kvelastic.step_reserve import first_step_bytes
 _log = logging.getLogger("kvelastic.vllm")
 
 _PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt")
-"""Files of weights; of the first kind that a folder has."""
+"""Weight files. The first pattern that matches in a folder is used."""
 
 
 def claim(worker: Any) -> ledger.JoinedLedger | None:
-    """Reserve what this worker's start takes; None on the host, or where a reserve of 0 is set.
+    """Reserve the memory of this worker's start. Returns None on the host or with a reserve of 0.
 
-    Blocks while others give, five seconds at most. Raises `GuaranteeError` and `ReserveError`,
-    which name who holds what, if there is no room: better now than out of memory minutes later.
+    Blocks up to five seconds while others give memory. Raises `GuaranteeError` or `ReserveError`
+    with the holders if there is no room, instead of running out of memory minutes later.
     """
     facts = worker_device.of_worker(worker).facts
     settings = config.load()
@@ -55,22 +55,22 @@ def claim(worker: Any) -> ledger.JoinedLedger | None:
         reserve_bytes=start_bytes,
         priority=settings.priority,
     )
-    _log.info("%s of %s are reserved for the start.", format_size(start_bytes), facts.name)
+    _log.info("Reserved %s of %s for the start.", format_size(start_bytes), facts.name)
     return place
 
 
 def name() -> str:
-    """What the ledger calls this process's place."""
+    """Return the name of this process's ledger membership."""
     return f"starting_{os.getpid()}"
 
 
 def expected_bytes(all_weights_bytes: int, ranks: int, total_bytes: int) -> int:
-    """What a worker takes of its GPU to load its part of the weights and run a first step."""
+    """Return the GPU bytes that a worker needs to load its weights and run a first step."""
     return min(all_weights_bytes // ranks + first_step_bytes(total_bytes), total_bytes)
 
 
 def weights_bytes(model: str) -> int:
-    """The size of a model's files of weights: a folder's, or the cache's; 0: not known here."""
+    """Return the size of a model's weight files, in a folder or the cache; 0 if unknown."""
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -84,7 +84,7 @@ def weights_bytes(model: str) -> int:
             folder = Path(snapshot_download(model, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
             _log.debug(
-                "How large the weights of %s are is not known before they load: %s", model, error
+                "The size of the weights of %s is unknown before they load: %s", model, error
             )
             return 0
     for pattern in _PATTERNS:

@@ -1,7 +1,7 @@
-"""Where in vLLM lies what is wrapped, replaced or relied on: modules and classes, by name.
+"""Names of the vLLM modules and classes that kvelastic wraps, replaces or relies on.
 
-The modules of the first group are also the rooms by which hooks are set: each process imports some
-of them, and gets the hooks of those.
+The modules of the first group also select hooks: a process sets the hooks of the modules that it
+imports.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import Final
 
 FRONT_END: Final = "vllm.v1.engine.utils"
-"""The process that started the engine core: the API server, or the user's program."""
+"""Imported by the process that starts the engine core: the API server or the user's program."""
 ENGINE_CORE: Final = "vllm.v1.engine.core"
-"""The scheduler's process."""
+"""Imported by the scheduler's process."""
 WORKER: Final = "vllm.v1.worker.gpu_worker"
-"""Every worker's process, whatever its device."""
+"""Imported by every worker's process, on any device."""
 CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
-"""A worker's process on the CPU."""
+"""Imported by a worker's process on the CPU."""
 ARGUMENTS: Final = "vllm.engine.arg_utils"
-"""The process that reads vLLM's arguments: the API server, or the user's program."""
+"""Imported by the process that parses vLLM's arguments: the API server or the user's program."""
 OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-"""The engine core and the workers, where that connector is configured."""
+"""Imported by the engine core and the workers if that connector is configured."""
 
 ADAPTER_KEYS: Final = "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys"
 EXECUTOR: Final = "vllm.v1.executor.abstract:Executor"

@@ -1,15 +1,15 @@
-"""LoRA adapters in the names of blocks: told apart by their contents.
+"""Adds the contents of LoRA adapters to the names of blocks.
 
-vLLM names a block that was computed with an adapter by the adapter's name and path. Neither says
-what lies there: another training run is written to the same path, and its prompts would be answered
-from KV of the former one, also after a restart. So a fingerprint of the files joins them::
+vLLM names a block that was computed with an adapter by the adapter's name and path, which do not
+identify its contents. If another training run writes to the same path, prompts would reuse KV of
+the old adapter, also after a restart. So a fingerprint of the files is added::
 
     ("lora", name, path), ("lora_contents", fingerprint)
 
-A worker loads an adapter's files when it first needs them, and may drop and load them again. If
-they change and nobody says so, nobody knows which contents the workers have: the blocks get a name
-that is never given again, and nothing is found under it. Blocks of a large adapter get one, too,
-until its files are hashed: that takes about a second for each GiB, in a thread.
+A worker loads an adapter's files on first use, and may drop and reload them. If they change without
+a notification, the contents that the workers hold are unknown. Then the blocks get a unique name,
+under which nothing is found. Blocks of a large adapter get one too until its files are hashed, in a
+thread, at about one second per GiB.
 
 Used by the engine core's thread. Imports no vLLM.
 """
@@ -27,7 +27,7 @@ from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _KIND: Final = "lora_contents"
 _AT_ONCE_BYTES: Final = 16 << 20
-"""Files of this size are hashed while the engine core waits: some 15 ms."""
+"""Files up to this size are hashed while the engine core waits: about 15 ms."""
 
 
 class _Seen(NamedTuple):
@@ -36,18 +36,18 @@ class _Seen(NamedTuple):
 
 
 class Adapters:
-    """What each adapter holds that the workers may have loaded, by vLLM's number of it."""
+    """The contents of each adapter that the workers may have loaded, by vLLM's adapter number."""
 
     def __init__(self, cache: HashCache | None = None) -> None:
         self._cache = HashCache(default_folder()) if cache is None else cache
         self._seen: dict[int, _Seen] = {}
         self._hashed: dict[int, _Seen] = {}
-        """Found by threads since; the engine core's thread takes it from there."""
+        """Results of hash threads, which the engine core's thread picks up."""
 
     def contents_of(self, number: int, path: str) -> str:
-        """A name for what an adapter holds; another one for every other contents.
+        """Return a name for an adapter's contents; different contents have different names.
 
-        Blocks while files are read that were not read before, of 16 MiB at most.
+        Blocks while it reads up to 16 MiB of files that were not read before.
         """
         files = _files_at(path)
         seen = self._seen.get(number)
@@ -57,18 +57,18 @@ class Adapters:
         if seen is not None and seen.files == files:
             return seen.name
         found = None
-        if seen is None and files is not None:  # else changed under the workers, or not to be read
+        if seen is None and files is not None:  # else changed under the workers, or unreadable
             found = self._fingerprint(number, files)
         name = f"unknown {secrets.token_hex(16)}" if found is None else found
         self._seen[number] = _Seen(files, name)
         return name
 
     def forget(self, number: int) -> None:
-        """It is loaded anew before it is used again."""
+        """The workers reload the adapter before its next use."""
         self._seen.pop(number, None)
 
     def _fingerprint(self, number: int, files: WeightFiles) -> str | None:
-        """What is known at once; else a thread finds it."""
+        """Return the fingerprint if it is known or quick; otherwise find it in a thread."""
         try:
             if files.size_bytes <= _AT_ONCE_BYTES:
                 return files.fingerprint(self._cache)
@@ -82,7 +82,7 @@ class Adapters:
         return known
 
     def _hash(self, number: int, files: WeightFiles) -> None:
-        with suppress(OSError):  # they changed, or cannot be read: the name of now stays
+        with suppress(OSError):  # the files changed or are unreadable: keep the current name
             self._hashed[number] = _Seen(files, files.fingerprint(self._cache))
 
 
@@ -97,7 +97,7 @@ _adapters: Final = Adapters()
 
 
 def adapter_keys(original: Callable[..., list[Any]], request: Any) -> list[Any]:
-    """What an adapter adds to the names of a request's blocks: asked for every block of it."""
+    """Return vLLM's extra hash keys of a request, with its adapter's contents. Called per block."""
     keys = original(request)
     adapter = request.lora_request
     if adapter is None:
@@ -110,13 +110,13 @@ def adapter_keys(original: Callable[..., list[Any]], request: Any) -> list[Any]:
 
 
 def add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
-    """An operator loads an adapter, perhaps in the place of one that the workers have."""
+    """A client loads an adapter, possibly in place of a loaded one."""
     if lora_request.load_inplace:
         _adapters.forget(lora_request.lora_int_id)
     return original(core, lora_request)
 
 
 def remove_lora(original: Callable[..., Any], core: Any, lora_id: int) -> Any:
-    """An operator removes an adapter."""
+    """A client removes an adapter."""
     _adapters.forget(lora_id)
     return original(core, lora_id)

@@ -1,7 +1,7 @@
-"""Which KV connector vLLM is given where tiers are wanted.
+"""Selects vLLM's KV connector for tiers.
 
-`KVELASTIC_TIERS` alone is to switch tiers on, so that vLLM's OffloadingConnector with our spec
-(`tier_spec`) is filled in where no connector is configured. Pure: imports no vLLM.
+Setting `KVELASTIC_TIERS` must be enough to enable tiers. So if no connector is configured, this
+module configures vLLM's OffloadingConnector with our spec (`tier_spec`). Imports no vLLM at load.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ SPEC_MODULE: Final = "kvelastic.integration.vllm.tier_spec"
 
 
 def fields() -> dict[str, Any]:
-    """What is filled in, as the fields of vLLM's `KVTransferConfig`.
+    """Return our values for the fields of vLLM's `KVTransferConfig`.
 
-    A load that fails is computed again: vLLM's default fails the request.
+    A failed load is recomputed; by default vLLM fails the request.
     """
     return {
         "kv_connector": CONNECTOR,
@@ -30,7 +30,7 @@ def fields() -> dict[str, Any]:
 
 
 def is_ours(connector: Any) -> bool:
-    """Whether this configuration of a connector names our spec."""
+    """Return True if this connector configuration names our spec."""
     if getattr(connector, "kv_connector", None) != CONNECTOR:
         return False
     extra = connector.kv_connector_extra_config or {}
@@ -38,9 +38,9 @@ def is_ours(connector: Any) -> bool:
 
 
 def filled_in(configured: Any, make: Callable[..., Any], *, offloads: bool) -> Any:
-    """The connector to run with: ours, or `configured` where that is ours already.
+    """Return our connector, or `configured` if it is already ours.
 
-    `make` is vLLM's `KVTransferConfig`; `offloads`: vLLM's own --kv-offloading-size is set. Raises
+    `make` is vLLM's `KVTransferConfig`. `offloads`: vLLM's own --kv-offloading-size is set. Raises
     `UnsupportedEngineError` for any other connector.
     """
     if is_ours(configured):
@@ -49,8 +49,8 @@ def filled_in(configured: Any, make: Callable[..., Any], *, offloads: bool) -> A
     if offloads or configured_name is not None:
         named = "--kv-offloading-size" if offloads else f"the KV connector {configured_name}"
         raise UnsupportedEngineError(
-            f"KVELASTIC_TIERS is set, and {named} is configured besides: both would bring KV back "
-            "for the same request, and vLLM asks the first of them only. Unset one of the two."
+            f"KVELASTIC_TIERS and {named} are both set. Both would load KV for the same request, "
+            "and vLLM asks only the first. Unset one of the two."
         )
     return make(**fields())
 
@@ -58,7 +58,7 @@ def filled_in(configured: Any, make: Callable[..., Any], *, offloads: bool) -> A
 def create_engine_config(
     original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps vLLM's making of its configuration from arguments: fills the connector in."""
+    """Wrap vLLM's parsing of arguments: configure the connector."""
     from vllm.config import KVTransferConfig
 
     arguments.kv_transfer_config = filled_in(

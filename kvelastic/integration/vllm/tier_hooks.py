@@ -1,4 +1,4 @@
-"""Wrappers for vLLM's resets, sleep and weights, set where tiers are wanted."""
+"""Wrappers for vLLM's resets, sleep and weight updates, set only with tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers
 
 _KEEPS_WEIGHTS_LEVEL = 1
-"""The level of sleep after which the same weights wake."""
+"""The sleep level after which the same weights are restored."""
 
 
 def reset_prefix_cache(
@@ -19,7 +19,7 @@ def reset_prefix_cache(
     *args: Any,
     **kwargs: Any,
 ) -> bool:
-    """Of the scheduler. Before a sleep, demote; else nothing in the tiers is found any more."""
+    """Wrap the scheduler's reset: demote before a sleep, else start a new generation."""
     tiers = _tiers_of(scheduler)
     if tiers is None:
         return original(scheduler, reset_running_requests, *args, **kwargs)
@@ -31,7 +31,7 @@ def reset_prefix_cache(
 
 
 def reset_caches(original: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
-    """Of the engine core: what a sleep and a pause call."""
+    """Wrap the engine core's `_reset_caches`, which a sleep and a pause call."""
     tiers = _tiers_of(core.scheduler)
     if tiers is None:
         original(core, *args, **kwargs)
@@ -43,7 +43,7 @@ def reset_caches(original: Callable[..., None], core: Any, *args: Any, **kwargs:
 def sleep(
     original: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any
 ) -> Any:
-    """The reset that belongs to it comes now, or once requests have ended."""
+    """Mark the next reset as a sleep's. It happens now, or once requests have ended."""
     tiers = _tiers_of(core.scheduler)
     if tiers is not None:
         tiers.sleeps = level == _KEEPS_WEIGHTS_LEVEL
@@ -56,7 +56,7 @@ def sleep(
 
 
 def release_kv_cache_memory(original: Callable[..., None], core: Any) -> None:
-    """A sleep of the KV cache alone."""
+    """Wrap a sleep of the KV cache alone."""
     tiers = _tiers_of(core.scheduler)
     if tiers is not None:
         tiers.sleeps = True
@@ -70,7 +70,7 @@ def release_kv_cache_memory(original: Callable[..., None], core: Any) -> None:
 def collective_rpc(
     original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Whoever calls the workers may change their weights."""
+    """Wrap calls of worker methods, which may change the weights."""
     try:
         return original(core, method, *args, **kwargs)
     finally:

@@ -1,17 +1,17 @@
-"""What the requests of one step find in the tiers, and hold until they load it or the step ends.
+"""Holds what the requests of one step find in the tiers, until they load it or the step ends.
 
-vLLM asks block by block, and again in every step in which a request still waits. So all blocks of
-a request that may follow are looked up at its first question of a step::
+vLLM asks block by block, and again in every step while a request waits. So the first question of a
+step looks up all blocks of the request that may follow::
 
-    lookups.find("req", b"k3", chain)        # chain: k2, and k3 with what comes after it
-    ...                                       # k4, k5: answered from what was found
-    match = lookups.take("req", [b"k3", b"k4"])   # it loads: what was found stays held
-    lookups.end_step()                        # nobody else does: let go
+    lookups.find("req", b"k3", chain)        # chain: k2, and k3 with its successors
+    ...                                       # k4, k5: taken from the first result
+    match = lookups.take("req", [b"k3", b"k4"])   # it loads: the found records stay held
+    lookups.end_step()                        # releases all that no request has taken
 
-Between the question and the load vLLM evicts blocks to have room for it. Their demotion displaces
-records, and without a hold those that were just found.
+Between lookup and load, vLLM evicts blocks to make room. Their demotion displaces records. Without
+a hold it could displace the records just found.
 
-Keys here are the engine's own; `key_of` makes those of the tiers from them. Used by the scheduler's
+Keys here are the engine's own; `key_of` converts them to the tiers' keys. Used by the scheduler's
 thread only.
 """
 
@@ -25,40 +25,40 @@ from kvelastic.tiers.base import NO_KEY
 
 
 class Found(Protocol):
-    """Leading keys that are there, held until `release`."""
+    """Leading keys that were found, held until `release`."""
 
     count: int
-    """How many of those asked for."""
+    """How many of the requested keys were found."""
 
     def release(self) -> None:
-        """Let go. Repeatable."""
+        """Release the records. Idempotent."""
 
 
 class MatchingTiers(Protocol):
-    """What looking up needs of the tiers."""
+    """The operations that lookups need from the tiers."""
 
     def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Found:
-        """Hold the leading keys that are there. Never blocks."""
+        """Hold the leading keys that exist. Never blocks."""
 
 
 class Chain(NamedTuple):
-    """Blocks that continue one another, by the engine's keys."""
+    """Consecutive blocks of one sequence, by the engine's keys."""
 
     before: bytes | None
-    """The one that the first of them continues; None: it begins a prompt, or nobody knows."""
+    """The block before the first one; None at the start of a prompt, or if unknown."""
     keys: Sequence[bytes]
 
 
 @dataclass
 class _OfRequest:
-    """What one request has found in this step."""
+    """The records that one request has found in this step."""
 
     held: list[Found] = field(default_factory=list)
     answers: dict[bytes, bool] = field(default_factory=dict)
 
 
 class Lookups:
-    """See the module."""
+    """Lookups of the requests of an engine, by request id."""
 
     def __init__(self, tiers: MatchingTiers, key_of: Callable[[bytes], bytes]) -> None:
         self._tiers = tiers
@@ -68,9 +68,9 @@ class Lookups:
         self._without: set[str] = set()
 
     def find(self, request: str, key: bytes, chain: Callable[[], Chain]) -> bool:
-        """Whether a block is in the tiers, and held for this request.
+        """Return True if a block is in the tiers; it is then held for this request.
 
-        `chain` gives the blocks that begin with this one, where it was not looked up in this step.
+        `chain` returns the blocks from this one on. Called only if this step has no result yet.
         """
         if request in self._without:
             return False
@@ -88,7 +88,7 @@ class Lookups:
         return here.answers[key]
 
     def take(self, request: str, keys: Sequence[bytes]) -> Found:
-        """Hold exactly these, which were found in this step, for a load: the caller releases."""
+        """Hold exactly these keys, found in this step, for a load. The caller must release them."""
         match = self._match(request, None, keys)
         here = self._in_step.pop(request, None)
         if here is not None:
@@ -104,13 +104,13 @@ class Lookups:
         return self._tiers.match(b"".join([known[each] for each in keys]), chain_after=chain_after)
 
     def end_step(self) -> None:
-        """What nobody has taken goes."""
+        """Release what no request has taken."""
         for here in self._in_step.values():
             _release(here)
         self._in_step.clear()
 
     def find_nothing_more(self, request: str) -> None:
-        """A load of it has failed: the rest is computed."""
+        """A load of this request has failed: the rest is computed."""
         self._without.add(request)
 
     def forget(self, request: str) -> None:
@@ -119,7 +119,7 @@ class Lookups:
         self._without.discard(request)
 
     def forget_keys(self) -> None:
-        """Another namespace: keys are made anew. No step is being made."""
+        """Drop cached keys after a change of namespace. Not while a step is being scheduled."""
         self.end_step()
         self._keys.clear()
 

@@ -1,12 +1,11 @@
-"""The namespace of a vLLM's tiers: everything that changes the bytes of a block of the same tokens.
+"""The namespace of a vLLM's tiers: everything besides its tokens that changes a block's bytes.
 
-vLLM's hash of a block stands for its tokens and all before them, for multi-modal inputs, for a salt
-and for a LoRA's name. What it says nothing of is said here, except the contents of the weights'
-files: these are hashed in the background, and stores add them (`kvelastic.tiers.identified`). Where
-weights are neither files nor of a known commit, the namespace is of this process alone: nothing is
-found again after it.
+vLLM's block hash covers the tokens up to the block's end, multi-modal inputs, a salt and a LoRA's
+name. The namespace covers the rest, except the contents of the weight files: these are hashed in
+the background, and stores add them (`kvelastic.tiers.identified`). If the weights are neither files
+nor of a known commit, the namespace is unique to this process: no later process finds its records.
 
-Reads fields of vLLM's configuration only; imports neither vLLM nor torch.
+Reads fields of vLLM's configuration; imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _STABLE_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
-"""Those that begin from a fixed seed in every process, unless PYTHONHASHSEED gives another."""
+"""Hash algorithms with the same seed in every process, unless PYTHONHASHSEED sets another."""
 _RANDOM_WEIGHTS: Final = "dummy"
 _GROUP_BYTES: Final = 4
-"""At the end of what vLLM calls a block's hash: its group, most significant byte first."""
+"""vLLM's block hash ends with the block's group in this many bytes, most significant first."""
 
 
 def weight_files_of(vllm_config: Any) -> WeightFiles | None:
-    """The files that an engine with this configuration is about to load its weights from.
+    """Return the weight files that an engine with this configuration is about to load.
 
-    None where they come from elsewhere, or cannot be looked at, which is logged.
+    Returns None if the weights come from elsewhere or the files are unreadable, which is logged.
     """
     if vllm_config.load_config.load_format == _RANDOM_WEIGHTS:
         return None
@@ -47,9 +46,9 @@ def namespace_of(
     has_files: bool,
     environ: Mapping[str, str] = os.environ,
 ) -> Namespace:
-    """The namespace of an engine with this configuration and KV cache.
+    """Return the namespace of an engine with this configuration and KV cache.
 
-    `has_files`: the contents of the weights' files are added to it later.
+    `has_files`: the contents of the weight files are added later.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -88,7 +87,7 @@ def _weights(model: Any, load_format: str, *, has_files: bool) -> str:
 
 
 def _settings(model: Any) -> str:
-    """The model's configuration as it is computed with: with what the command line overrides."""
+    """Return the effective model configuration, with overrides from the command line."""
     as_dict = getattr(model.hf_config, "to_dict", None)
     settings = as_dict() if callable(as_dict) else vars(model.hf_config)
     return json.dumps(settings, sort_keys=True, default=str)
@@ -97,11 +96,11 @@ def _settings(model: Any) -> str:
 def _hash_algorithm(name: str, environ: Mapping[str, str]) -> str:
     seed = environ.get("PYTHONHASHSEED")
     if seed is None and name not in _STABLE_HASHES:
-        seed = secrets.token_hex(16)  # vLLM takes a random one for each process
+        seed = secrets.token_hex(16)  # vLLM seeds each process randomly
     return f"{name} from {seed!r}"
 
 
 def key_of(namespace: Namespace, hash_with_group: bytes) -> bytes:
-    """The key of a block that vLLM knows by its hash and group, side by side in one `bytes`."""
+    """Return the key of a block from vLLM's hash and group, concatenated in one `bytes`."""
     group = int.from_bytes(hash_with_group[-_GROUP_BYTES:], "big")
     return namespace.key_of(hash_with_group[:-_GROUP_BYTES], group)

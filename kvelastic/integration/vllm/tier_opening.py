@@ -1,4 +1,4 @@
-"""Opens the tiers of a vLLM's pool. Imported only where `KVELASTIC_TIERS` names some."""
+"""Opens the tiers of a vLLM's pool. Imported only if `KVELASTIC_TIERS` is set."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def open_for(
     cache_config: Any,
     weights: WeightFiles | None,
 ) -> Tiers | None:
-    """The tiers that the settings name for the blocks of a pool, opened; None: none is of use.
+    """Open the configured tiers for the blocks of a pool; return None if none is useful.
 
     `weights` are the files as they were before the engine loaded them; they are hashed in the
-    background. Blocks while stores are opened. Raises what they raise.
+    background. Blocks while stores open, and raises their errors.
     """
     namespace = namespace_of(
         vllm_config,

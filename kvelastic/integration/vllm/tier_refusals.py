@@ -1,6 +1,6 @@
-"""What tiers do not cover of a vLLM's configuration, refused before a model is loaded.
+"""Refuses vLLM settings that tiers do not support, before a model is loaded.
 
-Everything here would find KV that is not that of the request, or nothing at all.
+With these settings a request would find wrong KV, or none.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _KINDS: Final = frozenset(
         "SlidingWindowSpec",
     }
 )
-"""Of groups whose blocks hold KV of their own tokens, by which vLLM names them."""
+"""Groups whose blocks hold KV of the tokens by which vLLM names them."""
 
 
 def refuse_without_tiers(vllm_config: Any) -> None:
-    """Raise `UnsupportedEngineError` if vLLM is to ask tiers and there are none."""
+    """Raise `UnsupportedEngineError` if vLLM uses our spec and no tier is configured."""
     if tier_connector.is_ours(vllm_config.kv_transfer_config):
         raise UnsupportedEngineError(
-            "kvelastic's spec of the OffloadingConnector is configured, and KVELASTIC_TIERS names "
-            "no tier. Set it, and leave out --kv-transfer-config: it is filled in."
+            "kvelastic's spec of the OffloadingConnector is configured, but KVELASTIC_TIERS names "
+            "no tier. Set KVELASTIC_TIERS and omit --kv-transfer-config, which is then automatic."
         )
 
 
 def refuse_for_tiers(vllm_config: Any) -> None:
-    """Raise `UnsupportedEngineError` naming every setting that tiers do not cover."""
+    """Raise `UnsupportedEngineError` naming every setting that tiers do not support."""
     found = []
     if not tier_connector.is_ours(vllm_config.kv_transfer_config):
-        found.append("another KV connector than the one that is filled in for tiers")
+        found.append("a KV connector other than kvelastic's, which tiers configure")
     if not vllm_config.cache_config.enable_prefix_caching:
-        found.append("--no-enable-prefix-caching: blocks have no names then to be found by")
+        found.append("--no-enable-prefix-caching: blocks then have no hashes to find them by")
     if vllm_config.speculative_config is not None:
-        found.append("speculative decoding: the blocks of drafts are not tried with tiers")
+        found.append("speculative decoding: draft blocks are not tested with tiers")
     parallel = vllm_config.parallel_config
     found += [
-        f"{name}_parallel_size > 1: not tried with tiers"
+        f"{name}_parallel_size > 1: not tested with tiers"
         for name in ("decode_context", "prefill_context")
         if getattr(parallel, f"{name}_parallel_size", 1) > 1
     ]
@@ -56,7 +56,7 @@ def refuse_for_tiers(vllm_config: Any) -> None:
 
 
 def refuse_cache_for_tiers(cache_config: Any) -> None:
-    """Raise `UnsupportedEngineError` if the KV cache has layers that tiers do not cover."""
+    """Raise `UnsupportedEngineError` if the KV cache has layers that tiers do not support."""
     kinds = dict.fromkeys(
         type(group.kv_cache_spec).__name__ for group in cache_config.kv_cache_groups
     )
@@ -72,7 +72,7 @@ def refuse_cache_for_tiers(cache_config: Any) -> None:
 def _refuse(found: list[str]) -> None:
     if found:
         raise UnsupportedEngineError(
-            "KVELASTIC_TIERS does not cover what this vLLM was started with:\n"
+            "KVELASTIC_TIERS does not support these settings of vLLM:\n"
             + "\n".join(f"  - {line}" for line in found)
             + "\nUnset KVELASTIC_TIERS to run this without tiers."
         )

@@ -1,11 +1,11 @@
-"""Our spec of vLLM's OffloadingConnector: blocks are found in the tiers, and stored by none of it.
+"""Our spec of vLLM's OffloadingConnector: it finds blocks in the tiers and stores none.
 
-What is cached is demoted below vLLM, where limits act (`kvelastic.tiers`), so this spec never
-stores. What vLLM keeps of its connector are lookups, the request's waiting for its load, groups,
-windows and metrics. The bytes are moved by the tiers' threads in the engine core and by the native
-threads of the workers (`in_tiers`), so the part in the workers has nothing to do.
+Cached blocks are demoted below vLLM, where limits act (`kvelastic.tiers`), so this spec never
+stores. It uses the connector for lookups, waiting requests, groups, windows and metrics. The
+tiers' threads in the engine core and native threads in the workers move the bytes (`in_tiers`), so
+the spec's worker part is empty.
 
-Imports vLLM: named by the connector's configuration (`tier_connector`), imported by vLLM.
+Imports vLLM. vLLM imports it by the name in the connector's configuration (`tier_connector`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GROUP_BYTES = 4
 
 
 class RecordsInTiers(LoadStoreSpec):  # type: ignore[misc]  # vLLM has no type information here
-    """What one load reads, held. None: nothing, which is what every store is given."""
+    """The records of one load, held. None: no records, as for every store."""
 
     def __init__(self, match: Found | None = None, count: int = 0) -> None:
         self.match = match
@@ -40,13 +40,13 @@ class RecordsInTiers(LoadStoreSpec):  # type: ignore[misc]  # vLLM has no type i
 
 
 class TierLookups(OffloadingManager):  # type: ignore[misc]
-    """vLLM's questions about blocks, answered from the tiers."""
+    """Looks up vLLM's blocks in the tiers."""
 
     def __init__(self, lookups: Lookups) -> None:
         self.lookups = lookups
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """A hit is held until the step ends, or its load does."""
+        """Look up a block. A hit is held until the step or its load ends."""
 
         def chain() -> Chain:
             return _chain(key, req_context._offload_key_positions)
@@ -55,33 +55,33 @@ class TierLookups(OffloadingManager):  # type: ignore[misc]
         return LookupResult.HIT if found else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RecordsInTiers:
-        """What the request has found is its load's from here on."""
+        """Transfer the records that the request has found to its load."""
         wanted = list(keys)
         return RecordsInTiers(self.lookups.take(req_context.req_id, wanted), len(wanted))
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Nothing is to be stored. None would mean "not now", and be asked again every step."""
+        """Store no block. None would mean "not now", and vLLM would ask again in every step."""
         return PrepareStoreOutput([], RecordsInTiers(), [])
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Nothing is kept for a request that has asked nothing."""
+        """Return an empty context: a request without lookups has no state."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what it had asked for."""
+        """Drop the request's lookups."""
         self.lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """What was found and is not loaded is let go."""
+        """Release records that were found but not loaded."""
         self.lookups.end_step()
 
     def reset_cache(self) -> None:
-        """What a reset means for the tiers, the scheduler's own reset says (`in_tiers`)."""
+        """Release this step's records; the scheduler's reset handles the tiers (`in_tiers`)."""
         self.lookups.end_step()
 
 
 def _chain(key: bytes, positions: Mapping[bytes, int]) -> Chain:
-    """The blocks of `key`'s group from it on, and the one before; positions are where each ends."""
+    """Return `key`'s successors in its group and the block before; `positions` are block ends."""
     first = positions.get(key)
     if first is None:
         return Chain(None, [key])
@@ -99,41 +99,43 @@ def _chain(key: bytes, positions: Mapping[bytes, int]) -> Chain:
 
 
 class NoCopies(OffloadingWorker):  # type: ignore[misc]
-    """The part in a worker: native threads copy there, and vLLM is told by the scheduler."""
+    """The worker's part: empty, because native threads copy and the scheduler reports to vLLM."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Never asked: nothing is stored."""
+        """Raise: this spec stores nothing."""
         raise EngineError(_NOT_HERE)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Never asked: jobs are taken out of the step before the workers see it."""
+        """Raise: load jobs are removed from the step before the workers see it."""
         raise EngineError(_NOT_HERE)
 
     def get_finished(self) -> list[Any]:
-        """Nothing ends here."""
+        """Return no jobs."""
         return []
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is on its way here."""
+        """Return at once: no job runs here."""
 
 
-_NOT_HERE = "a worker was asked to move KV that the scheduler moves; please report this"
+_NOT_HERE = (
+    "a worker received a KV load or store job of the scheduler; please report this"
+)
 
 
 class TierSpec(OffloadingSpec):  # type: ignore[misc]
-    """Named by `kv_connector_extra_config` as spec_name."""
+    """The spec that `kv_connector_extra_config` names as spec_name."""
 
     def __init__(self, config: Any) -> None:
-        """In the engine core and in every worker."""
+        """Called in the engine core and in every worker."""
         super().__init__(config)
         self._manager: TierLookups | None = None
 
     def get_manager(self) -> TierLookups:
-        """In the engine core. Raises `EngineError` where it has no tiers."""
+        """Return the lookups; called in the engine core. Raises `EngineError` without tiers."""
         if self._manager is None:
             self._manager = TierLookups(in_tiers.lookups_of_this_engine())
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> NoCopies:
-        """In a worker."""
+        """Return the empty worker part."""
         return NoCopies()

@@ -1,14 +1,14 @@
-"""The engine core's process ends when the process that started it has ended.
+"""Ends the engine core's process when the process that started it has ended.
 
-vLLM's front end ends its engine core in the ordinary way. If the front end is killed, stock vLLM
-leaves the engine core behind: it serves nobody, keeps its memory, and its name is taken for the
-next start. Here a thread of the engine core's process waits for the end of its parent:
+vLLM's front end normally ends its engine core. If the front end is killed, stock vLLM leaves the
+engine core running: it serves no one, keeps its memory, and blocks its name for the next start.
+Here a thread of the engine core's process waits for the end of its parent:
 
-    parent has ended -> SIGTERM to this process, which ends as if vLLM had told it to
+    parent has ended -> SIGTERM to this process, which shuts down as usual
                      -> SIGKILL to its workers and to itself, if it has not ended in `grace_s`
 
-The thread waits on a pidfd: of the process, not of the thread that forked (`PR_SET_PDEATHSIG`
-follows that thread), and not of a pipe that other children may have inherited.
+The thread waits on a pidfd. `PR_SET_PDEATHSIG` would follow the parent's thread, not its process,
+and other children could inherit a pipe.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from kvelastic import config
 _log = logging.getLogger("kvelastic.vllm")
 
 CLOSE_S: Final = 15.0
-"""How long an engine core may take to end, with tiers beside `KVELASTIC_TIER_EXIT_SECONDS`.
+"""How long an engine core may take to end; with tiers plus `KVELASTIC_TIER_EXIT_SECONDS`.
 
-It waits several times four seconds for workers that do not answer, and then kills them. Killed
-before that, it would leave them behind.
+It waits for hanging workers several times, four seconds each, and then kills them. If it were
+killed before that, it would leave them behind.
 """
 _STARTING_S: Final = 3.0
-"""The same while it starts. vLLM's only takes note of SIGTERM then, and goes on to load."""
+"""This bound during start, when vLLM only notes SIGTERM and continues to load."""
 
 _ENDS_MS: Final = 1000
-"""A process that ends has lost its children a moment before its pidfd says so."""
+"""A dying process loses its children a moment before its pidfd becomes readable."""
 
 _vllms_own: Callable[..., None] | None = None
-"""`EngineCoreProc.run_engine_core` of vLLM, where `start_engine_cores` has put ours in its place.
-A forked child inherits this; in a spawned one vLLM's is in its place."""
+"""vLLM's `EngineCoreProc.run_engine_core`, while `start_engine_cores` has replaced it with ours.
+A forked child inherits this value; a spawned one uses vLLM's class attribute."""
 
 
 _has_started = False
 
 
 def note_start() -> None:
-    """The engine core of this process has loaded its model: from now on it ends at SIGTERM."""
+    """The engine core of this process has loaded its model and now reacts to SIGTERM."""
     global _has_started
     _has_started = True
 
 
 def grace_s(settings: config.Config) -> float:
-    """How long an engine core that has started may take to end, in seconds, until it is killed."""
+    """Return the seconds that a started engine core may take to end before it is killed."""
     return CLOSE_S + (settings.tier_exit_s if settings.tiers else 0.0)
 
 
@@ -62,9 +62,9 @@ def _grace_now_s() -> float:
 
 
 def start_engine_cores(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Let `original` start engine cores that run `run_engine_core` of this module.
+    """Make `original` start engine cores that run this module's `run_engine_core`.
 
-    A spawned child looks its function up by module and name, so it has to be one of a module.
+    A spawned child finds its function by module and name, so it must be a module's function.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -78,7 +78,7 @@ def start_engine_cores(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's engine core, the whole of its process, which ends with the one that started it."""
+    """Run vLLM's engine core, the main function of its process, tied to its parent's life."""
     end_with_starter(_grace_now_s)
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -86,11 +86,11 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def end_with_starter(grace_s: Callable[[], float]) -> None:
-    """End this process, a child of multiprocessing's, when its parent has ended. Never blocks.
+    """End this process, a multiprocessing child, when its parent has ended. Never blocks.
 
-    It gets SIGTERM then, and SIGKILL after the seconds that `grace_s` returns at that moment, after
-    its own children of multiprocessing. A parent that has ended already counts, one that is stopped
-    does not.
+    The process gets SIGTERM first. `grace_s()` seconds later its own multiprocessing children and
+    then the process itself get SIGKILL. Also works if the parent has already ended. A stopped
+    parent does not count as ended.
     """
     threading.Thread(
         target=_end_with_starter, args=(grace_s,), name="kvelastic-starter", daemon=True
@@ -101,15 +101,15 @@ def _end_with_starter(grace_s: Callable[[], float]) -> None:
     starter = multiprocessing.parent_process()
     assert starter is not None
     _wait_for_end_of(starter)
-    # Before anything that writes to a log: nobody may be reading it any more.
+    # Before anything that logs: the log's reader may be gone.
     most_s = grace_s()
     killer = threading.Timer(most_s, _kill)
     killer.daemon = True
     killer.start()
     os.kill(os.getpid(), signal.SIGTERM)
     _log.warning(
-        "Process %d, which started this engine core, has ended without ending it. The engine core"
-        " ends now, in at most %g s.",
+        "Process %d, which started this engine core, has ended without stopping it. The engine core"
+        " now ends within %g s.",
         starter.pid,
         most_s,
     )
@@ -120,14 +120,14 @@ def _wait_for_end_of(starter: Any) -> None:
         fd = os.pidfd_open(starter.pid)
     except ProcessLookupError:
         return
-    except OSError:  # a kernel or a sandbox without it, or no descriptor is left
+    except OSError:  # unsupported by the kernel or a sandbox, or no file descriptor is left
         starter.join()
         return
     try:
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
         if os.getppid() != starter.pid and not waiting.poll(_ENDS_MS):
-            # Another process has its number by now, or a fork server is in between.
+            # Its pid was reused, or a fork server is in between.
             starter.join()
             return
         waiting.poll()

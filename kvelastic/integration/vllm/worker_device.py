@@ -1,10 +1,10 @@
-"""Where a worker's pages lie: the device that it computes on, its driver, and its streams.
+"""A worker's device: where its pages lie, its driver, and its streams.
 
     device = of_worker(worker)              # host memory, or the worker's own GPU
     arena = reserve_range(device.driver, geometry, guard_pages=False)
 
-Only a worker's process opens a GPU: the scheduler has none, learns these facts from its workers
-(`DeviceFacts`) and never calls into CUDA. Imports torch only inside its functions.
+Only worker processes open a GPU. The scheduler receives these facts from its workers
+(`DeviceFacts`) and never calls CUDA. Imports torch only inside functions.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from kvelastic import _vmm, config, page_size
 from kvelastic.device import HOST
 
 _KEPT = "kvelastic_worker_device"
-"""Attribute of a worker that has its `WorkerDevice`, once it was asked for."""
+"""Worker attribute that caches its `WorkerDevice`."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the scheduler has to know of a worker's device: plain values."""
+    """What the scheduler must know about a worker's device; plain values."""
 
     name: str
     """`host`, or the GPU's UUID."""
     total_bytes: int = 0
-    """Of the GPU; 0 on the host."""
+    """The GPU's memory; 0 on the host."""
     model: str = ""
-    """What the GPU is called, `NVIDIA H100 80GB HBM3` say."""
+    """The GPU's product name, e.g. `NVIDIA H100 80GB HBM3`."""
     page_price_us: float = 0.0
-    """What its driver charges for a handle, from creation to end (`page_size`); 0: not asked."""
+    """The driver's cost to create and destroy a handle (`page_size`); 0: not measured."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether pages lie on a GPU."""
+        """True if pages lie on a GPU."""
         return self.name != HOST
 
 
@@ -47,10 +47,10 @@ class WorkerDevice:
 
 
 def of_worker(worker: Any) -> WorkerDevice:
-    """The device of a worker, opened at the first call; `worker.device` must be there.
+    """Return the device of a worker; the first call opens it. `worker.device` must be set.
 
-    To be called on the thread that computes. Raises `DeviceUnavailableError` for a GPU without
-    virtual memory.
+    Call it on the thread that computes. Raises `DeviceUnavailableError` for a GPU without virtual
+    memory management.
     """
     known: WorkerDevice | None = getattr(worker, _KEPT, None)
     if known is not None:
@@ -67,7 +67,7 @@ def of_worker(worker: Any) -> WorkerDevice:
 
 
 def open_driver(worker: Any) -> _vmm.Driver:
-    """The seam to the memory that a worker computes on; torch counts GPUs as CUDA does."""
+    """Open the driver of the worker's device; torch numbers GPUs as CUDA does."""
     device = worker.device
     if device.type == "cpu":
         return _vmm.HostDriver()
@@ -75,10 +75,10 @@ def open_driver(worker: Any) -> _vmm.Driver:
 
 
 def compute_streams(worker: Any) -> list[int]:
-    """The CUDA streams on which the worker's kernels read and write blocks; asked on its thread.
+    """Return the CUDA streams on which the worker's kernels access blocks. Call on its thread.
 
-    vLLM computes on a stream of its own, which waits for no other; what it starts on further
-    streams it joins with this one before a step ends.
+    vLLM computes on one private stream. Before a step ends, vLLM joins all other streams with
+    it.
     """
     from vllm.utils.torch_utils import current_stream
 
@@ -86,7 +86,7 @@ def compute_streams(worker: Any) -> list[int]:
 
 
 def model_name(worker: Any) -> str:
-    """What the worker's GPU is called."""
+    """Return the product name of the worker's GPU."""
     import torch
 
     return str(torch.cuda.get_device_name(worker.device))

@@ -1,11 +1,11 @@
-"""A worker of vLLM on kvelastic: an arena in the place of the one KV cache allocation.
+"""A worker of vLLM on kvelastic: an arena replaces its KV cache allocation.
 
-vLLM allocates the whole KV cache by one call, `torch.zeros(size, dtype=int8)`, and makes views of
-it. While `as_kv_allocation` is active that call is answered with the arena's range: as many
-addresses, with memory only behind the pages that the scheduler has asked this worker to map. A
-native thread does what is asked; no Python runs for it.
+vLLM allocates the whole KV cache with one call, `torch.zeros(size, dtype=int8)`, and creates views
+of it. While `as_kv_allocation` is active, that call returns the arena's range: as many addresses,
+of which only the pages that the scheduler has requested are mapped. A native thread executes these
+requests; no Python runs for them.
 
-Imports torch: only in a worker process.
+Imports torch, so only worker processes import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("kvelastic.vllm")
 
 
 class WorkerMemory:
-    """The arena of one worker and the thread that serves it. Made by `attach`."""
+    """The arena of one worker and the native thread that serves it. Made by `attach`."""
 
     def __init__(
         self,
@@ -42,27 +42,27 @@ class WorkerMemory:
         self._segment = seg
         self._arena = arena
         self._ring_worker = ring_worker
-        self._lives = lives  # held until this process ends: the memory is there as long
+        self._lives = lives  # held until this process ends, as long as its memory exists
         self._tensor: torch.Tensor | None = tensors.whole_range(arena)
-        # A process that ends without telling the worker still stops its thread first.
+        # A process that ends without closing the worker still stops this thread first.
         self._at_exit = Finalize(self, ring_worker.stop, exitpriority=10)
 
     @property
     def instance_name(self) -> str:
-        """As the ledger has it."""
+        """The instance's name in the ledger."""
         return self._segment.name
 
     @property
     def held_bytes(self) -> int:
-        """What of the device's memory is KV cache of this worker."""
+        """Bytes of device memory that hold this worker's KV cache."""
         return self._arena.held_bytes
 
     @contextmanager
     def as_kv_allocation(self) -> Iterator[None]:
-        """Answer the one allocation of the KV cache made in the body, on this thread.
+        """Replace the KV cache allocation made in the body, on this thread, with the arena.
 
-        Raises `EngineError` afterwards if there was none, or more than one: then vLLM's cache is
-        not, or not only, in the arena.
+        Raises `EngineError` afterwards unless there was exactly one: otherwise vLLM's cache would
+        not, or not only, lie in the arena.
         """
         assert self._tensor is not None
         mode = _AnswerZeros(self._tensor)
@@ -76,9 +76,9 @@ class WorkerMemory:
             )
 
     def check_views(self, views: Sequence[torch.Tensor], num_blocks: int) -> None:
-        """Raise `EngineError` unless every layer's view lies in the arena, with all ids in it.
+        """Raise `EngineError` unless every layer's view lies in the arena and has all ids.
 
-        A view may count kernel blocks, several to an id, where the kernel wants smaller ones.
+        A view may count kernel blocks, several per id, if the kernel needs smaller ones.
         """
         first = self._arena.address
         last = first + self._arena.range_bytes
@@ -92,7 +92,7 @@ class WorkerMemory:
                 )
 
     def close(self) -> None:
-        """Stop serving. The memory itself goes with the process, or with the last view of it."""
+        """Stop serving. The memory is released with the process, or with the last view of it."""
         self._at_exit.cancel()
         self._ring_worker.stop()
         self._tensor = None
@@ -100,27 +100,27 @@ class WorkerMemory:
 
 
 def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
-    """Reserve the range on the worker's device and begin to carry out the scheduler's commands.
+    """Reserve the range on the worker's device and start to serve the scheduler's commands.
 
-    Raises `EngineError` if the scheduler takes this worker for one on another device,
-    `SegmentError` if the scheduler's segment is gone, `LedgerError` if its place in the device's
-    ledger is, `DriverError` if the addresses cannot be reserved, and `ChannelError` or
-    `SegmentBusyError` if another worker is this rank already.
+    Raises `EngineError` if the scheduler expects this worker on another device, `SegmentError` if
+    the scheduler's segment is gone, `LedgerError` if its ledger membership is gone, `DriverError`
+    if the addresses cannot be reserved, and `ChannelError` or `SegmentBusyError` if another worker
+    already has this rank.
     """
     if handoff.device != device.facts.name:
         raise EngineError(
-            f"worker {handoff.rank} computes on {device.facts.name}, and the scheduler counts its "
-            f"memory on {handoff.device}. Please report this with the model's name."
+            f"worker {handoff.rank} computes on {device.facts.name}, but the scheduler accounts "
+            f"its memory to {handoff.device}. Please report this with the model's name."
         )
     _vmm.set_log_level(_log.getEffectiveLevel())
     seg = segment.open_writable(handoff.segment_name)
     try:
         if seg.record.read_header()["uuid"] != handoff.segment_uuid:
             raise SegmentNotFoundError(
-                f"the segment {handoff.segment_name!r} is another instance's by now: the scheduler "
-                "that this worker belongs to has ended"
+                f"the segment {handoff.segment_name!r} now belongs to another instance: this "
+                "worker's scheduler has ended"
             )
-        # Before any page is mapped here: what dies with a page must be known to have lived.
+        # Before any page is mapped here: others must see this process as the pages' holder.
         lives = [
             seg.hold_as_worker(handoff.rank),
             *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank, handoff.device),
@@ -134,7 +134,7 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
         seg.close()
         raise
     _log.info(
-        "%d pages of %.1f MiB reserved for the KV cache, none of them mapped yet.",
+        "Reserved addresses for %d pages of %.1f MiB for the KV cache; none is mapped yet.",
         handoff.pages,
         handoff.extents_per_page * handoff.extent_bytes / 2**20,
     )
@@ -143,11 +143,11 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
 
 @contextmanager
 def _every_processor() -> Iterator[None]:
-    """Let threads started in the body run on any processor this process may have.
+    """Let threads started in the body run on any processor this process may use.
 
     vLLM's CPU worker binds itself to the cores that it computes on. A thread that inherits this
-    stands in line behind its own model, and every alloc and limit that waits for it does too.
-    Which memory node pages come from is not changed: that goes by the memory policy.
+    binding competes with its own model for these cores, and delays every alloc and limit that waits
+    for it. The memory node of pages does not change; it depends on the memory policy.
     """
     bound = os.sched_getaffinity(0)
     with suppress(OSError):
@@ -160,7 +160,7 @@ def _every_processor() -> Iterator[None]:
 
 
 class _AnswerZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
-    """Answers `torch.zeros(bytes of the arena, dtype=int8)`; lets everything else pass."""
+    """Replaces `torch.zeros(bytes of the arena, dtype=int8)`; all other calls pass through."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _AnswerZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Called by torch for every function while this mode is active."""
+        """torch calls this for every function while the mode is active."""
         kwargs = kwargs or {}
         if (
             func is torch.zeros
