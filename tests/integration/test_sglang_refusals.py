@@ -32,7 +32,7 @@ def test_every_argument_that_is_not_covered_is_named() -> None:
         refuse_arguments(covered(**{each.field: "something else" for each in COVERED}))
     for each in COVERED:
         assert f"  - {each.field}='something else': {each.why}" in str(refused.value)
-    with pytest.raises(UnsupportedEngineError, match="Give --page-size 16 or 32"):
+    with pytest.raises(UnsupportedEngineError, match="Set --page-size 16 or 32"):
         refuse_arguments(covered(page_size=1))
 
 
@@ -97,8 +97,8 @@ def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 1, done.stderr
-    assert "kvelastic does not cover what this SGLang was started with" in done.stderr
-    assert "tp_size=2: each rank schedules for itself" in done.stderr
+    assert "kvelastic does not support these settings of SGLang" in done.stderr
+    assert "tp_size=2: each rank schedules separately" in done.stderr
     assert "enable_two_batch_overlap=True" in done.stderr
     assert "load weight" not in done.stderr.lower()
 

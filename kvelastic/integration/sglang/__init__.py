@@ -1,24 +1,24 @@
-"""SGLang on an elastic KV cache, by `ENABLE_KVELASTIC=true` alone, in this order:
+"""SGLang on an elastic KV cache, enabled by `ENABLE_KVELASTIC=true` alone.
 
-1. each process of SGLang loads its plugins: `plugin.register` checks the version, and `patches`
-   arms what is hooked. An error there is logged and forgotten by SGLang, which would go on without
-   kvelastic; so whatever is refused ends the process (`refusals.ends_process`);
-2. the arguments are resolved (`in_arguments`): a page size where none was given, and what is not
-   covered is refused before anything is loaded;
-3. the scheduler's process makes its KV cache: `kv_pool` makes segment and pool, and SGLang's
-   tensors over addresses that have no memory yet; `allocator` takes the ids of these tensors' pages
-   from the pool;
-4. every round (`in_scheduler`): the radix cache gives up what is over the limit, SGLang schedules
-   in a session of the pool, and where a request finds no memory it waits instead of failing.
+The sequence:
 
-What SGLang calls a *page* (of tokens) is a block here; a page is what is mapped and unmapped.
+1. Each SGLang process loads its plugins. `plugin.register` checks the version, and `patches` arms
+   the hooks. SGLang logs a plugin's error and continues without the plugin. So refusals end the
+   process (`refusals.ends_process`).
+2. SGLang resolves its arguments (`in_arguments`). kvelastic sets a page size if none was given, and
+   refuses unsupported settings before anything is loaded.
+3. The scheduler's process creates its KV cache. `kv_pool` creates the segment, the pool, and
+   SGLang's tensors over addresses without memory. `allocator` takes page ids from the pool.
+4. In every round (`in_scheduler`) the radix cache evicts blocks over the limit, and SGLang
+   schedules in a session of the pool. A request without memory waits instead of failing.
 
-kvcached's functions for SGLang are in `interfaces`, and its name for the pool is this one::
+SGLang's *page* (of tokens) is called a block here; a page is the unit of mapping.
+
+kvcached's functions for SGLang are in `interfaces`. Its pool has this name::
 
     from kvelastic.integration.sglang import ElasticMHATokenToKVPool
 
-Importing this package imports nothing of the above, and neither torch nor SGLang: asking for that
-class does.
+Importing this package imports neither these modules nor torch and SGLang; using that class does.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""SGLang's allocator of pages of tokens, over kvelastic's native pool of blocks.
+"""SGLang's allocator of pages of tokens on top of kvelastic's native pool of blocks.
 
-An SGLang page is a block of the pool, with the same id. SGLang computes the slots of new tokens
-from a list of free pages, by kernels of its own; this allocator takes just as many blocks from the
-pool as a call needs, puts them there, and lets those kernels do the rest. Id 0, where SGLang writes
-what padding computes, is the pool's null block.
+An SGLang page is a block of the pool, with the same id. SGLang's kernels compute the slots of new
+tokens from a list of free pages. This allocator takes exactly as many blocks from the pool as a
+call needs, puts them into that list, and runs SGLang's kernels. Id 0, where SGLang writes padding,
+is the pool's null block.
 
-What the radix cache holds and no request has locked is cached in the pool (`tree_blocks`). SGLang
-counts it as its own to evict, so it is not counted as available here, and who needs room evicts
+Blocks in the radix cache that no request has locked are cached in the pool (`tree_blocks`). SGLang
+counts them as evictable, so they do not count as available here. Code that needs room evicts
 through the tree.
 
-    session:  | admit: `ElasticPrefillBudget` has memory mapped | evict | alloc ...   |
-              | or decode: `check_decode_capacity`, the same    | from the tree       |
-    so what was admitted can be taken: an alloc that finds none would end SGLang's scheduler.
+    session:  | admit: `ElasticPrefillBudget` maps memory        | evict    | alloc ...   |
+              | or decode: `check_decode_capacity` maps memory   | the tree |
+    so an admitted request can always allocate: a failed alloc would end SGLang's scheduler.
 
-Imports SGLang: only what runs in its scheduler's process may import this module.
+Imports SGLang, so only its scheduler's process may import this module.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
-    """Takes the place of the paged allocator; the same calls, the same meanings."""
+    """Replaces SGLang's paged allocator; its methods have the same meaning."""
 
     wakes_later = False
-    """Whether SGLang has resumed, and the pool could not wake yet."""
+    """True if SGLang has resumed, but the pool could not wake yet."""
     radix_cache: ElasticRadixCache | None = None
-    """The tree whose blocks come from here, once there is one."""
+    """The radix cache that uses these blocks, once it exists."""
 
     prefill_budget: ElasticPrefillBudget | None = None
-    """The present round's; None: it has not looked for a prefill."""
+    """This round's budget; None before SGLang looks for a prefill."""
 
     over_limit: OverLimit
-    """How long requests have kept the pool over its limit."""
+    """Measures how long requests have kept the pool over its limit."""
     making_way: tuple[Any, ...] = ()
-    """Requests that are to be retracted in this round, for the limit."""
+    """Requests to retract in this round because of the limit."""
 
     late_releases: LateReleases
-    """What the scheduler has still to release."""
+    """Releases of memory that wait for running requests."""
 
     @property
     def blocks(self) -> SchedulerBlocks:
@@ -61,46 +61,46 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     # --- how much there is ---------------------------------------------------------------------
 
     def available_size(self) -> int:
-        """Tokens that could be had now without evicting from the tree, under the present limit."""
+        """Return the tokens available under the current limit without evicting from the tree."""
         return max(0, self.blocks.reachable - self._cached()) * int(self.page_size)
 
     def used_size(self) -> int:
-        """Tokens of blocks that requests or the radix cache hold."""
+        """Return the tokens of blocks that requests or the radix cache hold."""
         return (self.blocks.used + self._cached()) * int(self.page_size)
 
     def reachable_size(self, tree_cache: Any) -> int:
-        """Tokens that could be had now, also by evicting."""
+        """Return the tokens available under the current limit, with eviction."""
         return self.blocks.reachable * int(self.page_size) + self._let_go(tree_cache)
 
     def have(self, tokens: int, tree_cache: Any) -> bool:
-        """Have memory mapped for `tokens`, beyond what evicting gives; False: there is not enough.
+        """Map memory for `tokens`, beyond what eviction frees. Returns False if it is too little.
 
-        Waits for the driver, and for what others give as long as `KVELASTIC_RECLAIM_WAIT` says. In
-        a session what it has found stays.
+        Blocks on the driver, and up to `KVELASTIC_RECLAIM_WAIT` for memory from other instances. In
+        a session the result stays valid.
         """
         wanted = -(-(tokens - self._let_go(tree_cache)) // self.page_size)
         return bool(self.blocks.prepare(wanted) >= wanted)
 
     def _cached(self) -> int:
-        """Blocks of the radix cache that are cached in the pool."""
+        """Return the blocks of the radix cache that are cached in the pool."""
         return 0 if self.radix_cache is None else self.radix_cache.tree_blocks.cached
 
     def _let_go(self, tree_cache: Any) -> int:
-        """Tokens of the tree that no request has locked, and that are in use to the pool.
+        """Return the tokens in unlocked tree nodes that the pool still counts as used.
 
-        Over the limit, what is evicted is the limit's.
+        Returns 0 over the limit: then evicted blocks are not reused.
         """
         if self.blocks.pool.is_over_limit:
             return 0
         return int(tree_cache.evictable_size()) - self._cached() * int(self.page_size)
 
     def get_all_free_pages(self) -> None:
-        """SGLang's census of free pages; None: there is no list of them."""
+        """Return None: there is no list of free pages for SGLang to check."""
 
     # --- taking --------------------------------------------------------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots of whole pages; None: there are not enough."""
+        """Return slots of whole pages, or None if there are too few."""
         return super().alloc(need_size) if self._take(need_size // self.page_size) else None
 
     def alloc_extend(
@@ -113,7 +113,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for the new tokens of each request of a prefill; None: there are not enough."""
+        """Return slots for each request's new tokens in a prefill, or None if there are too few."""
         pages = num_new_pages
         if pages is None:
             pages = get_num_new_pages(
@@ -134,7 +134,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """A slot for each request's next token; None: there are not enough."""
+        """Return a slot for each request's next token, or None if there are too few."""
         pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
         if not self._take(pages):
             return None
@@ -154,10 +154,10 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
             self.blocks.give_back(ids.tolist())
 
     def merge_and_sort_free(self) -> None:
-        """Nothing: what is free is the pool's, and it knows the order."""
+        """Do nothing: the pool keeps its free blocks in order."""
 
     def clear(self) -> None:
-        """Take every page back, and hold one of the pool's pages at most."""
+        """Release all blocks; the pool keeps at most one page mapped."""
         if self.radix_cache is not None:
             self.radix_cache.tree_blocks.clear()
         self.blocks.clear()
@@ -173,14 +173,14 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     def create_prefill_budget(
         self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
     ) -> ElasticPrefillBudget:
-        """What one prefill may take."""
+        """Return the budget of one prefill."""
         self.prefill_budget = ElasticPrefillBudget(
             self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )
         return self.prefill_budget
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Evict from the radix cache until `num_tokens` can be had, or nothing is left to evict."""
+        """Evict from the radix cache until `num_tokens` are available or the tree is empty."""
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return
         while (short := num_tokens - self.available_size()) > 0 and tree_cache.evictable_size():
@@ -195,9 +195,9 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         requests: Any = None,
         spec_algorithm: Any = None,
     ) -> bool:
-        """Have memory for the next step's tokens, evicting where needed; False: retract.
+        """Map memory for the next step's tokens, evicting if needed. False: SGLang must retract.
 
-        Also where one of `requests` makes way for the limit.
+        Also returns False if one of `requests` was chosen to be retracted for the limit.
         """
         if any(one is request for one in self.making_way for request in requests or ()):
             return False
@@ -207,28 +207,28 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
 
 def evict(tree_cache: Any, tokens: int, page_size: int) -> int:
-    """Evict at least a page of SGLang's; returns the tokens that were evicted."""
+    """Evict at least one SGLang page; return the number of evicted tokens."""
     result = tree_cache.evict(EvictParams(num_tokens=max(tokens, page_size)))
     return int(result.num_tokens_evicted)
 
 
 class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is untyped here
-    """What a prefill may admit: only what is sure to be had when it is allocated."""
+    """Limits a prefill to memory that is certain to be available when it allocates."""
 
     allocator: ElasticPagedAllocator
 
     chunk_waits = False
-    """Whether a prompt that has begun waits for memory; then nobody else is admitted in this round.
+    """True if a partly computed prompt waits for memory. Then no other request is admitted.
 
-    SGLang takes its next chunk for a part of whatever batch it makes then, and drops as many first
-    tokens of the answer as there were batches too many.
+    SGLang would take the prompt's next chunk for a part of any batch of this round, and drop one
+    first token of the response per such batch.
     """
 
     def _available_and_evictable(self) -> int:
         return self.allocator.reachable_size(self.tree_cache)
 
     def check_prefill(self, *, extend_input_len: int, **more: Any) -> tuple[bool, int | None]:
-        """Whether the request fits, and how much of it at once."""
+        """Return whether the request fits, and how many of its tokens may run at once."""
         fits, chunk = super().check_prefill(extend_input_len=extend_input_len, **more)
         now = extend_input_len if chunk is None else min(extend_input_len, chunk)
         if fits and self._have(self.ceil_paged_tokens(now) + self.page_size):
@@ -236,21 +236,21 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:
-        """Whether the request's prompt fits now."""
+        """Return True if the request's prompt fits now."""
         return bool(super().can_allocate_prefill(paged_input=paged_input, **more)) and self._have(
             paged_input
         )
 
     def available_chunk_tokens(self, chunk_limit: int) -> int:
-        """As much as SGLang likes: `fit_chunk` decides, which knows how much is left."""
+        """Return SGLang's limit; `fit_chunk` checks the available memory."""
         return chunk_limit
 
     def fit_chunk(
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
-        """How much of the rest of a prompt that has begun can go on; None: it waits.
+        """Return how many tokens of a partly computed prompt can run, or None: it waits.
 
-        Stock goes on in any case, for its pool does not shrink.
+        Stock SGLang always continues, because its pool does not shrink.
         """
         room = min(chunk_limit, int(self.remaining_total))
         whole_pages = room // self.page_size * self.page_size

@@ -1,4 +1,4 @@
-"""Wrapper for the resolution of SGLang's arguments: the first place where all of them are known."""
+"""Wraps the resolution of SGLang's arguments, the first point at which their values are known."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from kvelastic.integration.sglang.refusals import ends_process, refuse_arguments
 _log = logging.getLogger("kvelastic.sglang")
 
 PAGE_SIZE: Final = 32
-"""Tokens of an SGLang page where none is given. Stock takes 1, and has no seam for another pool of
-ids there."""
+"""Default tokens of an SGLang page. Stock SGLang uses 1, whose allocator cannot be replaced."""
 
 
 _is_start_checked = False
 
 
 def resolve_once(original: Callable[..., None], arguments: Any) -> None:
-    """A page size where none is given, and refuse what is not covered.
+    """Set a page size if none was given, and refuse unsupported arguments.
 
-    Each process of SGLang resolves the arguments, or has got them resolved; each of them refuses.
+    Every process of SGLang resolves the arguments or receives resolved ones, and refuses.
     """
     if arguments.page_size is None and not getattr(arguments, "_resolution_finished", False):
         arguments.page_size = PAGE_SIZE
@@ -45,9 +44,9 @@ def _refuse(arguments: Any) -> None:
 
 @ends_process
 def _check_start() -> None:
-    """Raise in the server's first process what its scheduler would raise when it has loaded.
+    """Raise in the server's first process what its scheduler would raise after loading.
 
-    Once: later the name is its own.
+    Runs once: later the server itself has the name.
     """
     global _is_start_checked
     if _is_start_checked or multiprocessing.parent_process() is not None:
@@ -56,6 +55,6 @@ def _check_start() -> None:
     from kvelastic import config, engine_pool, start_checks
 
     settings = config.load()
-    engine_pool.device_for(settings, "SGLang", gpu=None)  # no other one is covered
+    engine_pool.device_for(settings, "SGLang", gpu=None)  # only the CPU is supported
     start_checks.check_names([settings.ipc_name], ending_s=0.0)
     start_checks.check_guarantee(settings)

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.sglang")
 
 KV_CACHE_TAG: Final = "kv_cache"
-"""How SGLang calls the KV cache where a part of its memory is named."""
+"""SGLang's tag of the KV cache's memory."""
 NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
-"""How SGLang's message begins for the last request that it aborts."""
+"""Start of SGLang's message for the last request, which it aborts."""
 
 
 # --- the scheduler begins ----------------------------------------------------------------------
 
 
 def kv_pool_class(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
-    """The elastic pool for the kind of attention that is covered."""
+    """Return the elastic pool for the supported kind of attention."""
     if kind != "mha":
         return original(platform, kind=kind)
     from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
@@ -46,20 +46,20 @@ def kv_pool_class(original: Callable[..., Any], platform: Any, *, kind: str) -> 
 
 
 def paged_allocator_class(original: Callable[..., Any], platform: Any) -> Any:
-    """The allocator whose pages come from that pool."""
+    """Return the allocator that takes its pages from the elastic pool."""
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
 
     return ElasticPagedAllocator
 
 
 def radix_cache(original: Callable[..., Any], context: Any, **more: Any) -> Any:
-    """A tree whose blocks the pool may take while no request needs them."""
+    """Create a tree from which the pool may evict blocks that no request uses."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
 
     if type(context.params.token_to_kv_pool_allocator) is not ElasticPagedAllocator:
-        return original(context, **more)  # refused in a moment, with the reason
+        return original(context, **more)  # refused soon after, with the reason
     from kvelastic.integration.sglang.radix_cache import ElasticFullComponent, ElasticRadixCache
 
     context.params.component_registry_override = {
@@ -70,7 +70,7 @@ def radix_cache(original: Callable[..., Any], context: Any, **more: Any) -> Any:
 
 
 def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **more: Any) -> None:
-    """Refuse a KV cache that is not ours; answer operators from here on."""
+    """Refuse other KV caches; start handling operators' requests."""
     weights = _weight_files(*args, **more)
     original(scheduler, *args, **more)
     _begin(scheduler, weights)
@@ -78,7 +78,7 @@ def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **
 
 @ends_process
 def _weight_files(server_args: Any, *args: Any, **more: Any) -> WeightFiles | None:
-    """With tiers, the weights' files before they are loaded: a later change makes them unknown."""
+    """With tiers, return the weight files before they load: later changes make them unknown."""
     from kvelastic import config
 
     if not config.load().tiers:
@@ -99,7 +99,7 @@ def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
     _radix_cache(scheduler).checks_integrity = settings.sanity_check
     _allocator(scheduler).late_releases = LateReleases()
     _allocator(scheduler).over_limit = OverLimit(elastic.blocks, settings.limit_wait_s)
-    # `atexit` does not run in a process that multiprocessing has made.
+    # `atexit` does not run in multiprocessing children.
     Finalize(elastic, elastic.close, exitpriority=10)
     if settings.tiers:
         from kvelastic.integration.sglang.tier_opening import open_for
@@ -115,7 +115,7 @@ def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
 
 
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
-    """Once a round, busy, idle or paused: the pool may have what requests have let go."""
+    """Once per round, busy, idle or paused: return unlocked blocks to the pool."""
     requests = original(scheduler, *args, **more)
     if _allocator(scheduler).wakes_later:
         _wake(scheduler, NAP_S)
@@ -128,11 +128,11 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
 def get_next_batch(
     original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any
 ) -> Any:
-    """A session: what SGLang sees while it schedules it can take.
+    """Schedule in a session of the pool, so that what SGLang sees as free stays free.
 
-    Requests whose prefixes are on their way from tiers are kept from it, and those that came after
-    a release that has to wait. Where requests only wait, for memory or for a load, its loop naps
-    until some has come, instead of spinning.
+    Hides requests from SGLang whose prefixes are being loaded from tiers, or which arrived after a
+    pending release. If requests only wait, for memory or a load, the
+    loop backs off instead of spinning.
     """
     allocator, cache = _allocator(scheduler), _radix_cache(scheduler)
     blocks = allocator.blocks
@@ -143,7 +143,7 @@ def get_next_batch(
     with blocks.session():
         choice = making_way.choose(allocator, scheduler, running_batch, last_batch)
         with (
-            # While their pages empty nobody is admitted: it could find in the tree what lay there.
+            # While pages drain, admit no request: one could find its old blocks in the tree.
             kept_back(scheduler, list(scheduler.waiting_queue) if choice.is_enough else behind),
             nullcontext() if loads is None else loads.kept_back(scheduler),
         ):
@@ -154,7 +154,7 @@ def get_next_batch(
             _retract_chunked(scheduler, plan.running_batch)
         cache.tree_blocks.settle()
     blocks.report_busy(plan.batch_to_run is not None or _has_requests(scheduler, plan))
-    gave_back = blocks.given_back != given_back  # there may be room for one of them now
+    gave_back = blocks.given_back != given_back  # a waiting request may fit now
     if (is_idle and _waits(scheduler) and not gave_back) and (
         loads is None or not loads.wait_for_any(NAP_S)
     ):
@@ -165,7 +165,7 @@ def get_next_batch(
 def run_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **more: Any
 ) -> Any:
-    """What computing a block takes: a tier that is slower is not asked."""
+    """Measure the time to compute a block: slower tiers are not used."""
     loads = _radix_cache(scheduler).prefix_loads
     if loads is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **more)
@@ -176,7 +176,7 @@ def run_batch(
 
 
 def _has_requests(scheduler: Any, plan: Any) -> bool:
-    """Whether a request runs or waits where no batch is to run, also for a grammar."""
+    """Return True if a request runs or waits although no batch runs, for a grammar too."""
     return (
         not plan.running_batch.is_empty()
         or _waits(scheduler)
@@ -189,18 +189,18 @@ def _waits(scheduler: Any) -> bool:
 
 
 def _retract_chunked(scheduler: Any, running_batch: Any) -> None:
-    """A prompt that has begun, and cannot go on although nothing runs, waits without its memory.
+    """Retract a partly computed prompt that cannot continue although no other request runs.
 
-    With it, a limit below what it holds would never be met, and two instances with half a prompt
-    each would wait for each other. What is computed of it stays in the tree. SGLang itself does the
-    same in a pause.
+    If it kept its memory, a limit below that would never be met, and two instances with half a
+    prompt each would wait for each other. Its computed part stays in the tree. SGLang does the same
+    in a pause.
     """
     from sglang.srt.managers.schedule_batch import retract_all
 
     request, scheduler.chunked_req = scheduler.chunked_req, None
     _log.warning(
-        "There is no memory for the rest of prompt %s: %d of its %d tokens are computed. It waits, "
-        "and its memory can be had.",
+        "There is no memory for the rest of prompt %s: %d of its %d tokens are computed. It waits "
+        "without its memory.",
         request.rid,
         request.prefix_len,
         len(request.full_untruncated_fill_ids),
@@ -218,15 +218,15 @@ def _retract_chunked(scheduler: Any, running_batch: Any) -> None:
 
 
 def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
-    """Retract what makes way for the limit, and more only where there is no memory for the rest.
+    """Retract requests chosen for the limit, and more only if the rest has too little memory.
 
-    The last request waits for memory, as the others do; stock would fail it with status 500.
+    The last request waits for memory too; stock SGLang fails it with status 500.
     """
     allocator: ElasticPagedAllocator = batch.token_to_kv_pool_allocator
     gone = making_way.retract(batch, allocator.making_way)
     allocator.making_way = ()
     if gone:
-        _log.info("%d requests make way for the limit.", len(gone))
+        _log.info("Retracted %d requests to meet the limit.", len(gone))
         if batch.is_empty() or batch.check_decode_mem():
             return gone, making_way.ratio_after(batch), []
     retracted, ratio, aborted = original(batch)
@@ -243,7 +243,7 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
 
 
 def says_no_room_for_the_last(retract: Any) -> bool:
-    """Whether SGLang's own `retract_decode` still has that message."""
+    """Return True if SGLang's own `retract_decode` still has that message."""
     code = getattr(retract, "__code__", None)
     texts = code.co_consts if code is not None else ()
     return any(isinstance(text, str) and text.startswith(NO_ROOM_FOR_THE_LAST) for text in texts)
@@ -253,7 +253,7 @@ def says_no_room_for_the_last(retract: Any) -> bool:
 
 
 def token_info(original: Callable[..., Any], observer: Any) -> Any:
-    """Figures of what there is under the present limit."""
+    """Report usage relative to the current limit."""
     stats = original(observer)
     held = observer.token_to_kv_pool_allocator.used_size()
     used = held - stats.full_evictable_size
@@ -269,10 +269,10 @@ def token_info(original: Callable[..., Any], observer: Any) -> Any:
 def check_full_pool(
     original: Callable[..., Any], checker: Any, stats: Any, *args: Any, **more: Any
 ) -> Any:
-    """SGLang's leak check, against the pool: whatever is in use there must be accounted for here.
+    """Run SGLang's leak check against the pool: every used block there must be accounted for here.
 
-    What a limit withholds, what other instances hold, and what is being loaded from tiers is
-    available in this sum.
+    Memory that a limit withholds, that other instances hold, or that tiers load into counts as
+    available.
     """
     if checker.tree_cache.checks_integrity:
         checker.tree_cache.tree_blocks.check_integrity()
@@ -288,10 +288,10 @@ def check_full_pool(
 
 
 def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Give the KV cache's memory back, after SGLang has emptied it.
+    """Release the KV cache's memory after SGLang has emptied it.
 
-    With tiers it is demoted first, and found again after that. While a request runs the caller
-    waits, and requests that come after it wait behind it; stock ends its scheduler there.
+    With tiers, blocks are demoted first and can be loaded again later. While a request runs, the
+    caller waits, and later requests wait behind the release; stock SGLang ends its scheduler.
     """
 
     def release() -> Any:
@@ -309,19 +309,19 @@ def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> 
     if _may_release(updater):
         return release()
     _allocator(updater.scheduler).late_releases.add(updater.scheduler, request, release)
-    return None  # SGLang sends no answer
+    return None  # SGLang sends no reply
 
 
 def _may_release(updater: Any) -> bool:
-    """What SGLang asserts."""
+    """Return the condition that SGLang asserts for a release."""
     return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
 
 
 def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Hand out memory again. What is awake stays so; stock ends its scheduler there.
+    """Allow allocation again. Memory that is awake stays so; stock SGLang ends its scheduler.
 
-    SGLang has no answer for a failure. Where others have not given what is reserved, requests wait,
-    and each round tries again.
+    SGLang has no reply for a failure. If other instances have not given the reserved memory,
+    requests wait, and each round tries again.
     """
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
     from sglang.srt.managers.io_struct import (
@@ -330,7 +330,7 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
     )
 
     scheduler = updater.scheduler
-    # Whoever waits for these is overtaken.
+    # A resume cancels pending releases.
     _allocator(scheduler).late_releases.give_up(scheduler, ReleaseMemoryOccupationReqOutput())
     tags = request.tags or GPU_MEMORY_ALL_TYPES
     request.tags = [tag for tag in tags if tag in updater.offload_tags]
@@ -340,14 +340,14 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
         error = _wake(scheduler, None)
         if error is not None:
             _log.error(
-                "The KV cache could not wake: %s Requests wait; it is tried again until it does.",
+                "The KV cache could not wake: %s Requests wait; each round tries again.",
                 error,
             )
     return original(updater, request)
 
 
 def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
-    """Wake the pool; an error: it sleeps on, and is woken in a later round."""
+    """Wake the pool. Returns an error if it stays asleep; a later round then tries again."""
     allocator, elastic = _allocator(scheduler), _elastic(scheduler)
     try:
         elastic.pool.blocks.wake(timeout_s)

@@ -45,7 +45,7 @@ def init_kvelastic(
     world_size: int | None = None,
     pp_rank: int = 0,
 ) -> None:
-    """Make this process ready; see `kvelastic.integration.vllm.interfaces.init_kvelastic`."""
+    """Initialize this process; see `kvelastic.integration.vllm.interfaces.init_kvelastic`."""
     embedded.init(
         "sglang",
         tp_rank=tp_rank,
@@ -67,12 +67,12 @@ def alloc_kv_cache(
     kv_layout: str = "NHD",
     group_id: int = 0,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | list[torch.Tensor]:
-    """Make the cache tensors, without memory: `(k_tensors, v_tensors)`, or one list for MLA.
+    """Create the cache tensors without memory: `(k_tensors, v_tensors)`, or one list for MLA.
 
     `kvcache_shape` is (tokens, heads, dim), for MLA (tokens, dim) or (tokens, 1, dim). `page_size`
-    is SGLang's word for the tokens of one block: token t of block id is row `id * page_size + t`.
+    is SGLang's term for the tokens of one block: token t of block id is row `id * page_size + t`.
     Raises `RuntimeError` before init, `LayoutError` and `InvalidArgumentError` (both `ValueError`)
-    naming the value and what is accepted.
+    with the value and the accepted ones.
     """
     lists = embedded.alloc_kv_cache(
         kvcache_shape,
@@ -95,13 +95,13 @@ def alloc_mamba_states(
     device: Any,
     group_id: int = 0,
 ) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:
-    """Make the tensors of a Mamba model's states, without memory: `(conv, temporal, info)`.
+    """Create the tensors of a Mamba model's states without memory: `(conv, temporal, info)`.
 
     `cache_params` has `shape.conv` (a list of shapes), `shape.temporal`, `dtype.conv` and
-    `dtype.temporal`, as SGLang's. Each tensor is `(layers, slots, *shape)`, longer in slots than
-    asked for: index it with ids that the manager of `group_id` has handed out. That manager is
+    `dtype.temporal`, as SGLang's. Each tensor is `(layers, slots, *shape)`, with more slots than
+    requested: index it only with ids from the manager of `group_id`. That manager is
     `get_kv_cache_manager(num_slots, 1, info["cell_size"], num_mamba_layers, num_kv_buffers=1,
-    group_id=group_id)`. Raises as `alloc_kv_cache`.
+    group_id=group_id)`. Raises like `alloc_kv_cache`.
     """
     shape, dtype = cache_params.shape, cache_params.dtype
     states = [*((conv, dtype.conv) for conv in shape.conv), (shape.temporal, dtype.temporal)]
@@ -122,25 +122,25 @@ def alloc_mamba_states(
 
 
 def observability_snapshot() -> RuntimeSnapshot:
-    """What `init_kvelastic` was told, and the device that came of it; also before it."""
+    """Return the arguments of `init_kvelastic` and the resulting device. Works before init."""
     return embedded.runtime_snapshot("sglang")
 
 
 def observability_snapshot_dict() -> dict[str, Any]:
-    """The same for JSON."""
+    """Return `observability_snapshot()` as a JSON-compatible dictionary."""
     return observability_snapshot().to_dict()
 
 
 def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
-    """Of every group that has a manager."""
+    """Return one snapshot for each group that has a manager."""
     return embedded.pool_snapshots("sglang")
 
 
 def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
-    """The same for JSON."""
+    """Return `kv_cache_pool_snapshots()` as JSON-compatible dictionaries."""
     return [snapshot.to_dict() for snapshot in kv_cache_pool_snapshots()]
 
 
-# The names that kvcached's callers know.
+# kvcached's names.
 init_kvcached = init_kvelastic
 shutdown_kvcached = shutdown_kvelastic

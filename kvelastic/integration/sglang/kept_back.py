@@ -1,4 +1,4 @@
-"""Requests that SGLang's scheduler is not to see for a while."""
+"""Hides requests from SGLang's scheduler for a while."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def kept_back(scheduler: Any, requests: Sequence[Any]) -> Iterator[None]:
-    """While it lasts, these requests are not in SGLang's queue; then they are back in their places.
+    """Remove these requests from SGLang's queue in the body; then restore them to their places.
 
-    What SGLang has put into the queue meanwhile stands at its end.
+    Requests that SGLang has queued in the body are at the end afterwards.
     """
     if not requests:
         yield

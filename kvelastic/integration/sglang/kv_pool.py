@@ -1,6 +1,6 @@
-"""SGLang's KV cache over elastic memory: addresses for every id, pages only where blocks are used.
+"""SGLang's KV cache on elastic memory: addresses for every id, pages only for used blocks.
 
-Imports SGLang: only what runs in its scheduler's process may import this module.
+Imports SGLang, so only its scheduler's process may import this module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvelastic.integration.sglang.refusals import ends_process, refuse_pool
 
 
 class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang is untyped here
-    """The pool for multi-head and grouped-query attention, as SGLang's configurator makes it.
+    """The pool for multi-head and grouped-query attention, created by SGLang's configurator.
 
-    K and V of a layer are dense tensors of token rows, as stock's; they are longer, for ids are
-    sparse, and reading a row of a block that the allocator has not handed out is a fault. `size`
-    stays what SGLang was configured with.
+    K and V of a layer are dense tensors of token rows, as in stock SGLang. They are longer because
+    ids are sparse. Reading a row of a block that is not allocated faults. `size` stays the value
+    that SGLang was configured with.
     """
 
     elastic: EnginePool
@@ -62,7 +62,7 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
         self.v_buffer = [tensors.view_of(whole_range, value, self.store_dtype) for value in values]
 
     def _build_kv_buffer_descs(self) -> Any:
-        """SGLang's descriptions of the tensors, which have a row for every id."""
+        """Return SGLang's descriptions of the tensors, which have a row for every id."""
         configured, self.size = self.size, len(self.k_buffer[0]) - self.page_size
         try:
             return super()._build_kv_buffer_descs()
@@ -70,7 +70,7 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
             self.size = configured
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """What K and V take at most, in bytes: not of the addresses, of the blocks there can be."""
+        """Return the maximum bytes of K and of V: the blocks' size, not the address range's."""
         layout = self.elastic.layout
         most_bytes = self.elastic.capacity_blocks * layout.block_bytes * layout.buffers
         return most_bytes // 2, most_bytes // 2

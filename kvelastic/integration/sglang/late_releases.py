@@ -1,12 +1,11 @@
-"""Calls of `/release_memory_occupation` that came while requests ran.
+"""Handles `/release_memory_occupation` calls that arrive while requests run.
 
     release   request a runs, b waits: the call waits for both
-    ...       c comes: it is kept back, or a release would wait as long as others keep asking
-    round n   a and b have ended: the memory is released, and the call answered
+    ...       c arrives and is held back; otherwise new requests could delay the release forever
+    round n   a and b have ended: the memory is released and the call returns
     resume    c runs
 
-A request whose grammar is still being compiled when the call comes is waited for, too; so is one
-whose grammar is compiled after it.
+The call also waits for requests whose grammar is still being compiled when it arrives.
 
 Used by the scheduler's thread only.
 """
@@ -20,27 +19,27 @@ from kvelastic.integration.sglang.kept_back import kept_back
 
 
 class LateReleases:
-    """See the module."""
+    """The pending calls, in order."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Callable[[], Any]]] = []
         self._before: set[str] = set()
-        """Requests that the first of the calls waits for."""
+        """Requests that the first pending call waits for."""
 
     def add(self, scheduler: Any, call: Any, release: Callable[[], Any]) -> None:
-        """Wait with this call; `release` carries it out and answers what SGLang sends back."""
+        """Add a pending call; `release` executes it and returns SGLang's reply."""
         if not self._calls:
             self._before = {request.rid for request in _known(scheduler)}
         self._calls.append((call, release))
 
     def behind(self, scheduler: Any) -> list[Any]:
-        """Requests of the queue that came after the first of the calls."""
+        """Return queued requests that arrived after the first pending call."""
         if not self._calls:
             return []
         return [one for one in scheduler.waiting_queue if one.rid not in self._before]
 
     def carry_out(self, scheduler: Any, may_release: Callable[[], bool]) -> None:
-        """Do so if nothing runs that came before."""
+        """Execute pending calls if no earlier request runs."""
         if not self._calls:
             return
         with kept_back(scheduler, self.behind(scheduler)):
@@ -49,13 +48,13 @@ class LateReleases:
                 scheduler.send_control_output(release(), call)
 
     def give_up(self, scheduler: Any, answer: Any) -> None:
-        """Answer them without releasing anything."""
+        """Reply to pending calls without releasing memory."""
         while self._calls:
             scheduler.send_control_output(answer, self._calls.pop(0)[0])
 
 
 def _known(scheduler: Any) -> list[Any]:
-    """Every request that the scheduler has; some of them twice."""
+    """Return every request that the scheduler has, possibly with duplicates."""
     batches = (scheduler.running_batch, scheduler.last_batch)
     return [
         *scheduler.waiting_queue,

@@ -1,11 +1,11 @@
-"""Requests that make way for a limit: which of SGLang's running requests, and how they go.
+"""Chooses running SGLang requests to retract for a limit, and retracts them.
 
-    get_next_batch    chooses, when the pool has been over its limit for too long
-    check_decode_mem  says that there is no memory, while a chosen request is in the batch
-    retract_decode    retracts those that were chosen, as SGLang itself retracts: results of a step
-                      on its way are dropped, and the request waits in the queue
+    get_next_batch    chooses requests once the pool has been over its limit for too long
+    check_decode_mem  reports too little memory while a chosen request is in the batch
+    retract_decode    retracts the chosen requests as SGLang does: the results of a step in flight
+                      are dropped, and the request waits in the queue
 
-Imports SGLang only where a batch is retracted.
+Imports SGLang only to retract a batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def choose(
     allocator: ElasticPagedAllocator, scheduler: Any, running_batch: Any, last_batch: Any
 ) -> Choice:
-    """Choose the requests of this round; call it in a session.
+    """Choose the requests of this round. Call it in a session.
 
-    Beam groups and a prompt in chunks are not chosen: SGLang cannot retract them there.
+    Skips beam groups and partly computed prompts: SGLang cannot retract them there.
     """
     allocator.making_way = ()
     running: list[Any] = []
@@ -59,7 +59,7 @@ def _holder(allocator: ElasticPagedAllocator, scheduler: Any, request: Any) -> H
 
 
 def retract(batch: Any, making_way: Sequence[Any]) -> list[Any]:
-    """Retract those of `making_way` that are in the batch; returns them."""
+    """Retract the requests of `making_way` that are in the batch; return them."""
     chosen = {id(request) for request in making_way}
     going = [index for index, one in enumerate(batch.reqs) if id(one) in chosen]
     if not going:
@@ -73,7 +73,7 @@ def retract(batch: Any, making_way: Sequence[Any]) -> list[Any]:
 
 
 def ratio_after(batch: Any) -> float:
-    """What SGLang expects of the requests that stay."""
+    """Return SGLang's new-token ratio for the requests that stay."""
     from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (
         NewTokenRatioTracker,
     )

@@ -1,8 +1,7 @@
-"""What kvelastic hooks into SGLang, and what must hold there.
+"""The hooks that kvelastic sets in SGLang, and their probes.
 
-SGLang has hooks of its own (`HookRegistry`), but logs and forgets what fails in them. So functions
-are wrapped as everywhere else here: after every function that a wrapper replaces, calls or relies
-on was probed.
+SGLang's own hooks (`HookRegistry`) log errors and continue, so kvelastic wraps functions instead.
+Before that it probes every function that a wrapper replaces, calls or relies on.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _PAGE: Final = "docs/sglang.md"
 _Look: TypeAlias = Callable[[Probe], None]
 
 ARGUMENTS: Final = "sglang.srt.server_args"
-"""Every process: the arguments."""
+"""Imported by every process: the arguments."""
 PLATFORM: Final = "sglang.srt.platforms.interface"
-"""Every process: which classes a KV cache is made of."""
+"""Imported by every process: selects the classes of a KV cache."""
 REGISTRY: Final = "sglang.srt.mem_cache.registry"
-"""The scheduler's process: which radix cache is made."""
+"""Imported by the scheduler's process: selects the radix cache."""
 SCHEDULER: Final = "sglang.srt.managers.scheduler"
-"""The scheduler's process; others import it to start that."""
+"""Imported by the scheduler's process, and by the processes that start it."""
 
 _ARGUMENTS: Final = f"{ARGUMENTS}:ServerArgs"
 _PLATFORM: Final = f"{PLATFORM}:SRTPlatform"
@@ -52,13 +51,13 @@ HOOKS: Final = (
         ARGUMENTS,
         f"{_ARGUMENTS}.resolve_once",
         in_arguments.resolve_once,
-        "set a page size, and refuse unsupported features",
+        "set a page size; refuse unsupported settings",
     ),
     Hook(
         PLATFORM,
         f"{_PLATFORM}.get_kv_pool_cls",
         in_scheduler.kv_pool_class,
-        "make the KV cache over elastic memory",
+        "create the KV cache on elastic memory",
     ),
     Hook(
         PLATFORM,
@@ -70,55 +69,55 @@ HOOKS: Final = (
         REGISTRY,
         f"{REGISTRY}:create_unified_radix_cache",
         in_scheduler.radix_cache,
-        "a radix cache that the pool may take blocks from",
+        "create a radix cache from which the pool may evict",
     ),
     Hook(
         SCHEDULER,
         f"{_SCHEDULER}.__init__",
         in_scheduler.scheduler_init,
-        "refuse other KV caches, and answer operators",
+        "refuse other KV caches; handle operators' requests",
     ),
     Hook(
         SCHEDULER,
         f"{_SCHEDULER}.ingest_requests",
         in_scheduler.ingest_requests,
-        "the pool may have what requests have let go",
+        "return unlocked blocks to the pool",
     ),
     Hook(
         SCHEDULER,
         f"{_SCHEDULER}.get_next_batch_to_run",
         in_scheduler.get_next_batch,
-        "a session to schedule in",
+        "schedule in a session of the pool",
     ),
     Hook(
         SCHEDULER,
         f"{_SCHEDULER}.run_batch",
         in_scheduler.run_batch,
-        "what computing takes, for the tiers",
+        "measure computing time for the tiers",
     ),
     Hook(
         SCHEDULER,
         f"{_BATCH}.retract_decode",
         in_scheduler.retract_decode,
-        "the last request waits for memory too",
+        "let the last request wait for memory too",
     ),
     Hook(
         SCHEDULER,
         f"{_OBSERVER}._get_token_info",
         in_scheduler.token_info,
-        "figures of the present limit",
+        "report usage relative to the current limit",
     ),
     Hook(
         SCHEDULER,
         f"{_CHECKER}._check_full_pool",
         in_scheduler.check_full_pool,
-        "look for leaks in the elastic pool",
+        "check the elastic pool for leaks",
     ),
     Hook(
         SCHEDULER,
         f"{_UPDATER}.release_memory_occupation",
         in_scheduler.release_memory,
-        "give the KV cache back",
+        "release the KV cache",
     ),
     Hook(
         SCHEDULER,
@@ -127,19 +126,19 @@ HOOKS: Final = (
         "wake the KV cache first",
     ),
 )
-"""Everything that is wrapped."""
+"""All hooks."""
 
 
 def hooks_for(series: str | None) -> tuple[Hook, ...]:
-    """What is wrapped in SGLang of that series."""
+    """Return the hooks for that SGLang series."""
     return HOOKS
 
 
 def arm(series: str) -> None:
-    """Patch each module when SGLang imports it; again does nothing.
+    """Patch each module when SGLang imports it. Idempotent.
 
-    Where it is imported already that is now, with `UnsupportedEngineError` if it is built
-    differently.
+    A module that is already imported is patched immediately; `UnsupportedEngineError` is raised if
+    it is built differently.
     """
     engine = f"SGLang {installed_version('sglang')}"
     probes = {
@@ -241,7 +240,7 @@ def _probe_pool(probe: Probe) -> None:
         ("_create_buffers_normal", "_build_kv_buffer_descs", "is_quantized_kv_cache"),
     )
     probe.mentions(f"{_POOL}._build_kv_buffer_descs", ("size", "page_size", "k_buffer"))
-    # What uses the list of free pages is replaced, or is handed just the pages that it takes.
+    # Methods that use the list of free pages are replaced, or receive exactly the pages they take.
     probe.users(
         _ALLOCATOR,
         "free_pages",

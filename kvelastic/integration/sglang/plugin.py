@@ -1,7 +1,7 @@
 """The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`).
 
-SGLang logs and forgets an error that a plugin raises, and goes on without it. So what fails here
-ends the process: a server that was to run on kvelastic never runs without it unnoticed.
+SGLang logs a plugin's error and continues without the plugin. So an error here ends the process: a
+server configured for kvelastic must never run without it unnoticed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from kvelastic.integration.sglang.refusals import ends_process
 
 @ends_process
 def register() -> None:
-    """Arm kvelastic in this process if `ENABLE_KVELASTIC` is true; else do nothing at all.
+    """Arm kvelastic in this process if `ENABLE_KVELASTIC` is true; otherwise do nothing.
 
-    Raises `SystemExit` with a message for a variable with a bad value, and for an SGLang that
-    kvelastic does not know. What is to be hooked is hooked when SGLang imports it.
+    Raises `SystemExit` with a message for an invalid variable or an unknown SGLang version. Modules
+    are patched later, when SGLang imports them.
     """
     from kvelastic import config
 

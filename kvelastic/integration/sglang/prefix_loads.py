@@ -1,16 +1,16 @@
-"""Prefixes of waiting requests come back from the tiers, beside SGLang's rounds.
+"""Loads prefixes of waiting requests from the tiers, beside SGLang's rounds.
 
-    round n     a request waits: its prefix is looked up where the radix cache ends. Spare blocks
-                are put back into the tree at once; for what lies in tiers it gets blocks, and a
-                load begins. It is kept back: SGLang does not see it in this round
-    ...         others run; where nothing else can, the scheduler naps
-    round n+k   the load is over: what has come is put into the tree, as if a request had left it
-                there, and the request is scheduled. What has not come is computed
+    round n     a request waits: its prefix is looked up from where the radix cache ends. Spare
+                blocks return to the tree at once. For records in tiers it gets blocks, and a load
+                begins. SGLang does not see the request in this round
+    ...         other requests run; if none can, the scheduler backs off
+    round n+k   the load has ended: loaded blocks are inserted into the tree like those of a
+                finished request, and the request is scheduled. Missing blocks are computed
 
-Nothing here can make a request fail. What is loaded is in use until it is in the tree, and cached
-from then on: other requests may use it before the one that it was loaded for.
+No failure here can fail a request. Blocks are used while they load and cached once they are in the
+tree; other requests may use them before the one they were loaded for.
 
-Used by the scheduler's thread only; threads of the tiers carry the loads out. Imports SGLang.
+Used by the scheduler's thread only; the tiers' threads execute the loads. Imports SGLang.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class _Waiting(NamedTuple):
     """A request whose prefix is being loaded."""
 
     key: RadixKey
-    """All of its tokens that are cached once the load is over."""
+    """Its tokens that will be cached once the load has ended."""
     priority: int
     there: int
-    """Blocks of it that the tree had."""
+    """How many of its blocks the tree already had."""
     lock: Any
-    """Keeps them there."""
+    """The lock that keeps these blocks."""
     ids: list[int]
-    """The blocks that are being loaded."""
+    """The blocks being loaded."""
     first: bytes
-    """The key of the first of them."""
+    """The key of the first block being loaded."""
 
 
 class PrefixLoads:
-    """See the module."""
+    """The loads of one scheduler."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PrefixLoads:
         sleep_wait_s: float,
         exit_wait_s: float,
     ) -> None:
-        """From here on the cache's blocks have keys."""
+        """Also gives the cache's blocks keys."""
         self._cache = cache
         self._tiers = tiers
         self._namespace = tiers.namespace
@@ -77,13 +77,13 @@ class PrefixLoads:
         self._exit_wait_s = exit_wait_s
         self._loads = Loads(tiers, compares=compares)
         self._waiting: dict[int, _Waiting] = {}
-        """By the number of the load."""
+        """By load number."""
         self._job_of: dict[str, int] = {}
-        """By the request."""
+        """Load numbers by request."""
         self._looked_up: set[str] = set()
-        """Requests of the queue that have been looked up."""
+        """Queued requests that have been looked up."""
         self._lacked: dict[str, int] = {}
-        """Requests that were looked up and for whose prefixes there was no memory: tokens."""
+        """Requests whose prefixes lacked memory when looked up, with the tokens needed."""
         self._jobs = count()
         self._keeps_copies = False
         cache.tree_blocks.keys_of = self._keys_of
@@ -93,9 +93,9 @@ class PrefixLoads:
 
     @contextmanager
     def kept_back(self, scheduler: Any) -> Iterator[None]:
-        """While it lasts, requests whose prefixes are on their way are not in SGLang's queue.
+        """Hide requests whose prefixes are loading from SGLang's queue in the body.
 
-        In a session of the pool.
+        Call in a session of the pool.
         """
         queue = scheduler.waiting_queue
         self._finish()
@@ -107,7 +107,7 @@ class PrefixLoads:
             yield
 
     def wait_for_any(self, timeout_s: float) -> bool:
-        """Block until a load is over, `timeout_s` at most. False at once: there is none."""
+        """Block until a load ends, up to `timeout_s`. Returns False at once without loads."""
         if not self._loads.open:
             return False
         self._loads.wait_for_any(timeout_s)
@@ -115,22 +115,22 @@ class PrefixLoads:
 
     @property
     def loading_tokens(self) -> int:
-        """Tokens of blocks that are in use by loads alone."""
+        """Tokens of blocks that only loads use."""
         return sum(len(each.ids) for each in self._waiting.values()) * int(self._cache.page_size)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens of prompts."""
+        """Record the time in which a step computed `tokens` prompt tokens."""
         blocks = tokens // self._cache.page_size
         if blocks:
             self._loads.computed(blocks, seconds)
 
     def _begin_loads(self, queue: list[Any], most: int) -> list[Any]:
-        """Look up what was not looked up yet; answers who is to be kept back.
+        """Look up new requests and start loads; return the requests to hide from SGLang.
 
-        No more than `most` loads at a time: as many requests can run, and what is loaded ahead of
-        these would displace it. Memory goes to the first that lacks some: it is looked up again
-        once there is as much, and those behind it after that. SGLang's queue has it meanwhile, for
-        what is too little for its prefix may do for a chunk of it.
+        At most `most` loads run: as many requests can run, and loading more would displace their
+        blocks. The first request that lacks memory is served first: it is looked up again once
+        enough is available, and later requests after it. SGLang still sees it, because a chunk of it
+        may fit.
         """
         rids = {request.rid for request in queue}
         self._looked_up &= rids
@@ -147,7 +147,7 @@ class PrefixLoads:
                 is_short = True
                 continue
             if not self._begin(request):
-                back.append(request)  # another one loads the same: it is looked up after that
+                back.append(request)  # another request loads the same prefix: look up after it
             elif rid in self._lacked:
                 is_short = True
             else:
@@ -157,7 +157,7 @@ class PrefixLoads:
         return back
 
     def _lacks(self, rid: str) -> bool:
-        """Whether there is still too little memory for its prefix."""
+        """Return True if memory for the request's prefix is still too small."""
         tokens = self._lacked.get(rid, 0)
         if tokens:
             allocator: ElasticPagedAllocator = self._cache.token_to_kv_pool_allocator
@@ -167,9 +167,9 @@ class PrefixLoads:
         return False
 
     def _begin(self, request: Any) -> bool:
-        """Begin the load of a request, if there is one; False: look it up after another's load.
+        """Start a request's load, if any. Returns False if it must wait for another load.
 
-        Where there is no memory for it, `_lacked` has the request.
+        If there is no memory, the request is added to `_lacked`.
         """
         cache, page = self._cache, int(self._cache.page_size)
         tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
@@ -220,20 +220,19 @@ class PrefixLoads:
         return self._cache.blocks.take(blocks)
 
     def _finish(self) -> None:
-        """Put into the tree what has come."""
+        """Insert loaded blocks into the tree."""
         self._loads.give_up_slow()
         for load in self._loads.take_finished():
             self._job_of.pop(load.request, None)
             waiting = self._waiting.pop(load.job, None)
-            if waiting is not None:  # else the cache was emptied before it ended
+            if waiting is not None:  # else the cache was reset before the load ended
                 self._put(load, waiting)
 
     def _put(self, load: Load, waiting: _Waiting) -> None:
         if load.leading < load.blocks:
             self._cache.blocks.give_back(waiting.ids[load.leading :])
             _log.info(
-                "Of request %s, %d of %d blocks could not be read from the tiers: they are"
-                " computed.",
+                "Request %s: %d of %d blocks could not be read from the tiers and are computed.",
                 load.request,
                 load.blocks - load.leading,
                 load.blocks,
@@ -247,15 +246,15 @@ class PrefixLoads:
         )
 
     def _insert(self, blocks: _Waiting) -> int:
-        """Put blocks that are in use, and hold their records, into the tree, where nobody locks
-        them; answers how many."""
+        """Insert used blocks with their loaded contents into the tree, unlocked; return their
+        number."""
         cache, page = self._cache, int(self._cache.page_size)
         if blocks.ids:
             before = cache.path_device_indices(blocks.lock.node)
             pages = torch.tensor(blocks.ids, dtype=torch.int64, device=before.device)
             slots = (pages[:, None] * page + torch.arange(page, device=before.device)).flatten()
             length = (blocks.there + len(blocks.ids)) * page
-            # What the tree has got meanwhile stays, and the same blocks of ours are freed.
+            # If the tree already has some of them by now, ours are freed.
             inserted = cache.insert(
                 InsertParams(
                     key=blocks.key[:length],
@@ -272,11 +271,11 @@ class PrefixLoads:
     # --- keys ----------------------------------------------------------------------------------
 
     def _keys(self, hashes: list[str]) -> bytes:
-        """SGLang's SHA-256 of a block stands for all tokens up to it, salt and extra key."""
+        """SGLang's SHA-256 of a block covers all tokens up to it, salt and extra key."""
         return b"".join(self._namespace.key_of(bytes.fromhex(each)) for each in hashes)
 
     def _keys_of(self, node: Any) -> bytes:
-        """The keys of a node's blocks; where SGLang needs no hashes, they are made here."""
+        """Return the keys of a node's blocks; computes SGLang's hashes if they are missing."""
         unnamed = []
         above = node
         while above.hash_value is None:
@@ -290,9 +289,9 @@ class PrefixLoads:
 
     @contextmanager
     def demoted(self) -> Iterator[None]:
-        """The cache is emptied meanwhile, and found again in the tiers: all of it is copied first.
+        """The cache is emptied in the body; demote its blocks first, so that loads find them.
 
-        Blocks as long as `KVELASTIC_TIER_SLEEP_SECONDS` says.
+        Blocks up to `KVELASTIC_TIER_SLEEP_SECONDS`.
         """
         self._demote_all(self._tiers.clean_all, self._sleep_wait_s)
         self._keeps_copies = True
@@ -302,9 +301,9 @@ class PrefixLoads:
             self._keeps_copies = False
 
     def reset(self) -> None:
-        """The cache is emptied for good: nothing stored so far is found any more.
+        """The cache is emptied: start a new generation unless `demoted` is active.
 
-        Blocks while copies that have begun end.
+        Blocks until running copies have ended.
         """
         if not self._loads.cancel_all(_END_LOADS_S):
             _log.warning("Loads from the tiers have not ended for %.0f s.", _END_LOADS_S)
@@ -317,9 +316,9 @@ class PrefixLoads:
             self._namespace = self._tiers.forget()
 
     def close(self) -> None:
-        """The scheduler ends: what is dirty is demoted, for `KVELASTIC_TIER_EXIT_SECONDS`.
+        """Demote dirty blocks when the scheduler ends, for up to `KVELASTIC_TIER_EXIT_SECONDS`.
 
-        Also to farther tiers, which may be all that the next start finds.
+        Waits for farther tiers too: the next start may find nothing else.
         """
         self._demote_all(self._tiers.clean_before_exit, self._exit_wait_s)
         self._tiers.close()

@@ -1,16 +1,15 @@
-"""SGLang's radix cache, whose blocks the pool may take while no request has them locked.
+"""SGLang's radix cache, from which the pool may evict blocks that no request has locked.
 
-The tree is SGLang's own, in Python: SGLang takes that one wherever a component is not its own. What
-`tree_blocks` is told here are the four things that happen to a node: it is locked, unlocked, split,
-evicted. What the pool has evicted is cut out before the tree is looked at::
+The tree is SGLang's own Python implementation, which SGLang uses if a component is replaced. This
+module reports four events of a node to `tree_blocks`: locked, unlocked, split, evicted. Nodes that
+the pool has evicted are cut out before the tree is read::
 
     match_prefix, checkpoint:  session | follow | SGLang's own ........ |
     a round's schedule:        session | follow | SGLang's own | settle |
 
-so nothing is found that has no memory, and between looking a prefix up and locking it nothing of it
-can go.
+So a lookup finds only blocks with memory, and none of them can be evicted between lookup and lock.
 
-Imports SGLang: only what runs in its scheduler's process may import this module.
+Imports SGLang, so only its scheduler's process may import this module.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is untyped here
-    """The tree's blocks with full attention: tells `TreeBlocks` what happens to each node."""
+    """The tree's full-attention blocks; reports each node's events to `TreeBlocks`."""
 
     cache: ElasticRadixCache
 
@@ -44,7 +43,7 @@ class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is un
         return super().acquire_component_lock(node, result, lock_host)
 
     def release_component_lock(self, node: Any, params: Any, lock_host: bool = False) -> None:
-        """A request lets go of the path up to the root."""
+        """A request unlocks the path up to the root."""
         super().release_component_lock(node, params, lock_host)
         if not lock_host:
             for each in self._path(node):
@@ -52,12 +51,12 @@ class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is un
                     self.cache.tree_blocks.unlocked(each)
 
     def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
-        """A prompt leaves another one in the middle of a node."""
+        """Two prompts differ in the middle of a node: it is split."""
         super().redistribute_on_node_split(new_parent, child)
         self.cache.tree_blocks.split(new_parent, child, len(new_parent.key) // self.cache.page_size)
 
     def evict_component(self, node: Any, device_frees: Any, *args: Any, **more: Any) -> Any:
-        """The tree gives a node up; its blocks go another way than through SGLang's lists."""
+        """The tree evicts a node. `TreeBlocks` takes its blocks instead of SGLang's lists."""
         given_up: dict[Any, list[Any]] = defaultdict(list)
         freed = super().evict_component(node, given_up, *args, **more)
         if given_up.get(self.component_type):
@@ -72,19 +71,19 @@ class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is un
 
 
 class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is untyped here
-    """Takes the place of SGLang's radix cache; the same calls, the same meanings."""
+    """Replaces SGLang's radix cache; its methods have the same meaning."""
 
     page_size: int
     checks_integrity = False
-    """Whether `tree_blocks` is checked wherever SGLang looks for leaks."""
+    """True to check `tree_blocks` in every leak check of SGLang."""
 
     def __init__(self, params: Any) -> None:
-        """As SGLang's own. `params` has an `ElasticPagedAllocator`, which knows this from now."""
+        """Register with `params`' `ElasticPagedAllocator`."""
         allocator: ElasticPagedAllocator = params.token_to_kv_pool_allocator
         self.blocks = allocator.blocks
         self.tree_blocks: TreeBlocks[Any] = TreeBlocks(self.blocks, self._ids_of)
         self.prefix_loads: PrefixLoads | None = None
-        """What comes back from tiers; None: there are none."""
+        """Loads from tiers, or None without tiers."""
         super().__init__(params)
         allocator.radix_cache = self
         self.blocks.on_changes = self._follow
@@ -95,14 +94,14 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
         return ids
 
     def _follow(self, changes: Changes) -> None:
-        """Cut out what the pool has evicted. In a session."""
+        """Cut out what the pool has evicted. Call in a session."""
         for node, first in self.tree_blocks.take_holes(changes):
-            if self.tree_blocks.is_cached(node):  # not gone with one above it
+            if self.tree_blocks.is_cached(node):  # else cut with an ancestor
                 self._cut(node, first)
         self.tree_blocks.end_holes()
 
     def _cut(self, node: Any, first: int) -> None:
-        """Take the blocks from the `first` on out of the tree, and all that continues them."""
+        """Remove a node's blocks from index `first` on, and its descendants, from the tree."""
         if first:
             self.tree_core._split_node(node.key, node, first * self.page_size)
         below = [node]
@@ -112,7 +111,7 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
             self._apply_eviction_result(self.tree_core.evict_device_leaf(each.id, False))
 
     def settle(self) -> None:
-        """Let the pool have what requests have let go, and follow what it takes of that."""
+        """Cache unlocked blocks in the pool, and apply its evictions."""
         with self.blocks.session():
             self.tree_blocks.settle()
             self.blocks.follow()
@@ -120,17 +119,17 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
     # --- SGLang's calls ------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """The longest prefix that is there."""
+        """Return the longest cached prefix."""
         with self.blocks.session():
             return super().match_prefix(params)
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        """A request's tokens become the tree's."""
+        """Insert a request's tokens into the tree."""
         with self.blocks.session():
             super().checkpoint(req, up_to=up_to, **more)
 
     def reset(self) -> None:
-        """Forget everything. The allocator is cleared after this."""
+        """Empty the tree. SGLang clears the allocator afterwards."""
         if self.prefix_loads is not None:
             self.prefix_loads.reset()
         super().reset()

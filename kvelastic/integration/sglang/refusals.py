@@ -1,7 +1,7 @@
-"""What the SGLang integration does not cover, and how a process ends because of it.
+"""Refuses unsupported SGLang settings, and ends the process for them.
 
-A model that would run on stock SGLang must never run on kvelastic with wrong answers instead, nor
-without kvelastic when it was asked for.
+A model that works on stock SGLang must never return wrong results on kvelastic, nor run without
+kvelastic if it was requested.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvelastic.errors import EngineError, KvelasticError, UnsupportedEngineError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_RANKS: Final = "each rank schedules for itself, and a limit would reach them at different steps"
-_STORES: Final = "it keeps copies of pages, and would read pages without memory"
+_RANKS: Final = "each rank schedules separately, and a limit would reach them at different steps"
+_STORES: Final = "it copies pages and would read unmapped ones"
 _WHOLE: Final = "it registers or moves the whole KV cache, and most of it has no memory"
 _LAYOUT: Final = "it lays the KV cache out differently"
-_LORA: Final = "on a CPU stock SGLang 0.5.23 ends at it, too: its LoRA layers want pinned memory"
-_UNTRIED: Final = "it was not tried with pages that come and go"
+_LORA: Final = "on a CPU stock SGLang 0.5.23 fails too: its LoRA layers need pinned memory"
+_UNTRIED: Final = "it is not tested with pages that are unmapped"
 
 
 class Covered(NamedTuple):
-    """An argument of SGLang, the values that are covered, and why others are not."""
+    """An argument of SGLang, its supported values, and why others are not supported."""
 
     field: str
     values: tuple[Any, ...]
@@ -32,14 +32,14 @@ class Covered(NamedTuple):
 
 
 COVERED: Final = (
-    Covered("device", ("cpu",), "SGLang on kvelastic has run on CPUs only so far"),
+    Covered("device", ("cpu",), "SGLang on kvelastic is tested on CPUs only"),
     Covered("tp_size", (1,), _RANKS),
     Covered("pp_size", (1,), _RANKS),
     Covered("dp_size", (1,), "its ranks would share one name"),
     Covered("dcp_size", (1,), _RANKS),
     Covered("attn_cp_size", (1,), _RANKS),
     Covered("nnodes", (1,), _RANKS),
-    Covered("use_ray", (False,), "its processes load no plugins that are known here"),
+    Covered("use_ray", (False,), "its processes load plugins in an unknown way"),
     Covered("disaggregation_mode", ("null",), _WHOLE),
     Covered("decoupled_spec_role", ("null",), _UNTRIED),
     Covered("enable_pdmux", (False,), _UNTRIED),
@@ -54,7 +54,7 @@ COVERED: Final = (
     Covered("enable_lmcache", (False,), _STORES),
     Covered("enable_flexkv", (False,), _STORES),
     Covered("enable_hisparse", (False,), _STORES),
-    Covered("radix_cache_backend", (None,), "how it evicts is not known here"),
+    Covered("radix_cache_backend", (None,), "its eviction is unknown to kvelastic"),
     Covered("enable_session_radix_cache", (False,), _UNTRIED),
     Covered("enable_streaming_session", (False,), _UNTRIED),
     Covered("enable_unified_memory", (False,), _LAYOUT),
@@ -66,13 +66,13 @@ COVERED: Final = (
     Covered("enable_lora", (False, None), _LORA),
     Covered("kv_canary", ("none",), "it writes to pages that have no memory"),
 )
-"""Every argument that has a say in where KV lies, who reads it, or who schedules."""
+"""Every argument that affects where KV lies, which code reads it, or scheduling."""
 
 
 def refuse_arguments(resolved: Any) -> None:
-    """Raise `UnsupportedEngineError` naming every argument that is not covered.
+    """Raise `UnsupportedEngineError` naming every unsupported argument.
 
-    `resolved` is SGLang's view of its arguments after it has resolved them.
+    `resolved` is SGLang's view of its resolved arguments.
     """
     found = [
         f"{each.field}={value!r}: {each.why}"
@@ -81,16 +81,16 @@ def refuse_arguments(resolved: Any) -> None:
     ]
     if resolved.page_size == 1:
         found.append(
-            "page_size=1: SGLang's allocator for single tokens cannot be replaced. Give"
-            " --page-size 16 or 32, or leave it out"
+            "page_size=1: SGLang's allocator for single tokens cannot be replaced. Set"
+            " --page-size 16 or 32, or omit it"
         )
     _refuse(found)
 
 
 def refuse_cache(scheduler: Any) -> None:
-    """Raise `UnsupportedEngineError` unless this scheduler's KV cache is kvelastic's, and whole.
+    """Raise `UnsupportedEngineError` unless this scheduler's KV cache is entirely kvelastic's.
 
-    What kind of cache a model needs SGLang knows only once it has made it.
+    SGLang chooses the kind of cache only when it creates it.
     """
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
@@ -105,8 +105,8 @@ def refuse_cache(scheduler: Any) -> None:
     cache = allocator.get_kvcache()
     if not found and type(cache) is not ElasticMHATokenToKVPool:
         found.append(
-            f"a KV cache of the kind {type(cache).__name__}: multi-head and grouped-query attention"
-            " in bfloat16, float16 or float32 are covered"
+            f"a KV cache of the kind {type(cache).__name__}; supported are multi-head and"
+            " grouped-query attention in bfloat16, float16 or float32"
         )
     if not found and type(allocator) is not ElasticPagedAllocator:
         found.append(f"a KV cache whose pages come from {type(allocator).__name__}")
@@ -116,15 +116,15 @@ def refuse_cache(scheduler: Any) -> None:
 
 
 def refuse_tiers(tree_cache: Any) -> None:
-    """Raise `UnsupportedEngineError` where this radix cache holds nothing that tiers could keep."""
+    """Raise `UnsupportedEngineError` if the radix cache is disabled: tiers store its blocks."""
     if tree_cache.disable:
-        _refuse(["KVELASTIC_TIERS without a radix cache: tiers keep what that one holds"])
+        _refuse(["KVELASTIC_TIERS without a radix cache: tiers store only its blocks"])
 
 
 def refuse_pool(pool: Any) -> None:
-    """Raise `UnsupportedEngineError` for an MHA cache that SGLang lays out in a way not covered.
+    """Raise `UnsupportedEngineError` for an unsupported layout of an MHA cache.
 
-    `pool` is an `MHATokenToKVPool` that is about to make its tensors.
+    `pool` is an `MHATokenToKVPool` that is about to create its tensors.
     """
     found = []
     if pool.kv_cache_layout != "nhd":
@@ -135,9 +135,9 @@ def refuse_pool(pool: Any) -> None:
 
 
 def ends_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, whose errors of kvelastic's end this process with status 1 and the message.
+    """Wrap a function: a kvelastic error in it ends this process with status 1 and the message.
 
-    SGLang catches exceptions of plugins, and of some of what is hooked, and would go on.
+    SGLang catches exceptions of plugins and of some hooked functions, and would continue.
     """
 
     @functools.wraps(function)
@@ -149,7 +149,7 @@ def ends_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except Exception as error:
             reason = EngineError(
                 f"kvelastic could not be loaded into SGLang: {type(error).__name__}: {error}."
-                " kvctl doctor looks for the reason; unset ENABLE_KVELASTIC to run SGLang without"
+                " Run kvctl doctor to find the reason; unset ENABLE_KVELASTIC to run SGLang without"
                 " kvelastic."
             )
             raise SystemExit(f"kvelastic: {reason}") from error
@@ -161,7 +161,7 @@ def _refuse(found: list[str]) -> None:
     if not found:
         return
     raise UnsupportedEngineError(
-        "kvelastic does not cover what this SGLang was started with:\n"
+        "kvelastic does not support these settings of SGLang:\n"
         + "\n".join(f"  - {line}" for line in found)
         + "\nUnset ENABLE_KVELASTIC to run this without kvelastic."
     )

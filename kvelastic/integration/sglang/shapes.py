@@ -1,4 +1,4 @@
-"""How SGLang describes a KV cache: by tokens, K and V apart, or only a latent one."""
+"""How SGLang describes a KV cache: by tokens, with separate K and V or one latent tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HYBRID_ADVICE: Final = "Use MHA for the attention layers and alloc_mamba_states 
 
 
 def accepted(attention_type: str) -> str:
-    """The shapes, for people."""
+    """Return the accepted shapes as text."""
     if attention_type == "MLA":
         return "(tokens, dim) or (tokens, 1, dim)"
     return "(tokens, heads, dim)"
 
 
 def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
-    """See `kvelastic.views.EngineShapes`. The last block may be asked for in part; it is whole."""
+    """Implements `kvelastic.views.EngineShapes.read`. A partial last block counts as whole."""
     is_latent = attention_type == "MLA"
     is_good = len(shape) == 2 or shape[1:-1] == (1,) if is_latent else len(shape) == 3
     if not is_good:

@@ -1,9 +1,9 @@
-"""Opens the tiers of a SGLang's pool. Imported only where `KVELASTIC_TIERS` names some.
+"""Opens the tiers of an SGLang pool. Imported only if `KVELASTIC_TIERS` is set.
 
-The namespace is everything that changes the bytes of a block of the same tokens. SGLang's hash of a
-block stands for its tokens and all before them, for a salt and an extra key. The contents of the
-weights' files are hashed in the background, and stores add them (`kvelastic.tiers.identified`).
-Where there are no files, the namespace is of this process alone: nothing is found again after it.
+The namespace is everything besides its tokens that changes a block's bytes. SGLang's block hash
+covers all tokens up to its end, a salt and an extra key. The contents of the weight files are
+hashed in the background, and stores add them (`kvelastic.tiers.identified`). Without files the
+namespace is unique to this process: no later process finds its records.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _RANDOM_WEIGHTS: Final = "dummy"
 
 
 def weight_files_of(arguments: Any) -> WeightFiles | None:
-    """The files that a SGLang with these arguments is about to load its weights from.
+    """Return the weight files that an SGLang with these arguments is about to load.
 
-    None where they come from elsewhere, or cannot be looked at, which is logged.
+    Returns None if the weights come from elsewhere or the files are unreadable, which is logged.
     """
     if arguments.load_format == _RANDOM_WEIGHTS:
         return None
@@ -38,11 +38,11 @@ def weight_files_of(arguments: Any) -> WeightFiles | None:
 def open_for(
     settings: Config, elastic: EnginePool, scheduler: Any, weights: WeightFiles | None
 ) -> PrefixLoads | None:
-    """The tiers that the settings name, behind this scheduler's radix cache; None: none is of use.
+    """Open the configured tiers for this scheduler's radix cache; return None if none is useful.
 
     `weights` are the files as they were before SGLang loaded them; they are hashed in the
-    background. Blocks while stores are opened. Raises what they raise, and
-    `UnsupportedEngineError` where there is no radix cache.
+    background. Blocks while stores open, and raises their errors. Raises `UnsupportedEngineError`
+    without a radix cache.
     """
     refuse_tiers(scheduler.tree_cache)
     layout = f"{elastic.layout.buffers} buffers of {elastic.layout.block_bytes} bytes a block"
@@ -62,9 +62,9 @@ def open_for(
 
 
 def namespace_of(arguments: Any, model: Any, layout: str, *, has_files: bool) -> Namespace:
-    """The namespace of a SGLang with these arguments, model and layout of a block.
+    """Return the namespace of an SGLang with these arguments, model and block layout.
 
-    `has_files`: the contents of the weights' files are added to it later.
+    `has_files`: the contents of the weight files are added later.
     """
     return Namespace(
         model=str(arguments.model_path),

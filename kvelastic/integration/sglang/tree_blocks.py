@@ -1,25 +1,25 @@
-"""Which blocks of the pool SGLang's radix cache holds, and whether they may be taken from it.
+"""Tracks which blocks of the pool SGLang's radix cache holds, and which the pool may evict.
 
-A node of the tree that no request has locked is *cached* in the pool, too: there it can be demoted,
-and taken for other instances or for a lower limit, by whole pages and the cheapest first. What the
-pool has taken leaves a *hole*, and the tree is cut there before anybody looks at it again.
+A tree node that no request has locked is *cached* in the pool too. The pool may demote it, or evict
+it for other instances or a lower limit, by whole pages, the cheapest first. Evicted blocks leave a
+*hole*; the tree is cut there before it is read again.
 
                unlocked            settle()
     in use  ------------> let go -----------> cached ------> hole   evicted by the pool: cut
        ^--- locked ---------'-------------------'  '-------> spare  evicted by the tree
        ^--- adopt(): its prompt came again ---------------------'
 
-A *spare* block is cached in the pool under its key and hangs in no tree: where tiers give blocks
-their keys, what the tree gives up stays until the pool needs room, and is copied before it goes.
-Without keys nobody could find it again, so it is free.
+A *spare* block is cached in the pool under its key but belongs to no tree node. With tiers, blocks
+have keys: a block that the tree evicts stays until the pool needs room, and is copied first.
+Without keys it could not be found again, so it becomes free.
 
     tree_blocks.unlocked(node); tree_blocks.settle()
     for node, first in tree_blocks.take_holes(changes): ...     # cut the tree there
     tree_blocks.end_holes()
 
-Nodes are anything hashable with `lock_ref == 0` as long as they are let go or cached; no node that
-is locked is below one that is not. Used by the scheduler's thread only, in a session of the pool
-but for `unlocked`. Imports no SGLang.
+Nodes may be of any hashable type. A node that is let go or cached has `lock_ref == 0`, and no
+locked node lies below an unlocked one. Used by the scheduler's thread only, in a session of the
+pool except for `unlocked`. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 class TreeBlocks(Generic[Node]):
-    """See the module."""
+    """The state of the radix cache's blocks."""
 
     def __init__(self, blocks: SchedulerBlocks, ids_of: Callable[[Node], list[int]]) -> None:
-        """`ids_of` answers the blocks of a node, in the order of their tokens."""
+        """`ids_of` returns the blocks of a node in token order."""
         self._blocks = blocks
         self._ids_of = ids_of
         self.keys_of: Callable[[Node], bytes] | None = None
-        """The keys of a node's blocks, 16 bytes each; None: blocks have no keys."""
+        """Returns the keys of a node's blocks, 16 bytes each; None: blocks have no keys."""
         self._let_go: dict[Node, None] = {}
-        """In the order in which they were unlocked, of one path the lowest first."""
+        """In the order in which they were unlocked; within a path, descendants first."""
         self._cached: dict[Node, list[int]] = {}
         self._node_of: dict[int, Node] = {}
-        """Of every block that is cached for the tree."""
+        """Nodes by block, for every block that is cached for the tree."""
         self._gone: set[int] = set()
-        """Evicted by the pool, and in the tree until it is cut."""
+        """Blocks evicted by the pool, until the tree is cut."""
         self._spare: dict[bytes, int] = {}
         self._spare_key: dict[int, bytes] = {}
 
@@ -59,18 +59,18 @@ class TreeBlocks(Generic[Node]):
         return len(self._node_of)
 
     def is_cached(self, node: Node) -> bool:
-        """Whether the pool may take its blocks."""
+        """Return True if the pool may evict the node's blocks."""
         return node in self._cached
 
     # --- what requests do ----------------------------------------------------------------------
 
     def unlocked(self, node: Node) -> None:
-        """No request needs it any more."""
+        """No request uses the node now."""
         if node not in self._cached:
             self._let_go[node] = None
 
     def locked(self, node: Node) -> None:
-        """A request needs it: its blocks stay. Pre: the tree has no holes."""
+        """A request uses the node: its blocks stay. The tree must have no holes."""
         if node in self._let_go:
             del self._let_go[node]
         elif node in self._cached:
@@ -79,7 +79,7 @@ class TreeBlocks(Generic[Node]):
             self._drop(node)
 
     def split(self, upper: Node, lower: Node, blocks: int) -> None:
-        """The first `blocks` blocks of `lower` are those of a new node above it."""
+        """The first `blocks` blocks of `lower` move to `upper`, a new node above it."""
         if lower in self._let_go:
             self._let_go[upper] = None
         elif lower in self._cached:
@@ -92,7 +92,7 @@ class TreeBlocks(Generic[Node]):
     # --- what the tree and the pool do ---------------------------------------------------------
 
     def settle(self) -> None:
-        """Cache what was let go, ends of prompts to be evicted before their beginnings."""
+        """Cache unlocked nodes; ends of prompts will be evicted before their beginnings."""
         if not self._let_go:
             return
         nodes = list(self._let_go)
@@ -112,7 +112,7 @@ class TreeBlocks(Generic[Node]):
         self._let_go.clear()
 
     def evicted(self, node: Node) -> None:
-        """The tree gives a node up that nobody has locked."""
+        """The tree evicts an unlocked node."""
         keys = None if self.keys_of is None else _keys(self.keys_of(node))
         if node in self._cached:
             ids = self._cached[node]
@@ -138,7 +138,7 @@ class TreeBlocks(Generic[Node]):
         self._blocks.drop(doubles)
 
     def adopt(self, keys: bytes) -> list[int]:
-        """The spare blocks of the leading keys, which are in use by the caller now."""
+        """Take the spare blocks of the leading keys; the caller uses them from now on."""
         ids = []
         for key in _keys(keys):
             if key not in self._spare:
@@ -151,7 +151,7 @@ class TreeBlocks(Generic[Node]):
         return ids
 
     def take_holes(self, changes: Changes) -> list[tuple[Node, int]]:
-        """Nodes of which the pool has taken blocks, and the first block that is gone of each."""
+        """Return the nodes with evicted blocks, each with the index of its first evicted block."""
         holes: dict[Node, None] = {}
         for block, _ in changes:
             node = self._node_of.pop(block, None)
@@ -166,25 +166,25 @@ class TreeBlocks(Generic[Node]):
         ]
 
     def end_holes(self) -> None:
-        """The tree was cut wherever there was a hole."""
+        """The tree was cut at every hole."""
         self._gone.clear()
 
     def clear(self) -> None:
-        """The tree is empty: what the pool has of it is of nobody until it is cleared."""
+        """The tree is empty. The caller must clear the pool next."""
         for state in (self._let_go, self._cached, self._node_of, self._spare, self._spare_key):
             state.clear()
         self._gone.clear()
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if what is known of a block disagrees."""
+        """Raise `IntegrityError` if the records of a block disagree."""
         of_nodes = {block: node for node, ids in self._cached.items() for block in ids}
         if {block: of_nodes.get(block) for block in self._node_of} != self._node_of:
-            raise IntegrityError("a block of the radix cache is said to be of another node")
+            raise IntegrityError("a block of the radix cache is recorded for two nodes")
         missing = of_nodes.keys() - self._node_of.keys() - self._gone
         if missing or self._let_go.keys() & self._cached.keys():
             raise IntegrityError(
-                f"the radix cache has {len(missing)} cached blocks that are of no node, or a node"
-                " that is both let go and cached"
+                f"the radix cache has {len(missing)} cached blocks without a node, or a node that"
+                " is both unlocked and cached"
             )
         if (
             self._spare_key.keys() & self._node_of.keys()
