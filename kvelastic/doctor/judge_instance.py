@@ -343,9 +343,7 @@ def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
         failed = f"{tier.errors} call{'' if tier.errors == 1 else 's'} to it failed"
         if tier.state == "failing":
             what = f"{tier.tier} is failing: {tier.problem}. {failed}."
-            do = (
-                f"mend the medium of {tier.tier}; kvelastic tries it again within a minute"
-            )
+            do = f"mend the medium of {tier.tier}; kvelastic tries it again within a minute"
             yield line("tiers", what, do, state="problem")
         elif tier.state != "ok":
             what = f"{tier.tier} does not answer, and is not used until it does. {failed}."

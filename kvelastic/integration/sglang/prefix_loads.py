@@ -129,8 +129,8 @@ class PrefixLoads:
 
         At most `most` loads run: as many requests can run, and loading more would displace their
         blocks. The first request that lacks memory is served first: it is looked up again once
-        enough is available, and later requests after it. SGLang still sees it, because a chunk of it
-        may fit.
+        enough is available, and later requests after it. SGLang still sees it, because a chunk
+        of it may fit.
         """
         rids = {request.rid for request in queue}
         self._looked_up &= rids

@@ -117,9 +117,7 @@ class NoCopies(OffloadingWorker):  # type: ignore[misc]
         """Return at once: no job runs here."""
 
 
-_NOT_HERE = (
-    "a worker received a KV load or store job of the scheduler; please report this"
-)
+_NOT_HERE = "a worker received a KV load or store job of the scheduler; please report this"
 
 
 class TierSpec(OffloadingSpec):  # type: ignore[misc]
