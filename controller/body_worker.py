@@ -1,19 +1,21 @@
 """The process that reads and translates large bodies: `python -m kvelastic.controller.body_worker`.
 
-The controller starts it with one end of a socket pair as its standard input. A message is one call
-of a function of this module, with a body's file; the result, or the exception, goes back. The
-process ends when the controller does. It ignores signals that are meant for the controller (Ctrl-C,
-a service's stop), because requests that are still being drained need it.
+The controller starts it with one end of a socket pair as its standard input, sends it a body's
+file with a question, and gets an answer, one at a time. A translation goes into a second file that
+comes with the question. It ends when the controller does: signals
+that are meant for the controller (Ctrl-C, a service's stop) are not its end, or requests that are
+still being drained would lose it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import signal
 import socket
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from kvelastic.controller.model_field import (
     Form,
@@ -27,7 +29,49 @@ from kvelastic.controller.ollama_request import Call, Head, read, to_openai
 from kvelastic.controller.refusal import Refusal
 
 MESSAGE_BYTES: Final = 128 << 10
-"""Bound of a call and of its result: a name of `MAX_NAME_BYTES` fits."""
+"""Bound of a question and of an answer: a name of `MAX_NAME_BYTES` fits, escaped."""
+
+
+class FindModel(msgspec.Struct, tag=True):
+    """Which model does the body in the file name?"""
+
+    form: Form
+    boundary: bytes
+    """Of a multipart form; else empty."""
+
+
+class ToOpenAI(msgspec.Struct, tag=True):
+    """Make the request of Ollama's API in the file one of OpenAI's."""
+
+    call: Call
+    name: str
+    engine: str
+
+
+class FromOpenAI(msgspec.Struct, tag=True):
+    """Make the answer of OpenAI's API in the file one of Ollama's."""
+
+    call: Call
+    model: str
+    times: Times
+    created_at: str
+
+
+Question = FindModel | ToOpenAI | FromOpenAI
+
+
+class Answer(msgspec.Struct):
+    """What was found or made, or why the body is refused (`status` and what follows)."""
+
+    field: ModelField | None = None
+    """Of `FindModel`: where the name stands; None: there is none."""
+    head: Head | None = None
+    path: str = ""
+    """Of `ToOpenAI`; nothing is made of a request that is for loading only."""
+    status: int = 0
+    code: str = ""
+    message: str = ""
+    param: str | None = None
 
 
 def find_model(body: bytes | mmap.mmap, form: Form, boundary: bytes) -> ModelField | None:
@@ -39,30 +83,8 @@ def find_model(body: bytes | mmap.mmap, form: Form, boundary: bytes) -> ModelFie
     return find_in_multipart(body, boundary)
 
 
-def request_to_openai(
-    body: mmap.mmap, into: int, call: Call, name: str, engine: str
-) -> tuple[Head, str]:
-    """Write a request of Ollama's API as one of OpenAI's; returns what remains, and the path.
-
-    A request that only loads a model writes nothing and has no path. Raises `Refusal` (400, 413).
-    """
-    asked = read(call, bytes(body))
-    if asked.is_load:
-        return asked.head, ""
-    path, made = to_openai(asked, name, engine)
-    _write(into, made)
-    return asked.head, path
-
-
-def answer_from_openai(
-    body: mmap.mmap, into: int, call: Call, model: str, times: Times, created_at: str
-) -> None:
-    """Write an answer of OpenAI's API as one of Ollama's. Raises `BadAnswerError`."""
-    _write(into, whole(call, model, bytes(body), times, created_at))
-
-
 def main() -> None:
-    """Serve calls until the other end is closed."""
+    """Answer until the other end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=0) as controller:
@@ -71,29 +93,48 @@ def main() -> None:
             if not message:
                 return
             try:
-                result = _call(message, files)
+                answer = _answer(message, files)
             finally:
                 for file in files:
                     os.close(file)
             try:
-                controller.send(pickle.dumps(result))
+                controller.send(msgspec.msgpack.encode(answer))
             except BrokenPipeError:
                 return
 
 
-def _call(message: bytes, files: list[int]) -> Any:
-    function, arguments = pickle.loads(message)
+def _answer(message: bytes, files: list[int]) -> Answer:
+    question = msgspec.msgpack.decode(message, type=Question)
     with mmap.mmap(files[0], 0, prot=mmap.PROT_READ) as body:
         try:
-            return function(body, *files[1:], *arguments)
-        except (Refusal, BadAnswerError) as error:
-            return error
+            if isinstance(question, FindModel):
+                return Answer(find_model(body, question.form, question.boundary))
+            return _translate(question, bytes(body), files[1])
+        except Refusal as refusal:
+            return Answer(
+                status=refusal.status,
+                code=refusal.code,
+                message=refusal.message,
+                param=refusal.param,
+            )
+        except BadAnswerError as error:
+            return Answer(status=502, code="engine_failed", message=str(error))
 
 
-def _write(file: int, data: bytes) -> None:
-    rest = memoryview(data)
+def _translate(question: ToOpenAI | FromOpenAI, body: bytes, into: int) -> Answer:
+    if isinstance(question, FromOpenAI):
+        answer = Answer()
+        made = whole(question.call, question.model, body, question.times, question.created_at)
+    else:
+        asked = read(question.call, body)
+        answer = Answer(head=asked.head)
+        if asked.is_load:
+            return answer
+        answer.path, made = to_openai(asked, question.name, question.engine)
+    rest = memoryview(made)
     while rest:
-        rest = rest[os.write(file, rest) :]
+        rest = rest[os.write(into, rest) :]
+    return answer
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ async def find_name(
         if data is not None and len(data) <= _READ_HERE_BYTES.get(form, len(data)):
             field = find_model(data, form, boundary)
         else:
-            field = await reader.call(find_model, [body.to_file()], form, boundary)
+            field = await reader.find_model(body.to_file(), form, boundary)
     if field is None:
         return name_in_query(query)
     return Named(_given(field), form)

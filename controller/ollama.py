@@ -24,7 +24,7 @@ import msgspec
 
 from kvelastic import __version__
 from kvelastic.controller import instance_memory, ollama_models
-from kvelastic.controller.body_worker import answer_from_openai, find_model, request_to_openai
+from kvelastic.controller.body_worker import FromOpenAI, ToOpenAI
 from kvelastic.controller.forward import ASKED_PATH, NAMED_MODEL, READ_BODY
 from kvelastic.controller.gate import State, Ticket
 from kvelastic.controller.headers import Headers, find
@@ -190,15 +190,15 @@ class OllamaApi:
                 made.append(text)
             return model, asked.head, path
         reader = self._front.forwarder.reader
-        field = await reader.call(find_model, [body.to_file()], Form.JSON, b"")
+        field = await reader.find_model(body.to_file(), Form.JSON, b"")
         if field is None or not field.name:
             raise Refusal(400, "model_missing", "model is required", param="model")
         model = self._need(field.name)
-        files = [body.to_file(), made.to_file()]
-        name, engine = model.settings.upstream_name, model.settings.engine
-        head, path = await reader.call(request_to_openai, files, call, name, engine)
+        question = ToOpenAI(call, model.settings.upstream_name, model.settings.engine)
+        answer = await reader.translate(question, body.to_file(), made.to_file())
+        assert answer.head is not None
         made.take_written()
-        return model, head, path
+        return model, answer.head, answer.path
 
     async def _load(self, receive: Receive, model: ServedModel, asked: Head) -> None:
         """Have it awake, or asleep if nobody uses it. Raises `Refusal`, `ClientGoneError`."""
@@ -343,9 +343,9 @@ class _Answer:
         elif data is not None and len(data) <= HERE_BYTES:
             self._made.append(whole(call, model, data, self._times(), timestamp(_now())))
         else:
-            files = [self._data.to_file(), self._made.to_file()]
-            arguments = (call, model, self._times(), timestamp(_now()))
-            await self._reader.call(answer_from_openai, files, *arguments)
+            question = FromOpenAI(call, model, self._times(), timestamp(_now()))
+            into = self._made.to_file()
+            await self._reader.translate(question, self._data.to_file(), into)
             self._made.take_written()
         self._data.release()
 
