@@ -13,20 +13,21 @@ namespace kvelastic {
 
 /// The stable codes of kvelastic/errors.py that native code returns.
 enum class Errc : std::uint8_t {
-  kInvalidArgument,  ///< a value that is never accepted; the message names it and the accepted values
-  kOutOfMemory,      ///< the device (or the machine) has no memory for another page
-  kMapping,          ///< the driver refused a map, an unmap or a reservation
-  kPoolFailed,       ///< a rollback failed: the pool refuses further work, the process continues
-  kPoolExhausted,    ///< not enough blocks are available
-  kDoubleFree,       ///< the freed block is not in use
-  kUnknownBlock,     ///< an id that this layout never uses
-  kNotRegistered,    ///< memory that is not registered for peers
-  kNullBlock,        ///< block 0 is neither handed out nor freed
-  kChannelTimeout,   ///< no acknowledgement before the deadline
-  kChannelClosed,    ///< the other end of a ring has ended
-  kSegment,          ///< the system refuses a shared file or a lock on it
-  kSegmentFormat,    ///< the bytes are not a segment of this version
-  kStreamsUnknown,   ///< a GPU's driver does not know which streams use its pages
+  kInvalidArgument,    ///< a value that is never accepted; the message names it and the accepted
+                       ///< values
+  kOutOfMemory,        ///< the device (or the machine) has no memory for another page
+  kMapping,            ///< the driver refused a map, an unmap or a reservation
+  kPoolFailed,         ///< a rollback failed: the pool refuses further work, the process continues
+  kPoolExhausted,      ///< not enough blocks are available
+  kDoubleFree,         ///< the freed block is not in use
+  kUnknownBlock,       ///< an id that this layout never uses
+  kNotRegistered,      ///< memory that is not registered for peers
+  kNullBlock,          ///< block 0 is neither handed out nor freed
+  kChannelTimeout,     ///< no acknowledgement before the deadline
+  kChannelClosed,      ///< the other end of a ring has ended
+  kSegment,            ///< the system refuses a shared file or a lock on it
+  kSegmentFormat,      ///< the bytes are not a segment of this version
+  kStreamsUnknown,     ///< a GPU's driver does not know which streams use its pages
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
   kGuarantee,          ///< the guarantees exceed the device's capacity
   kReserve,            ///< other instances have not released the memory to be reserved
