@@ -95,15 +95,32 @@ class EngineCalls:
         None: it could not be asked, for this process has no file descriptor left.
         """
         try:
-            async with self._session.get(
-                address + path,
-                headers=_headers(api_key),
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as response:
-                return response.status == 200
+            return await self._status(address + path, api_key, timeout_s) == 200
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
             return None if is_out_of_descriptors(error) else False
+
+    async def health_status(
+        self, address: str, path: str, api_key: str | None, timeout_s: float
+    ) -> int | None:
+        """The status that one engine's health route returns; 0 if it takes no connection.
+
+        None: it did not return one in time, or could not be asked.
+        """
+        try:
+            return await self._status(address + path, api_key, timeout_s)
+        except asyncio.TimeoutError:
+            return None
+        except (aiohttp.ClientError, ValueError) as error:
+            return None if is_out_of_descriptors(error) else 0
+
+    async def _status(self, url: str, api_key: str | None, timeout_s: float) -> int:
+        async with self._session.get(
+            url,
+            headers=_headers(api_key),
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            return response.status
 
     async def _post(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
         try:

@@ -54,6 +54,9 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
     │   ├── EngineCallError                 ENGINE_CALL
     │   └── PortTakenError                  PORT_TAKEN
+    ├── ClusterError                        CLUSTER              [RuntimeError]
+    │   ├── ClusterConfigError              CLUSTER_CONFIG       [ValueError]
+    │   └── ReplicaLostError                REPLICA_LOST
     ├── TerminalError                       TERMINAL
     └── IntegrityError                      INTEGRITY            [RuntimeError]
 
@@ -395,6 +398,24 @@ class PortTakenError(ControllerError):
     """The port of an engine that is to be launched has another listener; the message names it."""
 
     code = "PORT_TAKEN"
+
+
+class ClusterError(KvelasticError, RuntimeError):
+    """A deployment of Ray Serve cannot do what was asked."""
+
+    code = "CLUSTER"
+
+
+class ClusterConfigError(ClusterError, ValueError):
+    """The configuration of a Serve application is wrong; the message names every key at fault."""
+
+    code = "CLUSTER_CONFIG"
+
+
+class ReplicaLostError(ClusterError):
+    """A replica, or its host, ended or went out of reach while it had a request."""
+
+    code = "REPLICA_LOST"
 
 
 class TerminalError(KvelasticError):

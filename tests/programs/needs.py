@@ -85,11 +85,21 @@ sglang = _need(
     SGLANG_PYTHON.parents[1].joinpath("installed").is_file(),
     "SGLang is not in .venv-sglang: scripts/setup",
 )
+RAY_PYTHON = Path(sys.prefix).with_name(".venv-ray") / "bin" / "python"
+"""Where scripts/setup --ray puts Ray: beside the packages of .venv, which it sees."""
+ray = _need(
+    RAY_PYTHON.parents[1].joinpath("installed").is_file(),
+    "Ray is not in .venv-ray: scripts/setup --ray",
+)
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")
 native_build = _need(find_native_build() is not None, "no build of the module: scripts/setup")
 openssl = _need(shutil.which("openssl") is not None, "no openssl: apt-get install openssl")
+hosts = _need(
+    os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "ip"))),
+    "only root can make hosts of namespaces, with iproute2 and util-linux",
+)
 root = _need(os.geteuid() == 0, "only root can give a file away")
 cuda_h = _need(
     find_cuda_include() is not None,

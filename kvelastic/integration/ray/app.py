@@ -1,0 +1,72 @@
+"""Builds the Serve application: one deployment for each model, and the front before them.
+
+serve.run(build({"models": [{"name": "chat", "command": [...]}]}), name="kvelastic")
+# in Serve's file:   import_path: kvelastic.integration.ray.app:build    and   args: {models: ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from kvelastic.integration.ray.engine import KvEngine
+from kvelastic.integration.ray.front import KvFront
+from kvelastic.integration.ray.router import KvRouter
+from kvelastic.integration.ray.settings import RESOURCE, ClusterModel, ClusterSettings, parse
+
+_FRONT_REQUESTS = 10_000
+_LET_GO_S = 5.0
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """Turn a configuration (docs/cluster.md) into an application.
+
+    Raises `ClusterConfigError`. Starts nothing.
+    """
+    settings = parse(args)
+    models = {
+        model.name: _engine_of(settings, model).bind(settings, model.name)
+        for model in settings.models
+    }
+    front = settings.front
+    deployment = serve.deployment(
+        KvFront,
+        num_replicas=front.replicas,
+        max_replicas_per_node=front.replicas_per_node,
+        max_ongoing_requests=_FRONT_REQUESTS,
+        health_check_period_s=settings.health.period,
+        health_check_timeout_s=settings.health.timeout,
+        ray_actor_options={"num_cpus": front.num_cpus, "resources": front.resources},
+    )
+    return deployment.bind(settings, models)
+
+
+def _engine_of(settings: ClusterSettings, model: ClusterModel) -> serve.Deployment:
+    resources = dict(model.resources)
+    if model.placed_mib:
+        resources[RESOURCE] = float(model.placed_mib)
+    return serve.deployment(
+        KvEngine,
+        name=f"KvEngine:{model.name}".replace("/", "_").replace("#", "_"),
+        num_replicas=model.replicas,
+        max_replicas_per_node=model.replicas_per_node,
+        max_ongoing_requests=model.most_requests,
+        health_check_period_s=settings.health.period,
+        health_check_timeout_s=settings.health.timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=model.stop_timeout + _LET_GO_S,
+        ray_actor_options={
+            "num_cpus": model.num_cpus,
+            "num_gpus": model.num_gpus,
+            "resources": resources,
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class=KvRouter,
+            request_routing_stats_period_s=settings.report_every,
+            request_routing_stats_timeout_s=max(5.0, settings.report_every),
+        ),
+    )

@@ -1,0 +1,190 @@
+"""Ray Serve's seam: the deployment that clients speak to, for all models of an application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvelastic.controller.body_reader import BodyReader
+from kvelastic.controller.engine_paths import is_anthropic, is_crooked
+from kvelastic.controller.headers import Headers, find
+from kvelastic.controller.keys import Keys
+from kvelastic.controller.model_name import find_name
+from kvelastic.controller.origins import Origins
+from kvelastic.controller.refusal import Refusal, unknown_model
+from kvelastic.controller.request_body import BodyBudget, ClientGoneError, read_body
+from kvelastic.errors import ReplicaLostError
+from kvelastic.integration.ray.dispatch import dispatch
+from kvelastic.integration.ray.messages import Cut, EngineRequest, Head, Unserved
+from kvelastic.integration.ray.prompt_prefix import prefix_of
+from kvelastic.integration.ray.settings import ClusterSettings
+
+_log = logging.getLogger("kvelastic.ray")
+
+REPLICA_HEADER: Final = b"x-kvelastic-replica"
+TRIED_HEADER: Final = b"x-kvelastic-tried"
+_FOR_THE_FRONT: Final = frozenset(
+    (b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"x-api-key")
+)
+"""Headers of a client that say who asks; its replica serves whatever the front sends."""
+REPLICAS: Final = "/kvelastic/replicas"
+_REPORT_S: Final = 5.0
+_SLEEP_S: Final = 180.0
+"""Beyond what an engine may take to sleep or wake, which the replica decides."""
+_CLIENT_GONE: Final = 499
+
+
+class KvFront:
+    """Reads the model's name in a request, and has one of that model's replicas serve it."""
+
+    def __init__(self, settings: ClusterSettings, models: Mapping[str, Any]) -> None:
+        """`models` are the handles of the models' deployments, by name."""
+        server = settings.front.server
+        self._settings = settings
+        self._server = server
+        self._handles = models
+        self._models = {name: handle.options(stream=True) for name, handle in models.items()}
+        self._origins = Origins(server)
+        self._keys = Keys(settings.auth, self._origins)
+        self._budget = BodyBudget(server.max_buffered)
+        self._reader = BodyReader()
+        self._began_s = int(time.time())
+
+    async def __call__(self, request: Request) -> Response:
+        """Serve one request of a client."""
+        scope = request.scope
+        headers: Headers = scope["headers"]
+        preflight = self._origins.preflight(scope) if self._origins.allows_any else None
+        if preflight is not None:
+            return _response(b"", 204, [*preflight, *self._origins.cors(headers)])
+        try:
+            response = await self._serve(request, scope["path"], headers)
+        except Refusal as refusal:
+            is_theirs = is_anthropic(scope["path"])
+            body = refusal.anthropic_body(None) if is_theirs else refusal.body()
+            response = _response(body, refusal.status, refusal.headers())
+        except ClientGoneError:
+            response = Response(status_code=_CLIENT_GONE)  # nobody reads it
+        response.raw_headers += self._origins.cors(headers)
+        return response
+
+    async def _serve(self, request: Request, path: str, headers: Headers) -> Response:
+        if path == "/health":
+            return Response()
+        self._keys.check_api(headers)
+        if path == "/v1/models" and request.method in {"GET", "HEAD"}:
+            return JSONResponse({"object": "list", "data": [self._card(m) for m in self._models]})
+        if path == REPLICAS and request.method == "GET":
+            return JSONResponse({"replicas": await self._at_all(_REPORT_S, "report")})
+        if path.startswith(REPLICAS + "/") and request.method == "POST":
+            self._keys.check_admin(headers)
+            return await self._sleep_or_wake(*path.removeprefix(REPLICAS + "/").partition("/")[::2])
+        if path not in self._keys.model_paths or is_crooked(path):
+            raise Refusal(
+                404, "not_found", f"There is no {path[:200]} here: docs/cluster.md has the paths."
+            )
+        return await self._infer(request, path, headers)
+
+    async def _infer(self, request: Request, path: str, headers: Headers) -> Response:
+        query: bytes = request.scope["query_string"]
+        body = await read_body(
+            request.receive,
+            find(headers, b"content-length"),
+            self._server.max_body,
+            self._server.body_timeout,
+            self._budget,
+        )
+        try:
+            content_type = find(headers, b"content-type")
+            name = (await find_name(body, content_type, query, self._reader)).name
+            handle = self._models.get(name)
+            if handle is None:
+                raise unknown_model(name)
+            data = b"".join(body.pieces())
+            wanted = EngineRequest(
+                request.method,
+                path,
+                query,
+                [header for header in headers if header[0] not in _FOR_THE_FRONT],
+                data,
+                prefix_of(data),
+            )
+            answer = await dispatch(
+                lambda sent: _RayStream(handle.forward.remote(sent)),
+                wanted,
+                retry_for_s=self._settings.front.retry_for,
+            )
+        finally:
+            body.release()
+        response = StreamingResponse(answer.pieces(), answer.head.status)
+        response.raw_headers = [
+            *answer.head.headers,
+            (REPLICA_HEADER, answer.head.replica.encode()),
+            (TRIED_HEADER, b"%d" % answer.tried),
+        ]
+        return response
+
+    async def _sleep_or_wake(self, replica: str, action: str) -> Response:
+        if action not in {"sleep", "wake"}:
+            raise Refusal(404, "not_found", "Of a replica there are sleep and wake.")
+        found = await self._at_all(_SLEEP_S, "set_asleep", replica, action == "sleep")
+        if not found:
+            raise Refusal(404, "replica_not_found", f"No replica {replica[:64]!r} runs here.")
+        if "error" in found[0]:
+            raise Refusal(409, f"{action}_refused", found[0]["error"])
+        return JSONResponse(found[0])
+
+    async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """What all replicas of all models return, without models that do not answer in time."""
+        calls = [
+            handle.broadcast(method, *arguments).results_async(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+            for handle in self._handles.values()
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        each = [one for some in found if isinstance(some, list) for one in some]
+        return [one for one in each if isinstance(one, dict)]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvelastic"}
+
+    def __del__(self) -> None:
+        """Called by Ray when the replica ends in order."""
+        self._reader.stop()
+
+
+class _RayStream:
+    """`dispatch.ReplicaStream` over the generator that Ray's handle returns."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    async def __aiter__(self) -> AsyncIterator[Head | bytes | Unserved | Cut]:
+        try:
+            async for part in self._generator:
+                yield part
+        except RayTaskError:
+            _log.exception("a replica failed to serve a request")
+            raise Refusal(
+                500, "internal_error", "The replica failed; its log says where."
+            ) from None
+        except (RayError, RayServeException) as error:
+            raise ReplicaLostError(f"its replica was lost ({type(error).__name__})") from None
+
+    def cancel(self) -> None:
+        self._generator.cancel()
+
+
+def _response(body: bytes, status: int, headers: Headers) -> Response:
+    response = Response(body, status)
+    response.raw_headers = [*headers, (b"content-length", b"%d" % len(body))]
+    return response

@@ -1,0 +1,105 @@
+"""Runs an engine for a replica, and ends it when the replica's process has ended.
+
+    python -m kvelastic.integration.ray.launcher PARENT_PID COMMAND [ARGUMENT ...]
+
+A replica starts this program and not the engine, for two reasons. A replica that is killed cannot
+end its engine; this program waits for the end of its parent. And nothing of Python may run between
+fork and exec in a Ray process (gRPC's threads hold locks), while here it may.
+
+    parent has ended         ->  SIGTERM to the engine, then the rest of the process group ends
+    SIGTERM                  ->  SIGTERM to the engine; the parent ends the rest
+    the engine has ended     ->  this program ends with the engine's exit code
+    this program is killed   ->  the kernel sends the engine SIGTERM
+
+The engine gets the environment without Ray's own variables: an engine that uses Ray would join the
+replica's job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+END_S: Final = 15.0
+"""How long an engine may take to end after its replica."""
+_REST_S: Final = 3.0
+"""How long an engine's helpers have afterwards: they remove its shared memory."""
+_LOOK_EVERY_S: Final = 0.05
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_SIGNAL_CODE: Final = 128
+"""A shell's exit code for a program that a signal ended, without the signal's number."""
+
+
+def main(parent: int, command: list[str]) -> int:
+    """Run the command until it or the parent has ended; returns its exit code."""
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    replica = os.pidfd_open(parent)
+    if os.getppid() != parent:  # it ended before this program could look
+        return 1
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    try:
+        engine = subprocess.Popen(
+            command,
+            env=environment,
+            preexec_fn=_end_with_launcher,  # noqa: PLW1509 - this program has one thread
+        )
+    except OSError as error:
+        print(f"{command[0]!r} cannot be run: {error.strerror}", file=sys.stderr)
+        return _SIGNAL_CODE - 1
+    ended = os.pidfd_open(engine.pid)
+    waiting = select.poll()
+    for fd in (replica, signals, ended):
+        waiting.register(fd, select.POLLIN)
+    events = {fd for fd, _ in waiting.poll()}
+    if ended not in events:
+        engine.terminate()
+        if replica not in events:
+            waiting.unregister(signals)
+            events = {fd for fd, _ in waiting.poll()}
+    if replica in events:
+        with suppress(subprocess.TimeoutExpired):
+            engine.wait(END_S)
+        _end_group()
+    code = engine.wait()
+    return code if code >= 0 else _SIGNAL_CODE - code
+
+
+def _end_with_launcher() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end_group() -> None:
+    """End all of this process's group, itself included, where it leads one."""
+    if os.getpgrp() != os.getpid():
+        return
+    os.killpg(0, signal.SIGTERM)
+    end_s = time.monotonic() + _REST_S
+    while _others_run() and time.monotonic() < end_s:
+        time.sleep(_LOOK_EVERY_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _others_run() -> bool:
+    mine = os.getpid()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = stat.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(group) == mine and int(stat.parent.name) != mine and state not in {b"Z", b"X"}:
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

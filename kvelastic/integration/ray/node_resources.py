@@ -1,0 +1,56 @@
+"""What a node brings to the cluster, for `ray start`:
+
+    R=$(python -m kvelastic.integration.ray.node_resources)
+    ray start --address=HEAD:6379 --resources="$R"
+
+Ray's resources do not change while a node runs, so this is the capacity of the node's ledgers, not
+what is free in them: of all GPUs, or of the host where there is none. Ledgers that exist already
+count with their own capacity.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final
+
+from kvelastic import config, devices, ledger
+from kvelastic.devices import DeviceFacts
+from kvelastic.errors import KvelasticError
+from kvelastic.integration.ray.settings import RESOURCE
+from kvelastic.ledger_facts import LedgerInfo
+
+_MIB: Final = 1 << 20
+
+
+def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], group: str) -> int:
+    """What instances of a group can hold on these devices together."""
+    shared = {
+        devices.device_key(info.device): info.capacity_bytes
+        for info in ledgers
+        if info.status == "readable" and info.group == group
+    }
+    gpus = [device for device in found if device.kind != "host" and device.total_bytes]
+    parents = {device.parent for device in gpus}
+    used = [gpu for gpu in gpus if gpu.uuid not in parents] or list(found)
+    return sum(
+        shared.get(device.key) or device.capacity_bytes or device.total_bytes or 0
+        for device in used
+    )
+
+
+def main() -> int:
+    """Print them as JSON; returns the exit code."""
+    try:
+        settings = config.load()
+        found = devices.list_devices(settings)
+        capacity = capacity_bytes(found.devices, ledger.list_ledgers(), settings.ledger)
+    except KvelasticError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({RESOURCE: capacity // _MIB}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Which replica gets a request: pure functions over what replicas report.
+
+for rank in ranks(standings): ...       # the best first; within a rank the shortest queue wins
+
+awake, with room, most of the prompt cached    rank 1, if its queue is not much longer
+awake, with room                               rank 2
+awake, memory is short                         rank 3
+waking or starting, then asleep                a rank each: of several, one is woken
+failed, or already tried by this request       last
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvelastic.controller.gate import State
+
+QUEUE_SLACK: Final = 4
+"""A prefix hit is worth waiting for so many more requests than the shortest queue has."""
+_ROOM_PART: Final = 0.5
+"""A replica has room if it has this part of the roomiest one's."""
+MOST_NAMES: Final = 8192
+"""Of prefixes remembered for one replica."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One replica, as it reported itself last, and as one request sees it."""
+
+    replica: str
+    state: State = State.STARTING
+    is_memory_asleep: bool = False
+    """Its instance sleeps, whatever its engine does."""
+    room_bytes: int = 0
+    """What it could still get for requests, of its own limit and of its devices."""
+    queue: int = 0
+    """Requests that run there or wait there."""
+    hits: int = 0
+    """Pieces of this request's prompt that the replica has seen."""
+    is_tried: bool = False
+    """It did not serve this request."""
+
+    @classmethod
+    def of(
+        cls,
+        replica: str,
+        report: Mapping[str, Any],
+        hits: int = 0,
+        is_tried: bool = False,
+        is_asleep: bool = False,
+    ) -> Standing:
+        """From `report`: what `EngineReplica.report` returned; empty before the first one.
+
+        `is_asleep`: it has said so to this request, after the report.
+        """
+        state = State(report.get("state", State.STARTING))
+        return cls(
+            replica,
+            State.ASLEEP if is_asleep and state is State.AWAKE else state,
+            bool(report.get("memory_asleep")),
+            int(report.get("room_bytes", 0)),
+            int(report.get("queue", 0)),
+            hits,
+            is_tried,
+        )
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether a request would run at once."""
+        return self.state is State.AWAKE and not self.is_memory_asleep
+
+
+def ranks(standings: Sequence[Standing]) -> list[list[str]]:
+    """The replicas' names, each once. Empty ranks are left out."""
+    usable = [s for s in standings if not s.is_tried and s.state is not State.DOWN]
+    awake = [s for s in usable if s.is_awake]
+    most_bytes = max((s.room_bytes for s in awake), default=0)
+    roomy = [s for s in awake if s.room_bytes > 0 and s.room_bytes >= most_bytes * _ROOM_PART]
+    shortest = min((s.queue for s in roomy), default=0)
+    near = [s for s in roomy if s.hits and s.queue <= shortest + QUEUE_SLACK]
+    best_hits = max((s.hits for s in near), default=0)
+    sleepers = sorted((s for s in usable if not s.is_awake), key=_order_of_sleepers)
+    found = [
+        [s for s in near if s.hits == best_hits],
+        roomy,
+        awake,
+        *([s] for s in sleepers),
+        [s for s in standings if s.is_tried and s.state is not State.DOWN],
+        list(standings),
+    ]
+    seen: set[str] = set()
+    ordered = []
+    for rank in found:
+        names = [s.replica for s in rank if s.replica not in seen]
+        seen.update(names)
+        if names:
+            ordered.append(names)
+    return ordered
+
+
+def _order_of_sleepers(standing: Standing) -> tuple[bool, bool, int, str]:
+    """All requests agree on the sleeper to wake. One that an operator put to sleep comes last."""
+    is_coming = standing.state in {State.WAKING, State.STARTING}
+    return standing.is_memory_asleep, not is_coming, -standing.room_bytes, standing.replica
+
+
+class SeenPrefixes:
+    """Which prefixes were sent to which replica. Bounded; used by one loop only."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, OrderedDict[bytes, None]] = {}
+
+    def hits(self, replica: str, prefix: Sequence[bytes]) -> int:
+        """How many of the prefix's names, from its beginning, the replica has seen."""
+        names = self._names.get(replica) or OrderedDict()
+        for count, name in enumerate(prefix):
+            if name not in names:
+                return count
+        return len(prefix)
+
+    def add(self, replica: str, prefix: Iterable[bytes]) -> None:
+        """A request with this prefix goes to the replica."""
+        names = self._names.setdefault(replica, OrderedDict())
+        for name in prefix:
+            names[name] = None
+            names.move_to_end(name)
+        while len(names) > MOST_NAMES:
+            names.popitem(last=False)
+
+    def keep_only(self, replicas: Iterable[str]) -> None:
+        """Forget all others: their memory is gone."""
+        kept = set(replicas)
+        for replica in [name for name in self._names if name not in kept]:
+            del self._names[replica]

@@ -1,0 +1,275 @@
+"""One engine behind one replica: the controller of a single model, without its HTTP server.
+
+    replica = EngineReplica(settings, "chat", "abc12")
+    await replica.start()                          # returns when the engine is ready
+    async for part in replica.serve(request): ...  # Unserved; or Head, bytes, ..., perhaps Cut
+    replica.problem                                # None: the engine works
+    await replica.stop()
+
+Gate, sleep, memory and launch are the controller's `Front` and `EngineProcess`. This module gives
+them the requests, and decides two things that the controller leaves to its clients: an answer has
+begun with its first piece of body, and an engine that reports its core's death has failed although
+its server still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+from kvelastic import ledger
+from kvelastic.controller.application import make_application
+from kvelastic.controller.front import Front
+from kvelastic.controller.gate import State
+from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.open_files import OpenFiles
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.request_log import RequestLog
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.errors import ClusterError
+from kvelastic.integration.ray.asgi_exchange import AsgiExchange
+from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
+from kvelastic.integration.ray.node_room import room_bytes
+from kvelastic.integration.ray.settings import ClusterSettings
+
+_log = logging.getLogger("kvelastic.ray")
+
+LOOK_EVERY_S: Final = 0.5
+_ANSWER_S: Final = 2.0
+FAILURES: Final = 2
+"""So many answers in a row that it cannot serve: the engine has failed."""
+SILENCES: Final = 10
+"""So many looks in a row without an answer: the engine has failed. A busy one may miss some."""
+_LOG_LINES: Final = 15
+_RETRIED: Final = frozenset(
+    (
+        "engine_failed",
+        "engine_unreachable",
+        "model_asleep",
+        "model_down",
+        "model_removed",
+        "queue_full",
+        "queue_timeout",
+        "shutting_down",
+        "wake_failed",
+    )
+)
+"""Codes of the controller's refusals with which another replica may do better."""
+_LARGEST_REFUSAL: Final = 4096
+_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class EngineReplica:
+    """See the module. Made in the loop that serves, and used there only; `report` in any thread."""
+
+    def __init__(self, settings: ClusterSettings, name: str, replica: str) -> None:
+        """`replica` is Ray's name of it, unique in the cluster."""
+        self.name = name
+        self.replica = replica
+        self.instance = instance_name(name, replica)
+        self.problem: str | None = None
+        """Why the engine cannot serve any more; stays once it is set."""
+        self._settings = settings
+        self._closing = ExitStack()
+        self._front: Front | None = None
+        self._model: ServedModel | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> ServedModel:
+        """The model as its controller has it."""
+        assert self._model is not None, "start() comes first"
+        return self._model
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready. Raises `ClusterError`: nothing is left."""
+        writer = self._closing.enter_context(LogWriter(None))
+        settings = self._settings.of_replica(self.name, self.instance, free_port())
+        front = self._front = Front(
+            settings, RequestLog(writer), OpenFiles.raised(), source=f"ray:{self.replica}"
+        )
+        self._app = make_application(front)
+        await front.start()
+        self._model = front.fleet.need(self.name)
+        while self._model.state is State.STARTING:
+            await asyncio.sleep(LOOK_EVERY_S / 5)
+        if self._model.state is State.DOWN:
+            why = self._why_not_ready()
+            await self.stop()
+            raise ClusterError(why)
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def stop(self) -> None:
+        """End the engine and all its processes. More than once does no harm."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        front, self._front = self._front, None
+        if front is not None:
+            await front.stop()
+        self._closing.close()
+
+    async def serve(self, request: EngineRequest) -> AsyncIterator[Head | bytes | Unserved | Cut]:
+        """Bring the request to the engine, and its answer back; see `messages`.
+
+        A model that sleeps is woken first, if the request knows that it sleeps. Closing the
+        iterator ends the request at the engine.
+        """
+        is_asleep = self.model.state in {State.FALLING_ASLEEP, State.ASLEEP}
+        if is_asleep and self.replica not in request.sleepers:
+            yield self._refused(503, ASLEEP, "The replica sleeps.")
+            return
+        exchange = AsgiExchange(self._app, request)
+        try:
+            first = await exchange.next_piece()
+            unserved = await self._unserved(exchange, first)
+            if unserved is not None:
+                yield unserved
+                return
+            yield Head(exchange.status, exchange.headers, self.replica, first)
+            while first:
+                first = await exchange.next_piece()
+                if first:
+                    yield first
+            if not exchange.is_whole:
+                yield Cut(f"the engine broke the answer off: {self.problem or 'no reason given'}")
+        finally:
+            await exchange.end()
+
+    async def _unserved(self, exchange: AsgiExchange, first: bytes) -> Unserved | None:
+        """What says that this is no answer; None: it is one."""
+        if not exchange.status or (not first and not exchange.is_whole):
+            return self._refused(502, "engine_failed", "The engine broke off before its answer.")
+        if exchange.status >= 429 and len(first) <= _LARGEST_REFUSAL:
+            refusal = _refusal_in(first)
+            if refusal is not None:
+                return self._refused(exchange.status, *refusal)
+        # An engine whose core has died answers so to all requests that were waiting.
+        is_failure = exchange.status >= 500 or first.startswith(b'data: {"error"')
+        if is_failure and await self._health() not in {200, None}:
+            return self._refused(502, "engine_failed", "The engine has failed.")
+        return None
+
+    def _refused(self, status: int, code: str, message: str) -> Unserved:
+        return Unserved(status, code, message, self.replica)
+
+    async def set_asleep(self, asleep: bool) -> str | None:
+        """By an operator's word; returns when it is done, or why it may not or could not."""
+        model = self.model
+        now_s = time.monotonic()
+        gate = model.gate
+        refusal = gate.ask_sleep(now_s, by_hand=True) if asleep else model.ask_wake(now_s)
+        if refusal is not None:
+            return refusal.message
+        await model.settled()
+        wanted = State.ASLEEP if asleep else State.AWAKE
+        return None if model.state is wanted else model.last_problem or f"it is {model.state.value}"
+
+    def report(self) -> dict[str, Any]:
+        """What routers are told, and people: plain values. Blocks for milliseconds."""
+        model = self.model
+        room = None
+        found: dict[str, int] = {"guarantee_bytes": 0, "in_use_bytes": 0, "ask_bytes": 0}
+        is_asleep = False
+        for info in ledger.list_ledgers():
+            for member in info.members:
+                if member.name != self.instance or member.status == "dead":
+                    continue
+                left = room_bytes(info, member)
+                room = left if room is None else min(room, left)
+                is_asleep |= member.asleep
+                found["guarantee_bytes"] += member.min_bytes
+                found["in_use_bytes"] += member.in_use_bytes
+                found["ask_bytes"] += member.ask_bytes
+        state = State.DOWN if self.problem else model.state
+        return {
+            "replica": self.replica,
+            "model": self.name,
+            "instance": self.instance,
+            "state": state.value,
+            "memory_asleep": is_asleep and state is State.AWAKE,
+            "room_bytes": room or 0,
+            "queue": model.gate.in_flight + model.gate.queued,
+            "wakes": model.wakes,
+            "sleeps": model.sleeps,
+            "problem": self.problem or model.problems,
+            **found,
+        }
+
+    def device_capacity_bytes(self) -> int:
+        """What the ledgers that the instance is in may hold together."""
+        return sum(
+            info.capacity_bytes
+            for info in ledger.list_ledgers()
+            if any(member.name == self.instance for member in info.members)
+        )
+
+    # -------------------------------------------------------------------------------- health
+
+    async def _watch(self) -> None:
+        failures = silences = 0
+        while self.problem is None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self.model.state is State.DOWN:
+                self._fail(self.model.last_problem or "the engine has ended")
+                return
+            status = await self._health()
+            failures = 0 if status in {200, None} else failures + 1
+            silences = silences + 1 if status is None else 0
+            if failures >= FAILURES:
+                self._fail(f"the engine answers {status} when it is asked for its health")
+            elif silences >= SILENCES:
+                self._fail(f"the engine has not answered for {silences * _ANSWER_S:g} s")
+
+    def _fail(self, problem: str) -> None:
+        """From now on it serves nothing: those that wait go to other replicas."""
+        self.problem = problem
+        _log.error("replica %s of %s: %s", self.replica, self.name, problem)
+        why = Refusal(503, "model_down", f"The engine has failed: {problem}.", retry_after_s=1.0)
+        self.model.gate.closing = why
+        self.model.gate.refuse_all(why)
+
+    async def _health(self) -> int | None:
+        """The status of the engine's health route; None: no answer in time. 0: no connection."""
+        front, model = self._front, self.model
+        if front is None:
+            return 0
+        return await front.calls.health_status(
+            model.replicas[0].address, model.settings.health, model.api_key, _ANSWER_S
+        )
+
+    def _why_not_ready(self) -> str:
+        assert self._front is not None
+        process = self._front.processes.get(self.model)
+        lines = [] if process is None else process.last_lines(_LOG_LINES)
+        said = "".join(f"\n    {line}" for line in lines)
+        return f"the engine of {self.name!r} did not start: {self.model.last_problem}{said}"
+
+
+def instance_name(model: str, replica: str) -> str:
+    """The instance of a replica's engine: at most 64 characters that a segment's name may have."""
+    return f"ray-{_NAME.sub('_', model)[:32]}-{_NAME.sub('_', replica)[-24:]}"
+
+
+def free_port() -> int:
+    """A port of the loopback interface that no program has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _refusal_in(body: bytes) -> tuple[str, str] | None:
+    """Code and message of a refusal that another replica may do without."""
+    try:
+        error = json.loads(body)["error"]
+        code, message = error["code"], error["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return (code, str(message)) if isinstance(code, str) and code in _RETRIED else None

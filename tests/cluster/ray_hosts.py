@@ -1,0 +1,203 @@
+"""Ray on hosts of this machine, and what tests ask of an application there.
+
+with RayHosts(2) as cluster:
+    cluster.deploy({"models": [...]})
+    status, headers, body = cluster.post("/v1/completions", {...})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import needs
+from hosts import Host, link
+from waiting import DEADLINE_S, wait_until
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+GCS_PORT = 6399
+HTTP_PORT = 8123
+MIB_PER_HOST = 256
+OBJECT_STORE_BYTES = 80_000_000
+
+
+class RayHosts:
+    """A head and perhaps a second host. What runs there ends with it."""
+
+    def __init__(self, count: int) -> None:
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="kvray")
+        )  # a short path: Ray's sockets are there
+        self._ends = contextlib.ExitStack()
+        self._programs: list[subprocess.Popen[str]] = []
+        self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.addresses = [f"10.99.7.{number + 1}" for number in range(count)]
+        try:
+            self.hosts = [self._ends.enter_context(Host()) for _ in self.addresses]
+            if count == 2:
+                (one, other), (address, other_address) = self.hosts, self.addresses
+                link(one, other, address, other_address)
+            else:
+                self.addresses = ["127.0.0.1"]
+            self._start_ray(0, "--head", f"--port={GCS_PORT}", "--include-dashboard=false")
+            for number in range(1, count):
+                self._start_ray(number, f"--address={self.addresses[0]}:{GCS_PORT}")
+        except BaseException:
+            self._ends.close()
+            raise
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of all that runs on the hosts."""
+        return {
+            **{k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")},
+            "KVELASTIC_LEDGER": "cluster",
+            "PID_OF_TEST_RUN": "1",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_SERVE_ENABLE_HA_PROXY": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "300",
+            # A host that is gone is found out in some seconds, not in half a minute.
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "2000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+
+    def _start_ray(self, number: int, *arguments: str) -> None:
+        log = self.folder / f"ray{number}.log"
+        resources = json.dumps({"kvelastic_mib": MIB_PER_HOST, f"host{number}": 100})
+        with log.open("w") as file:
+            program = self.hosts[number].start(
+                str(needs.RAY_PYTHON.with_name("ray")),
+                "start",
+                *arguments,
+                f"--node-ip-address={self.addresses[number]}",
+                "--num-cpus=4",
+                f"--object-store-memory={OBJECT_STORE_BYTES}",
+                f"--temp-dir={self.folder / str(number)}" if number == 0 else "--num-gpus=0",
+                f"--resources={resources}",
+                "--block",
+                environment=self.environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+        def has_started() -> bool:
+            text = log.read_text()
+            assert program.poll() is None, text
+            return "Ray runtime started" in text
+
+        wait_until(has_started, "Ray did not start")
+        self._programs.append(program)
+
+    def _run(self, what: str) -> str:
+        address = f"{self.addresses[0]}:{GCS_PORT}"
+        program = self.hosts[0].start(
+            str(needs.RAY_PYTHON),
+            str(PROGRAMS / "ray_deploy.py"),
+            address,
+            self.addresses[0],
+            what,
+            environment=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        said, errors = program.communicate(timeout=DEADLINE_S)
+        assert program.returncode == 0, errors + self.logs()
+        return said
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """Deploy an application, or change it; returns when it serves."""
+        path = self.folder / "config.json"
+        path.write_text(json.dumps(config))
+        assert "deployed" in self._run(str(path))
+
+    def free_mib(self) -> dict[str, float]:
+        """What Ray has left of `kvelastic_mib`, by host."""
+        last = self._run("--free").splitlines()[-1]
+        return {host: left.get("kvelastic_mib", 0.0) for host, left in json.loads(last).items()}
+
+    def logs(self) -> str:
+        """What Serve's controller and replicas have logged, the ends of it."""
+        files = sorted(self.folder.glob("0/session_latest/logs/serve/*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+    # --------------------------------------------------------------------------------- requests
+
+    def client(self) -> httpx.Client:
+        """Of the head's network; make it and use it in one thread, inside `hosts[0].network()`."""
+        return httpx.Client(base_url=f"http://127.0.0.1:{HTTP_PORT}", timeout=DEADLINE_S)
+
+    def get(self, path: str) -> httpx.Response:
+        with self.hosts[0].network(), self.client() as client:
+            return client.get(path)
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        with self.hosts[0].network(), self.client() as client:
+            return client.post(path, json=body)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What the front reports of them."""
+        found: list[dict[str, Any]] = self.get("/kvelastic/replicas").json()["replicas"]
+        return found
+
+    def __enter__(self) -> RayHosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+        for program in self._programs:
+            program.wait()
+
+
+class Load:
+    """Requests without pause in some threads, until the body ends; what came of each of them."""
+
+    def __init__(self, cluster: RayHosts, body: dict[str, Any], threads: int = 4) -> None:
+        self.answers: list[tuple[int, str]] = []
+        """Status and text; status 0: an exception, with its text."""
+        self._cluster = cluster
+        self._body = body
+        self._stops = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        with self._cluster.hosts[0].network(), self._cluster.client() as client:
+            while not self._stops.is_set():
+                self.answers.append(self._ask(client))
+
+    def _ask(self, client: httpx.Client) -> tuple[int, str]:
+        try:
+            answer = client.post("/v1/completions", json=self._body)
+        except httpx.HTTPError as error:
+            return 0, repr(error)
+        return answer.status_code, answer.text
+
+    def wait_for_more(self, count: int) -> None:
+        """Until so many more requests have ended."""
+        before = len(self.answers)
+        wait_until(lambda: len(self.answers) >= before + count, "no request ends any more")
+
+    def stop(self) -> list[tuple[int, str]]:
+        """End, and return all answers."""
+        self._stops.set()
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        return self.answers
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

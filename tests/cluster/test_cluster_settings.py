@@ -1,0 +1,67 @@
+"""The configuration of a Serve application: what is refused, and what a replica makes of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvelastic.errors import ClusterConfigError
+from kvelastic.integration.ray.replica import instance_name
+from kvelastic.integration.ray.settings import parse
+from kvelastic.segment import check_name
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({}, "models: Field required"),
+        ({"models": []}, "models"),
+        ({"models": [{"name": "chat"}]}, "models.0.command"),
+        ({"models": [{**CHAT, "replica": 2}]}, "models.0.replica: Extra inputs"),
+        ({"models": [CHAT, CHAT]}, "two models are named 'chat'"),
+        ({"models": [{**CHAT, "guarantee": "much"}]}, "this is no size"),
+        ({"models": [CHAT], "report_every": 0}, "report_every"),
+    ],
+)
+def test_faults_are_named(raw: dict[str, object], said: str) -> None:
+    with pytest.raises(ClusterConfigError) as caught:
+        parse(raw)
+    assert said in str(caught.value)
+
+
+def test_example_is_valid() -> None:
+    whole = yaml.safe_load((EXAMPLES / "cluster.yaml").read_text())
+    (application,) = whole["applications"]
+    assert [model.placed_mib for model in parse(application["args"]).models] == [21504, 20480]
+
+
+def test_replica_is_placed_by_guarantee_and_reserved_memory() -> None:
+    (model,) = parse({"models": [{**CHAT, "guarantee": "512M", "reserved": "1K"}]}).models
+    assert model.placed_mib == 513
+
+
+def test_replica_is_the_controller_of_one_model() -> None:
+    model = {**CHAT, "guarantee": "64M", "limit": "128M", "env": {"A": "b"}}
+    settings = parse({"models": [model]}).of_replica("chat", "ray-chat-1", 8000)
+    (own,) = settings.models
+    assert own.launch is not None
+    assert own.launch.command[2:] == (
+        "kvelastic.integration.ray.launcher",
+        str(os.getpid()),
+        *CHAT["command"],
+    )
+    assert own.launch.env == {"KVELASTIC_MIN": str(64 << 20), "A": "b"}
+    assert not own.launch.restart
+    assert (own.memory.min, own.memory.limit) == (64 << 20, 128 << 20)
+    assert own.instance == "ray-chat-1"
+
+
+@pytest.mark.parametrize("model", ["chat", "Qwen/Qwen3-0.6B", "ä" * 256, "-"])
+def test_every_model_name_gives_an_instance_name(model: str) -> None:
+    assert check_name(instance_name(model, "0b1c2d3e"))

@@ -1,0 +1,122 @@
+"""Which replica gets a request: every rank, and what moves a replica out of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.controller.gate import State
+from kvelastic.integration.ray.ranking import (
+    MOST_NAMES,
+    QUEUE_SLACK,
+    SeenPrefixes,
+    Standing,
+    ranks,
+)
+
+MIB = 1 << 20
+
+
+def awake(name: str, room_mib: int = 100, **more: Any) -> Standing:
+    return replace(Standing(name, State.AWAKE, room_bytes=room_mib * MIB), **more)
+
+
+def test_equal_replicas_share_one_rank() -> None:
+    assert ranks([awake("a"), awake("b")]) == [["a", "b"]]
+
+
+def test_prefix_hit_comes_first() -> None:
+    assert ranks([awake("a"), awake("b", hits=3), awake("c", hits=1)]) == [["b"], ["a", "c"]]
+
+
+def test_prefix_hit_with_much_longer_queue_is_no_advantage() -> None:
+    near = awake("b", hits=3, queue=QUEUE_SLACK)
+    assert ranks([awake("a"), near])[0] == ["b"]
+    far = awake("b", hits=3, queue=QUEUE_SLACK + 1)
+    assert ranks([awake("a"), far]) == [["a", "b"]]
+
+
+def test_replica_short_of_memory_comes_after_those_with_room_despite_its_hits() -> None:
+    assert ranks([awake("a", 10, hits=9), awake("b", 100)]) == [["b"], ["a"]]
+
+
+def test_replicas_without_any_room_share_a_rank() -> None:
+    assert ranks([awake("a", 0), awake("b", 0)]) == [["a", "b"]]
+
+
+@pytest.mark.parametrize("room_mib", [0, 100])
+def test_sleepers_come_after_every_awake_replica_one_by_one(room_mib: int) -> None:
+    sleepers = [Standing(name, State.ASLEEP) for name in ("d", "c")]
+    assert ranks([*sleepers, awake("a", room_mib)]) == [["a"], ["c"], ["d"]]
+
+
+def test_replica_that_is_waking_already_is_not_joined_by_another() -> None:
+    coming = Standing("z", State.WAKING)
+    assert ranks([Standing("a", State.ASLEEP), coming]) == [["z"], ["a"]]
+
+
+def test_replica_that_an_operator_put_to_sleep_is_the_last_sleeper() -> None:
+    held = awake("a", is_memory_asleep=True)
+    assert ranks([held, Standing("b", State.ASLEEP)]) == [["b"], ["a"]]
+
+
+def test_failed_and_tried_replicas_come_last() -> None:
+    found = ranks([Standing("a", State.DOWN), awake("b", is_tried=True), awake("c", 1)])
+    assert found == [["c"], ["b"], ["a"]]
+
+
+def test_new_replica_that_has_not_reported_yet_is_used() -> None:
+    assert ranks([Standing.of("a", {})]) == [["a"]]
+
+
+def test_replica_that_has_said_that_it_sleeps_counts_as_asleep_whatever_its_report_says() -> None:
+    old = {"state": "awake", "room_bytes": 9 * MIB}
+    assert ranks([Standing.of("a", old, is_asleep=True), awake("b", 1)]) == [["b"], ["a"]]
+
+
+def test_report_of_a_replica_becomes_its_standing() -> None:
+    report = {"state": "awake", "memory_asleep": False, "room_bytes": 7, "queue": 2, "new": 1}
+    assert Standing.of("a", report, 3, True) == Standing("a", State.AWAKE, False, 7, 2, 3, True)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Standing,
+            st.uuids().map(str),
+            st.sampled_from(State),
+            st.booleans(),
+            st.integers(0, 1 << 40),
+            st.integers(0, 100),
+            st.integers(0, 64),
+            st.booleans(),
+        ),
+        max_size=8,
+        unique_by=lambda standing: standing.replica,
+    )
+)
+def test_each_replica_is_in_exactly_one_rank(standings: list[Standing]) -> None:
+    found = ranks(standings)
+    assert sorted(name for rank in found for name in rank) == sorted(s.replica for s in standings)
+    assert all(found)
+
+
+def test_prefixes_are_counted_from_their_beginning() -> None:
+    seen = SeenPrefixes()
+    seen.add("a", [b"1", b"2"])
+    assert seen.hits("a", [b"1", b"2", b"3"]) == 2
+    assert seen.hits("a", [b"3", b"1"]) == 0
+    assert seen.hits("b", [b"1"]) == 0
+
+
+def test_prefixes_of_ended_replicas_and_old_ones_are_forgotten() -> None:
+    seen = SeenPrefixes()
+    seen.add("a", [b"%d" % number for number in range(MOST_NAMES + 1)])
+    assert seen.hits("a", [b"0"]) == 0
+    assert seen.hits("a", [b"1"]) == 1
+    seen.keep_only(["b"])
+    assert seen.hits("a", [b"1"]) == 0

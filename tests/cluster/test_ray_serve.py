@@ -1,0 +1,164 @@
+"""Two hosts, two models, fake engines with real instances, and a real Ray Serve over them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from ray_hosts import MIB_PER_HOST, Load, RayHosts
+from waiting import wait_until
+
+from kvelastic.integration.ray.settings import LAUNCHER
+
+pytestmark = [pytest.mark.matrix, needs.ray, needs.hosts]
+
+FAKE = Path(__file__).parents[1] / "fakes" / "engine.py"
+MIB = 1 << 20
+GUARANTEE_MIB = 32
+
+
+def model(name: str) -> dict[str, Any]:
+    arguments = ["--instance", "--outlives-its-parent", "--model", name, "--port", "{port}"]
+    return {
+        "name": name,
+        "command": [sys.executable, str(FAKE), *arguments],
+        "env": {"KVELASTIC_HOST_MEMORY": f"{MIB_PER_HOST}M"},
+        "guarantee": f"{GUARANTEE_MIB}M",
+        "replicas": 2,
+        "replicas_per_node": 1,
+        "num_cpus": 0.1,
+        "stop_timeout": 5,
+    }
+
+
+CONFIG = {
+    "models": [model("chat"), model("code")],
+    "sleep": {"min_sleep": 0},
+    "front": {"resources": {"host0": 0.01}},
+    "health": {"timeout": 3},  # other tests have the processors
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayHosts]:
+    with RayHosts(2) as cluster:
+        cluster.deploy(CONFIG)
+        wait_until(lambda: len(cluster.replicas()) == 4)
+        yield cluster
+
+
+def of(cluster: RayHosts, name: str) -> list[dict[str, Any]]:
+    return [each for each in cluster.replicas() if each["model"] == name]
+
+
+def awake(cluster: RayHosts, name: str) -> int:
+    return sum(each["state"] == "awake" for each in of(cluster, name))
+
+
+def check_sums(cluster: RayHosts) -> None:
+    """What Ray has placed on each host is what the ledgers there guarantee."""
+
+    def agree() -> bool:
+        guaranteed: Counter[str] = Counter()
+        for each in cluster.replicas():
+            guaranteed[each["node"]] += each["guarantee_bytes"] // MIB
+        free = cluster.free_mib()
+        return all(guaranteed[host] == MIB_PER_HOST - mib for host, mib in free.items())
+
+    wait_until(agree, f"{cluster.free_mib()}, {cluster.replicas()}")
+
+
+def failed(answers: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    return [answer for answer in answers if answer[0] != 200 or '"choices"' not in answer[1]]
+
+
+def test_every_host_has_a_replica_of_each_model_and_ray_counts_what_ledgers_guarantee(
+    cluster: RayHosts,
+) -> None:
+    found = {(each["model"], each["node"]) for each in cluster.replicas()}
+    assert found == {(name, node) for name in ("chat", "code") for node in cluster.addresses}
+    check_sums(cluster)
+
+
+def test_front_serves_both_models_and_refuses_others(cluster: RayHosts) -> None:
+    for name in ("chat", "code"):
+        answer = cluster.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 2})
+        assert answer.status_code == 200
+        assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, "x x ")
+    assert [m["id"] for m in cluster.get("/v1/models").json()["data"]] == ["chat", "code"]
+    unknown = cluster.post("/v1/completions", {"model": "other", "prompt": "x"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert cluster.post("/sleep").status_code == 404
+
+
+def test_stream_comes_whole(cluster: RayHosts) -> None:
+    body = {"model": "chat", "prompt": "x", "max_tokens": 40, "stream": True}
+    answer = cluster.post("/v1/completions", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    texts = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events[:40]]
+    assert texts == [f"t{number} " for number in range(40)]
+    assert events[40:] == ["data: [DONE]", ""]
+
+
+def test_many_requests_to_sleeping_replicas_wake_one(cluster: RayHosts) -> None:
+    for each in of(cluster, "chat"):
+        answer = cluster.post(f"/kvelastic/replicas/{each['replica']}/sleep")
+        assert answer.json()["state"] == "asleep", answer.text
+    before = sum(each["wakes"] for each in of(cluster, "chat"))
+    body = {"model": "chat", "prompt": "x"}
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda _: cluster.post("/v1/completions", body), range(12)))
+    assert [answer.status_code for answer in answers] == [200] * 12
+    assert sum(each["wakes"] for each in of(cluster, "chat")) == before + 1
+    for each in of(cluster, "chat"):
+        cluster.post(f"/kvelastic/replicas/{each['replica']}/wake")
+    assert awake(cluster, "chat") == 2
+
+
+def test_killed_engine_loses_no_request_and_is_replaced(cluster: RayHosts) -> None:
+    names = {each["replica"] for each in of(cluster, "code")}
+    engines = cluster.hosts[1].find(str(FAKE), "code")
+    (engine,) = [process for process in engines if LAUNCHER not in process.cmdline()]
+    with Load(cluster, {"model": "code", "prompt": "x", "max_tokens": 2}) as load:
+        load.wait_for_more(20)
+        engine.kill()
+        wait_until(lambda: {each["replica"] for each in of(cluster, "code")} != names)
+        wait_until(lambda: awake(cluster, "code") == 2)
+        load.wait_for_more(20)
+    assert failed(load.answers) == []
+    check_sums(cluster)
+
+
+def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> None:
+    lost = cluster.addresses[1]
+    there = {each["replica"] for each in of(cluster, "chat") if each["node"] == lost}
+    endless = {"model": "chat", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
+    with (
+        cluster.hosts[0].network(),
+        cluster.client() as client,
+        Load(cluster, {"model": "chat", "prompt": "x", "max_tokens": 2}) as load,
+    ):
+        while True:
+            request = client.build_request("POST", "/v1/completions", json=endless)
+            stream = client.send(request, stream=True)
+            if stream.headers["x-kvelastic-replica"] in there:
+                break
+            stream.close()
+        lines = stream.iter_lines()
+        assert '"t0 "' in next(lines)
+        load.wait_for_more(20)
+        cluster.hosts[1].kill()
+        last = [line for line in lines if line][-1]
+        load.wait_for_more(20)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert failed(load.answers) == []
+    wait_until(lambda: {each["node"] for each in cluster.replicas()} == {cluster.addresses[0]})
+    check_sums(cluster)

@@ -1,0 +1,36 @@
+"""Deploys a Serve application into a running Ray, and leaves; for `tests/cluster`.
+
+    .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP CONFIGURATION.json
+    .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP --free
+
+The second prints what is left of each node's resources as JSON, by the node's address.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from kvelastic.integration.ray.app import build
+
+PORT = 8123
+
+
+def main(address: str, node: str, what: str) -> None:
+    ray.init(address=address, _node_ip_address=node, log_to_driver=False)
+    if what == "--free":
+        left = ray._private.state.available_resources_per_node()
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+        print(json.dumps({addresses[node_id]: some for node_id, some in left.items()}))
+        return
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT, "location": "HeadOnly"})
+    serve.run(build(json.loads(Path(what).read_text())), name="kvelastic", route_prefix="/")
+    print("deployed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
