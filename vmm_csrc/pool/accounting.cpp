@@ -140,7 +140,7 @@ void Accounting::note_evictions_as_changes() {
 }
 
 std::uint64_t Accounting::finish_moves(std::span<const BlockMove> moves, bool copied) {
-  // Evictions so far come before these moves: an id that was evicted may be where a block moves to.
+  // Earlier evictions precede these moves: a block may move to the id of an evicted one.
   note_evictions_as_changes();
   std::uint64_t moved = 0;
   for (const BlockMove& move : moves) {
@@ -172,7 +172,8 @@ std::vector<BlockChange> Accounting::take_changes() {
   return std::exchange(changes_, {});
 }
 
-// --- for good ----------------------------------------------------------------------------------
+// --- final failure
+// ----------------------------------------------------------------------------------
 
 void Accounting::fail(Error error) {
   if (failure_) return;

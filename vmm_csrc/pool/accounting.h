@@ -1,9 +1,9 @@
-// What a pool has handed out, what it holds and what it may hold: blocks, those set aside, those
-// evicted that the engine has not been told of, pages, and their limit. Pure accounting: it calls
-// no backing, no ledger and no keeper, and its owner holds the pool's lock.
+// A pool's accounts: the blocks it has allocated and reserved, evictions that the engine has not
+// seen yet, pages, and their limit. Pure accounting: calls no backing, ledger or maintenance
+// thread. The owner holds the pool's lock.
 //
-//   used in Blocks = in use by the engine + given back and still pinned + reserved
-//   held pages     = mapped + on their way in + leaving (on their way out)
+//   used in Blocks = in use by the engine + freed but still pinned + reserved
+//   held pages     = mapped + being mapped + being unmapped
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@
 
 namespace kvelastic {
 
-/// What has become of a cached block: it is at `to` now, evicted and gone (kEvicted), or evicted
-/// with a copy in a tier (kDemoted).
+/// A change of a cached block: moved to `to`, evicted (kEvicted), or evicted with a copy in a tier
+/// (kDemoted).
 struct BlockChange {
   static constexpr BlockId kEvicted = -1;
   static constexpr BlockId kDemoted = -2;
@@ -32,11 +32,11 @@ struct BlockChange {
 
 class Accounting {
  public:
-  /// What count_available() counts on: mapped pages only, or every page within the limit.
+  /// The pages that count_available() includes: mapped ones only, or every page within the limit.
   enum class Reach : std::uint8_t { kMapped, kLimit };
 
-  /// `page_bytes` is what a page costs the device, all its copies together; `max_blocks` the ids
-  /// that may be in use at once, the null block counted in.
+  /// `page_bytes` is the size of a page with all its copies. `max_blocks` is the maximum of blocks
+  /// in use, including the null block.
   Accounting(std::unique_ptr<Blocks> blocks, const PageLimit& page_limit, std::uint64_t page_bytes,
              std::uint64_t max_blocks, Counters& counters)
       : limit(page_limit),
@@ -55,135 +55,135 @@ class Accounting {
   std::uint64_t held_pages() const { return held_pages_; }
   void hold(std::uint64_t pages) { held_pages_ += pages; }
   void let_go(std::uint64_t pages) { held_pages_ -= pages; }
-  /// Pages are to be unmapped from now on; then they are gone, or have to stay.
+  /// Pages are being unmapped; later left() or stay() reports the result.
   void leave(std::uint64_t pages) { leaving_pages_ += pages; }
   void left(std::uint64_t pages) {
     leaving_pages_ -= pages;
     held_pages_ -= pages;
   }
   void stay(std::uint64_t pages) { leaving_pages_ -= pages; }
-  /// Held pages that nobody has begun to unmap.
+  /// Held pages that are not being unmapped.
   std::uint64_t staying_pages() const { return held_pages_ - leaving_pages_; }
-  /// Whether somebody unmaps pages just now.
+  /// True while pages are being unmapped.
   bool is_leaving() const { return leaving_pages_ > 0; }
   std::uint64_t moving_pages() const { return held_pages_ - blocks_->mapped_pages(); }
-  /// What the limit has room for.
+  /// Pages that can still be mapped within the limit.
   std::uint64_t mappable_pages() const {
     return held_pages_ < limit.pages() ? limit.pages() - held_pages_ : 0;
   }
   std::uint64_t over_pages() const {
     return held_pages_ > limit.pages() ? held_pages_ - limit.pages() : 0;
   }
-  /// Those of them that still have to be found and unmapped.
+  /// Pages over the limit that are not being unmapped yet.
   std::uint64_t excess_pages() const {
     return staying_pages() > limit.pages() ? staying_pages() - limit.pages() : 0;
   }
   std::uint64_t pages_for(std::uint64_t blocks) const {
     return (blocks + geometry().blocks_per_page - 1) / geometry().blocks_per_page;
   }
-  /// Closes the pages that are over the limit, and opens the others; after each change of it.
+  /// Closes the pages over the limit and opens the others. Call it after each change of the limit.
   void close_pages_over_limit() { blocks_->close_pages(excess_pages()); }
-  /// Whether going down the ladder would find something to give.
+  /// True if reclaim would find pages to release.
   bool can_give() const;
 
   // --- blocks --------------------------------------------------------------------------------
 
-  /// Blocks that can be taken at once, without evicting any.
+  /// Blocks that can be allocated at once, without an eviction.
   std::uint64_t at_hand() const { return reserved_.size() + blocks_->free_blocks(); }
-  /// By the engine, or by who has pinned what it has given back.
+  /// Blocks in use by the engine, or freed but still pinned.
   std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
-  /// Blocks that may be had, by evicting cached ones, too, as far as the limit goes.
+  /// Blocks that can be allocated within the limit, including evictions.
   std::uint64_t count_available(Reach reach) const {
     const std::uint64_t usable = usable_blocks();
     if (failure_ || in_use() >= usable) return 0;
     const std::uint64_t there = at_hand() + blocks_->evictable_blocks();
-    // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
+    // Pages being mapped or unmapped count as available: an alloc that needs them waits for them.
     const std::uint64_t mapped = blocks_->mapped_pages();
     const std::uint64_t pages =
         reach == Reach::kLimit && mapped < limit.pages() ? limit.pages() - mapped : 0;
-    // The first page ever mapped is page 0, whose null block is nobody's.
+    // The first mapped page is page 0, whose null block is never allocated.
     const std::uint64_t null_block = pages > 0 && !blocks_->occupancy(0) ? 1 : 0;
     return std::min(usable - in_use(), there + pages * geometry().blocks_per_page - null_block);
   }
   std::uint64_t max_blocks() const { return max_blocks_; }
-  /// Appends `count` ids; reserved ones first. Pre: count <= at_hand().
+  /// Appends `count` ids, reserved ones first. Pre: count <= at_hand().
   void take(std::uint64_t count, std::vector<BlockId>& out);
 
   // --- pinned blocks ---------------------------------------------------------------------------
 
-  /// As Blocks::pin; a reserved block is refused with kDoubleFree.
+  /// Blocks::pin; fails with kDoubleFree for a reserved block.
   Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
-  /// Given back, still pinned, and not strictly: reuse() may take so many. Over the limit only
-  /// those on pages that stay, as many as it has room for.
+  /// Blocks that reuse() may take: freed, still pinned, but not strictly. Over the limit only those
+  /// on pages that stay, as many as fit.
   std::uint64_t reusable_blocks() const {
     const std::uint64_t waiting = blocks_->waiting_blocks();
     return waiting == 0 ? 0 : count_reusable();
   }
-  /// Appends `count` of them; what they held and was to be cached is evicted.
+  /// Appends `count` of them. If they were to be cached, that is recorded as an eviction.
   void reuse(std::uint64_t count, std::vector<BlockId>& out);
 
   // --- blocks set aside for allocs to come -----------------------------------------------------
 
   std::uint64_t reserved_blocks() const { return reserved_.size(); }
-  /// `ids` have just been taken.
+  /// Reserves `ids`, which have just been allocated.
   void reserve(std::vector<BlockId> ids);
-  /// They have no contents, and make way before anything cached does. False: there are none.
+  /// Frees the reserved blocks, which hold nothing, before any cached block is evicted. False:
+  /// there were no reserved blocks.
   bool drop_reserved();
-  /// Fails with kDoubleFree where one of `ids` is reserved: it was never handed out, which only
-  /// this list can tell.
+  /// Fails with kDoubleFree if one of `ids` is reserved, so that it was never allocated. Only this
+  /// list shows that.
   Status refuse_reserved(std::span<const BlockId> ids) const;
 
-  // --- evictions and moves, which the engine has to be told of ---------------------------------
+  // --- evictions and moves, to be reported to the engine ----------------------------------------
 
-  /// Frees the blocks that were cached first. Pre: as many are cached.
+  /// Evicts the oldest cached blocks. Pre: at least `count` are cached.
   void evict_oldest(std::uint64_t count);
-  /// Parks the page whose cached blocks are the fewest. False: there is none to park.
+  /// Evicts the page with the fewest cached blocks and parks it. False: there is no such page.
   bool evict_cheapest_page();
-  /// Everything cached, and what is pinned and waits to be.
+  /// Evicts every cached block, including pinned ones that would become cached.
   void evict_all();
-  /// Until `bound` cached blocks are left: whole pages where that costs no more blocks than the
-  /// bound asks for, since only a whole page is memory given back; the oldest blocks for the rest.
+  /// Evicts until `bound` cached blocks are left: whole pages while they fit, because only whole
+  /// pages release memory, then the oldest blocks.
   void evict_down_to(std::uint64_t bound);
-  /// Until `bound` cached blocks or only copyable ones are left.
+  /// Evicts until `bound` cached blocks, or only copyable ones, are left.
   void evict_not_copyable_down_to(std::uint64_t bound);
-  /// As Blocks::evict_idle.
   void evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms);
-  /// The blocks have been copied, or have not been: as Blocks::finish_move. Answers how many moved.
+  /// Finishes moves, copied or not, as Blocks::finish_move. Returns how many blocks moved.
   std::uint64_t finish_moves(std::span<const BlockMove> moves, bool copied);
-  /// Frees every block and every reservation; what was cached is evicted. Pinned blocks are free
-  /// when their pins end.
+  /// Frees all blocks and reservations and evicts cached blocks. Pinned blocks become free when
+  /// their pins end.
   void discard_all();
   /// Ends every pin.
   void drop_pins();
-  /// Every move and eviction since the last call, in order.
+  /// Returns every move and eviction since the last call, in order.
   std::vector<BlockChange> take_changes();
-  /// Whether take_changes() would answer any. Lock-free.
+  /// True if take_changes() would return changes. Lock-free.
   bool has_changes() const { return has_changes_.load(std::memory_order_acquire); }
 
-  /// From now on what is evicted counts as demoted or as dropped.
+  /// From now on evictions count as demoted or dropped.
   void use_tiers() { has_tiers_ = true; }
 
-  // --- for good --------------------------------------------------------------------------------
+  // --- final failure ----------------------------------------------------------------------------
 
-  /// What alloc fails with from now on: nobody knows what is mapped, or the pool is closed.
+  /// From now on alloc fails with `error`: the mappings are unknown, or the pool is closed.
   void fail(Error error);
   const std::optional<Error>& failure() const { return failure_; }
   /// Lock-free.
   bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
 
-  /// Fails with kIntegrity, naming what disagrees.
+  /// Fails with kIntegrity, naming the inconsistency.
   Status check_integrity() const;
 
   PageLimit limit;
 
  private:
-  /// Ids that may be handed out at once: as asked for at start, or what the limit has room for.
+  /// Ids that may be in use at once: max_blocks, or fewer if the limit has fewer pages.
   std::uint64_t usable_blocks() const {
     if (limit.is_asleep()) return 0;
     return std::min(max_blocks_, limit.pages() * geometry().blocks_per_page) - 1;
   }
   std::uint64_t count_reusable() const;
-  /// Whether what was evicted without a copy was lost, or given up by who had it cached.
+  /// How an eviction without a copy counts: lost, or discarded by its owner.
   enum class Loss : std::uint8_t { kDropped, kDiscarded };
   void note_evicted(std::size_t before, Loss loss = Loss::kDropped);
   void note_evictions_as_changes();
@@ -195,7 +195,7 @@ class Accounting {
   std::uint64_t held_pages_ = 0;
   std::uint64_t leaving_pages_ = 0;
   std::vector<BlockId> reserved_;      // sorted
-  std::vector<EvictedBlock> evicted_;  // since the last of changes_
+  std::vector<EvictedBlock> evicted_;  // since the last entry of changes_
   bool has_tiers_ = false;
   std::vector<BlockChange> changes_;
   std::optional<Error> failure_;

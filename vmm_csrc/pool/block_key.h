@@ -1,5 +1,5 @@
-// What a block is below the engine: 128 bits that stand for all the tokens up to its end, and for
-// the namespace (kvelastic/tiers/namespace.py).
+// The identity of a block's contents: 128 bits for all tokens up to its end and the namespace
+// (kvelastic/tiers/namespace.py).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace kvelastic {
 struct BlockKey {
   std::uint64_t low = 0, high = 0;
 
-  /// Zero is the key of no block.
+  /// Zero is not a valid key.
   bool is_none() const { return (low | high) == 0; }
   bool operator==(const BlockKey&) const = default;
 };

@@ -5,8 +5,8 @@
 namespace kvelastic {
 namespace {
 
-// Odd, with about as many ones as zeros, and unlike each other: the first 64 bits behind the point
-// of sqrt(2), sqrt(3), sqrt(5) and sqrt(7), each made odd.
+// Odd constants with about as many ones as zeros: the first 64 fractional bits of sqrt(2), sqrt(3),
+// sqrt(5) and sqrt(7), made odd.
 constexpr std::uint64_t kRoot2 = 0x6A09E667F3BCC909u;
 constexpr std::uint64_t kRoot3 = 0xBB67AE8584CAA73Bu;
 constexpr std::uint64_t kRoot5 = 0x3C6EF372FE94F82Bu;
@@ -14,8 +14,8 @@ constexpr std::uint64_t kRoot7 = 0xA54FF53A5F1D36F1u;
 
 __extension__ using Wide = unsigned __int128;
 
-/// Takes two tokens in. Beside the product each half keeps what it was and gets the other token, so
-/// that a factor of zero, which an input can be chosen for, does not forget anything.
+/// Absorbs two tokens. Besides the product, each half keeps its state and adds the other token. So
+/// a factor of zero, which an attacker could choose, loses no state.
 inline void absorb(BlockKey& state, std::uint64_t first, std::uint64_t second) {
   const Wide product =
       static_cast<Wide>(state.low ^ first ^ kRoot2) * (state.high ^ second ^ kRoot3);
@@ -34,7 +34,7 @@ BlockKey next_block_key(BlockKey before, std::span<const std::int64_t> tokens) {
            static_cast<std::uint64_t>(tokens[at + 1]));
   }
   if (at < tokens.size()) absorb(state, static_cast<std::uint64_t>(tokens[at]), 0);
-  // The number of tokens: an odd one and the same with a token 0 more must differ.
+  // Absorbs the number of tokens: an odd sequence must differ from itself plus a token 0.
   absorb(state, tokens.size(), kRoot7);
   const BlockKey mixed{fold(state.low ^ kRoot5, state.high ^ kRoot2),
                        fold(state.low ^ kRoot7, std::rotl(state.high, 32) ^ kRoot3)};

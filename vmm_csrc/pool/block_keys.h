@@ -1,16 +1,16 @@
-// Keys of blocks from their tokens: 128 bits each, and each made of the one before it.
+// Computes block keys from tokens: 128 bits each, chained from block to block.
 //
 //   key of block i = mix(key of block i - 1, the tokens of block i);   before the first: the seed
 //
-// So a key stands for all tokens up to the end of its block, and any key can be the seed with which
-// a longer prompt is continued. The seed of a prompt is the fingerprint of its namespace: two
-// namespaces share no key.
+// A key therefore stands for all tokens up to the end of its block, and a longer prompt can be
+// continued from any key. The seed of a prompt is the fingerprint of its namespace, so namespaces
+// share no key.
 //
-// This is not a cryptographic hash. Two different prompts with one key would be served each other's
-// KV: wrong answers, and what one user wrote in another one's context. By accident that needs about
-// 2^64 blocks in one namespace. Whoever can choose tokens *and* wants it may well construct a
-// collision, so where users do not trust each other the keys are made of the engine's SHA-256
-// hashes (Namespace.key_of), and this is for engines that have none.
+// This is not a cryptographic hash. If two prompts had the same key, each could be served the KV of
+// the other: wrong output, and a leak between users. An accidental collision takes about 2^64
+// blocks in one namespace, but a user who chooses tokens may construct one. Where users do not
+// trust each other, keys are made from the engine's SHA-256 hashes (Namespace.key_of). This
+// function is for engines without such hashes.
 #pragma once
 
 #include <bit>
@@ -21,7 +21,7 @@
 
 namespace kvelastic {
 
-/// A key as it lies in memory, least significant byte first. All zeros: the key of no block.
+/// A key, least significant byte first. All zeros: not a valid key.
 struct BlockKey {
   std::uint64_t low = 0;
   std::uint64_t high = 0;
@@ -30,7 +30,7 @@ struct BlockKey {
   friend bool operator==(const BlockKey&, const BlockKey&) = default;
   bool is_none() const { return (low | high) == 0; }
 
-  /// Pre: 16 bytes are there.
+  /// Pre: 16 bytes are readable.
   static BlockKey load(const void* bytes) {
     BlockKey key;
     std::memcpy(&key, bytes, kBytes);
@@ -40,19 +40,18 @@ struct BlockKey {
 };
 static_assert(sizeof(BlockKey) == BlockKey::kBytes && std::endian::native == std::endian::little);
 
-/// Both halves of the 128-bit product, added up without carry: each bit of it depends on all of
-/// both factors.
+/// XOR of both halves of the 128-bit product: each bit depends on all bits of both factors.
 inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
   __extension__ using Wide = unsigned __int128;
   const Wide product = static_cast<Wide>(a) * b;
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
 }
 
-/// The key of the block that follows `before` and holds `tokens`. Never the key of no block.
+/// The key of the block that follows `before` and holds `tokens`. Always valid.
 BlockKey next_block_key(BlockKey before, std::span<const std::int64_t> tokens);
 
-/// The keys of all whole blocks; what remains of `tokens` has none. `keys` has 16 bytes for each.
-/// Pre: block_tokens > 0.
+/// Computes the keys of the whole blocks; a remainder of `tokens` has none. `keys` has 16 bytes per
+/// block. Pre: block_tokens > 0.
 void block_keys(std::span<const std::int64_t> tokens, std::size_t block_tokens, BlockKey seed,
                 std::span<std::byte> keys);
 

@@ -1,5 +1,5 @@
-// Lists of blocks in the order in which they came, the oldest first. A block is in at most one of
-// the lists over the same links, which are one array for all of them.
+// Lists of blocks, oldest first. All lists share one array of links, and a block is in at most one
+// of them.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvelastic {
 
-/// The neighbours of a block: their index + 1; 0: none.
+/// A block's neighbours: index + 1, or 0 for none.
 struct BlockLink {
   std::uint32_t older;
   std::uint32_t newer;
@@ -20,9 +20,9 @@ class BlockList {
   explicit BlockList(BlockLinks& links) : links_(links) {}
 
   std::uint64_t size() const { return size_; }
-  /// Index + 1 of the block that came first; 0: the list is empty.
+  /// Index + 1 of the oldest block; 0 if the list is empty.
   std::uint32_t oldest() const { return oldest_; }
-  /// The same of the block that came after one of the list, named in this way, too.
+  /// Index + 1 of the block after `at`, which is also an index + 1; 0 at the end.
   std::uint32_t after(std::uint32_t at) const { return links_[at - 1].newer; }
 
   void append(std::uint32_t block) {
@@ -32,7 +32,7 @@ class BlockList {
     newest_ = self;
     ++size_;
   }
-  /// Puts `fresh` where `old` was.
+  /// Puts `fresh` in the place of `old`.
   void replace(std::uint32_t old, std::uint32_t fresh) {
     const BlockLink link = links_[old];
     const std::uint32_t self = fresh + 1;

@@ -119,7 +119,7 @@ std::optional<PageIndex> Blocks::take_null_page() {
   if (!null_page_is_bare()) return std::nullopt;
   unlist(0);
   pages_[0].state = PageState::kInTransit;
-  taken_word({0, 0}) = 0;  // the null block; add_page has it again
+  taken_word({0, 0}) = 0;  // the null block; add_page sets it again
   pages_[0].used = 0;
   --mapped_pages_;
   return PageIndex{0};
@@ -185,8 +185,8 @@ void Blocks::alloc_in_page(PageIndex index, std::size_t count, std::vector<Block
   const BlockId first = geometry_.first_id(index);
   for (std::size_t w = 0; count > 0; ++w) {
     std::uint64_t& word = taken_[index * words_per_page_ + w];
-    // Bits past the page's last block are no blocks: the counts say how many zero bits are real,
-    // and lower ones are taken first, so those are never reached.
+    // Bits beyond the page's last block are no blocks. The counts tell how many zero bits are real,
+    // and lower bits are taken first, so those are never reached.
     for (std::uint64_t open = ~word; open != 0 && count > 0; open &= open - 1, --count) {
       word |= open & (~open + 1);
       const auto slot = static_cast<std::uint32_t>(w * 64 + std::countr_zero(open));
@@ -209,7 +209,7 @@ Result<Blocks::Place> Blocks::find(BlockId id) const {
   }
   if (id > 0) {
     const auto wide = static_cast<std::uint64_t>(id);
-    // An id past every page: compare before multiplying, so that nothing can overflow.
+    // Compare before multiplying, so that a large id cannot overflow.
     if (wide < geometry_.pages * (geometry_.extent_bytes / geometry_.block_bytes + 1)) {
       const std::uint64_t page = ids_per_page_ != 0
                                      ? wide / ids_per_page_
@@ -262,7 +262,7 @@ Status Blocks::free(std::span<const BlockId> ids) {
     const PageIndex index = places_[i].page;
     unlist(index);
     Page& page = pages_[index];
-    // Ids of one page mostly come together: one step in and out of the lists for all of them.
+    // Ids of a page mostly come together, so unlist and enlist it once for all of them.
     for (; i < places_.size() && places_[i].page == index; ++i) {
       const Place at = places_[i];
       if (is_pinned(at)) {
@@ -326,7 +326,7 @@ Status Blocks::touch(std::span<const BlockId> ids) {
   return ok();
 }
 
-/// used -> cached; the bit of the block says so already.
+/// used -> cached; the block's bit is already set.
 void Blocks::make_cached(Place at) {
   unlist(at.page);
   --pages_[at.page].used;
@@ -335,7 +335,7 @@ void Blocks::make_cached(Place at) {
   enlist(at.page);
 }
 
-/// cached -> used; the bit of the block says so already.
+/// cached -> used; the block's bit is already cleared.
 void Blocks::make_used(Place at) {
   unlist(at.page);
   ++pages_[at.page].used;
@@ -461,7 +461,7 @@ void Blocks::unlist(PageIndex index) {
   const Page& page = pages_[index];
   (page.closed ? closed_cached_ : free_blocks_) -= page.closed ? page.cached : free_in(page);
   if (page.used == 0 && page.cached == 0 && page.reading == 0) {
-    // The last parked page takes the place of this one.
+    // The last parked page takes this one's position.
     std::vector<PageIndex>& parked = page.closed ? drained_ : parked_;
     pages_[parked.back()].parked_at = page.parked_at;
     parked[page.parked_at] = parked.back();

@@ -1,26 +1,26 @@
-// Which block ids are free, used or cached, and what that makes of their pages. Pure accounting: it
-// maps nothing and locks nothing; its owner (Pool) does both.
+// The states of blocks (free, used, cached) and of their pages. Pure accounting: maps nothing and
+// takes no lock; the owner (Pool) does both.
 //
 //   page:   unmapped -> in transit -> mapped -> in transit -> unmapped
 //   block:  free -> used -> free
 //                   used <-> cached -> free
 //
-// A used or cached block may be *pinned* (pins.h): what happens to it then waits for its last pin,
-// and to its page it is a used block all that time.
+// A used or cached block may be *pinned* (pins.h): a change of its state then waits for its last
+// pin, and until then its page counts it as used.
 //
-// A block that is used or cached may have a key (block_key.h). With one it is *clean* while a tier
-// has a copy of it, and *dirty* else; clean ones are evicted first, for nothing is lost with them.
-// A dirty one that is cached is *leaving* as long as its copy is being made:
+// A used or cached block may have a key (block_key.h). Such a block is *clean* if a tier has a copy
+// of it, otherwise *dirty*. Clean blocks are evicted first, because that loses nothing. While a
+// tier copies a dirty cached block, the block is *under writeback* (`leaving` in the code):
 //
-//   dirty -- begin_leaving --> leaving -- end_leaving, copied --> clean
-//                                 '-- used by another alloc, or renamed: the copy is of no use
+//   dirty -- begin_leaving --> writeback -- end_leaving, copied --> clean
+//                                 '-- allocated again or renamed: the copy is discarded
 //
-// A leaving block stays what it was to alloc, touch and free. Only its page is kept: while blocks
-// of it are being read it is neither parked nor evictable.
+// Writeback does not change the state for alloc, touch and free. It only holds the page: a page
+// with a block under writeback is neither parked nor evictable.
 //
-// A mapped page without a used or cached block is *parked*: the next alloc takes it with no driver
-// call. Page 0 holds block 0, the null block, which counts as neither used nor cached and is never
-// handed out, so page 0 is never parked once it is mapped.
+// A mapped page without used and cached blocks is *parked*: the next alloc uses it without a driver
+// call. Page 0 holds block 0, the null block, which is neither used nor cached and never allocated,
+// so a mapped page 0 is never parked.
 #pragma once
 
 #include <array>
@@ -44,14 +44,14 @@
 
 namespace kvelastic {
 
-/// A block whose contents are gone from here.
+/// An evicted block.
 struct EvictedBlock {
   BlockId id;
-  bool has_copy;  ///< it was clean: a tier has it
+  bool has_copy;  ///< it was clean: a tier has a copy
   bool operator==(const EvictedBlock&) const = default;
 };
 
-/// Blocks that are leaving together.
+/// Blocks under writeback with one ticket.
 struct Leaving {
   std::uint32_t ticket = 0;
   std::vector<BlockId> ids;
@@ -66,150 +66,149 @@ class Blocks {
 
   // --- pages ---------------------------------------------------------------------------------
 
-  /// A page to map next, the lowest first; in transit until add_page or put_back. None: no more.
+  /// The lowest unmapped page, in transit until add_page or put_back. Empty: all pages are mapped.
   std::optional<PageIndex> take_unmapped();
-  /// The page in transit has been mapped: it is parked (page 0: it holds the null block).
+  /// A page in transit has been mapped: it is parked, or, for page 0, holds the null block.
   void add_page(PageIndex page);
-  /// The page in transit is not mapped (any more).
+  /// A page in transit stays or became unmapped.
   void put_back(PageIndex page);
-  /// These pages, to map next; in transit until add_page or put_back. Pre: they are unmapped.
+  /// Puts these pages in transit until add_page or put_back. Pre: they are unmapped.
   void take_unmapped(std::span<const PageIndex> pages);
-  /// The first of `count` pages side by side that are unmapped, the lowest such; never page 0.
-  /// None: there is no such run. Looks at every page.
+  /// The first of `count` consecutive unmapped pages; the lowest such run, never with page 0. Empty
+  /// if there is no such run. Scans every page.
   std::optional<PageIndex> find_unmapped_run(std::uint64_t count) const;
-  /// The same for parked pages that are not closed.
+  /// As find_unmapped_run, for parked pages that are not closed.
   std::optional<PageIndex> find_parked_run(std::uint64_t count) const;
   /// A parked page to unmap, a closed one first; in transit until put_back or add_page.
   std::optional<PageIndex> take_parked();
 
-  /// Page 0, to unmap, where the null block is all that it holds; in transit until put_back or
-  /// add_page. Pre: nothing is used until it is mapped again, for the null block is gone.
+  /// Page 0, if it holds only the null block; in transit until put_back or add_page. Pre: no block
+  /// is allocated before page 0 is mapped again.
   std::optional<PageIndex> take_null_page();
-  /// Whether take_null_page() would give it.
+  /// True if take_null_page() would return the page.
   bool null_page_is_bare() const;
 
-  /// Closes `count` mapped pages, those with the fewest used blocks, and opens all others: no block
-  /// of a closed page is handed out any more, so it is parked once its blocks are given back. Page
-  /// 0 is never closed. Looks at every page.
+  /// Closes the `count` mapped pages with the fewest used blocks and opens all others. No block of
+  /// a closed page is allocated, so it is parked once its blocks are freed. Page 0 is never closed.
+  /// Scans every page.
   void close_pages(std::uint64_t count);
-  /// How many of them have not been unmapped yet.
+  /// Closed pages that are still mapped.
   std::uint64_t closed_pages() const { return closed_count_; }
-  /// Of each mapped page but the null block's, its blocks in use, pinned ones included.
+  /// Each mapped page except page 0, with its used blocks, pinned ones included.
   std::vector<std::pair<PageIndex, std::uint32_t>> used_by_page() const;
-  /// Whether the block lies on one of them; false for an id that is not of a mapped page.
+  /// True if the block lies on a closed page; false for an id without a mapped page.
   bool is_closed(BlockId id) const;
 
   // --- blocks --------------------------------------------------------------------------------
 
   /// How alloc chooses among partly filled pages.
   enum class Fit : std::uint8_t {
-    kBest,     ///< the fullest page that can hold all, else the emptiest: few pages touched
-    kFullest,  ///< the fullest: emptier pages drain, which is what a shrinking pool wants
+    kBest,     ///< the fullest page that fits all blocks, else the emptiest: touches few pages
+    kFullest,  ///< the fullest page: emptier pages drain, as a shrinking pool needs
   };
 
-  /// Appends `count` ids to `out`; they are used now. Pre: count <= free_blocks().
+  /// Appends `count` ids to `out` and marks them used. Pre: count <= free_blocks().
   void alloc(std::size_t count, Fit fit, std::vector<BlockId>& out);
 
-  /// Appends every id of `count` pages from `first` on; they are used now. Pre: they are parked.
+  /// Appends every id of `count` pages from `first` on and marks them used. Pre: they are parked.
   void alloc_run(PageIndex first, std::uint64_t count, std::vector<BlockId>& out);
 
-  /// used or cached -> free. All or nothing; fails with kUnknownBlock, kNullBlock or kDoubleFree
-  /// (also for an id named twice), and nothing has changed then.
+  /// used or cached -> free. All or nothing. Fails with kUnknownBlock, kNullBlock or kDoubleFree
+  /// (also for a duplicate id); then the state is unchanged.
   Status free(std::span<const BlockId> ids);
-  /// used -> cached; the later in `ids`, the later evicted. All or nothing, failures as free.
+  /// used -> cached; earlier `ids` are evicted earlier. All or nothing, fails as free.
   Status cache(std::span<const BlockId> ids);
-  /// cached -> used. All or nothing, failures as free.
+  /// cached -> used. All or nothing, fails as free.
   Status touch(std::span<const BlockId> ids);
 
-  /// Frees every cached block of the page that costs the fewest of them, among pages that hold no
-  /// used block: of those that are clean all over, or else the one with the fewest dirty blocks.
-  /// The page is parked then. False: there is no such page.
+  /// Evicts the cached blocks of one page without used blocks, and parks it: a page with clean
+  /// blocks only, else the one with the fewest dirty blocks. False: there is no such page.
   bool evict_cheapest_page(std::vector<EvictedBlock>& evicted);
-  /// Frees the block that was cached first among the clean ones, else among those without a key,
-  /// else among the copyable ones. False: none is cached.
+  /// Evicts the oldest clean block, else the oldest without a key, else the oldest copyable one.
+  /// False: no block is cached.
   bool evict_oldest_block(std::vector<EvictedBlock>& evicted);
-  /// Sets the time, in milliseconds modulo 2^32. A block that becomes cached is stamped with it.
+  /// Sets the time, in ms modulo 2^32. Blocks are stamped with it when they become cached.
   void set_now(std::uint32_t now_ms) { now_ms_ = now_ms; }
-  /// Frees blocks that have been cached for `idle_ms`; copyable ones after `copyable_idle_ms`. A
+  /// Evicts blocks that have been cached for `idle_ms`, copyable ones for `copyable_idle_ms`. A
   /// block that became clean after a younger one waits for that one.
   void evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms,
                   std::vector<EvictedBlock>& evicted);
-  /// How long the next block that evict_idle() would free has been cached; none: there is none.
+  /// The age of the next block that evict_idle() would evict; empty without one.
   std::optional<std::uint32_t> oldest_not_copyable_ms() const {
     return std::max(age_ms(kClean), age_ms(kKeyless));
   }
   std::optional<std::uint32_t> oldest_copyable_ms() const { return age_ms(kCopyable); }
-  /// Cached blocks of the page that evict_cheapest_page() would take; none: there is none.
+  /// The cached blocks of the page that evict_cheapest_page() would take; empty without a page.
   std::optional<std::uint32_t> cheapest_page_cost() const;
 
   // --- keys and copies -----------------------------------------------------------------------
 
-  /// Gives used or cached blocks their keys; one with another key than before is dirty. All or
-  /// nothing; fails with kUnknownBlock (a free block, too) or kNullBlock. Pre: as many keys as ids.
+  /// Gives used or cached blocks their keys; a block whose key changes becomes dirty. All or
+  /// nothing. Fails with kUnknownBlock (also for a free block) or kNullBlock. Pre: as many keys as
+  /// ids.
   Status name(std::span<const BlockId> ids, std::span<const BlockKey> keys);
-  /// Those that are used or cached and have these very keys are clean; answers how many. Others are
-  /// passed over. Pre: as many keys as ids.
+  /// Marks the used or cached blocks with these keys clean and returns how many; skips others. Pre:
+  /// as many keys as ids.
   std::uint64_t mark_clean(std::span<const BlockId> ids, std::span<const BlockKey> keys);
-  /// Every clean block is dirty again; answers how many. Looks at every block.
+  /// Marks every clean block dirty and returns how many. Scans every block.
   std::uint64_t forget_copies();
 
-  /// Which dirty blocks leave first.
+  /// The order of writeback.
   enum class LeaveFirst : std::uint8_t {
-    kOldest,     ///< those cached first
-    kOfOnePage,  ///< those of the page that is the cheapest to empty, then of the next; then oldest
+    kOldest,     ///< the oldest cached blocks
+    kOfOnePage,  ///< the blocks of the page that is cheapest to empty, page by page, then the
+                 ///< oldest
   };
-  /// Begins to copy at most `most` dirty cached blocks that have keys and are not leaving.
+  /// Starts writeback of at most `most` dirty cached blocks that have keys.
   Leaving begin_leaving(std::uint64_t most, LeaveFirst first);
-  /// Blocks that left together; 0: it has ended.
+  /// The number of blocks of a ticket; 0: it has ended.
   std::uint64_t leaving_of(std::uint32_t ticket) const {
     const auto found = leaving_.find(ticket);
     return found == leaving_.end() ? 0 : found->second.size();
   }
-  /// A flag for each of them: whether it still holds what it held then. What has been read before
-  /// this call is whole where it says so. Empty: it has ended.
+  /// One flag per block of the ticket: the block still has its contents, so a copy read before this
+  /// call is valid. Empty: the ticket has ended.
   std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
-  /// Ends that. Blocks of which a copy was made (a flag each) are clean, unless they were used by
-  /// another alloc or renamed since; answers how many. Pre: as many flags as blocks. 0: it has
-  /// ended before.
+  /// Ends a ticket. Copied blocks (one flag each) become clean, unless they were allocated again or
+  /// renamed since. Returns how many; 0 if the ticket has ended. Pre: as many flags as blocks.
   std::uint64_t end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 
   // --- pins (pins.h) -------------------------------------------------------------------------
 
-  /// Pins used and cached blocks, and those that are given back and still pinned. A block named
-  /// twice is pinned twice. All or nothing; fails with kUnknownBlock (a free block, too) or
-  /// kNullBlock.
+  /// Pins used or cached blocks, and freed blocks that are still pinned. A duplicate id is pinned
+  /// twice. All or nothing. Fails with kUnknownBlock (also for a free block) or kNullBlock.
   Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
-  /// Ends a pin. False: it has ended before, and nothing changes.
+  /// Ends a pin. False: it has already ended, and nothing changes.
   bool unpin(PinTicket ticket);
-  /// Blocks that are given back and still pinned: to their pages they are used.
+  /// Freed blocks that are still pinned; their pages count them as used.
   std::uint64_t waiting_blocks() const { return pins_.waiting(); }
-  /// Those of them that reuse() can take: not pinned strictly, on open pages.
+  /// The waiting blocks that reuse() can take: not pinned strictly, on open pages.
   std::uint64_t reusable_blocks() const;
-  /// Appends `count` of these to `out`; they are used now, and what was to be cached is lost:
-  /// appends those ids to `evicted`. Pre: count <= reusable_blocks().
+  /// Appends `count` such blocks to `out` and marks them used. Blocks that would have become cached
+  /// are appended to `evicted`. Pre: count <= reusable_blocks().
   void reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<EvictedBlock>& evicted);
-  /// Those that wait to be cached will be free instead; appends their ids.
+  /// Waiting blocks that would become cached will be free instead; appends their ids.
   void evict_waiting(std::vector<EvictedBlock>& evicted);
-  /// Ids of those that wait.
+  /// Ids of the waiting blocks.
   std::vector<BlockId> waiting_ids() const;
-  /// Ends every pin; appends the ids of those that waited to be cached.
+  /// Ends every pin; appends the ids of blocks that would have become cached.
   void drop_pins(std::vector<EvictedBlock>& evicted);
 
   // --- compaction ----------------------------------------------------------------------------
 
-  /// Whether a page whose blocks are all cached could be emptied into holes of other pages.
+  /// True if a page with only cached blocks could be emptied into holes of other pages.
   bool can_compact() const { return compactable_page().has_value(); }
-  /// Chooses the page with the fewest cached blocks (and no used one) and a hole for each of them
-  /// in the fullest other pages. The holes are used until finish_move(). False: there is no such
-  /// page, or too few holes.
+  /// Chooses the page with the fewest cached and no used blocks, and a hole in the fullest other
+  /// pages for each of its blocks. The holes are used until finish_move(). False: no such page, or
+  /// too few holes.
   bool take_compaction(std::vector<BlockMove>& moves);
-  /// The contents have been copied: the new block is cached, as old as the former one, which is
-  /// free. Where they have not, or the former was freed meanwhile, the new one is free; answers
-  /// whether the block has moved.
+  /// Finishes a move. If the block was copied, the new block is cached with the old one's age, and
+  /// the old one is free. If it was not copied, or the old one was freed in between, the new one is
+  /// free. Returns whether the block moved.
   bool finish_move(const BlockMove& move, bool copied);
 
-  /// Every block is free, pinned ones as soon as their pins end; appends the ids that were cached.
-  /// The mapped pages stay mapped.
+  /// Frees every block, pinned ones when their pins end; appends the ids that were cached. Pages
+  /// stay mapped.
   void clear(std::vector<EvictedBlock>& evicted);
 
   // --- figures -------------------------------------------------------------------------------
@@ -219,39 +218,39 @@ class Blocks {
   std::uint64_t parked_pages() const { return parked_.size() + drained_.size(); }
   std::uint64_t used_blocks() const { return used_blocks_; }
   std::uint64_t cached_blocks() const { return cached_blocks_; }
-  /// Pages with cached and no used blocks: eviction makes memory of these.
+  /// Pages with cached and no used blocks: evicting them releases memory.
   std::uint64_t evictable_pages() const { return evictable_pages_; }
-  /// Those of them that eviction would lose nothing of, and that nobody reads.
+  /// Evictable pages with clean blocks only and without writeback.
   std::uint64_t clean_pages() const { return clean_page_count_; }
-  /// Cached blocks of which a tier has a copy.
+  /// Cached blocks with a copy in a tier.
   std::uint64_t clean_blocks() const { return clean_blocks_; }
-  /// Dirty cached blocks: some may have no key, and some are leaving.
+  /// Dirty cached blocks, including blocks without a key and under writeback.
   std::uint64_t dirty_blocks() const { return cached_blocks_ - clean_blocks_; }
-  /// Dirty cached blocks with keys, which a tier can copy; some are leaving.
+  /// Dirty cached blocks with keys, which a tier can copy; includes blocks under writeback.
   std::uint64_t copyable_blocks() const { return lists_[kCopyable].size(); }
   std::uint64_t leaving_blocks() const { return leaving_blocks_; }
-  /// Cached blocks of which eviction makes free ones: not those of closed pages.
+  /// Cached blocks whose eviction makes them allocatable: not those of closed pages.
   std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
-  /// Blocks that alloc can give without another page.
+  /// Blocks that alloc can return without another page.
   std::uint64_t free_blocks() const { return free_blocks_; }
-  /// Used and cached blocks of a page; none if it is not mapped.
+  /// Used and cached blocks of a page; empty if it is not mapped.
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
 
-  /// Recounts everything from the bitmaps. Fails with kIntegrity, naming what disagrees.
+  /// Recounts everything from the bitmaps. Fails with kIntegrity, naming the inconsistency.
   Status check_integrity() const;
 
  private:
   enum class PageState : std::uint8_t { kUnmapped = 0, kInTransit = 1, kMapped = 2 };
   struct Page {
     PageState state;
-    std::uint32_t used;  // page 0: with the null block
+    std::uint32_t used;  // page 0: including the null block
     std::uint32_t cached;
     std::uint32_t clean;      // of the cached ones
-    std::uint32_t reading;    // blocks of it that are being copied
-    std::uint32_t parked_at;  // its place in parked_ or drained_, while it is parked
+    std::uint32_t reading;    // blocks under writeback
+    std::uint32_t parked_at;  // its index in parked_ or drained_ while it is parked
     bool closed;
   };
-  /// The lists of cached blocks, in the order in which they are evicted.
+  /// The lists of cached blocks, in eviction order.
   enum Cached : std::uint8_t {
     kClean,     ///< a tier has a copy
     kKeyless,   ///< dirty and without a key: no tier can copy it
@@ -261,10 +260,10 @@ class Blocks {
     PageIndex page;
     std::uint32_t slot;  // 0 <= slot < blocks_per_page
   };
-  /// What a block is below the engine, from the alloc that gave it on.
+  /// The contents of a block, since it was allocated.
   struct Identity {
     BlockKey key;
-    std::uint32_t leaving;  // the ticket; 0: it is not
+    std::uint32_t leaving;  // the writeback ticket; 0: none
     bool clean;
   };
   explicit Blocks(const Geometry& geometry);
@@ -288,14 +287,14 @@ class Blocks {
     return is_pinned(at) && pins_.then(dense(at)) == then;
   }
 
-  /// Runs `step` on every id and leaves their places in `places_`; when an id is unknown, or `step`
-  /// says false (the block is not `wanted`), runs `undo` on those done, in reverse.
+  /// Runs `step` on every id and leaves the locations in `places_`. If an id is unknown, or `step`
+  /// returns false (the block is not `wanted`), runs `undo` on the completed ones in reverse.
   template <typename Step, typename Undo>
   Status for_all(std::span<const BlockId> ids, const char* wanted, Step step, Undo undo);
   Error wrong_state(BlockId id, const char* wanted) const;
 
-  /// Takes a page out of the lists it is in, or puts it where its counts say; every change of
-  /// counts stands between the two.
+  /// Removes a page from its lists, or inserts it by its counts. Counts change only between the
+  /// two.
   void unlist(PageIndex index);
   void enlist(PageIndex index);
   std::uint32_t free_in(const Page& page) const {
@@ -305,7 +304,7 @@ class Blocks {
   template <typename Fits>
   std::optional<PageIndex> find_run(std::uint64_t count, Fits fits) const;
   std::optional<PageIndex> compactable_page() const;
-  /// Counts and lists a cached block, or takes it out. Pre: the page is unlisted.
+  /// Counts and lists a cached block, or removes it. Pre: the page is unlisted.
   void add_cached(Place at);
   void remove_cached(Place at);
   void forget(Place at) {
@@ -313,7 +312,7 @@ class Blocks {
   }
   bool is_clean(Place at) const { return has_identities_ && identities_[dense(at)].clean; }
   void set_clean(Place at, bool clean);
-  /// Which list a cached block is in.
+  /// The list of a cached block.
   Cached cached_as(Place at) const;
   BlockList& list_of(Place at) { return lists_[cached_as(at)]; }
   std::optional<PageIndex> cheapest_page() const;
@@ -334,28 +333,28 @@ class Blocks {
   const Geometry geometry_;
   const std::uint64_t blocks_per_page_;
   const std::uint64_t words_per_page_;
-  const std::uint64_t ids_per_page_;  // where an extent is whole blocks; 0 otherwise
+  const std::uint64_t ids_per_page_;  // if an extent is whole blocks; otherwise 0
   LazyArray<Page> pages_;
-  LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
-  LazyArray<std::uint64_t> cached_;  // a bit a block
+  LazyArray<std::uint64_t> taken_;   // one bit per block: used or cached
+  LazyArray<std::uint64_t> cached_;  // one bit per block
   BlockLinks links_;                 // by dense index
   std::array<BlockList, 3> lists_{BlockList{links_}, BlockList{links_}, BlockList{links_}};
   LazyArray<std::uint32_t> cached_at_ms_;  // by dense index, of cached blocks
   std::uint32_t now_ms_ = 0;
   LazyArray<Identity> identities_;  // by dense index
-  bool has_identities_ = false;     // no block has had a key yet: nothing of them is touched
+  bool has_identities_ = false;     // false: no block has had a key, and identities_ is untouched
   Pins pins_{links_};               // a pinned block is used, so it is in no other list
   Buckets partial_;  // mapped pages with free blocks that are not parked, by free blocks
-  // Pages with cached and no used blocks that nobody reads:
+  // Pages with cached and no used blocks, and without writeback:
   Buckets evictable_;    // with dirty blocks, by their number
-  Buckets clean_pages_;  // all clean, by cached blocks
+  Buckets clean_pages_;  // only clean blocks, by their number
   std::uint64_t evictable_pages_ = 0;
   std::uint64_t clean_page_count_ = 0;
   std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> leaving_;  // ticket: dense indices
   std::uint32_t newest_leaving_ = 0;
   std::vector<PageIndex> parked_;
-  std::vector<PageIndex> drained_;  // parked and closed: to be unmapped, not to be used
-  std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped since
+  std::vector<PageIndex> drained_;  // parked and closed: to unmap, not to use
+  std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped by now
   std::set<PageIndex> returned_;    // unmapped, and below fresh_
   PageIndex fresh_ = 0;             // pages from here on were never taken
   std::uint64_t mapped_pages_ = 0;
@@ -367,7 +366,7 @@ class Blocks {
   std::uint64_t free_blocks_ = 0;    // of open pages
   std::uint64_t closed_cached_ = 0;  // of closed pages
   std::uint64_t closed_count_ = 0;
-  std::vector<Place> places_;  // scratch of one call, kept to spare the allocation
+  std::vector<Place> places_;  // scratch memory, kept to save the allocation
 };
 
 }  // namespace kvelastic

@@ -1,4 +1,4 @@
-// Keys of blocks, which of them have a copy in a tier, and those of which one is being made.
+// Block keys, copies in tiers, and writeback.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -56,7 +56,7 @@ std::uint64_t Blocks::forget_copies() {
       ++forgotten;
     }
   }
-  // What is being copied just now is copied to a tier that knows nothing of it any more.
+  // A writeback in progress goes to a tier that no longer has the copies.
   for (const auto& [ticket, blocks] : leaving_) {
     for (const std::uint32_t block : blocks) {
       if (identities_[block].leaving == ticket) identities_[block].leaving = 0;
@@ -65,8 +65,8 @@ std::uint64_t Blocks::forget_copies() {
   return forgotten;
 }
 
-/// A cached block keeps its place in time: among the clean ones it is the newest, as it was the
-/// oldest of the dirty ones that has been cleaned last.
+/// A cached block keeps its order by time: among the clean blocks it is the newest, because dirty
+/// blocks are cleaned oldest first.
 void Blocks::set_clean(Place at, bool clean) {
   Identity& identity = identities_[dense(at)];
   if (identity.clean == clean) return;
@@ -102,11 +102,12 @@ void Blocks::leave(Place at, Leaving& leaving) {
 
 void Blocks::leave_by_pages(std::uint64_t most, Leaving& leaving) {
   std::vector<PageIndex> seen;
-  seen.reserve(evictable_pages_);  // what throws does so before a page is out of its lists
+  // Allocate before a page is unlisted: a failure must change nothing.
+  seen.reserve(evictable_pages_);
   while (leaving.ids.size() < most) {
     const std::optional<PageIndex> index = evictable_.lowest_from(1);
     if (!index) break;
-    unlist(*index);  // until the end: what has nothing to copy is not looked at again
+    unlist(*index);  // until the end, so that a page without blocks to copy is checked only once
     seen.push_back(*index);
     std::uint32_t left = pages_[*index].cached;
     for (std::uint32_t slot = 0; left > 0 && leaving.ids.size() < most; ++slot) {
@@ -128,7 +129,7 @@ Leaving Blocks::begin_leaving(std::uint64_t most, LeaveFirst first) {
   std::vector<std::uint32_t> blocks;
   blocks.reserve(most);
   if (++newest_leaving_ == 0) ++newest_leaving_;
-  auto& kept = leaving_[newest_leaving_];  // what throws does so before anything has changed
+  auto& kept = leaving_[newest_leaving_];  // allocate before anything changes
   leaving.ticket = newest_leaving_;
   if (first == LeaveFirst::kOfOnePage) leave_by_pages(most, leaving);
   const BlockList& copyable = lists_[kCopyable];

@@ -1,4 +1,4 @@
-// Blocks that cannot go at once: those that somebody reads, and those that move to another page.
+// Blocks that cannot be released at once: pinned blocks, and blocks that move to another page.
 #include "pool/blocks.h"
 
 namespace kvelastic {
@@ -18,7 +18,7 @@ Result<PinTicket> Blocks::pin(std::span<const BlockId> ids, PinKind kind) {
     blocks.push_back(dense(*at));
   }
   const PinTicket ticket = pins_.add(blocks, kind);
-  // Cached ones are used as long as they are pinned, and cached again then.
+  // Cached blocks are used while they are pinned, and cached again afterwards.
   for (const std::uint32_t block : blocks) {
     const Place at = place(block);
     if (!is_cached(at)) continue;
@@ -31,7 +31,7 @@ Result<PinTicket> Blocks::pin(std::span<const BlockId> ids, PinKind kind) {
 
 bool Blocks::unpin(PinTicket ticket) {
   std::vector<BlockId> unused, unused_cached;
-  unused.reserve(pins_.blocks_of(ticket));  // what throws does so before anything has changed
+  unused.reserve(pins_.blocks_of(ticket));  // allocate before anything changes
   unused_cached.reserve(pins_.blocks_of(ticket));
   const bool ended = pins_.end(ticket, [&](std::uint32_t block, Pins::Then then) {
     if (then == Pins::Then::kFree) unused.push_back(id_of(place(block)));
@@ -96,7 +96,7 @@ std::optional<PageIndex> Blocks::compactable_page() const {
   if (!index) index = clean_pages_.lowest_from(1);
   if (!index) return std::nullopt;
   const Page& page = pages_[*index];
-  // Parked pages are no holes: filling one to empty another gains nothing.
+  // Parked pages do not count as holes: filling one to empty another gains nothing.
   const std::uint64_t own = page.closed ? 0 : free_in(page);
   const std::uint64_t holes = free_blocks_ - parked_.size() * blocks_per_page_ - own;
   if (holes < page.cached) return std::nullopt;
@@ -106,7 +106,7 @@ std::optional<PageIndex> Blocks::compactable_page() const {
 bool Blocks::take_compaction(std::vector<BlockMove>& moves) {
   const std::optional<PageIndex> index = compactable_page();
   if (!index) return false;
-  unlist(*index);  // so that it is not chosen itself
+  unlist(*index);  // so that it is not chosen as a hole
   std::vector<BlockId> holes;
   alloc(pages_[*index].cached, Fit::kFullest, holes);
   enlist(*index);

@@ -1,4 +1,4 @@
-// Pages sorted by a small number, with the smallest at least k found without a search over pages.
+// Pages sorted by a small number; finds the smallest value >= k without scanning pages.
 #pragma once
 
 #include <bit>
@@ -11,9 +11,9 @@
 
 namespace kvelastic {
 
-/// A list of pages for each value 0..max_value, first in first out. Every operation is O(1) in the
-/// number of pages: a bitmap of non-empty lists with a summary over its words finds a list in a
-/// handful of instructions up to 4096 values, and one more word for each further 4096.
+/// A FIFO list of pages for each value 0..max_value. Every operation is O(1) in the number of
+/// pages: a bitmap of non-empty lists with a summary of its words finds a list in a few
+/// instructions for up to 4096 values, plus one word for each further 4096.
 class Buckets {
  public:
   Status allocate(std::size_t pages, std::uint32_t max_value) {

@@ -1,4 +1,4 @@
-// What a pool has done since it was made: for stats(), and in its record once it has one.
+// A pool's counters since its creation, for stats() and for its segment.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace kvelastic {
 
-/// Whoever owns it holds the lock.
+/// The owner holds the lock.
 class Counters {
  public:
   void add(Counter counter, std::uint64_t amount = 1) {
@@ -22,7 +22,7 @@ class Counters {
     return counts_[static_cast<std::size_t>(counter)];
   }
 
-  /// Where they are published, with all that was counted before; null: nowhere from now on.
+  /// Publishes the counters, including earlier counts, to `record`; null stops publishing.
   void publish_to(std::shared_ptr<RecordOwner> record) {
     if (record == record_) return;
     record_ = std::move(record);

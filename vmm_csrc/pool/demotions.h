@@ -1,11 +1,13 @@
-// Between who shrinks a pool and who copies its blocks to a tier: the one says what it is about to
-// evict and waits a bounded while, the other copies what would be lost.
+// Coordinates a shrinking pool with the tier that copies its blocks. The shrinking thread announces
+// an eviction and waits for a bounded time; the demoting thread copies blocks that would be lost.
 //
-//   shrinking (keeper, set_limit, sleep)          demoting (a thread of kvelastic/tiers)
-//   want, wait, evict what is clean       =>      next(), begin_leaving, copy, store
-//          ^------------ progressed() <=          end_leaving
+// clang-format off
+//   shrinking (maintenance, set_limit, sleep)       demoting (a thread of kvelastic/tiers)
+//   announce, wait, evict clean blocks        =>    next(), begin_leaving, copy, store
+//          ^-------------- progressed()       <=    end_leaving
+// clang-format on
 //
-// The owner holds the pool's lock for every call; those that wait let go of it.
+// The caller holds the pool's lock; calls that wait release it while waiting.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +20,11 @@
 
 namespace kvelastic {
 
-/// Why blocks are to be demoted.
+/// Why blocks are demoted.
 enum class DemotionReason : std::uint8_t { kReclaim, kLimit, kSleep };
 
-/// How long who shrinks waits for copies: others who ask for memory are not kept waiting, a person
-/// who lowers a limit would rather keep what is cached.
+/// How long a shrinking pool waits for write-back. Reclaim must be fast; an operator who lowers a
+/// limit would rather keep the cache.
 struct DemotionWaits {
   std::chrono::nanoseconds reclaim = std::chrono::milliseconds(20);
   std::chrono::nanoseconds limit = std::chrono::seconds(2);
@@ -43,28 +45,28 @@ class Demotions {
   struct Want {
     DemotionReason reason;
     Clock::time_point until;
-    bool given_up = false;  ///< nothing more can be copied: waiting is for nothing
+    bool given_up = false;  ///< no further block can be copied, so waiting is useless
   };
 
-  /// Who lacks memory asks again and again: in so long a time all asks together wait as long as one
-  /// may (a token bucket).
+  /// Memory requests repeat, so all of them share one waiting budget, which refills over this time
+  /// (a token bucket).
   static constexpr std::chrono::seconds kReclaimRefill{1};
 
   void use(const DemotionWaits& waits) {
     waits_ = waits;
     reclaim_left_ = waits.reclaim;
   }
-  /// Whether a thread serves next(): without one nobody waits.
+  /// True if a thread serves next(). Without one no call waits.
   bool is_attended() const { return attended_; }
-  /// Whether dirty blocks can be expected to be copied: a thread serves next(), and the newest
-  /// batch that it began was stored.
+  /// True if dirty blocks are expected to be copied: a thread serves next(), and its last batch was
+  /// stored.
   bool takes_blocks() const { return attended_ && stored_; }
-  /// Whether somebody waits for copies just now: what is dirty is not to be evicted meanwhile.
+  /// True while a call waits for copies; dirty blocks must not be evicted then.
   bool is_awaited() const { return !wants_.empty(); }
 
-  // --- who shrinks ---------------------------------------------------------------------------
+  // --- shrinking side -------------------------------------------------------------------------
 
-  /// A want, as long as it lives.
+  /// A request for copies, for the lifetime of this object.
   class Wanting {
    public:
     Wanting(Demotions& demotions, DemotionReason reason)
@@ -79,11 +81,11 @@ class Demotions {
     Wanting& operator=(const Wanting&) = delete;
     ~Wanting() { demotions_.wants_.erase(want_); }
 
-    /// Whether there is still time, and somebody who uses it.
+    /// True while there is time left and a thread that copies.
     bool goes_on() const {
       return demotions_.attended_ && !want_->given_up && Clock::now() < want_->until;
     }
-    /// Waits for progress, `most` at most.
+    /// Waits for progress, at most for `most`.
     void wait(Lock& lock, std::chrono::nanoseconds most) const {
       const Clock::time_point until = std::min(want_->until, Clock::now() + most);
       const std::uint64_t seen = demotions_.progress_;
@@ -96,7 +98,7 @@ class Demotions {
     const std::list<Want>::iterator want_;
   };
 
-  /// How long others who ask may be kept waiting now.
+  /// How long a memory request of another instance may wait now.
   std::chrono::nanoseconds reclaim_wait(Clock::time_point now) {
     const auto passed = std::min<std::chrono::nanoseconds>(now - reclaim_seen_, kReclaimRefill);
     reclaim_seen_ = now;
@@ -105,14 +107,15 @@ class Demotions {
                                                  std::chrono::nanoseconds(kReclaimRefill).count());
     return reclaim_left_;
   }
-  /// They have been kept waiting so long.
+  /// Charges the waiting budget.
   void note_reclaim(std::chrono::nanoseconds waited) {
     reclaim_left_ -= std::min(waited, reclaim_left_);
   }
 
-  // --- who demotes ---------------------------------------------------------------------------
+  // --- demoting side --------------------------------------------------------------------------
 
-  /// Waits for a want, `timeout` at most; the most pressing one. None: none came, or stop().
+  /// Waits for a request, at most for `timeout`, and returns the most urgent one. Empty after a
+  /// timeout or stop().
   std::optional<Want> next(Lock& lock, std::chrono::nanoseconds timeout) {
     attended_ = true;
     stopped_ = false;
@@ -120,20 +123,20 @@ class Demotions {
     const Want* want = pressing();
     return want != nullptr && !stopped_ ? std::optional(*want) : std::nullopt;
   }
-  /// Blocks have been copied, or could not be.
+  /// Reports that blocks were copied, or that none could be.
   void progressed(bool any) {
     stored_ = any;
     all_leaving_ = false;
     if (!any) give_up();
     note_progress();
   }
-  /// There was nothing to begin with; `leaving`: because all of it is being copied already.
+  /// Reports that there were no blocks to begin with; `leaving`: all are under writeback already.
   void found_nothing(bool leaving) {
     all_leaving_ = leaving;
     if (!leaving) give_up();
     note_progress();
   }
-  /// Nobody serves next() any more; who waits there returns.
+  /// No thread serves next() any longer; a waiting one returns.
   void stop() {
     attended_ = false;
     stopped_ = true;

@@ -6,13 +6,13 @@
 namespace kvelastic {
 namespace {
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;  // as a staging's
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;  // as for a staging
 
 Error refuse(std::string what) {
   return {Errc::kInvalidArgument, std::move(what)};
 }
 
-/// a * b, or more than kMostBytes where that is more.
+/// a * b, or kMostBytes + 1 if the product exceeds kMostBytes.
 std::uint64_t product(std::uint64_t a, std::uint64_t b) {
   std::uint64_t result = 0;
   return __builtin_mul_overflow(a, b, &result) ? kMostBytes + 1 : result;

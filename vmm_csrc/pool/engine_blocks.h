@@ -1,10 +1,10 @@
-// Blocks of memory that an engine owns: its KV tensors, wherever and in whatever order they lie.
+// Blocks in memory that an engine owns: its KV tensors, in any layout.
 //
 //   part i of block b:   address_i + b * block_stride_i    rows_i rows, row_stride_i apart
-//   record of a block:   [ part 0, its rows side by side | part 1 | ... ]
+//   object of a block:   [ part 0, its rows contiguous | part 1 | ... ]
 //
-// Parts are named in the order that a record has. So a record is the same bytes whatever the order
-// of layers, K and V, and blocks in the engine's tensors is.
+// The order of the parts defines the object. An object therefore has the same bytes whatever the
+// order of layers, K and V, and blocks in the engine's tensors.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace kvelastic {
 
-/// Where one part of every block lies.
+/// The location of one part of every block.
 struct BlockPart {
   std::byte* address;
   std::size_t block_stride_bytes;
@@ -30,12 +30,12 @@ struct BlockPart {
   std::size_t row_stride_bytes;
 };
 
-/// Thread-safe. Nothing is known of the memory but what the parts say: it is the caller's to keep
-/// it, and to have nothing else write to a block while it is copied.
+/// Thread-safe. The caller keeps the memory alive and makes sure that a block is not written while
+/// it is copied.
 class EngineBlocks {
  public:
-  /// Fails with kInvalidArgument for no parts, no blocks, a part without bytes, rows that overlap,
-  /// and sizes that do not fit in memory.
+  /// Fails with kInvalidArgument for no parts, no blocks, an empty part, overlapping rows, or sizes
+  /// that exceed memory.
   static Result<std::unique_ptr<EngineBlocks>> create(std::shared_ptr<Driver> driver,
                                                       std::vector<BlockPart> parts,
                                                       std::uint64_t blocks);
@@ -46,9 +46,9 @@ class EngineBlocks {
   std::uint64_t blocks() const { return blocks_; }
   std::uint64_t record_bytes() const { return record_bytes_; }
 
-  /// Copies blocks to or from their slots, each to `offset` of its record; blocks until all is
-  /// there. Fails with kInvalidArgument for a block, a slot or an offset that is not there, nothing
-  /// copied then; with kMapping as the driver's copy does.
+  /// Copies blocks to or from their slots, each at `offset_bytes` of its object. Blocks until the
+  /// copy is complete. Fails with kInvalidArgument for an invalid block, slot or offset (nothing is
+  /// copied then), and with kMapping as the driver's copy.
   Status copy(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
               std::uint64_t offset_bytes, CopyTo to);
 
@@ -60,14 +60,14 @@ class EngineBlocks {
         blocks_(blocks),
         record_bytes_(record_bytes) {}
 
-  /// Keeps the staging that was used last pinned. Unpinned memory is copied as well, only slower.
+  /// Keeps the last used staging pinned. Copies from unpinned memory work too, only slower.
   void look_at(std::shared_ptr<Staging> staging);
 
   const std::shared_ptr<Driver> driver_;
   const std::vector<BlockPart> parts_;
   const std::uint64_t blocks_;
   const std::uint64_t record_bytes_;
-  std::mutex mutex_;  ///< of the two below; the driver's are taken under it
+  std::mutex mutex_;  ///< guards the two below; the driver's locks are taken under it
   std::shared_ptr<Staging> staging_;
   bool pinned_ = false;
 };

@@ -53,8 +53,9 @@ bool Figures::take_large_move() {
 
 void Figures::tell_ledgers(const Usage& usage) {
   const bool active = std::exchange(told_activity_, activity()) != activity();
-  // Cached is what others can have of it: a page with a block in use stays, whatever else it has.
-  // Blocks that are set aside lie together, as one alloc gave them, and make way as cached ones do.
+  // Memory that others can reclaim: a page with a block in use stays, even if its other blocks are
+  // cached. Reserved blocks are contiguous, as one alloc returned them, and are released like
+  // cached ones.
   const std::uint64_t pages =
       accounting_.blocks().evictable_pages() +
       accounting_.reserved_blocks() / accounting_.geometry().blocks_per_page;
@@ -67,7 +68,7 @@ std::uint64_t Figures::available() const {
   const std::int64_t held = available_held_.load(std::memory_order_relaxed);
   const Geometry& geometry = accounting_.geometry();
   const auto with = [&](std::uint64_t pages) {
-    // No device has more pages than fit here by far; the limit is the smaller one then.
+    // No device has that many pages; the limit is the smaller bound then.
     const auto more =
         static_cast<std::int64_t>(std::min(pages, geometry.pages) * geometry.blocks_per_page);
     return std::min(within_limit,
@@ -112,7 +113,7 @@ Usage Figures::usage(std::uint64_t available) const {
 
 WaitingBytes Figures::waiting_bytes() const {
   const std::uint64_t page_bytes = accounting_.page_bytes();
-  // The null block lies on one of the pages, too.
+  // The null block also lies on one of the pages.
   const auto least_limit = [&](std::uint64_t count) {
     return count == 0 ? 0 : accounting_.pages_for(count + 1) * page_bytes;
   };

@@ -13,19 +13,20 @@
 namespace kvelastic {
 namespace {
 
-/// When to look again at a request whose writers were faster than the reader.
+/// Retry interval if writers overtook the reading of a request.
 constexpr std::int64_t kRequestRetryNs = 100'000;
-/// When to try again to give memory back that the driver would not take.
+/// Retry interval after the driver refused to release memory.
 constexpr std::int64_t kShrinkRetryNs = 50'000'000;
-/// How often to look for memory that is missing, or whether others still ask for ours.
+/// Poll interval while memory is missing, or while other instances request this pool's memory.
 constexpr std::int64_t kPursuitNs = 20'000'000;
-/// How often to look what others hold of a GPU.
+/// Interval of measuring other processes' memory on a GPU.
 constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
-/// Where a look was not certain the next one comes after kPursuitNs, then twice that, and so on.
+/// After an uncertain measurement the next one follows after kPursuitNs, then twice that, and so
+/// on.
 constexpr int kMostUnsureLooks = 5;
 constexpr std::int64_t kNever = -1;
 
-/// The next request after `done` of which something is left to do; the newest, if there is none.
+/// Returns the next revision after `done` that still requires work; the newest if none does.
 std::uint64_t next_revision(const Request& request, std::uint64_t done) {
   std::uint64_t next = request.revision;
   for (const std::uint64_t asked :
@@ -79,7 +80,7 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
 void Keeper::stop() {
   if (!thread_.joinable()) return;
   if (!started_by_.is_this()) {
-    // A forked child has inherited this object, but not the thread; pool and record are of no use.
+    // A forked child inherits this object but not the threads.
     thread_.detach();
     for (std::thread& thread : bell_threads_) thread.detach();
     return;
@@ -91,15 +92,15 @@ void Keeper::stop() {
     pool_->places()->all()[i].member->ring();
     bell_threads_[i].join();
   }
-  // The pool goes on publishing: what its close() gives back is counted too.
+  // The pool continues to publish, so memory released by its close() is counted.
   pool_->on_wanted(nullptr);
 }
 
-/// A round that finds no memory for its own lists is given up, and made again a little later: a
-/// thread that let that out would end the process.
+/// A round that runs out of memory for its lists is abandoned and retried later: an escaping
+/// exception would end the process.
 void Keeper::run() {
   while (true) {
-    // Read before `stopping_`, which stop() sets before it rings: a ring in between ends the wait.
+    // Read before `stopping_`: stop() sets that before it rings, so the wait cannot miss it.
     const std::uint32_t seen = record_->bell();
     if (stopping_) return;
     try {
@@ -122,11 +123,11 @@ void Keeper::go_round(std::uint32_t seen) {
   const bool waking = !finish_waking();
   const bool missing = pool_->pursue();
   pursuing_ = pool_->expire_squeeze() || missing || over_capacity || waking;
-  // Also a squeeze that begins or ends is a limit that holds now.
+  // The begin or end of memory pressure changes the limit in effect, too.
   if (pool_->limit_state().effective_bytes != answered_effective_bytes_) {
     answer(pool_->limit_state(), {});
   }
-  (void)pool_->provision();  // out of memory: demand will say so when it comes
+  (void)pool_->provision();  // out of memory: the next alloc reports it
   pursuing_ = pursuing_ || pool_->is_provision_due();
   decay();
   evict_idle();
@@ -137,15 +138,15 @@ bool Keeper::read_request() {
   if (record_->request_revision() == revision_) return true;
   const std::optional<Request> request = record_->read_request();
   if (!request) return false;
-  // What came while this thread was away is one record by now, and each request is judged by
-  // itself.
+  // Several requests may have been merged while this thread was busy; each revision is judged
+  // separately.
   do {
     const std::uint64_t before = revision_;
     revision_ = next_revision(*request, before);
     try {
       carry_out(*request);
     } catch (const std::bad_alloc&) {
-      revision_ = before;  // the next round carries it out again, and answers it
+      revision_ = before;  // the next round repeats and acknowledges it
       throw;
     }
   } while (revision_ != request->revision);
@@ -154,10 +155,10 @@ bool Keeper::read_request() {
   return true;
 }
 
-/// Rings the instance's bell whenever that of a ledger has been rung.
+/// Rings the instance's bell whenever a ledger's bell rings.
 void Keeper::pass_bells_on(const LedgerMember& member) {
   std::uint32_t heard = member.bell();
-  record_->ring_bell();  // for what was asked before this thread listened
+  record_->ring_bell();  // for requests made before this thread started to listen
   while (!stopping_) {
     member.wait(heard, kForever);
     const std::uint32_t now = member.bell();
@@ -165,8 +166,8 @@ void Keeper::pass_bells_on(const LedgerMember& member) {
   }
 }
 
-/// Looks what strangers hold of a GPU: now and then, and soon after much has come or gone, when a
-/// look was not certain, or when a page was refused. Then it also says when there is memory again.
+/// Measures other processes' memory on GPUs: periodically, and soon after a large move, an
+/// uncertain measurement, or a refused page. Also notes when memory is available again.
 void Keeper::look_at_devices() {
   const bool moved = pool_->take_large_move();
   const Clock::time_point now = Clock::now();
@@ -175,26 +176,26 @@ void Keeper::look_at_devices() {
   device_is_shared_ = sight != Sight::kNone;
   Refusals refusals = pool_->refusals();
   if (!device_is_shared_) refusals.is_unanswered = false;
-  // Not at the look that a refusal has called for: where the driver goes on refusing what the
-  // ledger has room for, the engine is to ask it again at ever longer intervals.
+  // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
+  // the engine must retry at increasing intervals.
   if (refusals.is_unanswered && !moved && pool_->places()->room() > 0) {
     pool_->note_memory();
     refusals.is_unanswered = false;
   }
   const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
-  // Less and less often: a member that was stopped half-way must not keep this thread busy.
+  // With backoff: a member that is stopped half-way must not keep this thread busy.
   const int doublings = std::max(unsure_looks_, refusals.in_a_row - 1);
   const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << doublings;
   unsure_looks_ = certain ? 0 : std::min(unsure_looks_ + 1, kMostUnsureLooks);
   next_device_look_ = now + std::chrono::nanoseconds(again_ns);
 }
 
-/// The answer says which limit holds.
+/// Acknowledges a change of the capacity, which changes the limit in effect.
 void Keeper::see_capacity() {
   if (pool_->see_capacity()) answer(pool_->limit_state(), {});
 }
 
-/// Gives others what they ask of this instance, as far as there is something to give.
+/// Releases memory that other instances request, as far as possible.
 void Keeper::serve_asks() {
   const std::shared_ptr<Places>& places = pool_->places();
   if (!places) return;
@@ -211,13 +212,13 @@ void Keeper::serve_asks() {
   }
 }
 
-/// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
+/// Sets guarantee and priority, all or nothing. Without a ledger there is no other instance.
 Status Keeper::change_standing(const Request& request) {
   const std::shared_ptr<Places>& places = pool_->places();
   const bool min = request.min_revision == revision_;
   const bool priority = request.priority_revision == revision_;
   if (!min && !priority) return ok();
-  if (!places) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
+  if (!places) return Error{Errc::kInvalidArgument, "this instance does not share its device"};
   if (priority) {
     if (Status bounded = check_priority(request.priority); !bounded) return bounded;
   }
@@ -249,7 +250,8 @@ void Keeper::log_request(const Request& request) {
   }
 }
 
-/// How a request went, once it is known; at the end of a round also that it takes its time.
+/// Logs the result of a request once it is known, or at the end of a round that it is still in
+/// progress.
 void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason) {
   const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->page_cost_bytes(), 1);
   const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
@@ -265,7 +267,7 @@ void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std
   if (outcome != AnswerState::kShrinking) told_.reset();
 }
 
-/// Does what was requested as `revision_`, all of it or nothing, and answers.
+/// Executes request `revision_`, all or nothing, and acknowledges it.
 void Keeper::carry_out(const Request& request) {
   refusal_.clear();
   log_request(request);
@@ -291,7 +293,7 @@ void Keeper::carry_out(const Request& request) {
   }
 }
 
-/// True: no wake waits any more.
+/// Returns true if no wake is waiting.
 bool Keeper::finish_waking() {
   if (!waking_) return true;
   const std::shared_ptr<Places>& places = pool_->places();
@@ -302,10 +304,10 @@ bool Keeper::finish_waking() {
       return true;
     }
   }
-  // Another thread may have given it up: then it sleeps, and the answer says so.
+  // Another thread may have withdrawn it: the pool then sleeps, and that is acknowledged.
   pool_->set_asleep(false);
   Waking waking = *std::exchange(waking_, std::nullopt);
-  // A limit that was set after it holds already.
+  // A limit that was set after the wake is already in effect.
   const std::optional<Request> newest = record_->read_request();
   if (newest && newest->limit_revision != waking.request.limit_revision)
     waking.request.limit_revision = 0;
@@ -313,7 +315,7 @@ bool Keeper::finish_waking() {
   return true;
 }
 
-/// Nothing of that request has happened.
+/// No part of that request has been applied.
 void Keeper::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
   const std::shared_ptr<Places>& places = pool_->places();
@@ -330,10 +332,10 @@ void Keeper::refuse(std::string reason) {
   answer(pool_->limit_state(), {});
 }
 
-/// The limit and the trim of a request, and its answer.
+/// Applies the limit and trim of a request, and acknowledges it.
 void Keeper::apply(const Request& request, std::uint64_t revision) {
-  // Two answers where memory has to be given back: that the request was seen, then that it holds.
-  // What is to be trimmed is not called applied before it is.
+  // Two acknowledgements if memory must be released: first received, then applied. A trim is
+  // acknowledged only when it is complete.
   const LimitState state = request.limit_revision == revision
                                ? pool_->set_limit(request.limit_bytes)
                                : pool_->limit_state();
@@ -349,7 +351,7 @@ void Keeper::apply(const Request& request, std::uint64_t revision) {
 void Keeper::finish_shrinking() {
   shrink_again_ = false;
   if (answered_over_bytes_ == 0 && pool_->limit_state().over_bytes == 0) return;
-  // A new request is not kept waiting by copies that are made for the last one.
+  // A new request must not wait for copies made for the last one.
   Result<LimitState> state = pool_->enforce_limit(
       [this] { return stopping_ || record_->request_revision() != revision_; });
   const LimitState now = state ? *state : pool_->limit_state();
@@ -358,8 +360,8 @@ void Keeper::finish_shrinking() {
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
-/// Where the machine is about to have too little left, caches go before the kernel kills somebody,
-/// and then requests make way.
+/// If the machine is running out of memory, releases caches before the kernel kills a process, and
+/// then memory of requests.
 void Keeper::watch_memory() {
   if (!watch_) return;
   watching_ = pool_->arm_memory_watch();
@@ -383,7 +385,7 @@ void Keeper::watch_memory() {
 
 void Keeper::answer(const LimitState& state, std::string reason) {
   AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
-  // It stays refused, whatever becomes of a limit that was requested before it.
+  // A refusal stays, whatever happens to a limit requested earlier.
   if (!refusal_.empty()) {
     outcome = AnswerState::kRefused;
     reason = refusal_;
@@ -397,7 +399,8 @@ void Keeper::answer(const LimitState& state, std::string reason) {
     reason = "one page is always held, for the null block";
   }
   Answer answer;
-  // A wake that waits is not answered: what is said meanwhile is still to the request before it.
+  // A waiting wake is not acknowledged yet: until then, acknowledgements refer to the request
+  // before it.
   if (!waking_ || waking_->revision != revision_) answered_revision_ = revision_;
   answer.revision = answered_revision_;
   answer.effective_limit_bytes = state.effective_bytes;
@@ -424,8 +427,8 @@ void Keeper::answer(const LimitState& state, std::string reason) {
   }
 }
 
-/// While pages are parked, those that are not needed go back in steps. Cached blocks move together
-/// once the pool is idle.
+/// While pages are parked, unneeded ones are unmapped in steps. Once the pool is idle, cached
+/// blocks are compacted.
 void Keeper::decay() {
   if (options_.idle_trim.count() < 0) return;
   const Clock::time_point now = Clock::now();
@@ -436,7 +439,7 @@ void Keeper::decay() {
     return;
   }
   const bool idle = decay_.is_idle(activity);
-  // Page by page: an engine that wakes waits for one of them at most.
+  // Page by page, so that a waking engine waits for one page at most.
   while (idle && pool_->activity() == activity && !stopping_) {
     Result<std::uint64_t> moved = pool_->compact();
     if (!moved || *moved == 0) break;
@@ -451,7 +454,7 @@ void Keeper::decay() {
   if (!pool_->arm_decay()) decay_.end();
 }
 
-/// Evicts what no request has used for long, at most a hundred times in that time.
+/// Evicts blocks unused for cache_idle, at most a hundred times in that interval.
 void Keeper::evict_idle() {
   const Clock::time_point now = Clock::now();
   if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;

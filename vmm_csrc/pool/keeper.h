@@ -1,7 +1,7 @@
-// The one thread of an instance: it waits on the record's bell and does what need not, or cannot,
-// wait for the engine. It never runs Python, so no engine and no GIL can hold it up. For each
-// ledger, another thread only passes its bell on: one thread cannot sleep on two futexes (before
-// Linux 5.16).
+// The maintenance thread of an instance. It waits on the segment's bell and does work that cannot
+// or need not wait for the engine. It runs no Python, so neither the engine nor the GIL can delay
+// it. One further thread per ledger forwards that ledger's bell, because a thread cannot wait on
+// two futexes before Linux 5.16.
 #pragma once
 
 #include <atomic>
@@ -20,23 +20,23 @@
 namespace kvelastic {
 
 struct KeeperOptions {
-  /// Parked pages that were not needed for this long are given back, half of them after a fifth of
-  /// it; negative: never.
+  /// Parked pages unused for this long are unmapped, half of them after a fifth of it. Negative:
+  /// never.
   std::chrono::nanoseconds idle_trim = std::chrono::seconds(5);
-  /// Run check_integrity() whenever the pool goes idle, and report what it finds.
+  /// Run check_integrity() whenever the pool becomes idle, and print failures.
   bool sanity_check = false;
-  /// The pool's pages are of the machine's own memory: give them back before that runs out.
+  /// The pages are host memory: release them before the machine runs out.
   bool watch_memory = false;
 };
 
-/// Carries out requests (limit, guarantee, priority, sleep, trim) and answers them, provisions
-/// pages ahead of demand, gives parked pages back when they are not needed, gives others what they
-/// ask for, and goes after what this instance lacks. While the pool has pages to give back it looks
-/// every 200 ms to 2 s what the machine has left. Sleeps otherwise, without a timer.
+/// Executes and acknowledges requests (limit, guarantee, priority, sleep, trim), maps pages ahead
+/// of demand, unmaps unneeded parked pages, releases memory for other instances, and requests
+/// memory that this instance lacks. While the pool holds pages that it could release, it checks the
+/// machine's free memory every 200 ms to 2 s. Otherwise it sleeps without a timer.
 class Keeper {
  public:
-  /// Publishes the pool into the record, answers revision 0 with the start limit, starts the
-  /// thread.
+  /// Publishes the pool into the segment, acknowledges revision 0 with the start limit, and starts
+  /// the thread.
   static std::unique_ptr<Keeper> start(std::shared_ptr<Pool> pool,
                                        std::shared_ptr<RecordOwner> record,
                                        const KeeperOptions& options);
@@ -44,11 +44,11 @@ class Keeper {
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
 
-  /// How often it has looked what the machine has left.
+  /// How many times the machine's free memory was checked.
   std::uint64_t memory_looks() const { return memory_looks_; }
 
-  /// Ends the thread; blocks until what it does is done. Safe to call twice. In a forked child it
-  /// does nothing.
+  /// Stops the thread and blocks until its current work is done. Idempotent. Does nothing in a
+  /// forked child.
   void stop();
 
  private:
@@ -62,7 +62,7 @@ class Keeper {
         decay_(options.idle_trim) {}
 
   void run();
-  /// One round, and then a wait until the bell is no longer `seen`.
+  /// Runs one round, then waits until the bell differs from `seen`.
   void go_round(std::uint32_t seen);
   bool read_request();
   void carry_out(const Request& request);
@@ -88,21 +88,21 @@ class Keeper {
   const std::shared_ptr<RecordOwner> record_;
   const KeeperOptions options_;
   const OwnProcess started_by_;
-  std::uint64_t revision_ = 0;  // of the request that is carried out, or was the last
-  std::string refusal_;         // why that one was refused; empty: it was not
-  /// A request that came, until the log has said how it ended.
+  std::uint64_t revision_ = 0;  // of the current or last request
+  std::string refusal_;         // why that request was refused; empty: it was not
+  /// A request, until the log has its result.
   struct Told {
     std::uint64_t revision;
     std::string what;  // `limit 1.00 GiB, sleep, by process 4711`
     std::uint64_t written_ns;
   };
   std::optional<Told> told_;
-  /// A wake that waits until others have given what is to be reserved; it is answered then.
+  /// A wake that waits for others to release its reserve; acknowledged then.
   struct Waking {
     Request request;
     std::uint64_t revision;
     Clock::time_point until;
-    std::uint64_t min_before_bytes;  // what comes back where it is refused
+    std::uint64_t min_before_bytes;  // restored if the wake is refused
     std::int64_t priority_before;
   };
   std::optional<Waking> waking_;
@@ -110,21 +110,21 @@ class Keeper {
   std::uint64_t answered_over_bytes_ = 0;
   std::uint64_t answered_effective_bytes_ = 0;
   bool failure_told_ = false;
-  bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
+  bool shrink_again_ = false;  // the driver refused; only a timer wakes this thread for a retry
   ParkedDecay decay_;
   Clock::time_point next_eviction_{};
-  bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
+  bool device_is_shared_ = false;  // other processes may use the device: measure it periodically
   Clock::time_point next_device_look_{};
   int unsure_looks_ = 0;   // in a row
-  bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
-  std::unique_ptr<MemoryWatch> watch_;  // null: none is wanted
-  bool watching_ = false;               // the pool has pages that it could give back
+  bool pursuing_ = false;  // memory is missing, or the pool is under memory pressure: poll soon
+  std::unique_ptr<MemoryWatch> watch_;  // null: not configured
+  bool watching_ = false;               // the pool has pages that it could release
   Clock::time_point next_look_{};
   std::uint64_t looked_at_activity_ = 0;
   std::atomic<std::uint64_t> memory_looks_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;
-  std::vector<std::thread> bell_threads_;  // one a ledger
+  std::vector<std::thread> bell_threads_;  // one per ledger
 };
 
 }  // namespace kvelastic

@@ -1,6 +1,6 @@
-// What the keeper has been called for, so that it is called once for each thing, and for none of
-// them never. Its owner says after every change what is due; *what* is due is a state of the pool,
-// so it does not matter in which order changes come. Whoever owns this holds the lock.
+// Pending maintenance work. Each kind of work wakes the maintenance thread (keeper) exactly once
+// and is never lost. The owner reports after every change which work is due. That is a state, so
+// the order of changes does not matter. The caller holds the pool's lock.
 #pragma once
 
 #include <cstdint>
@@ -9,32 +9,32 @@
 
 namespace kvelastic {
 
-/// What the pool has for its keeper to do.
+/// The work that is due.
 struct KeeperWork {
-  bool enforce = false;          ///< enforcing the limit would give something back
+  bool enforce = false;          ///< enforcing the limit would release memory
   bool provision = false;        ///< pages should be mapped ahead of demand
-  bool decay = false;            ///< something to trim or compact once the pool is idle
-  bool cache_idle = false;       ///< cached blocks that will have been idle for long
-  bool watch = false;            ///< pages that could be given back where memory runs short
-  bool pursue = false;           ///< others have to be asked for pages
-  bool look = false;             ///< so much has come or gone that a GPU is to be looked at
-  bool failed = false;           ///< the backing has failed for good
-  std::uint64_t over_pages = 0;  ///< above the limit: what the keeper answers to the operator
+  bool decay = false;            ///< trim or compact once the pool is idle
+  bool cache_idle = false;       ///< cached blocks will exceed their idle time
+  bool watch = false;            ///< pages could be released when memory runs short
+  bool pursue = false;           ///< other instances must be requested to release pages
+  bool look = false;             ///< after a large move a GPU must be measured
+  bool failed = false;           ///< the backing has failed permanently
+  std::uint64_t over_pages = 0;  ///< above the limit, as acknowledged to the operator
 };
 
 class KeeperCalls {
  public:
-  /// `wake` must neither block nor call back; null: there is no keeper.
+  /// `wake` must neither block nor call back; null: there is no maintenance thread.
   void on_work(std::function<void()> wake) {
     wake_ = std::move(wake);
     enforce_ = provision_ = decay_ = cache_idle_ = watch_ = pursue_ = look_ = false;
   }
   bool has_keeper() const { return static_cast<bool>(wake_); }
 
-  /// Calls the keeper if there is work that it has not been called for. Pre: has_keeper().
+  /// Wakes the maintenance thread if new work is due. Pre: has_keeper().
   void see(const KeeperWork& work) {
-    // While a thread enforces the limit, it finds by itself what there is to give. Where it failed,
-    // the keeper has been called and tries again in its own time.
+    // A thread that enforces the limit finds all releasable memory itself. After its failure, the
+    // maintenance thread has been woken and retries on its own timer.
     const bool enforce = enforcing_ == 0 && work.enforce && !enforce_;
     if (enforcing_ == 0) enforce_ = work.enforce;
     const bool provision = work.provision && !provision_;
@@ -58,23 +58,23 @@ class KeeperCalls {
     wake_();
   }
 
-  /// Whether the keeper was called to provision since it last took that up; it does so now.
+  /// True if provisioning was pending; the caller does it now.
   bool take_provision() { return std::exchange(provision_, false); }
-  /// Whether it was called to provision and has not taken that up yet.
+  /// True if provisioning is pending.
   bool is_called_to_provision() const { return provision_; }
-  /// Whether the keeper's decay timer runs.
+  /// True while the decay timer runs.
   bool is_decay_armed() const { return decay_; }
   bool arm_decay(bool armed) { return decay_ = armed; }
-  /// Whether the keeper's timer for idle cached blocks runs.
+  /// Starts or stops the timer for idle cached blocks.
   bool arm_cache_idle(bool armed) { return cache_idle_ = armed; }
-  /// Whether the keeper looks what the machine has left, until it finds no page to give back.
+  /// Starts or stops the checks of the machine's free memory.
   bool arm_watch(bool armed) { return watch_ = armed; }
-  /// The keeper no longer asks others for pages: it is to be called for the next that are missing.
+  /// Requests to other instances have ended; the next missing pages wake the thread again.
   void end_pursuit() { pursue_ = false; }
-  /// The keeper looks at the devices now.
+  /// The devices are being measured.
   void end_look() { look_ = false; }
 
-  /// A thread enforces the limit as long as this lives; several may, each in its turn.
+  /// A thread enforces the limit during this object's lifetime. Several may, one after the other.
   class Enforcing {
    public:
     explicit Enforcing(KeeperCalls& calls) : calls_(calls) { ++calls_.enforcing_; }
@@ -89,7 +89,7 @@ class KeeperCalls {
  private:
   std::function<void()> wake_;
   unsigned enforcing_ = 0;  // threads
-  bool enforce_ = false;    // called for, and still due
+  bool enforce_ = false;    // pending and still due
   bool provision_ = false;
   bool decay_ = false;
   bool cache_idle_ = false;

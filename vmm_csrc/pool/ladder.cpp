@@ -6,7 +6,7 @@
 namespace kvelastic {
 
 Status Ladder::enforce(Lock& lock) {
-  const KeeperCalls::Enforcing enforcing(calls_);  // ends by an exception, too
+  const KeeperCalls::Enforcing enforcing(calls_);  // also ends on an exception
   if (accounting_.excess_pages() > accounting_.blocks().parked_pages()) before_moves(lock);
   return go_down(lock);
 }
@@ -14,21 +14,20 @@ Status Ladder::enforce(Lock& lock) {
 Status Ladder::go_down(Lock& lock) {
   const Blocks& blocks = accounting_.blocks();
   const bool asleep = accounting_.limit.is_asleep();
-  if (asleep) accounting_.evict_all();  // what is moved first would only be evicted later
+  if (asleep) accounting_.evict_all();  // a moved block would only be evicted later
   if (accounting_.excess_pages() > blocks.parked_pages()) (void)accounting_.drop_reserved();
   while (accounting_.excess_pages() > 0) {
     while (blocks.parked_pages() < accounting_.excess_pages() && empty_a_page(lock)) {
     }
-    if (blocks.parked_pages() == 0) break;  // what is left is in use
+    if (blocks.parked_pages() == 0) break;  // the remaining pages are in use
     Result<std::uint64_t> given = pages_.shrink(lock, accounting_.excess_pages());
     if (!given) return given.error();
   }
-  // Each page given back leaves one less to drain.
+  // Each unmapped page leaves one less to drain.
   if (blocks.closed_pages() != accounting_.excess_pages()) accounting_.close_pages_over_limit();
   if (accounting_.excess_pages() == 0) return ok();
-  // Cached blocks now only lie on pages in use. They make way, too: with none of them in between,
-  // the blocks that may be used fit into the fullest pages, and those over the limit get no new
-  // ones and drain.
+  // Cached blocks now only lie on pages in use. Evict them, too: the blocks in use then fit into
+  // the fullest pages, and the pages over the limit get no new blocks and drain.
   accounting_.evict_all();
   return accounting_.limit.is_asleep() ? pages_.unmap_null_page(lock) : ok();
 }
@@ -47,12 +46,12 @@ Status Ladder::give_clean(Lock& lock) {
   return ok();
 }
 
-/// Before anything is decided: the device may be at work with blocks that are to be moved.
+/// Before decisions are made: the device may still use blocks that will be moved.
 void Ladder::before_moves(Lock& lock) {
   if (movable_ && accounting_.blocks().can_compact()) pages_.drain_ahead(lock);
 }
 
-/// Parks one more page: by moving what is cached on it, or else by evicting that.
+/// Parks one more page by moving its cached blocks, or else by evicting them.
 bool Ladder::empty_a_page(Lock& lock) {
   Result<std::uint64_t> moved = move_a_page(lock);
   if (moved && *moved > 0) return true;
@@ -86,9 +85,9 @@ Result<std::uint64_t> Ladder::give_up(Lock& lock, std::uint64_t pages, Depth dep
   std::uint64_t target = std::max(staying > pages ? staying - pages : std::uint64_t{0}, kept);
   if (depth == Depth::kInUse) target = std::max(target, squeeze.floor(Squeeze::Time::clock::now()));
   const std::uint64_t before = pages_.unmapped_ever();
-  // Where kernels have to be waited for, all pages wait for them at once.
+  // If kernels must be waited for, all pages wait together.
   const std::uint64_t most_at_once = pages_.works_behind() ? pages : pages_.batch_pages();
-  // Pages may have come meanwhile: no more is given for that than was asked for.
+  // Pages may have been mapped in the meantime; do not release more than requested.
   std::uint64_t given = 0;
   const auto missing = [&] {
     const std::uint64_t now = accounting_.staying_pages();

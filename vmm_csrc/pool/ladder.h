@@ -1,13 +1,14 @@
-// How a pool gives memory back, the cheapest first: over its limit, and for others who ask.
+// How a pool releases memory, cheapest first: to meet its limit, and on request of other instances.
 //
-//   parked pages are unmapped
-//   what is set aside for allocs to come is dropped
-//   cached pages are emptied, the cheapest first: moved into holes of others, or evicted
-//   then no block of the emptiest pages is handed out, until the engine has freed them (it
-//   preempts)
+// clang-format off
+//   1. unmap parked pages
+//   2. drop reserved blocks
+//   3. empty cached pages, cheapest first: move their blocks into holes of other pages, or evict them
+//   4. stop allocating blocks of the emptiest pages until the engine has freed them (it preempts)
+// clang-format on
 //
-// Every call is made in a session and with the pool's lock held. PoolPages lets go of both for a
-// while: after each of its calls the figures may be others.
+// The caller is in a session and holds the pool's lock. PoolPages releases both while it works, so
+// the state may have changed after each of its calls.
 #pragma once
 
 #include <cstdint>
@@ -32,18 +33,17 @@ class Ladder {
         calls_(calls),
         movable_(movable) {}
 
-  /// Goes down until the limit holds or only blocks in use are left. Fails as unmap of the backing
-  /// does.
+  /// Releases pages until the limit holds or only blocks in use are left. Fails as Backing::unmap.
   Status enforce(Lock& lock);
-  /// Gives back what is over the limit and costs nothing: parked pages, and those whose cached
-  /// blocks all have copies. Fails as enforce().
+  /// Releases pages over the limit whose release loses nothing: parked pages, and pages with clean
+  /// blocks only. Fails as enforce().
   Status give_clean(Lock& lock);
-  /// Unmaps `pages` pages for others, none of more worth than `depth`, and keeps `min_pages`, one
-  /// at least; answers how many. At Depth::kInUse what cannot be had now squeezes the pool.
+  /// Unmaps up to `pages` pages for other instances, at most to `depth`, keeping `min_pages` and at
+  /// least one. Returns how many. At Depth::kInUse a shortfall puts the pool under memory pressure.
   Result<std::uint64_t> give_up(Lock& lock, std::uint64_t pages, Depth depth,
                                 std::uint64_t min_pages);
-  /// Moves the cached blocks of one page into holes of others; answers how many. 0: there is no
-  /// such page, or blocks may not move here.
+  /// Moves the cached blocks of one page into holes of others and returns how many. 0: no such
+  /// page, or the pool is not movable.
   Result<std::uint64_t> compact(Lock& lock);
 
  private:

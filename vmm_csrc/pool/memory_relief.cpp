@@ -5,7 +5,7 @@
 namespace kvelastic {
 namespace {
 
-/// A machine's memory is not filled faster than this.
+/// Upper bound of how fast a machine's memory fills.
 constexpr std::uint64_t kBytesPerMillisecond = std::uint64_t{8} << 20;
 constexpr std::chrono::milliseconds kSoonestLook{200};
 constexpr std::chrono::milliseconds kLatestLook{2000};

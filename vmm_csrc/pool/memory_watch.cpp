@@ -12,8 +12,7 @@ MemoryWatch::MemoryWatch(std::span<const pid_t> processes, const std::string& ro
 }
 
 MemoryWatch::Look MemoryWatch::look(bool at_work) {
-  // Before the rooms: what is allocated in between is counted as both held and to come, not as
-  // neither.
+  // Before the rooms: memory allocated in between is counted twice rather than not at all.
   std::uint64_t held = 0;
   for (const KernelFile& process : processes_) {
     held += field_in(process.read(), "RssAnon:").value_or(0) * 1024;

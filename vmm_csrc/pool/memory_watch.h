@@ -1,5 +1,5 @@
-// Looks, for a keeper, at what the machine has left and at what the instance's processes hold
-// besides pages; memory_relief.h judges it.
+// Samples the machine's free memory and the memory of the instance's processes besides pages;
+// memory_relief.h evaluates it.
 #pragma once
 
 #include <sys/types.h>
@@ -16,27 +16,27 @@
 
 namespace kvelastic {
 
-/// One thread. A look reads a few small files: tens of microseconds.
+/// One thread. A sample reads a few small files: tens of microseconds.
 class MemoryWatch {
  public:
-  /// `processes` of this pid namespace, each named once. `root` is where `proc` and `sys` are
-  /// found. What cannot be opened or read sets no bound.
+  /// `processes` are distinct pids of this pid namespace. `root` contains `proc` and `sys`. A file
+  /// that cannot be read sets no bound.
   explicit MemoryWatch(std::span<const pid_t> processes, const std::string& root = "/");
 
   struct Look {
     Relief relief;
-    /// What stays free, beside every margin, whenever a page is created.
+    /// To be left free besides every margin when a page is created.
     std::uint64_t keep_free_bytes = 0;
-    /// What there is for pages, where there is least.
+    /// Memory available for pages, in the tightest room.
     std::uint64_t spare_bytes = 0;
     std::chrono::nanoseconds again_in{};
   };
-  /// `at_work`: as of TransientMemory::see.
+  /// `at_work`: see TransientMemory::see.
   Look look(bool at_work);
 
  private:
   const HostMemory memory_;
-  std::vector<KernelFile> processes_;  // /proc/PID/status; that of a process that ended stays empty
+  std::vector<KernelFile> processes_;  // /proc/PID/status; empty once the process has ended
   TransientMemory transient_;
 };
 

@@ -1,5 +1,5 @@
-// How many pages a pool may hold: what its operator asked for, cut to the device's capacity and to
-// the range; less while it is squeezed; none while it sleeps. Pure; its owner holds the lock.
+// How many pages a pool may hold: the operator's limit, bounded by the device's capacity and the
+// range; less under memory pressure; none while asleep. Pure; its owner holds the lock.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +19,11 @@ class PageLimit {
 
   void request(std::uint64_t bytes, std::uint64_t capacity_bytes) {
     requested_bytes_ = bytes;
-    // Page 0 holds the null block and is never given back but in sleep: one page is the least.
+    // Page 0 holds the null block and is unmapped only in sleep, so one page is the minimum.
     pages_ =
         std::clamp<std::uint64_t>(std::min(bytes, capacity_bytes) / page_bytes_, 1, range_pages_);
   }
-  /// Whether the device's capacity is the one that see_capacity() was last told.
+  /// True if the last see_capacity() had this value.
   bool has_seen(std::uint64_t capacity_bytes) const {
     return seen_capacity_bytes_ == capacity_bytes;
   }
@@ -33,7 +33,7 @@ class PageLimit {
   }
   void set_asleep(bool asleep) { asleep_ = asleep; }
 
-  /// What limit and device allow, without a squeeze; none in sleep.
+  /// The bound of limit and device without memory pressure; none while asleep.
   std::uint64_t allowed_pages() const { return asleep_ ? 0 : pages_; }
   std::uint64_t pages() const { return asleep_ ? 0 : std::min(pages_, squeeze.pages()); }
   std::uint64_t requested_bytes() const { return requested_bytes_; }

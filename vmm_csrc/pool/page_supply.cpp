@@ -7,8 +7,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How often a call that waits in a session looks whether this pool is asked for memory, or its
-/// maintenance thread has mapped the pages: no bell of another ledger says that.
+/// How often a call that waits in a session checks for requests to this pool, and for pages that
+/// the maintenance thread has mapped. No other ledger's bell reports these.
 constexpr std::chrono::milliseconds kLookInSession{2};
 
 }  // namespace
@@ -25,11 +25,11 @@ bool PageSupply::may_come(std::uint32_t own_entries, bool falls_short) const {
   if (starvation_.pages() == 0) return true;
   const Wait wait = may_wait(own_entries, falls_short);
   const Clock::time_point now = Clock::now();
-  // Others were asked a moment ago and had nothing: the keeper goes on asking them.
+  // Others were requested a moment ago without result; the maintenance thread continues.
   return starvation_.may_ask(now) || wait.until > now || places_->room() > 0;
 }
 
-/// Whether another thread has pages on the way that this one may use.
+/// True if another thread is mapping pages that this one may use.
 bool PageSupply::are_coming() const {
   return accounting_.moving_pages() > 0 && accounting_.excess_pages() == 0;
 }
@@ -51,7 +51,7 @@ Result<bool> PageSupply::get(Lock& lock, std::uint64_t blocks, const Wait& wait)
 Result<bool> PageSupply::get_run(Lock& lock, std::vector<PageIndex> run, const Wait& wait) {
   const std::uint64_t pages = run.size();
   if (accounting_.mappable_pages() < pages) {
-    // Parked pages lie where no run of this length is, and hold what it needs.
+    // Parked pages lie outside a run of this length, and hold the memory that it needs.
     Result<std::uint64_t> given = pages_.shrink(lock, pages - accounting_.mappable_pages());
     if (!given) return given.error();
     return *given > 0;
@@ -63,8 +63,8 @@ Result<bool> PageSupply::get_run(Lock& lock, std::vector<PageIndex> run, const W
   return true;
 }
 
-/// Waits, without the pool's lock and without the session, until all devices have `enough` of the
-/// pages for this pool that others give up.
+/// Releases the pool's lock and the session, and waits until all devices have granted `enough` of
+/// the pages that others release.
 bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t enough,
                                 const Wait& wait) {
   if (!places_) return false;
@@ -94,18 +94,18 @@ bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t e
   return false;
 }
 
-/// Others, who may have been asked for all of it at once, are counted on for as long as a call
-/// waits.
+/// Others may have been requested to release all of it at once, so they are expected to for as long
+/// as a call waits.
 bool PageSupply::is_worth_a_session() const {
   const auto patience =
       std::max(reclaim_wait_, std::chrono::nanoseconds(places_->rules().patience_ns));
   return places_->is_memory_coming(patience) && places_->wanted().pages == 0;
 }
 
-/// Everything that was asked for is there, or nobody wants it any more.
+/// All requested memory is available, or no caller wants it any longer.
 void PageSupply::note_satisfied() {
   starvation_.end();
-  calls_.end_pursuit();  // until then the keeper looks by itself
+  calls_.end_pursuit();  // until then it polls
   if (places_) places_->stop_asking();
 }
 

@@ -1,7 +1,6 @@
-// How an alloc that finds too few blocks gets pages: it maps them, waits for those that another
-// thread has on the way, or asks the other instances of its devices. What is missing after that the
-// keeper pursues. Every call is made with the pool's lock held; those that take `lock` let go of
-// it.
+// How an alloc with too few blocks gets pages: it maps them, waits for pages that another thread is
+// mapping, or requests memory from other instances. The maintenance thread pursues the rest. The
+// caller holds the pool's lock; calls with a `lock` parameter release it while they wait.
 #pragma once
 
 #include <chrono>
@@ -22,11 +21,11 @@ class PageSupply {
  public:
   using Lock = PoolPages::Lock;
 
-  /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
+  /// How long a call may wait for others, and whether it may release the session while waiting.
   struct Wait {
     Starvation::Time until;
     bool holds_session;
-    bool in_session = false;  ///< of the caller's, which is kept
+    bool in_session = false;  ///< in the caller's session, which is kept
   };
 
   PageSupply(Accounting& accounting, PoolPages& pages, Figures& figures, Starvation& starvation,
@@ -41,19 +40,20 @@ class PageSupply {
         reclaim_wait_(reclaim_wait),
         places_(std::move(places)) {}
 
-  /// `own_entries` is how often the call itself has entered the session. In a session of the
-  /// caller's the maintenance thread serves nobody, so a call waits only where the engine would
-  /// preempt otherwise (`falls_short`): for memory that is coming, until others ask this pool.
+  /// `own_entries` is how many times the call itself entered the session. While the caller is in a
+  /// session, the maintenance thread serves no requests. So a call waits then only if the engine
+  /// would preempt otherwise (`falls_short`), for memory that is coming, until others request
+  /// memory of this pool.
   Wait may_wait(std::uint32_t own_entries, bool falls_short = false) const;
-  /// Whether get() would have anything to do that takes time: to map, to wait, or to ask others.
-  /// False: what is mapped is all there is for now.
+  /// True if get() could take time: to map, to wait, or to request memory. False: only mapped pages
+  /// are available for now.
   bool may_come(std::uint32_t own_entries, bool falls_short = false) const;
-  /// Gets pages for `blocks` more blocks, or some of them. False: none can be had now.
+  /// Gets pages for up to `blocks` more blocks. False: none are available now.
   Result<bool> get(Lock& lock, std::uint64_t blocks, const Wait& wait);
-  /// Gets these very pages, or room for them; they are parked then. False: not to be had now. Pre:
-  /// they are unmapped.
+  /// Gets exactly these pages, or releases memory for them; they are parked then. False: not
+  /// available now. Pre: they are unmapped.
   Result<bool> get_run(Lock& lock, std::vector<PageIndex> run, const Wait& wait);
-  /// Gets what is missing, and asks for the rest. False: nothing is missing any more.
+  /// Gets missing pages and requests the rest. False: all have been found.
   bool pursue(Lock& lock);
 
  private:
@@ -69,7 +69,7 @@ class PageSupply {
   KeeperCalls& calls_;
   Session& session_;
   const std::chrono::nanoseconds reclaim_wait_;
-  const std::shared_ptr<Places> places_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: the device is not shared
 };
 
 }  // namespace kvelastic

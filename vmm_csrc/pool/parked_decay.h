@@ -1,5 +1,5 @@
-// When parked pages go back to the device: half of them after one step, the rest as allocs call for
-// them. Pure: the caller says what time it is. The maintenance thread owns it.
+// When parked pages are unmapped: half of them after one step, the rest depending on allocs. Pure:
+// the caller passes the time. Used by the maintenance thread.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace kvelastic {
 class ParkedDecay {
  public:
   using Time = std::chrono::steady_clock::time_point;
-  /// Steps in the time after which an idle pool has no parked page.
+  /// Steps after which an idle pool has no parked page.
   static constexpr unsigned kSteps = 5;
 
   explicit ParkedDecay(std::chrono::nanoseconds idle_trim) : step_(idle_trim / kSteps) {}
@@ -24,8 +24,8 @@ class ParkedDecay {
   /// When the next step is due; Time::max(): never.
   Time due() const { return due_; }
 
-  /// Pages are parked, or cached blocks can be moved together. What allocs took before counts as
-  /// taken in the last step.
+  /// Starts when pages are parked or cached blocks can be compacted. Earlier use counts as use in
+  /// the last step.
   void begin(Time now, const ParkedUse& before, std::uint64_t activity) {
     taken_.fill(0);
     taken_[0] = before.taken_pages;
@@ -37,15 +37,15 @@ class ParkedDecay {
   }
   void end() { due_ = Time::max(); }
 
-  /// At the end of a step: whether the pool has had no alloc and no free for kSteps steps.
+  /// At the end of a step: true if the pool had no alloc and no free for kSteps steps.
   bool is_idle(std::uint64_t activity) {
     quiet_ = activity == activity_ ? quiet_ + 1 : 0;
     activity_ = activity;
     return quiet_ >= kSteps;
   }
 
-  /// Ends a step; returns how many pages to unmap. Of pages that have been parked for one step,
-  /// half stay for the next ones, but no more than allocs took in the last kSteps steps.
+  /// Ends a step and returns how many pages to unmap. Half of the pages that were parked for the
+  /// whole step stay for the next one, but at most as many as allocs took in the last kSteps steps.
   std::uint64_t step(Time now, const ParkedUse& use) {
     taken_[at_++ % kSteps] = use.taken_pages;
     const std::uint64_t expected = std::accumulate(taken_.begin(), taken_.end(), std::uint64_t{0});

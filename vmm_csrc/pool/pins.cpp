@@ -23,7 +23,7 @@ PinTicket Pins::add(const std::vector<std::uint32_t>& blocks, PinKind kind) {
   return newest_;
 }
 
-/// Whether that was its last pin; its entry is empty then.
+/// Removes a pin; returns true if it was the block's last one. Its entry is empty then.
 bool Pins::remove(std::uint32_t block, PinKind kind) {
   unlist(block);
   Entry& entry = entries_[block];

@@ -1,14 +1,14 @@
-// Blocks that somebody reads although their user may have given them back: a step on its way, a
-// copy, a transfer. Until its last pin ends such a block is not handed out, evicted, moved or
-// unmapped, and what its user did with it meanwhile waits:
+// Pins: blocks that are being read (by a step in progress, a copy or a transfer) even if their
+// owner frees them. Until its last pin ends, a block is not allocated, evicted, moved or unmapped,
+// and the owner's changes wait:
 //
 //   used -- pin --> used, pinned -- free --> waits to be free ----- last pin ends --> free
 //                      |     ^  `-- cache --> waits to be cached -- last pin ends --> cached
 //                      |     '------ touch ------'
 //                      '-- last pin ends --> used
 //
-// Blocks are named by their dense index here. Blocks (blocks.h) owns this and keeps the bitmaps: to
-// those a pinned block is used, whatever it waits for.
+// Blocks are identified by their dense index. Blocks (blocks.h) owns this object and the bitmaps,
+// in which a pinned block is always used.
 #pragma once
 
 #include <array>
@@ -23,19 +23,19 @@
 
 namespace kvelastic {
 
-/// What keeps whoever uses a pinned block next from disturbing its reader.
+/// What protects the reader of a pinned block if the block is allocated again.
 enum class PinKind : std::uint8_t {
-  kStrict,   ///< nothing: the block is not used again until the pin ends
-  kFenced,   ///< the engine waits for the reader first, which takes time
-  kOrdered,  ///< both are work of one queue, in this order: a step and the next one
+  kStrict,   ///< nothing: the block must not be allocated before the pin ends
+  kFenced,   ///< the engine first waits for the reader, which takes time
+  kOrdered,  ///< both are work of one queue in this order, for example consecutive steps
 };
 
-/// Names a pin; never that of another one.
+/// Identifies a pin; never reused.
 using PinTicket = std::uint64_t;
 
 class Pins {
  public:
-  /// What a block is when its last pin has ended.
+  /// A block's state when its last pin has ended.
   enum class Then : std::uint8_t { kUsed, kFree, kCached };
 
   explicit Pins(BlockLinks& links)
@@ -48,17 +48,17 @@ class Pins {
   }
   /// Pre: is_pinned().
   Then then(std::uint32_t block) const { return entries_[block].then; }
-  /// The block was given back, or is used again. Pre: is_pinned().
+  /// Sets the block's later state: it was freed, cached, or is used again. Pre: is_pinned().
   void set_then(std::uint32_t block, Then then);
 
   PinTicket add(const std::vector<std::uint32_t>& blocks, PinKind kind);
-  /// How many blocks a pin names; 0: it has ended.
+  /// The number of blocks of a pin; 0: it has ended.
   std::size_t blocks_of(PinTicket ticket) const {
     const auto found = tickets_.find(ticket);
     return found == tickets_.end() ? 0 : found->second.blocks.size();
   }
-  /// Ends a pin; `released` is told of each block that has none left, and what it is now. False:
-  /// it has ended before.
+  /// Ends a pin. Calls `released` for each block without further pins, with its new state. False:
+  /// the pin has already ended.
   template <typename F>
   bool end(PinTicket ticket, F released) {
     const auto found = tickets_.find(ticket);
@@ -71,31 +71,31 @@ class Pins {
     tickets_.erase(found);
     return true;
   }
-  /// Ends all of them; what their blocks were waiting for is forgotten.
+  /// Ends all pins and discards the waiting states.
   void drop();
 
-  /// How many blocks were given back and still are pinned.
+  /// Blocks that were freed or cached and are still pinned.
   std::uint64_t waiting() const { return waiting_count_; }
-  /// How many of them may be used again at once: those that nobody has pinned strictly.
+  /// Waiting blocks that may be allocated at once: those without a strict pin.
   std::uint64_t reusable() const { return waiting() - strictly_waiting(); }
-  /// Tells `see` of these, in the order to use them: ordered before fenced ones, those without
-  /// contents before cached ones, the oldest first; until it answers false.
+  /// Calls `see` for the reusable blocks until it returns false. Order: ordered before fenced,
+  /// blocks without contents before cached ones, oldest first.
   template <typename F>
   void each_reusable(F see) const {
     for (std::size_t list = 0; list < 4; ++list) {
       for (std::uint32_t at = waiting_[list].oldest(); at != 0;) {
-        const std::uint32_t next = waiting_[list].after(at);  // `see` may take this one out
+        const std::uint32_t next = waiting_[list].after(at);  // `see` may remove this one
         if (!see(at - 1)) return;
         at = next;
       }
     }
   }
-  /// All that wait, or those that wait to be cached only.
+  /// All waiting blocks, or only the ones to be cached.
   std::vector<std::uint32_t> waiting_blocks(bool cached_only = false) const;
-  /// All that are pinned, each once.
+  /// All pinned blocks, each once.
   std::vector<std::uint32_t> pinned_blocks() const;
 
-  /// Recounts from the tickets up; fails with kIntegrity.
+  /// Recounts from the tickets. Fails with kIntegrity.
   Status check_integrity() const;
 
  private:
@@ -106,7 +106,7 @@ class Pins {
     std::uint32_t& count(PinKind kind) {
       return kind == PinKind::kStrict ? strict : kind == PinKind::kFenced ? fenced : ordered;
     }
-    /// Its place in waiting_. Pre: it waits.
+    /// Its index in waiting_. Pre: it waits.
     std::size_t list() const {
       const std::size_t kind = strict > 0 ? 2 : fenced > 0 ? 1 : 0;
       return 2 * kind + (then == Then::kCached ? 1 : 0);
@@ -134,7 +134,7 @@ class Pins {
 
   LazyArray<Entry> entries_;
   std::array<BlockList, 6>
-      waiting_;  // ordered, fenced, strict; of each those without contents first
+      waiting_;  // ordered, fenced, strict; of each kind, blocks without contents first
   std::uint64_t waiting_count_ = 0;
   std::unordered_map<PinTicket, Pin> tickets_;
   PinTicket newest_ = 0;

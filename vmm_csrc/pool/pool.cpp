@@ -11,12 +11,12 @@ std::uint64_t capacity_bytes(const Places* places, const PoolOptions& options) {
   return places != nullptr ? places->capacity_bytes() : options.capacity_bytes;
 }
 
-/// Of a page, on all devices together.
+/// The size of a page on all devices.
 std::uint64_t page_bytes(const Places* places, const Geometry& geometry) {
   return places != nullptr ? places->page_bytes() : geometry.page_bytes();
 }
 
-/// The time that cached blocks are stamped with.
+/// The time stamp of cached blocks.
 std::uint32_t now_ms() {
   using std::chrono::milliseconds;
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -74,7 +74,7 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
 
 // --- alloc, ensure ---------------------------------------------------------------------------
 
-/// Pinned blocks are used again before a page is mapped, and after all others.
+/// Pinned blocks are reused before a page is mapped, and after all other blocks.
 Pool::Parts Pool::parts_of(std::uint64_t count, bool reuse) const {
   if (!reuse || accounting_.blocks().waiting_blocks() == 0) return {count, 0};
   const std::uint64_t mapped = accounting_.count_available(Reach::kMapped);
@@ -83,7 +83,7 @@ Pool::Parts Pool::parts_of(std::uint64_t count, bool reuse) const {
   return {count - reused, reused};
 }
 
-/// Takes the blocks without mapping or evicting; false where there are not as many.
+/// Takes the blocks without mapping or evicting. False: there are too few.
 bool Pool::take_at_hand(Parts parts, std::vector<BlockId>& out) {
   if (accounting_.at_hand() < parts.fresh) return false;
   const std::uint64_t parked = accounting_.blocks().parked_pages();
@@ -113,12 +113,12 @@ bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& o
 }
 
 Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count, bool reuse) {
-  // Only while it evicts does alloc take anything from others; but a session begun by another
-  // thread must be able to count on what it saw, so alloc waits for it from the start.
+  // Alloc takes blocks from other callers only while it evicts. But a session of another thread
+  // must be able to rely on its view, so alloc waits for it from the start.
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   if (accounting_.failure()) return *accounting_.failure();
-  std::optional<PageSupply::Wait> wait;  // one deadline for all that this call waits
+  std::optional<PageSupply::Wait> wait;  // one deadline for all waits of this call
   for (;;) {
     const Parts parts = parts_of(count, reuse);
     if (parts.fresh > accounting_.count_available(Reach::kLimit)) break;
@@ -132,7 +132,7 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count, boo
     break;
   }
   counters_.add(Counter::kAllocFailures);
-  figures_.update();  // what an attempt mapped or evicted stays so
+  figures_.update();  // mapped or evicted pages of an attempt stay so
   return std::optional<std::vector<BlockId>>();
 }
 
@@ -141,13 +141,13 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc_run(std::uint64_t pages)
   Lock lock(mutex_);
   if (accounting_.failure()) return *accounting_.failure();
   Blocks& blocks = accounting_.blocks();
-  const std::uint64_t most = geometry().pages - 1;  // one is the null block's
+  const std::uint64_t most = geometry().pages - 1;  // one page is the null block's
   const std::uint64_t count = std::min(pages, most + 1) * geometry().blocks_per_page;
-  std::optional<PageSupply::Wait> wait;  // one deadline for all that this call waits
+  std::optional<PageSupply::Wait> wait;  // one deadline for all waits of this call
   while (pages > 0 && pages <= most && count <= accounting_.count_available(Reach::kLimit)) {
     if (!wait) wait = supply_.may_wait(1);
     Result<bool> got = false;
-    if (!blocks.occupancy(0)) {  // the first page of a pool is the null block's
+    if (!blocks.occupancy(0)) {  // the first page of a pool holds the null block
       got = supply_.get(lock, 1, *wait);
     } else if (const std::optional<PageIndex> parked = blocks.find_parked_run(pages)) {
       std::vector<BlockId> ids;
@@ -162,7 +162,7 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc_run(std::uint64_t pages)
       std::vector<PageIndex> run(pages);
       std::iota(run.begin(), run.end(), *unmapped);
       got = supply_.get_run(lock, std::move(run), *wait);
-    } else {  // no addresses: parked pages lie in between
+    } else {  // no contiguous addresses: parked pages lie in between
       Result<std::uint64_t> given = pages_.shrink(lock, blocks.parked_pages());
       if (!given) return given.error();
       got = *given > 0;
@@ -175,8 +175,8 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc_run(std::uint64_t pages)
   return std::optional<std::vector<BlockId>>();
 }
 
-/// Takes the blocks without mapping, evicting cached ones for it; false, and nothing evicted, where
-/// that cannot make as many.
+/// Takes the blocks without mapping; evicts cached blocks if that yields enough. False: nothing was
+/// evicted.
 bool Pool::take_mapped(Parts parts, std::vector<BlockId>& out) {
   while (parts.fresh <= accounting_.count_available(Reach::kMapped)) {
     if (take_at_hand(parts, out)) return true;
@@ -219,9 +219,9 @@ std::uint32_t Pool::wait_for_arrival(std::uint32_t seen, std::chrono::nanosecond
 
 Result<bool> Pool::try_to_reserve(std::uint64_t count) {
   const std::lock_guard session(session_);
-  // An alloc takes what is reserved first, so it is asked for the old and the new together.
+  // An alloc takes reserved blocks first, so allocate the old and new ones together.
   const std::uint64_t already = stats().blocks_reserved;
-  // Over the limit it would be dropped again at once.
+  // Over the limit the reservation would be dropped at once.
   if ((count > available() || is_over_limit()) && !failed()) return false;
   Result<std::optional<std::vector<BlockId>>> ids = alloc(already + count);
   if (!ids) return ids.error();
@@ -258,36 +258,37 @@ Status Pool::cache(std::span<const BlockId> ids, std::span<const BlockKey> keys)
   if (Status handed_out = accounting_.refuse_reserved(ids); !handed_out) return handed_out;
   accounting_.blocks().set_now(now_ms());
   if (Status cached = accounting_.blocks().cache(ids); !cached) return cached;
-  if (!keys.empty()) (void)accounting_.blocks().name(ids, keys);  // they are taken: it cannot fail
+  if (!keys.empty())
+    (void)accounting_.blocks().name(ids, keys);  // they are used or cached, so this cannot fail
   evict_over_bound();
   given_back(lock);
   return ok();
 }
 
-/// After blocks left use. Over the limit the engine's own thread goes down the ladder: an engine
-/// that preempts a request to make room asks for blocks again at once.
+/// Runs after blocks left use. Over the limit the engine's own thread releases pages, because an
+/// engine that preempts a request allocates again at once.
 void Pool::given_back(Lock& lock) {
   counters_.add(Counter::kFrees);
   figures_.note_activity();
   std::unique_lock session(session_, std::defer_lock);
-  // Only tried for: who is in a session may be waiting for this very thread. Where kernels have to
-  // be waited for, the keeper does that.
+  // Only try_lock: a thread in a session may be waiting for this thread. If kernels must be waited
+  // for, the maintenance thread does that.
   const bool waits = pages_.works_behind() && calls_.has_keeper();
-  // While copies are waited for, who waits gives back.
+  // While a call waits for copies, that call releases the memory.
   if (accounting_.excess_pages() > 0 && !waits && !demotions_.is_awaited()) {
     (void)session.try_lock();
   }
   {
     std::optional<KeeperCalls::Enforcing> enforcing;
     if (session) enforcing.emplace(calls_);
-    // Counted before the ladder lets go of the lock: others may bring pages then.
+    // Counted before enforce() releases the lock: others may map pages then.
     const std::uint32_t before = figures_.arrivals.count();
     figures_.update();
     given_back_arrivals_.fetch_add(figures_.arrivals.count() - before, std::memory_order_relaxed);
   }
   if (!session) return;
   (void)ladder_.enforce(
-      lock);  // a failure leaves the pool over its limit, and the keeper tries again
+      lock);  // after a failure the pool stays over its limit, and the maintenance thread retries
   figures_.update();
 }
 
@@ -319,16 +320,16 @@ void Pool::evict_over_bound() {
   if (options_.max_cached_blocks < 0) return;
   const auto bound = static_cast<std::uint64_t>(options_.max_cached_blocks);
   if (accounting_.blocks().cached_blocks() <= bound) return;
-  // In another thread's session nothing is evicted: the next cache() makes up for it.
+  // In another thread's session nothing is evicted; the next cache() makes up for it.
   const std::unique_lock session(session_, std::try_to_lock);
   if (!session) return;
-  // Cached blocks are free memory to an alloc, so a copyable one may wait for its copy.
+  // Cached blocks can be allocated anyway, so a copyable one may wait for its copy.
   if (demotions_.takes_blocks()) return accounting_.evict_not_copyable_down_to(bound);
   accounting_.evict_down_to(bound);
 }
 
 std::optional<std::chrono::milliseconds> Pool::evict_idle() {
-  // The session is taken only to evict: an engine may be in it for a whole step.
+  // Takes the session only to evict: an engine may hold it for a whole step.
   if (const auto left = until_idle_eviction(); !left || left->count() > 0) return left;
   {
     const std::lock_guard session(session_);
@@ -341,7 +342,7 @@ std::optional<std::chrono::milliseconds> Pool::evict_idle() {
   return until_idle_eviction();
 }
 
-/// How long until a cached block has been idle for too long; none: there is none that ages.
+/// The time until a cached block exceeds its idle time; empty without such a block.
 std::optional<std::chrono::milliseconds> Pool::until_idle_eviction() {
   const Lock lock(mutex_);
   if (!calls_.arm_cache_idle(figures_.has_cached_to_age())) return std::nullopt;
@@ -356,7 +357,7 @@ std::optional<std::chrono::milliseconds> Pool::until_idle_eviction() {
   return std::chrono::milliseconds(std::max<std::int64_t>(left_ms, 0));
 }
 
-/// A tier has as long again to copy a block that it can copy.
+/// A copyable block may stay twice as long, so that a tier can copy it.
 Pool::IdleTimes Pool::idle_times() const {
   const std::int64_t idle_ms = options_.cache_idle.count();
   return {idle_ms, demotions_.takes_blocks() ? 2 * idle_ms : idle_ms};
@@ -384,7 +385,7 @@ void Pool::clear() {
 Result<std::uint64_t> Pool::close(bool discard) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
-  accounting_.limit.set_asleep(true);  // from here on the limit has room for no page
+  accounting_.limit.set_asleep(true);  // the limit now allows no page
   accounting_.fail({Errc::kPoolFailed, "the pool is closed; make another one"});
   pages_.wait_until_settled(lock);
   if (discard) {

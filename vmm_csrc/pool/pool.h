@@ -1,23 +1,24 @@
-// The blocks of one layout over one range: ids that an engine allocs and frees, and the pages that
-// come and go under them.
+// A pool: the blocks of one layout over one range. The engine allocates and frees block ids; the
+// pool maps and unmaps the pages under them.
 //
-// Where a block comes from, in this order: free blocks of mapped pages (best fit), parked pages,
-// a new page while the limit lasts, the cached block that was cached first.
-// Where memory goes, over the limit: parked pages are unmapped, then reservations are dropped, then
-// cached pages are evicted, the cheapest first, then no block is handed out until the engine has
-// freed enough (it preempts).
+// An alloc takes blocks in this order: free blocks of mapped pages (best fit), parked pages, a new
+// page within the limit, the oldest cached block.
+// Over the limit the pool releases memory in this order: parked pages, reserved blocks, cached
+// pages (cheapest first). Then it allocates no block until the engine has freed enough (it
+// preempts).
 //
-// Threads. Every call may be made from any thread. docs/ARCHITECTURE.md has the order of all locks;
-// a pool's own two, the first taken first:
-//   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
-//             cache() only try for it, so they never wait: what they leave is left to the keeper.
-//             Who waits for a GPU to be done with pages that it has taken lets go of it meanwhile
-//   mutex_    all state of the parts below; never held across a call to the backing
+// Threads. Any thread may make any call. docs/ARCHITECTURE.md has the lock order. A pool
+// has two, taken in this order:
+//   session_  held from enter() to exit(), and by every call that takes pages or cached blocks
+//   away.
+//             free() and cache() only try to take it, so they never wait for it; the maintenance
+//             thread does the rest. A call that waits for a GPU to finish with pages releases it.
+//   mutex_    guards all state of the parts below; never held during a call to the backing.
 //
-// Where devices are shared, every page is granted by their ledgers before it is created, and given
-// back to them after it is destroyed. What others ask of this pool the keeper gives (give_up); what
-// this pool cannot get it asks of others, in the alloc that needs it (for reclaim_wait) and then
-// through the keeper (pursue).
+// With shared devices, their ledgers grant every page before it is created, and get it back after
+// it is destroyed. The maintenance thread (keeper) serves memory requests of other instances
+// (give_up). It requests missing memory from others, first by the alloc that needs it (for
+// reclaim_wait) and then by the maintenance thread (pursue).
 #pragma once
 
 #include <chrono>
@@ -54,284 +55,280 @@ class Pool {
                                               std::shared_ptr<Backing> backing,
                                               const PoolOptions& options,
                                               std::shared_ptr<Places> places = nullptr);
-  /// Gives nothing back: the range or the worker's end does that with the memory itself.
+  /// Unmaps nothing: the range or the worker's end releases the memory.
   ~Pool() = default;
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  /// The process whose calls this pool takes. In a forked child only a destructor may run: pages
-  /// are the parent's, and a lock may be held by a thread that is not there. The binding refuses.
+  /// The process that may call this pool. In a forked child only the destructor may run: pages
+  /// belong to the parent, and a lock may be held by a thread that does not exist there. The
+  /// binding refuses such calls.
   const OwnProcess& made_by() const { return made_by_; }
 
   // --- blocks --------------------------------------------------------------------------------
 
-  /// `count` ids, or none when that many cannot be had now; then nothing has changed. May map
-  /// pages (blocks) and may evict cached blocks (see take_changes). Fails only where no later try
-  /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout; every later alloc and ensure fails
-  /// then, for nobody knows what is mapped.
-  /// `reuse`: where no block is free without a new page, blocks that were given back and are still
-  /// pinned, but not strictly; see reusable().
+  /// Returns `count` ids, or none if too few blocks are available; then nothing has changed. May
+  /// map pages (blocks) and evict cached blocks (see take_changes). Fails only if no retry can
+  /// succeed: kPoolFailed, kChannelClosed, kChannelTimeout. Every later alloc and ensure then
+  /// fails, because the mappings are unknown. With `reuse`, an alloc that would need a new page
+  /// uses freed blocks that are still pinned, but not strictly; see reusable().
   Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count, bool reuse = false);
-  /// All blocks of `pages` pages that lie side by side, as one run of addresses; they are freed by
-  /// free(), page by page or together. Else as alloc. For pools whose pages are given out whole.
-  /// Blocks.
+  /// Allocates all blocks of `pages` consecutive pages. free() takes them page by page or together.
+  /// For pools that hand out whole pages. Otherwise as alloc(); blocks.
   Result<std::optional<std::vector<BlockId>>> alloc_run(std::uint64_t pages);
-  /// The same as alloc for a caller that must not block: answers false where a page might be had,
-  /// which takes time, and nothing has changed then; true with `out` filled or none.
+  /// alloc() for a caller that must not block. Returns false, with nothing changed, if getting a
+  /// page could take time; otherwise true, with `out` set to the result.
   bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out, bool reuse = false);
 
-  /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
-  /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks), unless
-  /// another thread is in a session, or the pages are a GPU's, whose kernels would have to be
-  /// waited for: the keeper does it then, where there is one.
+  /// used or cached -> free. All or nothing; fails with kUnknownBlock, kNullBlock, kDoubleFree.
+  /// Over the limit it unmaps the emptied pages before it returns (blocks). The maintenance thread
+  /// does that instead, if another thread is in a session, or if a GPU's kernels would have to be
+  /// waited for.
   Status free(std::span<const BlockId> ids);
-  /// Used blocks whose contents are worth keeping; evicted first named first. As free. Past
-  /// max_cached_blocks it evicts at once.
+  /// used -> cached; earlier `ids` are evicted earlier. Fails as free(). Evicts at once beyond
+  /// max_cached_blocks.
   Status cache(std::span<const BlockId> ids);
-  /// Cached blocks are used again. All or nothing, fails as free. Cached blocks may have been
-  /// evicted meanwhile: take_changes() first, and be in a session.
+  /// cached -> used. All or nothing, fails as free(). The blocks may have been evicted: enter a
+  /// session and call take_changes() first.
   Status touch(std::span<const BlockId> ids);
 
-  /// Keeps these blocks, used or cached, where they are for somebody who reads them: until unpin()
-  /// they are not evicted, moved or unmapped, and not handed out by an alloc without `reuse`,
-  /// whoever frees or caches them meanwhile, also in sleep and over a lower limit. What is given
-  /// back meanwhile is no free block, and neither counted as one nor taken for others, before its
-  /// last pin ends. Pins are counted; a block that is given back and still pinned can be pinned
-  /// again. All or nothing; fails with kUnknownBlock (a free block, too), kNullBlock, kDoubleFree
-  /// (a reserved one). A cached block may have been evicted: be in a session, and take_changes().
+  /// Pins used or cached blocks for a reader. Until unpin() they are not evicted, moved or
+  /// unmapped, and not allocated by an alloc without `reuse`, even if they are freed or cached, the
+  /// pool sleeps, or its limit is lowered. A freed block counts as free only after its last pin.
+  /// Pins are counted, and a freed block that is still pinned can be pinned again. All or nothing;
+  /// fails with kUnknownBlock (also for a free block), kNullBlock, kDoubleFree (a reserved block).
+  /// A cached block may have been evicted: enter a session and call take_changes() first.
   Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
-  /// Ends a pin: what was given back meanwhile is free or cached now. As free, it gives emptied
-  /// pages back over the limit (blocks). False: it has ended before, by unpin or by close(discard),
-  /// and nothing changes.
+  /// Ends a pin; blocks that were freed or cached in between are free or cached now. Over the limit
+  /// it unmaps emptied pages as free() does (blocks). False: the pin has already ended, by unpin or
+  /// by close(discard), and nothing changes.
   bool unpin(PinTicket ticket);
-  /// Ids of blocks that were given back and are still pinned.
+  /// Ids of freed blocks that are still pinned.
   std::vector<BlockId> pinned() const;
-  /// How many blocks alloc(reuse) could take of those: over the limit only those on pages that
-  /// stay, as many as it has room for. Lock-free.
+  /// How many of them alloc(reuse) could take; over the limit only those on pages that stay, as
+  /// many as fit. Lock-free.
   std::uint64_t reusable() const { return figures_.reusable(); }
 
-  /// Every eviction and move of a cached block since the last call, in order; the engine must
-  /// forget what evicted ones held before it looks for cached contents again. Empty most of the
-  /// time: ask has_evicted() first, one load.
+  /// Returns every eviction and move of a cached block since the last call, in order. The engine
+  /// must forget the contents of evicted blocks before its next cache lookup. Usually empty: check
+  /// has_evicted() first, one load.
   std::vector<BlockChange> take_changes();
   bool has_evicted() const { return accounting_.has_changes(); }
 
-  /// Frees every block and forgets every reservation; ids handed out before are void. Pinned
-  /// blocks are free when their pins end.
+  /// Frees every block and drops all reservations; ids allocated before are invalid. Pinned blocks
+  /// become free when their pins end.
   void clear();
 
-  /// For good: no block is handed out any more (kPoolFailed), what is free, cached or reserved is
-  /// given back with its pages, the null block's too, and pages on their way in are waited for.
-  /// `discard`: blocks in use and pinned ones as well; else their pages stay until they are freed
-  /// and their pins have ended. Answers the
-  /// pages that are still held. Waits for the session; blocks. Repeatable. Fails as unmap of the
-  /// backing does.
+  /// Closes the pool permanently: alloc fails with kPoolFailed, and free, cached and reserved
+  /// blocks are released with their pages, including the null block's. Waits for pages that are
+  /// being mapped, and for the session. With `discard`, used and pinned blocks are released as
+  /// well; otherwise their pages stay until they are freed and unpinned. Returns the number of
+  /// pages still held. Blocks. Idempotent. Fails as Backing::unmap.
   Result<std::uint64_t> close(bool discard);
 
   // --- bytes of blocks (tiers, transfer) -------------------------------------------------------
 
-  /// From now on evictions count as demoted or dropped, and who shrinks the pool waits for copies
-  /// while a thread serves next_demotion().
+  /// From now on evictions count as demoted or dropped, and a shrinking pool waits for copies while
+  /// a thread serves next_demotion().
   void use_tiers(const DemotionWaits& waits);
-  /// Blocks get their keys: as cache(), and of blocks in use. Fails as Blocks::name.
+  /// Sets the keys of blocks: name() for used or cached blocks, this cache() for blocks that become
+  /// cached. Fails as Blocks::name.
   Status cache(std::span<const BlockId> ids, std::span<const BlockKey> keys);
   Status name(std::span<const BlockId> ids, std::span<const BlockKey> keys);
   /// As Blocks::mark_clean and forget_copies.
   std::uint64_t mark_clean(std::span<const BlockId> ids, std::span<const BlockKey> keys);
   std::uint64_t forget_copies();
 
-  /// What is to be copied before it is evicted.
+  /// Blocks to copy before they are evicted.
   struct Demotion {
     DemotionReason reason;
     std::uint64_t blocks;  ///< dirty cached ones
     std::chrono::nanoseconds left;
   };
-  /// Blocks until somebody shrinks the pool and there are blocks to copy, `timeout` at most, or
-  /// until stop_demotions().
+  /// Blocks until the pool shrinks and has blocks to copy, at most for `timeout`, or until
+  /// stop_demotions().
   std::optional<Demotion> next_demotion(std::chrono::nanoseconds timeout);
-  /// Has everything cached copied that has a key, for who is about to give it up: blocks until it
-  /// is, `timeout` at most, or until no more can be. Answers how many dirty blocks are left. What
-  /// is clean stays cached, and nothing is given back.
+  /// Has every cached block with a key copied, before the caller discards the cache. Blocks until
+  /// that is done, at most for `timeout`, or until no further block can be copied. Returns how many
+  /// dirty blocks are left. Clean blocks stay cached; no memory is released.
   std::uint64_t clean(std::chrono::nanoseconds timeout);
-  /// Who called next_demotion() does so no more: nobody waits for copies.
+  /// next_demotion() is no longer served: no call waits for copies.
   void stop_demotions();
-  /// As Blocks::begin_leaving: while somebody shrinks the pool, the blocks that would go first,
-  /// else the oldest. Their contents can be read, their pages stay, until end_leaving(); whether a
-  /// block was still the same then is what end_leaving() answers.
+  /// Starts writeback: while the pool shrinks, of the blocks that would be evicted first, otherwise
+  /// of the oldest. Until end_leaving() their pages stay and their contents can be read;
+  /// end_leaving() returns whether a block was unchanged.
   Leaving begin_leaving(std::uint64_t most);
-  /// As Blocks::still_leaving: to be asked after the copy and before it is kept under its key, for
-  /// an alloc may have given the block to another use while it was read.
+  /// Blocks::still_leaving. Call it after the copy and before storing it under its key: the block
+  /// may have been allocated again while it was read.
   std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
-  /// As Blocks::end_leaving; fails with kInvalidArgument for another number of flags.
+  /// Blocks::end_leaving; fails with kInvalidArgument for a wrong number of flags.
   Result<std::uint64_t> end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 
-  /// Copies whole blocks, every rank's part, into slots of `staging` (CopyTo::kHost) or back
-  /// (kDevice). Waits for what the devices have in hand; blocks. The caller keeps the blocks where
-  /// they are: they are in use by it, pinned, or leaving. Fails as Backing::copy_records, and with
-  /// kInvalidArgument for a record that is not as large as a block of all ranks.
+  /// Copies every rank's part of whole blocks into slots of `staging` (CopyTo::kHost) or back
+  /// (kDevice). Waits for the work submitted to the devices; blocks. The caller keeps the blocks
+  /// used, pinned or under writeback. Fails as Backing::copy_records, and with kInvalidArgument if
+  /// the object size differs from a block with every rank's part.
   Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
                       CopyTo to);
   /// Bytes of one block in all buffers and all ranks.
   std::uint64_t record_bytes() const { return pages_.ranks() * geometry().record_bytes(); }
 
-  // --- what could be had ---------------------------------------------------------------------
+  // --- available blocks ----------------------------------------------------------------------
 
-  /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what
-  /// they have to give. Lock-free.
+  /// Blocks that alloc could return now, including mapping, eviction, and memory that others would
+  /// have to release. Lock-free.
   std::uint64_t available() const { return figures_.available(); }
-  /// The same without mapping a page. Lock-free.
+  /// Blocks that alloc could return without mapping a page. Lock-free.
   std::uint64_t available_mapped() const { return figures_.available_mapped(); }
-  /// Maps pages until `count` blocks are free without evicting any, as far as the limit allows;
-  /// never evicts. Does nothing where even eviction could not make `count` available. Answers
-  /// available_mapped(). Blocks; in a session of the caller's it waits for others only while fewer
-  /// than `needed` could be had, also by eviction. Fails as alloc.
+  /// Maps pages within the limit until `count` blocks are free without an eviction; never evicts.
+  /// Does nothing if `count` could not be available even with evictions. Returns
+  /// available_mapped(). Blocks. In the caller's session it waits for others only while fewer than
+  /// `needed` blocks are available, evictions included. Fails as alloc().
   Result<std::uint64_t> ensure(std::uint64_t count, std::uint64_t needed = 0);
-  /// The same for a caller that must not block: answers false, with nothing done, where a page
-  /// might be had; true with `mapped` set.
+  /// ensure() for a caller that must not block. Returns false, with nothing done, if a page might
+  /// be available; otherwise true with `mapped` set.
   bool try_ensure(std::uint64_t count, std::uint64_t needed, std::uint64_t& mapped);
 
-  /// Goes up whenever blocks can be had that could not be had before: a page came in, blocks were
-  /// given back, the limit rose. Read it before a try that may fail: while it stands still, the
-  /// same try would fail again. Lock-free.
+  /// The availability epoch: incremented whenever more blocks become available, because a page was
+  /// mapped, blocks were freed, or the limit rose. Read it before an attempt: while it is
+  /// unchanged, the same attempt would fail again. Lock-free.
   std::uint32_t arrivals() const { return figures_.arrivals.count(); }
-  /// How many of them came of free() and cache(): who calls these knows of them. Lock-free.
+  /// The part of the epoch that free() and cache() caused, of which their caller knows. Lock-free.
   std::uint32_t given_back_arrivals() const {
     return given_back_arrivals_.load(std::memory_order_relaxed);
   }
-  /// Waits until arrivals() is another than `seen`, `timeout` at most; answers it. As long as
-  /// somebody waits here, the keeper goes on asking others for what allocs could not get. Blocks.
+  /// Blocks until arrivals() differs from `seen`, at most for `timeout`, and returns it. While a
+  /// thread waits here, the maintenance thread keeps requesting missing memory from others.
   std::uint32_t wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout);
 
-  /// Sets `count` blocks aside for the allocs to come, which take them first. False: there are not
-  /// as many, or the pool is over its limit. A lower limit, sleep, and others who need the memory
-  /// drop all of it, before anything cached; allocs then take what there is. Blocks.
+  /// Reserves `count` blocks for later allocs, which take them first. False: too few are available,
+  /// or the pool is over its limit. A lower limit, sleep, or memory requests of others drop the
+  /// whole reservation before any cached block is evicted. Blocks.
   Result<bool> try_to_reserve(std::uint64_t count);
   void free_reserved();
 
-  /// Inside a session only the calls of its own thread make cached blocks vanish or capacity
-  /// shrink: what available() said can be taken. Recursive. Waits while the pool shrinks.
+  /// Enters a session: only the calling thread can make cached blocks disappear or the capacity
+  /// shrink, so the result of available() can be relied on. Recursive. Waits while the pool
+  /// shrinks.
   void enter() { session_.lock(); }
   bool try_enter() { return session_.try_lock(); }
   /// Pre: is_entered().
   void exit() { session_.unlock(); }
-  /// Whether this very thread is in a session.
+  /// True if the calling thread is in a session.
   bool is_entered() const { return session_.is_mine(); }
 
   // --- memory --------------------------------------------------------------------------------
 
-  /// Carries out what others ask: unmaps pages down to `depth`, never below `min_pages` or one;
-  /// answers how many. At Depth::kInUse what cannot be had now keeps the pool over a squeezed
-  /// limit, until the engine has freed it or nobody has asked for kSqueezeLease. Waits for the
-  /// session; blocks.
+  /// Releases memory for other instances: unmaps pages down to `depth`, but keeps `min_pages` and
+  /// at least one. Returns how many. At Depth::kInUse a shortfall puts the pool under memory
+  /// pressure: its limit is lowered until the engine has freed the blocks or the requests stop for
+  /// Squeeze::kLease. Waits for the session; blocks.
   Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages);
-  /// Gets what allocs could not get lately, as parked pages, and asks for it. False: nothing is
-  /// missing any more; true: call again soon, and when the bell of a ledger rings. Blocks.
+  /// Gets pages that allocs lacked recently, as parked pages, and requests the rest. False: no page
+  /// is missing. True: call again soon, and when a ledger's bell rings. Blocks.
   bool pursue();
-  /// Tells the ledgers what others hold of GPUs. Waits for drivers.
+  /// Records other processes' GPU memory in the ledgers. Waits for drivers.
   Sight see_devices();
-  /// Whether so much has come or gone on a GPU since this was last asked that it is to be looked
-  /// at.
+  /// True once after a large move of GPU memory: the device must be measured.
   bool take_large_move();
-  /// Goes by the capacity of the device where that has changed: limits beyond it are cut to it.
-  /// Gives nothing back itself. True: it has changed. Waits for the session then.
+  /// Adopts a changed device capacity: limits beyond it are reduced to it. Releases nothing itself.
+  /// True: it has changed; only then the session was waited for.
   bool see_capacity();
-  /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
+  /// Ends memory pressure that is no longer requested. True: the pool is still under pressure.
   bool expire_squeeze();
-  /// Where its pages are granted; null: nobody shares its device.
+  /// The ledgers' members; null: the device is not shared.
   const std::shared_ptr<Places>& places() const { return places_; }
 
-  /// As Backing::keep_free.
   void keep_free(std::uint64_t bytes) { pages_.keep_free(bytes); }
-  /// As Backing::other_processes.
   std::vector<pid_t> other_processes() const { return pages_.other_processes(); }
-  /// Whether there is a page that could be given back where memory runs short: from then until this
-  /// answers false the pool does not call for the keeper's looks again.
+  /// True if a page could be released when memory runs short. Until it has returned false, the pool
+  /// does not wake the maintenance thread for such checks again.
   bool arm_memory_watch();
-  /// There is memory for another page. Whoever waits hears of it, where a page was refused before.
+  /// Memory for a page is available again: wakes waiting threads if a page was refused before.
   void note_memory();
   Refusals refusals() const;
 
-  /// Sets the limit without giving anything back yet. Waits for the session.
+  /// Sets the limit without releasing memory yet. Waits for the session.
   LimitState set_limit(std::uint64_t limit_bytes);
-  /// Goes down the ladder until the limit holds or only used blocks are left. Waits for the
-  /// session; blocks. Fails as unmap of the backing does.
-  /// Where tiers are in use it waits for copies first, and gives back what is clean meanwhile,
-  /// until `interrupted` says that something else is to be done (asked every few milliseconds).
+  /// Releases memory until the limit holds or only used blocks are left. Waits for the session;
+  /// blocks. Fails as Backing::unmap. With tiers it waits for copies first and releases clean pages
+  /// in the meantime, until `interrupted` (called every few milliseconds) returns true.
   Result<LimitState> enforce_limit(const std::function<bool()>& interrupted = {});
-  /// The same, and waits for pages over the limit that others have begun to unmap: what it answers
-  /// as held is in use. For who puts the pool to sleep, and says then that its memory is free.
+  /// enforce_limit() that also waits for pages being unmapped by others, so that the held memory it
+  /// returns is in use. For a caller that reports the pool's memory as free in sleep.
   Result<LimitState> settle_limit();
-  /// Asleep a pool hands out nothing and holds nothing: enforce_limit() evicts everything cached
-  /// and gives every page back, the null block's too, as soon as no block is in use. Awake again,
-  /// the next alloc or ensure maps what it needs. Gives nothing back itself; waits for the session.
-  /// Its members of ledgers fall asleep with it, and have to be awake first (see waking.h): as long
-  /// as they are not, nor is this pool.
+  /// Asleep, a pool allocates no block and holds no memory: enforce_limit() evicts every cached
+  /// block and unmaps every page, including the null block's, once no block is in use. Awake again,
+  /// the next alloc or ensure maps pages. Releases nothing itself; waits for the session. Its
+  /// ledger members fall asleep with it. They must be awake before the pool can wake (see
+  /// waking.h).
   void set_asleep(bool asleep);
   bool is_asleep() const;
   LimitState limit_state() const;
-  /// What keeps the pool over its limit.
+  /// Why the pool is over its limit.
   struct Excess {
     std::uint64_t pages = 0;  ///< to be emptied until the limit holds
-    /// Every page that could be, with its blocks in use, pinned ones included.
+    /// Each candidate page with its blocks in use, pinned ones included.
     std::vector<std::pair<PageIndex, std::uint32_t>> used{};
   };
   Excess excess() const;
-  /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
+  /// True if more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return figures_.is_over_limit(); }
-  /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
+  /// True if the backing has failed permanently: no block is allocated. Lock-free.
   bool failed() const { return accounting_.has_failed(); }
-  /// What alloc fails with since then; none: it has not.
+  /// The error of alloc since then; empty without a failure.
   std::optional<Error> failure() const;
 
-  /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
+  /// Unmaps at most `most` parked pages and returns how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
-  /// Maps parked pages ahead of demand up to the mark, if allocs have called for that since the
-  /// last time; answers how many. While blocks are loaded it leaves that for later. Blocks.
+  /// Maps parked pages ahead of demand, if allocs have required that since the last call, and
+  /// returns how many. Postponed while blocks are loaded. Blocks.
   Result<std::uint64_t> provision();
-  /// Whether it has left something for later: call it again soon.
+  /// True if provision() was postponed: call it again soon.
   bool is_provision_due() const;
-  /// Moves cached blocks off the page that has the fewest, if other pages have holes for all of
-  /// them; answers how many have moved. Nothing is lost. Only a movable pool does. Waits for the
-  /// session; blocks. Fails as a copy of the backing does.
+  /// Moves the cached blocks of the page with the fewest into holes of other pages, if there are
+  /// enough, and returns how many moved. Loses nothing. For movable pools only. Waits for the
+  /// session; blocks. Fails as Backing::copy.
   Result<std::uint64_t> compact();
-  /// Evicts cached blocks that nothing has used for PoolOptions::cache_idle; returns when to call
-  /// it again. None: not before the pool calls for it (KeeperWork::cache_idle). Waits for the
-  /// session if there is something to evict.
+  /// Evicts cached blocks unused for PoolOptions::cache_idle and returns when to call it again.
+  /// Empty: when the pool requests it (KeeperWork::cache_idle). Waits for the session if there are
+  /// blocks to evict.
   std::optional<std::chrono::milliseconds> evict_idle();
-  /// For how long the oldest block that a tier can copy has been cached; 0 without one.
+  /// The age of the oldest cached block that a tier can copy; 0 without one.
   std::chrono::milliseconds oldest_copyable();
-  /// What became of parked pages since the last call, for the decay of those that are not needed.
+  /// The use of parked pages since the last call, for the decay of unneeded ones.
   ParkedUse take_parked_use();
 
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
   const Geometry& geometry() const { return accounting_.geometry(); }
   std::chrono::milliseconds cache_idle() const { return options_.cache_idle; }
-  /// How many blocks cache() keeps; negative: no bound.
+  /// The maximum of cached blocks; negative: no bound.
   std::int64_t max_cached_blocks() const { return options_.max_cached_blocks; }
-  /// What one page costs, all its copies on all devices together.
+  /// The size of a page with all copies on all devices.
   std::uint64_t page_cost_bytes() const { return accounting_.page_bytes(); }
   PoolStats stats() const;
   Usage usage() const;
-  /// Goes up with every call that allocs or frees: a pool whose count stands still is idle.
+  /// Incremented by every call that allocates or frees; unchanged while the pool is idle.
   std::uint64_t activity() const { return figures_.activity(); }
 
   /// Reports to the ledgers whether the engine has unfinished requests (LedgerMember::report_busy).
-  /// Takes no lock.
+  /// Lock-free.
   void report_busy(bool busy);
   /// Publishes how many requests wait for memory. Takes the pool's lock.
   WaitingBytes report_waiting(const Waiting& waiting);
 
-  /// Where usage and counters are published from now on, at every change; null: nowhere.
+  /// Publishes usage and counters to `record` at every change; null stops publishing.
   void publish_to(std::shared_ptr<RecordOwner> record);
-  /// Called when the keeper has something to do (provision, decay, a changed answer), from the
-  /// thread that noticed, with the pool locked: must not block nor call back. Null: nobody.
+  /// Sets the function that wakes the maintenance thread when work is due. It is called from the
+  /// thread that noticed the work, with the pool locked, so it must neither block nor call back.
+  /// Null: no maintenance thread.
   void on_wanted(std::function<void()> wake);
-  /// True while parked pages stand by; from then until it answers false the pool does not call
-  /// for decay again.
+  /// True while pages are parked. Until it has returned false, the pool does not wake the
+  /// maintenance thread for decay again.
   bool arm_decay();
 
-  /// Fails with kIntegrity, naming what disagrees.
+  /// Fails with kIntegrity, naming the inconsistency.
   Status check_integrity() const;
 
  private:
@@ -341,7 +338,7 @@ class Pool {
   Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
        std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> places);
 
-  // mutex_ is held. Those that take the lock let go of it while they call the backing.
+  // mutex_ is held. Functions with a lock parameter release it while they call the backing.
   /// An alloc's blocks: `fresh` ones, and `reused` ones that are still pinned.
   struct Parts {
     std::uint64_t fresh, reused;
@@ -364,12 +361,12 @@ class Pool {
 
   const OwnProcess made_by_;
   const PoolOptions options_;
-  const std::shared_ptr<Places> places_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: the device is not shared
 
   Session session_;
   mutable std::mutex mutex_;
   std::atomic<std::uint32_t> given_back_arrivals_{0};
-  // Each owns its state, and uses those above it.
+  // Each owns its state and uses the ones above it.
   Counters counters_;
   Accounting accounting_;
   Starvation starvation_;

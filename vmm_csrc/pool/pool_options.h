@@ -1,4 +1,4 @@
-// What a pool is told when it is made.
+// Options of a pool at creation.
 #pragma once
 
 #include <chrono>
@@ -7,22 +7,21 @@
 namespace kvelastic {
 
 struct PoolOptions {
-  std::uint64_t max_blocks = 0;   ///< ids that may be in use at once, the null block counted in
+  std::uint64_t max_blocks = 0;   ///< maximum of ids in use at once, including the null block
   std::uint64_t limit_bytes = 0;  ///< at start; at least one page is always held (null block)
-  /// Of the device, where no ledger says it; no limit goes beyond it.
+  /// Of the device, used without a ledger; bounds every limit.
   std::uint64_t capacity_bytes = 0;
-  std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
-  std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
+  std::uint64_t min_reserved_pages = 5;   ///< minimum of pages parked ahead of demand
+  std::uint64_t max_reserved_pages = 10;  ///< maximum of pages created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
-  /// The maintenance thread evicts cached blocks that nothing has used for so long; negative:
-  /// never.
+  /// The maintenance thread evicts cached blocks unused for this long; negative: never.
   std::chrono::milliseconds cache_idle{-1};
-  bool preallocate = true;  ///< false: no page is created before an alloc needs it
-  /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
+  bool preallocate = true;  ///< false: pages are created only when an alloc needs them
+  /// Cached blocks may move to other ids to empty pages; the engine must call take_changes().
   bool movable = false;
-  /// How long an alloc waits for memory that others have to give up; in a session only an ensure()
-  /// does, where the engine would preempt otherwise.
-  /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
+  /// How long an alloc waits for memory that others must release. In a session only ensure() waits,
+  /// if the engine would preempt otherwise. After a fruitless wait no alloc waits for
+  /// kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
 };
 

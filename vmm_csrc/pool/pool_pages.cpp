@@ -6,8 +6,8 @@
 namespace kvelastic {
 namespace {
 
-/// What `call` answers; kOutOfMemory where there is no memory for its lists. What the accounting
-/// has begun is ended in either case.
+/// Returns the result of `call`, or kOutOfMemory if it runs out of memory for its lists, so that
+/// the caller can complete the accounting in both cases.
 template <typename F>
 Status guarded(F call) {
   try {
@@ -19,8 +19,8 @@ Status guarded(F call) {
 
 }  // namespace
 
-/// The caller's lock is let go of as long as this lives, and with it the session, where a device is
-/// waited for and no caller further up counts on it.
+/// Releases the caller's lock during its lifetime; also the session, if a device is waited for and
+/// no outer caller relies on it.
 class PoolPages::Unlocked {
  public:
   Unlocked(Lock& lock, Session& session, bool may_let_go)
@@ -48,29 +48,28 @@ bool is_final(const Error& error) {
          error.code == Errc::kChannelTimeout;
 }
 
-/// What strangers hold is looked at again soon, where others than instances may have taken the
-/// memory, or are to be seen now that it has come.
+/// Schedules a measurement of other processes' memory: they may have taken the released memory, or
+/// be visible only now.
 void PoolPages::note_moved(std::uint64_t pages) {
   if (places_ && works_behind()) figures_.note_moved(pages);
 }
 
-/// Others than instances hold what the ledger has granted, or a dead process still does: the device
-/// is looked at now.
+/// Other processes, or a dead one, hold memory that the ledger has granted: measure the device now.
 void PoolPages::note_refused() {
   refused_ = true;
   refusals_ = std::min(refusals_ + 1, kMostRefusals);
   if (places_ && works_behind()) figures_.note_refused();
 }
 
-/// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
-/// and is not would be a fault in the engine, far from here.
+/// Records a failure after which the mappings are unknown. Handing out a page that is not mapped
+/// would crash the engine later.
 void PoolPages::note_if_final(const Status& answered) {
   if (answered || accounting_.failure() || !is_final(answered.error())) return;
   Error error = answered.error();
-  // That call waited; those to come do not.
+  // Only this call waited for the timeout; later calls fail at once.
   if (error.code == Errc::kChannelTimeout) error.code = Errc::kChannelClosed;
   accounting_.fail(std::move(error));
-  figures_.arrivals.note();  // whoever waits for blocks is to hear of it from the next alloc
+  figures_.arrivals.note();  // threads that wait for blocks get the error from their next alloc
 }
 
 Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages,
@@ -91,11 +90,11 @@ Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages,
   return grown;
 }
 
-/// All of the pages that are granted, or none.
+/// All of the granted pages, or none.
 Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) {
   Blocks& blocks = accounting_.blocks();
   std::vector<PageIndex> batch;
-  batch.reserve(pages);  // what throws does so before anything is taken
+  batch.reserve(pages);  // allocate before anything changes
   if (places_) pages = places_->grant(pages);
   if (pages == 0) return std::uint64_t{0};
   for (std::uint64_t i = 0; i < pages; ++i) {
@@ -122,7 +121,7 @@ Result<bool> PoolPages::grow_run(Lock& lock, std::vector<PageIndex> pages) {
   return true;
 }
 
-/// `batch` is granted, and taken off the unmapped pages.
+/// Pre: `batch` is granted and in transit.
 Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
   Blocks& blocks = accounting_.blocks();
   accounting_.hold(batch.size());
@@ -132,7 +131,7 @@ Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
   note_if_final(mapped);
   for (const PageIndex page : batch) mapped ? blocks.add_page(page) : blocks.put_back(page);
   if (mapped) {
-    // A page is created to be mapped and destroyed when it is unmapped: none is kept in between.
+    // Pages are created when mapped and destroyed when unmapped; none is kept in between.
     counters_.add(Counter::kPagesCreated, batch.size());
     counters_.add(Counter::kPagesMapped, batch.size());
     note_moved(batch.size());
@@ -141,8 +140,7 @@ Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
   } else {
     accounting_.let_go(batch.size());
     if (mapped.error().code == Errc::kOutOfMemory) note_refused();
-    // After a final failure nobody knows what is mapped: what was granted stays taken, and on its
-    // way.
+    // After a final failure the mappings are unknown: the grant stays, in transit.
     if (places_ && !accounting_.failure()) places_->give_back(batch.size());
   }
   settled_.notify_all();
@@ -162,16 +160,16 @@ Result<std::uint64_t> PoolPages::shrink(Lock& lock, std::uint64_t pages) {
 }
 
 Status PoolPages::unmap_null_page(Lock& lock) {
-  // Whoever finds a page mapped may count on the null block: it goes when no other page is there.
+  // Code that finds a page mapped relies on the null block, so page 0 is unmapped last.
   if (accounting_.held_pages() != 1 || accounting_.moving_pages() > 0) return ok();
   const std::optional<PageIndex> page = accounting_.blocks().take_null_page();
   if (!page) return ok();
-  // In the session: who wakes the pool meanwhile must not map another page before this one.
+  // In the session: a waking thread must not map another page before this one.
   const Result<std::uint64_t> unmapped = unmap(lock, {*page}, InSession::kStay);
   return unmapped ? ok() : Status(unmapped.error());
 }
 
-/// `pages` have been taken off the blocks, and come back to them where they cannot be unmapped.
+/// Unmaps pages in transit; after a failure the rest counts as mapped again.
 Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>& pages,
                                        InSession session) {
   if (pages.empty()) return std::uint64_t{0};
@@ -201,7 +199,7 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
   return unmapped;
 }
 
-/// Nobody knows after a final failure what is mapped: the pages stay on their way in the ledgers.
+/// After a final failure the mappings are unknown: the pages stay in transit in the ledgers.
 Status PoolPages::unmap_now(std::span<const PageIndex> batch) {
   if (places_) places_->leaving(batch.size());
   Status done = guarded([&] { return backing_->unmap(batch); });

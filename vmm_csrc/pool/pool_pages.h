@@ -1,14 +1,13 @@
-// Pages on their way in and out of a pool. The only place that calls the backing, and so the only
-// one that lets go of the pool's lock for that: every call is made with it held, and may find other
-// figures afterwards. Meanwhile the pages are held, neither mapped nor unmapped.
+// Maps and unmaps a pool's pages. Only this class calls the backing, so only it releases the pool's
+// lock for that. Every call is made with the lock held, and the state may have changed when it
+// returns. While the lock is released, the pages are held but neither mapped nor unmapped.
 //
-// On a GPU pages are unmapped when the kernels that were queued before are done with them. Who
-// waits for that lets go of the session, too, where it is its own alone: others map pages
-// meanwhile. The pages are chosen by then, so nothing is taken from a session that begins
-// meanwhile.
+// On a GPU, pages are unmapped once the kernels queued before are done with them. A call that waits
+// for this also releases the session if it is the only holder, so that other threads can map pages.
+// The pages have been chosen by then, so a session that begins in the meantime loses nothing.
 //
-// Where devices are shared, their ledgers grant a page before that is created, and have it back
-// after it is destroyed.
+// With shared devices, the ledgers grant a page before it is created, and get it back after it is
+// destroyed.
 #pragma once
 
 #include <condition_variable>
@@ -29,25 +28,25 @@
 
 namespace kvelastic {
 
-/// Memory comes and goes back in batches, so that who waits can begin with the first: each is twice
-/// the one before, from one page (or this) up to the largest.
+/// Pages are mapped and unmapped in batches, so that a waiting thread can use the first early. Each
+/// batch is twice the last, from one page (or this size) to the largest.
 inline constexpr std::uint64_t kFirstBatchBytes = std::uint64_t{8} << 20;
 inline constexpr std::uint64_t kLargestBatchBytes = std::uint64_t{32} << 20;
-/// A GPU zeroes fast and charges by the call and the handle: one call serves a run of neighbours.
+/// A GPU zeroes fast, and its cost is per call and handle: one call covers a run of pages.
 inline constexpr std::uint64_t kLargestGpuBatchBytes = std::uint64_t{512} << 20;
-/// A call holds up all other calls to its device, and takes longer with each handle: an H100 took
+/// A call blocks all other calls to its device, and its time grows with the handles: an H100 took
 /// 13 ms for 256.
 inline constexpr std::uint64_t kMostGpuBatchHandles = 16;
 inline constexpr int kMostRefusals = 10;
 
-/// Pages that were refused for want of memory although they were granted.
+/// Granted pages that were refused for lack of memory.
 struct Refusals {
-  bool is_unanswered;  ///< since memory was last said to be there
-  int in_a_row;        ///< since pages were last mapped, kMostRefusals at most
+  bool is_unanswered;  ///< since memory was last known to be available
+  int in_a_row;        ///< since the last successful map, at most kMostRefusals
 };
 
-/// A failure that a later try cannot mend: the caller must hear of it. Anything else is "no blocks
-/// now", which an engine's scheduler knows how to live with.
+/// True for a failure that a retry cannot fix, which the caller must report. Any other failure
+/// means "no blocks now", which an engine's scheduler handles.
 bool is_final(const Error& error);
 
 class PoolPages {
@@ -63,40 +62,40 @@ class PoolPages {
         backing_(std::move(backing)),
         places_(std::move(places)) {}
 
-  /// Maps at most `pages` pages, as many as all ledgers grant and the limit has room for; answers
-  /// how many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB
-  /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
-  /// again. `interrupted` is asked before each batch but the first whether to leave it at that; it
-  /// is called with the lock held.
+  /// Maps up to `pages` pages, as many as the ledgers grant and the limit allows, and returns how
+  /// many. Works in batches, so that a thread that needs a few pages need not wait for all: zeroing
+  /// a GiB takes a tenth of a second. A failure after the first batch keeps the mapped pages and
+  /// recurs at the next call. `interrupted` is called before each further batch, with the lock
+  /// held, and stops the call if true.
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages,
                              const std::function<bool()>& interrupted = {});
-  /// Maps these very pages, all or none: false where the ledgers do not grant all of them. Pre:
-  /// they are unmapped, and the limit has room for them.
+  /// Maps exactly these pages, all or none. False: the ledgers do not grant all. Pre: they are
+  /// unmapped, and the limit allows them.
   Result<bool> grow_run(Lock& lock, std::vector<PageIndex> pages);
-  /// Unmaps at most `pages` parked pages; answers how many. All or none on the host. On a GPU they
-  /// wait together and go in batches, so that others have the first of them early; a failure leaves
-  /// the rest parked then, and comes up if nothing was unmapped.
+  /// Unmaps up to `pages` parked pages and returns how many. All or none on the host. On a GPU they
+  /// wait together and are unmapped in batches, so that others get the first early. After a failure
+  /// the rest stays parked; it is returned only if no page was unmapped.
   Result<std::uint64_t> shrink(Lock& lock, std::uint64_t pages);
-  /// Unmaps page 0, where it is the last and holds nothing but the null block.
+  /// Unmaps page 0 if it is the last page and holds only the null block.
   Status unmap_null_page(Lock& lock);
-  /// Waits for the device without the session, before blocks are copied in it: the copy then has to
-  /// wait only for work that came meanwhile. Nothing on the host. A failure comes up in the copy.
+  /// Waits for the device without the session before blocks are copied in it. The copy then waits
+  /// only for work submitted since. No effect on the host. A failure recurs in the copy.
   void drain_ahead(Lock& lock);
   /// Copies blocks of mapped pages.
   Status copy(Lock& lock, std::span<const BlockMove> moves);
 
-  /// As Pool::copy_records. Without the lock: nothing of the pool's state is in it.
+  /// Pool::copy_records, without the lock: it uses no state of the pool.
   Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
                       CopyTo to);
   std::uint64_t ranks() const { return backing_->ranks(); }
 
-  /// Waits until a batch has come in or gone out.
+  /// Waits until a batch has been mapped or unmapped.
   void wait_for_a_batch(Lock& lock) { settled_.wait(lock); }
-  /// Waits until no page is on its way out.
+  /// Waits until no page is being unmapped.
   void wait_until_left(Lock& lock) {
     settled_.wait(lock, [this] { return !accounting_.is_leaving(); });
   }
-  /// Waits until no page is on its way.
+  /// Waits until no page is in transit.
   void wait_until_settled(Lock& lock) {
     settled_.wait(lock, [this] { return accounting_.moving_pages() == 0; });
   }
@@ -109,13 +108,13 @@ class PoolPages {
     return std::min(pages_of(kLargestGpuBatchBytes),
                     std::max<std::uint64_t>(kMostGpuBatchHandles / handles_per_page, 1));
   }
-  /// Whether unmapping may have to wait for kernels.
+  /// True if unmapping may wait for kernels.
   bool works_behind() const { return backing_->works_behind(); }
-  /// As Backing::device_memory. Called without the lock.
+  /// Backing::device_memory(), without the lock.
   std::vector<std::optional<DeviceMemory>> device_memory() { return backing_->device_memory(); }
   void keep_free(std::uint64_t bytes) { backing_->keep_free(bytes); }
   std::vector<pid_t> other_processes() const { return backing_->other_processes(); }
-  /// Whether a page was refused for want of memory since this was last asked.
+  /// True if a page was refused for lack of memory since the last call.
   bool take_refusal() { return std::exchange(refused_, false); }
   Refusals refusals() const { return {refused_, refusals_}; }
 
@@ -141,7 +140,7 @@ class PoolPages {
   Counters& counters_;
   Session& session_;
   const std::shared_ptr<Backing> backing_;
-  const std::shared_ptr<Places> places_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: the device is not shared
   std::condition_variable settled_;
   bool refused_ = false;
   int refusals_ = 0;

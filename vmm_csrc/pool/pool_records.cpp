@@ -1,4 +1,4 @@
-// A pool as tiers see it: keys, copies, what is to be demoted, and bytes of blocks.
+// The pool's interface for tiers: keys, copies, demotions, and the contents of blocks.
 #include <algorithm>
 #include <string>
 
@@ -7,9 +7,9 @@
 namespace kvelastic {
 namespace {
 
-/// How often who waits for copies looks at what else there is to do, and gives back what is clean.
+/// How often a call that waits for copies checks for interruption and releases clean pages.
 constexpr std::chrono::milliseconds kLookInterval{5};
-/// Less is not worth waking anybody.
+/// A shorter wait is not worth waking the copying thread.
 constexpr std::chrono::milliseconds kLeastWait{1};
 
 }  // namespace
@@ -82,14 +82,13 @@ Result<std::uint64_t> Pool::end_leaving(std::uint32_t ticket,
   const bool any = std::any_of(copied.begin(), copied.end(), [](auto flag) { return flag != 0; });
   demotions_.progressed(any || copied.empty());
   evict_over_bound();
-  figures_.update();  // pages that were being read can be given back now
+  figures_.update();  // pages under writeback may be released now
   return cleaned;
 }
 
-// --- who shrinks waits for copies
-// ------------------------------------------------------------------
+// --- a shrinking pool waits for copies ----------------------------------------------------------
 
-/// Whether `pages` pages cannot be given back without blocks that have no copy.
+/// True if `pages` pages cannot be released without losing blocks that have no copy.
 bool Pool::would_drop(std::uint64_t pages) const {
   const Blocks& blocks = accounting_.blocks();
   return blocks.dirty_blocks() > 0 && blocks.parked_pages() + blocks.clean_pages() < pages;
@@ -97,7 +96,8 @@ bool Pool::would_drop(std::uint64_t pages) const {
 
 void Pool::demote_for_limit(const std::function<bool()>& interrupted) {
   Lock lock(mutex_);
-  // What is over the limit after this goes with all that is cached (Ladder::enforce).
+  // After this, pages still over the limit are released with the rest of the cache
+  // (Ladder::enforce).
   if (!demotions_.is_attended() || !would_drop(accounting_.excess_pages())) return;
   const Demotions::Wanting wanting(
       demotions_, accounting_.limit.is_asleep() ? DemotionReason::kSleep : DemotionReason::kLimit);
@@ -105,12 +105,12 @@ void Pool::demote_for_limit(const std::function<bool()>& interrupted) {
          !(interrupted && interrupted())) {
     wanting.wait(lock, kLookInterval);
     if (accounting_.blocks().clean_pages() + accounting_.blocks().parked_pages() == 0) continue;
-    // The session comes before the lock.
+    // The session is taken before the lock.
     lock.unlock();
     {
       const std::lock_guard session(session_);
       lock.lock();
-      (void)ladder_.give_clean(lock);  // a failure comes up again in enforce_now()
+      (void)ladder_.give_clean(lock);  // a failure recurs in enforce_now()
       figures_.update();
       lock.unlock();
     }
@@ -132,14 +132,13 @@ void Pool::demote_for_others(std::uint64_t pages) {
   if (!demotions_.is_attended() || !would_drop(pages)) return;
   const Demotions::Clock::time_point begun = Demotions::Clock::now();
   const std::chrono::nanoseconds wait = demotions_.reclaim_wait(begun);
-  if (wait < kLeastWait) return;  // nothing can be copied in it
+  if (wait < kLeastWait) return;  // too short for a copy
   const Demotions::Wanting wanting(demotions_, DemotionReason::kReclaim, wait);
   while (wanting.goes_on() && would_drop(pages)) wanting.wait(lock, kLookInterval);
   demotions_.note_reclaim(Demotions::Clock::now() - begun);
 }
 
-// --- bytes of blocks
-// -------------------------------------------------------------------------------
+// --- contents of blocks -------------------------------------------------------------------------
 
 Status Pool::copy_records(std::span<const BlockSlot> blocks,
                           const std::shared_ptr<Staging>& staging, CopyTo to) {

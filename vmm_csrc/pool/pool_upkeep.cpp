@@ -1,5 +1,5 @@
-// What an operator and the keeper do to a pool: limits, sleep, what others ask, pages ahead of
-// demand; and what they read of it.
+// The pool's interface for operators and the maintenance thread: limits, sleep, memory requests of
+// others, provisioning, statistics.
 #include <algorithm>
 
 #include "pool/pool.h"
@@ -33,7 +33,7 @@ bool Pool::see_capacity() {
   accounting_.limit.see_capacity(figures_.capacity_bytes());
   accounting_.close_pages_over_limit();
   tell_limit();
-  figures_.arrivals.note();  // with more of it, others than this pool may have come to give blocks
+  figures_.arrivals.note();  // with more capacity, other instances may be able to release memory
   figures_.update();
   return true;
 }
@@ -77,7 +77,7 @@ Result<LimitState> Pool::settle_limit() {
   }
 }
 
-// --- what others ask -----------------------------------------------------------------------------
+// --- memory requests of other instances ---------------------------------------------------------
 
 Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages) {
   if (depth != Depth::kParked) demote_for_others(pages);
@@ -134,7 +134,7 @@ Result<std::uint64_t> Pool::provision() {
   Result<std::uint64_t> grown = pages_.grow(lock, pages, loads_go_first);
   if (grown && *grown < pages && loads_go_first()) {
     provisioning_.put_back(pages - *grown, blocks.parked_pages());
-    figures_.update();  // the keeper is called again
+    figures_.update();  // wakes the maintenance thread again
   }
   return grown;
 }
@@ -183,7 +183,7 @@ Refusals Pool::refusals() const {
   return pages_.refusals();
 }
 
-// --- figures ---------------------------------------------------------------------------------
+// --- statistics -------------------------------------------------------------------------------
 
 std::vector<BlockId> Pool::pinned() const {
   const Lock lock(mutex_);

@@ -1,9 +1,9 @@
-// A limit below the operator's, for as long as others are owed blocks in use. Pure: the time is
-// passed in, and whoever owns it holds the lock.
+// Memory pressure: a limit below the operator's while other instances are owed blocks in use. Pure:
+// the time is passed in, and the owner holds the lock.
 //
 //   none -- begin(to) --> in force -- met: held <= to --> met, for kRepeatedFor --> none
-//             ^  again      |                               a repeated request takes nothing more
-//             '-------------'-- nobody has asked for kSqueezeLease --> none
+//             ^  again      |                               a repeated request has no effect
+//             '-------------'-- not requested for kLease --> none
 #pragma once
 
 #include <chrono>
@@ -15,31 +15,31 @@ class Squeeze {
  public:
   using Time = std::chrono::steady_clock::time_point;
   static constexpr std::uint64_t kNone = ~std::uint64_t{0};
-  /// A squeeze that nobody has asked for so long is lifted.
+  /// Pressure that is not requested again for this long ends.
   static constexpr std::chrono::milliseconds kLease{500};
-  /// After a squeeze was met, a request for as much may still be one of those that repeated it.
+  /// After pressure was met, an equal request may still be a repetition of the met one.
   static constexpr std::chrono::milliseconds kRepeatedFor{40};
 
-  /// What may be held; kNone: there is no squeeze.
+  /// The pages that may be held; kNone without pressure.
   std::uint64_t pages() const { return pages_; }
   bool is_in_force() const { return pages_ != kNone; }
 
-  /// The least that another request may squeeze to. Requests for blocks in use are repeated until
-  /// they are met, and one that was written just before the last page went is carried out just
-  /// after: neither may take anything twice.
+  /// The lowest bound that another request may set. Requests for blocks in use are repeated until
+  /// they are met. A repetition written just before the last page was released is processed just
+  /// after. Neither may take memory twice.
   std::uint64_t floor(Time now) const {
     if (is_in_force()) return pages_;
     return now < met_until_ ? met_pages_ : 0;
   }
 
-  /// Begins, or is asked for again.
+  /// Begins pressure or renews it.
   void begin(std::uint64_t pages, Time now) {
     pages_ = pages;
     until_ = now + kLease;
   }
 
-  /// Ends where the pool is no longer `over` it, or where nobody asks for it any more; answers
-  /// whether it has ended. Pre: is_in_force().
+  /// Ends the pressure if the pool is no longer `over` it, or if it was not renewed in time.
+  /// Returns whether it has ended. Pre: is_in_force().
   bool expire(bool over, Time now) {
     if (over && now < until_) return false;
     if (!over) {
@@ -53,7 +53,7 @@ class Squeeze {
  private:
   std::uint64_t pages_ = kNone;
   Time until_{};
-  std::uint64_t met_pages_ = 0;  // of the last one that was met
+  std::uint64_t met_pages_ = 0;  // of the last pressure that was met
   Time met_until_{};             // until when that counts
 };
 

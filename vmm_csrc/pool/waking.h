@@ -1,4 +1,4 @@
-// How a sleeping pool wakes: its guarantee and reserve are asked of the devices' ledgers first.
+// Wakes a sleeping pool: claims its guarantee and reserve in the devices' ledgers first.
 #pragma once
 
 #include <chrono>
@@ -8,10 +8,10 @@
 
 namespace kvelastic {
 
-/// Lets blocks be handed out again when all ledgers have room for the guarantee and the reserve,
-/// which others are asked to give. Fails as Places::ask_to_wake and wait_for_claim, with
-/// kReserve also where somebody puts the pool to sleep meanwhile; it sleeps then as before. Blocks,
-/// for `timeout` at most. Does nothing where it is awake.
+/// Allows allocs again once all ledgers have granted the guarantee and the reserve, which other
+/// instances are requested to release. Fails as Places::ask_to_wake and wait_for_claim, and with
+/// kReserve if the pool is put to sleep in between; it then stays asleep. Blocks, at most for
+/// `timeout`. No effect if the pool is awake.
 Status wake(Pool& pool, std::chrono::nanoseconds timeout);
 
 }  // namespace kvelastic
