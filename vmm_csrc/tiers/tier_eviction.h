@@ -1,24 +1,25 @@
-// Which record goes first when a tier is full: pure functions of what happened to each record.
+// Which object a full tier evicts: pure functions of each object's history.
 //
-// A policy is the answer to two questions: what a use makes of a record's history, and where the
-// history stands in the order of eviction. `TierIndex` keeps one History a record and knows no
-// policy; the record with the lowest Rank goes.
+// A policy defines how a use changes an object's history, and the history's rank in the eviction
+// order. `TierIndex` keeps one History per object and knows no policy; it evicts the lowest Rank.
 //
-//   lru    least recently used            Mattson, Gecsei, Slutz, Traiger: Evaluation Techniques
-//   for
+// clang-format off
+//   lru    least recently used            Mattson, Gecsei, Slutz, Traiger: Evaluation Techniques for
 //                                         Storage Hierarchies, IBM Systems Journal 9(2), 1970
 //   lfu    least often used, then lru     Aho, Denning, Ullman: Principles of Optimal Page
 //                                         Replacement, JACM 18(1), 1971. Counts do not age
 //   slru   segmented lru                  Karedla, Love, Wherry: Caching Strategies to Improve Disk
 //                                         System Performance, IEEE Computer 27(3), 1994
-//   fifo   in the order they came         Belady: A Study of Replacement Algorithms for a
+//   fifo   in the order of arrival        Belady: A Study of Replacement Algorithms for a
 //                                         Virtual-Storage Computer, IBM Systems Journal 5(2), 1966
+// clang-format on
 //
-// SLRU has two segments. A record comes into the probationary one; a use takes it into the
-// protected one, which holds at most `protected_most()` records: its least recently used ones go
-// back to the young end of the probationary one. So a long prompt that is used once displaces none
-// that came back. The bound of the protected segment is enforced when room is needed, not at each
-// use; the same records are protected then.
+// SLRU has two segments. A new object enters the probationary segment; a use moves it to the
+// protected one, which holds at most `protected_most()` objects. Its least recently used objects
+// return to the young end of the probationary segment. A long prompt that is used once therefore
+// displaces no object that was reused. The bound is enforced when a slot is needed, not at each
+// use. that came back. The bound of the protected segment is enforced when room is needed, not at
+// each use; the same records are protected then.
 #pragma once
 
 #include <compare>
@@ -39,13 +40,13 @@ inline std::optional<EvictionPolicy> eviction_policy_of(std::string_view name) {
   return std::nullopt;
 }
 
-/// What a policy remembers of a record.
+/// A policy's memory of an object.
 struct History {
   std::uint64_t time = 0;   ///< of its last use; fifo: when it came
   std::uint32_t level = 0;  ///< lfu: uses after the first; slru: 1 in the protected segment
 };
 
-/// Place in the order of eviction: the lowest goes first.
+/// Position in the eviction order: the lowest is evicted first.
 struct Rank {
   std::uint32_t level = 0;
   std::uint64_t time = 0;
@@ -57,12 +58,12 @@ inline constexpr std::uint32_t kInnerBit = std::uint32_t{1} << 31;
 inline constexpr std::uint32_t kMostUses = kInnerBit - 1;
 inline constexpr std::uint32_t kProtected = 1;
 
-/// A record that came just now. Times go up by themselves; they are no clock's.
+/// The history of a new object. Times are a counter, not a clock.
 constexpr History history_of_new(std::uint64_t now) {
   return {now, 0};
 }
 
-/// A record that is used now. Never ranks lower than before.
+/// The history after a use. Never ranks lower than before.
 constexpr History history_after_use(EvictionPolicy policy, History before, std::uint64_t now) {
   switch (policy) {
     case EvictionPolicy::kLru:
@@ -77,18 +78,18 @@ constexpr History history_after_use(EvictionPolicy policy, History before, std::
   return before;
 }
 
-/// A record that leaves the protected segment now (slru): the youngest of the probationary one.
+/// The history of an object that leaves the protected segment (slru).
 constexpr History history_after_demotion(std::uint64_t now) {
   return {now, 0};
 }
 
-/// How many records the protected segment may hold: four of five.
+/// The bound of the protected segment: four fifths of the slots.
 constexpr std::uint64_t protected_most(std::uint64_t slots) {
   return slots - slots / 5;
 }
 
-/// Where a record stands. An inner one, which others continue, goes after every leaf: without it
-/// they cannot be found.
+/// The rank of an object. An inner one, which others continue, is evicted after every leaf: without
+/// it they cannot be found.
 constexpr Rank rank_of(History history, bool is_inner) {
   return {history.level | (is_inner ? kInnerBit : 0), history.time};
 }

@@ -47,7 +47,7 @@ TierIndex::Leading TierIndex::leading(std::span<const BlockKey> keys) const {
 std::size_t TierIndex::match(std::span<const BlockKey> keys) {
   const std::lock_guard lock(mutex_);
   std::size_t count = 0;
-  // Times go down while keys go on, from one that no later event has.
+  // Times decrease along the keys, from a time that no later event has.
   time_ += keys.size();
   look_up(keys, [&](std::size_t i, NodeId id) {
     if (id == kNoNode || nodes_[id].state != State::kReady) return false;
@@ -88,7 +88,7 @@ Result<std::vector<KeyInSlot>> TierIndex::release(Ticket ticket) {
                                              " has ended or never was; release each one once"};
   }
   std::vector<KeyInSlot>& held = found->second;
-  // What is free now stays, in the place of what is not.
+  // Keep the freed ones, in place of the others.
   std::erase_if(held, [&](const KeyInSlot& record) { return !unhold(record.slot); });
   std::vector<KeyInSlot> freed = std::move(held);
   leases_.erase(found);
@@ -110,14 +110,14 @@ Result<TierIndex::Claimed> TierIndex::claim(std::span<const BlockKey> keys, Chai
     hold(nodes_[id].slot);
     held.push_back(nodes_[id].slot);
   };
-  // Nothing below can fail. What this call names is not displaced by it.
+  // Nothing below can fail. Keys of this call must not be displaced by it.
   look_up(keys, [&](std::size_t, NodeId id) {
     hold_if_ready(id);
     return true;
   });
   if (chain.is_chain) hold_if_ready(find(chain.after));
 
-  // With a chain the first key counts as the youngest, as in a match.
+  // With a chain the first key counts as the youngest, as in match().
   const std::uint64_t before = time_;
   const std::uint64_t count = keys.size();
   time_ += count;
@@ -129,7 +129,7 @@ Result<TierIndex::Claimed> TierIndex::claim(std::span<const BlockKey> keys, Chai
       const std::int64_t slot = take_slot(claimed.displaced);
       claimed.slots.push_back(slot);
       if (slot == kNoRoom) continue;
-      id = find(keys[i]);  // a ghost may have gone with the one displaced
+      id = find(keys[i]);  // a ghost may have been removed with the displaced object
       if (id == kNoNode) {
         id = add_node(keys[i], State::kPending);
       } else {
@@ -281,7 +281,7 @@ Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
   if (slots >= slots_open_) {
     if (Status grown = grow(slots); !grown) return grown.error();
     for (std::uint64_t slot = slots_open_; slot < slots; ++slot) {
-      // One that was above for a while may still be written, or leased.
+      // A slot that was above the size may still be written or leased.
       if (slots_[slot].node == kNoNode && slots_[slot].leases == 0) free_.add(slot);
     }
     slots_open_ = slots;

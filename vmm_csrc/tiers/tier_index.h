@@ -1,25 +1,23 @@
-// Which keys a tier has, in which slots, and which record goes when a slot is wanted.
+// The index of a tier: its keys, their slots, and the next object to displace.
 //
 //   absent -- claim --> pending -- commit --> ready -- displaced, erased --> absent
 //                          '----- abandon ----^ (absent)
 //
-// A *slot* holds one record. A *node* is what is known of a key: one that has a slot (pending or
-// ready), or a *ghost*, which has none but is continued by records that have. Each node knows the
-// node that it continues (its parent) and how many continue it, so leaves are displaced before
-// inner nodes, and a child may come before its parent: the parent is a ghost until it comes. A
-// ghost knows no parent of its own and goes with its last child. So there are never more ghosts
-// than records, and all memory is bounded by the number of slots: about 200 bytes each, touched or
-// not.
+// A *slot* holds one object (`record` in the code). A *node* describes a key: it has a slot
+// (pending or ready), or it is a *ghost* that only objects with slots continue. A node knows its
+// parent, which it continues, and the number of its children, so leaves are displaced before inner
+// nodes. A child may arrive before its parent, which is a ghost until then. A ghost has no parent
+// and is removed with its last child. Ghosts therefore never outnumber objects, and all memory is
+// bounded by the number of slots: about 200 bytes each.
 //
-// A *lease* holds records: they are not displaced, and one that is erased meanwhile is no hit any
-// more, but its slot is free only when the last lease of it ends.
+// A *lease* holds objects: they are not displaced. An object erased during a lease is no longer
+// found, but its slot becomes free only when its last lease ends.
 //
-// Keys are found by open addressing with linear probing over 8 bytes a cell; cells and nodes of the
-// next keys are fetched while one is looked at. Nothing is allocated for a key: tables are grown
-// with the slots, results are reserved before anything is changed. So an std::bad_alloc, like every
-// error, leaves everything as it was.
+// Keys are found by open addressing with linear probing over 8-byte cells; cells and nodes of the
+// next keys are prefetched. No key allocates memory: tables grow with the slots, and results are
+// reserved before a change. So every error, including std::bad_alloc, leaves the state unchanged.
 //
-// Any thread may call anything: one mutex, which is held for the time of one call and under which
+// Thread-safe: one mutex, held for one call; no other lock is taken under it.
 // no other lock is taken.
 #pragma once
 
@@ -42,7 +40,7 @@
 
 namespace kvelastic {
 
-/// A record: its key and where it lies, or lay.
+/// An object: its key and its current or former slot.
 struct KeyInSlot {
   BlockKey key;
   std::uint32_t slot = 0;
@@ -61,27 +59,27 @@ class TierIndex {
     std::vector<std::int64_t> slots;
   };
   struct Claimed {
-    std::vector<std::int64_t> slots;  ///< one for each key; or kThereAlready, kNoRoom
+    std::vector<std::int64_t> slots;  ///< one per key; or kThereAlready, kNoRoom
     std::vector<KeyInSlot> displaced;
   };
-  /// What a claim continues.
+  /// The parent of a claim.
   struct Chain {
     bool is_chain = false;  ///< each key continues the one before it
-    BlockKey after;         ///< what the first one continues; the key of no block: nothing
+    BlockKey after;         ///< the parent of the first key; the zero key: none
   };
   struct Stats {
     std::uint64_t slots = 0;
     std::uint64_t ready = 0;
     std::uint64_t pending = 0;
-    std::uint64_t closed = 0;     ///< slots without a record that claims do not take
-    std::uint64_t leased = 0;     ///< slots that leases hold, erased records among them
-    std::uint64_t displaced = 0;  ///< records that claims and resizes have taken the slots of, ever
+    std::uint64_t closed = 0;     ///< slots without an object that claims do not use
+    std::uint64_t leased = 0;     ///< leased slots, including those of erased objects
+    std::uint64_t displaced = 0;  ///< objects displaced by claims and resizes since creation
   };
 
-  /// kInvalidArgument above kMostSlots.
+  /// Fails with kInvalidArgument above kMostSlots.
   static Result<std::shared_ptr<TierIndex>> create(std::uint64_t slots, EvictionPolicy policy);
 
-  /// Whether each key is ready. Changes nothing. Pre: as many answers as keys.
+  /// Returns for each key whether it is ready. Changes nothing. Pre: as many answers as keys.
   void has(std::span<const BlockKey> keys, std::span<bool> answers) const;
   /// How many leading keys are ready, and how many are ready or pending. Changes nothing.
   struct Leading {
@@ -89,43 +87,42 @@ class TierIndex {
     std::size_t known = 0;
   };
   Leading leading(std::span<const BlockKey> keys) const;
-  /// How many leading keys are ready; a use of these. In one call the first key counts as used
-  /// last: no key is older than what continues it.
+  /// Returns how many leading keys are ready, and counts as a use. Within one call the first key is
+  /// the youngest, so no key is older than its children.
   std::size_t match(std::span<const BlockKey> keys);
-  /// The leading ready keys, held until release(); a use of these. There may be none.
+  /// Leases the leading ready keys until release(); counts as a use. May be empty.
   Leased lease(std::span<const BlockKey> keys);
-  /// Ends a lease; the records that were erased meanwhile and that nobody holds any more: their
-  /// slots are free now. kInvalidArgument where the ticket has ended or never was.
+  /// Ends a lease. Returns the erased objects whose slots are free now. Fails with kInvalidArgument
+  /// if the ticket is unknown or has ended.
   Result<std::vector<KeyInSlot>> release(Ticket ticket);
-  /// A slot for each new key, which is pending then. Takes free slots, the lowest first, then those
-  /// of others by policy: never of leased or pending records, of keys of this call, or of what it
-  /// continues. kInvalidArgument for the key of no block.
+  /// Assigns a slot to each new key, which is pending then: free slots first, lowest first, then
+  /// slots chosen by the policy. Never displaces leased or pending objects, keys of this call, or
+  /// their parent. Fails with kInvalidArgument for the zero key.
   Result<Claimed> claim(std::span<const BlockKey> keys, Chain chain);
-  /// The records of these keys are written: ready. Answers those that are not, because they were
-  /// erased or the index was made smaller meanwhile: they are gone and their slots free. All of the
-  /// keys must be pending (kInvalidArgument).
+  /// Makes written keys ready. Returns the ones that were erased, or cut off by a resize, in
+  /// between: they are gone and their slots free. Fails with kInvalidArgument unless all keys are
+  /// pending.
   Result<std::vector<KeyInSlot>> commit(std::span<const BlockKey> keys);
-  /// The records of these keys were not written; their slots are free. All must be pending.
+  /// Frees the slots of keys that were not written. All must be pending.
   Status abandon(std::span<const BlockKey> keys);
-  /// -1 where the key is not ready.
+  /// Returns the slot, or -1 if the key is not ready.
   std::int64_t slot_of(const BlockKey& key) const;
-  /// Forgets ready and pending keys; answers those whose slots are free now. Leased ones come from
-  /// release(), pending ones from commit().
+  /// Erases ready and pending keys and returns the ones whose slots are free now. release() returns
+  /// leased ones, commit() pending ones.
   std::vector<KeyInSlot> erase(std::span<const BlockKey> keys);
-  /// A record that was found in a slot, ready; `parent` is what it continues, if that is known.
-  /// False where the key is there, the slot is taken or there is no such slot. kInvalidArgument for
-  /// the key of no block.
+  /// Adds an object found in a slot as ready, with its `parent` if known. False if the key exists
+  /// or the slot is taken or invalid. Fails with kInvalidArgument for the zero key.
   Result<bool> restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent);
-  /// Free slots among `count` from `first` on are closed: only restore() uses them. Others stay.
+  /// Closes the free slots among `count` from `first` on: only restore() uses them.
   void close(std::uint64_t first, std::uint64_t count);
-  /// These closed slots are free. kInvalidArgument where one is not closed, and none is opened.
+  /// Opens closed slots. Fails with kInvalidArgument, with none opened, if a slot is not closed.
   Status open(std::span<const std::int64_t> slots);
-  /// As many slots from now on; answers the records displaced: with fewer slots, those that lie
-  /// above. Leased ones come from release(), pending ones from commit().
+  /// Sets the number of slots and returns the displaced objects above it. release() returns leased
+  /// ones, commit() pending ones.
   Result<std::vector<KeyInSlot>> resize(std::uint64_t slots);
 
   Stats stats() const;
-  /// kIntegrity with what disagrees.
+  /// Fails with kIntegrity, naming the inconsistency.
   Status check_integrity() const;
 
  private:
@@ -136,7 +133,7 @@ class TierIndex {
     kUnused,   ///< no key: in the list of unused nodes, or never used
     kGhost,    ///< no slot
     kPending,  ///< a slot that is being written
-    kDoomed,   ///< pending, and erased: gone as soon as its writer is done
+    kDoomed,   ///< pending and erased: removed when its writer is done
     kReady,
   };
 
@@ -169,39 +166,39 @@ class TierIndex {
   static std::uint32_t hash_of(const BlockKey& key);
   NodeId find(const BlockKey& key, std::uint32_t hash) const;
   NodeId find(const BlockKey& key) const { return find(key, hash_of(key)); }
-  /// Calls `visit(i, node)` for each key until it answers false; the next ones are on their way.
+  /// Calls `visit(i, node)` for each key until it returns false; prefetches the next ones.
   template <typename F>
   void look_up(std::span<const BlockKey> keys, F visit) const;
   void add_cell(std::uint32_t hash, NodeId node);
   void remove_cell(NodeId node);
   NodeId add_node(const BlockKey& key, State state);
   void remove_node(NodeId id);
-  /// `child` continues `parent_key` from now on, unless it is known to continue something.
+  /// Makes `parent_key` the child's parent, unless the child has one.
   void link(NodeId child, const BlockKey& parent_key);
   void unlink(NodeId child);
-  /// The record of a node is gone: a ghost if others continue it, else no node any more.
+  /// Removes a node's object: it becomes a ghost if it has children, else the node is removed.
   void drop(NodeId id);
-  /// Room for as many slots; on an error everything is as before.
+  /// Grows the tables to this many slots; on an error nothing changes.
   Status grow(std::uint64_t slots);
 
   // --- tier_index_victims.cpp: who goes first. Each expects the mutex to be held.
   void use(NodeId id, std::uint64_t now);
-  /// A ready record may be displaced, unless it is leased.
+  /// Makes a ready object displaceable, unless it is leased.
   void offer(NodeId id);
-  /// It may not any more, or is none.
+  /// Ends that; no effect if it is not displaceable.
   void withdraw(NodeId id);
-  /// Who goes next; kNoNode: nobody may.
+  /// The next object to displace; kNoNode: none.
   NodeId victim();
   void shrink_protected();
 
   bool is_leased(NodeId id) const { return slots_[nodes_[id].slot].leases != 0; }
   void hold(std::uint32_t slot);
-  /// True where the record of the slot was erased and nobody holds it any more.
+  /// True if the slot's object was erased and no lease is left.
   bool unhold(std::uint32_t slot);
   void free_slot(std::uint32_t slot);
-  /// Drops a record. True where its slot is free now, false where leases hold it.
+  /// Drops an object. True if its slot is free now, false if leases hold it.
   bool forget(NodeId id);
-  /// A slot for a new record, and whose it was.
+  /// Takes a slot for a new object, displacing one if necessary.
   std::int64_t take_slot(std::vector<KeyInSlot>& displaced);
   Status check_all_pending(std::span<const BlockKey> keys) const;
   Status check_nodes() const;
