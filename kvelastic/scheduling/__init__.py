@@ -1,4 +1,4 @@
-"""What every engine's scheduler does with a pool: sessions, steps on their way, naps.
+"""What all engines' schedulers share: pool sessions, steps in flight, and backoff.
 
-Each of the integrations stands on these. They know neither torch nor an engine.
+The integrations build on it. It imports neither torch nor an engine.
 """

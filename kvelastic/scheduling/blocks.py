@@ -1,7 +1,7 @@
-"""The native pool as one engine's scheduler uses it.
+"""The native pool as an engine's scheduler uses it.
 
-What took the place of an engine's list of free blocks calls this, and keeps what is that engine's
-alone: its objects, hashes, trees. Each call moves blocks from one state to another::
+An engine's replacement of its free-block list calls this class, and keeps the engine's own data:
+objects, hashes, trees. Each call moves blocks from one state to another::
 
               take                   give_back(free)
     free  -----------> in use  -------------------------> free
@@ -10,21 +10,21 @@ alone: its objects, hashes, trees. Each call moves blocks from one state to anot
                         v   |                               |
                        cached  -----------------------------'
 
-A scheduler looks first (which prefix is cached? is there room?) and takes then. In a *session*
-nobody else takes blocks away in between. Outside of one the pool may evict cached blocks, or move
-their contents to other ids, also while the process sleeps; it queues what it did. The engine
-follows, in `on_changes`, before it looks anything up::
+A scheduler first looks (is the prefix cached? is there room?) and then takes. In a *session* no
+other thread takes blocks in between. Outside a session the pool may evict cached blocks or move
+their contents to other ids, also while the process sleeps. It queues these changes, and the engine
+applies them in `on_changes` before it looks up anything::
 
-    with blocks.session():                         # on_changes has been told of everything
+    with blocks.session():                         # on_changes has received all changes
         found = ...
         if blocks.prepare(count) >= count:         # pages are mapped, and nothing is evicted
             blocks.touch(found)
             ids = blocks.take(count)
     step = blocks.step_begins()
-    blocks.give_back(some, cached=others)          # their memory stays until the step has ended
+    blocks.give_back(some, cached=others)          # stay mapped until the step has ended
     blocks.step_ends(step)
 
-All calls come from the thread of the scheduler.
+Only the scheduler's thread may call it.
 """
 
 from __future__ import annotations
@@ -40,27 +40,26 @@ if TYPE_CHECKING:
     from kvelastic import _vmm
 
 Changes: TypeAlias = Sequence[tuple[int, int]]
-"""Cached blocks, in order, and where the contents of each are now; below 0: it was evicted."""
+"""Cached blocks, in order, each with the id of its contents now; below 0: it was evicted."""
 
 _ARRIVALS_WRAP = 1 << 32
-"""The native pool's count of arrivals is a word that wraps."""
+"""The native pool's availability epoch is a 32-bit word that wraps."""
 
 
 class SchedulerBlocks:
-    """See the module."""
+    """The blocks of one pool, for one scheduler."""
 
     def __init__(self, pool: _vmm.Pool) -> None:
         self.pool = pool
-        """The native pool, for what is neither taken nor given back: limits, sleep, figures."""
+        """The native pool, for limits, sleep and statistics."""
         self.on_changes: Callable[[Changes], None] = lambda _: None
-        """Follows what the pool did by itself. Must not take blocks; may give back."""
+        """Applies the pool's own changes. It must not take blocks, but may give them back."""
         self.headroom = 0
-        """Blocks that `prepare` leaves free besides, where they can be had."""
+        """Further blocks that `prepare` keeps free if possible."""
         self.used = 0
-        """Blocks in use: what requests have, and what is loaded for them."""
+        """Used blocks: those of requests, and those being loaded for them."""
         self.fell_short = False
-        """Whether, in the present session or the last, `prepare` could not have what it was asked
-        for."""
+        """True if `prepare` found too little memory in the current or last session."""
         self._depth = 0
         self._steps = StepsOnTheirWay()
         self._pins_of_steps = PinsOfSteps()
@@ -72,9 +71,9 @@ class SchedulerBlocks:
     # --- sessions -------------------------------------------------------------------------------
 
     def session(self) -> AbstractContextManager[None]:
-        """Hold the pool still while the engine looks up, checks and takes blocks. May nest.
+        """Keep the pool unchanged while the engine looks up, checks and takes blocks. Can nest.
 
-        Waits while the pool shrinks; limits and what others ask wait until it ends.
+        Waits while the pool shrinks. Limits and reclaim requests wait until the session ends.
         """
         return self
 
@@ -94,10 +93,10 @@ class SchedulerBlocks:
         self.pool.exit()
 
     def follow(self) -> None:
-        """Tell `on_changes` what the pool did since the last time.
+        """Pass the pool's changes since the last call to `on_changes`.
 
-        Sessions begin so, and `take` ends so. In a session it is called after whatever else makes
-        the pool evict: blocks given back over the limit, or cached beyond what is allowed.
+        Every session begins with it, and `take` ends with it. Within a session, call it after
+        anything else that can evict: giving blocks back over the limit, or caching too many.
         """
         if self.pool.has_evicted:
             self.on_changes(self.pool.take_changes())
@@ -105,12 +104,11 @@ class SchedulerBlocks:
     # --- how much there is ----------------------------------------------------------------------
 
     def prepare(self, count: int) -> int:
-        """Have memory mapped for `count` blocks; how many of them can be taken in this session.
+        """Map memory for `count` blocks; return how many can be taken in this session.
 
-        Waits for the driver; where the engine would have to preempt or to admit nobody otherwise,
-        also for memory that other instances were asked for, as long as `KVELASTIC_RECLAIM_WAIT`
-        says; where workers map, as long as `KVELASTIC_IPC_TIMEOUT` at most. Evicts nothing, so
-        cached blocks that were just found stay.
+        Blocks on the driver. If the engine could otherwise admit no request or had to preempt, it
+        also waits for memory from other instances, up to `KVELASTIC_RECLAIM_WAIT`. If workers map,
+        it waits up to `KVELASTIC_IPC_TIMEOUT`. Evicts nothing, so cached blocks just found stay.
         """
         pool = self.pool
         reusable = pool.reusable
@@ -131,36 +129,36 @@ class SchedulerBlocks:
 
     @property
     def has_grown(self) -> bool:
-        """Whether there is memory for more blocks than when `prepare` last fell short."""
+        """True if there is memory for more blocks than when `prepare` last fell short."""
         return self.used + self.at_hand > self._at_hand_when_short
 
     @property
     def at_hand(self) -> int:
-        """How many can be taken now; binding until the session ends, or a block is taken."""
+        """Blocks that can be taken now. Valid until the session ends or a block is taken."""
         return self.pool.available_mapped() + self.pool.reusable
 
     @property
     def reachable(self) -> int:
-        """How many could be had now, by mapping pages too; says nothing of the future."""
+        """Blocks available now, including those whose pages must be mapped first."""
         return self.pool.available_size() + self.pool.reusable
 
     @property
     def under_limit(self) -> int:
-        """How many there are under the present limit, those in use included."""
+        """All blocks under the current limit, including used ones."""
         return self.used + self.reachable
 
     @property
     def usage(self) -> float:
-        """The part (0 to 1) of these that is in use."""
+        """The fraction (0 to 1) of `under_limit` that is used."""
         return self.used / self.under_limit if self.used else 0.0
 
     # --- taking and giving back -----------------------------------------------------------------
 
     def take(self, count: int) -> list[int] | None:
-        """Take blocks, evicting cached ones where that is needed; None: there are too few.
+        """Take blocks, evicting cached ones if needed; return None if there are too few.
 
-        In a session not after `prepare` or `at_hand` said that there are enough. Blocks that were
-        given back under a step on its way are among them, see `reused_under`.
+        Within a session it succeeds if `prepare` or `at_hand` reported enough. The blocks may
+        include some that a step in flight still uses, see `reused_under`.
         """
         pool = self.pool
         reusable = pool.reusable if self._pins_of_steps else 0
@@ -170,23 +168,23 @@ class SchedulerBlocks:
         if reusable and pool.reusable != reusable:
             self._reused_under = self._steps.newest
         self.used += count
-        # An id may have been evicted just now to be handed out again: its old contents go first.
+        # A returned id may have been evicted just now: report its old contents first.
         if pool.has_evicted:
             self.on_changes(pool.take_changes())
         return ids
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Cached blocks are in use from now on. Raises `BlockError` with nothing changed."""
+        """Mark cached blocks as used. Raises `BlockError` with nothing changed."""
         self.pool.touch(ids)
         self.used += len(ids)
 
     def give_back(
         self, free: list[int], cached: list[int] | None = None, keys: bytes | None = None
     ) -> None:
-        """Blocks in use that nobody refers to any more, those in `cached` worth keeping.
+        """Release used blocks that have no reference now; keep the contents of `cached`.
 
-        The first that is cached is the first to be evicted: ends of prompts come first. `keys` are
-        those of the cached blocks, 16 bytes each. Over the limit this unmaps pages, which blocks.
+        Blocks that are cached first are evicted first, so pass ends of prompts first. `keys` are
+        the keys of the cached blocks, 16 bytes each. Over the limit this unmaps pages and blocks.
         """
         cached = cached or []
         if newest := self._steps.newest:
@@ -199,12 +197,12 @@ class SchedulerBlocks:
             self.pool.cache(cached, keys)
 
     def drop(self, cached: list[int]) -> None:
-        """Cached blocks are free from now on."""
+        """Free cached blocks."""
         if cached:
             self.pool.free(cached)
 
     def clear(self) -> None:
-        """Every block is free; ids handed out before are void."""
+        """Free every block; ids handed out before become invalid."""
         self.pool.clear()
         self.used = 0
         self.follow()
@@ -212,15 +210,15 @@ class SchedulerBlocks:
     # --- steps ----------------------------------------------------------------------------------
 
     def step_begins(self, *, works: bool = True) -> int:
-        """A step was scheduled; returns its number, for `step_ends`. Not all have work to do.
+        """Begin a scheduled step; return its number for `step_ends`. `works`: it has work.
 
-        What is given back from now on keeps its memory until the step has ended, for it may read
-        and write it. It may be taken anew at once: later work comes after the step's by itself.
+        A block given back from now on stays mapped until the step has ended, because the step may
+        access it. It may be taken again at once: work of later steps runs after this step.
         """
         return self._steps.begin(works=works)
 
     def step_ends(self, step: int) -> None:
-        """This step has been carried out, and all before it."""
+        """This step and all earlier ones have been executed."""
         self._steps.end(step)
         for pins in (self._pins_of_steps, self._pins_after_next_step):
             for ticket in pins.take_ended(self._steps.ended):
@@ -228,7 +226,7 @@ class SchedulerBlocks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The body is a step."""
+        """Run the body as a step."""
         number = self.step_begins()
         try:
             yield
@@ -237,57 +235,57 @@ class SchedulerBlocks:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a step that has work to do is on its way."""
+        """True if a step with work is in flight."""
         return self._steps.is_at_work
 
     def has_ended(self, step: int) -> bool:
-        """Whether this step has been carried out, and all before it."""
+        """Return True if this step and all earlier ones have been executed."""
         return self._steps.ended >= step
 
     @property
     def waits_for_steps(self) -> bool:
-        """Whether blocks that were given back wait for a step to end."""
+        """True if blocks that were given back wait for a step to end."""
         return len(self._pins_of_steps) > 0
 
     @property
     def reused_under(self) -> int:
-        """The newest step on its way under which blocks were handed out again; 0: there is none.
+        """The newest step in flight whose blocks were taken again; 0 if no such step exists.
 
-        It may still read and write them. Work of later steps comes after its own by itself; whoever
-        else writes to blocks that were just taken waits until it `has_ended`.
+        The step may still access them. Later steps run after it. Any other writer to newly taken
+        blocks must wait until the step `has_ended`.
         """
         return 0 if self.has_ended(self._reused_under) else self._reused_under
 
     # --- readers outside of steps ---------------------------------------------------------------
 
     def pin(self, ids: Sequence[int]) -> int:
-        """Keep these blocks' memory where it is until `unpin`, whoever gives them back meanwhile.
+        """Keep these blocks mapped and in place until `unpin`, even if they are given back.
 
-        Returns a ticket. They may be taken anew all the same, as under a step: who lets that happen
-        waits for the reader. Free blocks cannot be pinned: raises `BlockError`.
+        Returns a ticket. A pinned block may be taken again; the caller must then wait for the
+        reader. Raises `BlockError` for free blocks.
         """
         return self.pool.pin(ids, kind="fenced")
 
     def unpin(self, ticket: int) -> None:
-        """End a pin; blocks that nobody else needs are free, or cached, now. Repeatable."""
+        """End a pin; blocks without other uses become free or cached. Idempotent."""
         self.pool.unpin(ticket)
 
     def unpin_after_next_step(self, ticket: int) -> None:
-        """The same once the step that is scheduled next has ended."""
+        """Unpin once the next scheduled step has ended."""
         self._pins_after_next_step.add(self._steps.next, ticket)
 
     @property
     def held_back(self) -> set[int]:
-        """The blocks that were given back, and that a step or a reader may still use."""
+        """Blocks that were given back while a step or a reader may still use them."""
         return set(self.pool.pinned())
 
     # --- what others may take -------------------------------------------------------------------
 
     def report_busy(self, busy: bool) -> None:
-        """Report whether any request is unfinished; call it as often as that is known.
+        """Report whether any request is unfinished. Call it on every change.
 
-        Without one, other instances may have what is cached here at once. An engine that reports
-        nothing counts as busy until half a second after its last alloc or free.
+        If none is, other instances may take this instance's cache at once. An engine that never
+        reports counts as busy until half a second after its last alloc or free.
         """
         if busy is not self._reported_busy:
             self._reported_busy = busy
@@ -297,21 +295,21 @@ class SchedulerBlocks:
 
     @property
     def given_back(self) -> int:
-        """Of the pool's arrivals, those that came of blocks given back here."""
+        """The part of the pool's availability epoch that blocks given back here caused."""
         return self.pool.given_back_arrivals
 
     @property
     def arrivals(self) -> int:
-        """Changes whenever blocks can be had that could not be had before, from anywhere else.
+        """The availability epoch: changes when blocks become available from elsewhere.
 
-        What is given back here does not count: the engine knows of that (`given_back`).
+        Blocks given back here do not count, since the engine knows of them (`given_back`).
         """
         return (self.pool.arrivals - self.pool.given_back_arrivals) % _ARRIVALS_WRAP
 
     def wait_for_arrival(self, seen: int, timeout_s: float) -> bool:
-        """Block until `arrivals` is another than `seen`, `timeout_s` at most; whether it is.
+        """Block until `arrivals` differs from `seen`, up to `timeout_s`; return whether it does.
 
-        `seen` is read *before* the engine looks for blocks: what comes while it looks is news.
+        Read `seen` *before* looking for blocks, so that no arrival during the look is missed.
         """
         raw = (seen + self.pool.given_back_arrivals) % _ARRIVALS_WRAP
         return self.pool.wait_for_arrival(raw, timeout_s) != raw
@@ -319,7 +317,7 @@ class SchedulerBlocks:
     # --- what always holds ----------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Compare with the pool's own books; raises `IntegrityError`. Takes a while."""
+        """Compare with the pool's own counts. Raises `IntegrityError`. Slow."""
         self.pool.check_integrity()
         used = self.pool.stats()["blocks_used"]
         if used != self.used:

@@ -1,8 +1,8 @@
-"""Requests keep a pool over its limit for too long: which of them the engine preempts.
+"""Chooses requests to preempt when they keep a pool over its limit for too long.
 
-A page is given back when no block of it is in use. Requests that keep a few blocks each on many
-pages would keep all of these until they end. So after a while pages are chosen, as many as are over
-the limit and those whose requests have computed least, and their requests are preempted::
+A page can be released only when none of its blocks is used. Requests with a few blocks on each of
+many pages would hold all the pages until they end. So after a while kvelastic chooses as many pages
+as exceed the limit, those whose requests have computed least, and preempts their requests::
 
     page   1: a a b .    2: a a a a    3: b b . .       two pages over the limit; a has computed
                                                         100 tokens, b 10: b is preempted for page
@@ -25,7 +25,7 @@ class Holder:
     """A request that could be preempted."""
 
     tokens: int
-    """What it has computed, and would compute again."""
+    """Tokens that it has computed and would compute again."""
     blocks: Collection[int]
     """Ids; requests may share blocks."""
 
@@ -51,7 +51,7 @@ def choose_requests(
     """Choose requests so that `excess_pages` pages have no block in use.
 
     `used` has the number of blocks in use of every page that may be emptied, `given_back` the ids
-    among these that only wait for steps to end. A page with other blocks in use is not counted on.
+    that only wait for steps to end. A page with other used blocks is not considered.
     """
     blocks_on: dict[int, set[int]] = defaultdict(set)
     holders_on: dict[int, set[int]] = defaultdict(set)

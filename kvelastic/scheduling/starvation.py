@@ -1,13 +1,13 @@
-"""All requests wait for memory: when to ask the engine's scheduler again.
+"""Backoff while all requests wait for memory.
 
-A loop that runs on and on while requests wait keeps its core busy with empty steps. Where a step
-found no block and nothing else to do, the engine naps until blocks have come instead::
+An engine loop that runs while all requests wait keeps its core busy with empty steps. If a step
+found no block and had no other work, the engine backs off until blocks become available::
 
     look | the step finds no block | has_looked | nap until something has come | the next step
          ^ what comes from here on, also in the midst of the step, ends the nap
 
-What has come is read *before* the step. Figures that are read after it hold already what came while
-the step was looking; they never change again, and the engine sleeps beside memory that is there.
+The availability epoch is read *before* the step. An epoch read after it would already include
+blocks that arrived during the step, and the engine would sleep although memory is available.
 
     naps.look()
     with blocks.session(): ...
@@ -29,11 +29,11 @@ from kvelastic.scheduling.blocks import SchedulerBlocks
 NAP_S = 0.01
 """How long a nap keeps an engine from its input and from a shutdown, at most."""
 _LONGEST_PAUSE_S = 10.0
-"""The scheduler is asked again after a pause all the same, which doubles up to this.
+"""Upper bound of the pause after which the scheduler runs again; pauses double up to it.
 
-Not for memory, which ends the nap at once, but for what requests may wait for besides: a grammar
-that is compiled, say, which sends no event. Each time a worker may get an empty step, and poll for
-seconds for the next one: once a second would keep its core busy.
+Memory ends a pause at once. The bound is for other events that send no notification, such as a
+compiled grammar. Each run may give a worker an empty step, after which it polls for seconds; one
+run per second would keep its core busy.
 """
 
 _log = logging.getLogger("kvelastic")
@@ -81,10 +81,10 @@ class Starvation:
 
 
 class Naps:
-    """Of one engine; see the module.
+    """The backoff state of one engine.
 
-    `read_requests` answers what changes whenever a request comes, goes, or may go on for another
-    reason than memory. Only the thread that naps here changes any of it, between steps: so no
+    `read_requests` returns a value that changes when a request arrives, leaves, or becomes runnable
+    for a reason other than memory. Only the engine's thread changes it, between steps, so no
     change is missed.
     """
 
@@ -124,9 +124,9 @@ class Naps:
             is_unexplained = self._is_asked_for_nothing and not blocks.fell_short
             if is_unexplained and blocks.arrivals == self._seen:
                 _log.warning(
-                    "A request could run, and nothing had said that there are blocks for it: it"
-                    " may have waited up to ten seconds too long. Please report this, with what was"
-                    " changed at that time (limits, sleep, other models)."
+                    "A request became runnable without a wake-up and may have been delayed by up to"
+                    " 10 s. Please report this, with what was changed at that time (limits, sleep,"
+                    " other models)."
                 )
             else:
                 _log.debug("Blocks have come: requests run.")

@@ -1,11 +1,10 @@
-"""Which steps of an engine are on their way, and what waits for them to end.
+"""Tracks which steps of an engine are in flight, and what waits for them to end.
 
-An engine may schedule a step before the one before it has ended. A request that ends (or is
-preempted) then gives its blocks back although a step may still write to them. A stock engine does
-not mind: the next user's writes come after in the same stream. Here the page could be unmapped, or
-the contents moved, under that step. So the native pool pins the blocks (vmm_csrc/pool/pins.h)
-until every step has ended that was on its way when they were given back. The engine may have them
-again at once, as it always could, for such a pin is an *ordered* one::
+An engine may schedule a step before the previous one has ended. A request that ends or is preempted
+then gives back blocks that a step may still write to. In a stock engine this is safe: the next
+user's writes follow in the same stream. Here the page could be unmapped, or the contents moved,
+during that step. So the native pool pins the blocks (vmm_csrc/pool/pins.h) until every step has ended that was on its way when they were given back. Such a pin is *ordered*:
+the engine may take the blocks again at once::
 
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
                               (pinned: step 8 is on its way)
@@ -19,7 +18,7 @@ from collections import deque
 
 
 class StepsOnTheirWay:
-    """Which steps are scheduled and have not ended. They end in the order they began."""
+    """Steps that are scheduled and have not ended. They end in the order in which they began."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -39,7 +38,7 @@ class StepsOnTheirWay:
         return self._newest_at_work > self._ended
 
     def end(self, step: int) -> None:
-        """`step` has been carried out, and with it all before it."""
+        """`step` and all earlier ones have been executed."""
         self._ended = max(self._ended, step)
 
     @property
@@ -68,7 +67,7 @@ class PinsOfSteps:
         return len(self._tickets)
 
     def add(self, step: int, ticket: int) -> None:
-        """The pin ends with `step`; no step before those that were added earlier."""
+        """End the pin with `step`, which must not be older than that of an earlier pin."""
         self._tickets.append((step, ticket))
 
     def take_ended(self, step: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Requests that wait for memory: reported to operators, and logged where the limit is too low.
+"""Reports requests that wait for memory, and logs a warning if the limit is too low.
 
     waiting = WaitingRequests(blocks, "kvelastic_vLLM_4711")
     waiting.report(3, first_blocks=24, first_may_blocks=40)     # after each step
@@ -19,21 +19,21 @@ from kvelastic.scheduling.blocks import SchedulerBlocks
 from kvelastic.sizes import format_size, size_argument
 
 WARN_EVERY_S: Final = 60.0
-"""At least so long lies between two log lines."""
+"""Minimum time between two log lines."""
 
 _log = logging.getLogger("kvelastic")
 
 
 class ShortRequest(NamedTuple):
-    """A request that there was too little memory for."""
+    """A request that lacked memory."""
 
     request_id: str
     count_blocks: Callable[[int], int]
-    """Blocks that it needs for so many tokens, besides those that it has."""
+    """Returns the further blocks that it needs for a number of tokens."""
 
 
 class WaitingRequests:
-    """Of one engine; `name` is its instance's, for the command in the log line."""
+    """The waiting requests of one engine. `name` is the instance's, for the log line's command."""
 
     def __init__(self, blocks: SchedulerBlocks, name: str) -> None:
         self._blocks = blocks
@@ -46,8 +46,8 @@ class WaitingRequests:
     def report(self, requests: int, *, first_blocks: int = 0, first_may_blocks: int = 0) -> None:
         """Publish how many requests wait for memory, and what the first of them needs.
 
-        `first_blocks` is what it needs in all (0: not known), `first_may_blocks` what it needs at
-        its end if its answer is as long as it may be. Cheap where nothing has changed.
+        `first_blocks` is its total need (0: unknown), `first_may_blocks` its need for a response of
+        maximum length. Cheap if nothing has changed.
         """
         now = (requests, first_blocks, first_may_blocks)
         is_known = requests > 0 and first_blocks > 0
