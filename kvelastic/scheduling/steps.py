@@ -3,8 +3,9 @@
 An engine may schedule a step before the previous one has ended. A request that ends or is preempted
 then gives back blocks that a step may still write to. In a stock engine this is safe: the next
 user's writes follow in the same stream. Here the page could be unmapped, or the contents moved,
-during that step. So the native pool pins the blocks (vmm_csrc/pool/pins.h) until every step has ended that was on its way when they were given back. Such a pin is *ordered*:
-the engine may take the blocks again at once::
+during that step. So the native pool pins the blocks (vmm_csrc/pool/pins.h) until every step that
+was in flight when they were given back has ended. Such a pin is *ordered*: the engine may take the
+blocks again at once::
 
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
                               (pinned: step 8 is on its way)

@@ -27,7 +27,7 @@ PAGE_MIB = 8
 SHORT = Request([5, 6, 7], 8)
 STARVED = "requests wait for blocks"
 FED = "Blocks have come"
-MISSED = "nothing had said that there are blocks"
+MISSED = "became runnable without a wake-up"
 
 
 def name_of(model: str) -> str:
