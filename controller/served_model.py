@@ -1,7 +1,7 @@
-"""One model as it is served: its engines, its gate, its traffic, and how it sleeps and wakes.
+"""One served model: its engines, its gate, its traffic, and how it sleeps and wakes.
 
-The loop owns all of it. Here are the effects of `gate.Gate`: what takes time runs in tasks of this
-object, and ends with a word to the gate.
+The event loop owns it. It implements the effects of `gate.Gate`: slow work runs in tasks of this
+object, which report to the gate when they end.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from kvelastic.errors import EngineCallError
 _log = logging.getLogger("kvelastic.controller")
 
 UNREACHABLE_REST_S = 1.0
-"""An engine that refused a connection gets no request for so long, if there is another."""
+"""An engine that refused a connection gets no request for this time, if there is another."""
 
 EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
 """`EngineCalls.sleep` or `.wake`."""
 
 
 class WithdrawnError(Exception):
-    """Nobody wants the turn any more that is waited for."""
+    """No request or operator waits for the model's turn now."""
 
 
 class Turns(Protocol):
-    """Who says when a model may wake or start. Used in the loop only."""
+    """Decides when a model may wake or start. Used in the loop only."""
 
     async def take(
         self, model: ServedModel, *, is_start: bool, may_displace: bool = True
     ) -> Refusal | None:
-        """Wait for the model's turn; a refusal if it never comes. Raises `WithdrawnError`.
+        """Wait for the model's turn; return a refusal if it never comes. Raises `WithdrawnError`.
 
-        From then on `has_turn` says that it holds memory, or is about to.
+        `model.has_turn` is then true: the model holds memory, or is about to.
         """
 
     def withdraw(self, model: ServedModel) -> None:
-        """Nobody waits for its turn any more."""
+        """Cancel the model's wait for its turn."""
 
     def poke(self) -> None:
-        """Something has changed that others may wait for."""
+        """Notify waiting models of a change."""
 
 
 class OnDemandEngine(Protocol):
-    """An engine that is started to wake its model, and stopped to let it sleep."""
+    """An engine that is started to wake its model, and stopped to put it to sleep."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """True if the engine's process runs."""
 
     async def start_now(self) -> str | None:
-        """Start it; returns when it is ready, or with why it is not: then nothing is left of it."""
+        """Start the engine and wait until it is ready. On a problem clean up and return it."""
 
     async def stop_now(self) -> None:
-        """End it; returns when it is gone."""
+        """Stop the engine and wait until it has ended."""
 
     def give_up(self) -> None:
-        """A start that is under way ends soon, in vain."""
+        """Abort a start in progress."""
 
 
 @dataclass(eq=False)
@@ -80,10 +80,10 @@ class Replica:
 
 
 class ServedModel:
-    """See the module. Make it in the loop; `close` ends its tasks."""
+    """A model and its engines. Create it in the loop; `close` ends its tasks."""
 
     is_cut_off = False
-    """Its drain is over, and `cut_off` was called."""
+    """True once its drain has ended and `cut_off` was called."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ServedModel:
         calls: EngineCalls,
         turns: Turns | None = None,
     ) -> None:
-        """`turns`: None where every model may wake at any time."""
+        """`turns` None: the model may wake at any time."""
         self.settings = settings
         self.sleep_settings = sleep
         self.memory = ModelMemory(settings, sleep)
@@ -100,66 +100,66 @@ class ServedModel:
         self.traffic = Traffic()
         self.gate = Gate(self, _rules(settings, sleep), last_activity_s=time.monotonic())
         self.last_request_at: float | None = None
-        """Of the last request, in seconds since 1970."""
+        """Time of the last request, in seconds since 1970."""
         self.slept_at: float | None = None
         self.last_problem: str | None = None
-        """Of the last sleep or wake, or of a launched engine. `problems` has the memory's, too."""
+        """Problem of the last sleep, wake or launch. `problems` adds the memory's."""
         self.wakes = 0
-        """Since the start: times it was woken, and put to sleep."""
+        """Numbers of wakes and sleeps since the start."""
         self.sleeps = 0
         self.engine_pid: int | None = None
-        """Of an engine that runs and was launched here; it leads a session of its own."""
+        """Pid of a running engine that this controller launched; it leads its session."""
         self.engine_key: str | None = None
-        """Of an engine that runs and was launched here: it has one of its own."""
+        """API key of a running engine that this controller launched."""
         self.on_demand: OnDemandEngine | None = None
-        """Set by whoever launches it, if it is to be started on demand."""
+        """Set by the launching code if the engine starts on demand."""
         self.has_turn = True
-        """While it wakes or starts: it is its turn, and it takes memory."""
+        """False while it waits for its turn; true when it may take memory."""
         self.wait: Wait | None = None
-        """While it waits for its turn: why."""
+        """Why it waits for its turn, while it does."""
         self.awake_since_s: float | None = None
-        """When it last had woken or started; None: it was found awake."""
+        """When it last woke or started; None: it was found awake."""
         self.spares_until_s = 0.0
-        """It has made room for others, and displaces nobody who is in use until then."""
+        """Until then it displaces no model in use, because it has just made room for others."""
         self.keep_alive_s: float | None = None
-        """Until it sleeps, instead of `ttl`: what a request asked for last; infinite: never."""
+        """Idle time before sleep that the last request set instead of `ttl`; infinite: never."""
         self._turns = turns
         self._is_preloaded = False
-        """The next turn displaces nobody."""
+        """The next turn must not displace other models."""
         self._by_operator_until_s = 0.0
-        """An operator waits for it to wake, and no longer than that."""
+        """Until then an operator waits for its wake."""
         self._calls = calls
         self._turn = 0
         self.serving: set[asyncio.Task[Any]] = set()
-        """Those that bring its engines' answers to clients; `cut_off` ends them."""
+        """Tasks that forward engines' responses to clients; `cut_off` cancels them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._reminder: asyncio.TimerHandle | None = None
         self._reminder_at_s = 0.0
         self._changed = asyncio.Event()
         self._are_engines_awake = False
-        """Found so while the model sleeps: the next wake is of its memory only."""
+        """The engines were found awake while the model sleeps: only its memory must wake."""
         self._memory_problem: str | None = None
-        """While the model is awake: found so at the last look."""
+        """The problem that the last check of an awake model's memory found."""
         self.gate.state = State.STARTING  # until its engines were looked at
 
     @property
     def name(self) -> str:
-        """What clients call it."""
+        """The model's name for clients."""
         return self.settings.name
 
     @property
     def api_key(self) -> str | None:
-        """What its engines want as a bearer token."""
+        """The bearer token that its engines require."""
         return self.engine_key or self.settings.api_key
 
     @property
     def state(self) -> State:
-        """The gate's, which other tasks change."""
+        """The gate's state, which other tasks change."""
         return self.gate.state
 
     @property
     def problems(self) -> str | None:
-        """What /models shows: what came of the last step, and what is wrong with its memory now."""
+        """The problems that /models shows: of the last operation, and of its memory now."""
         return "; ".join(filter(None, (self.last_problem, self._memory_problem))) or None
 
     @property
@@ -179,11 +179,11 @@ class ServedModel:
 
     @property
     def idle_s(self) -> float:
-        """Since its last request came or ended; 0 while there is one."""
+        """Seconds since its last request arrived or ended; 0 while it has one."""
         return 0.0 if not self.gate.is_idle else time.monotonic() - self.gate.last_activity_s
 
     def change(self, settings: ModelSettings, sleep: SleepSettings) -> None:
-        """Take new settings; requests that run are not touched."""
+        """Apply new settings; running requests are not affected."""
         old = {replica.address: replica for replica in self.replicas}
         self.replicas = [old.get(a) or Replica(a) for a in settings.addresses]
         self.settings, self.sleep_settings = settings, sleep
@@ -193,9 +193,9 @@ class ServedModel:
     # ------------------------------------------------------------------------------ requests
 
     async def enter(self, ticket: Ticket) -> None:
-        """Wait until the request may go to an engine. Raises `Refusal`; `leave` it either way.
+        """Wait until the request may go to an engine. Raises `Refusal`. Always call `leave` after.
 
-        Afterwards `ticket.model` is the one that it goes to: a request that waits may move.
+        Use `ticket.model` afterwards: a waiting request may have moved to another model.
         """
         ticket.model = self
         self.last_request_at = time.time()
@@ -207,7 +207,7 @@ class ServedModel:
             raise ticket.refusal
 
     def leave(self, ticket: Ticket) -> None:
-        """The request is over, or its client has gone."""
+        """The request has ended, or its client has disconnected."""
         gate = self.gate
         gate.leave(ticket, time.monotonic())
         if self._turns is not None and gate.in_flight == 0:
@@ -215,7 +215,7 @@ class ServedModel:
             self._turns.poke()
 
     def take_over(self, old: ServedModel) -> None:
-        """Those that wait for `old` wait for this one, in their order."""
+        """Move the requests that wait for `old` to this model, in order."""
         waiting = old.gate.take_waiting()
         for ticket in waiting:
             ticket.model = self
@@ -224,14 +224,14 @@ class ServedModel:
         self.gate.adopt(waiting, time.monotonic())
 
     def pick(self, tried: set[str]) -> Replica | None:
-        """The engine with the least in flight; those that refused connections come last."""
+        """Return the engine with the fewest requests; engines that refused connections last."""
         now_s = time.monotonic()
         best: Replica | None = None
         best_key: tuple[bool, int] | None = None
         count = len(self.replicas)
         self._turn += 1
         for offset in range(count):
-            # From another one each time, or of equals the first would get every request.
+            # Start at a different engine each time, or the first of equals would get every request.
             replica = self.replicas[(self._turn + offset) % count]
             key = (replica.resting_until_s > now_s, replica.in_flight)
             if replica.address not in tried and (best_key is None or key < best_key):
@@ -239,22 +239,22 @@ class ServedModel:
         return best
 
     def rest(self, replica: Replica) -> None:
-        """It refused a connection."""
+        """The engine refused a connection."""
         replica.resting_until_s = time.monotonic() + UNREACHABLE_REST_S
 
     # ------------------------------------------------------------------- effects of the gate
 
     def admit(self, ticket: Ticket) -> None:
-        """Let it go on."""
+        """Resume the request."""
         if ticket.waiter is not None and not ticket.waiter.done():
             ticket.waiter.set_result(None)
 
     def refuse(self, ticket: Ticket) -> None:
-        """Let it go on, to find its refusal."""
+        """Resume the request, which then raises its refusal."""
         self.admit(ticket)
 
     def wake(self) -> None:
-        """Begin to wake the engines, or to start one, when it is the model's turn."""
+        """Begin to wake or start the engines when it is the model's turn."""
         self._start(self._wake_in_turn())
 
     def sleep(self) -> None:
@@ -262,13 +262,13 @@ class ServedModel:
         self._start(self._sleep())
 
     def remind(self, at_s: float) -> None:
-        """Tick the gate then. There is one timer, the earliest; a tick asks for the next."""
+        """Call the gate's tick then. There is one timer, the earliest; a tick requests the next."""
         if self._reminder is not None:
             if self._reminder_at_s <= at_s:
                 return
             self._reminder.cancel()
         self._reminder_at_s = at_s
-        # The loop may ring a clock's grain too early; the rules compare exactly.
+        # The timer may fire slightly early, but the rules compare exactly.
         wait_s = max(0.0, at_s - time.monotonic()) + 0.002
         self._reminder = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
@@ -286,7 +286,7 @@ class ServedModel:
             await self._changed.wait()
 
     def when_settled(self, do: Callable[[], None]) -> None:
-        """Have it done once the model neither falls asleep nor wakes."""
+        """Call `do` once the model neither falls asleep nor wakes."""
 
         async def wait() -> None:
             await self.settled()
@@ -295,7 +295,7 @@ class ServedModel:
         self._keep(asyncio.get_running_loop().create_task(wait()))
 
     def ask_wake(self, now_s: float) -> Refusal | None:
-        """Begin to wake by an operator's word, who waits for its turn as a request would."""
+        """Begin to wake for an operator, who waits for the model's turn like a request."""
         refusal = self.gate.ask_wake(now_s)
         if refusal is None and self.gate.state is State.WAKING:
             self._by_operator_until_s = now_s + self.gate.rules.queue_timeout_s
@@ -303,34 +303,34 @@ class ServedModel:
         return refusal
 
     def keep_alive(self, seconds: float | None) -> None:
-        """Have it sleep after so long without requests, instead of `ttl`; 0: now, if it is idle.
+        """Make the model sleep after this idle time instead of `ttl`; 0: now, if it is idle.
 
-        None: as it is configured. One that is pinned, cannot sleep, or is not woken by requests
-        goes on as it was: who may only use it must not end its use by others.
+        None restores the configured value. Ignored if the model is pinned, cannot sleep, or is not
+        woken by requests: a client must not end its use by others.
         """
         if not self.gate.rules.wake_on_request:
             return
         self.keep_alive_s = seconds
         if seconds == 0 and self.can_sleep and not self.settings.pin:
-            # By somebody's word: whoever asks for it next does not wait for `min_sleep`.
+            # A client requested it, so the next request does not wait for `min_sleep`.
             self.gate.ask_sleep(time.monotonic(), by_hand=True)
 
     def preload(self) -> None:
-        """Wake it if there is room, without a request and without displacing anybody."""
+        """Wake the model if there is room, without a request and without displacing others."""
         self._is_preloaded = True
         self.gate.ask_wake(time.monotonic())
 
     async def look_at_first(self) -> None:
-        """Find out how engines that run already are; requests wait for that, for 2 s at most."""
+        """Find the state of running engines; requests wait for it, up to 2 s."""
         await self.find_state()
         if self.gate.state is State.STARTING:
             self.gate.set_state(State.AWAKE, time.monotonic())
         await self.memory.request_as_configured()
 
     async def find_state(self) -> None:
-        """Ask the engines whether they sleep already, before or between requests.
+        """Ask the engines whether they sleep, before or between requests.
 
-        An answer that was asked for in another generation says nothing of the present one.
+        Discards the result if the gate's generation changed during the call.
         """
         gate = self.gate
         if self.on_demand is not None and not self.on_demand.is_running:
@@ -345,13 +345,13 @@ class ServedModel:
             self.slept_at = time.time()
             gate.set_state(State.ASLEEP, time.monotonic())
         elif gate.state is State.ASLEEP and answers and all(a is False for a in answers):
-            # Somebody else has woken them, and knows nothing of the instance. Its memory wakes in
-            # the state of waking, so nothing else puts the model to sleep or wakes it meanwhile.
+            # Another client has woken the engines, not the instance. The memory wakes in the
+            # state WAKING, so nothing else changes the model's state during that.
             self._are_engines_awake = True
             gate.ask_wake(time.monotonic())
 
     async def _ask_whether_engines_sleep(self) -> list[bool | None]:
-        """What each engine answers; what its instance says where the engine has no such call."""
+        """Return each engine's sleep state, or the instance's if the engine has no such call."""
         kind = self.kind
         if kind.is_sleeping is not None:
             return await asyncio.gather(
@@ -363,7 +363,7 @@ class ServedModel:
         return [await self.memory.engine_asleep()] if kind.can_sleep else []
 
     async def look_at_memory(self) -> None:
-        """Find what is wrong with the memory of a model that is awake, and log what is new."""
+        """Check the memory of an awake model, and log a new problem."""
         gate = self.gate
         generation = gate.generation
         problem = None
@@ -383,7 +383,7 @@ class ServedModel:
         return any(answers)
 
     async def wake_memory(self) -> str | None:
-        """Wake the memory of a model that is awake; a problem if that cannot be."""
+        """Wake the memory of an awake model; return a problem if that fails."""
         problem = await self.memory.wake()
         if problem is None:
             await self.look_at_memory()
@@ -399,22 +399,22 @@ class ServedModel:
         self.gate.slept(problem is None, time.monotonic())
 
     async def _go_to_sleep(self) -> str | None:
-        """Put engines and memory to sleep, or stop the engine; a problem if all is as before."""
+        """Put engines and memory to sleep, or stop the engine; on a problem undo it."""
         timeout_s = self.sleep_settings.sleep_timeout
         if self.on_demand is not None:
-            await self.memory.sleep()  # what tiers are to keep is copied while the engine lives
+            await self.memory.sleep()  # tiers copy blocks while the engine runs
             await self.on_demand.stop_now()
             return None
         problem = _first_problem(await self._at_all(self._calls.sleep, timeout_s))
         if problem is None:
             problem = await self.memory.sleep()
         if problem is not None:
-            # Also those that failed: one that did not answer in time may sleep all the same.
+            # Wake failed engines too: after a timeout an engine may sleep nevertheless.
             await self._at_all(self._calls.wake, timeout_s)
         return problem
 
     async def _wake_in_turn(self) -> None:
-        """Wait for memory, if the engines do not have it already; then wake."""
+        """Wait for memory, unless the engines have it already; then wake."""
         if self._turns is not None and not self._are_engines_awake:
             is_start = self.on_demand is not None and not self.on_demand.is_running
             is_preloaded, self._is_preloaded = self._is_preloaded, False
@@ -444,7 +444,7 @@ class ServedModel:
         self.gate.woken(None if problem is None else _wake_failed(), now_s)
 
     async def _wake_up(self, are_engines_awake: bool) -> str | None:
-        """Wake memory and engines, or start the engine; a problem if all is asleep as before."""
+        """Wake memory and engines, or start the engine; on a problem undo it."""
         timeout_s = self.sleep_settings.wake_timeout
         if self.on_demand is not None and not self.on_demand.is_running:
             return await self.on_demand.start_now()
@@ -457,7 +457,7 @@ class ServedModel:
         return problem
 
     def _withdraw_if_unwanted(self) -> None:
-        """Those who wanted it awake have gone before its turn came."""
+        """Withdraw if no request or operator waits for the model now."""
         gate = self.gate
         if self.wait is None or gate.state is not State.WAKING or gate.queued:
             return
@@ -465,7 +465,7 @@ class ServedModel:
             self._turns.withdraw(self)
 
     async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:
-        """Sleep or wake every engine at once; what each raised, in their order."""
+        """Call every engine at once; return what each raised, in order."""
         key, kind = self.api_key, self.kind
         return await asyncio.gather(
             *(call(kind, replica.address, key, timeout_s) for replica in self.replicas),
@@ -506,13 +506,13 @@ class ServedModel:
         task.add_done_callback(self._tasks.discard)
 
     def cut_off(self) -> None:
-        """End the requests that still run: its drain is over."""
+        """Cancel running requests after the drain."""
         self.is_cut_off = True
         for task in self.serving:
             task.cancel()
 
     async def close(self, why: Refusal) -> None:
-        """No request enters any more, those that wait get `why`; waits for a sleep or wake."""
+        """Refuse new and waiting requests with `why`; wait for a running sleep or wake."""
         self.gate.closing = why
         self.gate.refuse_all(why)
         if self._turns is not None:
@@ -537,7 +537,7 @@ def _rules(settings: ModelSettings, sleep: SleepSettings) -> Rules:
 
 
 def _wake_failed() -> Refusal:
-    """A new one each time: raised, it remembers where."""
+    """A new object each time: a raised exception keeps its traceback."""
     return Refusal(503, "wake_failed", "The model could not be woken.", retry_after_s=2.0)
 
 
