@@ -1,19 +1,19 @@
-"""One model's gate: who may go to its engines now, who waits, and when it must wake.
+"""One model's gate: which requests may go to its engines, which wait, and when it must wake.
 
-Pure policy. It is told what happens and the time, and calls `Effects`; it starts no task, reads no
-clock and is used by one loop only::
+Pure policy. Callers report events and the time; the gate calls `Effects`. It starts no task, reads
+no clock, and is used by one event loop only::
 
     request   arrive -> admitted ----------------------------> leave
-                     -> queued -> admitted / refused / leave (its client has gone)
+                     -> queued -> admitted / refused / leave (its client has disconnected)
     model     AWAKE -ask_sleep-> FALLING_ASLEEP -slept-> ASLEEP -arrive-> WAKING -woken-> AWAKE
                                                            ^  not_begun     |
                                                            +----------------+
               STARTING / DOWN: a launched engine that is not ready / that has ended
 
-A request counts as in flight from `admit` until its last byte is sent, so a stream keeps its model
-awake. A wake is asked for once, however many wait for it. It may have to wait for memory first
-(`turns`), and ends without having begun when nobody wants it any more. An engine that is started on
-demand sleeps where it is stopped.
+A request is in flight from `admit` until its last byte is sent, so a stream keeps its model awake.
+A wake is requested once for all waiting requests. It may first have to wait for memory (`turns`),
+and is cancelled if no request waits for it. An engine that starts on demand counts as asleep while
+it is stopped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvelastic.errors import IntegrityError
 
 FIRST_HOLD_OFF_S: Final = 1.0
 LAST_HOLD_OFF_S: Final = 30.0
-"""After a wake that failed the next one is not tried for this long; it doubles in between."""
+"""Bounds of the delay after a failed wake; it doubles with each failure in a row."""
 
 _GONE_ASLEEP: Final = Refusal(503, "model_asleep", "The model is asleep.", retry_after_s=30.0)
 
 
 class State(str, Enum):
-    """Of a model."""
+    """The state of a model."""
 
     STARTING = "starting"
     AWAKE = "awake"
@@ -45,7 +45,7 @@ class State(str, Enum):
 
 
 class Place(str, Enum):
-    """Where a request is."""
+    """The state of a request at the gate."""
 
     NEW = "new"
     QUEUED = "queued"
@@ -58,25 +58,25 @@ class Ticket:
     """One request at the gate."""
 
     priority: int = 0
-    """Higher goes first; those of one priority in the order in which they came."""
+    """Higher goes first; requests of equal priority in order of arrival."""
     deadline_s: float = 0.0
     """Set by `arrive`."""
     place: Place = Place.NEW
     refusal: Refusal | None = None
     waiter: Any = None
-    """The effects' own: what they wake when the request is admitted or refused."""
+    """For the effects: the future to complete when the request is admitted or refused."""
     model: Any = None
-    """The effects' own: the model where it waits or runs."""
+    """For the effects: the model where the request waits or runs."""
 
 
 class Effects(Protocol):
-    """What a gate can have done; all return at once."""
+    """The actions of a gate; none blocks."""
 
     def admit(self, ticket: Ticket) -> None:
         """Let the request go to an engine."""
 
     def refuse(self, ticket: Ticket) -> None:
-        """Answer the request with `ticket.refusal`."""
+        """Refuse the request with `ticket.refusal`."""
 
     def wake(self) -> None:
         """Begin to wake the model; `Gate.woken` follows."""
@@ -85,12 +85,12 @@ class Effects(Protocol):
         """Begin to put the model to sleep; `Gate.slept` follows."""
 
     def remind(self, at_s: float) -> None:
-        """Have `Gate.tick` called at that time, or soon after; of several the earliest counts."""
+        """Call `Gate.tick` at or soon after that time. The earliest of several times counts."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the configuration says of one model's gate."""
+    """The configuration of one model's gate."""
 
     queue_limit: int = 1024
     queue_timeout_s: float = 120.0
@@ -101,7 +101,7 @@ class Rules:
 
 @dataclass
 class Gate:
-    """See the module. Times are seconds of any one clock that never goes back."""
+    """The gate of one model. Times are seconds of any one monotonic clock."""
 
     effects: Effects
     rules: Rules
@@ -109,51 +109,51 @@ class Gate:
     in_flight: int = 0
     slept_at_s: float = 0.0
     by_hand: bool = False
-    """The last sleep was an operator's."""
+    """An operator requested the last sleep."""
     last_activity_s: float = 0.0
-    """When a request last came or ended, or the model woke."""
+    """When a request last arrived or ended, or the model woke."""
     failed_wakes: int = 0
     hold_off_until_s: float = 0.0
     closing: Refusal | None = None
-    """Set: every new request gets it."""
+    """If set, every new request gets this refusal."""
     yields: bool = False
-    """While awake: new requests wait, so that it gets idle and can make room for another model."""
+    """While awake: hold new requests back, so that the model can make room for another one."""
     waits_for: str = ""
-    """While it wakes or starts: what it waits for, for people."""
+    """While it wakes or starts: the reason for the wait, as text."""
     generation: int = 0
-    """Counts changes of `state`. Who reads something to change the state by it, and waits for the
-    answer, drops an answer that he asked for in another generation."""
+    """Incremented on every change of `state`. Discard an awaited result if `generation` has changed
+    since the call was made."""
     _may_wake_at_once: bool = False
-    """`min_sleep` does not count for the present sleep."""
+    """`min_sleep` does not apply to the current sleep."""
     _heap: list[tuple[int, int, Ticket]] = field(default_factory=list)
     _queued: int = 0
     _number: int = 0
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return self._queued
 
     @property
     def is_idle(self) -> bool:
-        """Nothing in flight and nothing waiting."""
+        """True if no request is in flight or waits."""
         return self.in_flight == 0 and self._queued == 0
 
     @property
     def may_make_room(self) -> bool:
-        """Nothing is in flight, and what waits has been held back so that it could end."""
+        """True if no request is in flight and waiting ones were held back for another model."""
         return self.in_flight == 0 and (self._queued == 0 or self.yields)
 
     @property
     def waiting_priority(self) -> int:
-        """The highest of the requests that wait; 0 if none does."""
+        """The highest priority of the waiting requests; 0 without any."""
         waiting = (t.priority for _, _, t in self._heap if t.place is Place.QUEUED)
         return max(waiting, default=0)
 
     # ------------------------------------------------------------------------------ requests
 
     def arrive(self, ticket: Ticket, now_s: float) -> None:
-        """A request comes: it is admitted, queued or refused before this returns."""
+        """Admit, queue or refuse a new request before returning."""
         self.last_activity_s = now_s
         if self.closing is not None:
             return self._refuse(ticket, self.closing)
@@ -178,7 +178,7 @@ class Gate:
         return None
 
     def leave(self, ticket: Ticket, now_s: float) -> None:
-        """A request is over, or its client has gone; safe to repeat."""
+        """A request has ended, or its client has disconnected. Idempotent."""
         place, ticket.place = ticket.place, Place.OUT
         if place is Place.QUEUED:
             self._queued -= 1
@@ -189,7 +189,7 @@ class Gate:
             self._pump()
 
     def tick(self, now_s: float) -> None:
-        """Time has passed: refuse those whose deadline is over, wake a model whose sleep is due."""
+        """Refuse requests past their deadline; wake the model if it is due."""
         for _, _, ticket in sorted(self._heap):
             if ticket.place is Place.QUEUED and ticket.deadline_s <= now_s:
                 self._queued -= 1
@@ -212,9 +212,9 @@ class Gate:
     # --------------------------------------------------------------------------------- sleep
 
     def ask_sleep(self, now_s: float, *, by_hand: bool, for_others: bool = False) -> Refusal | None:
-        """Begin to fall asleep; a refusal if it may not now. Asleep already: None.
+        """Begin to fall asleep. Returns a refusal if that is not possible, None if already asleep.
 
-        `for_others`: it makes room. Requests that were held back for that wait for its next turn,
+        `for_others`: the model makes room. Requests held back for that wait for its next turn,
         which `min_sleep` does not delay.
         """
         if self.state in {State.ASLEEP, State.FALLING_ASLEEP}:
@@ -236,11 +236,11 @@ class Gate:
         return None
 
     def slept(self, ok: bool, now_s: float) -> None:
-        """The engines are asleep; not `ok`: they are awake as before."""
+        """The engines are asleep, or awake as before if not `ok`."""
         self._expect(State.FALLING_ASLEEP)
         if not ok:
             self._become(State.AWAKE)
-            self.last_activity_s = now_s  # or it would be tried again at once
+            self.last_activity_s = now_s  # otherwise it would be tried again at once
             self._pump()
             return
         self._become(State.ASLEEP)
@@ -248,7 +248,7 @@ class Gate:
         self._settle_asleep(now_s)
 
     def ask_wake(self, now_s: float) -> Refusal | None:
-        """Begin to wake by an operator's request; None also where it is awake or waking."""
+        """Begin to wake for an operator. Also returns None if the model is awake or waking."""
         if self.state in {State.AWAKE, State.WAKING}:
             return None
         if self.state is not State.ASLEEP:
@@ -257,7 +257,7 @@ class Gate:
         return None
 
     def woken(self, refusal: Refusal | None, now_s: float) -> None:
-        """The engines are awake; with a refusal: they are not, and everybody is told why."""
+        """The engines are awake, or on a refusal not: then waiting requests get it."""
         self._expect(State.WAKING)
         self.last_activity_s = now_s
         if refusal is None:
@@ -267,16 +267,16 @@ class Gate:
             self._pump()
             return
         self._become(State.ASLEEP)
-        self._may_wake_at_once = True  # it has slept long enough: somebody wanted it awake
+        self._may_wake_at_once = True  # it was wanted awake: `min_sleep` no longer applies
         hold_off_s = min(LAST_HOLD_OFF_S, FIRST_HOLD_OFF_S * 2.0 ** min(self.failed_wakes, 10))
         self.failed_wakes += 1
         self.hold_off_until_s = now_s + hold_off_s
         self.refuse_all(refusal)
 
     def not_begun(self, refusal: Refusal | None, now_s: float) -> None:
-        """It was to wake and has not begun to; a refusal tells those who wait why.
+        """The wake was cancelled before it began; waiting requests get the refusal, if any.
 
-        The next request may try it again at once.
+        The next request may try again at once.
         """
         self._expect(State.WAKING)
         self._become(State.ASLEEP)
@@ -287,9 +287,9 @@ class Gate:
             self._wake_if_due(now_s)
 
     def set_yields(self, yields: bool) -> None:
-        """Hold new requests back while it is awake, or let them go on.
+        """Hold new requests back while the model is awake, or let them continue.
 
-        Where requests wake no model they would be lost, and are not held back.
+        If requests do not wake the model they would be lost, so they are not held back.
         """
         yields = yields and self.rules.wake_on_request
         if yields != self.yields and (self.state is State.AWAKE or not yields):
@@ -297,9 +297,9 @@ class Gate:
             self._pump()
 
     def set_state(self, state: State, now_s: float, why: Refusal | None = None) -> None:
-        """What was found out of an engine: it started, ended, or somebody else let it sleep.
+        """Apply a state observed from outside: an engine started, ended, or was put to sleep.
 
-        Going DOWN answers all who wait with `why`.
+        DOWN refuses waiting requests with `why`.
         """
         if state is self.state:
             return
@@ -314,7 +314,7 @@ class Gate:
             self.refuse_all(why)
 
     def refuse_all(self, refusal: Refusal) -> None:
-        """Answer everybody who waits."""
+        """Refuse all waiting requests."""
         waiting, self._heap = sorted(self._heap), []
         for _, _, ticket in waiting:
             if ticket.place is Place.QUEUED:
@@ -322,7 +322,7 @@ class Gate:
                 self._refuse(ticket, refusal)
 
     def take_waiting(self) -> list[Ticket]:
-        """Those that wait, in their order; they wait here no more."""
+        """Remove and return the waiting requests, in order."""
         waiting = [entry[2] for entry in sorted(self._heap) if entry[2].place is Place.QUEUED]
         self._heap, self._queued = [], 0
         for ticket in waiting:
@@ -330,7 +330,7 @@ class Gate:
         return waiting
 
     def adopt(self, waiting: list[Ticket], now_s: float) -> None:
-        """Those that waited at another gate wait here, or go on; they keep deadline and order."""
+        """Queue or admit requests from another gate; they keep deadline and order."""
         for ticket in waiting:
             obstacle = self.closing or self._obstacle(now_s)
             if obstacle is not None:
@@ -342,7 +342,7 @@ class Gate:
             self._wake_if_due(now_s)
 
     def set_rules(self, rules: Rules) -> None:
-        """New rules hold at once; who waits keeps its deadline."""
+        """Apply new rules at once; waiting requests keep their deadlines."""
         self.rules = rules
         self._pump()
 
@@ -368,7 +368,7 @@ class Gate:
         return f"{self.state.value}: {self.waits_for}" if self.waits_for else self.state.value
 
     def _obstacle(self, now_s: float) -> Refusal | None:
-        """Why waiting would be in vain."""
+        """Return why waiting would be useless, or None."""
         if self.state is State.DOWN:
             return Refusal(503, "model_down", "The model's engine does not run.", retry_after_s=5.0)
         if self.state is not State.ASLEEP:
@@ -411,7 +411,7 @@ class Gate:
             self.effects.remind(due_s)
 
     def _settle_asleep(self, now_s: float) -> None:
-        """Requests came while it fell asleep: they wake it, or learn that they do not."""
+        """Requests arrived while it fell asleep: wake the model or refuse them."""
         if self._queued and self.rules.wake_on_request:
             self._wake_if_due(now_s)
         elif self._queued:
@@ -452,7 +452,7 @@ class Gate:
         self.generation += 1
 
     def _forget_gone(self) -> None:
-        """Keep the heap near the size of the queue, whatever comes and goes."""
+        """Keep the heap near the size of the queue by removing requests that have left."""
         if len(self._heap) > 2 * self._queued + 8:
             self._heap = [entry for entry in self._heap if entry[2].place is Place.QUEUED]
             heapq.heapify(self._heap)
