@@ -1,9 +1,9 @@
-"""The front: everything that the routes speak to, made in the loop and owned by it.
+"""The application's state: everything that routes use, created in the event loop and owned by it.
 
 front = Front(settings, RequestLog(writer), OpenFiles.raised())
-await front.start()      # looks how the engines are, starts those that are to be launched
+await front.start()      # finds the engines' states, starts those to be launched
 ...                      # front.app is the ASGI application
-await front.stop()       # drains, then ends what it has started
+await front.stop()       # drains, then ends the processes it has started
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvelastic.errors import ControllerError
 _log = logging.getLogger("kvelastic.controller")
 
 ENGINE_KEEP_ALIVE_S = 3.0
-"""Below the 5 s of uvicorn, which vLLM and SGLang run on: else a request now and then would meet a
-connection that the engine is just closing."""
+"""Below uvicorn's 5 s, which vLLM and SGLang use; otherwise a request could meet a connection that
+the engine is just closing."""
 
 
 class Front(Serving):
-    """See the module."""
+    """The application's state and its life cycle."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class Front(Serving):
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.reloads = 0
         self.log_followers = 0
-        """Clients that follow an engine's log."""
+        """The number of clients that follow an engine's log."""
         self.processes: dict[ServedModel, EngineProcess] = {}
-        """Of the models whose engines are launched here."""
+        """Engines launched by this controller, by model."""
         self._source = source
         self._read_settings = read_settings
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begin to serve. Returns when each engine was looked at once (2 s at most)."""
+        """Start serving. Returns once each engine's state was checked (up to 2 s)."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
         self.session = aiohttp.ClientSession(
             connector=connector,
@@ -91,13 +91,13 @@ class Front(Serving):
         self._start(self._end_left_behind())
 
     def refuse_new(self) -> None:
-        """The end is near: new requests, and those that wait, are told so."""
+        """Refuse new and waiting requests before shutdown."""
         for model in self.fleet:
             model.gate.closing = SHUTTING_DOWN
             model.gate.refuse_all(SHUTTING_DOWN)
 
     async def stop(self) -> None:
-        """End what was started. Requests that still run lose their engines' connections."""
+        """End everything that was started. Running requests lose their engines' connections."""
         await self.upkeep.stop()
         await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
         if self._tasks:
@@ -110,11 +110,10 @@ class Front(Serving):
     # -------------------------------------------------------------------------------- reload
 
     async def reload(self) -> dict[str, list[str]]:
-        """Read the configuration anew and take what changed. Raises `ControllerConfigError`.
+        """Read the configuration again and apply changes. Raises `ControllerConfigError`.
 
-        A file with a fault changes nothing. Requests that run go on with what they began with;
-        a model that is gone is drained. Returns the names of what was added, changed and removed,
-        and the keys that need a restart.
+        An invalid file changes nothing. Running requests keep their settings; removed models are
+        drained. Returns the names added, changed and removed, and the keys that need a restart.
         """
         if self._read_settings is None:
             raise ControllerError("there is no configuration file to read again")
@@ -174,7 +173,7 @@ class Front(Serving):
     async def _replace(
         self, gone: list[ServedModel], fresh: list[ServedModel], drain_s: float
     ) -> None:
-        """The old ones go before a new one with the same port is launched."""
+        """Remove an old model before a new one with the same port is launched."""
         ports = {m.settings.launch.port for m in fresh if m.settings.launch is not None}
         in_the_way = [m for m in gone if m.settings.launch and m.settings.launch.port in ports]
         for model in gone:
@@ -190,12 +189,12 @@ class Front(Serving):
         return ServedModel(settings, (whole or self.settings).sleep, self.calls, self.turns)
 
     async def _greet_after(self, gone: list[ServedModel], model: ServedModel) -> None:
-        """What is found of an engine holds only when no sleep or wake of it is on its way."""
+        """Check engine states only when no sleep or wake of an old model is in progress."""
         await asyncio.gather(*(old.settled() for old in gone if _share(old, model)))
         await model.look_at_first()
 
     def _launch(self, models: list[ServedModel]) -> None:
-        """Have their engines started, in this order where they cannot start together."""
+        """Start the models' engines, in this order if they cannot start together."""
         made = []
         for model in models:
             process = self.processes[model] = EngineProcess(
@@ -206,16 +205,16 @@ class Front(Serving):
         async def begin() -> None:
             await asyncio.gather(*(process.prepare() for process in made))
             for process in made:
-                if process in self.processes.values():  # not parted with meanwhile
+                if process in self.processes.values():  # not removed in between
                     process.start()
 
         if made:
             self._start(begin())
 
     async def _end_left_behind(self) -> None:
-        """Engines of models that have gone from the configuration since a controller was killed.
+        """End engines of a killed controller whose models are no longer configured.
 
-        Others are in the way of an engine that is launched, which deals with them.
+        Other left-behind engines are handled by the launch that needs their port.
         """
         for engine in await asyncio.to_thread(launch_record.find_engines):
             ports = {m.settings.launch.port for m in self.fleet if m.settings.launch is not None}
@@ -224,7 +223,7 @@ class Front(Serving):
                 await end_orphan(engine, LaunchSettings.model_fields["stop_timeout"].default)
 
     async def _part(self, model: ServedModel, drain_s: float) -> None:
-        """Let go of a model: those that wait are refused, those that run have `drain_s`."""
+        """Remove a model: refuse waiting requests, give running ones `drain_s`."""
         await model.close(NOT_SERVED if drain_s else SHUTTING_DOWN)
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
@@ -242,7 +241,7 @@ class Front(Serving):
 
 
 def _share(one: ServedModel, other: ServedModel) -> bool:
-    """Whether two models have an engine or an instance in common."""
+    """Return True if two models share an engine or an instance."""
     instance = one.settings.instance
     return not set(one.settings.addresses).isdisjoint(other.settings.addresses) or (
         instance is not None and instance == other.settings.instance
@@ -250,7 +249,7 @@ def _share(one: ServedModel, other: ServedModel) -> bool:
 
 
 def _anew(model: ServedModel, settings: ModelSettings) -> bool:
-    """Whether a change is too large for the model to live on: another engine behind the name."""
+    """Return True if the change needs a new model: another engine behind the name."""
     old = model.settings
     return (old.engine, old.launch, old.instance, old.addresses) != (
         settings.engine,

@@ -1,12 +1,12 @@
-"""Whether models fit beside each other, and who has to go where they do not: pure functions.
+"""Decides whether models fit beside each other, and which must go otherwise: pure functions.
 
     room = Room(devices, groups)
     room.obstacle(vision, [chat, coder])   # why it does not fit beside them; None: it does
-    room.leavers(vision, [chat, coder])    # who has to go so that it fits; None: it never does
+    room.leavers(vision, [chat, coder])    # the models to remove so that it fits, or None
 
-A model claims of each of its devices what the ledger will ask for when it wakes: what it has
-reserved, and its guarantee. Caches beyond guarantees shrink by themselves, so they are in nobody's
-way. The sums are the ledger's own (vmm_csrc/ledger/device_account.h).
+On each of its devices a model claims its reserve and its guarantee, as the ledger will when it
+wakes. Caches beyond guarantees shrink automatically, so they are no obstacle. The sums are the
+ledger's own (vmm_csrc/ledger/device_account.h).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _NAMED_HOLDERS: Final = 3
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody counts for on one device."""
+    """A claim on one device."""
 
     reserved_bytes: int = 0
     guaranteed_bytes: int = 0
 
     @property
     def all_bytes(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.reserved_bytes + self.guaranteed_bytes
 
     def larger(self, other: Claim) -> Claim:
-        """Each of the two where it is larger."""
+        """Return the larger value of each field."""
         return Claim(
             max(self.reserved_bytes, other.reserved_bytes),
             max(self.guaranteed_bytes, other.guaranteed_bytes),
         )
 
     def __str__(self) -> str:
-        """For people: "8.00 GiB reserved and 1.00 GiB guaranteed"."""
+        """Return text such as "8.00 GiB reserved and 1.00 GiB guaranteed"."""
         parts = [
             f"{format_size(count)} {what}"
             for count, what in (
@@ -55,16 +55,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, and what others than the models have claimed of it."""
+    """One device, and the claims on it that belong to no model."""
 
     capacity_bytes: int
     total_bytes: int = 0
-    """All of its memory, where that is more; reserves fill the rest first. 0: the capacity."""
+    """All memory if larger than the capacity; reserves use the rest first. 0: the capacity."""
     others: Mapping[str, Claim] = field(default_factory=dict)
     """Instances that belong to no model here, by name."""
 
     def __str__(self) -> str:
-        """For people: "24.00 GiB", or "32.00 GiB (25.60 GiB of it for KV caches)"."""
+        """Return text such as "24.00 GiB", or "32.00 GiB (25.60 GiB of it for KV caches)"."""
         if self.total_bytes <= self.capacity_bytes:
             return format_size(self.capacity_bytes)
         return (
@@ -73,7 +73,7 @@ class Device:
         )
 
     def holds(self, claims: Iterable[Claim]) -> bool:
-        """Whether the ledger would let all of them, and the others, be awake together."""
+        """Return True if the ledger would let these claims and the others be awake together."""
         all_claims = [*self.others.values(), *claims]
         return _vmm.has_room_for(
             self.capacity_bytes,
@@ -85,19 +85,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Group:
-    """Models that restrict each other whatever memory there is."""
+    """A group of models with restrictions other than memory."""
 
     at_once: int = 0
-    """So many are awake at once; 0: all."""
+    """Maximum number awake at once; 0: no limit."""
     exclusive: bool = False
-    """While one of them is awake, none outside is that could sleep."""
+    """While one of its models is awake, models outside that can sleep are not."""
     persistent: bool = False
     """Its models do not make room for an exclusive group."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model as room is planned for it."""
+    """One model as planned for."""
 
     name: str
     claims: Mapping[str, Claim] = field(default_factory=dict)
@@ -105,24 +105,24 @@ class Model:
     priority: int = 0
     group: str | None = None
     can_leave: bool = True
-    """It can be put to sleep, or stopped, without an operator's word."""
+    """The controller may put it to sleep or stop it without an operator."""
     is_busy: bool = False
-    """It has requests in flight, or is just waking."""
+    """It has requests in flight, or is waking."""
     idle_s: float = 0.0
     stays_s: float = 0.0
-    """Its `min_awake` ends in so long."""
+    """Seconds until its `min_awake` ends."""
     is_in_use: bool = False
-    """It is busy, or was within the last `min_awake`."""
+    """True if it is busy or was within the last `min_awake`."""
     yields: bool = False
-    """It is already held back so that its requests end."""
+    """Its new requests are already held back, so that it becomes idle."""
 
     @property
     def may_leave_now(self) -> bool:
-        """Whether it can be put to sleep at this moment."""
+        """True if it can be put to sleep now."""
         return self.can_leave and not self.is_busy and self.stays_s <= 0
 
     def may_be_held_back_for(self, other: Model) -> bool:
-        """Whether its new requests wait for the other's turn, once its `min_awake` is over."""
+        """Return True if, after its `min_awake`, its new requests may wait for the other model."""
         return self.can_leave and self.priority <= other.priority
 
 
@@ -134,16 +134,16 @@ class Room:
         self.groups = groups
 
     def obstacle(self, coming: Model, beside: Iterable[Model]) -> str | None:
-        """Why it cannot be awake beside these, whatever they are to each other; None: it can."""
+        """Return why it cannot be awake beside these models, or None if it can."""
         others = list(beside)
         return self._crowded_group(coming, others) or self._full_device(coming, others)
 
     def leavers(self, coming: Model, present: Sequence[Model]) -> list[Model] | None:
-        """Of those present, who has to go so that `coming` fits; None: it never does.
+        """Return the present models that must go so that `coming` fits; None if it never does.
 
-        First those that can go now, the least important and idlest first; then those whose going
-        takes time: idle ones whose `min_awake` is not over and those that may be held back, then
-        busy ones of a higher priority. None goes whose going is not needed.
+        Models that can go now come first, the least important and idlest first. Then models
+        that need time: idle ones within `min_awake`, and busy ones that may be held back. Last,
+        busy ones of a higher priority. No model goes unnecessarily.
         """
         leaving: list[Model] = []
         staying = {model.name: model for model in present}
@@ -154,7 +154,7 @@ class Room:
                 leaving.append(staying.pop(model.name))
         if self.obstacle(coming, staying.values()) is not None:
             return None
-        # Whom a later and larger one has made superfluous: the most precious are spared first.
+        # Keep models that a later, larger one made superfluous, the most important first.
         for model in reversed(leaving[:-1]):
             if self.obstacle(coming, [*staying.values(), model]) is None:
                 staying[model.name] = model
@@ -162,7 +162,7 @@ class Room:
         return leaving
 
     def explain(self, coming: Model, present: Sequence[Model]) -> str:
-        """Why it does not fit beside those present, for people, with who holds the memory."""
+        """Return text on why it does not fit beside these models, with the memory's holders."""
         stuck = [model for model in present if not model.can_leave]
         return (
             self.obstacle(coming, [])
@@ -172,7 +172,7 @@ class Room:
         )
 
     def _is_in_the_way(self, model: Model, coming: Model) -> bool:
-        """Whether its going can help at all: by a device, or by groups."""
+        """Return True if its sleep can help, by a device or by groups."""
         if any(c.all_bytes and device in coming.claims for device, c in model.claims.items()):
             return True
         if model.group is not None and model.group == coming.group:
@@ -180,7 +180,7 @@ class Room:
         return self._excludes(coming, model) or self._excludes(model, coming)
 
     def _excludes(self, one: Model, other: Model) -> bool:
-        """Whether the first is of an exclusive group, and the other one has to be asleep then."""
+        """Return True if `one` is in an exclusive group for which `other` must be asleep."""
         group = self.groups.get(one.group or "")
         if group is None or not group.exclusive or other.group == one.group or not other.can_leave:
             return False
@@ -226,7 +226,7 @@ class Room:
 
 
 def _order(model: Model, coming: Model) -> tuple[int, int, bool, float, float]:
-    """Who goes first. Of those that can go now, one that was held back has requests waiting."""
+    """Sort key of the models to remove. A model that was held back has waiting requests."""
     if model.may_leave_now:
         return 0, model.priority, model.yields, 0.0, -model.idle_s
     step = 1 if not model.is_busy or model.may_be_held_back_for(coming) else 2

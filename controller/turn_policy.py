@@ -1,16 +1,16 @@
-"""Whose turn it is: a pure function over what waits for room and what holds it.
+"""Decides which model's turn it is: a pure function of waiting models and memory holders.
 
     decision = decide(room, standings, wants)
 
-Those who wait are served in the order of their rank, and of equals in the order in which they came.
-Nobody overtakes: what an earlier one needs counts as taken for the later ones, and whom it has
-displaced is displaced for it. So an earlier one waits for those only who hold memory already:
+Waiting models are served by rank, and in order of arrival within a rank. No model overtakes: for
+later ones, the need of an earlier one is already used, and the models it displaces are gone. So an
+earlier one waits only for models that already hold memory:
 
     wants        it fits        -> go
     in order     idle ones go   -> they are put to sleep; next time it fits
                  busy ones      -> once their `min_awake` is over their new requests wait (they
                                    *yield*), until they are idle
-                 it never fits  -> refused, with who holds the memory
+                 it never fits  -> refused, naming the holders of the memory
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from typing import Final
 from kvelastic.controller.room import Model, Room
 
 SPARED_PART: Final = 0.75
-"""Of `min_awake`: so long whoever has made room spares those who are in use. Of nine parts that
-were tried it had the shortest waits on 36 traces of bursts (test_turns_bursts.py makes such).
+"""As a part of `min_awake`: how long a model that has made room spares models in use. Of nine
+values tried it had the shortest waits on 36 traces of bursts (see test_turns_bursts.py).
 """
 
 
 class Stand(Enum):
-    """How a model stands towards memory."""
+    """A model's relation to memory."""
 
     AWAY = "away"
-    """It holds none: asleep, stopped, or it waits for its turn."""
+    """It holds no memory: asleep, stopped, or waiting for its turn."""
     COMING = "coming"
     """It has had its turn, and wakes or starts."""
     THERE = "there"
     GOING = "going"
-    """It falls asleep or stops, and still holds what it held."""
+    """It falls asleep or stops, and still holds its memory."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One model, and how it stands."""
+    """One model and its relation to memory."""
 
     model: Model
     stand: Stand
     is_starting: bool = False
-    """A process is started for it: of these only so many run at once."""
+    """Its wake starts a process; the number of concurrent starts is limited."""
 
 
 @dataclass(frozen=True)
@@ -56,59 +56,59 @@ class Want:
 
     name: str
     number: int
-    """Counts wants; of equal rank the lower goes first."""
+    """Order of arrival; within a rank the lower goes first."""
     priority: int = 0
-    """The highest of the requests that wait for it."""
+    """The highest priority of its waiting requests."""
     may_displace: bool = True
-    """Others are put to sleep for it. Else it goes only where there is room."""
+    """Others may be put to sleep for it; otherwise it goes only if there is room."""
     is_start: bool = False
     """Its turn starts a process."""
     spares_s: float = 0.0
-    """So long yet it displaces nobody who is in use: it has just made room itself. Else two that
-    displace each other's neighbours do it at the same time, and then wait for the same `min_awake`;
-    spaced evenly, the longest wait is shorter by a quarter."""
+    """For this time it displaces no model in use, because it has just made room itself. Without it,
+    two models that displace each other's neighbours do so at the same time, and then wait for the
+    same `min_awake`. Spacing them shortens the longest wait by a quarter."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Why somebody waits."""
+    """Why a model waits."""
 
     why: str
-    """For people."""
+    """The reason, as text."""
     leavers: tuple[str, ...] = ()
-    """Who is to make room for it."""
+    """The models that must make room for it."""
 
 
 @dataclass
 class Decision:
-    """What is to be done now."""
+    """The actions to take now."""
 
     go: list[str] = field(default_factory=list)
-    """It is their turn."""
+    """Models whose turn it is."""
     sleep: list[str] = field(default_factory=list)
-    """To be put to sleep."""
+    """Models to put to sleep."""
     yielding: set[str] = field(default_factory=set)
-    """Awake ones whose new requests wait. Everybody else's do not."""
+    """Awake models whose new requests must wait. All other models' requests do not."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Who never gets room as things are, and why."""
+    """Models that cannot get room in this situation, with the reason."""
     waits: dict[str, Wait] = field(default_factory=dict)
     look_again_in_s: float | None = None
-    """A `min_awake` ends then."""
+    """Seconds until a `min_awake` ends."""
 
 
 def rank(want: Want, model: Model) -> tuple[int, int, int]:
-    """The lowest goes first: by requests' priority, the model's own, and the order of coming."""
+    """Sort key, lowest first: requests' priority, the model's priority, order of arrival."""
     return -want.priority, -model.priority, want.number
 
 
 def decide(
     room: Room, standings: Mapping[str, Standing], wants: Iterable[Want], starts_at_once: int = 0
 ) -> Decision:
-    """See the module. `starts_at_once`: processes that start at the same time; 0: any number."""
+    """Decide on all waiting models. `starts_at_once`: limit of concurrent starts; 0: no limit."""
     decision = Decision()
     held = {name: one.model for name, one in standings.items() if one.stand is not Stand.AWAY}
     kept = {name: m for name, m in held.items() if standings[name].stand is not Stand.GOING}
-    """What is left when everybody has gone and come who is about to."""
+    """The models that remain once all sleeps and wakes in progress have ended."""
     starting = sum(one.is_starting and one.stand is Stand.COMING for one in standings.values())
     ordered = sorted(wants, key=lambda want: rank(want, standings[want.name].model))
     for want in ordered:
@@ -120,7 +120,7 @@ def decide(
             continue
         for model in leavers:
             del kept[model.name]
-        # Not to be displaced by a later one of this moment as if it were idle.
+        # A later model of this pass must not displace it as if it were idle.
         kept[want.name] = replace(coming, is_busy=True)
         if not leavers:
             in_the_way = room.obstacle(coming, held.values())
@@ -156,7 +156,7 @@ def _hold_back(
     coming: Model,
     standings: Mapping[str, Standing],
 ) -> None:
-    """Have those end what they do whose `min_awake` is over; look again when the next one's is."""
+    """Hold back busy models whose `min_awake` is over; look again when the next one ends."""
     for model in leavers:
         if standings[model.name].stand is not Stand.THERE:
             continue

@@ -1,19 +1,19 @@
-"""The effects of `turn_policy`: who waits for memory, and what is done so that they get it.
+"""Executes `turn_policy`: which models wait for memory, and the actions that give it to them.
 
 turns = Turns(serving)
 refusal = await turns.take(model, is_start=False)      # in the model's own task
 
-The loop owns it. Ledgers are read in a thread, only while somebody waits; what models do is read in
-the step of the loop that decides, and their gates have the last word.
+The event loop owns it. A thread reads the ledgers, only while a model waits. The models' state is
+read in the same loop step as the decision, and their gates may still refuse.
 
-A model's claim on a device is, the first of these that is known:
+A model's claim on a device is the first known value in this list:
 
-    its instance in a ledger    what it has reserved, and its guarantee; also while it sleeps
-    what that was last          of an engine that has been stopped
+    its instance in a ledger    its reserve and its guarantee; also while it sleeps
+    its last known claim        of an engine that has been stopped
     the configuration           `memory.needs` and `memory.min`, on `memory.device`
 
-One that starts counts for the larger of what it is to take and what its instance shows already, so
-of two starts neither takes what the other one has been promised.
+A starting model counts for the larger of its expected claim and what its instance shows already. So
+two starts never take the same memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvelastic.errors import is_out_of_descriptors
 _log = logging.getLogger("kvelastic.controller")
 
 LOOK_S = 1.0
-"""While somebody waits memory is looked at so often, whatever happens here: others use it too."""
+"""Interval at which memory is read while a model waits: others use it too."""
 _RETRY_AFTER_S = 5.0
 
 
@@ -58,15 +58,15 @@ class _Waiting:
 
 
 class Turns:
-    """See the module."""
+    """The turns of a controller's models."""
 
     def __init__(self, serving: Serving) -> None:
-        """Raises `ConfigError` for a `KVELASTIC_*` variable that is not understood."""
+        """Raises `ConfigError` for an invalid `KVELASTIC_*` variable."""
         self._serving = serving
         self._group, self._host = instance_memory.own_host()
         self._waiting: dict[ServedModel, _Waiting] = {}
         self._last_claims: dict[str, dict[str, Claim]] = {}
-        """By model: what its instance was last seen to claim."""
+        """By model: the last claims that its instance showed."""
         self._number = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +74,7 @@ class Turns:
     async def take(
         self, model: ServedModel, *, is_start: bool, may_displace: bool = True
     ) -> Refusal | None:
-        """Wait for the model's turn, as `served_model.Turns` says."""
+        """Wait for the model's turn; see `served_model.Turns`."""
         model.has_turn = False
         self._number += 1
         want = Want(model.name, self._number, may_displace=may_displace, is_start=is_start)
@@ -92,25 +92,25 @@ class Turns:
         return refusal
 
     def withdraw(self, model: ServedModel) -> None:
-        """Nobody waits for its turn any more; does nothing where it does not wait for one."""
+        """Cancel the model's wait for its turn. Does nothing if it does not wait."""
         waiting = self._waiting.get(model)
         if waiting is not None and not waiting.turn.done():
             waiting.turn.set_exception(WithdrawnError())
-            self._changed.set()  # whoever was held back for it goes on
+            self._changed.set()  # models held back for it continue
 
     def poke(self) -> None:
-        """Look again, if anybody waits."""
+        """Decide again if a model waits."""
         if self._waiting:
             self._changed.set()
 
     async def stop(self) -> None:
-        """Look no more; whoever waits has been withdrawn."""
+        """Stop. All waiting models must have been withdrawn."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
     def waits_for_room_of(self, model: ServedModel) -> dict[str, str]:
-        """By name: for whom this model is to make room, and why that one waits."""
+        """Return the models for which this model must make room, by name, with their reasons."""
         return {
             waiting.model.name: waiting.model.wait.why
             for waiting in self._waiting.values()
@@ -120,7 +120,7 @@ class Turns:
     # -------------------------------------------------------------------------------- inside
 
     async def _run(self) -> None:
-        """As long as anybody waits."""
+        """Run while a model waits."""
         again_s = 0.0
         while self._waiting:
             with suppress(asyncio.TimeoutError):
@@ -129,7 +129,7 @@ class Turns:
             generations = {m: m.gate.generation for m in self._serving.fleet}
             try:
                 devices = await asyncio.to_thread(instance_memory.claims)
-                # Of one that has just fallen asleep something else was read than it claims now.
+                # A model that has just changed state claims something else than was read.
                 same = {m for m, seen in generations.items() if m.gate.generation == seen}
                 decision = self._decide(devices, same)
             except Exception as error:
@@ -140,7 +140,7 @@ class Turns:
                 again_s = LOOK_S
                 continue
             again_s = min(decision.look_again_in_s or LOOK_S, LOOK_S) + 0.002
-            # Those whose turn it is get on before the next look.
+            # Let the models whose turn it is proceed before the next look.
             await asyncio.sleep(0)
         for model in self._serving.fleet:
             model.gate.set_yields(False)
@@ -148,9 +148,9 @@ class Turns:
     def _decide(
         self, devices: Mapping[str, DeviceClaims], same: Collection[ServedModel]
     ) -> Decision:
-        """Look at everybody at this moment, and do what follows.
+        """Look at all models now, and apply the decision.
 
-        `same`: models that are as they were when the devices were looked at.
+        `same`: models whose state has not changed since the devices were read.
         """
         now_s = time.monotonic()
         settings = self._serving.settings
@@ -210,9 +210,9 @@ class Turns:
         models: list[ServedModel],
         same: Collection[ServedModel],
     ) -> tuple[Room, dict[str, dict[str, Claim]]]:
-        """Devices, groups, and what each model claims."""
+        """Return devices, groups, and each model's claims."""
         settings = self._serving.settings
-        # A sleeper's instance that claims something was woken past the controller: it counts.
+        # A sleeping model's instance with a claim was woken by another program: it counts.
         ours = {
             model.settings.instance
             for model in models
@@ -258,7 +258,7 @@ class Turns:
         }
 
     def _place(self, device: str) -> str:
-        """The ledger of a device that the configuration names."""
+        """Return the ledger of a configured device."""
         return f"{self._group}/{device}"
 
     def _configured(self, model: ServedModel) -> dict[str, Claim]:
@@ -278,7 +278,7 @@ def standing_of(
     min_awake_s: float,
     now_s: float,
 ) -> Standing:
-    """A model, as the policy of turns sees it."""
+    """Return the model's standing for `turn_policy`."""
     gate = model.gate
     stand = {
         State.AWAKE: Stand.THERE,
@@ -308,7 +308,7 @@ def standing_of(
 
 
 def _priority(model: ServedModel, devices: Mapping[str, DeviceClaims]) -> int:
-    """Its instance's, which operators change; the configuration's while there is none."""
+    """Return the instance's priority, which operators may change, or the configured one."""
     for device in devices.values():
         found = device.priorities.get(model.settings.instance or "")
         if found is not None:
@@ -317,7 +317,7 @@ def _priority(model: ServedModel, devices: Mapping[str, DeviceClaims]) -> int:
 
 
 def _starts_for(name: str, sessions: set[int]) -> bool:
-    """Whether a member is what a worker of one of our engines has reserved for its start."""
+    """Return True if the member is the start reserve of a worker of one of our engines."""
     _, _, pid = name.partition("starting_")
     try:
         return bool(pid) and os.getsid(int(pid)) in sessions
@@ -326,7 +326,7 @@ def _starts_for(name: str, sessions: set[int]) -> bool:
 
 
 def no_room(name: str, why: str) -> Refusal:
-    """503: as things are, nothing that the controller may do makes room."""
+    """Return a 503: the controller cannot make room in this situation."""
     return Refusal(
         503,
         "no_room",
