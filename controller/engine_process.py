@@ -1,22 +1,22 @@
-"""A launched engine: started in a process group of its own, watched, started again, ended.
+"""A launched engine: started in its own process group, monitored, restarted, stopped.
 
 process = EngineProcess(model, calls, files, settings, source, turns)
-await process.prepare()  # what a controller that was killed has left on its port
+await process.prepare()  # deals with the remains of a killed controller on its port
 process.start()          # a task of the loop from now on
-await process.stop()     # SIGTERM, and SIGKILL to what is left of its group
+await process.stop()     # SIGTERM, then SIGKILL to the rest of its group
 
-The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does
-not run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
+The engine's gate follows: STARTING until the health route succeeds, then AWAKE, DOWN while it does
+not run. Its output is appended to a file; /admin/models/{model}/logs shows the end.
 
-One that is started on demand is ASLEEP while it does not run: `start_now` and `stop_now` are its
-model's wake and sleep. Either kind starts when it is the model's turn (`turns`).
+An engine that starts on demand is ASLEEP while it does not run: `start_now` and `stop_now` are its
+model's wake and sleep. Both kinds start when it is the model's turn (`turns`).
 
-Before each start its port is looked at:
+Before each start it checks the port:
 
     an engine whose controller is gone  ->  ended, or adopted (`launch.orphan`)
-    anybody else who listens there      ->  an error that names the process; tried again later
+    another process listens there       ->  an error that names the process; tried again later
 
-An engine that answers on its health route is ready once the port is known to be its own.
+An engine whose health route succeeds is ready once it is known to own the port.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ _log = logging.getLogger("kvelastic.controller")
 
 HEALTH_EVERY_S: Final = 0.1
 HEALTH_MOST_S: Final = 1.0
-"""Between two looks whether a starting engine is ready; they grow apart."""
+"""Shortest and longest interval between two checks of a starting engine; it grows."""
 STEADY_S: Final = 60.0
-"""An engine that served for so long has not failed in a row."""
+"""After an engine has served this long, its failures no longer count as consecutive."""
 
 
 @dataclass
 class Restarts:
-    """How often an engine has failed in a row, and what follows of it."""
+    """Counts an engine's consecutive failures and computes the restart delay."""
 
     first_s: float
     most_s: float
     in_a_row: int = 0
 
     def ended(self, served_s: float) -> float:
-        """It has ended after serving so long; returns how long to wait before the next start."""
+        """Record an end after `served_s`; return the seconds to wait before the next start."""
         if served_s >= STEADY_S:
             self.in_a_row = 0
         wait_s = min(self.most_s, self.first_s * 2.0 ** min(self.in_a_row, 30))
@@ -79,7 +79,7 @@ class Restarts:
 
 
 class EngineProcess:
-    """See the module; owned by the loop."""
+    """The process of one model's engine; owned by the event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EngineProcess:
         source: str,
         turns: Turns,
     ) -> None:
-        """`settings` are those that hold when it is called; `source` is their file."""
+        """`settings` returns the current settings; `source` is their file."""
         launch = model.settings.launch
         assert launch is not None
         self.launch: LaunchSettings = launch
@@ -114,26 +114,26 @@ class EngineProcess:
         self._record: Record | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_prepared = False
-        """Its port was looked at, and `_process` is an engine that was adopted, or None."""
+        """Its port was checked; `_process` is an adopted engine, or None."""
         self._is_ending = False
         model.has_turn = False
         if launch.on_demand:
             model.on_demand = self
 
     async def prepare(self) -> None:
-        """End or adopt what has been left behind on its port, before anybody starts."""
-        with suppress(OSError, ControllerError):  # the start finds the same, and says it
+        """End or adopt an engine left behind on its port, before any engine starts."""
+        with suppress(OSError, ControllerError):  # the start meets and reports the same error
             await self._adopt()
             self._is_prepared = True
             self._model.has_turn = self._process is not None
 
     def start(self) -> None:
-        """Begin; it goes on until `stop`."""
+        """Start, and keep the engine running until `stop`."""
         run = self._begin_on_demand if self.launch.on_demand else self._run
         self._task = asyncio.get_running_loop().create_task(run())
 
     async def stop(self) -> None:
-        """End the engine and everything of its group; returns when it is gone."""
+        """End the engine and its process group; return when it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -145,11 +145,11 @@ class EngineProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """True if the engine's process runs."""
         return self._process is not None and self._process.returncode is None
 
     async def start_now(self) -> str | None:
-        """Start it; returns when it is ready, or with why it is not: then nothing is left of it."""
+        """Start the engine and wait until it is ready. On a problem clean up and return it."""
         try:
             await self._adopt_or_spawn()
             if await self._is_ready():
@@ -163,18 +163,18 @@ class EngineProcess:
         return problem
 
     async def stop_now(self) -> None:
-        """End it; returns when it is gone."""
+        """Stop the engine and wait until it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
         await self._end_group()
 
     def give_up(self) -> None:
-        """A start that is under way ends soon, in vain: the model is not served any more."""
+        """Abort a start in progress: the model is no longer served."""
         self._is_ending = True
 
     async def _begin_on_demand(self) -> None:
-        """Go on with one that was adopted; else it is stopped, and preloaded if it is to be."""
+        """Continue with an adopted engine; otherwise stay stopped, or preload if configured."""
         if self._is_prepared and self._process is not None:
             self._is_prepared = False
             if await self._goes_on():
@@ -187,7 +187,7 @@ class EngineProcess:
             self._model.preload()
 
     async def _goes_on(self) -> bool:
-        """Whether an engine that was adopted is ready; its model is served by it then."""
+        """Return True if an adopted engine is ready and serves its model."""
         try:
             is_ready = await self._is_ready()
             problem = "" if is_ready else self._how_it_ended()
@@ -203,7 +203,7 @@ class EngineProcess:
         return True
 
     async def _watch(self) -> None:
-        """Until it ends by itself: requests that come then start it again."""
+        """Wait until the engine ends on its own; later requests then start it again."""
         began_s = time.monotonic()
         assert self._process is not None
         await self._process.wait()
@@ -227,7 +227,7 @@ class EngineProcess:
     # ---------------------------------------------------------------------------------- output
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of its output. Blocking, for a short while."""
+        """Return the end of its output. Blocks briefly."""
         return last_lines(self.log_path, count)
 
     async def _run(self) -> None:
@@ -273,7 +273,7 @@ class EngineProcess:
             await asyncio.sleep(wait_s)
 
     def _why_not(self, verb: str, error: Exception) -> str:
-        """What a start ended with: whatever that is, it is this start's failure only."""
+        """Return a failed start's error as text; any error fails only this start."""
         if not isinstance(error, OSError | ControllerError):
             _log.error("an engine cannot %s", verb, exc_info=error, extra=self._extra)
         return f"cannot {verb}: {error}"
@@ -287,7 +287,7 @@ class EngineProcess:
         return f"the engine ended with {code}"
 
     def _has_gone(self) -> None:
-        """It holds no memory any more."""
+        """The engine holds no memory now."""
         self._model.has_turn = False
         self._turns.poke()
 
@@ -298,7 +298,7 @@ class EngineProcess:
             await self._spawn()
 
     async def _adopt(self) -> bool:
-        """Deal with what has its port. True: an engine that is taken over as it is.
+        """Handle engines on its port. Returns True if it adopted one.
 
         Raises `PortTakenError`.
         """
@@ -319,7 +319,7 @@ class EngineProcess:
         return False
 
     def _take(self, engine: LaunchedEngine) -> bool:
-        """Whether it is what would be started, and can be spoken to."""
+        """Return True if this controller would start the same engine and has its key."""
         key = engine.variable(ENGINE_KEY_VARIABLE)
         same = (engine.mark.model, engine.mark.launch_digest) == (
             self.mark.model,
@@ -367,13 +367,13 @@ class EngineProcess:
         try:
             launch_record.write(record)
         except (OSError, ControllerError) as error:
-            # Its mark says the same.
+            # The engine's mark has the same information.
             _log.warning("no record of the engine: %s", error, extra=self._extra)
 
     async def _is_ready(self) -> bool:
-        """Wait for the health route; False when the engine ends or takes too long.
+        """Wait for the health route; return False if the engine ends or takes too long.
 
-        Raises `PortTakenError` where it is somebody else who answers.
+        Raises `PortTakenError` if another process responds.
         """
         process, model = self._process, self._model
         assert process is not None
@@ -393,7 +393,7 @@ class EngineProcess:
         return False
 
     async def _owns_port(self, leader: int) -> bool:
-        """Whether the process or one of its own listens, and nobody else does."""
+        """Return True if only the process or its children listen on the port."""
         port = self.launch.port
 
         def look() -> bool:
@@ -413,13 +413,13 @@ class EngineProcess:
         return await asyncio.to_thread(look)
 
     async def _end_group(self) -> None:
-        """The engine and all its processes, so that no worker of it is left."""
+        """End the engine and all its processes, so that no worker remains."""
         process, record = self._process, self._record
         self.pid = self._process = self._record = None
         self._model.engine_key = self._model.engine_pid = None
         if process is not None and not isinstance(process, ForeignProcess):
             await end_group(process, self.launch.stop_timeout)
-        # Those that have left the group, and all of an engine that was adopted.
+        # Processes that have left the group, and those of an adopted engine.
         leader = None if record is None else record.leader
         for engine in await self._engines_left():
             if engine.mark == self.mark or (leader is not None and engine.leader == leader):
@@ -427,13 +427,13 @@ class EngineProcess:
         if record is not None:
             await asyncio.to_thread(launch_record.remove, record)
         if process is not None:
-            # One that was killed, or ended while it started, had no time to do it itself.
+            # An engine that was killed or ended during start had no time to do this itself.
             await asyncio.to_thread(instance_memory.remove_left_behind)
 
     async def _engines_left(self) -> list[LaunchedEngine]:
         try:
             return await asyncio.to_thread(launch_record.find_engines)
-        except OSError as error:  # of descriptors there may be none; the start's own look says it
+        except OSError as error:  # e.g. no file descriptor is left; the next start reports it
             _log.warning("processes of the engine may be left: %s", error, extra=self._extra)
             return []
 
@@ -445,7 +445,7 @@ class EngineProcess:
         why = why or _ended()
         gate = self._model.gate
         if gate.state in {State.FALLING_ASLEEP, State.WAKING}:
-            # A call to the engine is under way and ends by itself, badly.
+            # A call to the engine is in progress and will fail.
             self._model.when_settled(lambda: gate.set_state(state, time.monotonic(), why))
         elif not (state is State.AWAKE and gate.state is State.ASLEEP):
             gate.set_state(state, time.monotonic(), why)
@@ -456,7 +456,7 @@ def _ended() -> Refusal:
 
 
 async def end_orphan(engine: LaunchedEngine, stop_timeout_s: float) -> None:
-    """End an engine whose controller is gone, with all its processes; says so in the log."""
+    """End an engine whose controller is gone, with all its processes; log it."""
     pids = ", ".join(str(each.pid) for each in engine.processes[:10])
     _log.warning(
         "ends an engine that a controller has left behind on port %d (process %s)",
@@ -481,7 +481,7 @@ def _why_not_run(program: str, folder: str | None, error: OSError) -> str:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For appending. In the temporary directory nobody else's file or link is written to.
+    """Open for appending. Never writes to another user's file or link in the temporary directory.
 
     Never waits for a reader of a FIFO. Raises `OSError`, `ControllerError`.
     """
@@ -490,7 +490,7 @@ def _open_log(path: Path) -> IO[bytes]:
         raise ControllerError(f"log_file: {fault}")
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
-    if not is_log(os.fstat(fd)):  # another one by now
+    if not is_log(os.fstat(fd)):  # the file was replaced in between
         os.close(fd)
         raise ControllerError(f"log_file: {path} is no regular file")
     return os.fdopen(fd, "ab")

@@ -1,16 +1,16 @@
-"""Which engines controllers of this user have launched, also controllers that are gone.
+"""Finds the engines that controllers of this user have launched, including dead controllers.
 
     write(record)                    # when an engine has been started
     for engine in find_engines(): print(engine.mark.model, engine.is_orphan, engine.processes)
     remove(record)                   # when it and its processes have ended
 
-Two things say it. Each engine, and so each of its processes, has a *mark* in its environment. A
-*record* in a file names its first process: programs may write over their environment (to show
-another title in `ps`), and a record may be lost. Either is enough to find all processes of an
-engine: those that carry its mark, and those of the sessions that these are in. An engine begins
-with a session of its own, and nobody can join a session from outside.
+Two sources identify an engine. Each of its processes has a *mark* in its environment. A *record* in
+a file names its first process. Programs may overwrite their environment (to change their title in
+`ps`), and a record may be lost. Either is enough to find all processes of an engine: the marked
+ones, and all others in their sessions. An engine starts in a new session, and a process cannot join
+a session from outside.
 
-Everything here looks at /proc and at files, and so blocks, for milliseconds.
+The functions read /proc and files, so they block for milliseconds.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _MOST_RECORDS: Final = 1000
 
 @dataclass(frozen=True)
 class Mark:
-    """What an engine carries in its environment."""
+    """The mark of an engine in its environment."""
 
     source: str
-    """The configuration file of its controller."""
+    """Its controller's configuration file."""
     model: str
     port: int
     launch_digest: str
-    """Of how it was launched: one that is to be launched in the same way has the same."""
+    """Digest of the launch settings; equal for engines launched in the same way."""
     controller: ProcessIdentity
 
     def to_text(self) -> str:
-        """One line of JSON."""
+        """Return the mark as one line of JSON."""
         return json.dumps(
             {
                 "version": _VERSION,
@@ -62,7 +62,7 @@ class Mark:
 
     @classmethod
     def from_text(cls, text: str) -> Mark | None:
-        """None for what `to_text` of this version has not written."""
+        """Parse `to_text` of this version; return None for anything else."""
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             raw = json.loads(text[:_MOST_BYTES])
             if raw["version"] == _VERSION:
@@ -78,14 +78,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Record:
-    """A launched engine, as its file has it."""
+    """The contents of a launched engine's record file."""
 
     mark: Mark
     leader: ProcessIdentity
 
     @classmethod
     def of(cls, mark: Mark, pid: int) -> Record:
-        """Of an engine that this process has just started."""
+        """Return the record of an engine that this process has just started."""
         leader = ProcessIdentity(
             pid, start_time_ticks(pid) or 0, boot_id(), pid_namespace(), os.geteuid()
         )
@@ -94,26 +94,26 @@ class Record:
 
 @dataclass(frozen=True)
 class LaunchedEngine:
-    """An engine that a controller has launched, and some process of which runs."""
+    """A launched engine with at least one running process."""
 
     mark: Mark
     leader: ProcessIdentity | None
-    """Its first process; None once that has ended, and others are left."""
+    """Its first process, or None if only others are left."""
     processes: tuple[ProcessIdentity, ...]
-    """All of them."""
+    """All its processes."""
 
     @property
     def is_orphan(self) -> bool:
-        """Whether its controller has ended."""
+        """True if its controller has ended."""
         return self.mark.controller.liveness() is Liveness.DEAD
 
     def variable(self, name: str) -> str | None:
-        """A variable of its first process's environment."""
+        """Return a variable of its first process's environment."""
         return None if self.leader is None else _environment(self.leader.pid).get(name)
 
 
 def launch_digest(model: ModelSettings) -> str:
-    """Of what decides how an engine is launched, and nothing else."""
+    """Return a digest of exactly the settings that determine a launch."""
     launch = model.launch
     assert launch is not None
     facts = (model.engine, launch.command, launch.port, sorted(launch.env.items()), launch.cwd)
@@ -124,15 +124,14 @@ def launch_digest(model: ModelSettings) -> str:
 
 
 def folder() -> Path:
-    """Where records and, unless told otherwise, engines' output are."""
+    """Return the folder of records and, by default, engines' output."""
     return Path(tempfile.gettempdir()) / f"kvelastic-controller-{os.geteuid()}"
 
 
 def make_folder() -> None:
-    """Make it if it is not there.
+    """Create the folder if it is missing.
 
-    Raises `ControllerError` if somebody else can write there: the temporary directory is open to
-    all.
+    Raises `ControllerError` if other users can write to it: the temporary directory is open to all.
     """
     path = folder()
     try:
@@ -147,7 +146,7 @@ def make_folder() -> None:
 
 
 def write(record: Record) -> None:
-    """Keep a record, readable by this user only. Raises `OSError`, `ControllerError`."""
+    """Write a record, readable by this user only. Raises `OSError`, `ControllerError`."""
     make_folder()
     path = _path_of(record)
     text = json.dumps(
@@ -163,7 +162,7 @@ def write(record: Record) -> None:
 
 
 def remove(record: Record) -> None:
-    """Forget a record, unless another engine's has taken its place. Never raises."""
+    """Delete a record, unless another engine's has replaced it. Never raises."""
     with suppress(OSError):
         path = _path_of(record)
         if _read(path) == record:
@@ -171,12 +170,12 @@ def remove(record: Record) -> None:
 
 
 def _path_of(record: Record) -> Path:
-    # Containers may share the directory, and have the same ports.
+    # Containers may share the directory and use the same ports.
     return folder() / f"engine-{record.leader.pid_namespace}-{record.mark.port}.json"
 
 
 def _read(path: Path) -> Record | None:
-    """None for a file that is not a whole record of this version."""
+    """Return None for a file that is not a complete record of this version."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -221,9 +220,9 @@ def _identity_from_json(raw: Any) -> ProcessIdentity:
 
 
 def find_engines() -> list[LaunchedEngine]:
-    """Every engine that a controller of this user has launched in this pid namespace.
+    """Return every engine that a controller of this user has launched in this pid namespace.
 
-    Removes the records of those that have ended. Never raises.
+    Removes records of engines that have ended. Never raises.
     """
     marked: dict[Mark, set[int]] = {}
     sessions: dict[int, set[int]] = {}
@@ -238,7 +237,7 @@ def find_engines() -> list[LaunchedEngine]:
         liveness = record.leader.liveness()
         if liveness is Liveness.ALIVE and record.leader.uid == os.geteuid():
             leaders[record.mark] = record.leader
-            # One that was adopted has its first controller in its mark, its present one here.
+            # An adopted engine's mark has its first controller; the record has the current one.
             mark = _mark_of(record.leader.pid)
             first = set() if mark is None else marked.pop(mark, set())
             marked.setdefault(record.mark, set()).update(first, {record.leader.pid})
@@ -251,7 +250,7 @@ def find_engines() -> list[LaunchedEngine]:
 def _engine(
     mark: Mark, marked: set[int], sessions: dict[int, set[int]], leader: ProcessIdentity | None
 ) -> LaunchedEngine:
-    mine = os.getsid(0)  # whoever is tested may stand beside what it looks for
+    mine = os.getsid(0)  # a test may run in the session of the processes it looks for
     pids = set(marked)
     for session, members in sessions.items():
         if session != mine and members & marked:
@@ -260,7 +259,7 @@ def _engine(
     processes = [found for pid in pids if (found := _identity_of(pid)) is not None]
     processes.sort(key=lambda each: (each.start_time_ticks, each.pid))
     if leader is None and processes and processes[0].pid in sessions:
-        leader = processes[0]  # its session's first, and the oldest
+        leader = processes[0]  # the oldest, and the first of its session
     return LaunchedEngine(mark, leader, tuple(processes))
 
 
@@ -288,7 +287,7 @@ def _mark_of(pid: int) -> Mark | None:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """As it was at the start, or as the program has left it."""
+    """Return the environment at start, or as the program has overwritten it."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
