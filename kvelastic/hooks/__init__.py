@@ -1,5 +1,5 @@
 """Wrapping functions of an engine: when (`late_import`), which (`table`), if they fit (`probe`).
 
 Knows no engine; what is hooked into one lies in its folder of `kvelastic.integration`. Importing
-this package imports nothing of the above.
+this package imports none of them.
 """

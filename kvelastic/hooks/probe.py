@@ -31,7 +31,7 @@ class Probe:
         self._broken: list[str] = []
 
     def get(self, path: str) -> Any:
-        """The object at `module:Name.attribute`; None (and a broken probe) if there is none."""
+        """Return the object at `module:Name.attribute`; if missing, None and the probe breaks."""
         module, _, names = path.partition(":")
         try:
             return reduce(getattr, names.split("."), import_module(module))
@@ -60,7 +60,7 @@ class Probe:
                 )
 
     def takes(self, path: str, names: Iterable[str]) -> None:
-        """The function has parameters of these names, in any order and among others."""
+        """Require parameters with the given names, in any order and among others."""
         function = self.get(path)
         if function is None:
             return

@@ -1,4 +1,4 @@
-"""What is hooked into an engine, as data: where, by which wrapper, and why.
+"""Hooks into an engine as data: the path, the wrapper, and the purpose.
 
     Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper, "give the KV cache back")
     arm("vLLM 0.32.0", HOOKS, {CORE: probe_core})
@@ -23,7 +23,7 @@ from kvelastic.hooks.late_import import when_imported
 _log = logging.getLogger("kvelastic.hooks")
 
 _entered: set[str] = set()
-"""Rooms of this process whose hooks are set: a probe would not know the engine again."""
+"""Modules whose hooks are set in this process: a second probe would fail on the wrappers."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Hook:
     is_new: bool = False
     """The engine has nothing at that path: the wrapper is put there as it is."""
     is_made: bool = False
-    """The wrapper is what `wrapper(original)` answers, with the original's own parameters: for what
-    is called many times a step, where packing arguments anew would be the whole cost."""
+    """The wrapper is the result of `wrapper(original)`, with its parameters. For functions called
+    many times per step, where repacking arguments would be the main cost."""
 
 
 def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:

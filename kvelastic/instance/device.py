@@ -2,9 +2,8 @@
 
     for use in member_uses(ledger, statuses): print(use.member.name, use.cached_bytes)
 
-A ledger says what its device grants, and what others can have of that. What a member's pages are
-used for is read from the member's own record, so a device's parts are the sums of those that every
-surface shows of its instances. Pure.
+A ledger has the grants of its device. A member's own control block has the use of its pages. So a
+device's parts are the sums of the values shown for its instances. Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemberUse:
-    """One member, and what it holds on its ledger's device."""
+    """One member and its memory on the ledger's device."""
 
     member: Member
     mapped_bytes: int

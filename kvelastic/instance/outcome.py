@@ -26,7 +26,7 @@ from kvelastic.segment import Answer, Request
 
 
 class Verdict(str, Enum):
-    """See the module; the values are those of the REST interface."""
+    """The verdict on a request; the values are used by the REST interface."""
 
     APPLIED = "applied"
     ASLEEP = "asleep"
@@ -40,14 +40,14 @@ class Verdict(str, Enum):
 
 
 HOLDS: Final = frozenset({Verdict.APPLIED, Verdict.ASLEEP})
-"""It is as was asked, now or when the instance wakes."""
+"""The request holds, now or when the instance wakes."""
 MAY_HOLD: Final = frozenset({Verdict.SHRINKING, Verdict.PENDING, Verdict.UNKNOWN})
-"""It is not yet so. With every other verdict it is not, and will not be."""
+"""The request may still come to hold. With every other verdict it never will."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verdict, and what it rests on."""
+    """A verdict and the values it is based on."""
 
     verdict: Verdict
     reason: str = ""

@@ -1,7 +1,7 @@
 """One instance as a flat row of plain values, the same for people and programs.
 
-The keys of `Row` are the schema of `kvctl list --json` (docs/kvctl.md); none is ever left out, and
-what is not known is None.
+The keys of `Row` are the schema of `kvctl list --json` (docs/kvctl.md); none is ever omitted, and
+unknown values are None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DeviceUseRow(TypedDict):
-    """What an instance has on one of its devices; None where it is in no ledger there."""
+    """An instance's memory on one device; values are None without a ledger there."""
 
     device: str
     copies: int
@@ -36,7 +36,7 @@ class Row(TypedDict):
 
     name: str
     ipc: str
-    """The same as `name`, as programs written for kvcached read it."""
+    """Equal to `name`; programs written for kvcached read this key."""
     alive: bool
     state: str
     asleep: bool | None
@@ -78,7 +78,7 @@ class Row(TypedDict):
     tier_policy: str | None
     """When blocks are copied to them; None where `tiers` is empty."""
     tier_blocks: dict[str, int] | None
-    """What became of its blocks since they were opened (`BlockCounts`)."""
+    """Counts of its blocks since the tiers were opened (`BlockCounts`)."""
     pid: int | None
     uid: int | None
     uuid: str | None
@@ -116,7 +116,7 @@ def row_of(status: InstanceStatus) -> Row:
 
 
 def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
-    """What it has on each of its devices."""
+    """Return the instance's memory on each of its devices."""
     return [
         DeviceUseRow(
             device=use.device,

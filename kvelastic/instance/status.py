@@ -34,7 +34,7 @@ UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
 """The limit of an instance that has none; it may use its whole device."""
 
 ENDED: Final = frozenset({"dead", "unreadable"})
-"""Values of `life` of which nothing more is to be expected."""
+"""Values of `life` that are final."""
 
 
 _PARTS: Final = ("mapped_bytes", "in_use_bytes", "cached_bytes", "parked_bytes")
@@ -58,20 +58,20 @@ class DeviceShare:
     granted_bytes: int
     """What the ledger lets it hold."""
     asked_bytes: int
-    """What it lacks and waits for."""
+    """Memory that it has requested and waits for."""
     asked_s: float
     """How long it has waited."""
     wanted_bytes: int
-    """What others have asked of it and have not got yet."""
+    """Memory that others have requested from it and not yet received."""
     idle_s: float
     """Since its last alloc or free."""
     reserved_bytes: int = 0
-    """What it holds there besides its KV cache while it is awake."""
+    """Memory held there besides its KV cache while awake."""
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What an instance has on one of its devices."""
+    """An instance's memory on one device."""
 
     device: str
     copies: int
@@ -96,7 +96,7 @@ class InstanceStatus:
     """Of the newest request: applied, shrinking, refused, pending, or failed (its memory has
     failed); of one that is not alive its `life`."""
     request_state: str = "applied"
-    """The same, whatever its `life` is."""
+    """Equal to `state`, but independent of `life`."""
     reason: str = ""
     """Why the state is refused, failed or unreadable."""
     is_known: bool = True
@@ -110,15 +110,15 @@ class InstanceStatus:
     """As the operator set it; `capacity_bytes` where there is no limit."""
     is_limited: bool = True
     effective_limit_bytes: int = 0
-    """What it keeps to now (see the module)."""
+    """The limit in effect now (see the module)."""
     is_squeezed: bool = False
     """It keeps to less than its limit: others are owed memory, or the machine has too little."""
     requested_limit_bytes: int | None = None
-    """Of the newest request that named one, whatever came of it; None: nobody has asked."""
+    """The newest requested limit, whatever its outcome; None without a request."""
     over_bytes: int = 0
     """Still to be given back to meet the effective limit."""
     min_bytes: int = 0
-    """The guarantee: others never take what is below it."""
+    """The guarantee: other instances never take memory below it."""
     priority: int = 0
 
     capacity_bytes: int = 0
@@ -147,7 +147,7 @@ class InstanceStatus:
     first_needs_bytes: int = 0
     """The least limit that lets the first of them run; 0: not known."""
     first_may_need_bytes: int = 0
-    """The same at its end, if its answer is as long as it may be."""
+    """Its need at the end of a response of maximum length."""
 
     revision: int = 0
     """Of the newest request."""
@@ -168,9 +168,9 @@ class InstanceStatus:
     shares: tuple[DeviceShare, ...] = ()
     """Its places in ledgers; empty where it is in none, or in none that can be read."""
     uses: tuple[DeviceUse, ...] = ()
-    """What it has on each device, that of the lowest rank first."""
+    """Its memory on each device, the lowest rank's device first."""
     shown_tiers: TiersFigures | None = None
-    """What its tiers keep and have done; None where it has none, or none that can be read."""
+    """Statistics of its tiers; None without tiers or without a readable status file."""
 
     @property
     def is_alive(self) -> bool:
@@ -222,7 +222,7 @@ class InstanceStatus:
 
     @property
     def spare_bytes(self) -> int:
-        """What makes way when memory is needed."""
+        """Memory that can be reclaimed without preempting requests."""
         return self.parked_bytes + self.set_aside_bytes + self.cached_bytes
 
     @property
@@ -242,12 +242,12 @@ class InstanceStatus:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """What it holds besides its KV cache while it is awake; None where it is in no ledger."""
+        """Memory held besides its KV cache while awake; None without a ledger."""
         return sum(share.reserved_bytes for share in self.shares) if self.shares else None
 
     @property
     def asked_bytes(self) -> int | None:
-        """What it lacks and waits for; None where it is in no ledger."""
+        """Memory that it has requested and waits for; None without a ledger."""
         return sum(share.asked_bytes for share in self.shares) if self.shares else None
 
     @property
@@ -284,7 +284,7 @@ def status_of(
     request_state = _request_state(answer, request)
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     is_limited = limit_bytes != UNLIMITED_BYTES
-    # The record counts what is set aside as in use, by bytes; by blocks it tells them apart.
+    # The control block counts reserved blocks as used bytes, but counts blocks separately.
     taken = usage["blocks_in_use"] + usage["blocks_reserved"]
     set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])

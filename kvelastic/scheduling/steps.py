@@ -8,7 +8,7 @@ was in flight when they were given back has ended. Such a pin is *ordered*: the 
 blocks again at once::
 
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
-                              (pinned: step 8 is on its way)
+                              (pinned: step 8 is in flight)
 
 Pure bookkeeping; used by the scheduler's thread only.
 """
