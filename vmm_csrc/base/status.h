@@ -13,8 +13,7 @@ namespace kvelastic {
 
 /// The stable codes of kvelastic/errors.py that native code returns.
 enum class Errc : std::uint8_t {
-  kInvalidArgument,    ///< a value that is never accepted; the message names it and the accepted
-                       ///< values
+  kInvalidArgument,    ///< a value that is never accepted; the message names it
   kOutOfMemory,        ///< the device (or the machine) has no memory for another page
   kMapping,            ///< the driver refused a map, an unmap or a reservation
   kPoolFailed,         ///< a rollback failed: the pool refuses further work, the process continues
