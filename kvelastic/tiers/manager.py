@@ -1,15 +1,15 @@
-"""Tiers of one pool: what is found in them, what is loaded from them, what leaves for them.
+"""Tiers of one pool: look up, load and demote blocks.
 
     tiers = open_tiers(pool, settings, namespace, staging)      # see `opening`
     with tiers.match(keys) as match:
         ids = blocks.alloc(match.count)
         load = tiers.load(match, ids)
-    load.wait(1.0)                                       # load.failed: places to be computed
+    load.wait(1.0)                                       # load.failed: indices to compute
     tiers.close()
 
-Nothing here raises for what a tier's medium does: what cannot be read is a miss, what cannot be
-written was not stored, and both are counted. Any thread may call anything. `match`, `load` and the
-properties do not wait for a medium, as long as the stores keep their word.
+No method raises because a tier's medium failed. A failed read counts as a miss, a failed write as
+not stored. All methods are thread-safe. `match`, `load` and the properties do not wait for a
+medium, provided that the stores keep their contract.
 """
 
 from __future__ import annotations
@@ -52,51 +52,58 @@ from kvelastic.tiers.write_behind import WriteBehind
 _log = logging.getLogger("kvelastic")
 
 CLOSE_S = 5.0
+"""Default timeout of `close` and `drain`."""
 EXIT_S = 2.0
-"""The same at the end of a process that has not closed its tiers."""
+"""Timeout of the `close` at process exit, if the process has not closed its tiers."""
 ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
-"""Blocks of one read at least: deep enough for a disk."""
+"""Minimum number of blocks in one read: a sufficient queue depth for a disk."""
 LOAD_BATCH_BYTES = 8 << 20
-"""Of one read, where blocks are small: each read and each copy has a price of its own."""
+"""Target size of one read of small blocks. It amortizes the fixed cost of each read and copy."""
 LOAD_BATCHES = 4
-"""Of one load at least: while one is copied to the device the next is read."""
+"""Number of batches a long load is split into, so that reads overlap copies to the device."""
 
 _LOOK_S = 0.25
-"""How often it looks whether a tier that it waits for is stalled."""
+"""Interval at which a waiting call checks whether the tier has stalled."""
 
 _T = TypeVar("_T")
 
 
 class NamedBlocks(Copies, LeavingBlocks, Protocol):
-    """The native pool, as far as tiers use it."""
+    """The part of the native pool that tiers use."""
 
     def name_blocks(self, ids: Sequence[int], keys: bytes) -> None:
-        """The keys of blocks in use."""
+        """Assign keys to blocks in use."""
 
     def mark_clean(self, ids: Sequence[int], keys: bytes) -> int:
-        """They have copies now, if they still have these keys."""
+        """Mark the blocks that still have these keys as clean. Returns how many were marked."""
 
     def forget_copies(self) -> int:
-        """No block has a copy any more."""
+        """Mark every block as having no copy. Returns how many had one."""
 
     def clean(self, timeout_s: float) -> int:
-        """Have all copied that is cached under keys; answers how many blocks have no copy then."""
+        """Copy all cached blocks that have keys. Returns how many blocks still have no copy."""
 
     def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
-        """Evictions count as demoted or dropped, and shrinking waits for copies."""
+        """Count evictions as demoted or dropped, and let shrinking wait for copies.
+
+        The arguments bound that wait, by the reason for shrinking.
+        """
 
 
 class Observer(Protocol):
-    """Who shows tiers to others, and ends before they do."""
+    """An object that uses the tiers and must be closed before they are."""
 
     def close(self) -> None:
-        """Ask nothing of the tiers any more. Repeatable."""
+        """Stop using the tiers. Idempotent."""
 
 
 class Tiers:
-    """See the module. `stores` are nearest first, and belong to it."""
+    """The tiers of one pool. Thread-safe.
+
+    `stores` are nearest first. The tiers own them and close them.
+    """
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class Tiers:
     ) -> None:
         """Enters the namespace in every store and starts the threads.
 
-        Raises `InvalidArgumentError` for a store of other records than staging's.
+        Raises `InvalidArgumentError` if the record size of a store differs from that of staging.
         """
         for store in stores:
             if store.record_bytes != staging.record_bytes:
@@ -128,7 +135,7 @@ class Tiers:
         self._lineage = Lineage()
         self._lookup = Lookup(stores)
         self._lock = threading.Lock()
-        """Guards the counts, the namespace and the open matches; no other lock is taken inside."""
+        """Guards the counts, the namespace and the epoch. No other lock is taken inside it."""
         self._matched = self._unmatched = self._loaded = self._missed = 0
         deadlines = self._rules.deadlines
         blocks.use_tiers(
@@ -137,11 +144,12 @@ class Tiers:
             sleep_wait_s=deadlines.sleep_s,
         )
         self._epoch = 0
-        """Goes up when records are erased: what was read before is no copy after."""
+        """Incremented on each erasure. A record read in an earlier epoch no longer counts as a copy
+        of its block."""
         self._is_closed = False
         self._observers: list[Observer] = []
         self._late: dict[int, threading.Thread] = {}
-        """By tier, the last call that was not waited for any longer."""
+        """For each tier, the thread of the last call that timed out."""
         for store in stores:
             store.enter(namespace)
         self._executor = Executor(
@@ -160,7 +168,8 @@ class Tiers:
             parents=self._lineage.parents,
             clock=clock,
         )
-        # A process that forgets to close it ends with no thread inside a store or the pool.
+        # If the process does not close its tiers, no thread may be inside a store or the pool when
+        # the interpreter exits.
         self._pid = os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -168,20 +177,21 @@ class Tiers:
         if self._pid == os.getpid():  # a forked child has none of the threads
             self.close(EXIT_S)
 
-    # --- looking and loading -------------------------------------------------------------------
+    # --- lookup and load -----------------------------------------------------------------------
 
     @property
     def namespace(self) -> Namespace:
-        """The one that keys are made for now."""
+        """The current namespace. The engine makes keys for it."""
         with self._lock:
             return self._namespace
 
     def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Match:
-        """Find and hold the leading keys that lie in tiers, each in the nearest that has it.
+        """Find and hold the leading keys that are in tiers, each in the nearest tier that has it.
 
-        The keys continue one another, and the first one continues `chain_after` (NO_KEY: it begins
-        a prompt). Release the match when the step ends. A tier that hangs or is slower than
-        computing is not asked.
+        Each key continues the previous one. The first key continues `chain_after`; NO_KEY means
+        that it begins a prompt. Release the match when the step ends. A tier is skipped if it is
+        stalled or if computing the blocks is faster. Raises `InvalidArgumentError` if the length
+        of `keys` is not a multiple of `KEY_BYTES`.
         """
         count, rest = divmod(len(keys), KEY_BYTES)
         if rest:
@@ -206,12 +216,12 @@ class Tiers:
         )
 
     def load(self, match: Match, ids: Sequence[int]) -> Load:
-        """Begin to load the first `len(ids)` keys of a match into these blocks, which are in use.
+        """Start loading the first `len(ids)` keys of a match into these blocks. Never blocks.
 
-        What the match holds stays held until the load is done. The blocks are
-        named by their keys, and those that were loaded count as clean under them. Of a match from
-        before `erase` or `forget` nothing is loaded, though its leases may still keep it. Raises
-        `InvalidArgumentError` for more blocks than the match has keys.
+        The blocks must be in use. They receive the keys of the match, and loaded blocks are marked
+        clean. The match stays held until the load is done. If `erase` or `forget` was called since
+        the match was made, the load loads nothing. Raises `InvalidArgumentError` if there are more
+        blocks than the match has keys.
         """
         if len(ids) > match.count:
             raise InvalidArgumentError(
@@ -230,13 +240,14 @@ class Tiers:
             copies=self._rules.copies,
         )
         if not self._is_current(match.epoch):
-            # Loaded, it would also be put into a nearer tier once more, for others to find.
+            # A load also promotes records to a nearer tier, where others would find them again.
             graph = Graph((), len(ids))
         keys = match.keys[: len(ids) * KEY_BYTES]
         parents = [match.chain_after, *(_key(keys, at) for at in range(len(ids) - 1))]
         let_go = match.hold()
         try:
-            # Now, while they are surely in use: what fails is computed, under the same key.
+            # Name the blocks now, while they are certainly in use. The engine computes blocks that
+            # fail to load, under the same key.
             self._blocks.name_blocks(ids, keys)
             run = self._executor.submit(
                 Transfer(graph, keys, tuple(ids), parents[: len(ids)]), Priority.LOAD
@@ -252,18 +263,21 @@ class Tiers:
                 let_go()
 
         run.on_complete(note)
-        if not self._is_current(match.epoch):  # erased in between, which did not see this run
+        if not self._is_current(match.epoch):  # an erasure in between did not see this run
             run.cancel()
         return Load(ids, run)
 
     def _load_batch(self, count: int) -> int:
-        """Blocks of one read of a load of `count`; staging has room for four of them."""
+        """Return the number of blocks in one read of a load of `count` blocks.
+
+        At most a quarter of the staging slots, so that several reads fit.
+        """
         of_bytes = LOAD_BATCH_BYTES // self._staging.record_bytes
         batch = max(LOAD_BATCH, min(of_bytes, -(-count // LOAD_BATCHES)))
         return min(batch, max(1, self._staging.slots // 4))
 
     def _is_current(self, epoch: int) -> bool:
-        """Whether nothing was erased since."""
+        """Return whether nothing was erased since `epoch`."""
         with self._lock:
             return epoch == self._epoch
 
@@ -272,23 +286,25 @@ class Tiers:
         with self._lock:
             self._loaded += len(loaded)
             self._missed += len(run.loaded) - len(loaded)
-        # Those that have another key by now, or none, are left alone.
+        # The pool skips blocks that have another key by now, or none.
         if loaded and self._is_current(epoch):
             transfer = run.transfer
             self._blocks.mark_clean([transfer.ids[at] for at in loaded], transfer.keys_of(loaded))
 
     def clean_all(self, timeout_s: float) -> int:
-        """Copy whatever is cached under keys to tiers now; answers how many blocks have no copy.
+        """Copy all cached blocks that have keys to tiers. Returns how many blocks have no copy.
 
-        For an engine that is about to give its cache up by itself, as vLLM before it sleeps.
-        Blocks, `timeout_s` and one copy at most.
+        For an engine that is about to drop its cache, such as vLLM before it sleeps. Blocks for at
+        most `timeout_s` plus one copy.
         """
         return self._blocks.clean(timeout_s)
 
     def clean_before_exit(self, timeout_s: float) -> int:
-        """As `clean_all`, also to farther tiers, which may be all that the next start finds.
+        """Copy all cached blocks that have keys to tiers, including the farther tiers.
 
-        Warns of copies that those lack after `timeout_s`.
+        After a restart the engine may find only the farther tiers. Returns how many blocks have no
+        copy. Logs a warning if copies to farther tiers are incomplete after `timeout_s`. Blocks
+        for at most `timeout_s` plus one copy.
         """
         until_s = time.monotonic() + timeout_s
         left = self.clean_all(timeout_s)
@@ -297,36 +313,43 @@ class Tiers:
         return left
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """The engine has computed so many blocks in so long: what a tier has to beat."""
+        """Report that the engine computed `blocks` blocks in `seconds`.
+
+        Tiers that load more slowly are skipped.
+        """
         self._costs.computed(blocks, seconds)
 
     @property
     def compute_s(self) -> float | None:
-        """What computing a block takes, seconds; None before the engine said."""
+        """Seconds to compute one block; None until the engine has reported a measurement."""
         return self._costs.compute_s
 
     def note_prompt(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> None:
-        """Keys that continue one another: those of a prompt that was not looked up here."""
+        """Record the order of the keys of a prompt that was not looked up with `match`.
+
+        Each key continues the previous one, and the first one continues `chain_after`.
+        """
         self._lineage.note(keys, chain_after)
 
     # --- forgetting ----------------------------------------------------------------------------
 
     def forget(self) -> Namespace:
-        """End this generation: nothing stored so far is found any more. Answers the new namespace.
+        """Start a new generation, in which no stored record is found. Returns the new namespace.
 
-        For a reset of the prefix cache, and for weights or adapters that change in place. Keys are
-        to be made for the answer from now on. What lies in this process's own memory is erased;
-        what others share is displaced in time, or erased by `erase`, and a restart finds it again.
-        Waits for a copy that runs.
+        Use it to reset the prefix cache, or when weights or adapters change in place. The engine
+        must make all further keys for the new namespace. Records in this process's own memory are
+        erased. Records in other tiers remain until they are evicted or removed by `erase`, and a
+        restarted engine finds them again. Blocks: waits for running copies and writes, and up to
+        a minute for the stores.
         """
         with self._quiet():
             with self._lock:
                 old = self._namespace
-                # At random: another process that counts from the same start must not meet this.
+                # Random: a counter could collide with that of another process.
                 self._namespace = replace(old, generation=secrets.randbits(62))
                 new = self._namespace
                 self._epoch += 1
-            # Also one that is stalled: it is entered when its disk returns.
+            # Include stalled stores: the call takes effect when the disk responds.
             self._in_stores(lambda store: store.enter(new), ERASE_S, also_stalled=True)
             own = [tier for tier, store in enumerate(self._stores) if store.name == "host"]
             self._in_stores(
@@ -338,12 +361,10 @@ class Tiers:
         return new
 
     def erase(self, selection: Selection | None = None) -> dict[str, int]:
-        """Forget records in every tier; answers how many, by tier.
+        """Erase records in every tier. Returns the number of erased records by tier name.
 
-        None: all of this namespace, in all of its generations.
-
-        A tier that is stalled, or does not answer within a minute, is left out of the answer and
-        logged. Blocks.
+        `selection` None selects the current namespace in all its generations. A tier that is
+        stalled, or takes longer than a minute, is logged and missing from the result. Blocks.
         """
         if selection is None:
             selection = Selection(namespace=self.namespace, every_generation=True)
@@ -354,9 +375,10 @@ class Tiers:
         return counts
 
     def erase_by_place(self, selection: Selection) -> dict[int, int]:
-        """The same, by the places of the tiers: of one kind there may be several.
+        """Erase records in every tier. Returns the number of erased records by tier index.
 
-        A tier that is not ready is left out, unless the selection is of all namespaces.
+        Unlike names, indices are unique. A tier that is not ready is skipped, unless the selection
+        covers all namespaces. Otherwise behaves like `erase`.
         """
         chosen = [
             tier
@@ -385,10 +407,11 @@ class Tiers:
         *,
         also_stalled: bool = False,
     ) -> dict[int, _T]:
-        """Call something of each store, in a thread for each: one that hangs holds nobody up.
+        """Run `call` on each store, in one thread per store. Returns the results by tier index.
 
-        A store that is stalled is left out, unless `also_stalled`, and is not waited for. So is one
-        in which an earlier call of this kind still hangs: such threads do not pile up.
+        Skips stalled stores, including those in which an earlier call of this method still hangs,
+        so that threads do not accumulate. With `also_stalled`, calls them but does not wait for
+        them. Blocks for at most `timeout_s`. A store that is late or raises has no result.
         """
         answers: dict[int, _T] = {}
         chosen = [
@@ -426,15 +449,15 @@ class Tiers:
         return dict(answers)
 
     def _is_stalled(self, tier: int) -> bool:
-        """Whether a call to the store hangs: one of the executor's, or an earlier one of these."""
+        """Return whether a call to the store hangs, of the executor or of `_in_stores`."""
         self._executor.look()
         late = self._late.get(tier)
         return tier in self._executor.stuck_tiers or (late is not None and late.is_alive())
 
-    # --- the rest ------------------------------------------------------------------------------
+    # --- statistics and shutdown ---------------------------------------------------------------
 
     def _tiers_that_take(self) -> list[int]:
-        """Those that demotion writes to now."""
+        """Return the tiers that accept demoted blocks now, nearest first."""
         stuck = set(self._executor.stuck_tiers)
         return [
             tier
@@ -443,7 +466,10 @@ class Tiers:
         ]
 
     def _nearest_capacity(self) -> int | None:
-        """How many records the nearest tier can hold; None: others decide."""
+        """Return how many records the nearest tier can hold.
+
+        None if there is no tier, if its store uses a file system or a server, or has no limit.
+        """
         nearest = next(iter(self._stores), None)
         if nearest is None or nearest.asks_medium:
             return None
@@ -455,7 +481,10 @@ class Tiers:
             self._costs.loaded(tier, blocks, seconds)
 
     def statistics(self) -> TiersStatistics:
-        """What was done, and what lies where. Waits a second at most for a store that hangs."""
+        """Return counters and the usage of each tier.
+
+        Waits at most 1 s each for the capacities and the statistics of the stores.
+        """
         return self.statistics_with(
             self._in_stores(lambda store: store.capacity(), 1.0, also_stalled=True),
             self._in_stores(lambda store: store.statistics(), 1.0, also_stalled=True),
@@ -464,7 +493,10 @@ class Tiers:
     def statistics_with(
         self, capacities: Mapping[int, Capacity], figures: Mapping[int, StoreStatistics]
     ) -> TiersStatistics:
-        """The same with what stores have said, by their places. Asks none, and does not wait."""
+        """Return the statistics, with given results of the stores, by tier index.
+
+        Does not call the stores and does not wait.
+        """
         stuck = set(self._executor.stuck_tiers)
         pool = self._blocks.stats()
         counts: DemotionCounts = self._demoter.counts
@@ -498,22 +530,22 @@ class Tiers:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """Nearest first. They belong to this: not to be closed."""
+        """The stores, nearest first. The tiers own them; do not close them."""
         return self._stores
 
     @property
     def rules(self) -> Rules:
-        """What it goes by."""
+        """The rules for demotion."""
         return self._rules
 
     def attach(self, observer: Observer) -> None:
-        """It is closed before the tiers are."""
+        """Register an observer. `close` closes it before the tiers."""
         self._observers.append(observer)
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until nothing is on its way, also to farther tiers; return whether nothing is.
+        """Wait until no transfer is open and no copy to a farther tier is pending.
 
-        Blocks `timeout_s` at most.
+        Returns whether that was reached. Blocks for at most `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         if not self._behind.drain(timeout_s):
@@ -521,10 +553,10 @@ class Tiers:
         return self._executor.drain(max(0.0, until_s - time.monotonic()))
 
     def check_integrity(self) -> None:
-        """Every part's own check, and every store's. Raises `IntegrityError`, also for a store that
-        is stalled or does not answer within a minute: it was not compared.
+        """Check the executor and every store. Raises `IntegrityError` for the first mismatch.
 
-        Nothing is demoted meanwhile. Blocks.
+        Also raises it for a store that is stalled or takes longer than a minute, since that store
+        was not checked. Demotion is paused during the check. Blocks.
         """
         with self._quiet():
             self._executor.check_integrity()
@@ -540,10 +572,12 @@ class Tiers:
                 raise problem
 
     def close(self, timeout_s: float = CLOSE_S) -> list[str]:
-        """End the threads and close the stores. Answers what hangs and is left behind. Repeatable.
+        """Stop the threads and close the stores. Idempotent.
 
-        What waits for a farther tier is given up; `drain` waits for it. Waits `timeout_s` for each
-        of these copies, the demoter and the stores at most. Call it before the pool is closed.
+        Returns the names of the parts that hang and were abandoned. Pending copies to farther tiers
+        are discarded; call `drain` first to wait for them. Waits at most `timeout_s` each for
+        running copies to farther tiers, the demoter, the lookups and the stores. Call it before
+        the pool is closed.
         """
         with self._lock:
             if self._is_closed:
@@ -559,7 +593,10 @@ class Tiers:
 
 
 class _Quiet:
-    """Nothing is being put anywhere inside."""
+    """A context in which no record is written to any store.
+
+    On entry it pauses demotion and waits for running writes.
+    """
 
     def __init__(self, demoter: Demoter, executor: Executor) -> None:
         self._paused = demoter.paused()
@@ -575,7 +612,7 @@ class _Quiet:
 
 
 def _problem_of(store: Store) -> KvelasticError | None:
-    """What its own check finds."""
+    """Return the error that the store's integrity check raises, or None."""
     try:
         store.check_integrity()
     except KvelasticError as error:
