@@ -1,22 +1,22 @@
-"""The contract of a store: what keeps demoted blocks, one record a block.
+"""The interface of a store, which keeps demoted blocks as one record per block.
 
-    store.enter(namespace)                       # records put from now on belong to it
+    store.enter(namespace)                       # further records belong to it
     stored = store.put(keys, records)            # records: one view for each key
-    with store.lease(keys) as lease:             # the leading keys that are there
+    with store.lease(keys) as lease:             # the leading keys that are stored
         whole = store.get(keys[: lease.count * KEY_BYTES], into)
 
-A key is 16 bytes and cumulative: it stands for all the tokens up to the end of its block, and for
-the namespace. Keys are passed side by side in one `bytes`; no parser and no object for each is on
-the path of a lookup. A record is the bytes of one block in all its buffers and all ranks;
-all records of one store have the same size.
+A key has 16 bytes and is cumulative: it identifies the namespace and all tokens up to the end of
+its block. Keys are concatenated in one `bytes`, so that a lookup creates no object per key. A
+record holds the bytes of one block in all its buffers and on all ranks. All records of one store
+have the same size.
 
-A store never raises for what its medium does: a disk that is full, an error of a device, a server
-that is gone. What cannot be read is not there; what cannot be written was not stored; both are
-counted (`statistics().errors`). It raises `InvalidArgumentError` for a caller's mistake: keys that
-are not whole, views of another size.
+A store never raises for a failure of its medium, such as a full disk, a device error or a server
+that is unreachable. A failed read counts as a miss, a failed write as not stored, and both are
+counted in `statistics().errors`. A store raises `InvalidArgumentError` for a caller's mistake:
+incomplete keys, or views of the wrong size.
 
-Any thread may call any method; calls may block as long as the medium takes, `has` and `lease` of a
-bounded store never do: they look at an index in memory.
+All methods are thread-safe. Calls may block for as long as the medium takes. If `asks_medium` is
+False, `has` and `lease` only use an index in memory and do not block.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from kvelastic.tiers.namespace import Namespace
 
 KEY_BYTES = 16
 NO_KEY = bytes(KEY_BYTES)
-"""The key of no block."""
+"""Not a valid key: it stands for "no block"."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a store holds, and may hold. `limit_bytes` is None where others decide that."""
+    """The usage and the limit of a store.
+
+    `limit_bytes` is None if the store has no limit here, for example because a server sets it.
+    """
 
     used_bytes: int
     limit_bytes: int | None
@@ -46,20 +49,20 @@ class Capacity:
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """What a store has done since it was opened. Counts are of records."""
+    """Counters of a store since it was opened. Unless named otherwise, they count records."""
 
     puts: int = 0
     """Records stored."""
     refused: int = 0
-    """Records that were not stored: no room that may be taken, a budget, a medium that failed."""
+    """Records not stored: nothing could be evicted, budget exhausted, or the medium failed."""
     hits: int = 0
-    """Records read whole."""
+    """Records read successfully."""
     misses: int = 0
-    """Records asked for that are not there."""
+    """Requested records that were not stored."""
     torn: int = 0
-    """Records found that are not whole: torn, truncated, flipped. They count as misses, too."""
+    """Records found torn, truncated or corrupt. They also count as misses."""
     evicted: int = 0
-    """Records displaced by others, or by a lower limit."""
+    """Records evicted for other records or by a lower limit."""
     errors: int = 0
     """Calls to the medium that failed."""
     bytes_written: int = 0
@@ -68,16 +71,16 @@ class StoreStatistics:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records to erase; what is None does not restrict."""
+    """Which records to erase. A field that is None does not restrict the selection."""
 
     namespace: Namespace | None = None
     model: str | None = None
     older_than_s: float | None = None
     every_generation: bool = False
-    """Whether records of the other generations of `namespace` are selected, too."""
+    """Whether to select records of all generations of `namespace`."""
 
     def names(self, namespace: Namespace) -> bool:
-        """Whether records of this namespace are selected, if they are old enough."""
+        """Return whether records of this namespace are selected, ignoring their age."""
         if self.model not in (None, namespace.model):
             return False
         if self.namespace is None:
@@ -88,23 +91,23 @@ class Selection:
 
 
 class Unerased(NamedTuple):
-    """What may be left of an erasure, as text for an operator; empty where nothing is."""
+    """Text for an operator on records that an erasure may have left. Empty: none."""
 
     failed: str = ""
-    """The medium refused it: another erasure tries it again."""
+    """Records that the medium failed to erase. Another erasure retries them."""
     elsewhere: str = ""
-    """It belongs to other engines: ask these."""
+    """Records that belong to other engines and must be erased there."""
 
 
 class Lease(ABC):
-    """Keys that stay readable until `release()`: no other record displaces them."""
+    """Keys that stay readable until `release()`: the store does not evict their records."""
 
     count: int
-    """How many leading keys of those asked for are held."""
+    """How many of the requested keys are held, counted from the first."""
 
     @abstractmethod
     def release(self) -> None:
-        """End it. Repeatable."""
+        """Release the keys. Idempotent."""
 
     def __enter__(self) -> Lease:
         return self
@@ -119,33 +122,36 @@ class Lease(ABC):
 
 
 class Reservation(ABC):
-    """Places for records that are on their way: nobody else puts these keys meanwhile.
+    """Slots reserved for records that will be put, exclusively for the holder.
 
-    A `put` of such a key fills its place. Until then it is not there to `has`, `lease` and `get`,
-    and there already to another `reserve`.
+    `put` of a reserved key fills its slot. Until then `has`, `lease` and `get` do not find the key,
+    and another `reserve` treats it as present.
     """
 
     slots: Sequence[int]
-    """Where each new record will lie, as the store numbers it; below 0 elsewhere."""
+    """The store's slot number for each new record. Negative if the key has no slot."""
 
     @property
     @abstractmethod
     def is_new(self) -> Sequence[bool]:
-        """For each key asked for, whether it is to be put; else it is there, or on its way."""
+        """For each requested key, whether the holder must put it.
+
+        False if the key is stored or reserved already.
+        """
 
     @property
     def first_new(self) -> int | None:
-        """The place of the first key that is to be put."""
+        """Index of the first key that the holder must put, or None."""
         is_new = self.is_new
         return is_new.index(True) if True in is_new else None
 
     @abstractmethod
     def release(self) -> None:
-        """Give up the places that were not filled. Repeatable."""
+        """Release the slots that were not filled. Idempotent."""
 
 
 class Promise(Reservation):
-    """Of a store that decides at each `put` and reserves nothing."""
+    """The reservation of a store that has no slots and allocates at each `put`."""
 
     def __init__(self, there: Sequence[bool]) -> None:
         self._there = there
@@ -153,39 +159,39 @@ class Promise(Reservation):
 
     @property
     def is_new(self) -> Sequence[bool]:
-        """As `Reservation.is_new`."""
+        """For each key, whether it was missing when the reservation was made."""
         return [not is_there for is_there in self._there]
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no slot is held."""
 
 
 class Store(ABC):
-    """Where demoted blocks lie. See the module for what holds of every method."""
+    """A store of demoted blocks. The module states the rules for errors and threads."""
 
     name: str
-    """As in KVELASTIC_TIERS, commands and metrics: host, disk, folder, mooncake."""
+    """The kind, as in KVELASTIC_TIERS, commands and metrics: host, disk, folder, mooncake."""
     record_bytes: int
     asks_medium: bool = False
-    """Whether `has` and `lease` ask a file system or a server, and so may block."""
+    """Whether `has` and `lease` use a file system or a server, and so may block."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether records of this engine can be read and written. Once true, it stays true."""
+        """Whether records of this engine can be read and written. Never returns to False."""
         return True
 
     @abstractmethod
     def enter(self, namespace: Namespace) -> None:
-        """Records put from now on belong to `namespace`."""
+        """Set the namespace of all further records."""
 
     @abstractmethod
     def has(self, keys: bytes) -> list[bool]:
-        """For each key, whether its record can be read now. Changes nothing."""
+        """For each key, return whether its record can be read now. Has no side effects."""
 
     def leading(self, keys: bytes) -> tuple[int, int]:
-        """How many leading keys can be read now, and how many of these can be or are on their way.
+        """Return the number of leading keys that are readable, and that are readable or reserved.
 
-        A store that reserves no places knows of none that are on their way. Changes nothing.
+        Both numbers are equal for a store without reservations. Has no side effects.
         """
         there = self.has(keys)
         ready = there.index(False) if False in there else len(there)
@@ -193,100 +199,112 @@ class Store(ABC):
 
     @abstractmethod
     def lease(self, keys: bytes) -> Lease:
-        """Hold the leading keys that are there. A use, to the policy of eviction.
+        """Hold the leading keys that are stored. Counts as a use in the eviction policy.
 
-        A store that others displace records of (a server's) cannot promise: `get` may still miss.
+        If other processes can evict records of the store (on a server), the lease guarantees
+        nothing: `get` may still miss.
         """
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
-        """Have places for all of these keys that are not there, or None: no key is new then.
+        """Reserve slots for all of these keys that are not stored.
 
-        Others are displaced for them as by `put`. A store without such places answers what is not
-        there, and decides when it is put.
+        Returns None, and reserves none, if there are not enough slots. Evicts other records as
+        `put` does. A store without slots only returns which keys are missing, and allocates at
+        `put`.
         """
         self._check_chain(chain_after)
         return Promise(self.has(keys))
 
     def evict(self, count: int) -> int:
-        """Displace `count` records by policy now; answers how many went. 0: others decide that."""
+        """Evict up to `count` records by policy. Returns how many were evicted.
+
+        Returns 0 if the store does not control eviction.
+        """
         return 0
 
     @abstractmethod
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """Store records; for each key, whether its record is there now (also from before).
+        """Store records. For each key, return whether its record is stored now, or was before.
 
-        With `chain_after` each key continues the one before it, and the first one continues
-        `chain_after` (NO_KEY: it begins a prompt): a store with an index evicts the ends of chains
-        first. A key becomes visible when its record is whole, never before. Reads `records` only
+        With `chain_after`, each key continues the previous one, and the first one continues
+        `chain_after` (NO_KEY: it begins a prompt). A store with an index evicts the ends of chains
+        first. A key becomes visible only when its record is complete. `records` are read only
         during the call.
         """
 
     @abstractmethod
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """Read records; for each key, whether its view holds the whole record.
+        """Read records. For each key, return whether its view holds the complete record.
 
-        What a view holds after False is undefined.
+        If False, the contents of the view are undefined.
         """
 
     @abstractmethod
     def erase(self, keys: bytes) -> int:
-        """Forget these; answers how many were there. Leased ones go when their leases end."""
+        """Erase the records of these keys. Returns how many were stored.
+
+        Leased records are erased when their leases end.
+        """
 
     @abstractmethod
     def erase_matching(self, selection: Selection) -> int:
-        """Forget every record that `selection` names; answers how many.
+        """Erase every record that `selection` names. Returns how many were erased.
 
-        Damaged records count, too: it is not known whose they were. `unerased` says what is left.
+        Also erases and counts damaged records, because their owner is unknown. `unerased` reports
+        what is left.
         """
 
     def unerased(self) -> Unerased:
-        """What the last erasures have not removed."""
+        """Return which records the last erasures could not remove."""
         return Unerased()
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """What it holds now."""
+        """Return the current usage and the limit."""
 
     @property
     def least_limit_bytes(self) -> int:
-        """The lowest limit with which it keeps anything; 0 where others decide."""
+        """The lowest limit at which the store can hold a record; 0 if it has no limit here."""
         return 0
 
     @abstractmethod
     def set_limit(self, limit_bytes: int) -> None:
-        """Hold no more than this from now on; what is over it goes before this returns, by policy.
+        """Set the limit. Evicts records above it, by policy, before it returns.
 
-        Leased records go when their leases end. Raises `InvalidArgumentError` where others decide
-        the capacity.
+        Leased records are evicted when their leases end. Raises `InvalidArgumentError` if the
+        store does not control its capacity.
         """
 
     @abstractmethod
     def statistics(self) -> StoreStatistics:
-        """What it has done."""
+        """Return the counters since the store was opened."""
 
     def write_budget(self) -> tuple[int, int] | None:
-        """Bytes that may be written a day (UTC), and what is left of them; None: any number."""
+        """Return the bytes that may be written per UTC day and how many remain. None: no limit."""
         return None
 
     def problem(self) -> str:
-        """Return why the medium refuses some or all calls now, for an operator; empty: it works.
+        """Return, for an operator, why the medium refuses calls now. Empty: it works.
 
-        It is empty again once what failed works. Does not ask the medium.
+        Becomes empty when the failed operation works again. Does not access the medium.
         """
         return ""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Compare index, account and medium; raises `IntegrityError` naming what disagrees."""
+        """Compare index, counters and medium. Raises `IntegrityError` that names a mismatch."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; what survives is found at the next open. Repeatable."""
+        """Release all resources. Persistent records are found at the next open. Idempotent."""
 
     def _count_of(self, keys: bytes, views: Sequence[memoryview] | None = None) -> int:
-        """How many keys these are; raises `InvalidArgumentError` where they or views do not fit."""
+        """Return the number of keys.
+
+        Raises `InvalidArgumentError` for incomplete keys, or views that do not match them.
+        """
         count, rest = divmod(len(keys), KEY_BYTES)
         if rest:
             raise InvalidArgumentError(
@@ -305,7 +323,7 @@ class Store(ABC):
         return count
 
     def _check_chain(self, chain_after: bytes | None) -> None:
-        """Raises `InvalidArgumentError` unless that is a key."""
+        """Raises `InvalidArgumentError` if `chain_after` is neither None nor a key."""
         if chain_after is not None and len(chain_after) != KEY_BYTES:
             raise InvalidArgumentError(
                 f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"

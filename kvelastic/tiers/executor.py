@@ -1,19 +1,19 @@
-"""Runs graphs over all tiers: one thread for the pool's copies, and one for each store.
+"""Runs transfer graphs over all tiers: one thread for the pool's copies, one for each store.
 
     executor = Executor(copies, staging, stores)
     run = executor.submit(Transfer(graph, keys, ids), Priority.LOAD)
     run.wait(0.5); run.loaded
     executor.close(timeout_s=5)
 
-A store that hangs holds its own thread and the slots of one batch, nothing else: once a call has
-taken `stuck_s`, what waits for that store fails, and so does all that comes, until the call
-returns. What the pool copies is always waited for, because it touches blocks.
+A store that hangs holds only its own thread and the slots of one batch. When a call has taken
+`stuck_s`, the executor fails that operation and all operations queued for that store. It also fails
+new ones until the call returns. The pool's copies have no timeout, because they access blocks.
 
-A store that raises, against its contract, is taken for one that has nothing; the error is logged.
-Slots come back when the calls that use them have returned, and never before.
+A store must not raise. If it does, the executor logs the error and treats the result as empty.
+Slots are released only when all calls that use them have returned.
 
-Locks: one, `_changed`; no call to a store or to the pool is made with it held. `StagingSlots` has
-one of its own, taken inside. Any thread may call anything.
+There is one lock, `_changed`. No call to a store or to the pool is made with it held. The lock of
+`StagingSlots` is taken inside it. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from kvelastic.tiers.staging import StagingSlots
 _log = logging.getLogger("kvelastic")
 
 STUCK_S = 10.0
-"""A call to a store that takes longer is given up."""
+"""Timeout of a call to a store."""
 _LOOK_S = 0.25
-"""Who waits for a run looks after hanging stores so often."""
+"""Interval at which a thread that waits for a run checks for stalled stores."""
 
 Measured = Callable[[Kind, int, int, float], None]
-"""Told of each call that went well: kind, tier, blocks, seconds. Must be short."""
+"""Called after each successful call, with kind, tier, blocks and seconds. Must be short."""
 
 
 class _Worker:
-    """A thread, what waits for it, and what it is doing. The executor's lock guards all of it."""
+    """A thread, its queues and its current operation. Guarded by the executor's lock."""
 
     def __init__(self, name: str, tier: int, store: Store | None) -> None:
         self.name = name
         self.tier = tier
         self.store = store
-        # Those that fill staging slots wait apart: where there are none, the others, which give
-        # slots back, must not wait behind them.
+        # Operations that fill staging slots have their own queue. If no slots are free, operations
+        # that release slots must not wait behind them.
         self.filling: list[tuple[int, int, Run, int]] = []
         self.others: list[tuple[int, int, Run, int]] = []
         self.running: tuple[Run, int] | None = None
         self.began_s = 0.0
         self.is_given_up = False
-        """Whether what it is doing was given up: it hangs."""
+        """Whether the current call has timed out and still hangs."""
         self.thread: threading.Thread | None = None
 
 
 class Executor:
-    """See the module."""
+    """Runs transfers. Thread-safe."""
 
     def __init__(
         self,
@@ -74,7 +74,10 @@ class Executor:
         clock: Callable[[], float] = time.monotonic,
         measured: Measured | None = None,
     ) -> None:
-        """Starts the threads. `stores` are nearest first, and belong to it: `close` closes them."""
+        """Starts the threads. `stores` are nearest first.
+
+        The executor owns the stores: `close` closes them.
+        """
         self.slots = StagingSlots(memory.slots)
         self._copies = copies
         self._memory = memory
@@ -100,13 +103,13 @@ class Executor:
     def _all_workers(self) -> list[_Worker]:
         return [self._pool_worker, *self._workers]
 
-    # --- what others call ----------------------------------------------------------------------
+    # --- public methods ------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer, priority: Priority) -> Run:
-        """Begin a transfer. Never blocks.
+        """Start a transfer and return its run. Never blocks.
 
-        Raises `InvalidArgumentError` for one that does not fit together, names a tier that is not
-        there, or has a batch of more items than there are slots.
+        Raises `InvalidArgumentError` if the transfer is inconsistent, names a tier that does not
+        exist, or has a batch with more items than there are slots.
         """
         transfer.check()
         for operation in transfer.graph.operations:
@@ -134,7 +137,10 @@ class Executor:
         return run
 
     def wait(self, run: Run, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
-        """Until `is_reached` (with the lock held), `timeout_s` at most; answers what it says."""
+        """Block until `is_reached` returns true, for at most `timeout_s` (None: no limit).
+
+        Returns whether it did. `is_reached` is called with the lock held.
+        """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self.look()
@@ -149,14 +155,17 @@ class Executor:
                 self._changed.wait(left_s)
 
     def cancel(self, run: Run) -> None:
-        """As `Run.cancel`."""
+        """Cancel a run; see `Run.cancel`."""
         with self._changed:
             self._cancel(run)
             callbacks = self._settle(run)
         run.call(callbacks)
 
     def look(self) -> None:
-        """Give up what hangs. Short; whoever asks about a run does it."""
+        """Fail the operations of stores that hang. Never blocks.
+
+        Every query about a run calls it.
+        """
         settled: list[tuple[Run, list[Callable[[Run], None]]]] = []
         with self._changed:
             for worker in self._workers:
@@ -174,7 +183,7 @@ class Executor:
                     run.transfer.graph.operations[index].kind.value,
                     took_s,
                 )
-                # `cancel` may have ended the operation before; its call still hangs.
+                # `cancel` may already have ended the operation, although its call still hangs.
                 if run.states.of(index) is State.RUNNING:
                     self._enqueue(run, self._end(run, index, State.FAILED))
                     settled.append((run, self._settle(run)))
@@ -188,18 +197,18 @@ class Executor:
 
     @property
     def stuck_tiers(self) -> list[int]:
-        """Tiers whose store hangs."""
+        """Indices of the tiers whose store hangs."""
         with self._changed:
             return [worker.tier for worker in self._workers if worker.is_given_up]
 
     @property
     def open_runs(self) -> int:
-        """How many transfers are not over."""
+        """Number of transfers that are not over."""
         with self._changed:
             return len(self._runs)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no transfer is open, `timeout_s` at most; answers whether none is. Blocks."""
+        """Block until no transfer is open, for at most `timeout_s`. Returns whether none is."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self.look()
@@ -212,9 +221,10 @@ class Executor:
                 self._changed.wait(left_s)
 
     def settle_unawaited(self, timeout_s: float) -> bool:
-        """Cancel what nobody waits for, and wait until no store is being written to.
+        """Cancel pending operations that are not awaited, then wait until no store is written to.
 
-        Answers whether that was reached within `timeout_s`; what hangs is not waited for. Blocks.
+        Returns whether that was reached within `timeout_s`. Does not wait for stalled stores.
+        Blocks.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -242,10 +252,10 @@ class Executor:
         return run.transfer.graph.operations[index].kind is Kind.PUT
 
     def close(self, timeout_s: float = 5.0) -> list[str]:
-        """Cancel everything, end the threads and close the stores, each in its own thread.
+        """Cancel all transfers, stop the threads and close the stores, each in its own thread.
 
-        Waits `timeout_s` at most for all of them. Answers the names of stores that hang: their
-        threads are left behind, with what they hold. Repeatable.
+        Waits at most `timeout_s` in total. Returns the names of the stores that hang; their threads
+        are abandoned and keep their resources. Idempotent.
         """
         with self._changed:
             self._is_closing = True
@@ -274,7 +284,7 @@ class Executor:
         return left
 
     def check_integrity(self) -> None:
-        """Compare runs, batches and slots; raises `IntegrityError` naming what disagrees."""
+        """Check runs, batches and slots. Raises `IntegrityError` that names the first mismatch."""
         with self._changed:
             held: list[int] = []
             for run in self._runs:
@@ -300,7 +310,7 @@ class Executor:
                     f" {self.slots.count}"
                 )
 
-    # --- the lock is held ----------------------------------------------------------------------
+    # --- called with the lock held -------------------------------------------------------------
 
     def _worker_of(self, operation: Operation) -> _Worker:
         if operation.kind in POOL_COPIES:
@@ -313,8 +323,8 @@ class Executor:
                 continue
             operation = run.transfer.graph.operations[index]
             if not run.items_for(operation):
-                # Its predecessors have failed, or have done it. It must not wait for a thread that
-                # may be busy with a slow store.
+                # No item remains, because predecessors failed or already did the work. End it now:
+                # the thread may be busy with a slow store.
                 self._enqueue(run, self._end(run, index, State.CANCELLED))
                 continue
             worker = self._worker_of(operation)
@@ -328,7 +338,7 @@ class Executor:
         self._changed.notify_all()
 
     def _refuse(self, run: Run, index: int) -> None:
-        """A store that hangs is not asked."""
+        """Fail an operation, if it is ready, because its store hangs."""
         if run.states.is_ready(index):
             run.states.start(index)
             self._enqueue(run, self._end(run, index, State.FAILED))
@@ -357,12 +367,15 @@ class Executor:
             if run.states.of(index) is State.PENDING:
                 self._end(run, index, State.CANCELLED)
             elif operations[index].kind not in POOL_COPIES:
-                # Its call goes on over slots that stay taken; what it brings is dropped.
+                # The call continues and keeps its slots. Its result is discarded.
                 self._end(run, index, State.CANCELLED)
         self._changed.notify_all()
 
     def _settle(self, run: Run) -> list[Callable[[Run], None]]:
-        """After any end of an operation; answers what is to be called without the lock."""
+        """Update the run after an operation has ended.
+
+        Returns callbacks, which the caller must run without the lock.
+        """
         self._forget_if_over(run)
         if not run.states.is_complete:
             return []
@@ -375,16 +388,16 @@ class Executor:
             self._changed.notify_all()
 
     def _next(self, worker: _Worker) -> tuple[Run, int] | None:
-        """What it does next; None where nothing can be done now."""
+        """Return the next operation of a worker, or None if none can start now."""
         self._drop_ended(worker.filling)
         self._drop_ended(worker.others)
-        # Of the same priority those first that give slots back.
+        # At equal priority, operations that release slots go first.
         if worker.filling and (not worker.others or worker.filling[0][0] < worker.others[0][0]):
             _, _, run, index = worker.filling[0]
             if self._has_slots(run, index):
                 heapq.heappop(worker.filling)
                 return run, index
-            # Making room may have cancelled what stands in front here.
+            # `_make_room` may have cancelled the head of this queue.
             self._drop_ended(worker.others)
         if worker.others:
             _, _, run, index = heapq.heappop(worker.others)
@@ -409,7 +422,10 @@ class Executor:
         return True
 
     def _make_room(self, count: int) -> bool:
-        """Where slots are missing, what nobody waits for gives way; answers whether that helped."""
+        """Cancel pending operations that are not awaited until `count` slots are free.
+
+        Returns whether that many are free.
+        """
         for run in sorted(self._runs, key=lambda run: -run.priority):
             if self.slots.free >= count:
                 break
@@ -444,7 +460,7 @@ class Executor:
                     worker.running = job
                     worker.began_s = self._clock()
                 else:
-                    # Nothing is left to do for it: its predecessors have failed, or have done it.
+                    # No item remains, because predecessors failed or already did the work.
                     self._enqueue(run, self._end(run, index, State.CANCELLED))
                     callbacks = self._settle(run)
             if items:
@@ -489,7 +505,7 @@ class Executor:
             worker.running = None
             worker.is_given_up = False
             batch.calls -= 1
-            # Else it was given up or cancelled meanwhile, and its results with it.
+            # Otherwise the operation timed out or was cancelled, so its result is discarded.
             if run.states.of(index) is State.RUNNING:
                 self._note(run, operation, items, went_well)
                 state = State.DONE if went_well else State.FAILED
