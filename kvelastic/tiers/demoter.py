@@ -1,14 +1,14 @@
-"""The thread that makes dirty blocks clean: when shrinking asks for it, and ahead of need.
+"""The thread that cleans dirty blocks: when a shrinking pool requests it, and ahead of need.
 
     demoter = Demoter(pool, executor, rules, behind, record_bytes=..., tiers=lambda: [0, 1])
     with demoter.paused(): ...
     demoter.close(timeout_s=1)
 
-One leaving after another: `begin_leaving`, a graph that copies to staging and puts into the first
-tier that takes each block, `end_leaving` with what was taken. A leaving is small, so that much of a
-deadline of 20 ms becomes clean blocks and little is caught half way. The pool's session is not held
-meanwhile. At a deadline the graph is cancelled; a copy of the pool is waited for, a store is not.
-Farther tiers are given copies by `WriteBehind`, from the tier that has a block.
+The thread runs one writeback at a time. `begin_leaving` selects blocks. A transfer copies them to
+staging and puts each into the first tier that accepts it. `end_leaving` reports which were stored.
+A writeback is small, so that most of a 20 ms deadline yields clean blocks. The pool's session is not held during the transfer. At a deadline the thread cancels the transfer.
+It then waits for a running copy of the pool, but not for a store. `WriteBehind` copies blocks from
+that tier to the farther ones.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ from kvelastic.tiers.write_behind import WriteBehind
 _log = logging.getLogger("kvelastic")
 
 AHEAD_S = 0.1
-"""How long one leaving takes at most where nobody waits."""
+"""Time budget that sizes one writeback ahead of need."""
 MOST_AHEAD_S = 1.0
-"""It is cancelled then: a tier may hang."""
+"""Timeout of one writeback ahead of need, since a tier may hang."""
 REFUSED_S = 1.0
-"""After every tier has refused, nothing is cleaned ahead for so long; doubled each time."""
+"""First backoff of cleaning ahead after a writeback that cleaned no block. Doubles each time."""
 MOST_REFUSED_S = 30.0
+"""Maximum backoff."""
 _BATCHES = 4
-"""Of a leaving: while one is put the next is copied."""
+"""Batches of one writeback, so that copies overlap writes."""
 
 
 @dataclass
 class DemotionCounts:
-    """What the demoter has done. Counts are of blocks."""
+    """Counters of the demoter, in blocks."""
 
     served: int = 0
-    """Cleaned because shrinking waited for them."""
+    """Cleaned for a shrinking pool that waited."""
     ahead: int = 0
-    """Cleaned though nobody waited."""
+    """Cleaned ahead of need."""
     refused: int = 0
-    """Copied, and taken by no tier."""
+    """Stored by no tier."""
     late: int = 0
-    """Begun, and cancelled at a deadline."""
+    """Not stored because the transfer was cancelled, for example at a deadline."""
     lost: int = 0
-    """Used, evicted or renamed while they were copied."""
+    """Stored, but used, evicted or renamed during the writeback."""
 
 
 class Demoter:
-    """See the module. Starts its thread at once."""
+    """The demotion thread of one pool. The constructor starts it."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class Demoter:
         parents: Callable[[bytes], list[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tiers` says which tiers take blocks now, nearest first; `parents` which key each key of
-        those given continues.
+        """`tiers` returns the tiers that accept blocks now, nearest first.
+
+        `parents` returns, for each of the given keys, the key that it continues.
         """
         self._blocks = blocks
         self._executor = executor
@@ -103,7 +105,7 @@ class Demoter:
         self._refused_s = REFUSED_S
         self._working = threading.Lock()
         self._state = threading.Lock()
-        """Guards the two below; taken inside `_working`."""
+        """Guards `_run` and `_pauses`. Taken inside `_working`."""
         self._run: Run | None = None
         self._pauses = 0
         self._is_closing = threading.Event()
@@ -111,7 +113,10 @@ class Demoter:
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End the thread; what is on its way is cancelled. Answers whether it ended. Repeatable."""
+        """Cancel the current writeback and stop the thread. Idempotent.
+
+        Waits at most `timeout_s`. Returns whether the thread has ended.
+        """
         self._is_closing.set()
         self._cancel_current()
         self._blocks.stop_demotions()
@@ -120,12 +125,17 @@ class Demoter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is demoted inside; what is on its way is cancelled first. Waits for a copy."""
+        """Return a context in which no block is demoted.
+
+        On entry it cancels the current writeback and copies to farther tiers. Blocks while a copy
+        of the pool is running.
+        """
         with self._state:
             self._pauses += 1
         try:
             self._cancel_current()
-            # In this order: a turn of the thread may wait for copies to farther tiers.
+            # The order matters: with `_working` held, the thread may wait for copies to farther
+            # tiers.
             with self._behind.paused(), self._working:
                 yield
         finally:
@@ -145,7 +155,8 @@ class Demoter:
             while not self._is_closing.is_set():
                 self._turn()
         finally:
-            # A last look for a want, begun before `close`, says that there is a thread to wait for.
+            # A last `next_demotion`, begun before `close`, may have told the pool that a thread
+            # serves demotions.
             self._blocks.stop_demotions()
 
     def _turn(self) -> None:
@@ -158,24 +169,26 @@ class Demoter:
                 else:
                     self._clean_ahead()
         except KvelasticError as error:
-            # A pool that has failed or is closed: there is nothing to demote any more, but
-            # whoever made this may not have noticed yet.
+            # The pool has failed or is closed, but the owner may not have noticed yet.
             _log.warning("blocks could not be demoted: %s: %s", error.code, error)
             self._is_closing.wait(REFUSED_S)
         except Exception:
-            # Without this thread whoever shrinks would wait for nothing, each time.
+            # Keep the thread alive: without it, each shrink would wait in vain.
             _log.exception("blocks could not be demoted; it is tried again")
             self._is_closing.wait(REFUSED_S)
 
     def _serve(self, demotion: Demotion) -> None:
-        """Until as many are clean as are wanted, nothing is left, or time is up."""
+        """Clean the requested number of blocks.
+
+        Stops at the deadline, or when a writeback finds no dirty blocks or cleans none.
+        """
         deadline_s = self._clock() + demotion.seconds_left
         share_s = min(demotion.seconds_left, self._rules.deadlines.of(demotion.reason))
         left = demotion.blocks
         while left > 0 and self._clock() < deadline_s and not self._must_stop():
             if demotion.reason == "sleep":
-                # The farther tiers may be all that a restart finds: what the nearest one would
-                # displace before they have it is worth waiting for.
+                # A restart may find only the farther tiers. Wait, so that the nearest tier does
+                # not evict blocks before the farther ones have them.
                 self._behind.wait_for_room(deadline_s - self._clock())
             begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s)
             self.counts.served += cleaned
@@ -208,7 +221,7 @@ class Demoter:
             affordable=self._affordable(now_s),
         )
         while wanted > 0 and not self._must_stop() and not self._behind.is_full:
-            # Bounded, because nobody who shrinks is served meanwhile.
+            # Bounded, because the thread serves no shrinking pool during this writeback.
             until_s = self._clock() + MOST_AHEAD_S
             begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, until_s)
             self.counts.ahead += cleaned
@@ -228,8 +241,9 @@ class Demoter:
     def _clean(
         self, most: int, share_s: float, priority: Priority, deadline_s: float
     ) -> tuple[int, int]:
-        """One leaving of `most` blocks at most. Returns how many were begun, and how many are
-        clean.
+        """Run one writeback of at most `most` blocks. Blocks until `deadline_s` plus one copy.
+
+        Returns how many blocks were begun and how many are now clean.
         """
         tiers = self._tiers()
         slots = self._executor.slots.count
@@ -238,7 +252,7 @@ class Demoter:
         ids, ticket = leaving.ids, leaving.ticket
         copied = [False] * len(ids)
         if not ids or not tiers:
-            # Said with blocks and no copy of any, so that nobody waits for what no tier takes.
+            # No tier accepts blocks. Report the failed writeback, so that shrinking does not wait.
             self._blocks.end_leaving(ticket, copied)
             self.counts.refused += len(ids)
             return len(ids), 0
@@ -252,7 +266,7 @@ class Demoter:
                 for place, stored in zip(order, run.stored, strict=True):
                     copied[place] = bool(stored)
                 if self._rules.copies is Copies.ALL:
-                    # Before shrinking goes on: it may be an engine that ends.
+                    # Enqueue before shrinking continues: the engine may be about to exit.
                     transfer = run.transfer
                     own = [transfer.key(item) for item in range(len(ids))]
                     self._behind.add(own, transfer.parents, run.stored, tiers)
@@ -271,7 +285,10 @@ class Demoter:
     def _submit(
         self, ids: list[int], keys: bytes, ticket: int, tiers: Sequence[int], priority: Priority
     ) -> tuple[list[int], Run]:
-        """Answers the run, and which block of the leaving each item of it is."""
+        """Submit the transfer of one writeback.
+
+        Returns the index into `ids` of each item, and the run.
+        """
         own = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         parents = self._parents(keys) if self._parents is not None else [NO_KEY] * len(ids)
         order = in_order(own, parents)
@@ -308,7 +325,7 @@ class Demoter:
 
     @property
     def _burst_bytes(self) -> int:
-        """One second of the budget, and never less than a record: else nothing could be written."""
+        """One second of the write budget, but at least one record."""
         return max(self._rules.write_bytes_per_s or 0, self._record_bytes)
 
     def _affordable(self, now_s: float) -> int:

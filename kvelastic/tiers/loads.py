@@ -1,14 +1,14 @@
-"""Loads from the tiers into blocks of requests, on their way beside the engine's steps.
+"""Asynchronous loads from the tiers into blocks of requests, concurrent with the engine's steps.
 
-    loads.begin("req", job, match, ids)          # in the step in which the engine asks for it
+    loads.begin("req", job, match, ids)          # in the step in which the engine requests it
     for load in loads.take_finished(): ...       # before the next step
-    loads.wait_for_any(0.01)                     # in the place of empty steps
+    loads.wait_for_any(0.01)                     # instead of empty steps
 
-A load never fails for an engine: how many of the leading blocks hold their records is answered, and
-the rest is computed. Blocks of a load are in use by its request until it is over, also where the
-request has ended before.
+A load never raises in the engine. It reports how many leading blocks were loaded, and the engine
+computes the rest. The blocks of a load stay in use until the load is over, even if the request has
+ended.
 
-Used by the scheduler's thread only; threads of the tiers carry the loads out.
+Not thread-safe: only the scheduler's thread may use it. Threads of the tiers run the loads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvelastic.tiers.policy import averaged
 
 _LOOK_S: Final = 0.002
 _FIRST_LOOK: Final = 0.08
-"""Part of the time that computing takes, after which a load is judged for the first time: it must
-have got somewhere by then. What is lost with a tier that hangs is no more than that."""
+"""Fraction of the computing time after which a load is first checked for progress. It bounds the
+time lost to a tier that hangs."""
 _PATIENCE: Final = 4.0
-"""Times that loads of late have taken: as long a load may get nowhere, behind a write, say."""
+"""Multiple of the recent load time for which a load may make no progress, such as behind a write.
+"""
 _UNMEASURED_S: Final = 0.1
-"""What computing a block is taken for until one was computed: never less."""
+"""Assumed time to compute a block before one was measured. An upper estimate."""
 
 
 class Loading(Protocol):
@@ -35,38 +36,38 @@ class Loading(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether its blocks are touched by nobody any more."""
+        """Whether no thread accesses the load's blocks now or later."""
 
     @property
     def arrived(self) -> int:
-        """How many records have come from their tiers by now."""
+        """Number of records read from their tiers so far."""
 
     @property
     def count(self) -> int:
-        """How many leading blocks hold their records by now; stands once it is done."""
+        """Number of leading blocks loaded so far. Final when the load is done."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is done, `timeout_s` at most; answers whether it is."""
+        """Block until the load is done, for at most `timeout_s`. Returns whether it is done."""
 
     def cancel(self) -> None:
-        """Begin nothing more of it. Repeatable."""
+        """Start no further operation of the load. Idempotent."""
 
 
 class LoadingTiers(Protocol):
-    """What loading needs of the tiers."""
+    """The part of the tiers that loading needs."""
 
     def load(self, match: Any, ids: Sequence[int]) -> Loading:
-        """Bring the first keys of a match into blocks that are in use. Never blocks.
+        """Load the first keys of a match into blocks that are in use. Never blocks.
 
-        Holds what the match holds until it is done.
+        Holds the match until the load is done.
         """
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """The engine has computed so many blocks in so long."""
+        """Report that the engine computed `blocks` blocks in `seconds`."""
 
     @property
     def compute_s(self) -> float | None:
-        """What computing a block takes, seconds; None before one was."""
+        """Seconds to compute one block; None before the first measurement."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ class Load:
 
     request: str
     job: int
-    """The engine's number of it."""
+    """The engine's number for this load."""
     blocks: int
     loading: Loading | None
-    """None: it was not begun."""
+    """None: the load was refused or had nothing to load."""
     began_s: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether its blocks are touched by nobody any more."""
+        """Whether no thread accesses the load's blocks now or later."""
         return self.loading is None or self.loading.done
 
     @property
     def leading(self) -> int:
-        """How many of the leading blocks hold their records; for one that is over."""
+        """Number of leading blocks that were loaded. Valid once the load is over."""
         return 0 if self.loading is None else self.loading.count
 
 
@@ -100,12 +101,13 @@ def is_too_slow(
     compute_s: float | None,
     load_s: float | None = None,
 ) -> bool:
-    """Whether computing would be over before a load of which so many records have arrived.
+    """Return whether computing all `blocks` would finish before the load does.
 
-    What has arrived is as good as loaded: a copy into blocks may wait behind pages that are being
-    mapped, which says nothing of the tier. `compute_s` is what computing a block takes and `load_s`
-    what loading one has taken of late, None where there was none yet. A load that goes on as it did
-    ends after `elapsed_s * blocks / arrived`.
+    Returns False during a grace period, which depends on `compute_s` and `load_s`.
+    `arrived` counts records in staging. A copy into blocks may wait for pages to be mapped, which
+    says nothing about the tier. `compute_s` and `load_s` are recent seconds per block for computing
+    and loading, None if not measured yet. At its current rate, the load takes
+    `elapsed_s * blocks / arrived` in total.
     """
     computing_s = blocks * (_UNMEASURED_S if compute_s is None else compute_s)
     patience_s = max(_FIRST_LOOK * computing_s, _PATIENCE * blocks * (load_s or 0.0))
@@ -113,7 +115,7 @@ def is_too_slow(
 
 
 class Loads:
-    """See the module."""
+    """The open loads of one scheduler. Not thread-safe."""
 
     def __init__(
         self,
@@ -122,18 +124,21 @@ class Loads:
         compares: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`compares`: a load is given up, and a tier not asked, where computing is quicker."""
+        """If `compares` is set, slow loads are cancelled and slow tiers skipped.
+
+        Slow means slower than computing the blocks.
+        """
         self._tiers = tiers
         self._compares = compares
         self._clock = clock
         self._open: list[Load] = []
         self._load_s: float | None = None
-        """What a block of the whole loads of late has taken."""
+        """Moving average of the seconds per block, over loads that loaded all their blocks."""
 
     def begin(self, request: str, job: int, match: Any, ids: Sequence[int]) -> None:
-        """Begin a load of what the match holds into these blocks, and release the match.
+        """Start loading the keys of a match into these blocks, and release the match.
 
-        It may hold less than there are blocks.
+        The match may have fewer keys than there are blocks.
         """
         try:
             loading = self._tiers.load(match, ids[: match.count]) if match.count else None
@@ -142,16 +147,19 @@ class Loads:
         self._open.append(Load(request, job, len(ids), loading, self._clock()))
 
     def refuse(self, request: str, job: int, blocks: int) -> None:
-        """A load that is not to begin: it is over, with nothing loaded."""
+        """Add a load that is already over, with no block loaded."""
         self._open.append(Load(request, job, blocks, None))
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """The engine has computed so many blocks in so long: what a tier has to beat."""
+        """Report that the engine computed `blocks` blocks in `seconds`.
+
+        Tiers that load more slowly are skipped, if `compares` is set.
+        """
         if self._compares:
             self._tiers.computed(blocks, seconds)
 
     def give_up_slow(self) -> None:
-        """Begin nothing more of those that computing would overtake: what they have, stays."""
+        """Cancel the loads that are slower than computing. Blocks loaded so far stay loaded."""
         if not self._compares:
             return
         now_s, compute_s = self._clock(), self._tiers.compute_s
@@ -169,16 +177,16 @@ class Loads:
 
     @property
     def open(self) -> int:
-        """How many were begun and not taken."""
+        """Number of loads that `take_finished` has not returned yet."""
         return len(self._open)
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` would give something."""
+        """Whether `take_finished` would return a load."""
         return any(load.is_over for load in self._open)
 
     def take_finished(self) -> list[Load]:
-        """Those that are over and were not taken yet."""
+        """Return the loads that are over, each exactly once."""
         finished = [load for load in self._open if load.is_over]
         if finished:
             self._open = [load for load in self._open if load not in finished]
@@ -189,7 +197,10 @@ class Loads:
         return finished
 
     def wait_for_any(self, timeout_s: float) -> bool:
-        """Block until one is over, `timeout_s` at most; answers whether one is."""
+        """Block until a load is over, for at most `timeout_s`. Returns whether one is.
+
+        Returns False at once if there are no loads.
+        """
         end_s = time.monotonic() + timeout_s
         while self._open and not self.has_finished:
             left_s = end_s - time.monotonic()
@@ -201,9 +212,9 @@ class Loads:
         return self.has_finished
 
     def cancel_all(self, timeout_s: float) -> bool:
-        """Begin nothing more of any, and block until all are over, `timeout_s` at most.
+        """Cancel all loads and block until they are over, for at most `timeout_s`.
 
-        Answers whether they are.
+        Returns whether all are over.
         """
         end_s = time.monotonic() + timeout_s
         loadings = [load.loading for load in self._open if load.loading is not None]

@@ -1,7 +1,7 @@
-"""One transfer on its way: its graph, what has become of each item, and who waits for it.
+"""A transfer in progress: its graph, the state of each item, and its completion callbacks.
 
-The executor owns runs and holds its lock wherever one is changed; others look at the properties,
-`wait` and `cancel`.
+The executor owns runs and changes them only with its lock held. All other code uses the public
+properties, `wait`, `cancel` and `on_complete`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,59 @@ _log = logging.getLogger("kvelastic")
 
 
 class RunOwner(Protocol):
-    """Who carries a run out: the executor."""
+    """The executor, as far as a run uses it."""
 
     def look(self) -> None:
-        """Give up what hangs."""
+        """Fail the operations of stores that hang."""
 
     def wait(self, run: Run, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
-        """Until `is_reached`, `timeout_s` at most; answers what it says."""
+        """Block until `is_reached` returns true, for at most `timeout_s`.
+
+        Returns whether it did. `is_reached` is called with the executor's lock held.
+        """
 
     def cancel(self, run: Run) -> None:
-        """As `Run.cancel`."""
+        """Cancel a run; see `Run.cancel`."""
 
 
 class Priority(IntEnum):
-    """Who goes first where two want the same thread or the same slots."""
+    """Order in which operations get a thread or staging slots. The lowest value goes first."""
 
     RECLAIM = 0
-    """Somebody waits for memory, for milliseconds."""
+    """An allocation waits for memory, for milliseconds."""
     LOAD = 1
     """A request waits."""
     BACKGROUND = 2
-    """Nobody waits."""
+    """No caller waits."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What to move: item i is the i-th key, the i-th block."""
+    """The data to move. Item i has the i-th key and the i-th block."""
 
     graph: Graph
     keys: bytes
     ids: Sequence[int]
-    """Of the blocks; what a graph does not copy may have none."""
+    """One block per item. Ignored for items that the graph does not copy."""
     parents: Sequence[bytes] | None = None
-    """The key that each one continues (NO_KEY: it begins a prompt); None where nobody knows."""
+    """The key that each key continues (NO_KEY: it begins a prompt). None: unknown."""
     confirm: Callable[[], Sequence[bool]] | None = None
-    """Asked after each copy out: whether each block has stood still until now. What it denies is
-    put nowhere, for its record may be torn. Must be short."""
+    """Called after each copy out. Returns for each block whether it is unchanged since the transfer
+    began. Other records may be torn and are not stored. Must be short."""
     ended: Callable[[int, Run], None] | None = None
-    """Told of each operation that has ended, by its index, with the executor's lock held: it must
-    be short, must not raise, and calls nothing of the executor or its runs."""
+    """Called with the index of each operation that ends, with the executor's lock held. It must be
+    short, must not raise and must not call the executor or its runs."""
 
     def key(self, item: int) -> bytes:
-        """The key of one item."""
+        """Return the key of one item."""
         return self.keys[item * KEY_BYTES : (item + 1) * KEY_BYTES]
 
     def keys_of(self, items: Sequence[int]) -> bytes:
-        """The keys of some, side by side."""
+        """Return the keys of some items, concatenated."""
         return b"".join(map(self.key, items))
 
     def check(self) -> None:
-        """Raises `InvalidArgumentError` where keys, ids or parents are not one for each item."""
+        """Raises `InvalidArgumentError` unless there is one key, id and parent per item."""
         items = self.graph.items
         if len(self.keys) != items * KEY_BYTES or len(self.ids) != items:
             raise InvalidArgumentError(
@@ -85,19 +88,19 @@ class Transfer:
 
 @dataclass
 class Batch:
-    """The staging slots of some items, while operations of the batch need them."""
+    """Items whose staging slots are taken and released together."""
 
     items: tuple[int, ...]
     open: int
-    """Operations of it that have not ended."""
+    """Number of operations in the batch that use slots and have not ended."""
     calls: int = 0
-    """Calls that use its slots now, also for operations that were given up."""
+    """Number of calls that use the slots now, including calls that timed out."""
     slots: dict[int, int] = field(default_factory=dict)
-    """By item; empty before the first operation and after the last."""
+    """Staging slot of each item. Empty before the first operation and after the last."""
 
 
 class Run:
-    """A transfer that an executor carries out. Made by `Executor.submit`."""
+    """A transfer that an executor runs. Made by `Executor.submit`."""
 
     def __init__(
         self,
@@ -111,48 +114,51 @@ class Run:
         self.states = States(transfer.graph)
         items = transfer.graph.items
         self.staged = [False] * items
-        """Whose record lies whole in its staging slot."""
+        """For each item, whether its record is complete in its staging slot."""
         self.loaded = [False] * items
-        """Whose block holds it."""
+        """For each item, whether its record was copied into its block."""
         self.stored: list[set[int]] = [set() for _ in range(items)]
-        """Which tiers have taken it."""
+        """For each item, the tiers that have stored its record."""
         self.is_cancelled = False
         self.batches = batches_of(transfer.graph)
         self._executor = executor
         self._changed = changed
         self._callbacks: list[Callable[[Run], None]] | None = []
-        """None: they were called."""
+        """None once the callbacks were called."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that is awaited is over: results stand, and no block is touched any more."""
+        """Whether all awaited operations have ended.
+
+        Then the results are final and the run no longer accesses blocks.
+        """
         self._executor.look()
         with self._changed:
             return self.states.is_complete
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is left, also behind it."""
+        """Whether all operations have ended, including those that are not awaited."""
         self._executor.look()
         with self._changed:
             return self.states.is_over
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is complete, or `timeout_s` has passed; answers whether it is. Blocks."""
+        """Block until the run is complete, for at most `timeout_s`. Returns whether it is."""
         return self._executor.wait(self, timeout_s, lambda: self.states.is_complete)
 
     def cancel(self) -> None:
-        """Begin nothing more of it, and give up what stores are doing for it.
+        """Cancel pending operations and abandon running calls to stores. Never blocks. Idempotent.
 
-        What was put stays: it is a true record of its key. A copy of the pool that runs is waited
-        for by `wait`; until then blocks may still be written to. Never blocks. Repeatable.
+        Stored records stay, since they are valid for their keys. A running copy of the pool
+        continues, and may write to blocks until `wait` returns true.
         """
         self._executor.cancel(self)
 
     def on_complete(self, callback: Callable[[Run], None]) -> None:
-        """Call `callback` once, when it is complete (now, if it is), from any thread.
+        """Call `callback` once when the run is complete, or immediately if it is already.
 
-        What it raises is logged.
+        It may be called from any thread. Exceptions that it raises are logged.
         """
         with self._changed:
             if self._callbacks is not None:
@@ -161,12 +167,12 @@ class Run:
         self._call(callback)
 
     def take_callbacks(self) -> list[Callable[[Run], None]]:
-        """For the executor, once it is complete. The lock is held."""
+        """Remove and return the callbacks of a complete run. Executor only, with its lock held."""
         callbacks, self._callbacks = self._callbacks or [], None
         return callbacks
 
     def call(self, callbacks: Sequence[Callable[[Run], None]]) -> None:
-        """For the executor, without the lock."""
+        """Call the callbacks. Executor only, without its lock."""
         for callback in callbacks:
             self._call(callback)
 
@@ -177,7 +183,7 @@ class Run:
             _log.exception("a callback of a transfer between tiers failed; the transfer stands")
 
     def items_for(self, operation: Operation) -> list[int]:
-        """What of its items is left to do. The lock is held."""
+        """Return the items that the operation still has to process. The lock must be held."""
         items: list[int] = []
         for item in operation.items:
             stored = self.stored[item]
@@ -198,9 +204,10 @@ class Run:
         return items
 
     def chains(self, items: Sequence[int]) -> list[tuple[list[int], bytes | None]]:
-        """Items in runs of which each continues the one before it, with what the first continues.
+        """Split items into chains in which each key continues the previous one.
 
-        One run, and None, where nobody knows the parents.
+        Returns each chain with the key that its first item continues. If the parents are unknown,
+        returns all items as one chain, with None.
         """
         transfer = self.transfer
         if transfer.parents is None:
@@ -217,7 +224,10 @@ class Run:
         return chains
 
     def open_operations(self) -> list[int]:
-        """Those that have not ended. The lock is held. Linear."""
+        """Return the indices of operations that have not ended. The lock must be held.
+
+        Linear in the number of operations.
+        """
         states = self.states
         return [
             index
@@ -227,7 +237,7 @@ class Run:
 
 
 def batches_of(graph: Graph) -> dict[int, Batch]:
-    """The batches of a graph by number, with their items in order of appearance."""
+    """Return the batches of a graph by number, with their items in order of appearance."""
     items: dict[int, dict[int, None]] = {}
     open_: dict[int, int] = {}
     for operation in graph.operations:
