@@ -6,9 +6,10 @@
 
 The thread runs one writeback at a time. `begin_leaving` selects blocks. A transfer copies them to
 staging and puts each into the first tier that accepts it. `end_leaving` reports which were stored.
-A writeback is small, so that most of a 20 ms deadline yields clean blocks. The pool's session is not held during the transfer. At a deadline the thread cancels the transfer.
-It then waits for a running copy of the pool, but not for a store. `WriteBehind` copies blocks from
-that tier to the farther ones.
+A writeback is small, so that most of a 20 ms deadline yields clean blocks. The pool's session is
+not held during the transfer. At a deadline the thread cancels the transfer. It then waits for a
+running copy of the pool, but not for a store. `WriteBehind` copies blocks from the tier that has
+them to the farther ones.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ _FIRST_LOOK: Final = 0.08
 """Fraction of the computing time after which a load is first checked for progress. It bounds the
 time lost to a tier that hangs."""
 _PATIENCE: Final = 4.0
-"""Multiple of the recent load time for which a load may make no progress, such as behind a write.
-"""
+"""Multiple of the recent load time during which a load may stall, for example behind a write."""
 _UNMEASURED_S: Final = 0.1
 """Assumed time to compute a block before one was measured. An upper estimate."""
 

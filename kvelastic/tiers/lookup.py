@@ -1,8 +1,8 @@
-"""Which keys a tier has, without waiting for a medium that does not answer.
+"""Finds which keys each tier has, with a timeout for slow media.
 
-Stores with an index in memory are asked at once. Those that ask a file system of other machines, or
-a server, are asked in a thread of their own, and count as empty when they take longer than a
-request may be kept waiting for a perhaps.
+Stores with an index in memory are queried directly. Stores that use a shared file system or a
+server are queried in a separate thread. If such a query takes longer than `PATIENCE_S`, the store
+counts as empty.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.plan import Segment, nearest
 
 PATIENCE_S = 0.02
+"""How long a request waits for a lookup in a store that may have nothing."""
 
 
 class NoHold(Lease):
-    """Keys that were there when they were asked for; nothing keeps them."""
+    """A lease that holds nothing: the keys were stored, but may be evicted at any time."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class Lookup:
-    """See the module. Any thread."""
+    """Lookups in all stores of one pool. Thread-safe."""
 
     def __init__(self, stores: Sequence[Store], patience_s: float = PATIENCE_S) -> None:
         self._stores = tuple(stores)
@@ -39,7 +40,7 @@ class Lookup:
         }
 
     def has(self, tier: int, keys: bytes) -> list[bool]:
-        """As `Store.has`; all False where the answer is late."""
+        """Return for each key whether the tier has it. All False on timeout."""
         store = self._stores[tier]
         worker = self._workers.get(tier)
         if worker is None:
@@ -50,7 +51,10 @@ class Lookup:
             return [False] * (len(keys) // KEY_BYTES)
 
     def hold(self, tier: int, keys: bytes) -> Lease:
-        """A lease of keys that were found just now; none where a store cannot promise anything."""
+        """Return a lease of keys that were just found.
+
+        If the store uses a file system or a server, the lease holds nothing.
+        """
         if tier in self._workers:
             return NoHold(len(keys) // KEY_BYTES)
         return self._stores[tier].lease(keys)
@@ -58,9 +62,9 @@ class Lookup:
     def hold_leading(
         self, keys: bytes, may_ask: Callable[[int], bool]
     ) -> tuple[list[Segment], list[Lease]]:
-        """The leading keys that are anywhere, each in the nearest tier that has it, and held there.
+        """Find and hold the leading keys that are in any tier, each in the nearest one that has it.
 
-        Tiers that `may_ask` denies are left out.
+        Skips tiers for which `may_ask` returns False.
         """
         held: list[Segment] = []
         leases: list[Lease] = []
@@ -70,13 +74,16 @@ class Lookup:
             leases.append(lease)
             if lease.count:
                 held.append(Segment(segment.tier, segment.first, lease.count))
-            # Less than was there a moment ago: it was displaced, and what follows is of no use.
+            # Some records were evicted since the lookup, so the keys after them are useless.
             if lease.count < segment.count:
                 break
         return held, leases
 
     def _segments(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[Segment]:
-        """Who has what: mostly the nearest has all of it, or there is no other."""
+        """Return the segments of leading keys.
+
+        Takes a fast path if the nearest tier has all keys or is the only tier.
+        """
         store = self._stores[0] if self._stores else None
         if store is None or store.asks_medium or not may_ask(0):
             return nearest(self.find(keys, may_ask))
@@ -88,7 +95,10 @@ class Lookup:
         return lead + [Segment(each.tier, each.first + ready, each.count) for each in rest]
 
     def find(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[list[bool]]:
-        """What each tier has; a farther one is asked only for what the nearer ones lack."""
+        """Return, for each tier and key, whether the tier has the key.
+
+        A farther tier is queried only for keys that the nearer tiers lack.
+        """
         count = len(keys) // KEY_BYTES
         found: list[list[bool]] = []
         missing = list(range(count))
@@ -112,6 +122,6 @@ class Lookup:
         return found
 
     def close(self, timeout_s: float) -> None:
-        """End the threads; one that hangs is left behind. Repeatable."""
+        """Stop the threads. Idempotent. Waits at most `timeout_s` each, then abandons a thread."""
         for worker in self._workers.values():
             worker.close(timeout_s)

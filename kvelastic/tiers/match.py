@@ -1,4 +1,4 @@
-"""What was found in the tiers, held until it is used; and a load of it.
+"""The result of a lookup in the tiers, which holds the found records, and its load.
 
 match = tiers.match(keys)
 load = tiers.load(match, ids); match.release()
@@ -16,10 +16,10 @@ from kvelastic.tiers.run import Run
 
 
 class Match:
-    """Leading keys that lie in tiers. What it names is not displaced until `release()`.
+    """Leading keys that are stored in tiers. Their records are not evicted until `release()`.
 
-    A load of it holds that for itself, so a match is released when the step of the engine ends.
-    As a context manager it releases at its end.
+    A load holds the match itself. So the engine can release the match at the end of its step. As a
+    context manager, the match releases itself on exit. Thread-safe.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class Match:
     ) -> None:
         self.segments = tuple(segments)
         self.count = sum(segment.count for segment in segments)
-        """How many leading keys there are."""
+        """Number of leading keys found."""
         self.keys = keys[: self.count * KEY_BYTES]
         self.chain_after = chain_after
         self.epoch = epoch
-        """How often its tiers had erased anything when it was found."""
+        """Number of erasures in the tiers when the match was made."""
         self._leases = tuple(leases)
         self._lock = threading.Lock()
         self._holders = 1
         self._is_released = False
 
     def hold(self) -> Callable[[], None]:
-        """Hold it once more; answers what ends that, repeatable."""
+        """Take another reference. Returns an idempotent function that releases it."""
         with self._lock:
             self._holders += 1
         ended = threading.Event()
@@ -58,7 +58,7 @@ class Match:
         return end
 
     def release(self) -> None:
-        """The engine's own hold ends. Repeatable; never blocks but on an index."""
+        """Release the engine's reference. Idempotent. Does not wait for a medium."""
         with self._lock:
             if self._is_released:
                 return
@@ -67,7 +67,7 @@ class Match:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody holds it."""
+        """Whether a reference is held, by the engine or by a load."""
         with self._lock:
             return self._holders > 0
 
@@ -87,7 +87,7 @@ class Match:
 
 
 class Load:
-    """Blocks on their way back. Any thread."""
+    """A running load of blocks from the tiers. Thread-safe."""
 
     def __init__(self, ids: Sequence[int], run: Run) -> None:
         self.ids = tuple(ids)
@@ -95,32 +95,35 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """Whether its blocks are touched by nobody any more, and the results below stand."""
+        """Whether the load no longer accesses its blocks and its results are final."""
         return self._run.is_complete
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until it is done, `timeout_s` at most; answers whether it is. Blocks."""
+        """Block until the load is done, for at most `timeout_s`. Returns whether it is done."""
         return self._run.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Give it up. Its blocks may be written to until it is `done`, which a copy at most takes.
+        """Cancel the load. Never blocks. Idempotent.
 
-        Never blocks. Repeatable.
+        Its blocks may be written to until it is `done`, which takes at most one copy.
         """
         self._run.cancel()
 
     @property
     def arrived(self) -> int:
-        """How many records have come from their tiers so far: they lie in staging, or farther."""
+        """Number of records read from their tiers so far, into staging or further into blocks."""
         return sum(self._run.staged)
 
     @property
     def failed(self) -> list[int]:
-        """Places of the blocks that were not loaded: misses, to be computed. Once it is done."""
+        """Indices into `ids` of blocks that were not loaded. Valid once the load is done.
+
+        The engine must compute these blocks.
+        """
         return [at for at, is_loaded in enumerate(self._run.loaded) if not is_loaded]
 
     @property
     def count(self) -> int:
-        """How many leading blocks were loaded. Once it is done."""
+        """Number of leading blocks that were loaded. Valid once the load is done."""
         failed = self.failed
         return failed[0] if failed else len(self.ids)

@@ -1,4 +1,4 @@
-"""Stores as the settings name them, and the tiers of a pool over these.
+"""Opens the stores that the settings name, and the tiers of a pool over them.
 
 tiers = open_tiers(pool, settings, namespace)      # None: KVELASTIC_TIERS names none
 """
@@ -41,14 +41,15 @@ def open_tiers(
     name: str | None = None,
     weights: WeightFiles | None = None,
 ) -> Tiers | None:
-    """Open what `KVELASTIC_TIERS` names, nearest first; None where it names nothing.
+    """Open the tiers that `KVELASTIC_TIERS` names, nearest first. None if it names none.
 
-    `namespace` gets the pool's record size. `staging` is made as large as the settings say, unless
-    it is given; `name` is that of the instance of a host tier. `weights` are the files whose
-    contents are part of the namespace of stores that outlive this process. They are hashed in the
-    background, and these stores are not used until that is done. Close the tiers before the pool.
-    Blocks as long as stores need to open. Raises what a store raises that cannot be opened; nothing
-    is left open then.
+    The record size of `namespace` is replaced by the pool's. Without `staging`, staging memory of
+    the configured size is allocated. `name` (default: the pool's) names the host tier's instance.
+    The contents of `weights` become part of the namespace of stores that outlive this process.
+    They are hashed in the background, and these stores are unused until that is done.
+
+    Close the tiers before the pool. Blocks while the stores open. If a store cannot be opened,
+    closes the others and raises its error.
     """
     asked = TierSettings.of(settings)
     specs = _useful(asked.tiers, is_on_host=pool.is_on_host)
@@ -79,7 +80,7 @@ def open_tiers(
 
 
 def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
-    """Without a host tier where the cache lies in host memory itself."""
+    """Return the tiers without the host tier, if the cache itself is in host memory."""
     if not is_on_host or not any(spec.kind == "host" for spec in specs):
         return list(specs)
     say_once(
@@ -93,7 +94,7 @@ def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
 def _open_store(
     spec: TierSpec, settings: Config, asked: TierSettings, namespace: Namespace, name: str
 ) -> Store:
-    # Late, each in its branch: what one kind needs is not imported for another.
+    # Import late, so that one kind of tier does not need the dependencies of another.
     record_bytes, limit_bytes = namespace.record_bytes, spec.limit_bytes
     if spec.kind == "host":
         from kvelastic.tiers.host import HostStore
@@ -125,7 +126,7 @@ def _open_store(
 
 @dataclass(frozen=True)
 class TierSettings:
-    """All of it; see docs/configuration.md for each variable."""
+    """The settings of tiers. docs/configuration.md describes each variable."""
 
     tiers: tuple[TierSpec, ...] = ()
     rules: Rules = field(default_factory=Rules)
@@ -134,7 +135,7 @@ class TierSettings:
 
     @staticmethod
     def of(config: Config) -> TierSettings:
-        """Those of a configuration, which has checked every value."""
+        """Return the tier settings of a configuration, whose values are already validated."""
         rules = Rules(
             policy=WritePolicy(config.tier_policy),
             copies=Copies(config.tier_copies),
@@ -147,7 +148,7 @@ class TierSettings:
         return TierSettings(config.tiers, rules, config.tier_staging, config.tier_daily_write)
 
     def staging_slots(self, record_bytes: int) -> int:
-        """How many records staging has room for: four at least, or nothing overlaps."""
+        """Return the number of staging slots: at least four, so that operations can overlap."""
         return max(4, self.staging_bytes // record_bytes)
 
 
@@ -158,7 +159,10 @@ _LOWEST_PRIORITY: Final = 19
 
 
 class Identification:
-    """See the module."""
+    """Hashes the weights in the background and gives the fingerprint to the stores.
+
+    Attached to the tiers, which close it first.
+    """
 
     def __init__(
         self, weights: WeightFiles, stores: Sequence[IdentifiedStore], cache: HashCache
@@ -170,7 +174,7 @@ class Identification:
         self._thread = threading.Thread(target=self._run, name="kvelastic-hash", daemon=True)
 
     def begin(self) -> None:
-        """Identify the stores: before this returns if the digests are cached, else later."""
+        """Identify the stores, now if all digests are cached, otherwise in the background."""
         try:
             known = self._weights.known(self._cache)
         except OSError as error:
@@ -189,9 +193,9 @@ class Identification:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop hashing. Digests of files that were read whole are kept. Safe to repeat.
+        """Stop hashing. Digests of completely read files stay cached. Idempotent.
 
-        Blocks until the thread has ended, 5 s at most: a read of a file may hang.
+        Blocks until the thread has ended, for at most 5 s, since a file read may hang.
         """
         self._is_closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -202,7 +206,7 @@ class Identification:
         return ", ".join(store.name for store in self._stores)
 
     def _run(self) -> None:
-        with suppress(OSError):  # of this thread alone
+        with suppress(OSError):  # lowers the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         began_s = time.monotonic()
         try:

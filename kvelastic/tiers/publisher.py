@@ -1,11 +1,11 @@
-"""Shows tiers to operators in a status file, and does what they ask of tiers.
+"""Publishes statistics of the tiers in a status file, and serves operators' requests.
 
-    show(tiers, uuid)           # from now on until the tiers are closed
+    show(tiers, uuid)           # until the tiers are closed
 
-One thread publishes figures twice a second and looks for requests when the file's futex says so. A
-request is carried out in a thread of its own, and each store is asked in one, so that a store that
-hangs keeps its last figures and delays no other. What cannot be shown is logged once: an engine
-never fails because its figures cannot be written.
+One thread publishes statistics twice a second, and looks for requests when the file's futex wakes
+it. Each request runs in its own thread, and so do the queries of each store. A store that hangs
+keeps its last statistics and delays no other store. If the file cannot be written, the publisher
+logs one warning and the engine continues.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _log = logging.getLogger("kvelastic")
 
 PUBLISH_S: Final = 0.5
 STORE_S: Final = 0.1
-"""How long a store may take to say what it holds; what comes later is shown half a second later."""
+"""How long a publication waits for a store's statistics. Late ones appear in the next one."""
 CHANGED_S: Final = 2.0
-"""The same after a request, so that an operator who has the answer sees what came of it."""
+"""As `STORE_S`, after a request, so that an operator who has the result also sees its effect."""
 SILENT_S: Final = 3.0
-"""A store that has not said anything for so long is shown as silent."""
+"""Age of a store's statistics after which they are shown as not current."""
 REQUEST_S: Final = 120.0
-"""After that a request is answered as failed, though it may go on."""
+"""Timeout of a request. It is then reported as failed, although it may still be running."""
 _CLOSE_S: Final = 1.0
 
 
 def show(tiers: Tiers, uuid: bytes) -> Publisher | None:
-    """Show tiers in the status file of the instance with that uuid until they are closed.
+    """Publish the tiers in the status file of the instance `uuid` until they are closed.
 
-    None, and a line in the log, where there can be no such file.
+    If the file cannot be created, logs a warning and returns None.
     """
     try:
         publisher = Publisher(tiers, StatusFile.create(tier_status_name(uuid), KIND))
@@ -66,7 +66,7 @@ def show(tiers: Tiers, uuid: bytes) -> Publisher | None:
 
 @dataclass
 class _Request:
-    """One that is being carried out."""
+    """A request in progress."""
 
     revision: int
     request: TierRequest
@@ -75,7 +75,10 @@ class _Request:
 
 
 class Publisher:
-    """See the module. Starts its thread at once; `file` belongs to it, also where this raises."""
+    """The publisher thread of one set of tiers. The constructor starts it.
+
+    The publisher owns `file`, and closes it even if the constructor raises.
+    """
 
     def __init__(
         self, tiers: Tiers, file: StatusFile[TiersFigures, TierRequest, TierAnswer]
@@ -86,11 +89,11 @@ class Publisher:
         self._stores = [_Asked(store) for store in tiers.stores[:MOST_TIERS]]
         self._is_closing = threading.Event()
         self._publishing = threading.Lock()
-        """Held while figures are gathered and written, so that they never go back in time."""
+        """Held while statistics are gathered and written, so that they are published in order."""
         self._has_warned = False
         self._current: _Request | None = None
         self._late: list[_Request] = []
-        """Requests that were answered as failed and go on."""
+        """Requests that were reported as failed and may still be running."""
         try:
             self.publish()
             self._thread = threading.Thread(
@@ -102,7 +105,7 @@ class Publisher:
             raise
 
     def close(self) -> None:
-        """End the thread and remove the file. Repeatable. Waits a second at most."""
+        """Stop the threads and remove the file. Idempotent. Waits at most 1 s for each thread."""
         self._is_closing.set()
         self._file.ring()
         if self._thread is not threading.current_thread():
@@ -119,7 +122,7 @@ class Publisher:
                     pass
                 self.publish()
             except Exception as error:
-                # Without this thread operators would be told nothing more, for ever.
+                # Keep the thread alive: without it, nothing would be published any longer.
                 if not self._has_warned:
                     self._has_warned = True
                     _log.warning("tier status is not kept up; it is tried again: %s", error)
@@ -128,10 +131,11 @@ class Publisher:
             self._file.wait(seen, PUBLISH_S)
 
     def _serve(self) -> bool:
-        """Answer the request that has ended, begin the next one. False: neither can be done now.
+        """Finish the current request, or start the next one.
 
-        A request that a stalled tier cannot carry out fails at once, so those behind it are
-        answered, and no more than one thread for each tier hangs.
+        Returns True after it has reported a result. Returns False if there is no request, or if
+        the current one is still running. A request for a stalled tier fails at once. So later
+        requests are served, and at most one thread per tier hangs.
         """
         if self._is_closing.is_set():
             return False
@@ -160,7 +164,10 @@ class Publisher:
         return True
 
     def _begun(self, current: _Request) -> _Request:
-        """Carried out in a thread of its own, as a store may hang; or failed at once."""
+        """Start a request in its own thread, since a store may hang, and return it.
+
+        If there is an obstacle, sets a failed result instead.
+        """
         if reason := self._obstacle(current.request):
             current.answer = TierAnswer(current.revision, "failed", (), reason)
             return current
@@ -173,7 +180,7 @@ class Publisher:
         return current
 
     def _obstacle(self, request: TierRequest) -> str:
-        """Why a request cannot be carried out now; empty where it can."""
+        """Return why a request cannot run now, or an empty string."""
         self._late = [late for late in self._late if late.answer is None]
         for late in self._late:
             tier = late.request.tier
@@ -185,7 +192,7 @@ class Publisher:
         return ""
 
     def publish(self, store_s: float = STORE_S) -> None:
-        """Show what is so now. Blocks for each store's answer, so long at most."""
+        """Publish the current statistics. Blocks for at most `store_s` for each store."""
         with self._publishing:
             for store in self._stores:
                 store.ask(store_s)
@@ -205,7 +212,7 @@ class Publisher:
 
 
 class _Asked:
-    """A store, and what it said last."""
+    """A store and its most recent statistics."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -217,10 +224,13 @@ class _Asked:
         self._answered_s = -math.inf
 
     def ask(self, timeout_s: float) -> None:
-        """Ask it again, unless it has not answered the last time yet."""
+        """Query the store, for at most `timeout_s`. Keeps the last values if that fails.
+
+        Skips the store while an earlier query hangs.
+        """
         store = self._store
         try:
-            # Asked for what it holds, a store looks at its medium: so that comes first.
+            # `capacity` comes first, because it makes the store check its medium.
             self._capacity, self._counts, self._budget, self._problem = self._worker.run(
                 lambda: (
                     store.capacity(),
@@ -235,7 +245,7 @@ class _Asked:
             _log.debug("tier %s does not say what it holds", store.name, exc_info=True)
 
     def figures(self, label: str, measured: TierStatistics) -> TierFigures:
-        """As they are shown."""
+        """Return the statistics in the form of the status file."""
         counts = self._counts
         budget_bytes, left_bytes = self._budget or (None, None)
         return TierFigures(
@@ -263,5 +273,5 @@ class _Asked:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Let go of its thread."""
+        """Stop the query thread. Waits at most `timeout_s`."""
         self._worker.close(timeout_s)
