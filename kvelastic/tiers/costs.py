@@ -1,10 +1,10 @@
-"""What things cost, measured while they happen: loads by tier, demotion, and computing a block.
+"""Measured costs: seconds to load a block from each tier, and seconds to compute one.
 
     costs = Costs(tiers=2)
     costs.loaded(1, blocks=8, seconds=0.02); costs.computed(blocks=50, seconds=3.4)
     costs.worth_asking(1)
 
-The rule itself is `policy.is_worth_asking`. Any thread.
+`policy.is_worth_asking` compares them. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvelastic.tiers.policy import averaged, is_worth_asking
 
 
 class Costs:
-    """Moving averages, in seconds a block."""
+    """Moving averages, in seconds per block. Thread-safe."""
 
     def __init__(self, tiers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,19 +27,22 @@ class Costs:
         self._compute_s: float | None = None
 
     def loaded(self, tier: int, blocks: int, seconds: float) -> None:
-        """A tier has brought `blocks` to staging in `seconds`."""
+        """Record that a tier loaded `blocks` blocks into staging in `seconds`."""
         if blocks > 0:
             with self._lock:
                 self._load_s[tier] = averaged(self._load_s[tier], seconds / blocks)
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """The engine has computed `blocks` in `seconds`."""
+        """Record that the engine computed `blocks` blocks in `seconds`."""
         if blocks > 0:
             with self._lock:
                 self._compute_s = averaged(self._compute_s, seconds / blocks)
 
     def worth_asking(self, tier: int) -> bool:
-        """Whether loading from it beats computing; asking is noted when the answer is yes."""
+        """Return whether loading from the tier is faster than computing, or unknown.
+
+        If True, records the time as that of the tier's last query.
+        """
         with self._lock:
             now_s = self._clock()
             is_worth = is_worth_asking(
@@ -50,12 +53,12 @@ class Costs:
             return is_worth
 
     def load_s(self, tier: int) -> float | None:
-        """Seconds to load a block from it; None before the first load."""
+        """Return the seconds to load a block from the tier; None before the first load."""
         with self._lock:
             return self._load_s[tier]
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds to compute a block; None before anybody said."""
+        """Seconds to compute a block; None before the first measurement."""
         with self._lock:
             return self._compute_s

@@ -1,13 +1,13 @@
-"""What has to be done for one transfer, as data: operations, and which must be over before which.
+"""The operations of one transfer and their dependencies, as data.
 
     graph = Graph((Operation(Kind.GET, items=(0, 1), tier=1),
                    Operation(Kind.COPY_IN, items=(0, 1), after=(0,))))
     states = States(graph)
     for index in states.ready(): ...
 
-A transfer moves *items*: item i is the i-th key of it, the i-th block and the i-th record. An
-operation does one thing to some of them. `plan` makes graphs, `executor` runs them; nothing here
-does anything, knows a tier or takes a lock.
+A transfer moves *items*. Item i has the i-th key, the i-th block and the i-th record. An operation
+does one thing to some items. `plan` makes graphs and `executor` runs them. This module performs no
+operation, calls no tier and takes no lock.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from enum import Enum
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 
 NO_TIER = -1
+"""Tier of an operation that uses no store."""
 
 
 class Kind(Enum):
-    """What an operation does. The two copies are the pool's, the others are a store's."""
+    """What an operation does. The pool does the two copies, a store does the others."""
 
     COPY_OUT = "copy_out"
-    """Device to staging. What was evicted while it was read is left out from here on."""
+    """Copy from the device to staging. Later operations skip blocks evicted during the copy."""
     PUT = "put"
-    """Staging to a store."""
+    """Write from staging to a store."""
     GET = "get"
-    """A store to staging."""
+    """Read from a store to staging."""
     COPY_IN = "copy_in"
-    """Staging to device."""
+    """Copy from staging to the device."""
     DROP = "drop"
-    """Forget records in a store: those that lie in a nearer one by now."""
+    """Erase those records from a store that a nearer store has by now."""
 
 
 POOL_COPIES = (Kind.COPY_OUT, Kind.COPY_IN)
@@ -42,7 +43,7 @@ FILLS_STAGING = (Kind.COPY_OUT, Kind.GET)
 
 
 class State(Enum):
-    """Where an operation is. The last three are ends: nothing follows them."""
+    """The state of an operation. DONE, FAILED and CANCELLED are final."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -61,26 +62,26 @@ class Operation:
     kind: Kind
     items: tuple[int, ...]
     tier: int = NO_TIER
-    """Which store, by its place among the tiers; `NO_TIER` for the pool's copies."""
+    """Index of the store's tier; `NO_TIER` for the pool's copies."""
     after: tuple[int, ...] = ()
-    """Indices of the operations that must be over, however they ended."""
+    """Indices of the operations that must have ended before, in any final state."""
     batch: int = 0
     """Operations of one batch share the staging slots of their items."""
     only_unstored: bool = False
-    """Of a PUT: leave out what an earlier PUT of the transfer has stored."""
+    """For a PUT: skip items that an earlier PUT of the transfer has stored."""
     is_awaited: bool = True
-    """Whether the transfer is complete only after it. What is not may go on behind it."""
+    """Whether the transfer is complete only after this operation has ended."""
 
 
 class Graph:
-    """Operations and their order. Immutable; whoever has one may rely on it being sound."""
+    """Operations and their order. Immutable and validated."""
 
     def __init__(self, operations: Iterable[Operation], items: int | None = None) -> None:
-        """Takes the operations of `items` items (by default as many as they name).
+        """`items` is the number of items (default: the highest item named, plus one).
 
-        Raises `InvalidArgumentError` for a cycle, for a predecessor or an item that is not there,
-        for an item twice in one operation, and for a store's operation without a store.
-        Linear in operations, predecessors and items.
+        Raises `InvalidArgumentError` for a cycle, a predecessor or item that does not exist, a
+        duplicate item in one operation, a store's operation without a tier, and a copy of the pool
+        with one. Linear in operations, predecessors and items.
         """
         self.operations = tuple(operations)
         named = max((max(o.items, default=-1) for o in self.operations), default=-1) + 1
@@ -88,7 +89,7 @@ class Graph:
         self.successors: tuple[tuple[int, ...], ...] = self._successors()
         self._check_operations()
         self.order: tuple[int, ...] = self._order()
-        """One order in which every operation comes after its predecessors."""
+        """A topological order of the operations."""
 
     def _successors(self) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.operations]
@@ -137,7 +138,7 @@ class Graph:
 
 
 class States:
-    """How far the operations of one graph are. Not thread-safe: its owner holds a lock."""
+    """The states of the operations of one graph. Not thread-safe: the owner holds a lock."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -147,19 +148,19 @@ class States:
         self._awaited = sum(operation.is_awaited for operation in graph.operations)
 
     def of(self, index: int) -> State:
-        """The state of one operation."""
+        """Return the state of one operation."""
         return self._states[index]
 
     def ready(self) -> list[int]:
-        """What may start now: pending, with every predecessor over. Linear; for the beginning."""
+        """Return the operations that may start now. Linear, so call it only at the beginning."""
         return [i for i in range(len(self._states)) if self.is_ready(i)]
 
     def is_ready(self, index: int) -> bool:
-        """Whether this one may start now."""
+        """Return whether an operation is pending and all its predecessors have ended."""
         return self._states[index] is State.PENDING and self._waits_for[index] == 0
 
     def start(self, index: int) -> None:
-        """It runs from now on. Raises `IntegrityError` unless it is ready."""
+        """Mark an operation as running. Raises `IntegrityError` unless it is ready."""
         if not self.is_ready(index):
             raise IntegrityError(
                 f"operation {index} was started while {self._states[index].value}, with"
@@ -168,9 +169,10 @@ class States:
         self._states[index] = State.RUNNING
 
     def end(self, index: int, state: State) -> list[int]:
-        """It is over; answers those that may start by this. Ends are final: repeating is an error.
+        """End an operation in a final state. Returns the operations that became ready.
 
-        A pending one may only be cancelled. Raises `IntegrityError` for anything else.
+        Raises `IntegrityError` if `state` is not final or the operation has already ended. A
+        pending operation may only end as CANCELLED.
         """
         before = self._states[index]
         is_legal = before is State.RUNNING or (before is State.PENDING and state is State.CANCELLED)
@@ -197,7 +199,7 @@ class States:
         return self._awaited == 0
 
     def check_integrity(self) -> None:
-        """Count again; raises `IntegrityError` naming what disagrees. Linear."""
+        """Recount all counters. Raises `IntegrityError` that names a mismatch. Linear."""
         operations = self.graph.operations
         ended = [state in ENDS for state in self._states]
         if self._open != ended.count(False):

@@ -1,11 +1,12 @@
-"""Which key continues which: what a store needs to evict the ends of prompts first.
+"""Records which key continues which, so that stores can evict the ends of prompts first.
 
     lineage.note(keys)               # of one prompt, from its first block on; O(1)
-    lineage.parents(keys)            # for blocks that leave, in whatever order
+    lineage.parents(keys)            # of blocks to demote, in any order
 
-The engine knows prompts when it looks them up, and the pool knows only blocks when they leave. What
-was noted is unpacked here when somebody asks, not on the path of a lookup. Bounded: the oldest
-prompts are forgotten first, and a key that is not known begins a prompt. Any thread.
+The engine knows the prompts when it looks them up. The pool knows only single blocks when it
+demotes them. `note` stores the prompt, and `parents` unpacks it later, so that a lookup stays fast.
+The size is bounded: the oldest prompts are forgotten first. An unknown key counts as the beginning
+of a prompt. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections import deque
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 
 MOST_KEYS = 1 << 18
-"""4 MiB of prompts that wait, and as many keys unpacked."""
+"""Default bound of the keys in noted prompts (4 MiB), and of the unpacked keys."""
 
 
 class Lineage:
-    """See the module."""
+    """The parent of each recent key. Thread-safe."""
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
@@ -30,7 +31,10 @@ class Lineage:
         self._parents: dict[bytes, bytes] = {}
 
     def note(self, keys: bytes, after: bytes = NO_KEY) -> None:
-        """These continue one another, and the first one continues `after`. Copies nothing."""
+        """Record that each key continues the previous one, and the first one continues `after`.
+
+        Does not copy `keys`.
+        """
         if not keys:
             return
         with self._lock:
@@ -41,7 +45,7 @@ class Lineage:
                 self._noted_keys -= len(oldest) // KEY_BYTES
 
     def parents(self, keys: bytes) -> list[bytes]:
-        """For each key the one that it continues; NO_KEY where that is not known."""
+        """Return for each key the key that it continues, or NO_KEY if that is unknown."""
         with self._lock:
             self._unpack()
             get = self._parents.get
@@ -52,7 +56,7 @@ class Lineage:
             keys, parent = self._noted.popleft()
             for at in range(0, min(len(keys), self._most_keys * KEY_BYTES), KEY_BYTES):
                 key = keys[at : at + KEY_BYTES]
-                # Named last, so that the oldest are in front.
+                # Reinsert at the end, so that the oldest keys come first.
                 self._parents.pop(key, None)
                 self._parents[key] = parent
                 parent = key
@@ -62,8 +66,9 @@ class Lineage:
 
 
 def in_order(keys: list[bytes], parents: list[bytes]) -> list[int]:
-    """Places of `keys` such that each stands right behind the one that it continues, if that is
-    among them: a store then takes runs of them at once. Linear.
+    """Return indices of `keys` in an order in which each key follows its parent, if present.
+
+    A store can then take whole chains in one call. Linear.
     """
     place = {key: at for at, key in enumerate(keys)}
     children: dict[int, list[int]] = {}
@@ -84,5 +89,5 @@ def in_order(keys: list[bytes], parents: list[bytes]) -> list[int]:
         seen[at] = True
         order.append(at)
         stack.extend(children.get(at, [])[::-1])
-    # What continues itself in a circle is no prompt; it is stored all the same.
+    # Keys in a cycle form no prompt, but are stored anyway.
     return order + [at for at in range(len(keys)) if not seen[at]]

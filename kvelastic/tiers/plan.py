@@ -1,11 +1,11 @@
-"""From what is known to a graph: pure functions, no tier is asked and nothing is moved.
+"""Builds transfer graphs. Pure functions, which neither query tiers nor move data.
 
     segments = nearest([[True, True, False], [True, True, True]])   # two of tier 0, one of tier 1
     graph = load_graph(segments, batch=8, promote_to=0)
     graph = demote_graph(24, tiers=[0, 1], batch=8)
     graph = farther_graph(24, source=0, targets=[1], batch=8)
 
-Tiers are named by their place, the nearest first.
+Tiers are identified by index, nearest first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvelastic.tiers.policy import Copies
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys side by side that one tier has."""
+    """Consecutive keys that one tier has."""
 
     tier: int
     first: int
@@ -28,16 +28,16 @@ class Segment:
 
 
 def nearest(found: Sequence[Sequence[bool]]) -> list[Segment]:
-    """The leading keys that are anywhere, each in the nearest tier that has it.
+    """Return the leading keys that are in any tier, each in the nearest tier that has it.
 
-    `found[tier][key]` says whether a tier has a key; all have one length. Linear.
+    `found[tier][key]` is whether a tier has a key. All rows have the same length. Linear.
     """
     if not found:
         return []
     segments: list[Segment] = []
     count = len(found[0])
-    # Where each row is True and False next, from `at` on. They only go forward, by the list's own
-    # search: long runs cost no step of Python for each key.
+    # The next True in each row, from `at` on. `list.index` skips long runs without a step of
+    # Python for each key.
     next_true = [_next(row, True, 0) for row in found]
     at = 0
     while at < count:
@@ -54,7 +54,7 @@ def nearest(found: Sequence[Sequence[bool]]) -> list[Segment]:
 
 
 def _next(row: Sequence[bool], value: bool, at: int) -> int:
-    """The first place from `at` on that has `value`; the length where none has."""
+    """Return the first index from `at` on with `value`, or the length of the row."""
     try:
         return row.index(value, at)
     except ValueError:
@@ -68,11 +68,11 @@ def load_graph(
     promote_to: int = NO_TIER,
     copies: Copies = Copies.ALL,
 ) -> Graph:
-    """Bring the keys of `segments` into blocks, `batch` at a time.
+    """Load the keys of `segments` into blocks, `batch` blocks at a time.
 
-    What lies below `promote_to` is put there as well, behind the load, while its record is in
-    staging; exclusive, it then leaves the tier that it came from. Raises `InvalidArgumentError` for
-    a batch of nothing.
+    After the load, records from tiers farther than `promote_to` are also put there, from staging.
+    With `Copies.FIRST`, they are then erased from the tier that they came from. Raises
+    `InvalidArgumentError` if `batch` is below 1.
     """
     operations: list[Operation] = []
     batches = 0
@@ -108,9 +108,9 @@ def load_graph(
 
 
 def demote_graph(count: int, *, tiers: Sequence[int], batch: int) -> Graph:
-    """Bring each of `count` blocks into the first of `tiers` that takes it, `batch` at a time.
+    """Copy each of `count` blocks into the first of `tiers` that accepts it, `batch` at a time.
 
-    Without a tier nothing is read. Raises `InvalidArgumentError` for a batch of nothing.
+    Without tiers, the graph is empty. Raises `InvalidArgumentError` if `batch` is below 1.
     """
     operations: list[Operation] = []
     if not tiers:
@@ -126,9 +126,9 @@ def demote_graph(count: int, *, tiers: Sequence[int], batch: int) -> Graph:
 
 
 def farther_graph(count: int, *, source: int, targets: Sequence[int], batch: int) -> Graph:
-    """Copy `count` records of the tier `source` into each of `targets`, `batch` at a time.
+    """Copy `count` records from the tier `source` to each of `targets`, `batch` at a time.
 
-    No block of the pool is touched. Raises `InvalidArgumentError` for a batch of nothing.
+    Accesses no block of the pool. Raises `InvalidArgumentError` if `batch` is below 1.
     """
     operations: list[Operation] = []
     for number, items in enumerate(_batches(0, count, batch)):

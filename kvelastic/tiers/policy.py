@@ -1,6 +1,6 @@
-"""What is written when, how long is waited, and which tier is asked: pure functions.
+"""Policy: when blocks are cleaned, how long shrinking waits, and which tiers are queried.
 
-Plain values in, plain values out: no clock is read here, and no thread waits.
+Pure functions of their arguments. They read no clock and never wait.
 """
 
 from __future__ import annotations
@@ -11,78 +11,79 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 WEIGHT = 0.2
-"""Of the newest measurement in a moving average."""
+"""Weight of the newest measurement in a moving average."""
 PROBE_AFTER_S = 30.0
-"""A tier that was too slow is asked again after so long: it may have been a busy moment."""
+"""Time after which a tier that was too slow is queried again, since the load may have dropped."""
 AGED_BLOCKS = 64
-"""How many of the oldest dirty blocks one look cleans before the pool evicts them as idle."""
+"""How many of the oldest dirty blocks one tick cleans before the pool evicts them as idle."""
 BATCHES_A_DEADLINE = 4
-"""A batch takes a fourth of the shortest deadline, so that most of it is used."""
+"""Batches that fit into a deadline, so that most of it is used."""
 
 
 class WritePolicy(Enum):
-    """When blocks are cleaned. SGLang's names."""
+    """When blocks are cleaned. The names are SGLang's."""
 
     WRITE_BACK = "write_back"
-    """As late as possible: when free and clean blocks run short, when idle, when asked."""
+    """As late as possible: when free and clean blocks run short, when idle, or on request."""
     WRITE_THROUGH = "write_through"
     """As soon as a block is cached."""
 
 
 class Copies(Enum):
-    """In how many tiers a demoted block lies."""
+    """In how many tiers a demoted block is stored."""
 
     ALL = "all"
-    """Inclusive: in each that takes it. A lower one has it when a nearer one displaces it."""
+    """Inclusive: in every tier that accepts it. Farther tiers keep it if a nearer one evicts it."""
     FIRST = "first"
-    """Exclusive: in the nearest one that takes it, and only there."""
+    """Exclusive: only in the nearest tier that accepts it."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long shrinking waits for copies; what is dirty then is dropped and counted."""
+    """How long shrinking waits for copies. Then the remaining dirty blocks are dropped."""
 
     reclaim_s: float = 0.02
     limit_s: float = 2.0
     sleep_s: float = 30.0
 
     def of(self, reason: str) -> float:
-        """By the reason that the pool gives; an unknown one has the shortest."""
+        """Return the deadline for the pool's reason. An unknown reason gets `reclaim_s`."""
         by_reason: Mapping[str, float] = {"limit": self.limit_s, "sleep": self.sleep_s}
         return by_reason.get(reason, self.reclaim_s)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the settings say about cleaning."""
+    """The settings for cleaning blocks."""
 
     policy: WritePolicy = WritePolicy.WRITE_BACK
     copies: Copies = Copies.ALL
     deadlines: Deadlines = field(default_factory=Deadlines)
     watermark: float = 0.1
-    """Part of all blocks that shall be free or clean."""
+    """Fraction of all blocks to keep free or clean, 0 to 1."""
     idle_after_s: float = 5.0
+    """The pool counts as idle after this long without an allocation or release."""
     cache_idle_s: float = 600.0
     """The pool evicts cached blocks that have been idle for this long."""
     write_bytes_per_s: int | None = None
-    """Budget of cleaning ahead; None: no bound."""
+    """Write budget for cleaning ahead of need; None: no limit."""
     tick_s: float = 0.1
-    """How often it looks whether something is to be cleaned ahead."""
+    """Interval at which the demoter checks whether to clean ahead of need."""
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks of a pool, as policy sees them."""
+    """Block counts of a pool."""
 
     used: int
     cached: int
     clean: int
     available: int
-    """What alloc could give, evicting as it must."""
+    """Blocks that alloc could return, with eviction."""
     max_cached: int | None = None
-    """How many blocks may be cached; None: no bound."""
+    """Maximum number of cached blocks; None: no limit."""
     oldest_copyable_s: float = 0.0
-    """For how long the oldest block that a tier can copy has been cached."""
+    """How long the oldest block that a tier can copy has been cached."""
 
     @property
     def dirty(self) -> int:
@@ -91,12 +92,12 @@ class Occupancy:
 
     @property
     def spare(self) -> int:
-        """What alloc could take without losing anything: free and clean blocks."""
+        """Blocks that alloc could return without losing data: free and clean blocks."""
         return max(0, self.available - self.dirty)
 
     @property
     def total(self) -> int:
-        """All that the pool may hold now."""
+        """Blocks that the pool may hold now."""
         return self.used + self.available
 
 
@@ -112,13 +113,14 @@ def blocks_to_clean(
 ) -> int:
     """Return how many of the oldest dirty blocks to clean ahead of need.
 
-    `watermark` is the part of all blocks, and of the blocks that may be cached, that is kept free
-    or clean, 0 to 1. `affordable` is what the write budget allows.
+    `watermark` is the fraction (0 to 1) of all blocks to keep free or clean, and of `max_cached`
+    to keep not dirty. `idle_s` is how long the pool has been idle. `affordable` is how many blocks
+    the write budget allows.
     """
     if policy is WritePolicy.WRITE_THROUGH or idle_s >= idle_after_s:
         wanted = occupancy.dirty
     else:
-        # Rounded up: below one block's worth there would never be anything to do.
+        # Round up: otherwise a small pool would never clean ahead.
         wanted = math.ceil(watermark * occupancy.total) - occupancy.spare
         if occupancy.max_cached is not None:
             headroom = occupancy.max_cached - occupancy.dirty
@@ -131,20 +133,20 @@ def blocks_to_clean(
 def refilled(
     level_bytes: float, elapsed_s: float, *, rate_bytes_per_s: int, burst_bytes: int
 ) -> float:
-    """A write budget after `elapsed_s`: it fills at its rate, and holds one burst at most."""
+    """Return the bytes in a write budget after `elapsed_s`, at most `burst_bytes`."""
     return min(float(burst_bytes), level_bytes + elapsed_s * rate_bytes_per_s)
 
 
 def averaged(before: float | None, new: float, weight: float = WEIGHT) -> float:
-    """A moving average with one more measurement; the first one is taken as it is."""
+    """Return the moving average after a new measurement. `before` None: return `new`."""
     return new if before is None else before + weight * (new - before)
 
 
 def is_worth_asking(load_s: float | None, compute_s: float | None, *, unasked_s: float) -> bool:
-    """Whether a tier that takes `load_s` for a block beats computing it in `compute_s`.
+    """Return whether loading a block (`load_s`) is faster than computing it (`compute_s`).
 
-    What was never measured (None) is asked: there is no other way to learn. One that lost is asked
-    again after `PROBE_AFTER_S` without a question.
+    Also True if either is None (not measured yet), so that it will be measured, and if the tier
+    has not been queried for `PROBE_AFTER_S`.
     """
     if load_s is None or compute_s is None or load_s < compute_s:
         return True
@@ -154,9 +156,10 @@ def is_worth_asking(load_s: float | None, compute_s: float | None, *, unasked_s:
 def batch_blocks(
     record_bytes: int, bytes_per_s: float | None, *, deadline_s: float, slots: int
 ) -> int:
-    """How many blocks one demotion copies at once, so that it fits well into the deadline.
+    """Return how many blocks one writeback copies, so that several fit into the deadline.
 
-    Half of the staging slots at most: one batch is copied while another is put.
+    `bytes_per_s` is the measured rate, or None. At most half of the staging slots, so that one
+    batch can be copied while another is written.
     """
     most = max(1, slots // 2)
     if bytes_per_s is None:

@@ -1,12 +1,11 @@
-"""Who has which staging slot.
+"""Allocates staging slots.
 
     slots = StagingSlots(memory.slots)
     held = slots.take(8)                 # all or none
     ...
     slots.give_back(held)
 
-Slots are few, so nobody holds some and waits for more: a taker gets all it wants at once, or none.
-Any thread.
+Slots are few. To prevent deadlock, a caller gets all requested slots at once or none. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError
 
 
 class StagingSlots:
-    """A bounded set of slot numbers."""
+    """A fixed set of slot numbers. Thread-safe."""
 
     def __init__(self, count: int) -> None:
         if count < 1:
@@ -32,9 +31,10 @@ class StagingSlots:
         self._is_free = bytearray(b"\1" * count)
 
     def take(self, count: int, timeout_s: float = 0.0) -> list[int] | None:
-        """`count` slots, or None if that many are not free within `timeout_s`. Blocks that long.
+        """Take `count` slots. Returns None if that many are not free within `timeout_s`.
 
-        Raises `InvalidArgumentError` for more than there are: no wait would help.
+        Blocks for at most `timeout_s`. Raises `InvalidArgumentError` if `count` exceeds the total
+        number of slots.
         """
         if not 0 <= count <= self.count:
             raise InvalidArgumentError(
@@ -53,7 +53,7 @@ class StagingSlots:
             return taken
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """They are free again. Raises `IntegrityError` for one that was not taken; none is then."""
+        """Release slots. Raises `IntegrityError`, and releases none, if one was not taken."""
         with self._changed:
             for slot in slots:
                 if not 0 <= slot < self.count or self._is_free[slot]:
@@ -69,12 +69,12 @@ class StagingSlots:
 
     @property
     def free(self) -> int:
-        """How many could be taken now."""
+        """Number of free slots."""
         with self._changed:
             return len(self._free)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if a slot is free twice, or neither free nor taken."""
+        """Raises `IntegrityError` if the free list and the free marks differ."""
         with self._changed:
             marked = [slot for slot in range(self.count) if self._is_free[slot]]
             if sorted(self._free) != marked:

@@ -1,4 +1,4 @@
-"""What tiers have done and hold, as they say it to whoever asks."""
+"""Statistics of the tiers of one pool."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from kvelastic.tiers.base import Capacity, StoreStatistics
 
 @dataclass(frozen=True)
 class TierStatistics:
-    """One tier."""
+    """Statistics of one tier."""
 
     name: str
     capacity: Capacity | None
-    """None where the store did not answer in time."""
+    """None if the store did not return in time."""
     store: StoreStatistics | None
+    """None if the store did not return in time."""
     load_s: float | None
     """Seconds to load a block; None before the first load."""
     is_stuck: bool
-    """Whether it hangs, and is not asked."""
+    """Whether a call to the store hangs, so that the tier is bypassed."""
     waiting_bytes: int = 0
-    """Of records that a nearer tier has and that are still to be copied to this one."""
+    """Bytes of records that are waiting to be copied here from a nearer tier."""
 
 
 @dataclass(frozen=True)
 class TiersStatistics:
-    """All tiers of a pool."""
+    """Statistics of all tiers of a pool."""
 
     tiers: tuple[TierStatistics, ...]
     blocks: BlockCounts
