@@ -1,4 +1,4 @@
-"""What one operation of a graph calls: the pool's copies, or a store. No lock is held."""
+"""Runs one operation of a graph, by calls to the pool's copies or to a store, without a lock."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def carry_out(
     items: list[int],
     batch: Batch,
 ) -> list[int]:
-    """Do it for `items`; answers those for which it went well. Blocks.
+    """Run the operation for `items`. Returns the items for which it succeeded. Blocks.
 
-    `store` is that of the operation's tier, None for a copy of the pool. Raises what that raises.
+    `store` is the store of the operation's tier, or None for a copy of the pool. Raises the errors
+    of the store or the copy.
     """
     transfer = run.transfer
     slots = [batch.slots[item] for item in items] if batch.slots else []

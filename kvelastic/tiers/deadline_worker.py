@@ -1,12 +1,12 @@
-"""Calls to a library that may hang, with a bound on how long the caller waits.
+"""Calls to a library that may hang, with a timeout for the caller.
 
     worker = DeadlineWorker("mooncake")
     worker.run(lambda: client.batch_is_exist(names), timeout_s=1.0)     # raises TimeoutError
     worker.close(timeout_s=1.0)
 
-One call at a time. A call that is late goes on in its thread, for nothing can end it; until it has
-ended every other one is refused at once. So what a late call still uses (its buffers) may not be
-used by anybody else before `is_stuck` is False.
+One call runs at a time. A call that has timed out continues in its thread, since it cannot be
+interrupted. Until it ends, further calls fail at once. Do not reuse the buffers of such a call
+before `is_stuck` is False.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class _Call:
-    """One call, and what came of it."""
+    """One call and its result."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ class _Call:
 
 
 class DeadlineWorker:
-    """A daemon thread that carries calls out. Any thread may call any method."""
+    """A daemon thread that runs calls. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,15 +50,16 @@ class DeadlineWorker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a late call is still under way."""
+        """Whether a call that timed out is still running."""
         late = self._late
         return late is not None and not late.ended.is_set()
 
     def run(self, function: Callable[[], Value], timeout_s: float) -> Value:
-        """What `function` answers or raises. Waits for others' calls, too, `timeout_s` for each.
+        """Run `function` and return its result, or raise its exception. Blocks.
 
-        Raises `TimeoutError` if it has not ended by then, or is not begun because another one is
-        late, the worker is closed, or the system has no thread for it.
+        Waits at most `timeout_s` for calls of other threads, and again for this call. Raises
+        `TimeoutError` if either takes longer. Raises it at once if an earlier call hangs, the
+        worker is closed, or no thread can be started.
         """
         if not self._turn.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self._name}: other calls take longer than {timeout_s:g} s")
@@ -82,10 +83,13 @@ class DeadlineWorker:
             self._turn.release()
         if call.error is not None:
             raise call.error
-        return call.value  # type: ignore[return-value]  # what `function` answered
+        return call.value  # type: ignore[return-value]  # the result of `function`
 
     def close(self, timeout_s: float) -> bool:
-        """Begin no call any more, wait for the thread. False: a late call keeps it. Repeatable."""
+        """Refuse further calls and wait at most `timeout_s` for the thread. Idempotent.
+
+        Returns False if a call still hangs.
+        """
         with self._turn:
             thread = self._thread
             if not self._closed:

@@ -1,4 +1,4 @@
-"""Taking room from records by an index's policy, without a record that needs it."""
+"""Evicts records by an index's policy, without a new record to insert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _numbers = itertools.count(1)
 
 
 def unlikely_keys(count: int) -> list[bytes]:
-    """Keys that no record has: a hash is met by one of them as often as by another hash."""
+    """Return keys that no record has. A collision is as unlikely as between two hashes."""
     return [
         b"ballast" + next(_numbers).to_bytes(KEY_BYTES - len(b"ballast"), "big")
         for _ in range(count)
@@ -19,14 +19,14 @@ def unlikely_keys(count: int) -> list[bytes]:
 
 
 def displace(index: _vmm.TierIndex, count: int) -> list[tuple[bytes, int]]:
-    """Displace `count` records, leased and pending ones excepted; answers their keys and slots.
+    """Evict up to `count` records that are neither leased nor pending.
 
-    The caller sees to it that nobody claims meanwhile.
+    Returns their keys and slots. The caller must prevent concurrent claims.
     """
     have = index.stats()
     displaced: list[tuple[bytes, int]] = []
     held: list[bytes] = []
-    # Free slots are taken first. Some that look free belong to leases of erased records.
+    # A claim takes free slots first. Some slots that look free belong to leases of erased records.
     wanted = have["slots"] - have["ready"] - have["pending"] - have["closed"]
     while wanted > 0 or len(displaced) < count:
         names = unlikely_keys(max(wanted, count - len(displaced)))

@@ -1,16 +1,17 @@
-"""SHA-256 of files that were read before, in a file that only this user can write.
+"""A cache of SHA-256 digests of files, in a file that only this user can write.
 
     cache = HashCache(default_path())
     cache.get(path, facts)           # 64 hex digits; None: not read before, or changed since
     cache.put(path, facts, digest)
 
-An entry is valid for a path while size, mtime, ctime and inode stay the same. The kernel sets ctime
-at every change and no call sets it back, so a file that was changed and given its old mtime is read
-again. A file that changed in the last two seconds before it was read is not remembered: a second
-change within one tick of the file system's clock would not show.
+An entry is valid while the size, mtime, ctime and inode of the file stay the same. The kernel sets
+ctime on every change, and no call can restore it. So a changed file is read again, even if its
+mtime was restored. A digest is not cached if the file changed in the last two seconds before it was
+read: a second change within one tick of the file system's clock would be invisible.
 
-A cache that cannot be read or written is empty. Any process and thread may call; each call reads
-or replaces the whole file (some milliseconds at its bound of 4,096 entries).
+A cache that cannot be read or written acts as an empty one. Safe for concurrent use by threads and
+processes. Each call reads or replaces the whole file, which takes milliseconds at the maximum of
+4,096 entries.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _VERSION: Final = 1
 _MOST_BYTES: Final = 8 << 20
 _MOST_ENTRIES: Final = 4096
 _SETTLED_NS: Final = 2_000_000_000
-"""The coarsest clock of a file system in use: FAT's."""
+"""The coarsest timestamp resolution of a file system in use: FAT's."""
 
 
 class FileFacts(NamedTuple):
-    """What changes when a file changes."""
+    """File metadata that changes whenever the file changes."""
 
     size_bytes: int
     mtime_ns: int
@@ -46,16 +47,16 @@ class FileFacts(NamedTuple):
 
     @staticmethod
     def of(state: os.stat_result) -> FileFacts:
-        """As `stat` reports them."""
+        """Return the facts from a `stat` result."""
         return FileFacts(state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether a change after `now_ns` would show."""
+        """Return whether a change after `now_ns` would be visible in the facts."""
         return max(self.mtime_ns, self.ctime_ns) < now_ns - _SETTLED_NS
 
 
 def default_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/kvelastic`, or `~/.cache/kvelastic`; None where the user has no home."""
+    """Return `$XDG_CACHE_HOME/kvelastic` or `~/.cache/kvelastic`. None if the user has no home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # noqa: PTH117  (the specification ignores any other)
         return Path(named) / "kvelastic"
@@ -66,18 +67,18 @@ def default_folder() -> Path | None:
 
 
 class HashCache:
-    """See the module."""
+    """Cached digests of files. Thread-safe."""
 
     def __init__(self, folder: Path | None) -> None:
-        """The cache in `folder`, which is made when something is stored; None: no cache."""
+        """Uses the cache in `folder`, which `put` creates. None: no cache."""
         self._folder = folder
 
     def get(self, path: str, facts: FileFacts) -> str | None:
-        """The digest of a file with these facts, if it is known."""
+        """Return the digest of a file with these facts, or None if it is not cached."""
         return self.get_all({path: facts}).get(path)
 
     def get_all(self, files: dict[str, FileFacts]) -> dict[str, str]:
-        """The digests that are known, by path."""
+        """Return the cached digests, by path."""
         folder = self._open(make=False)
         if folder is None:
             return {}
@@ -92,7 +93,10 @@ class HashCache:
         }
 
     def put(self, path: str, facts: FileFacts, digest: str) -> None:
-        """Remember a digest. Blocks for a second at most while another process stores one."""
+        """Cache a digest. Blocks for at most 1 s while another process stores one.
+
+        After that, does not store it.
+        """
         folder = self._open(make=True)
         if folder is None:
             return
@@ -124,7 +128,7 @@ _Entries = dict[str, tuple[FileFacts, str]]
 
 
 def _read(folder: int) -> _Entries:
-    """What the file has; nothing where it is not whole."""
+    """Return the entries of the cache file. Empty if the file is missing or invalid."""
     try:
         fd = open_file(folder, FILE_NAME, os.O_RDONLY)
         with os.fdopen(fd, "rb") as opened:
@@ -158,7 +162,7 @@ def _add(folder: int, path: str, facts: FileFacts, digest: str) -> None:
 
 
 def _replace(folder: int, raw: bytes) -> None:
-    name = f"{FILE_NAME}.new"  # under the lock: one of a process that died is written over
+    name = f"{FILE_NAME}.new"  # the lock is held; a process that died may have left this file
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     fd = open_file(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -1,17 +1,17 @@
-"""Stores that outlive the process, while it is not known yet which weights the engine has.
+"""A wrapper for persistent stores, which stays unused until the engine's weights are identified.
 
     disk = IdentifiedStore(DiskStore(...))
     disk.enter(namespace)                   # nothing is read or written there yet
     disk.identify(fingerprint)              # from here on it is an ordinary store
 
-Hashing a model's weights takes minutes, and the keys of blocks are needed with the first request.
-So keys and namespaces of the engine leave the files' contents out, and this store adds them: each
-key is combined (XOR) with a mask, 16 bytes of the SHA-256 of the fingerprint, and a namespace's
-`weights` with the fingerprint. Two engines of different weights find each other's records as seldom
-as two SHA-256 agree in 16 bytes. The key of no block stays itself.
+Hashing a model's weights takes minutes, but the first request already needs the keys of its blocks.
+So the engine's keys and namespaces do not depend on the contents of the weights. This store adds
+them. It XORs each key with a mask, which is 16 bytes of the SHA-256 of the fingerprint. It combines
+the `weights` of a namespace with the fingerprint. Engines with different weights find each other's
+records only if 16 bytes of two SHA-256 digests collide. NO_KEY is not masked.
 
-Until `identify` the store holds nothing and refuses everything, except what concerns all
-namespaces: its limit, and the erasing by model and age.
+Until `identify`, the store acts as empty and refuses records. Only operations that concern all
+namespaces work: the limit, eviction, and erasure by model and age.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ class _NoLease(Lease):
     count = 0
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class IdentifiedStore(Store):
-    """See the module. `inner` belongs to it. Any thread may call, as `inner` allows."""
+    """A store that maps keys and namespaces of an engine to those of `inner`, and owns `inner`.
+
+    Thread-safe. Unless stated otherwise, methods behave as in `Store` and call `inner`.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -52,14 +55,14 @@ class IdentifiedStore(Store):
         self.record_bytes = inner.record_bytes
         self.asks_medium = inner.asks_medium
         self._entering = threading.Lock()
-        """Guards the namespace, so that the last one entered is the one of `inner`."""
+        """Guards the namespace, so that `inner` always has the one entered last."""
         self._namespace: Namespace | None = None
         self._fingerprint = ""
         self._mask = b""
-        """Set last by `identify`: a call that sees it finds `inner` in its namespace."""
+        """Set last by `identify`, when `inner` is in its namespace. Empty until then."""
 
     def identify(self, fingerprint: str) -> None:
-        """The weights have this fingerprint: read and write from now on. Call it once."""
+        """Set the fingerprint of the weights, and start to read and write. Call it once."""
         with self._entering:
             self._fingerprint = fingerprint
             if self._namespace is not None:
@@ -69,60 +72,60 @@ class IdentifiedStore(Store):
 
     @property
     def is_ready(self) -> bool:
-        """As `Store.is_ready`: whether the weights are identified."""
+        """Whether the weights are identified."""
         return bool(self._mask)
 
     def enter(self, namespace: Namespace) -> None:
-        """As `Store.enter`."""
+        """Set the namespace. It reaches `inner` once the weights are identified."""
         with self._entering:
             self._namespace = namespace
             if self._fingerprint:
                 self.inner.enter(self._with_weights(namespace))
 
     def has(self, keys: bytes) -> list[bool]:
-        """As `Store.has`."""
+        """Return whether each record can be read now. All False until `is_ready`."""
         if not self._mask:
             return [False] * self._count_of(keys)
         return self.inner.has(self._masked(keys))
 
     def leading(self, keys: bytes) -> tuple[int, int]:
-        """As `Store.leading`."""
+        """Return the numbers of readable and of reserved leading keys. (0, 0) until `is_ready`."""
         return self.inner.leading(self._masked(keys)) if self._mask else (0, 0)
 
     def lease(self, keys: bytes) -> Lease:
-        """As `Store.lease`."""
+        """Hold the leading keys that are stored. Holds none until `is_ready`."""
         return self.inner.lease(self._masked(keys)) if self._mask else _NoLease()
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
-        """As `Store.reserve`."""
+        """Reserve slots for missing keys. Until `is_ready`, treats all keys as missing."""
         if not self._mask:
             return Promise([False] * self._count_of(keys))
         return self.inner.reserve(self._masked(keys), chain_after=self._parent(chain_after))
 
     def evict(self, count: int) -> int:
-        """As `Store.evict`."""
+        """Evict up to `count` records of any namespace, also before `is_ready`."""
         return self.inner.evict(count)
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """As `Store.put`."""
+        """Store records. Stores none until `is_ready`."""
         if not self._mask:
             return [False] * self._count_of(keys, records)
         return self.inner.put(self._masked(keys), records, chain_after=self._parent(chain_after))
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """As `Store.get`."""
+        """Read records. All misses until `is_ready`."""
         if not self._mask:
             return [False] * self._count_of(keys, into)
         return self.inner.get(self._masked(keys), into)
 
     def erase(self, keys: bytes) -> int:
-        """As `Store.erase`."""
+        """Erase the records of these keys. Erases none until `is_ready`."""
         return self.inner.erase(self._masked(keys)) if self._mask else 0
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`. Nothing is erased by namespace until `is_ready`."""
+        """Erase selected records. Until `is_ready`, a selection with a namespace erases none."""
         if selection.namespace is None:
             return self.inner.erase_matching(selection)
         if not self._mask:
@@ -131,40 +134,40 @@ class IdentifiedStore(Store):
         return self.inner.erase_matching(replace(selection, namespace=own))
 
     def unerased(self) -> Unerased:
-        """As `Store.unerased`."""
+        """Return which records the last erasures could not remove."""
         return self.inner.unerased()
 
     def capacity(self) -> Capacity:
-        """As `Store.capacity`."""
+        """Return the usage and the limit of `inner`."""
         return self.inner.capacity()
 
     @property
     def least_limit_bytes(self) -> int:
-        """As `Store.least_limit_bytes`."""
+        """The lowest limit at which `inner` can hold a record."""
         return self.inner.least_limit_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
-        """As `Store.set_limit`."""
+        """Set the limit of `inner`, also before `is_ready`."""
         self.inner.set_limit(limit_bytes)
 
     def statistics(self) -> StoreStatistics:
-        """As `Store.statistics`."""
+        """Return the counters of `inner`."""
         return self.inner.statistics()
 
     def problem(self) -> str:
-        """As `Store.problem`."""
+        """Return why the medium refuses calls now; empty if it works."""
         return self.inner.problem()
 
     def write_budget(self) -> tuple[int, int] | None:
-        """As `Store.write_budget`."""
+        """Return the daily write budget of `inner` and the rest of it, or None."""
         return self.inner.write_budget()
 
     def check_integrity(self) -> None:
-        """As `Store.check_integrity`."""
+        """Check `inner`. Raises `IntegrityError` for a mismatch."""
         self.inner.check_integrity()
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """Close `inner`. Idempotent."""
         self.inner.close()
 
     def _with_weights(self, namespace: Namespace) -> Namespace:

@@ -1,4 +1,4 @@
-"""What must never be mixed: everything that changes the bytes of a block of the same tokens."""
+"""Namespaces of keys: all settings that change the bytes of a block for the same tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 FORMAT_VERSION = 1
-"""Of records and keys; another one finds nothing of this."""
+"""Version of the formats of records and keys. Versions do not share records."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """One world of keys. Two that differ in anything share no key and no record.
+    """The identity of a set of keys. Namespaces that differ in any field share no keys or records.
 
-    `weights` is a fingerprint of the weights' contents, `adapter` one of a LoRA's; `generation`
-    goes up with every change that keeps all of the names: a reset of the prefix cache, weights
-    that are replaced in place.
+    `weights` is a fingerprint of the contents of the weights, and `adapter` of a LoRA's.
+    `generation` changes when contents change and all names stay: on a reset of the prefix cache,
+    or when weights are replaced in place.
     """
 
     model: str
@@ -26,7 +26,7 @@ class Namespace:
     block_tokens: int = 0
     record_bytes: int = 0
     ranks: str = ""
-    """Sizes and own place: tensor, pipeline and data parallel."""
+    """Sizes and this engine's rank: tensor, pipeline and data parallel."""
     adapter: str = ""
     salt: str = ""
     hash_algorithm: str = ""
@@ -34,7 +34,7 @@ class Namespace:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that stand for all of it: SHA-256 over its fields, each with its length."""
+        """16 bytes of a SHA-256 over the fields, each prefixed with its length."""
         digest = hashlib.sha256(b"kvelastic tier namespace %d" % FORMAT_VERSION)
         for field in (
             self.model,
@@ -54,16 +54,16 @@ class Namespace:
         return digest.digest()[:16]
 
     def key_of(self, block_hash: bytes, group: int = 0) -> bytes:
-        """The key of a block that an engine names by a hash of its own, and by its group."""
+        """Return the 16-byte key of a block, from the engine's block hash and group number."""
         return hashlib.sha256(self.fingerprint + group.to_bytes(4, "little") + block_hash).digest()[
             :16
         ]
 
     def next_generation(self) -> Namespace:
-        """The same with everything stored so far out of reach."""
+        """Return this namespace with the next generation, which finds no earlier records."""
         return replace(self, generation=self.generation + 1)
 
 
 def encoded(text: str) -> bytes:
-    """UTF-8; of an argument or a path that is not UTF-8, the bytes that it was."""
+    """Encode as UTF-8. Restores the original bytes of arguments and paths that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape")

@@ -1,6 +1,6 @@
-"""What tiers need of a pool and of its staging memory; the native ones fit.
+"""The interfaces of a pool and its staging memory that tiers need. `_vmm` implements them.
 
-Stated here so that nothing of tiers depends on more, and so that tests can put their own in place.
+They keep tiers independent of the rest of the pool, and let tests substitute fakes.
 """
 
 from __future__ import annotations
@@ -10,90 +10,94 @@ from typing import Any, Protocol
 
 
 class StagingMemory(Protocol):
-    """Aligned slots, each of one record. `_vmm.Staging` is one."""
+    """Aligned slots of one record each, such as `_vmm.Staging`."""
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
 
     @property
     def record_bytes(self) -> int:
-        """Of one slot."""
+        """Size of one slot."""
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of a slot, writable."""
+        """Return a writable view of a slot."""
 
 
 class Copies(Protocol):
-    """Copies between blocks and staging slots, one slot a block. They block, and raise
-    `DriverError` where the device fails; the GIL is released meanwhile. `staging` is of the kind
-    that these copies know.
+    """Copies between blocks and staging slots, one slot per block.
+
+    The copies block and release the GIL. They raise `DriverError` if the device fails. `staging`
+    must have the type that the implementation expects.
     """
 
     def copy_out(self, ids: Sequence[int], staging: Any, slots: Sequence[int]) -> None:
-        """Blocks to slots."""
+        """Copy blocks to slots."""
 
     def copy_in(self, staging: Any, slots: Sequence[int], ids: Sequence[int]) -> None:
-        """Slots to blocks, which the caller has in use."""
+        """Copy slots to blocks, which must be in use by the caller."""
 
 
 class Demotion(Protocol):
-    """What shrinking waits for."""
+    """A request of a shrinking pool to clean blocks."""
 
     @property
     def reason(self) -> str:
-        """reclaim, limit or sleep."""
+        """Why the pool shrinks: reclaim, limit or sleep."""
 
     @property
     def blocks(self) -> int:
-        """How many it wants cleaned."""
+        """Number of blocks to clean."""
 
     @property
     def seconds_left(self) -> float:
-        """After that it goes on without."""
+        """Seconds until the pool stops waiting."""
 
 
 class Leaving(Protocol):
-    """Dirty cached blocks whose copies are being made."""
+    """Dirty cached blocks under writeback."""
 
     @property
     def ids(self) -> list[int]:
-        """The blocks, those that would be evicted first in front."""
+        """The blocks, in eviction order."""
 
     @property
     def keys(self) -> bytes:
-        """Theirs, side by side."""
+        """The keys of the blocks, concatenated."""
 
     @property
     def ticket(self) -> int:
-        """For `end_leaving`."""
+        """Identifies the writeback in `still_leaving` and `end_leaving`."""
 
 
 class LeavingBlocks(Protocol):
-    """The pool's side of demotion. Calls are short but for `next_demotion`."""
+    """The demotion interface of the pool. All calls are short, except `next_demotion`."""
 
     def next_demotion(self, timeout_s: float) -> Demotion | None:
-        """Waits until shrinking wants blocks cleaned; None after `timeout_s`."""
+        """Block until a shrinking pool requests clean blocks. None after `timeout_s`."""
 
     def stop_demotions(self) -> None:
-        """Nobody calls `next_demotion` any more: who waits there returns, and shrinking goes on."""
+        """End demotion: a waiting `next_demotion` returns, and shrinking no longer waits."""
 
     def begin_leaving(self, most: int) -> Leaving:
-        """Take dirty cached blocks in hand, `most` at most; none pinned."""
+        """Start the writeback of at most `most` dirty cached blocks. Skips pinned blocks."""
 
     def still_leaving(self, ticket: int) -> list[bool]:
-        """For each block of it, whether it has not been taken, evicted or renamed since."""
+        """For each block of a writeback, whether it was not used, evicted or renamed since."""
 
     def end_leaving(self, ticket: int, copied: Sequence[bool]) -> int:
-        """Those copied are clean, if nothing has happened to them; answers how many are."""
+        """End a writeback, and mark copied blocks clean if they are unchanged.
+
+        Returns how many blocks were marked clean.
+        """
 
     def stats(self) -> dict[str, int]:
-        """The pool's counts."""
+        """Return the pool's counters."""
 
     @property
     def max_cached_blocks(self) -> int:
-        """How many blocks the pool keeps cached; -1: no bound."""
+        """Maximum number of cached blocks; -1: no limit."""
 
     @property
     def oldest_copyable_s(self) -> float:
-        """For how long the oldest block that a tier can copy has been cached; 0 without one."""
+        """Seconds since the oldest block that a tier can copy was cached; 0 if there is none."""

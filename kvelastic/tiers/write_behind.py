@@ -5,12 +5,13 @@
     behind.wait_for_room(timeout_s)
     behind.close()
 
-A block may leave the device as soon as one tier has it, so no shrinking pool waits for a disk. The
-farther tiers read it from that tier: store -> staging -> stores, one transfer at a time, with a
-quarter of the staging slots at most. This goes on while the pool sleeps. A block that its tier
-displaces before its turn is not copied. If all tiers that a block waits for are stalled, it waits.
+The pool can evict a block as soon as one tier has it, so a shrinking pool does not wait for a disk.
+The farther tiers get the block from that tier: store -> staging -> stores. There is one transfer at
+a time, which uses at most a quarter of the staging slots. Copying continues while the pool sleeps.
+If the source tier evicts a block before its turn, the block is not copied. If all tiers that a
+block must be copied to are stalled, the block waits.
 
-One lock, taken before the executor's. Any thread may call anything.
+There is one lock, which is taken before the executor's. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from kvelastic.tiers.run import Priority, Run, Transfer
 _log = logging.getLogger("kvelastic")
 
 _BATCHES = 4
-"""Of a transfer: while one is put the next is read."""
+"""Batches of one transfer, so that reads overlap writes."""
 _MOST_BATCH = 32
 _STALLED_LOOK_S = 0.25
-"""How often it looks whether a stalled tier has returned."""
+"""Interval at which the thread checks whether a stalled tier works again."""
 _PROBATION = 5
-"""A fifth of the nearest tier is there for new records: with more, policy displaces the first."""
+"""The eviction policy keeps a fifth of the nearest tier for new records. If more blocks wait, it
+evicts the oldest of them."""
 
 
 class _Copy(NamedTuple):
-    """What is to be done for one key."""
+    """The pending copies of one key."""
 
     parent: bytes
     source: int
@@ -47,7 +49,7 @@ class _Copy(NamedTuple):
 
 
 class WriteBehind:
-    """See the module. Starts its thread with the first block."""
+    """The copies to farther tiers. Thread-safe. Starts its thread with the first block."""
 
     def __init__(
         self,
@@ -56,21 +58,22 @@ class WriteBehind:
         tiers: Callable[[], Sequence[int]],
         capacity: Callable[[], int | None],
     ) -> None:
-        """`tiers` returns the tiers that take blocks now, and must not block. `capacity` returns
-        how many blocks the nearest tier can hold (None: no bound); it is called here and in the
-        thread of this object.
+        """`tiers` returns the tiers that accept blocks now, and must not block.
+
+        `capacity` returns how many blocks the nearest tier can hold (None: no limit). It is called
+        here and in the thread of this object.
         """
         self._executor = executor
         self._tiers = tiers
         self._capacity = capacity
         self._held = capacity()
-        """What `capacity` said last."""
+        """Last result of `capacity`."""
         slots = executor.slots.count
         self._batch = max(1, min(_MOST_BATCH, slots // (4 * _BATCHES)))
         self._batches = max(1, min(_BATCHES, slots // 4 // self._batch))
         self._changed = threading.Condition()
         self._waiting: dict[bytes, _Copy] = {}
-        """By key, the oldest first; what the open transfer copies is not in it."""
+        """Pending copies by key, oldest first, without those of the running transfer."""
         self._open: dict[bytes, _Copy] = {}
         self._run: Run | None = None
         self._is_stalled = False
@@ -85,9 +88,10 @@ class WriteBehind:
         stored: Sequence[Set[int]],
         tiers: Sequence[int],
     ) -> None:
-        """Have those of `keys` that some of `tiers` have taken copied to the farther ones of these.
+        """Queue the keys that a tier has stored for copying to the farther ones of `tiers`.
 
-        `stored` says for each key which tiers have it. Never blocks for a medium.
+        `stored` holds for each key the tiers that have it. `parents` are the keys that they
+        continue. Never waits for a medium.
         """
         with self._changed:
             for at, (key, there) in enumerate(zip(keys, stored, strict=True)):
@@ -99,7 +103,7 @@ class WriteBehind:
                     parent = NO_KEY if parents is None else parents[at]
                     self._waiting[key] = _Copy(parent, source, targets)
             while self._held is not None and len(self._waiting) > self._held:
-                del self._waiting[next(iter(self._waiting))]  # displaced for those behind it
+                del self._waiting[next(iter(self._waiting))]  # the nearest tier has evicted it
             if self._waiting and self._thread is None and not self._is_closing:
                 self._thread = threading.Thread(
                     target=self._work, name="kvelastic-behind", daemon=True
@@ -108,19 +112,19 @@ class WriteBehind:
             self._changed.notify_all()
 
     def waiting(self, tier: int) -> int:
-        """How many blocks this tier has still to be given."""
+        """Return how many blocks are still to be copied to this tier."""
         with self._changed:
             copies = (*self._waiting.values(), *self._open.values())
             return sum(tier in copy.targets for copy in copies)
 
     @property
     def is_full(self) -> bool:
-        """Whether with more blocks the nearest tier would displace some that still wait."""
+        """Whether, with more blocks, the nearest tier would evict some before they are copied."""
         with self._changed:
             return self._is_over_bound()
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Block while it is full and blocks are being copied, `timeout_s` at most."""
+        """Block while `is_full` is true and copies make progress, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -133,13 +137,17 @@ class WriteBehind:
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no block waits, `timeout_s` at most; return whether none does. Blocks."""
+        """Block until all copies are done, for at most `timeout_s`. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._open, timeout_s)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is copied inside. A transfer on its way is cancelled first, and done later."""
+        """Return a context in which nothing is copied.
+
+        On entry it cancels the running transfer, which is retried later. Blocks until the transfer
+        has ended.
+        """
         with self._changed:
             self._pauses += 1
             run = self._run
@@ -156,7 +164,10 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End the thread, and give up what waits. Return whether it ended. Idempotent."""
+        """Discard pending copies and stop the thread. Idempotent.
+
+        Waits at most `timeout_s`. Returns whether the thread has ended.
+        """
         with self._changed:
             self._is_closing = True
             run, thread = self._run, self._thread
@@ -182,7 +193,7 @@ class WriteBehind:
         try:
             self._turn()
         except Exception:
-            # Without this thread a sleep would wait for room in vain, each time.
+            # Keep the thread alive: without it, each sleep would wait for room in vain.
             _log.exception("copies to farther tiers failed; those that wait are tried again")
             with self._changed:
                 self._open, self._run = {}, None
@@ -208,7 +219,10 @@ class WriteBehind:
             self._settle(run, taking)
 
     def _begin(self) -> Run | None:
-        """Begin with the oldest; None: the tiers that it waits for are stalled."""
+        """Start copying the oldest blocks. None if all tiers that the first one needs are stalled.
+
+        The lock must be held.
+        """
         taking = set(self._tiers())
         first = next(iter(self._waiting.values()))
         targets = [tier for tier in first.targets if tier in taking]
@@ -224,13 +238,13 @@ class WriteBehind:
         self._open = {key: self._waiting.pop(key) for key in keys}
         graph = farther_graph(len(keys), source=first.source, targets=targets, batch=self._batch)
         parents = [copy.parent for copy in self._open.values()]
-        # No operation copies a block of the pool, so the ids are not looked at.
+        # No operation copies a block of the pool, so the ids are not used.
         transfer = Transfer(graph, b"".join(keys), [-1] * len(keys), parents)
         self._run = self._executor.submit(transfer, Priority.BACKGROUND)
         return self._run
 
     def _settle(self, run: Run, taking: Set[int]) -> None:
-        """The transfer is over. What was interrupted waits again, in front."""
+        """Process the ended transfer. Requeue interrupted copies at the front."""
         again = {}
         for (key, copy), stored in zip(self._open.items(), run.stored, strict=True):
             left = tuple(
