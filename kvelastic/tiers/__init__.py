@@ -1,1 +1,1 @@
-"""KV that survives: demoted blocks, the stores that keep them, and what brings them back."""
+"""Tiers for KV cache blocks: demotion to stores, lookup, and loading back to the device."""

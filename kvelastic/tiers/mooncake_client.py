@@ -1,7 +1,7 @@
-"""The few calls of Mooncake's client that are used, and how one is connected.
+"""The calls of Mooncake's client that kvelastic uses, and how to connect one.
 
-Its own classes appear nowhere else, so tests put their own client in place. What its numbers mean
-was looked up in 0.3.13: a size or 0 is success, below 0 is a failure.
+No other module uses Mooncake's classes, so tests can substitute a fake client. The result codes are
+those of version 0.3.13: a size or 0 is success, a negative number is an error.
 """
 
 from __future__ import annotations
@@ -14,47 +14,50 @@ from typing import Protocol
 from kvelastic.errors import DriverError, InvalidArgumentError, UnsupportedError
 
 NOT_FOUND = -704
-"""OBJECT_NOT_FOUND."""
+"""Mooncake's OBJECT_NOT_FOUND."""
 NO_ROOM = -200
-"""NO_AVAILABLE_HANDLE: every segment is full, and what lies there may not go yet."""
+"""Mooncake's NO_AVAILABLE_HANDLE: every segment is full, and no object can be evicted yet."""
 PROBE_S = 1.0
 """How long a master may take to accept a connection."""
 
 
 class Client(Protocol):
-    """`mooncake.store.MooncakeDistributedStore`, as far as it is used."""
+    """The part of `mooncake.store.MooncakeDistributedStore` that is used."""
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """0: `size` bytes at that address may be read and written by transfers."""
+        """Allow transfers to read and write `size` bytes at the address. Returns 0 on success."""
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """The end of that."""
+        """Undo `register_buffer`. Returns 0 on success."""
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """1: there; 0: not there; below 0: an error."""
+        """For each key, return 1 if it is stored, 0 if not, negative on error."""
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """0: stored, or there already; below 0: an error."""
+        """Store objects. For each key, return 0 if it is stored now or was, negative on error."""
 
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Bytes read; below 0: an error."""
+        """Read objects. For each key, return the bytes read, negative on error."""
 
     def batch_remove(self, keys: Sequence[str], force: bool) -> list[int]:
-        """0: removed; below 0: an error. `force`: also what somebody has looked up just now."""
+        """Remove objects. For each key, return 0 if removed, negative on error.
+
+        `force` also removes objects that a client has looked up recently.
+        """
 
     def remove_by_regex(self, regex_pattern: str, force: bool) -> int:
-        """How many were removed; below 0: an error."""
+        """Remove the objects whose key matches. Returns how many, or negative on error."""
 
     def close(self) -> int:
-        """Leave the cluster; what this client's memory holds is gone."""
+        """Leave the cluster. Objects in this client's memory are lost."""
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises `InvalidArgumentError` for anything else."""
+    """Split `host:port` into host and port. Raises `InvalidArgumentError` if it is invalid."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", address)
     if found is None or not 0 < int(found[3]) < 1 << 16:
         raise InvalidArgumentError(
@@ -64,7 +67,7 @@ def check_address(address: str) -> tuple[str, int]:
 
 
 def require_library() -> None:
-    """Raises `UnsupportedError` that says how to install it, where it cannot be imported."""
+    """Raises `UnsupportedError`, with instructions, if the client library cannot be imported."""
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
@@ -76,15 +79,16 @@ def require_library() -> None:
 
 
 def connect(address: str, segment_bytes: int, buffer_bytes: int) -> Client:
-    """A client of the master at `address` that gives `segment_bytes` of memory to the cluster.
+    """Connect a client to the master at `address`.
 
-    Blocks, where the master accepts and does not answer for a minute and a half. Raises `OSError`
-    where nobody accepts, `DriverError` where the client cannot be set up.
+    The client contributes `segment_bytes` of memory to the cluster. Blocks, for about 90 s if the
+    master accepts the connection but does not reply. Raises `OSError` if the connection is not
+    accepted within `PROBE_S`, and `DriverError` if the client cannot be set up.
     """
     from mooncake.store import MooncakeDistributedStore
 
     host, port = check_address(address)
-    # The client itself tries twenty times before it says that nobody is there.
+    # Probe the master first: the client itself retries 20 times before it reports a failure.
     with socket.create_connection((host, port), PROBE_S) as probe:
         own_host = str(probe.getsockname()[0])
     client = MooncakeDistributedStore()

@@ -1,8 +1,8 @@
-"""What operators ask of tiers, carried out: limits, trims, erasures, checks.
+"""Runs operators' requests to the tiers: limit, trim, clear, erase and verify.
 
-    answer = carry_out(revision, request, tiers, labels)      # blocks as long as stores need
+    answer = carry_out(revision, request, tiers)      # blocks while the stores work
 
-A request comes from a file that others write to, so it is checked here as if nobody had before.
+A request comes from a file that other processes write. So it is fully validated here.
 """
 
 from __future__ import annotations
@@ -30,25 +30,28 @@ Counts = tuple[int | None, ...]
 
 
 class AskedTiers(Protocol):
-    """Tiers, as far as operators reach them."""
+    """The part of the tiers that operators can use."""
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """Nearest first."""
+        """The stores, nearest first."""
 
     @property
     def namespace(self) -> Namespace:
-        """The one of now."""
+        """The current namespace."""
 
     def erase_by_place(self, selection: Selection) -> dict[int, int]:
-        """Forget records in every tier; how many, by the places of those that answered."""
+        """Erase records in every tier. Returns the number erased, by tier index.
+
+        Tiers that were skipped or did not return in time are missing.
+        """
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError`."""
+        """Check all tiers. Raises `IntegrityError` for a mismatch."""
 
 
 def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
-    """What commands call each tier: its kind, with a number from the second of a kind on."""
+    """Return the name of each tier in commands: its kind, with a number from the second on."""
     kinds = [store.name for store in stores]
     return tuple(
         kind if (nth := kinds[: place + 1].count(kind)) == 1 else f"{kind}{nth}"
@@ -57,7 +60,10 @@ def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
 
 
 def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAnswer:
-    """Do what a file asks, and say what came of it; never raises for what a store is. Blocks."""
+    """Run a request from the status file and return its result. Blocks.
+
+    Does not raise for errors of the request or the stores; it returns them in the result.
+    """
     counts: Counts = ()
     try:
         request = received(request)
@@ -69,7 +75,7 @@ def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAns
     except KvelasticError as error:
         state, reason = "failed", f"{error.code}: {error}"
     except Exception as error:
-        # The operator is told, and the next request served, whatever a store did wrong.
+        # Report even unexpected errors to the operator, and keep serving requests.
         _log.exception("an operator's request to the tiers failed")
         state, reason = "failed", f"{type(error).__name__}: {error}"
     return TierAnswer(revision, state, counts, cut_text(reason, MOST_REASON_BYTES))

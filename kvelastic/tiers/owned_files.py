@@ -1,7 +1,7 @@
-"""Folders and files that belong to this user and to nobody else: made so, and checked to be so.
+"""Creates and opens folders and files that only this user can access, and checks that.
 
-A name is opened without following a link, and what it leads to is looked at after it is open, so
-nobody can put another file there in between.
+A name is opened without following a link. The checks use the open descriptor, so that no process
+can replace the file between check and use.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _OTHERS: Final = 0o077
 
 
 def reason_of(error: OSError) -> str:
-    """Return what a file system says, for an operator: `Permission denied: /mnt/kv`."""
+    """Return the text of an error for an operator, such as `Permission denied: /mnt/kv`."""
     if not error.strerror:
         return str(error)
     return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """A descriptor of the folder, which is made if it is not there.
+    """Create the folder if it is missing, open it and return its descriptor.
 
-    Raises `InvalidArgumentError` where it is a link or no folder, another user's, or open to
-    others; `OSError` for what the file system says.
+    Raises `InvalidArgumentError` if the path is a link or not a folder, belongs to another user, or
+    is accessible to others. Raises `OSError` for other errors of the file system.
     """
     name = os.fspath(path)
     try:
@@ -57,9 +57,10 @@ def open_folder(path: str | os.PathLike[str]) -> int:
 
 
 def open_file(folder: int, name: str, flags: int) -> int:
-    """Open a regular file in a folder (a descriptor) that is this user's, by one name only.
+    """Open a file in `folder` (a descriptor) and return its descriptor.
 
-    Raises `OSError` for what the file system says, and with EPERM for what is not so.
+    Raises `OSError` if opening fails. Raises `PermissionError` with EPERM unless it is a regular
+    file of this user, has one name (hard link) and is not accessible to others.
     """
     fd = os.open(name, flags | _FLAGS, FILE_MODE, dir_fd=folder)
     state = os.fstat(fd)
@@ -75,15 +76,15 @@ def open_file(folder: int, name: str, flags: int) -> int:
 
 
 def lock_within(fd: int, wait_s: float) -> bool:
-    """Take flock() on an open file; False where somebody else has it all the time.
+    """Take flock() on an open file. Blocks for at most `wait_s`. Returns False on timeout.
 
-    It ends with `fcntl.flock(fd, LOCK_UN)`, or when the file is closed.
+    Release it with `fcntl.flock(fd, LOCK_UN)`, or close the file.
     """
     deadline_s = time.monotonic() + wait_s
     while not _try_lock(fd):
         if time.monotonic() >= deadline_s:
             return False
-        time.sleep(0.002)  # flock has no deadline of its own
+        time.sleep(0.002)  # flock() has no timeout
     return True
 
 

@@ -1,11 +1,11 @@
-"""Calls that may hang, several at once, in threads that a process does not wait for at its end.
+"""Parallel calls that may hang, in daemon threads, which do not delay the end of the process.
 
     calls = ParallelCalls("kvelastic-folder", 8)
     answers = calls.map(function, arguments)
     calls.close()
 
-The interpreter joins the threads of `concurrent.futures` before it ends, so one call to a server
-that does not answer would keep an engine that was told to end.
+The interpreter joins the threads of `concurrent.futures` before it exits. So one call to a server
+that hangs would prevent an engine from exiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class _Batch(Generic[_A, _T]):
-    """Calls of one `map`, and what came of them."""
+    """The calls of one `map` and their results."""
 
     def __init__(self, call: Callable[[_A], _T], each: Sequence[_A]) -> None:
         self._call = call
@@ -50,7 +50,10 @@ class _Batch(Generic[_A, _T]):
 
 
 class ParallelCalls:
-    """See the module. Any thread may call any method; in a forked child it begins anew."""
+    """A pool of at most `threads` threads. Thread-safe.
+
+    A forked child starts with an empty pool.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -66,9 +69,10 @@ class ParallelCalls:
         self._closed = False
 
     def map(self, call: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
-        """`call` of each, in their order. Blocks until all have ended, then raises the first error.
+        """Return the results of `call` for each argument, in order.
 
-        After `close` they are carried out one after another, in this thread.
+        Blocks until all calls have ended. Then, if calls failed, raises the error of the first one
+        in order. After `close`, or without any thread, makes the calls one by one in this thread.
         """
         if not each:
             return []
@@ -86,7 +90,7 @@ class ParallelCalls:
         return batch.wait()
 
     def close(self) -> None:
-        """End the threads, once the calls that were begun have ended. Blocks. Repeatable."""
+        """Stop the threads after all queued calls have ended. Blocks. Idempotent."""
         with self._lock:
             threads = self._threads if self._pid == os.getpid() else []
             self._threads = []
@@ -97,13 +101,16 @@ class ParallelCalls:
             thread.join()
 
     def _have_threads(self, wanted: int) -> bool:
-        """Start threads for so many calls; False where there is none at all. Under the lock."""
+        """Start threads for `wanted` calls. Returns False if there is no thread at all.
+
+        The lock must be held.
+        """
         while len(self._threads) < min(wanted, self._most):
             thread = threading.Thread(target=self._work, args=(self._queue,), daemon=True)
             thread.name = self._name
             try:
                 thread.start()
-            except RuntimeError:  # the system has no thread left: fewer do it, or this one does
+            except RuntimeError:  # the system has no thread left; continue with fewer or none
                 break
             self._threads.append(thread)
         return bool(self._threads)

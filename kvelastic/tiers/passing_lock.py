@@ -1,11 +1,11 @@
-"""A lock that takes jobs from those who cannot wait for it.
+"""A lock to which a thread can pass a job instead of waiting for it.
 
     lock = PassingLock()
-    with lock: ...                       # a condition over a lock that a thread may hold twice
-    lock.soon(lambda: end(ticket))       # at once where it is free; else by its holder, who lets go
+    with lock: ...                       # a condition over a reentrant lock
+    lock.soon(lambda: end(ticket))       # now if the lock is free, else by its holder on release
 
-Who holds the lock of a store may be waiting for a medium that hangs. An engine that ends a lease
-hands that over and goes on.
+The holder of a store's lock may be waiting for a medium that hangs. An engine that releases a lease
+passes the job to the holder and continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 
 
 class PassingLock(threading.Condition):
-    """See the module. Take it by `with` only."""
+    """A condition over a reentrant lock, which also runs passed jobs. Acquire it only by `with`."""
 
     def __init__(self) -> None:
         super().__init__(threading.RLock())
@@ -25,7 +25,10 @@ class PassingLock(threading.Condition):
         self._own = threading.local()
 
     def soon(self, job: Callable[[], None]) -> None:
-        """Have `job` carried out under the lock, once. Never waits for a thread that holds it."""
+        """Have `job` run once with the lock held. Never waits for the holder of the lock.
+
+        Runs it now if the lock is free. Otherwise the holder runs it after it releases the lock.
+        """
         self._jobs.append(job)
         if self._depth == 0:
             self._carry_out()
@@ -48,7 +51,7 @@ class PassingLock(threading.Condition):
 
     @property
     def _depth(self) -> int:
-        """How often this thread has entered it."""
+        """How many times this thread holds the lock."""
         return getattr(self._own, "depth", 0)
 
     @_depth.setter
@@ -56,9 +59,10 @@ class PassingLock(threading.Condition):
         self._own.depth = depth
 
     def _carry_out(self) -> None:
-        # Whoever has the lock now looks after it has let go, so no job is left behind.
+        # If another thread holds the lock, that thread checks for jobs after its release. So no
+        # job is lost.
         while self._jobs and self.acquire(blocking=False):
-            self._depth = 1  # a job that enters it itself begins no others
+            self._depth = 1  # a job that takes the lock itself must not run other jobs
             try:
                 while self._jobs:
                     self._jobs.popleft()()

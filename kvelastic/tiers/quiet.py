@@ -1,4 +1,4 @@
-"""How long a store leaves a medium alone that has failed: longer after each failure in a row."""
+"""A circuit breaker for calls to a medium, with exponential backoff."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MOST_S: Final = 60.0
 
 
 class Quiet:
-    """One kind of call to one medium. Its owner's lock guards it.
+    """The circuit breaker for one kind of call to one medium. Guarded by its owner's lock.
 
-    `clock` answers seconds that never go back. Doubles from `first_s` up to `most_s`, so a medium
-    that is well again is found to be so within that time.
+    After each failure in a row, the backoff doubles, from `first_s` up to `most_s`. So a medium
+    that works again is used after at most `most_s`. `clock` must return monotonic seconds.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Quiet:
         return self._clock() >= self._until_s
 
     def failed(self) -> None:
-        """It failed; calls that were under way together count once."""
+        """Record a failure. Failures of concurrent calls count once."""
         if self.is_over:
             self._until_s = self._clock() + self._next_s
             self._next_s = min(2 * self._next_s, self._most_s)
 
     def worked(self) -> None:
-        """It worked; the next failure is a first one."""
+        """Record a success, which resets the backoff."""
         self._until_s = float("-inf")
         self._next_s = self._first_s

@@ -1,4 +1,4 @@
-"""Whose records they are, as files say it: enough to erase them by, and no names."""
+"""The owner of a record, as stored in files: enough to select records to erase, but no names."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from kvelastic.tiers.namespace import Namespace, encoded
 
 
 class Owner(NamedTuple):
-    """A namespace in 40 bytes."""
+    """The owner of a record: its namespace in 40 bytes."""
 
     namespace: bytes
-    """Fingerprint."""
+    """Fingerprint of the namespace, 16 bytes."""
     model: bytes
-    """As of `model_hash`."""
+    """Result of `model_hash`, 16 bytes."""
     generation: int
 
 
 def model_hash(model: str) -> bytes:
-    """16 bytes that stand for the name of a model."""
+    """Return a 16-byte hash of a model's name."""
     return hashlib.sha256(b"kvelastic model " + encoded(model)).digest()[:KEY_BYTES]
 
 
 def owner_of(namespace: Namespace) -> Owner:
-    """What records of a namespace carry."""
+    """Return the owner to store in records of a namespace."""
     generation = namespace.generation % (1 << 64)
     return Owner(namespace.fingerprint, model_hash(namespace.model), generation)
 
 
 Wanted = Callable[[Owner, int], bool]
-"""Whether a selection names a record of this owner, stored at that time (ns since the epoch)."""
+"""Returns whether a record is selected, by its owner and the time of its `put` (Unix time, ns)."""
 
 
 def wanted_by(selection: Selection, now_s: float) -> Wanted:
-    """The test of a selection for records of files; `now_s` is the wall clock's."""
+    """Return the predicate of a selection for records in files. `now_s` is Unix time."""
     namespace = selection.namespace
     model = None if selection.model is None else model_hash(selection.model)
     older_than_s = selection.older_than_s

@@ -1,14 +1,15 @@
-"""The identity of a model's weights: SHA-256 of every byte of every file.
+"""The identity of a model's weights: a SHA-256 over the contents of all files.
 
     weights = WeightFiles.at("/models/llama")    # before the engine reads them; None: no weights
     weights.fingerprint(cache)                   # 32 hex digits; blocks while files are read
 
-A name says nothing about contents: new weights are written under the same path, and KV of the old
-ones would be served as theirs. One changed byte is another identity. Hashing takes about a second
-for each GiB, so digests of files are cached (`hash_cache`).
+A path does not identify contents. If new weights replace old ones under the same path, the KV of
+the old weights must not be served. One changed byte gives another identity. Hashing takes about 1 s
+per GiB, so digests of files are cached (`hash_cache`).
 
-An engine reads the same files at another time. So `WeightFiles` remembers each file's facts from
-before that, and there is no fingerprint if any file has changed until the last one is hashed.
+The engine reads the same files at another time. So `WeightFiles` records the facts of each file
+before the engine reads them. If a file has changed by the time the last one is hashed, there is no
+fingerprint.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _log = logging.getLogger("kvelastic")
 WEIGHT_SUFFIXES: Final = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt", ".tensors"}
 )
-"""At least one file must have one of these, else there are no weights here."""
+"""Suffixes of weights. Without a file that has one of these, a path holds no weights."""
 _NOTE_SUFFIXES: Final = frozenset(
     {".md", ".txt", ".rst", ".pdf", ".html", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".log"}
 )
-"""Files that no engine computes with. All others count: a model's own code may read any file."""
+"""Suffixes of files that do not affect results. All other files count, because a model's own code
+may read any file."""
 
 _CHUNK_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 100_000
@@ -43,11 +45,11 @@ _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class WeightsError(OSError):
-    """The identity of weights cannot be known."""
+    """The identity of the weights cannot be determined."""
 
 
 class CancelledError(WeightsError):
-    """Hashing was stopped by its caller."""
+    """The caller stopped the hashing."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,16 @@ class WeightFiles:
 
     path: Path
     root: Path
-    """The folder that `path` is, or that holds it."""
+    """`path` if it is a folder, otherwise its parent."""
     files: dict[str, FileFacts]
-    """By name within the root, sorted."""
+    """Facts by path relative to `root`, sorted."""
 
     @staticmethod
     def at(model: str) -> WeightFiles | None:
-        """The files at a path as they are now; None where there are no weights.
+        """Return the files at a path as they are now. None if there are no weights.
 
-        Reads no contents. Raises `WeightsError` for more than 100,000 files and `OSError` for a
-        file that cannot be looked at.
+        Reads no contents. Raises `WeightsError` for more than 100,000 files, and `OSError` if a
+        file or folder cannot be inspected.
         """
         path = Path(os.path.abspath(model))  # noqa: PTH100  (a link's target may change later)
         root = path if path.is_dir() else path.parent
@@ -77,7 +79,7 @@ class WeightFiles:
 
     @staticmethod
     def look(model: str) -> WeightFiles | None:
-        """As `at`; None, and a line in the log, for files that cannot be looked at."""
+        """Return the files at a path as `at` does, but log errors and return None."""
         try:
             return WeightFiles.at(model)
         except OSError as error:
@@ -90,13 +92,14 @@ class WeightFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """Total size of all files."""
         return sum(facts.size_bytes for facts in self.files.values())
 
     def known(self, cache: HashCache) -> str | None:
-        """The fingerprint, if the cache has the digests of all files. Reads none of them.
+        """Return the fingerprint if all digests are cached, otherwise None. Reads no contents.
 
-        Raises as `fingerprint`.
+        Raises `WeightsError` if a file has changed since `at`, and `OSError` for errors of the file
+        system.
         """
         found = cache.get_all({self._path_of(name): facts for name, facts in self.files.items()})
         if len(found) < len(self.files):
@@ -106,13 +109,13 @@ class WeightFiles:
     def fingerprint(
         self, cache: HashCache | None = None, is_cancelled: Callable[[], bool] = lambda: False
     ) -> str:
-        """The fingerprint. Blocks while files are read that are not in the cache.
+        """Return the fingerprint, 32 hex digits. Blocks while it reads files that are not cached.
 
         Raises `WeightsError` if a file has changed since `at`, `CancelledError` once `is_cancelled`
-        returns true, and `OSError` for what the file system reports.
+        returns true, and `OSError` for errors of the file system.
         """
         names = list(self.files)
-        # Processes that start together share the work by the cache: each takes another order.
+        # Shuffle, so that processes that start together share the work through the cache.
         random.shuffle(names)
         digests = {name: self._digest_of(name, cache, is_cancelled) for name in names}
         return self._combined(digests)
@@ -132,7 +135,7 @@ class WeightFiles:
         return digest
 
     def _combined(self, digests: dict[str, str]) -> str:
-        """Raises `WeightsError` unless all files are as they were, and the same files."""
+        """Return the fingerprint. Raises `WeightsError` if files were changed, added or removed."""
         now = WeightFiles.at(str(self.path))
         if now is None or now.files != self.files:
             raise _changed(str(self.path))
@@ -147,7 +150,7 @@ class WeightFiles:
 
 
 def _names_at(path: Path) -> Iterator[str]:
-    """Files below a folder, except notes and hidden files; the name of `path` if it is a file."""
+    """Yield the files below a folder, except notes and hidden files. For a file, yield its name."""
     if not path.is_dir():
         if path.is_file():
             yield path.name
@@ -171,10 +174,10 @@ def _raise(error: OSError) -> None:
 
 
 def _facts_of(path: Path) -> FileFacts | None:
-    """None unless `path` is a regular file: an engine reads weights from nothing else."""
+    """Return the facts of a regular file, or None for anything else, which cannot hold weights."""
     try:
         state = path.stat()
-    except FileNotFoundError:  # a link that leads nowhere
+    except FileNotFoundError:  # a dangling link
         return None
     return FileFacts.of(state) if stat.S_ISREG(state.st_mode) else None
 
@@ -187,7 +190,7 @@ def _hash(path: str, is_cancelled: Callable[[], bool]) -> str:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise _changed(path)
         while count := opened.readinto(chunk):
-            digest.update(chunk[:count])  # lets go of the GIL
+            digest.update(chunk[:count])  # releases the GIL
             if is_cancelled():
                 raise CancelledError(f"hashing {path} was stopped")
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""How many bytes a day may be written to a disk that wears: a count that outlives the process."""
+"""A daily write budget for a disk that wears out, kept across restarts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ _LOCK_WAIT_S: Final = 0.25
 
 
 class WriteBudget:
-    """Bytes that all engines of a folder have written today (UTC), and what is left of a limit.
+    """The bytes that all engines of a folder have written today (UTC), with an optional limit.
 
-    The count lies in the folder and is not forced to the medium: a loss of power may forget some.
-    Its owner's lock guards it; a call locks the file for microseconds. Where another engine was
-    stopped with that lock, only what this engine knows counts until it goes on.
+    The count is in a file in the folder and is not synced, so a power loss may lose some of it.
+    Guarded by the owner's lock. A call locks the file for microseconds. If another engine is
+    suspended while it holds the file lock, this engine uses its own last count until the lock is
+    released.
     """
 
     def __init__(self, folder: int, daily_bytes: int | None, today_s: Callable[[], float]) -> None:
         self._daily_bytes = daily_bytes
         self._today_s = today_s
         self._fd = -1
-        self._own = (0, 0)  # where the file cannot be had
+        self._own = (0, 0)  # last known day and bytes, used if the file is not available
         self._is_locked = False
         if daily_bytes is not None and folder >= 0:
             with suppress(OSError):
                 self._fd = open_file(folder, _FILE, os.O_RDWR | os.O_CREAT)
 
     def take(self, records: int, record_bytes: int) -> int:
-        """How many of `records` may be written; they count as written from now on."""
+        """Return how many of `records` may be written, and count these as written."""
         if self._daily_bytes is None or records == 0:
             return records
         today = max(0, int(self._today_s())) // _DAY_S
@@ -48,13 +49,13 @@ class WriteBudget:
         return granted
 
     def give_back(self, records: int, record_bytes: int) -> None:
-        """These were taken and not written."""
+        """Return records to the budget that were taken but not written."""
         if self._daily_bytes is not None and records > 0:
             day, written = self._read()
             self._write(day, max(0, written - records * record_bytes))
 
     def left(self) -> tuple[int, int] | None:
-        """The bytes of a day, and how many of them may still be written; None: no limit."""
+        """Return the daily limit and the remaining bytes of today. None: no limit."""
         if self._daily_bytes is None:
             return None
         day, written = self._own
@@ -68,13 +69,16 @@ class WriteBudget:
         return self._daily_bytes, max(0, self._daily_bytes - written)
 
     def close(self) -> None:
-        """Let go of the file. Repeatable."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _read(self) -> tuple[int, int]:
-        """The day and its bytes; the file stays locked until `_write`."""
+        """Return the day and its written bytes. Keeps the file locked until `_write`.
+
+        Waits at most 0.25 s for the lock. On timeout, returns this engine's last count.
+        """
         if self._fd >= 0:
             with suppress(OSError):
                 self._is_locked = lock_within(self._fd, _LOCK_WAIT_S)
