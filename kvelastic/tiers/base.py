@@ -77,7 +77,7 @@ class Selection:
     model: str | None = None
     older_than_s: float | None = None
     every_generation: bool = False
-    """Whether to select records of all generations of `namespace`."""
+    """Whether to select every generation of `namespace`."""
 
     def names(self, namespace: Namespace) -> bool:
         """Return whether records of this namespace are selected, ignoring their age."""
@@ -206,7 +206,7 @@ class Store(ABC):
         """
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
-        """Reserve slots for all of these keys that are not stored.
+        """Reserve slots for all given keys that are not stored.
 
         Returns None, and reserves none, if there are not enough slots. Evicts other records as
         `put` does. A store without slots only returns which keys are missing, and allocates at
@@ -243,7 +243,7 @@ class Store(ABC):
 
     @abstractmethod
     def erase(self, keys: bytes) -> int:
-        """Erase the records of these keys. Returns how many were stored.
+        """Erase the records of the given keys. Returns how many were stored.
 
         Leased records are erased when their leases end.
         """

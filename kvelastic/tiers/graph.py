@@ -24,7 +24,7 @@ NO_TIER = -1
 
 
 class Kind(Enum):
-    """What an operation does. The pool does the two copies, a store does the others."""
+    """The action of an operation. The pool does the two copies, a store does the others."""
 
     COPY_OUT = "copy_out"
     """Copy from the device to staging. Later operations skip blocks evicted during the copy."""

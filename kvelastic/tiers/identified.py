@@ -121,7 +121,7 @@ class IdentifiedStore(Store):
         return self.inner.get(self._masked(keys), into)
 
     def erase(self, keys: bytes) -> int:
-        """Erase the records of these keys. Erases none until `is_ready`."""
+        """Erase the records of the given keys. Erases none until `is_ready`."""
         return self.inner.erase(self._masked(keys)) if self._mask else 0
 
     def erase_matching(self, selection: Selection) -> int:

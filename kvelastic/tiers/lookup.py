@@ -62,7 +62,7 @@ class Lookup:
     def hold_leading(
         self, keys: bytes, may_ask: Callable[[int], bool]
     ) -> tuple[list[Segment], list[Lease]]:
-        """Find and hold the leading keys that are in any tier, each in the nearest one that has it.
+        """Find and hold the leading keys that are in any tier, each in the nearest tier with it.
 
         Skips tiers for which `may_ask` returns False.
         """

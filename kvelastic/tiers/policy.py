@@ -60,7 +60,7 @@ class Rules:
     copies: Copies = Copies.ALL
     deadlines: Deadlines = field(default_factory=Deadlines)
     watermark: float = 0.1
-    """Fraction of all blocks to keep free or clean, 0 to 1."""
+    """Fraction (0 to 1) of the pool's blocks to keep free or clean."""
     idle_after_s: float = 5.0
     """The pool counts as idle after this long without an allocation or release."""
     cache_idle_s: float = 600.0
@@ -113,8 +113,8 @@ def blocks_to_clean(
 ) -> int:
     """Return how many of the oldest dirty blocks to clean ahead of need.
 
-    `watermark` is the fraction (0 to 1) of all blocks to keep free or clean, and of `max_cached`
-    to keep not dirty. `idle_s` is how long the pool has been idle. `affordable` is how many blocks
+    `watermark` is a fraction, 0 to 1. It is the part of the blocks to keep free or clean, and
+    the part of `max_cached` to keep free of dirty blocks. `idle_s` is how long the pool has been idle. `affordable` is how many blocks
     the write budget allows.
     """
     if policy is WritePolicy.WRITE_THROUGH or idle_s >= idle_after_s:

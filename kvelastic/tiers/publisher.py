@@ -42,7 +42,7 @@ PUBLISH_S: Final = 0.5
 STORE_S: Final = 0.1
 """How long a publication waits for a store's statistics. Late ones appear in the next one."""
 CHANGED_S: Final = 2.0
-"""As `STORE_S`, after a request, so that an operator who has the result also sees its effect."""
+"""Replaces `STORE_S` after a request, so that the publication shows the effect of the request."""
 SILENT_S: Final = 3.0
 """Age of a store's statistics after which they are shown as not current."""
 REQUEST_S: Final = 120.0

@@ -27,7 +27,7 @@ class TierStatistics:
 
 @dataclass(frozen=True)
 class TiersStatistics:
-    """Statistics of all tiers of a pool."""
+    """Statistics of a pool's tiers."""
 
     tiers: tuple[TierStatistics, ...]
     blocks: BlockCounts

@@ -1,4 +1,4 @@
-"""The identity of a model's weights: a SHA-256 over the contents of all files.
+"""The identity of a model's weights: a SHA-256 over the contents of its files.
 
     weights = WeightFiles.at("/models/llama")    # before the engine reads them; None: no weights
     weights.fingerprint(cache)                   # 32 hex digits; blocks while files are read
@@ -32,7 +32,7 @@ _log = logging.getLogger("kvelastic")
 WEIGHT_SUFFIXES: Final = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt", ".tensors"}
 )
-"""Suffixes of weights. Without a file that has one of these, a path holds no weights."""
+"""Suffixes of weights. A path without any such file holds no weights."""
 _NOTE_SUFFIXES: Final = frozenset(
     {".md", ".txt", ".rst", ".pdf", ".html", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".log"}
 )
@@ -92,7 +92,7 @@ class WeightFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all files."""
+        """Total size of the files."""
         return sum(facts.size_bytes for facts in self.files.values())
 
     def known(self, cache: HashCache) -> str | None:
