@@ -88,7 +88,7 @@ class DeadlineWorker:
     def close(self, timeout_s: float) -> bool:
         """Refuse further calls and wait at most `timeout_s` for the thread. Idempotent.
 
-        Returns False if a call still hangs.
+        Returns False if a call still hangs. May also wait for a `run` of another thread.
         """
         with self._turn:
             thread = self._thread

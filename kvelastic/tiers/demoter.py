@@ -253,7 +253,8 @@ class Demoter:
         ids, ticket = leaving.ids, leaving.ticket
         copied = [False] * len(ids)
         if not ids or not tiers:
-            # No tier accepts blocks. Report the failed writeback, so that shrinking does not wait.
+            # Nothing to copy, or no tier accepts blocks. End the writeback without copies, so that
+            # shrinking does not wait for them.
             self._blocks.end_leaving(ticket, copied)
             self.counts.refused += len(ids)
             return len(ids), 0

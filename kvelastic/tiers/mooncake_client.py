@@ -82,8 +82,8 @@ def connect(address: str, segment_bytes: int, buffer_bytes: int) -> Client:
     """Connect a client to the master at `address`.
 
     The client contributes `segment_bytes` of memory to the cluster. Blocks, for about 90 s if the
-    master accepts the connection but does not reply. Raises `OSError` if the connection is not
-    accepted within `PROBE_S`, and `DriverError` if the client cannot be set up.
+    master accepts the connection but does not reply. Raises `OSError` if the connection is refused
+    or takes longer than `PROBE_S`, and `DriverError` if the client cannot be set up.
     """
     from mooncake.store import MooncakeDistributedStore
 

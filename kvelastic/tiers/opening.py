@@ -44,9 +44,10 @@ def open_tiers(
     """Open the tiers that `KVELASTIC_TIERS` names, nearest first. None if it names none.
 
     The record size of `namespace` is replaced by the pool's. Without `staging`, staging memory of
-    the configured size is allocated. `name` (default: the pool's) names the host tier's instance.
-    The contents of `weights` become part of the namespace of stores that outlive this process.
-    They are hashed in the background, and these stores are unused until that is done.
+    the configured size is allocated. The host tier's instance is named after `name` (default: the
+    pool's name), with the suffix `_tier`. The contents of `weights` become part of the namespace of
+    stores that outlive this process. They are hashed in the background, and these stores are unused
+    until that is done.
 
     Close the tiers before the pool. Blocks while the stores open. If a store cannot be opened,
     closes the others and raises its error.

@@ -113,9 +113,9 @@ def blocks_to_clean(
 ) -> int:
     """Return how many of the oldest dirty blocks to clean ahead of need.
 
-    `watermark` is a fraction, 0 to 1. It is the part of the blocks to keep free or clean, and
-    the part of `max_cached` to keep free of dirty blocks. `idle_s` is how long the pool has been idle. `affordable` is how many blocks
-    the write budget allows.
+    `watermark` is a fraction, 0 to 1. It is the part of the blocks to keep free or clean, and the
+    part of `max_cached` to keep free of dirty blocks. `idle_s` is how long the pool has been idle.
+    `affordable` is how many blocks the write budget allows.
     """
     if policy is WritePolicy.WRITE_THROUGH or idle_s >= idle_after_s:
         wanted = occupancy.dirty

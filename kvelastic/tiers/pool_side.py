@@ -100,4 +100,4 @@ class LeavingBlocks(Protocol):
 
     @property
     def oldest_copyable_s(self) -> float:
-        """Seconds since the oldest block that a tier can copy was cached; 0 without such a block."""
+        """Age in seconds of the oldest cached block that a tier can copy; 0 without one."""

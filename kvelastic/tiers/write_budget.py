@@ -77,7 +77,8 @@ class WriteBudget:
     def _read(self) -> tuple[int, int]:
         """Return the day and its written bytes. Keeps the file locked until `_write`.
 
-        Waits at most 0.25 s for the lock. On timeout, returns this engine's last count.
+        Waits at most 0.25 s for the lock. On timeout, or without the file, returns this
+        engine's last count.
         """
         if self._fd >= 0:
             with suppress(OSError):
