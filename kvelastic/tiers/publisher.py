@@ -40,7 +40,7 @@ _log = logging.getLogger("kvelastic")
 
 PUBLISH_S: Final = 0.5
 STORE_S: Final = 0.1
-"""How long a publication waits for a store's statistics. Late ones appear in the next one."""
+"""How long a publication waits for a store's statistics. On timeout it shows the last ones."""
 CHANGED_S: Final = 2.0
 """Replaces `STORE_S` after a request, so that the publication shows the effect of the request."""
 SILENT_S: Final = 3.0
