@@ -1,14 +1,14 @@
-"""Ledgers: the record in shared memory that the instances of one device share.
+"""Ledgers: one control block in shared memory for all instances of a device.
 
     with join(device, own_segment.name, ...) as member: ...   # an instance; for its native pool
     for ledger in list_ledgers(): print(ledger.device, ledger.free_bytes)
     set_capacity("host", group="default", capacity_bytes=8 << 30)      # while instances run
     reap()                                       # every kvctl does this when it starts
 
-A ledger is a file of /dev/shm named by group and device. Its first member makes it and the last one
-removes it. Joining, leaving and granting are done in native code, without locks
-(vmm_csrc/ledger/ledger.h). Only a removal locks the file. It first checks that the name still leads
-to that file. If the lock is taken, the file stays for `reap`.
+A ledger is a file in /dev/shm, named by group and device. The first member creates it and the last
+member removes it. Native code joins, leaves and grants without locks (vmm_csrc/ledger/ledger.h).
+Only removal locks the file, and first checks that the name still refers to that file. If another
+process holds the lock, the file stays until `reap` removes it.
 """
 
 from __future__ import annotations
@@ -65,22 +65,25 @@ _log = logging.getLogger("kvelastic")
 
 _PREFIX: Final = ".kvelastic_ledger_"
 _LOCK_S: Final = 2.0
-"""How long a start waits where a file is half removed, or where there are no life locks."""
+"""Seconds that a process waits for the file's lock."""
 _JOIN_TRIES: Final = 100
 _reaped_at_exit: set[Path] = set()
 
 
 def ledger_path(group: str, device: str) -> Path:
-    """Where the ledger of a device lies. It begins with a dot: it is not an instance."""
+    """Return the path of a device's ledger.
+
+    The file name starts with a dot, so the file does not count as an instance.
+    """
     return SHM_DIR / f"{_PREFIX}{group}_{re.sub(r'[^A-Za-z0-9-]', '-', device)}"
 
 
 class JoinedLedger:
-    """This process's place in a ledger. Close it, or use it as a context manager.
+    """This process's membership of a ledger. Close it, or use it as a context manager.
 
-    `member` is what a native pool takes. Closing gives everything back that was granted; the pool
-    must not be used after that. A process that exits without closing leaves the place too, unless
-    it still holds memory: then the kernel's word that it is dead frees what was granted.
+    `member` is the argument for a native pool. Closing releases everything granted; do not use the
+    pool afterwards. At exit, a process that holds no granted memory leaves the ledger. If it still
+    holds memory, other processes free its grant once the kernel reports it dead.
     """
 
     def __init__(self, path: Path, fd: int, memory: mmap.mmap, member: _vmm.LedgerMember) -> None:
@@ -97,9 +100,9 @@ class JoinedLedger:
             self.close()
 
     def close(self) -> None:
-        """Leave; the last one removes the file. Repeatable; does nothing in a forked child.
+        """Leave the ledger; the last member removes the file.
 
-        Waits for nobody.
+        Idempotent. Does nothing in a forked child. Never blocks.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -108,13 +111,14 @@ class JoinedLedger:
         self.member.leave()
         _remove_if_empty(self.path, self._fd, self._memory)
         with suppress(BufferError):
-            self._memory.close()  # a pool that is still there keeps it mapped
+            self._memory.close()  # an open pool keeps it mapped
         os.close(self._fd)
 
     def linger(self) -> None:
-        """Keep the place and what is granted for memory that outlives this object. Repeatable.
+        """Keep the membership and its grant, for memory that outlives this object.
 
-        The place goes when the native member is told to leave, or with the processes of the member.
+        Idempotent. The membership ends when the native member leaves, or when all processes of the
+        member have ended.
         """
         if not self._closed and self._pid == os.getpid():
             self._closed = True
@@ -140,15 +144,19 @@ def join(
     total_bytes: int = 0,
     reserve_bytes: int = 0,
 ) -> JoinedLedger:
-    """Become a member of the ledger of `device` (made here if there is none).
+    """Join the ledger of `device`; create the ledger if it does not exist.
 
-    The first member's `capacity_bytes` is the ledger's, and so is its `total_bytes`, all of the
-    device's memory (0: no more than the capacity); a later one that says another capacity is told
-    so in the log. `name` and `uuid` are the segment's. `reserve_bytes` is what the member has there
-    besides KV cache: others are asked for it, and waited for, five seconds at most. Raises
-    `GuaranteeError` if guarantees and reserves would be more than the device has, `ReserveError` if
-    others have not given what is to be reserved, `LedgerForeignError` if another user's
-    instances share the device, `LedgerError` if the file is of another version or cannot be made.
+    The first member sets the ledger's `capacity_bytes` and `total_bytes`. `total_bytes` is all of
+    the device's memory; 0 means the same as the capacity. If a later member passes another
+    capacity, a warning is logged. `name` and `uuid` are those of the segment.
+
+    `reserve_bytes` is the member's memory on the device besides KV cache. The other members are
+    asked to release memory for it; this blocks for at most five seconds.
+
+    Raises `GuaranteeError` if guarantees and reserves exceed the device's memory, `ReserveError` if
+    the other members did not release enough for the reserve, `LedgerForeignError` if another user's
+    instances share the device, and `LedgerError` if the file has another version or cannot be
+    created.
     """
     path = ledger_path(group, device)
     me = ProcessIdentity.of_this_process()
@@ -172,15 +180,15 @@ def join(
                     priority=priority,
                     path=str(path),
                     fd=fd,
-                    # A forked child has the host's pages mapped too, a device's it has not.
+                    # A forked child inherits mappings of host memory, but not of device memory.
                     children_keep=device == "host",
                 )
-            if member is None:  # its last member has just left
+            if member is None:  # the last member has just left
                 _remove_shut(fd, path)
         except BaseException as error:
             gone = not _leads_to(path, fd)
             if memory is not None:
-                _remove_if_empty(path, fd, memory)  # it may have been made just now
+                _remove_if_empty(path, fd, memory)  # this call may have created it
             os.close(fd)
             if isinstance(error, PoolExhaustedError):
                 raise LedgerError(
@@ -211,11 +219,11 @@ def join(
 def decide_page_bytes(
     device: str, *, group: str, capacity_bytes: int, total_bytes: int, page_bytes: int
 ) -> int:
-    """The default page size of `device`: `page_bytes`, unless an earlier caller decided another.
+    """Return the default page size of `device`: `page_bytes`, unless an earlier caller set another.
 
-    Makes the ledger if there is none, as `join`, so that instances that start together agree. The
-    decision lasts as long as the ledger: a ledger without a member is removed when this process
-    ends, or by `reap`. Raises `LedgerError` where the ledger cannot be used.
+    Creates the ledger if it does not exist, so that instances that start at the same time agree.
+    The value stays for the ledger's lifetime. A ledger without members is removed when this process
+    exits, or by `reap`. Raises `LedgerError` if the ledger cannot be used.
     """
     path = ledger_path(group, device)
     if path not in _reaped_at_exit:
@@ -234,19 +242,20 @@ def decide_page_bytes(
 
 
 def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_vmm.LifeLock]:
-    """Show that this process, a worker of the instance with that segment, may hold its memory.
+    """Mark this process as a live worker that may hold memory of the instance with segment `uuid`.
 
-    What the ledger of `device` has granted stays the instance's as long as this process lives, also
-    when the scheduler does not. `device` is where this rank's pages lie, by its name in the ledger;
-    the grants of other devices do not wait for this process. None: in every ledger that the
-    instance has joined, for one whose ranks all share a device. To be done before any page is
-    mapped. Raises `LedgerError` if the instance is in no such ledger, `SegmentBusyError` if another
-    process is that worker.
+    While this process lives, the instance keeps what the ledger of `device` granted, even after its
+    scheduler has died. `device` is the ledger's name for the device of this rank's pages; grants of
+    other devices do not depend on this process. With None, the mark applies in every ledger that
+    the instance has joined; use it if all ranks share a device.
+
+    Call it before any page is mapped. Raises `LedgerError` if the instance is in no such ledger,
+    and `SegmentBusyError` if another process already has this rank.
     """
     held = []
     found = False
     for path in _paths():
-        with suppress(FileNotFoundError, LedgerError):  # others' ledgers are no concern of ours
+        with suppress(FileNotFoundError, LedgerError):  # ignore ledgers of other users
             fd = _open(path, READ_FLAGS)
             try:
                 with _map(fd, path, mmap.PROT_READ) as memory:
@@ -271,14 +280,16 @@ def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_v
 
 
 def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
-    """Change what the members of a ledger may hold together, at once; returns what it was.
+    """Set how much the members of a ledger may hold together; return the previous capacity.
 
-    What is held beyond it the members give back by and by. It lasts as long as the ledger: the
-    first to join after the last one has left sets it anew. Any process of the ledger's user may
-    call it; it waits for the file's lock, two seconds at most. Nothing has changed where it raises:
-    `GuaranteeError` for less than the guarantees and reserves, `InvalidArgumentError` for less than
-    64 KiB, `LedgerForeignError` for another user's ledger, `LedgerError` if there is none or it
-    cannot be used.
+    Applies immediately. If the members hold more than the new capacity, they release the excess
+    over time. The value stays for the ledger's lifetime; after the last member has left, the next
+    member to join sets it again.
+
+    Any process of the ledger's user may call this. Blocks for at most two seconds on the file's
+    lock. If it raises, nothing has changed: `GuaranteeError` if the capacity is below the
+    guarantees and reserves, `InvalidArgumentError` if it is below 64 KiB, `LedgerForeignError` if
+    the ledger belongs to another user, and `LedgerError` if it does not exist or cannot be used.
     """
     path = ledger_path(group, device)
     try:
@@ -289,7 +300,7 @@ def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
         with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
             with _locked_file(fd, path):
                 before_bytes = _vmm.ledger_set_capacity(memory, capacity_bytes, fd)
-            # Who left meanwhile could not remove it.
+            # A member that left while this held the lock could not remove the file.
             if _remove_if_empty(path, fd, memory) or not _leads_to(path, fd):
                 raise LedgerError(f"the last instance on {device} has just ended")
             return before_bytes
@@ -298,9 +309,9 @@ def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
 
 
 def list_ledgers() -> list[LedgerInfo]:
-    """Every ledger of this machine, by device; also those that this user cannot read.
+    """Return every ledger of this machine, sorted by device, including those this user cannot read.
 
-    Raises `LedgerError` where this process is out of file descriptors.
+    Raises `LedgerError` if this process is out of file descriptors.
     """
     found = []
     for path in _paths():
@@ -310,7 +321,7 @@ def list_ledgers() -> list[LedgerInfo]:
 
 
 def reap() -> list[Path]:
-    """Free what dead members held, and remove ledgers that have no member; returns those."""
+    """Free the grants of dead members and remove ledgers without members; return their paths."""
     paths: list[Path] = []
     with suppress(LedgerError):
         paths = _paths()
@@ -340,7 +351,7 @@ def _paths() -> list[Path]:
 def _open_or_make(
     path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int
 ) -> int:
-    """The open file; one that was not there is complete before it has its name."""
+    """Return a file descriptor of the ledger. A new file is complete before it gets its name."""
     for _ in range(_JOIN_TRIES):
         try:
             return _open(path, WRITE_FLAGS)
@@ -351,7 +362,7 @@ def _open_or_make(
         except FileExistsError:
             pass  # another starter was faster
         except FileNotFoundError:
-            pass  # somebody has reaped the unfinished file before its lock was taken
+            pass  # another process reaped the unfinished file before it was locked
         except (OSError, SegmentError) as error:
             raise LedgerError(f"cannot make a ledger in {SHM_DIR}: {error}") from error
     raise LedgerError(f"{path} comes and goes")
@@ -365,7 +376,7 @@ def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes:
         try:
             life = hold(temporary, fd, MAKER_BYTE)
         except SegmentError:
-            temporary.stat()  # FileNotFoundError: see above
+            temporary.stat()  # raises FileNotFoundError if it was reaped; see _open_or_make
             raise
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, _vmm.LEDGER_BYTES)
@@ -431,7 +442,7 @@ def _locked_file(fd: int, path: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone(fd: int, path: Path) -> Iterator[None]:
-    """Keep other joiners out, where the locks that do so of themselves are not to be had."""
+    """Exclude other joiners where liveness locks, which already do so, are not available."""
     if liveness(fd, MAKER_BYTE) is not Liveness.UNKNOWN:
         yield
         return
@@ -496,7 +507,7 @@ def _member(entry: dict[str, Any]) -> Member:
 
 
 def _reap_one(path: Path) -> bool:
-    """Free the dead; remove the file if nobody is left. True: it was removed."""
+    """Free grants of dead members and remove the file if empty; return True if removed."""
     fd = _open(path, WRITE_FLAGS)
     try:
         with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
@@ -506,9 +517,10 @@ def _reap_one(path: Path) -> bool:
 
 
 def _remove_if_empty(path: Path, fd: int, memory: mmap.mmap) -> bool:
-    """Free the dead; remove the file unless somebody is a member, or holds its lock. Never waits.
+    """Free the grants of dead members; remove the file unless it has members or is locked.
 
-    Who leaves while another one looks does not get the lock: so who had it looks once more.
+    Returns True if the file was removed. Never blocks. A member that leaves while another process
+    holds the lock cannot remove the file. So the process that held the lock checks once more.
     """
     while True:
         _vmm.ledger_reap(memory, fd)
@@ -528,7 +540,7 @@ def _is_empty(memory: mmap.mmap) -> bool:
 
 
 def _remove_shut(fd: int, path: Path) -> None:
-    """Remove a file that nobody joins any more, where who shut it was stopped, or died."""
+    """Remove a file that was shut; the process that shut it may have died before removing it."""
     with _locked_file(fd, path):
         if _leads_to(path, fd):
             path.unlink(missing_ok=True)
