@@ -1,12 +1,13 @@
-"""Segments: an instance's record in POSIX shared memory, known by its name in /dev/shm.
+"""Segments: an instance's control block in POSIX shared memory, named by its file in /dev/shm.
 
     with segment.create(None, engine="vllm", model="m", device="host") as mine:
-        mine.record            # the owner's end, for a pool and a keeper
-    segment.list_segments()    # everybody's, dead ones marked
+        mine.record            # the owner's control block, for a pool and its maintenance thread
+    segment.list_segments()    # of all instances, dead ones marked
     segment.request("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
 
-A segment is filled under a private name and then linked to its real one, which fails where that is
-taken: nobody ever sees half a segment, and of two starters of one name one wins.
+A segment is filled under a private name and then linked to its real name. The link fails if the
+name is taken. So no process sees an incomplete segment, and if two processes start with one name,
+exactly one succeeds.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ __all__ = [
 ]
 
 ANSWER_GLANCE_S: Final = 0.2
-"""How long `request` looks for an answer where it need not wait for one."""
+"""Seconds that `request` waits for a result if `wait_s` is None."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
 _DEATH_CHECK_S: Final = 0.25
@@ -93,31 +94,31 @@ _CLAIM_TRIES: Final = 100
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for in one step; None leaves a thing as it is."""
+    """Settings that one request changes in one step. None leaves a setting unchanged."""
 
     limit_bytes: int | None = None
-    """It never exceeds that, 0 too; `UNLIMITED_BYTES`: no limit."""
+    """Upper bound of the memory held; may be 0. `UNLIMITED_BYTES`: no limit."""
     min_bytes: int | None = None
-    """Others take nothing below that from it."""
+    """Guarantee: other instances do not reclaim memory below this."""
     priority: int | None = None
-    """Higher keeps memory longer."""
+    """An instance with a higher priority keeps memory longer."""
     asleep: bool | None = None
-    """True: hold nothing as soon as nothing is in use; False: wake."""
+    """True: sleep, and release all memory as soon as none is in use. False: wake up."""
     trim: bool = False
-    """Give every parked page back, once."""
+    """Release all parked pages, once."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it asks for nothing."""
+        """Whether the request changes nothing."""
         return self == Request()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an instance says to a request.
+    """An instance's result of a request.
 
-    `state`: applied, shrinking, refused, none (not yet), or failed: the memory behind the instance
-    has failed, and it hands out no block any more.
+    `state` is one of applied, shrinking, refused, none (not yet) or failed. Failed means that the
+    instance's memory has failed, and it allocates no more blocks.
     """
 
     revision: int
@@ -130,31 +131,32 @@ class Answer:
     min_bytes: int
     priority: int
     requested_revision: int = 0
-    """The request that this was awaited for; a larger `revision`: another one came later."""
+    """Revision of the caller's request. A larger `revision` belongs to a later request."""
     asleep: bool = False
-    """Whether it sleeps: it hands out nothing, and `effective_limit_bytes` is 0 until it wakes."""
+    """Whether it sleeps. Until it wakes it allocates nothing, and `effective_limit_bytes` is 0."""
     limit_bytes: int = 0
-    """In force, as the operator set it; an instance that sleeps keeps it."""
+    """The limit in force, as the operator set it. A sleeping instance keeps it."""
     capacity_bytes: int = 0
-    """Of its device; 0 where it has not said yet."""
+    """Capacity of its device in bytes; 0 if not yet published."""
     page_bytes: int = 0
-    """One page: memory is given and taken in whole ones. 0 where it has not said yet."""
+    """Page size in bytes, the unit of allocation; 0 if not yet published."""
     engine_asleep: bool | None = None
-    """Whether the engine itself sleeps, which a request cannot change; None: it has not said."""
+    """Whether the engine itself sleeps; requests cannot change that. None: not reported."""
     is_unknown: bool = False
-    """Whether it cannot be asked here if its process lives."""
+    """True if this process cannot determine whether the instance's process lives."""
 
     @property
     def answers_the_request(self) -> bool:
-        """Whether the instance has answered the request that was asked for, and no later one."""
+        """Whether this is the result of the caller's request, and not of a later one."""
         return self.state != "none" and self.revision == self.requested_revision
 
 
 class Segment:
-    """An open segment: `record` over its mapped bytes. Close it, or use it as a context manager.
+    """An open segment; `record` is its mapped control block. Close it, or use `with`.
 
-    The process that made it removes its name at `close()` or at exit; a forked child of it, and
-    everybody else, only unmaps it. Not to be closed while another thread uses the record.
+    The process that created the segment removes its name in `close()` or at exit. Every other
+    process, and a forked child of the creator, only unmaps it. Do not close it while another thread
+    uses the control block.
     """
 
     def __init__(
@@ -180,38 +182,40 @@ class Segment:
 
     @property
     def path(self) -> Path:
-        """The file in /dev/shm."""
+        """Path of the file in /dev/shm."""
         return SHM_DIR / self.name
 
     @property
     def is_owner(self) -> bool:
-        """Whether this very process made it (a forked child did not)."""
+        """Whether this process created the segment; False in a forked child."""
         return self._owner_pid == os.getpid()
 
     @contextmanager
     def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.Record]:
-        """Hold the lock that writers of requests share; the instance itself never takes it.
+        """Hold the lock that writers of requests share; the instance never takes it.
 
-        Raises `SegmentBusyError` if another writer keeps it for `timeout_s` seconds.
+        Raises `SegmentBusyError` if another writer holds the lock for longer than `timeout_s`
+        seconds.
         """
         with locked(self._fd, self.name, timeout_s):
             yield self.record
 
     def hold_as_worker(self, rank: int) -> _vmm.LifeLock | None:
-        """Show others that this process, the instance's worker of that rank, lives.
+        """Mark this process as the live worker of that rank.
 
-        Until the lock is released or the process ends. Raises as `lease.hold`.
+        Holds a lock until it is released or the process ends. Raises the same errors as
+        `lease.hold`.
         """
         return hold(self.path, self._fd, FIRST_WORKER_BYTE + rank)
 
     def liveness(self) -> Liveness:
-        """Ask whether the instance lives; one system call."""
+        """Return whether the instance lives; makes one system call."""
         return liveness(self._fd, SCHEDULER_BYTE, owner_of(self.record.read_header()))
 
     def close(self) -> None:
-        """Unmap it; the owner also says that it closes and removes the name. Safe to repeat.
+        """Unmap the segment; the owner also marks it as closing and removes its name.
 
-        Waits for nobody.
+        Idempotent. Never blocks.
         """
         if self._closed:
             return
@@ -223,13 +227,13 @@ class Segment:
             if self._life is not None:
                 self._life.release()
         self.record.release()
-        # A pool or keeper that still holds the record keeps the bytes mapped until it is gone.
+        # A pool or maintenance thread that still holds the control block keeps it mapped.
         with suppress(BufferError):
             self._memory.close()
         os.close(self._fd)
 
     def _unlink_own(self) -> None:
-        """Remove the name if it still leads to this segment, and not to one made after it."""
+        """Remove the name if it still refers to this segment, and not to a newer one."""
         with suppress(OSError), locked(self._fd, self.name, 0.0, fail=False):
             if inode_of(self.path.stat(follow_symlinks=False)) == self._inode:
                 self.path.unlink()
@@ -252,14 +256,15 @@ def create(
     device: str = "host",
     devices: Sequence[tuple[str, int]] | None = None,
 ) -> Segment:
-    """Make this instance's segment, and remove the dead ones that are found on the way.
+    """Create this instance's segment; also remove dead segments.
 
-    `name` is taken exactly (`KVELASTIC_IPC_NAME`); None means `kvelastic_<engine>_<pid>`, with a
-    number behind it where that is taken. Pages have one copy, on `device`, unless `devices` says
-    how many copies are on each: (name, copies), 16 devices at most. Raises `SegmentExistsError` if
-    a live instance, or a file that is not a segment, has the name; `InvalidArgumentError` for a
-    name that cannot be one, or for too many devices; `SegmentError` if the operating system refuses
-    (no room in /dev/shm, say).
+    `name` is used unchanged (`KVELASTIC_IPC_NAME`). None means `kvelastic_<engine>_<pid>`, with a
+    numeric suffix if that name is taken. Each page has one copy, on `device`, unless `devices`
+    lists (name, copies) for up to 16 devices.
+
+    Raises `SegmentExistsError` if a live instance, or a file that is not a segment, has the name;
+    `InvalidArgumentError` for an invalid name or too many devices; and `SegmentError` if the
+    operating system refuses, for example because /dev/shm is full.
     """
     candidates = [check_name(name)] if name is not None else _automatic_names(engine)
     places = [(device, 1)] if devices is None else list(devices)
@@ -271,7 +276,7 @@ def create(
 
 
 class _RemovedError(Exception):
-    """Somebody has reaped the unfinished file: it was found before its lock was taken."""
+    """Another process reaped the unfinished file before its lock was taken."""
 
 
 def _create(
@@ -282,7 +287,8 @@ def _create(
     fd = _create_file(temporary)
     life: _vmm.LifeLock | None = None
     try:
-        # Before the file has its real name: nobody ever finds a segment of the living without it.
+        # Take the lock before the file gets its real name, so that no process sees a live
+        # instance's segment without it.
         life = _hold_own(temporary, fd)
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
@@ -326,22 +332,22 @@ def _automatic_names(engine: str) -> list[str]:
 
 
 def check_free(name: str) -> None:
-    """Raise `SegmentExistsError` if an instance could not be called `name` now.
+    """Raise `SegmentExistsError` if an instance could not use `name` now.
 
-    Removes the segment of a dead instance that has the name. Raises `InvalidArgumentError` for a
-    name that cannot be one, and `SegmentError` if the file cannot be looked at.
+    Removes the segment of a dead instance with this name. Raises `InvalidArgumentError` for an
+    invalid name, and `SegmentError` if the file cannot be inspected.
     """
     if not _makes_way(check_name(name)):
         raise _taken(name)
 
 
 def is_name(name: str) -> bool:
-    """Return whether a segment can be called `name`."""
+    """Return whether `name` is a valid segment name."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a segment can be called so; raise `InvalidArgumentError` if not."""
+    """Return `name` if it is a valid segment name; raise `InvalidArgumentError` if not."""
     if not is_name(name):
         raise InvalidArgumentError(
             f"segment name {name[:100]!r} is not accepted; write 1 to 64 letters, digits and . _ :"
@@ -351,7 +357,7 @@ def check_name(name: str) -> str:
 
 
 def _fit(text: str, limit_bytes: int) -> str:
-    """Shorten text to the room in the header; of a long path the end says more than the start."""
+    """Truncate text to `limit_bytes` of UTF-8. Keeps the end, the informative part of a path."""
     raw = text.replace("\0", "").encode("utf-8", "replace")
     if len(raw) <= limit_bytes:
         return raw.decode("utf-8")
@@ -369,8 +375,9 @@ def _create_file(temporary: str) -> int:
         raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
     fd: int = memory.fd
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask made of it
-        # Without this a full /dev/shm would be a SIGBUS at the first touch, not an error here.
+        os.fchmod(fd, 0o600)  # regardless of the umask
+        # Without this, a full /dev/shm would raise SIGBUS at the first access instead of an error
+        # here.
         os.posix_fallocate(fd, 0, _vmm.SEGMENT_BYTES)
     except OSError as error:
         os.close(fd)
@@ -391,7 +398,7 @@ def _hold_own(temporary: str, fd: int) -> _vmm.LifeLock | None:
 
 
 def _claim(temporary: str, name: str) -> None:
-    """Give the finished file its real name; a dead instance's segment makes way for it."""
+    """Link the finished file to its real name, after removing a dead instance's segment there."""
     for _ in range(_CLAIM_TRIES):
         try:
             os.link(SHM_DIR / temporary, SHM_DIR / name, follow_symlinks=False)
@@ -429,7 +436,7 @@ def _taken(name: str) -> SegmentExistsError:
 
 
 def _holder(name: str) -> tuple[str, str]:
-    """Who has the name, and what a user may do about it."""
+    """Return a description of the name's holder and the action that a user can take."""
     path = SHM_DIR / name
     try:
         info = inspect(name)
@@ -464,12 +471,16 @@ def _holder_of(info: SegmentInfo) -> tuple[str, str]:
 
 
 def open_readonly(name: str) -> Segment:
-    """Map a segment for reading. Raises `SegmentNotFoundError`, `SegmentFormatError`."""
+    """Map a segment for reading.
+
+    Raises `SegmentNotFoundError` or `SegmentFormatError`, and `SegmentError` if it cannot be
+    opened.
+    """
     return _open(name, READ_FLAGS, mmap.PROT_READ)
 
 
 def open_writable(name: str) -> Segment:
-    """Map a segment for writing requests. Raises as `open_readonly`, or `SegmentError`."""
+    """Map a segment for writing requests. Raises the same errors as `open_readonly`."""
     return _open(name, WRITE_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -486,31 +497,31 @@ def _open(name: str, flags: int, protection: int) -> Segment:
 
 
 def _map(fd: int, name: str, protection: int) -> mmap.mmap:
-    """Map a whole open file; `SegmentFormatError` if it was emptied meanwhile."""
+    """Map a whole open file; raise `SegmentFormatError` if another process has emptied it."""
     try:
         return mmap.mmap(fd, 0, prot=protection)
     except (OSError, ValueError) as error:
-        if is_out_of_descriptors(error):  # Python keeps one for each mapping
+        if is_out_of_descriptors(error):  # Python keeps a descriptor for each mapping
             raise SegmentError(f"cannot map {SHM_DIR / name}: {error}") from error
         raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
 class Requested:
-    """A request that an instance was given, and the place of its answer. For one thread at a time.
+    """A posted request whose result can be awaited. Use it from one thread at a time.
 
-    Made by `post`. Close it, or use it as a context manager.
+    Returned by `post`. Close it, or use it as a context manager.
     """
 
     def __init__(self, segment: Segment, revision: int) -> None:
-        """Takes the segment over."""
+        """Take ownership of `segment`."""
         self._segment = segment
         self._revision = revision
         self._check_s = time.monotonic() + _DEATH_CHECK_S
 
     def settled(self, wait_s: float = 0.0) -> Answer | None:
-        """The answer once the request is applied or refused; None: it is not, after `wait_s`.
+        """Return the result once the request is applied or refused, or None after `wait_s` seconds.
 
-        Blocks for at most `wait_s`. Raises `SegmentDeadError`.
+        Blocks for at most `wait_s`. Raises `SegmentDeadError` if the instance has ended.
         """
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -526,11 +537,12 @@ class Requested:
                 return None
 
     def now(self) -> Answer:
-        """What the instance has said until now: `none` or `shrinking` where that is not all."""
+        """Return the current result; its state is `none` or `shrinking` while the request is
+        incomplete."""
         return _answer(self._segment.record, self._revision, self._segment.liveness())
 
     def close(self) -> None:
-        """Let go of the segment; the request stays. Safe to repeat."""
+        """Close the segment; the request remains in force. Idempotent."""
         self._segment.close()
 
     def __enter__(self) -> Requested:
@@ -541,9 +553,10 @@ class Requested:
 
 
 def post(name: str, request: Request, lock_wait_s: float = LOCK_WAIT_S) -> Requested:
-    """Request something of an instance, as `request`, and leave it to the caller to wait.
+    """Write a request like `request`, but return without waiting for the result.
 
-    Blocks for at most `lock_wait_s`, while another writer has the lock. Raises as `request`.
+    Blocks for at most `lock_wait_s` seconds while another writer holds the lock. Raises the same
+    errors as `request`.
     """
     segment = open_writable(name)
     try:
@@ -568,14 +581,15 @@ def request(
     trim: bool = False,
     wait_s: float | None = None,
 ) -> Answer:
-    """Request something of an instance, all in one step (see `Request`), and wait for the answer.
+    """Change an instance's settings in one step (see `Request`) and wait for the result.
 
-    Waits until the request is applied or refused, at most `wait_s` seconds; None looks only for
-    `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
-    `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY`, a guarantee above the limit,
-    and a `wait_s` that is nan,
-    `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
-    nothing changed, and `SegmentDeadError` if the instance is dead or dies while this waits.
+    Blocks until the request is applied or refused, for at most `wait_s` seconds; None waits for
+    `ANSWER_GLANCE_S`. After a timeout the state of the result is `none` or `shrinking`.
+
+    Raises `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY`, a guarantee above the
+    limit, or `wait_s` nan. Raises `SegmentNotFoundError`, `SegmentFormatError` or
+    `SegmentBusyError` (another writer holds the lock) with nothing changed. Raises
+    `SegmentDeadError` if the instance is dead or dies during the wait.
     """
     if wait_s is not None and math.isnan(wait_s):
         raise InvalidArgumentError("wait_s=nan is not accepted; give seconds, or None")
@@ -585,17 +599,19 @@ def request(
 
 
 def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Record) -> None:
-    """Raises `InvalidArgumentError` for a guarantee above the limit that it comes with or behind.
+    """Raise `InvalidArgumentError` if a guarantee is above the limit.
 
-    That is the limit in force where none has been requested since. A limit alone may be set below
-    the guarantee, for as long as memory is short.
+    The limit is that of this request, else of the last pending request, else the limit in force. A
+    request for a limit alone may set it below the guarantee, because memory may be short for a
+    time.
     """
-    # The answer first: one that comes meanwhile leaves the request newer, and it is what was asked.
+    # Read the result first. If a new result arrives after that, the request still looks pending,
+    # and its limit is the requested one.
     answered, asked, usage = record.read_answer(), record.read_request(), record.read_usage()
     if limit_bytes is None and asked["limit_revision"] > answered["revision"]:
         limit_bytes = asked["limit_bytes"]
     most_bytes = usage["limit_bytes"] if limit_bytes is None else limit_bytes
-    has_limit = limit_bytes is not None or usage["capacity_bytes"] > 0  # else it still starts
+    has_limit = limit_bytes is not None or usage["capacity_bytes"] > 0  # else it is still starting
     if has_limit and min_bytes > most_bytes:
         raise InvalidArgumentError(
             f"a guarantee (min) of {format_size(min_bytes)} is above the limit of"
@@ -608,7 +624,7 @@ def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
     raw.pop("whole")
     if raw["revision"] < revision:
         raw["state"] = "none"
-    # What an instance has become it publishes before it answers.
+    # An instance publishes its usage before it publishes the result.
     usage = record.read_usage()
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     return Answer(
