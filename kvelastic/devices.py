@@ -1,11 +1,12 @@
-"""What memory this machine has: the host's and every GPU's, found without a CUDA context.
+"""Memory of this machine: the host's and each GPU's, queried without a CUDA context.
 
-found = list_devices()                      # raises nothing: what fails is said in words
-for device in found.devices:
-    print(device.name, device.free_bytes, device.problem)
-print(found.gpu_problem)                    # why no GPU could be asked; empty if all went well
+    found = list_devices()                      # never raises; problems are reported as text
+    for device in found.devices:
+        print(device.name, device.free_bytes, device.problem)
+    print(found.gpu_problem)                    # why no GPU could be queried; empty if none failed
 
-One broken GPU does not hide the others: what it cannot tell is None, and its `problem` says why.
+A broken GPU does not hide the others. Its unknown values are None and its `problem` gives the
+reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvelastic.sizes import KIB_BYTES
 
 HOST: Final = "host"
 
-# The inode that the kernel gives to the first pid namespace, the one whose pids NVML speaks of.
+# The inode of the initial pid namespace, in which NVML numbers processes.
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 
 _Answer = TypeVar("_Answer")
@@ -31,65 +32,67 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """A process, and what it holds of a GPU."""
+    """A process and the GPU memory that it uses."""
 
     pid: int
-    """As the host counts: in a container it may be no pid of this process's own namespace."""
+    """Pid in the host's namespace; in a container it may differ from the local pid."""
     used_bytes: int | None
-    """None where NVML does not know."""
+    """None if NVML does not know."""
     name: str | None
-    """The kernel's short name of it; None where it is not for this user or container to see."""
+    """The kernel's short name of the process; None if this user or container may not see it."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device: the host, a GPU, or a MIG instance of a GPU. What is not known is None."""
+    """One device: the host, a GPU, or a MIG instance of a GPU. Unknown values are None."""
 
     kind: Literal["host", "gpu", "mig"]
     name: str | None
-    """`host`, or what the product is called."""
+    """`host`, or the product name."""
     index: int | None = None
-    """Of a GPU in NVML's order, which need not be CUDA's; of a MIG instance within its GPU."""
+    """GPU: index in NVML's order, which may differ from CUDA's. MIG instance: index within its GPU.
+"""
     uuid: str | None = None
     """`GPU-...` or `MIG-...`; None for the host."""
     parent: str | None = None
-    """UUID of the GPU that a MIG instance is a part of."""
+    """UUID of the GPU that contains this MIG instance."""
     parent_index: int | None = None
-    """Its index."""
+    """Index of that GPU."""
     total_bytes: int | None = None
     used_bytes: int | None = None
-    """Total less free: what programs and the driver hold."""
+    """Total minus free: memory used by programs and the driver."""
     free_bytes: int | None = None
-    """Of the host: what programs can have without swapping, caches that can go included."""
+    """Host: memory available without swapping, including reclaimable caches."""
     capacity_bytes: int | None = None
-    """Of the host: what a first instance would let all hold together (`KVELASTIC_HOST_MEMORY`)."""
+    """Host: capacity that a first instance would set for all instances (`KVELASTIC_HOST_MEMORY`).
+"""
     driver_version: str | None = None
-    """The NVIDIA driver's; None for the host."""
+    """Version of the NVIDIA driver; None for the host."""
     processes: tuple[ProcessMemory, ...] | None = None
-    """Those with most memory first. None: not known, or, where MIG is on, told by instance."""
+    """Sorted by memory, largest first. None if unknown, or if MIG is on: see the MIG instances."""
     problem: str = ""
-    """What is wrong with the device or could not be asked, and what to do; else empty."""
+    """What is wrong with the device or could not be queried, and what to do; empty if nothing."""
 
     @property
     def key(self) -> str:
-        """What it has in common with the device that an instance names; see `device_key`."""
+        """Normalized name, to compare with the device that an instance names; see `device_key`."""
         return HOST if self.kind == "host" else device_key(self.uuid or "")
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Everything that was found."""
+    """The result of `list_devices`."""
 
     devices: tuple[DeviceFacts, ...]
     """The host, then the GPUs in NVML's order, each followed by its MIG instances."""
     gpu_problem: str = ""
-    """Why no GPU could be asked, and what to do about it; else empty."""
+    """Why no GPU could be queried, and what to do; empty if there is no problem."""
 
 
 def device_key(name: str) -> str:
-    """What is the same in two names of one device: `host`, or the bare digits of its UUID.
+    """Normalize a device name: `host`, or the UUID in lower case without its prefix.
 
-    CUDA has one kind of UUID for GPUs and MIG instances, NVML writes `GPU-` and `MIG-` before it.
+    CUDA uses one form of UUID for GPUs and MIG instances; NVML adds the prefix `GPU-` or `MIG-`.
     """
     for prefix in ("GPU-", "MIG-"):
         name = name.removeprefix(prefix)
@@ -97,10 +100,10 @@ def device_key(name: str) -> str:
 
 
 def list_devices(settings: config.Config | None = None) -> Devices:
-    """Look at the machine now; `settings` are those of the environment unless given.
+    """Query the machine's devices; `settings` defaults to those of the environment.
 
-    Raises nothing: what could not be found out is said in the devices' `problem` and in
-    `gpu_problem`. It takes a few milliseconds, more where the driver has to wake a GPU.
+    Never raises: the devices' `problem` and `gpu_problem` describe failures. Takes a few
+    milliseconds, or longer if the driver has to wake a GPU.
     """
     host = _host(settings)
     library = nvml.find()
@@ -117,9 +120,10 @@ def list_devices(settings: config.Config | None = None) -> Devices:
 def list_gpus(
     library: Nvml, name_of: Callable[[int], str | None]
 ) -> tuple[tuple[DeviceFacts, ...], str]:
-    """Ask NVML for every GPU, and say why it could not be asked; `name_of` names a pid.
+    """Query every GPU from NVML; return the GPUs and why they could not be queried, or "".
 
-    NVML is opened for it and closed after it. Raises nothing that NVML answers.
+    `name_of` returns the name of a pid. Starts NVML first and stops it afterwards. Never raises
+    `NvmlError`.
     """
     try:
         library.start()
@@ -134,13 +138,13 @@ def list_gpus(
     except NvmlError as error:
         return (), f"GPUs cannot be counted: {error}"
     finally:
-        # What was found stands, whatever NVML says of its end.
+        # The result is valid even if NVML fails to stop.
         with contextlib.suppress(NvmlError):
             library.stop()
 
 
 def host_facts(meminfo: str, capacity_bytes: int | None, problem: str = "") -> DeviceFacts:
-    """The machine's own memory by the text of `/proc/meminfo`."""
+    """Return the host's memory, parsed from the text of `/proc/meminfo`."""
     sizes: dict[str, int] = {}
     for line in meminfo.splitlines():
         field, _, value = line.partition(":")
@@ -162,9 +166,9 @@ def host_facts(meminfo: str, capacity_bytes: int | None, problem: str = "") -> D
 
 
 def process_name(pid: int, proc: Path = Path("/proc")) -> str | None:
-    """The kernel's short name of a process as NVML numbers it; None if it is not to be seen.
+    """Return the kernel's short name of a process by its NVML pid; None if it cannot be seen.
 
-    In a container a number that NVML says may belong to somebody else, and then nothing is said.
+    In a container, an NVML pid may match an unrelated local process, so the result is None there.
     """
     try:
         if (proc / "self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE:
@@ -191,7 +195,7 @@ def _host(settings: config.Config | None) -> DeviceFacts:
 
 
 class _Questions:
-    """Asks one device, and gathers what it does not answer."""
+    """Queries one device and collects the queries that fail."""
 
     def __init__(self, library: Nvml, index: int, name_of: Callable[[int], str | None]) -> None:
         self.library = library
@@ -201,7 +205,7 @@ class _Questions:
 
     @property
     def problem(self) -> str:
-        """One text: a GPU that is lost fails every question in the same words."""
+        """All problems as one text. Queries that failed with the same error are grouped."""
         return "; ".join(
             f"{', '.join(dict.fromkeys(subjects))}: {words}"
             for words, subjects in self._unanswered.items()
@@ -214,7 +218,10 @@ class _Questions:
         *arguments: object,
         silent: tuple[Status, ...] = (),
     ) -> _Answer | None:
-        """The answer, or None; `silent` are the refusals that do not count as a problem."""
+        """Return the result of `question`, or None if NVML refuses.
+
+        The refusal is noted as a problem unless its status is in `silent`.
+        """
         try:
             return question(*arguments)
         except NvmlError as error:
@@ -223,13 +230,13 @@ class _Questions:
             return None
 
     def note(self, subject: str, words: str) -> None:
-        """Add to the problem."""
+        """Add a problem of `subject`."""
         self._unanswered.setdefault(words, []).append(subject)
 
     def facts(
         self, device: object, kind: Literal["gpu", "mig"], driver_version: str | None
     ) -> DeviceFacts:
-        """What a GPU and a MIG instance have in common: all but processes and the problem."""
+        """Return the values that GPUs and MIG instances share: all but processes and `problem`."""
         name = self.ask("name", self.library.name, device)
         uuid = self.ask("UUID", self.library.uuid, device)
         total_bytes, free_bytes = self.memory(device)
@@ -245,7 +252,7 @@ class _Questions:
         )
 
     def memory(self, device: object) -> tuple[int | None, int | None]:
-        """Total and free bytes."""
+        """Return total and free bytes; None if NVML does not know."""
         try:
             return self.library.memory(device)
         except NvmlError as error:
@@ -256,17 +263,17 @@ class _Questions:
             return None, None
 
     def processes(self, device: object) -> tuple[ProcessMemory, ...] | None:
-        """Those of every kind, each once."""
+        """Return the processes of every kind without duplicates, largest first; None if unknown."""
         held: dict[int, int | None] = {}
         is_known = True
         for kind in nvml.PROCESS_KINDS:
-            # A GPU need not know graphics or MPS: those tell more, and their lack is no problem.
+            # Not every GPU supports graphics or MPS processes; a missing list is no problem.
             silent = () if kind == "compute" else (Status.NOT_SUPPORTED, Status.FUNCTION_NOT_FOUND)
             answer = self.ask("processes", self.library.processes, device, kind, silent=silent)
             if kind == "compute":
                 is_known = answer is not None
             for pid, used_bytes in answer or ():
-                # A process of two kinds is told twice, each time with all of its memory.
+                # NVML lists a process of two kinds twice, each time with its total memory.
                 known = (held.get(pid), _known_bytes(used_bytes))
                 held[pid] = max((each for each in known if each is not None), default=None)
         if not is_known and not held:
@@ -278,7 +285,7 @@ class _Questions:
 def _gpu(
     library: Nvml, index: int, driver_version: str | None, name_of: Callable[[int], str | None]
 ) -> list[DeviceFacts]:
-    """The GPU, and then its MIG instances."""
+    """Return the GPU, followed by its MIG instances."""
     try:
         device = library.device(index)
     except NvmlError as error:
@@ -286,12 +293,12 @@ def _gpu(
         return [unseen]
     asks = _Questions(library, index, name_of)
     facts = asks.facts(device, "gpu", driver_version)
-    # A GPU or a driver from before MIG is not split.
+    # A GPU or driver without MIG support reports one of these.
     not_split = (Status.NOT_SUPPORTED, Status.FUNCTION_NOT_FOUND)
     if not asks.ask("MIG", library.is_mig_on, device, silent=not_split):
         processes = asks.processes(device)
         return [replace(facts, processes=processes, problem=asks.problem)]
-    # Its instances tell of their processes; the GPU would tell the same again, or need root for it.
+    # The MIG instances list their processes. The GPU would list them again, or require root.
     instances = _mig_instances(asks, device, facts)
     if not instances:
         asks.note(
@@ -305,7 +312,7 @@ def _gpu(
 def _mig_instances(asks: _Questions, device: object, gpu: DeviceFacts) -> list[DeviceFacts]:
     library, found = asks.library, []
     for slot in range(asks.ask("MIG", library.mig_slots, device) or 0):
-        # Slots are empty here and there; drivers have two words for that.
+        # Slots may be empty. Drivers report that with one of two statuses.
         empty = (Status.NOT_FOUND, Status.INVALID_ARGUMENT)
         instance = asks.ask(f"MIG instance {slot}", library.mig_device, device, slot, silent=empty)
         if instance is None:

@@ -1,11 +1,11 @@
-"""A pool of this process or another: native blocks and pages, their segment, and the keeper.
+"""A pool: native blocks and pages, their segment, and the maintenance thread.
 
     with open_pool(settings, layout, pages, num_blocks=n, block_tokens=16, engine="vLLM",
                    devices=[device], memory=local_range(device)) as pool:
         ids = pool.blocks.alloc(4)
 
-`memory` decides where pages are mapped: `local_range` in this process; a `_vmm.Ring` (see
-`integration/vllm`) in a worker's. Everything else is the same. Imports no torch.
+`memory` selects the process that maps pages: this process with `local_range`, or workers with a
+`_vmm.Ring` (see `integration/vllm`). The rest is identical. Does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
 _open_pools: WeakSet[ElasticPool] = WeakSet()
 
 FOREVER_S = -1.0
-"""What native code takes for "no deadline" and "never"."""
+"""Native code's value for "no deadline" and "never"."""
 
 
 def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
-    """The native form of a layout over `pages` pages."""
+    """Convert a layout over `pages` pages to the native geometry."""
     return _vmm.Geometry(
         pages=pages,
         extent_bytes=layout.extent_bytes,
@@ -50,12 +50,12 @@ def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
 
 
 def local_range(device: Device, *, guard_pages: bool = False) -> MemoryMaker:
-    """Addresses of this process, as `device.reserve_range`."""
+    """Return a maker of memory in this process's address space; see `device.reserve_range`."""
     return lambda _, geometry: reserve_range(device.driver(), geometry, guard_pages=guard_pages)
 
 
 class ElasticPool:
-    """What `open_pool` made. `close()` it, or use it as a context manager."""
+    """An open pool, returned by `open_pool`. Call `close()`, or use it as a context manager."""
 
     def __init__(
         self,
@@ -69,33 +69,36 @@ class ElasticPool:
     ) -> None:
         self.segment = own_segment
         self.ledgers = joined.ledgers
-        """One for each device, in the order of their names."""
+        """One for each device, sorted by device name."""
         self.places = joined.places
-        """What all of these say together."""
+        """The combined state of all ledgers."""
         self._joined = joined
         self.memory = memory
         self.blocks = blocks
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool/pool.h)."""
         self._settings = settings
         self.is_on_host = is_on_host
-        """Whether all of its devices are this machine's own memory."""
+        """Whether all of its devices are host memory."""
         self._keeper: _vmm.Keeper | None = None
         self._pid = os.getpid()
         _open_pools.add(self)
-        # A process that forgets to close it leaves neither ledger nor segment behind.
+        # If the program does not close the pool, exit removes its ledger entries and segment.
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        if self._pid == os.getpid():  # what a forked child inherits is not its own
+        if self._pid == os.getpid():  # a forked child does not own what it inherits
             self.close()
 
     @property
     def name(self) -> str:
-        """What `kvctl` calls this instance."""
+        """The instance's name in `kvctl`."""
         return self.segment.name
 
     def start_keeper(self) -> None:
-        """Begin to answer requests; the memory must be there to map (a worker attached)."""
+        """Start the maintenance thread, which handles requests.
+
+        Call it once the memory can be mapped: in workers, after they have attached.
+        """
         idle_trim_s = self._settings.idle_trim_s
         self._keeper = _vmm.Keeper.start(
             self.blocks,
@@ -106,34 +109,35 @@ class ElasticPool:
         )
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
-        """Say what the instance holds of a device besides this cache: weights, activations.
+        """Reserve memory for what the instance holds besides this cache: weights, activations.
 
-        Bytes by device name, of all devices that change; one number where there is one device. It
-        counts as long as the pool is awake. For more than before, others are asked; blocks for
-        five seconds at most until they have given it. Raises `GuaranteeError` if guarantees and
-        reserves would be more than a device has, `ReserveError` if others have not given it, with
-        nothing changed on any device.
+        `size_bytes` maps device names to bytes, for all devices that change; a number is enough for
+        one device. The reserve counts while the pool is awake. If it grows, other instances are
+        asked to release memory; this blocks for at most five seconds. Raises `GuaranteeError` if
+        guarantees and reserves exceed a device's memory, and `ReserveError` if other instances did
+        not release enough. Then nothing has changed on any device.
         """
         self._joined.reserve(size_bytes)
 
     def name_workers(self) -> None:
-        """Name the processes of the ring in the ledgers of their devices, once all have attached.
+        """Register the ring's processes in their devices' ledgers, once all have attached.
 
-        What a device has granted stays granted as long as one of its ranks lives.
+        A device keeps its grant while one of its ranks lives.
         """
         assert isinstance(self.memory, _vmm.Ring)
         for rank, (pid, start_time_ticks) in enumerate(self.memory.workers):
             self.places.add_worker(rank, pid, start_time_ticks)
 
     def close(self, *, discard: bool = False) -> None:
-        """Stop the keeper, give the memory back, leave the ledgers, remove the segment. Repeatable.
+        """Stop the maintenance thread, release memory, leave the ledgers and remove the segment.
 
-        No block is handed out any more (`PoolFailedError`). Memory of this process goes at once,
-        but for pages with blocks in use: tensors over those stay valid, and what is granted for
-        them stays granted until the last tensor is gone. With `discard` they go too, and must not
-        be touched any more. A worker's memory goes with the worker, and so does its grant.
+        Idempotent. Later allocations raise `PoolFailedError`. Memory of this process is released
+        immediately, except pages with blocks in use: their tensors stay valid, and their grant
+        stays until the last tensor is deleted. With `discard`, those pages are released too; their
+        tensors must not be accessed afterwards. A worker's memory and its grant are released when
+        the worker ends.
 
-        Waits for this process's own threads, and for the driver.
+        Blocks until this process's own threads and the driver are done.
         """
         atexit.unregister(self._close_at_exit)
         _open_pools.discard(self)
@@ -144,7 +148,7 @@ class ElasticPool:
         self.segment.close()
 
     def _give_memory_back(self, discard: bool) -> None:
-        """Memory first, then its grant: nobody else is granted what is still there."""
+        """Release the memory before its grant, so that no grant covers memory still in use."""
         if isinstance(self.memory, _vmm.Ring):
             if self.memory.has_live_processes:
                 self._joined.linger()
@@ -153,7 +157,7 @@ class ElasticPool:
             return
         try:
             held_bytes = self.blocks.close(discard=discard)
-        except DeviceUnavailableError:  # a forked child: what it has inherited is not its own
+        except DeviceUnavailableError:  # a forked child does not own what it inherits
             return
         except DriverError:
             held_bytes = self.blocks.mapped_bytes
@@ -172,7 +176,7 @@ class ElasticPool:
 
 
 def pool_at(address: int) -> ElasticPool | None:
-    """The open pool of this process in whose range an address lies; None: in none. Any thread."""
+    """Return the open pool of this process whose range contains `address`, or None. Thread-safe."""
     for pool in list(_open_pools):
         memory = pool.memory
         if isinstance(memory, _vmm.Range) and 0 <= address - memory.address < memory.range_bytes:
@@ -195,17 +199,19 @@ def open_pool(
     movable: bool = False,
     reserve_bytes: int | Mapping[str, int] = 0,
 ) -> ElasticPool:
-    """Make segment, memory and native pool; maps nothing and starts no thread yet.
+    """Create segment, memory and native pool. Maps no page and starts no thread.
 
-    `devices` are by rank: rank i has its copy of every page on the i-th; memory of this process is
-    of one rank. A page is granted by all of them or by none. The limit is of all copies together.
-    `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
-    the engine follows cached blocks to other ids (`take_changes`); `reserve_bytes` as in `reserve`.
-    Raises `GuaranteeError` for a `KVELASTIC_MIN` or a reserve that a device has no room for,
-    `ReserveError` if others have not given what is to be reserved, `LedgerError` if a device is
-    not to be shared, `SegmentError` if the segment cannot be made (its name is a live instance's),
-    `InvalidArgumentError` unless there is one device for each rank, and what `memory` raises;
-    nothing is left behind then.
+    `devices` is indexed by rank: rank i has its copy of every page on `devices[i]`. Memory of this
+    process has one rank. A page is granted by all devices or by none. The limit covers all copies
+    together. `num_blocks` includes the null block. `name` overrides `KVELASTIC_IPC_NAME`. Pass
+    `movable` if the engine can follow cached blocks that change their id (`take_changes`). See
+    `reserve` for `reserve_bytes`.
+
+    Raises `GuaranteeError` if a device cannot hold `KVELASTIC_MIN` or the reserve, `ReserveError`
+    if other instances did not release enough for the reserve, `LedgerError` if a device cannot be
+    shared, `SegmentError` if the segment cannot be created (for example, a live instance has its
+    name), `InvalidArgumentError` unless there is one device for each rank, and the errors of
+    `memory`. On error, everything created is removed.
     """
     _vmm.set_log_level(_log.getEffectiveLevel())
     _log.debug(
@@ -282,9 +288,9 @@ def open_pool(
 
 
 def most_cached_blocks(max_cached_tokens: int, block_tokens: int) -> int:
-    """`KVELASTIC_MAX_CACHED_TOKENS` in whole blocks, at least one; -1: no bound, 0: none is cached.
+    """Convert `KVELASTIC_MAX_CACHED_TOKENS` to blocks: at least 1; -1: no bound; 0: no caching.
 
-    Says so where one block holds more tokens than that.
+    Logs a warning if one block holds more tokens than that.
     """
     if max_cached_tokens < 0:
         return -1

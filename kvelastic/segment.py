@@ -118,7 +118,7 @@ class Answer:
     """An instance's result of a request.
 
     `state` is one of applied, shrinking, refused, none (not yet) or failed. Failed means that the
-    instance's memory has failed, and it allocates no more blocks.
+    instance's memory has failed and it has stopped allocating blocks.
     """
 
     revision: int
@@ -537,8 +537,7 @@ class Requested:
                 return None
 
     def now(self) -> Answer:
-        """Return the current result; its state is `none` or `shrinking` while the request is
-        incomplete."""
+        """Return the result so far; `none` or `shrinking` if the request is incomplete."""
         return _answer(self._segment.record, self._revision, self._segment.liveness())
 
     def close(self) -> None:

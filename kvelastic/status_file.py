@@ -1,4 +1,4 @@
-"""Status files: a process shows a snapshot in /dev/shm, and answers requests that it finds there.
+"""Status files: a process publishes a snapshot in /dev/shm and handles requests written there.
 
     file = StatusFile.create(name, KIND)                     # the process
     file.publish(snapshot); file.pending(); file.answer(answer); file.close()
@@ -8,19 +8,20 @@
 
 The bytes of a file::
 
-    page 0          magic and version; two futex words: of requests, of answers
-    2 snapshots     the process writes the older one, readers take the newer whole one
-    16 requests     of operators, who share a lock; the one of a revision is at revision % 16
-    16 answers      of the process, at the place of the request
+    page 0          magic and version; two futex words: of requests, of results
+    2 snapshots     the process writes the older one; readers take the newer complete one
+    16 requests     of operators, who share a lock; slot = revision % 16
+    16 results      of the process, in the slot of the request
 
-A cell has a number (of a request its revision), a size, a checksum over what it is and holds, and a
-body in MessagePack, which msgspec reads into the types of `StatusKind` and refuses where a value is
-not of them. So a cell is whole or nothing, whichever process is killed half-way.
+A cell holds a number (for a request, its revision), a size, a checksum over its type and content,
+and a body in MessagePack. msgspec decodes the body into a type of `StatusKind` and rejects values
+of other types. So a reader gets a complete cell or none, even if the writer is killed during a
+write.
 
-A file is read and written with pread() and pwrite(). Its first page is mapped for the kernel alone,
-which waits on the futex words and reports a page that is gone as an error: any process of the user
-may shorten the file, and a load from the mapping would then be a SIGBUS. The file is removed with
-its process: by `close`, or by `segment_dir.reap`.
+Files are read and written with pread() and pwrite(). Only the kernel uses the mapping of page 0, to
+wait on the futex words; it reports a missing page as an error. Any process of the user may truncate
+the file, and a load from the mapping would then raise SIGBUS. `close` removes the file; after a
+crash, `segment_dir.reap` does.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ from kvelastic.segment_dir import (
 )
 
 RING: Final = 16
-"""Requests and answers that there is room for."""
+"""Number of slots for requests, and for results."""
 CELL_BYTES: Final = 1024
-"""Of a request or an answer."""
+"""Size of the cell of a request or a result."""
 MOST_REVISION: Final = 1 << 62
 POLL_S: Final = 0.01
-"""Between two looks for an answer, where a caller may not block."""
+"""Interval between polls for a result, used if waiting on the futex is not possible."""
 
 _HEADER: Final = struct.Struct("<8sI")
 _PAGE_BYTES: Final = 4096
@@ -84,7 +85,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Shown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the types that stand in cells; fields are told apart by their order."""
+    """Base class of the types in cells. Fields are encoded by position, without names."""
 
 
 class _Snapshot(Protocol):
@@ -106,15 +107,15 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class StatusKind(Generic[_S, _Q, _A]):
-    """What stands in one kind of status file."""
+    """Format of one kind of status file."""
 
     subject: str
-    """What messages call such a file."""
+    """The name of such a file in messages."""
     magic: bytes
     """Eight bytes."""
     version: int
     snapshot_bytes: int
-    """Room for a snapshot."""
+    """Size of the cell of a snapshot."""
     snapshot: type[_S]
     request: type[_Q]
     answer: type[_A]
@@ -130,19 +131,20 @@ class StatusKind(Generic[_S, _Q, _A]):
         return _HEADER.pack(self.magic, self.version)
 
     def snapshot_at(self, number: int) -> int:
-        """Where the snapshot of that number lies in the file; they alternate."""
+        """Return the offset of the snapshot with that number; snapshots alternate between two
+        cells."""
         return _PAGE_BYTES + number % 2 * self.snapshot_bytes
 
     def request_at(self, revision: int) -> int:
-        """Where the request of that revision lies."""
+        """Return the offset of the request with that revision."""
         return _PAGE_BYTES + 2 * self.snapshot_bytes + revision % RING * CELL_BYTES
 
     def answer_at(self, revision: int) -> int:
-        """Where the answer of that revision lies."""
+        """Return the offset of the result with that revision."""
         return self.request_at(0) + (RING + revision % RING) * CELL_BYTES
 
     def pack(self, number: int, value: object) -> bytes:
-        """The cell of a value. Raises `SegmentError` where the text in it is too long."""
+        """Encode a value as a cell. Raises `SegmentError` if the cell would be too large."""
         body = _encoder.encode(value)
         head = _CELL.pack(number, len(body))
         cell = head + self._sum(type(value), head + body) + body
@@ -152,7 +154,7 @@ class StatusKind(Generic[_S, _Q, _A]):
         return cell
 
     def unpack(self, of: type[_T], raw: bytes) -> tuple[int, _T] | None:
-        """The number and the value of a cell; None: it is not whole, or something else."""
+        """Decode a cell to its number and value; None if it is incomplete or of another type."""
         start = _CELL.size + _SUM.size
         if len(raw) < start:
             return None
@@ -174,7 +176,7 @@ class StatusKind(Generic[_S, _Q, _A]):
 
 
 class StatusFile(Generic[_S, _Q, _A]):
-    """The owner's end. Made by `create`; any thread may call any method."""
+    """The publishing process's end, returned by `create`. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class StatusFile(Generic[_S, _Q, _A]):
 
     @staticmethod
     def create(name: str, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A]:
-        """Make it. Raises `SegmentError` if the system refuses, or if there is one already."""
+        """Create the file. Raises `SegmentError` if the system refuses or the file exists."""
         path = SHM_DIR / name
         for _ in range(_MAKE_TRIES):
             file = _make(path, kind)
@@ -208,55 +210,58 @@ class StatusFile(Generic[_S, _Q, _A]):
 
     @property
     def answered_revision(self) -> int:
-        """Of the last request that was answered."""
+        """Revision of the last request with a result."""
         return self._answered
 
     @property
     def bell(self) -> int | None:
-        """The futex word of requests, which every request and every `ring` changes."""
+        """The futex word of requests; each request and each `ring` changes it. None if closed."""
         with self._lock:
             return _bell(self._fd, _REQUEST_BELL) if self._fd >= 0 else None
 
     def wait(self, seen: int | None, timeout_s: float) -> None:
-        """Block until the bell is another than `seen`, for `timeout_s` at most."""
+        """Block until the bell differs from `seen`, for at most `timeout_s` seconds."""
         _wait(self._bells, _REQUEST_BELL, seen, timeout_s)
 
     def ring(self) -> None:
-        """Wake the thread that waits."""
+        """Wake the thread in `wait`."""
         with self._lock, suppress(OSError):
             if self._fd >= 0:
                 _ring(self._fd, self._bells, _REQUEST_BELL)
 
     def publish(self, snapshot: _S) -> None:
-        """Show this instead of the last one. Nothing when closed. Raises `SegmentError`."""
+        """Replace the published snapshot. Does nothing if closed. Raises `SegmentError`."""
         with self._lock:
             self._snapshots += 1
             cell = self._kind.pack(self._snapshots, snapshot)
-            self._write(self._kind.header, 0)  # whatever has become of it
+            self._write(self._kind.header, 0)  # repairs a damaged header
             self._write(cell, self._kind.snapshot_at(self._snapshots))
 
     def pending(self) -> dict[int, _Q]:
-        """The requests without an answer, the oldest first; check them. None when it is closed."""
+        """Return the requests without a result, oldest first; empty if closed.
+
+        The caller must validate the requests.
+        """
         with self._lock:
             if self._fd < 0:
                 return {}
             found = self._later()
-            # Operators write one after another, so what came before is there once a later one is
-            # seen; but not yet, maybe, where this look had passed.
+            # Operators write one after another. So once a later request is visible, the earlier
+            # ones are in the file, but this read may have passed their slots before that.
             if found and min(found) != self._answered + 1:
                 found = self._later()
             return dict(sorted(found.items()))
 
     def _later(self) -> dict[int, _Q]:
         found = requests_in(self._fd, self._kind)
-        last = self._answered + RING  # no operator makes a later one
+        last = self._answered + RING  # operators write no later revision
         return {at: one for at, one in found.items() if self._answered < at <= last}
 
     def answer(self, answer: _A) -> None:
-        """Answer the request of its revision. Nothing when closed. Raises `SegmentError`.
+        """Publish the result of a request. Does nothing if closed. Raises `SegmentError`.
 
-        A snapshot that calls it answered is to be published before `RING` more are answered: what
-        is further ahead of the snapshot is taken for damage.
+        Publish a snapshot with this `answered_revision` before `RING` more results. Operators treat
+        revisions further ahead of the snapshot as damage.
         """
         with self._lock:
             self._answered = max(self._answered, answer.revision)
@@ -274,11 +279,11 @@ class StatusFile(Generic[_S, _Q, _A]):
             raise SegmentError(f"cannot write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Remove the file and wake the thread that waits. Repeatable.
+        """Remove the file and wake the thread in `wait`. Idempotent.
 
-        A forked child leaves the file where it is.
+        Does nothing in a forked child.
         """
-        if self._pid != os.getpid():  # the lock may be held by a thread that is not here
+        if self._pid != os.getpid():  # a thread of the parent may have held the lock at the fork
             return
         atexit.unregister(self.close)
         self.ring()
@@ -290,12 +295,12 @@ class StatusFile(Generic[_S, _Q, _A]):
             if self._life is not None:
                 self._life.release()
             os.close(fd)
-        with suppress(BufferError):  # a thread waits there
+        with suppress(BufferError):  # a thread is waiting there
             self._bells.close()
 
 
 def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A] | None:
-    """None: `reap` has found the file before its lock was taken, and removed it."""
+    """Create the file; return None if `reap` removed it before its lock was taken."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, _FILE_MODE)
@@ -303,7 +308,7 @@ def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A] | 
         raise SegmentError(f"cannot make {path}: {error.strerror}") from error
     life: _vmm.LifeLock | None = None
     try:
-        os.fchmod(fd, _FILE_MODE)  # whatever the umask made of it
+        os.fchmod(fd, _FILE_MODE)  # regardless of the umask
         os.posix_fallocate(fd, 0, kind.file_bytes)
         life = hold(path, fd, MAKER_BYTE)
         os.pwrite(fd, kind.header, 0)
@@ -333,7 +338,7 @@ def _unlink_own(path: Path, fd: int) -> None:
 
 
 def _bells_of(fd: int) -> mmap.mmap:
-    """The first page, for the kernel to wait on; nothing is ever loaded from it here."""
+    """Map the first page for futex waits; this process never loads from the mapping."""
     try:
         return mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
@@ -341,7 +346,7 @@ def _bells_of(fd: int) -> mmap.mmap:
 
 
 def _bell(fd: int, at: int) -> int | None:
-    """None: the file is shorter, and nothing can be waited for."""
+    """Return a futex word, or None if the file was truncated and waiting is not possible."""
     raw = os.pread(fd, _SUM.size, at)
     return int(_SUM.unpack(raw)[0]) if len(raw) == _SUM.size else None
 
@@ -355,7 +360,7 @@ def _wait(bells: mmap.mmap, at: int, seen: int | None, timeout_s: float) -> None
     if seen is None:
         time.sleep(min(POLL_S, timeout_s))
         return
-    with suppress(ValueError):  # closed meanwhile
+    with suppress(ValueError):  # closed during the call
         _vmm.wait_word(bells, at, seen, timeout_s)
 
 
@@ -366,7 +371,7 @@ def _wait(bells: mmap.mmap, at: int, seen: int | None, timeout_s: float) -> None
 def reading(
     name: str, kind: StatusKind[_S, _Q, _A], subject: str, owner_uid: int
 ) -> Iterator[int | None]:
-    """An open file for `newest`; None: there is none. Raises as `open_status`."""
+    """Yield a descriptor for `newest`, or None if there is no file. Raises as `open_status`."""
     fd = open_status(name, kind, READ_FLAGS, subject, owner_uid)
     try:
         yield fd
@@ -378,10 +383,10 @@ def reading(
 def open_status(
     name: str, kind: StatusKind[_S, _Q, _A], flags: int, subject: str, owner_uid: int
 ) -> int | None:
-    """A descriptor of a status file that is of that user alone; None: there is none, or not yet.
+    """Open a status file of exactly that user; return None if it is missing or not complete yet.
 
-    `subject` is what messages call it. Raises `SegmentFormatError` for a file of another version
-    or of another user, `SegmentError` if it cannot be opened.
+    `subject` names the file in messages. Raises `SegmentFormatError` for a file of another version
+    or another user, and `SegmentError` if it cannot be opened.
     """
     try:
         fd = open_file(name, flags)
@@ -392,7 +397,7 @@ def open_status(
         if state.st_uid != owner_uid or state.st_nlink > 1 or stat.S_IMODE(state.st_mode) & _OTHERS:
             raise SegmentFormatError(f"the {subject} is not a file of its user alone")
         head = os.pread(fd, _HEADER.size, 0)
-        if head and not any(head):  # it is being made
+        if head and not any(head):  # it is still being created
             os.close(fd)
             return None
         magic, version = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
@@ -408,10 +413,11 @@ def open_status(
 
 
 def newest(fd: int, kind: StatusKind[_S, _Q, _A], subject: str) -> _S:
-    """The newer whole snapshot. Both are torn only while one is written and one is damaged, or when
-    two were written during one look; so it looks again, and not for ever.
+    """Return the newest complete snapshot.
 
-    Raises `SegmentFormatError`.
+    Neither snapshot is complete if one is damaged while the other is written, or if both were
+    written during one read. So this reads again, up to `_READ_TRIES` times. Raises
+    `SegmentFormatError`.
     """
     for _ in range(_READ_TRIES):
         cells = [os.pread(fd, kind.snapshot_bytes, kind.snapshot_at(number)) for number in (0, 1)]
@@ -424,32 +430,32 @@ def newest(fd: int, kind: StatusKind[_S, _Q, _A], subject: str) -> _S:
 
 
 def requests_in(fd: int, kind: StatusKind[_S, _Q, _A]) -> dict[int, _Q]:
-    """Every whole request in an open file, by its revision."""
+    """Return the complete requests in an open file, by revision."""
     return _ring_of(fd, kind, kind.request, kind.request_at(0))
 
 
 def _ring_of(fd: int, kind: StatusKind[_S, _Q, _A], of: type[_T], at: int) -> dict[int, _T]:
-    """All cells of a ring, read by one system call."""
+    """Return the complete cells of a ring, by number. Makes one system call."""
     raw = os.pread(fd, RING * CELL_BYTES, at)
     cells = (raw[place : place + CELL_BYTES] for place in range(0, len(raw), CELL_BYTES))
     return dict(one for cell in cells if (one := kind.unpack(of, cell)))
 
 
 def check_alive(fd: int, subject: str, consequence: str) -> None:
-    """Raises `SegmentDeadError` where there will be no answer any more."""
+    """Raise `SegmentDeadError` if the process has ended and will write no more results."""
     if liveness(fd, MAKER_BYTE) is Liveness.DEAD or os.fstat(fd).st_nlink == 0:
         raise SegmentDeadError(f"the {subject} have ended; {consequence}")
 
 
 class Asked(Generic[_A]):
-    """A request that was written, and the place of its answer. For one thread at a time."""
+    """A written request whose result can be awaited. Use it from one thread at a time."""
 
     def __init__(
         self, fd: int, kind: StatusKind[Any, Any, _A], bells: mmap.mmap, revision: int, subject: str
     ) -> None:
-        """Takes the descriptor over."""
+        """Take ownership of `fd` and `bells`."""
         self.is_lost = False
-        """The answer was written over by that to a later request; there will be none."""
+        """True if the result of a later request has overwritten this result."""
         self._fd = fd
         self._kind = kind
         self._bells = bells
@@ -458,7 +464,10 @@ class Asked(Generic[_A]):
         self._check_s = time.monotonic() + _DEATH_CHECK_S
 
     def look(self) -> _A | None:
-        """The answer if there is one; never waits. Raises `SegmentDeadError` if there cannot be."""
+        """Return the result, or None if there is none yet. Never blocks.
+
+        Raises `SegmentDeadError` if the process has ended.
+        """
         raw = os.pread(self._fd, CELL_BYTES, self._kind.answer_at(self._revision))
         found = self._kind.unpack(self._kind.answer, raw)
         if found is not None and found[0] >= self._revision:
@@ -470,7 +479,7 @@ class Asked(Generic[_A]):
         return None
 
     def wait(self, wait_s: float) -> _A | None:
-        """The answer; None: it has not come in time, or is lost. Blocks. Raises as `look`."""
+        """Return the result; None after `wait_s` seconds, or if it is lost. Raises as `look`."""
         deadline_s = time.monotonic() + wait_s
         while True:
             seen = _bell(self._fd, _ANSWER_BELL)
@@ -480,7 +489,7 @@ class Asked(Generic[_A]):
             _wait(self._bells, _ANSWER_BELL, seen, min(_DEATH_CHECK_S, deadline_s - now_s))
 
     def close(self) -> None:
-        """Let go of the file. Repeatable."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._bells.close()
@@ -504,12 +513,13 @@ def post(
     subject: str,
     check: Callable[[_S], None] = lambda _: None,
 ) -> Asked[_A] | None:
-    """Write a request, and return what waits for its answer. None: there is no such file.
+    """Write a request; return an object that awaits its result, or None if there is no file.
 
-    `check` may refuse the newest snapshot. Blocks for milliseconds: operators share the lock of the
-    file, which messages call `lock_name`; they call the file `title`, and what its process shows
-    `subject`. Raises `SegmentBusyError` where others have asked as much as there is room for,
-    `SegmentDeadError`, and as `open_status`.
+    `check` may raise to reject the newest snapshot. Blocks for milliseconds, because operators
+    share the file's lock. Messages use `lock_name` for the lock, `title` for the file, and
+    `subject` for what its process publishes. Raises `SegmentBusyError` if `RING` requests are
+    already pending or another process holds the lock, `SegmentDeadError` if the process has ended,
+    and the errors of `open_status`.
     """
     fd = open_status(name, kind, WRITE_FLAGS, title, owner_uid)
     if fd is None:
@@ -539,8 +549,9 @@ def post(
 
 
 def _last_of(revisions: dict[int, _T], base: int) -> int:
-    """The last revision that can be from `base` on; a later one stands there by damage, or lies.
+    """Return the last plausible revision after `base`, at most `base + RING`.
 
-    Taken for true it would be the end of all requests: the owner answers no revision so late.
+    A later one is damaged or forged. If it were accepted, every further request would be lost,
+    because the owner handles no revision that large.
     """
     return max((one for one in revisions if base < one <= base + RING), default=base)
