@@ -71,7 +71,7 @@ class DeviceFacts:
     processes: tuple[ProcessMemory, ...] | None = None
     """Sorted by memory, largest first. None if unknown, or if MIG is on: see the MIG instances."""
     problem: str = ""
-    """What is wrong with the device or could not be queried, and what to do; empty if nothing."""
+    """Faults of the device, failed queries, and what to do; empty if there is no problem."""
 
     @property
     def key(self) -> str:
@@ -293,7 +293,7 @@ def _gpu(
         return [unseen]
     asks = _Questions(library, index, name_of)
     facts = asks.facts(device, "gpu", driver_version)
-    # A GPU or driver without MIG support reports one of these.
+    # A GPU or driver without MIG support returns either status.
     not_split = (Status.NOT_SUPPORTED, Status.FUNCTION_NOT_FOUND)
     if not asks.ask("MIG", library.is_mig_on, device, silent=not_split):
         processes = asks.processes(device)

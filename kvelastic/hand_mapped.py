@@ -3,9 +3,10 @@
     memory = open_hand_mapped(settings, device, geometry, name=None)
     memory.map([0, 1]); memory.unmap([0]); memory.trim(); memory.close()
 
-There is no pool and no keeper: pages come and go by the caller's word alone, but none comes without
-a grant of the device's ledger. A segment shows in `kvctl list` what is held; nobody can change it
-from there, so every request is refused, at the next call. Imports no torch.
+There is no pool and no maintenance thread: only the caller maps and unmaps pages. Every mapped page
+still needs a grant from the device's ledger. A segment makes the instance visible in `kvctl list`.
+Requests through the segment cannot change the instance: the next call refuses them. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from kvelastic.sizes import format_size
 _log = logging.getLogger("kvelastic")
 
 ENGINE: Final = "vmm_ops"
-"""What `kvctl list` has as the engine of these instances."""
+"""Engine name of these instances in `kvctl list`."""
 
 _PATIENCE_S: Final = _vmm.RECLAIM_PATIENCE_NS / 1e9
 _REFUSAL: Final = "its pages are mapped by hand: only the program that maps them changes that"
 
 
 class HandMapped:
-    """What `open_hand_mapped` made. Any thread may call it, one call runs at a time.
+    """A hand-mapped range, returned by `open_hand_mapped`.
 
-    Between two calls what is granted is what is held: mapped pages, and those kept by `unmap`.
+    Thread-safe; calls run one at a time. Between calls, exactly the held pages are granted: the
+    mapped pages, and those that `unmap` kept.
     """
 
     def __init__(
@@ -51,17 +53,18 @@ class HandMapped:
         self._limit_bytes = limit_bytes
         self._reclaim_wait_s = reclaim_wait_s
         self._lock = threading.Lock()
-        self._pages_seen = (0, 0)  # held and mapped, as they were counted last
+        self._pages_seen = (0, 0)  # pages held and mapped at the last _publish
         self._answer(0, "applied")
         self._publish()
 
     def map(self, pages: Sequence[int]) -> None:
-        """Map pages, all or none; waits at most `KVELASTIC_RECLAIM_WAIT` for others' memory.
+        """Map all of the pages or none of them.
 
-        Raises `InvalidArgumentError` for a page that is mapped already, named twice or outside the
-        range, `OutOfMemoryError` where limit, ledger or device have no room.
+        Blocks for at most `KVELASTIC_RECLAIM_WAIT` while other instances release memory. Raises
+        `InvalidArgumentError` for a page that is already mapped, listed twice or outside the range,
+        and `OutOfMemoryError` if the limit, the ledger or the device has no room.
         """
-        self.memory.check_map(())  # a forked child is refused before it waits for a lock
+        self.memory.check_map(())  # refuses a forked child before it can block on the lock
         with self._lock:
             self.memory.check_map(pages)
             try:
@@ -71,7 +74,11 @@ class HandMapped:
                 self._settle()
 
     def unmap(self, pages: Sequence[int]) -> None:
-        """Unmap pages, all or none. Their memory is kept for the next `map`, unless others ask."""
+        """Unmap all of the pages or none of them.
+
+        Their memory is kept for the next `map`. If another instance has requested memory, it is
+        released.
+        """
         self.memory.check_map(())
         with self._lock:
             try:
@@ -80,7 +87,7 @@ class HandMapped:
                 self._settle()
 
     def trim(self) -> None:
-        """Give the memory of unmapped pages back to the device, and then its grant."""
+        """Release the memory of unmapped pages to the device, and then its grant."""
         self.memory.check_map(())
         with self._lock:
             try:
@@ -89,18 +96,18 @@ class HandMapped:
                 self._settle()
 
     def close(self) -> None:
-        """Unmap all, give it back, leave the ledger and remove the segment.
+        """Unmap and release all pages, leave the ledger and remove the segment.
 
-        What the driver does not take back stays granted as long as it is there. In a forked child
-        only the child's view of the segment goes.
+        Memory that the driver fails to release keeps its grant. In a forked child, only the child's
+        mapping of the segment is closed.
         """
         try:
             self.memory.check_map(())
-        except DeviceUnavailableError:  # a forked child: what it has inherited is not its own
+        except DeviceUnavailableError:  # a forked child does not own inherited memory
             self.segment.close()
             return
         except DriverError:
-            pass  # failed before: what it holds is looked at below
+            pass  # failed earlier; the memory it holds is checked below
         with self._lock:
             try:
                 count = self.memory.geometry.pages
@@ -119,7 +126,10 @@ class HandMapped:
             self.segment.close()
 
     def _take_grant(self, pages: int) -> None:
-        """Have what is granted be enough for so many pages more than are mapped."""
+        """Ensure a grant for `pages` more pages than are mapped.
+
+        Raises `OutOfMemoryError` if the limit or the ledger has no room.
+        """
         geometry, member = self.memory.geometry, self._place.member
         wanted_bytes = (self.memory.mapped_pages + pages) * geometry.page_bytes
         missing_bytes = wanted_bytes - member.granted_bytes
@@ -149,7 +159,7 @@ class HandMapped:
         )
 
     def _is_granted(self, missing_bytes: int) -> bool:
-        """Take all of it or nothing."""
+        """Take a grant of `missing_bytes`, all or nothing; return whether it was taken."""
         extent_bytes, member = self.memory.geometry.extent_bytes, self._place.member
         extents = missing_bytes // extent_bytes
         granted = member.grant(extents, extent_bytes)
@@ -168,9 +178,10 @@ class HandMapped:
         self._place.member.leaving(size_bytes // extent_bytes, extent_bytes)
 
     def _settle(self) -> None:
-        """Give back what is granted and not held, say what is held, and answer requests.
+        """Release the surplus grant, publish the usage, and refuse pending requests.
 
-        After a failure that could not be undone nobody knows what is held: all stays granted.
+        If a failure could not be undone, the amount of held memory is unknown and the whole grant
+        is kept.
         """
         member, extent_bytes = self._place.member, self.memory.geometry.extent_bytes
         wanted_bytes, _ = member.wanted()
@@ -213,7 +224,7 @@ class HandMapped:
             pages_mapped=held,
             pages_parked=held - mapped,
         )
-        # To others all of it is in use: nobody is there to give it the moment that they ask.
+        # Publish all of it as in use: no thread could release it when another instance asks.
         member.publish(held_bytes, 0, 0, page_bytes, True)
         held_before, mapped_before = self._pages_seen
         self._pages_seen = (held, mapped)
@@ -226,10 +237,11 @@ class HandMapped:
 def open_hand_mapped(
     settings: Config, device: Device, geometry: _vmm.Geometry, *, name: str | None
 ) -> HandMapped:
-    """Reserve the addresses, make the segment and join the ledger; maps nothing.
+    """Reserve addresses, create the segment and join the ledger. Maps no page.
 
-    Limit, guarantee and priority are those of the variables; `name` as in `segment.create`. Raises
-    `GuaranteeError`, `LedgerError`, `SegmentError`, `DriverError`; nothing is left behind then.
+    Limit, guarantee and priority come from `settings`. See `segment.create` for `name`. Raises
+    `GuaranteeError`, `LedgerError`, `SegmentError` or `DriverError`; then everything created is
+    removed.
     """
     _vmm.set_log_level(_log.getEffectiveLevel())
     memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)

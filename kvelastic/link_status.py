@@ -1,10 +1,10 @@
-"""Links between processes: what nodes show of them in status files, and asking one to cut a link.
+"""Links between processes: reads the status files of nodes, and cuts links.
 
     for node in nodes(): print(node.node_id, [link.peer_id for link in node.links])
     answer = cut(node, link, wait_s=2.0)
 
-A node is a process that others copy from and to (`kvelastic.transfer`). It need not be an instance,
-so its file is called after 16 random bytes, and found by its name's beginning.
+A node is a process that copies to and from others (`kvelastic.transfer`). A node need not be an
+instance. So its file is named after 16 random bytes, and found by its prefix.
 """
 
 from __future__ import annotations
@@ -31,110 +31,111 @@ from kvelastic.status_file import Count, Shown, StatusKind, newest, reading
 MOST_LINKS: Final = 512
 MOST_ENDED: Final = 16
 MOST_TEXT: Final = 64
-"""Characters of a text."""
+"""Maximum characters of a `Text`."""
 MOST_ADDRESS: Final = 128
 
 Id = Annotated[int, Meta(ge=0)]
-"""Of a node; of msgspec, integers are of 64 bits: what is larger is refused."""
+"""Id of a node. msgspec rejects integers that need more than 64 bits."""
 Way = Literal["memory", "unix stream", "tcp"]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class LinkFigures(Shown, frozen=True):
-    """One link, as its node sees it. Counts are since it was made."""
+    """One link, as its node sees it. Counts start when the link is made."""
 
     number: Count
-    """Of the links of this node, in the order in which they were made; what a request names."""
+    """Sequence number among this node's links; requests refer to it."""
     peer_id: Id
     peer: Text
     """The peer's process on this host, or its address."""
     side: Literal["client", "server"]
-    """client: this node has made the link."""
+    """client: this node opened the link."""
     way: Way
-    """How bytes travel here: read by the kernel, or over streams."""
+    """How bytes reach this node: copied by the kernel (memory), or over streams."""
     state: Literal["linked", "ended"]
     reason: Text
-    """Why it has ended: "unlinked", "cut" (by an operator), or a code of kvelastic/errors.py."""
+    """Why it ended: "unlinked", "cut" (by an operator), "crossed", or a code of
+    kvelastic/errors.py."""
     since_realtime_ns: Count
-    """When it was made."""
+    """Creation time, in nanoseconds since 1970."""
     pulled_bytes: Count
-    """That this node has read from the peer."""
+    """Bytes that this node has read from the peer."""
     pushed_bytes: Count
-    """That this node has had the peer take."""
+    """Bytes that the peer has read because this node pushed them."""
     peer_pulled_bytes: Count
-    """That the peer has read from here."""
+    """Bytes that the peer has read from this node."""
     peer_pushed_bytes: Count
-    """That the peer has had this node take."""
+    """Bytes that this node has read because the peer pushed them."""
     leases: Count
-    """That the peer has now: copies that it makes of memory here."""
+    """Leases that the peer holds now, one for each running copy of memory of this node."""
     retries: Count
-    """Copies that lost a race and were made again."""
+    """Copies that were repeated because they lost a race."""
     failures: Count
-    """Copies of this node's that failed."""
+    """Failed copies that this node started."""
 
     @property
     def is_linked(self) -> bool:
-        """Whether it stands."""
+        """Whether the link is open."""
         return self.state == "linked"
 
     @property
     def in_bytes(self) -> int:
-        """All that came here over it."""
+        """Bytes received over the link."""
         return self.pulled_bytes + self.peer_pushed_bytes
 
     @property
     def out_bytes(self) -> int:
-        """All that left over it."""
+        """Bytes sent over the link."""
         return self.pushed_bytes + self.peer_pulled_bytes
 
 
 class NodeFigures(Shown, frozen=True):
-    """A node, and its links: those that stand, and the last ones that have ended."""
+    """A node with its open links and the last links that have ended."""
 
     node_id: Id
     pid: Count
     role: Text
-    """What it is to its users; "" where they have not said."""
+    """The node's role, as its user set it; "" if unset."""
     addresses: Annotated[
         tuple[Annotated[str, Meta(max_length=MOST_ADDRESS)], ...], Meta(max_length=8)
     ]
-    """Where it listens."""
+    """Addresses on which it listens."""
     data_port: Annotated[int, Meta(ge=0, le=65535)]
-    """Where it takes data streams; 0: nowhere."""
+    """TCP port for data streams; 0 if none."""
     published_realtime_ns: Count
     started_realtime_ns: Count
     answered_revision: Count
-    """Of the last request that was answered."""
+    """Revision of the last request with a result."""
     ranges: Count
-    """That peers may reach."""
+    """Number of registered memory ranges that peers may access."""
     registered_bytes: Count
     leases: Count
-    """In force."""
+    """Leases in force."""
     leases_expired: Count
-    """Ended by their time, as a peer was late."""
+    """Leases that expired because a peer was late."""
     copies_lost: Count
-    """By peers, of memory that was not the same all the time."""
+    """Copies by peers that failed because the memory changed during the copy."""
     strangers_refused: Count
-    """Who did not get in."""
+    """Refused connections."""
     links: Annotated[tuple[LinkFigures, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
 
     @property
     def standing_links(self) -> int:
-        """How many links stand."""
+        """Number of open links."""
         return sum(link.is_linked for link in self.links)
 
 
 class LinkRequest(Shown, frozen=True):
-    """What an operator asks."""
+    """A request of an operator."""
 
     kind: Literal["cut"]
     link: Count
-    """Its number."""
+    """Number of the link."""
     peer_id: Id
 
 
 class LinkAnswer(Shown, frozen=True):
-    """What the node says to a request."""
+    """The node's result of a request."""
 
     revision: Count
     state: Literal["done", "refused"]
@@ -147,21 +148,21 @@ KIND: Final = StatusKind(
 
 
 def text_of(text: object, most: int = MOST_TEXT) -> str:
-    """A text as it may stand there: printable, and cut to its bound."""
+    """Replace unprintable characters of `text` and truncate it to `most` characters."""
     return "".join(one if one.isprintable() else "?" for one in str(text)[:most])
 
 
 def nodes() -> list[NodeFigures]:
-    """All nodes whose status files this user may read, by id and process, without dead ones.
+    """Return the live nodes whose status files this user can read, sorted by id and pid.
 
-    One that cannot be read is left out, too (`look` says so). Raises `SegmentError` where this
-    process is out of file descriptors: none would look as if there were none.
+    Leaves out unreadable files; `look` reports them. Raises `SegmentError` if this process is out
+    of file descriptors, because the list would wrongly be empty.
     """
     return look()[0]
 
 
 def look() -> tuple[list[NodeFigures], list[str]]:
-    """As `nodes`; and what is wrong with files that cannot be read: another version, damage."""
+    """Return the list of `nodes`, and the problems of unreadable files: other version, damage."""
     looks = [found for _, found in _looks()]
     found = [figures for figures in looks if isinstance(figures, NodeFigures)]
     problems = [problem for problem in looks if isinstance(problem, str)]
@@ -169,11 +170,12 @@ def look() -> tuple[list[NodeFigures], list[str]]:
 
 
 def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | None:
-    """Have a node end one of its links, at once and on both sides; transfers over it fail.
+    """Request that a node end one of its links immediately, on both sides.
 
-    Its users see a peer that has gone, and may link anew. None: no answer within `wait_s`; the
-    request stays. Raises `SegmentNotFoundError` where the node has gone, `SegmentBusyError`,
-    `SegmentDeadError`, `SegmentError`. Blocks.
+    Transfers over the link fail. The users of both nodes see that the peer is gone; they may link
+    again. Blocks for at most `wait_s` seconds. Returns None on timeout; the request remains in
+    force. Raises `SegmentNotFoundError` if the node is gone, `SegmentBusyError`, `SegmentDeadError`
+    or `SegmentError`.
     """
 
     def identity(of: NodeFigures) -> tuple[int, int, int]:
@@ -197,7 +199,7 @@ def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | Non
 
 
 def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
-    """Every file's name, and what it shows or what is wrong with it."""
+    """Yield the name of every file, and its content or its problem."""
     try:
         with os.scandir(SHM_DIR) as entries:
             names = [entry.name for entry in entries if LINK_STATUS.fullmatch(entry.name)]
@@ -214,7 +216,7 @@ def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
                 found = newest(fd, KIND, KIND.subject)
         except SegmentFormatError as error:
             found = f"{SHM_DIR / name}: {error}"
-        except SegmentError as error:  # gone, or another user's
+        except SegmentError as error:  # the file is gone or belongs to another user
             if is_out_of_descriptors(error):
                 raise
             continue
@@ -222,7 +224,7 @@ def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
 
 
 def _owner_of(name: str) -> int:
-    """Whoever's file it is, as long as it is that user's alone: root sees all."""
+    """Return the owner of the file. Root may read the files of every user."""
     try:
         return (SHM_DIR / name).stat(follow_symlinks=False).st_uid
     except OSError as error:
@@ -230,10 +232,10 @@ def _owner_of(name: str) -> int:
 
 
 def object_of(node: NodeFigures) -> dict[str, Any]:
-    """A node for programs: the schema of `kvctl links --json` and of `/links`.
+    """Return a node as JSON-compatible values: the schema of `kvctl links --json` and `/links`.
 
-    The figures as they are, times as text (UTC), and the sums of bytes in and out. Ids have 64
-    bits; `name` and `peer_name` are the same as text, for readers whose numbers do not.
+    Times are text (UTC), and the sums of bytes in and out are added. Ids have 64 bits; `name` and
+    `peer_name` repeat them as text, for readers whose numbers have fewer bits.
     """
     found: dict[str, Any] = {"name": str(node.node_id), **msgspec.structs.asdict(node)}
     del found["answered_revision"]
@@ -256,7 +258,7 @@ def object_of(node: NodeFigures) -> dict[str, Any]:
 
 
 def utc(realtime_ns: int) -> str | None:
-    """A time as text; None for one that no calendar has."""
+    """Return a time as ISO text in UTC; None if it is out of range."""
     try:
         return datetime.fromtimestamp(realtime_ns / 1e9, tz=timezone.utc).isoformat()
     except (OverflowError, ValueError, OSError):

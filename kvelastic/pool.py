@@ -71,7 +71,7 @@ class ElasticPool:
         self.ledgers = joined.ledgers
         """One for each device, sorted by device name."""
         self.places = joined.places
-        """The combined state of all ledgers."""
+        """The combined state of these ledgers."""
         self._joined = joined
         self.memory = memory
         self.blocks = blocks
@@ -109,7 +109,7 @@ class ElasticPool:
         )
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
-        """Reserve memory for what the instance holds besides this cache: weights, activations.
+        """Reserve device memory for data other than this cache: weights, activations.
 
         `size_bytes` maps device names to bytes, for all devices that change; a number is enough for
         one device. The reserve counts while the pool is awake. If it grows, other instances are

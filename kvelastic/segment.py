@@ -2,7 +2,7 @@
 
     with segment.create(None, engine="vllm", model="m", device="host") as mine:
         mine.record            # the owner's control block, for a pool and its maintenance thread
-    segment.list_segments()    # of all instances, dead ones marked
+    segment.list_segments()    # of every instance, dead ones marked
     segment.request("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
 
 A segment is filled under a private name and then linked to its real name. The link fails if the

@@ -215,7 +215,7 @@ class StatusFile(Generic[_S, _Q, _A]):
 
     @property
     def bell(self) -> int | None:
-        """The futex word of requests; each request and each `ring` changes it. None if closed."""
+        """The futex word of requests; each request and each `ring` changes it. None if unusable."""
         with self._lock:
             return _bell(self._fd, _REQUEST_BELL) if self._fd >= 0 else None
 
@@ -383,10 +383,10 @@ def reading(
 def open_status(
     name: str, kind: StatusKind[_S, _Q, _A], flags: int, subject: str, owner_uid: int
 ) -> int | None:
-    """Open a status file of exactly that user; return None if it is missing or not complete yet.
+    """Open a status file that only `owner_uid` can access; None if missing or incomplete.
 
-    `subject` names the file in messages. Raises `SegmentFormatError` for a file of another version
-    or another user, and `SegmentError` if it cannot be opened.
+    `subject` names the file in messages. Raises `SegmentFormatError` for a file of another version,
+    or one that another user owns or may access, and `SegmentError` if it cannot be opened.
     """
     try:
         fd = open_file(name, flags)
@@ -442,7 +442,7 @@ def _ring_of(fd: int, kind: StatusKind[_S, _Q, _A], of: type[_T], at: int) -> di
 
 
 def check_alive(fd: int, subject: str, consequence: str) -> None:
-    """Raise `SegmentDeadError` if the process has ended and will write no more results."""
+    """Raise `SegmentDeadError` if the process has ended, so that no result can follow."""
     if liveness(fd, MAKER_BYTE) is Liveness.DEAD or os.fstat(fd).st_nlink == 0:
         raise SegmentDeadError(f"the {subject} have ended; {consequence}")
 
@@ -464,7 +464,7 @@ class Asked(Generic[_A]):
         self._check_s = time.monotonic() + _DEATH_CHECK_S
 
     def look(self) -> _A | None:
-        """Return the result, or None if there is none yet. Never blocks.
+        """Return the result, or None if it is not available yet. Never blocks.
 
         Raises `SegmentDeadError` if the process has ended.
         """
