@@ -26,7 +26,7 @@ from kvelastic.sizes import format_size
 _log = logging.getLogger("kvelastic")
 
 ENGINE: Final = "vmm_ops"
-"""Engine name of these instances in `kvctl list`."""
+"""Engine name of hand-mapped instances in `kvctl list`."""
 
 _PATIENCE_S: Final = _vmm.RECLAIM_PATIENCE_NS / 1e9
 _REFUSAL: Final = "its pages are mapped by hand: only the program that maps them changes that"
@@ -35,8 +35,8 @@ _REFUSAL: Final = "its pages are mapped by hand: only the program that maps them
 class HandMapped:
     """A hand-mapped range, returned by `open_hand_mapped`.
 
-    Thread-safe; calls run one at a time. Between calls, exactly the held pages are granted: the
-    mapped pages, and those that `unmap` kept.
+    Thread-safe; calls run one at a time. Between calls, exactly the held pages are granted: mapped
+    pages, and unmapped pages that are kept.
     """
 
     def __init__(

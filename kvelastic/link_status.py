@@ -54,8 +54,7 @@ class LinkFigures(Shown, frozen=True):
     """How bytes reach this node: copied by the kernel (memory), or over streams."""
     state: Literal["linked", "ended"]
     reason: Text
-    """Why it ended: "unlinked", "cut" (by an operator), "crossed", or a code of
-    kvelastic/errors.py."""
+    """Why it ended: unlinked, cut (by an operator), crossed, or a code of kvelastic/errors.py."""
     since_realtime_ns: Count
     """Creation time, in nanoseconds since 1970."""
     pulled_bytes: Count

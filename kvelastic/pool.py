@@ -71,7 +71,7 @@ class ElasticPool:
         self.ledgers = joined.ledgers
         """One for each device, sorted by device name."""
         self.places = joined.places
-        """The combined state of these ledgers."""
+        """The combined state of the ledgers."""
         self._joined = joined
         self.memory = memory
         self.blocks = blocks
@@ -86,7 +86,7 @@ class ElasticPool:
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        if self._pid == os.getpid():  # a forked child does not own what it inherits
+        if self._pid == os.getpid():  # a forked child does not own inherited objects
             self.close()
 
     @property
@@ -157,7 +157,7 @@ class ElasticPool:
             return
         try:
             held_bytes = self.blocks.close(discard=discard)
-        except DeviceUnavailableError:  # a forked child does not own what it inherits
+        except DeviceUnavailableError:  # a forked child does not own inherited objects
             return
         except DriverError:
             held_bytes = self.blocks.mapped_bytes

@@ -385,8 +385,9 @@ def open_status(
 ) -> int | None:
     """Open a status file that only `owner_uid` can access; None if missing or incomplete.
 
-    `subject` names the file in messages. Raises `SegmentFormatError` for a file of another version,
-    or one that another user owns or may access, and `SegmentError` if it cannot be opened.
+    `subject` names the file in messages. Raises `SegmentFormatError` if the file has another
+    version, or if another user owns it or may access it. Raises `SegmentError` if it cannot be
+    opened.
     """
     try:
         fd = open_file(name, flags)

@@ -1,8 +1,8 @@
-"""The port at which data streams arrive: each begins with a token that somebody waits for.
+"""The TCP port for data streams. Each stream starts with a token that this side expects.
 
-Whoever connects is a stranger until all 32 bytes of its token are there, and they are those that
-were expected. There are few strangers, each has a second, and the oldest goes when another one
-comes, so that those who only connect keep nobody out.
+A connection stays unauthenticated until it has sent all 32 bytes of an expected token. It has one
+second for that. The number of such connections is bounded, and a new one replaces the oldest, so
+clients that only connect cannot lock others out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_STRANGERS: Final = 32
 _WITHOUT_DESCRIPTORS_S: Final = 0.1
 
 Arrived: TypeAlias = "SimpleQueue[socket.socket | None]"
-"""Where a stream is put whose token was expected; None: its link has ended."""
+"""Receives the stream with the expected token; None if its link has ended."""
 
 
 class _Stranger:
-    """A stream before its token is whole."""
+    """An unauthenticated stream, whose token is incomplete."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
@@ -48,12 +48,12 @@ def _first_free(host: str, ports: tuple[int, int]) -> ListeningSocket:
 
 
 class DataPort:
-    """Listens in a thread of its own; `expect` and `forget` from any thread. `close()` it."""
+    """Listens in its own thread; `expect` and `forget` are thread-safe. `close()` it."""
 
     def __init__(self, host: str, ports: tuple[int, int], allowed: list[Network]) -> None:
-        """Take the first port from `ports[0]` to `ports[1]` that is free; 0 is any.
+        """Listen on the first free port from `ports[0]` to `ports[1]`; 0 means any.
 
-        Raises `ChannelError` where none is.
+        Raises `ChannelError` if none is free.
         """
         self._allowed = allowed
         self._lock = threading.Lock()
@@ -75,18 +75,18 @@ class DataPort:
 
     @property
     def port(self) -> int:
-        """The number of the port, also where it was chosen by the system."""
+        """The actual port number."""
         return self._listener.address.port
 
     def expect(self, token: bytes) -> Arrived:
-        """From now on one stream of this token is let in. `forget` it afterwards."""
+        """Accept one stream with this token from now on. Call `forget` afterwards."""
         arrived: Arrived = SimpleQueue()
         with self._lock:
             self._awaited[token] = arrived
         return arrived
 
     def forget(self, token: bytes, arrived: Arrived) -> None:
-        """Nobody waits any more; a stream that has come meanwhile is closed. Repeatable."""
+        """Stop accepting the token; close a stream that has already arrived. Idempotent."""
         with self._lock:
             if self._awaited.get(token) is arrived:
                 del self._awaited[token]
@@ -97,7 +97,7 @@ class DataPort:
                     stream.close()
 
     def close(self) -> None:
-        """Let nobody in any more. Safe to repeat; does nothing in a forked child."""
+        """Stop listening and join the thread. Idempotent. Does nothing in a forked child."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -130,7 +130,7 @@ class DataPort:
     def _look_at_clock(self) -> None:
         now_s = time.monotonic()
         for stranger in [one for one in self._strangers if one.deadline_s <= now_s]:
-            self._hear(stranger)  # what has come in time counts, however late we look
+            self._hear(stranger)  # accept data that arrived in time, even if this check is late
             self._end(stranger)
         if self._paused_until_s is not None and self._paused_until_s <= now_s:
             self._paused_until_s = None
@@ -142,7 +142,7 @@ class DataPort:
         except BlockingIOError:
             return
         except OSError:
-            if not self._is_closed:  # no descriptor is left: look again in a while
+            if not self._is_closed:  # no descriptor is left: retry later
                 self._selector.unregister(self._listener.socket)
                 self._paused_until_s = time.monotonic() + _WITHOUT_DESCRIPTORS_S
             return
@@ -160,9 +160,9 @@ class DataPort:
         self._selector.register(stream, selectors.EVENT_READ, stranger)
 
     def _hear(self, stranger: _Stranger) -> None:
-        """Read what has come of its token, and give the stream to whoever waits for it."""
+        """Read more of the token; once it is complete, hand the stream over."""
         if stranger not in self._strangers:
-            return  # it went after this event was seen
+            return  # it was closed after this event was reported
         try:
             more = stranger.stream.recv(TOKEN_BYTES - len(stranger.token))
             stranger.token += more
@@ -177,7 +177,7 @@ class DataPort:
             self._end(stranger)
 
     def _hand_over(self, stranger: _Stranger) -> None:
-        with self._lock:  # so that whoever stops waiting finds all that has come
+        with self._lock:  # so that `forget` finds every stream that has arrived
             arrived = self._awaited.pop(stranger.token, None)
             if arrived is None:
                 raise AccessDeniedError("a stream with an unknown token")

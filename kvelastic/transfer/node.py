@@ -1,4 +1,4 @@
-"""A node: a process as others see it. It registers memory, has links, and serves what they ask."""
+"""A node: registers this process's memory, links to other nodes, and serves their requests."""
 
 from __future__ import annotations
 
@@ -60,14 +60,20 @@ _MOST_ENDED: Final = 16
 _LOST_NOTICED_S: Final = 1.0
 
 Answerer = Callable[[Link, bytes], bytes]
-"""Answers what a peer's user asks, in a thread of the node's; what it raises is the answer."""
+"""Returns the reply to a question of a peer's user; runs in a thread of the node.
+
+An exception is sent to the peer as the reply.
+"""
 
 Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
-"""Looks at a copy's claim, its memory held; raises to refuse it, or answers what else to hold."""
+"""Checks the claim of a copy whose memory is held; returns a further hold.
+
+Raises to refuse the copy.
+"""
 
 
 class Node:
-    """Listens, links, and serves. `close()` it, or use it as a context manager. Any thread."""
+    """A node of the transfer network. Thread-safe. `close()` it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -85,14 +91,16 @@ class Node:
         on_link: Callable[[Link], None] | None = None,
         on_end: Callable[[Link], None] | None = None,
     ) -> None:
-        """`lease_s`: no memory is held longer for a peer. `data_ports`: the first and the last
-        port of those that data streams may come at, if it listens on TCP; it takes the first that
-        is free, and None is any. `role`: what the node is to its users, shown to
-        operators. `on_end`: a link has ended, by whomever; it must not block. The rest as
-        `messages.Endpoint`, and raises as that.
+        """Start the node.
 
-        A copy that comes with a claim is shown to `claim` when its memory is held and before a byte
-        is read, so that what was given to somebody else meanwhile is not taken for what it was.
+        `lease_s` bounds how long memory is held for a peer, in seconds. `data_ports` is the first
+        and last port for data streams, if the node listens on TCP; it uses the first free port, or
+        any port for None. `role` is shown to operators. `on_end` is called when a link has ended
+        for any reason; it must not block. See `messages.Endpoint` for the other parameters and for
+        the exceptions.
+
+        If a copy carries a claim, the node calls `claim` after it holds the memory and before a
+        byte is read. So `claim` can refuse memory that has been reused in the meantime.
         """
         if not 0 <= node_id < 1 << 64:
             raise InvalidArgumentError(f"{node_id} is no id of a node; use 0 to 2**64-1")
@@ -113,11 +121,11 @@ class Node:
         self._links: dict[int, Link] = {}
         self._by_connection: dict[Connection, Link] = {}
         self._early: dict[Connection, list[Request]] = {}
-        """Of peers that know that a link stands before `link` does."""
+        """Requests of peers that consider the link open before `link` has returned."""
         self._ended: deque[Link] = deque(maxlen=_MOST_ENDED)
         self._link_numbers = itertools.count(1)
         self._is_timer_set = False
-        # Also of links that have ended, for as long as one of their threads runs.
+        # Includes ended links while one of their threads runs.
         self._threads: WeakSet[PeerThreads] = WeakSet()
         host = next((address.host for address in listen if not address.is_unix), None)
         self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]), data_ports)
@@ -141,18 +149,18 @@ class Node:
     # --- memory --------------------------------------------------------------------------------
 
     def register(self, address: int, size_bytes: int, hold: Holder | None = None) -> Registered:
-        """Let peers copy out of and into this memory, which must stay until `unregister`.
+        """Allow peers to read and write this memory, which must stay valid until `unregister`.
 
-        `hold` keeps a part of it in place for a copy, where it would not stay by itself. Raises
-        `InvalidArgumentError` where it overlaps what is registered.
+        If the memory can move, `hold` must keep the pieces of a copy in place. Raises
+        `InvalidArgumentError` if the memory overlaps a registered range.
         """
         return self.ranges.add(address, size_bytes, hold)
 
     def unregister(self, registered: Registered) -> None:
-        """No copy begins in it any more, and pulls that run are lost. Safe to repeat.
+        """End the registration: new copies are refused, and running pulls fail.
 
-        Blocks while a push writes into it, `lease_s` at most. A peer's kernel may read there a
-        moment longer; what it reads then is no use to anybody.
+        Idempotent. Blocks while a push writes into the memory, for at most `lease_s`. A peer's
+        kernel may read from the memory a moment longer; the peer discards those bytes.
         """
         self.ranges.remove(registered)
         self.leases.end_in(registered)
@@ -162,27 +170,27 @@ class Node:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where it listens, with the ports that were chosen."""
+        """Addresses on which the node listens, with the actual ports."""
         return self._endpoint.addresses
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Those that stand."""
+        """The open links."""
         return tuple(self._links.values())
 
     @property
     def ended_links(self) -> tuple[Link, ...]:
-        """The last ones that ended, the latest last, unless their peers are linked again."""
+        """The last ended links, oldest first, except of peers that are linked again."""
         with self._lock:
             return tuple(link for link in self._ended if link.peer_id not in self._links)
 
     @property
     def strangers_refused(self) -> int:
-        """How many were not let in."""
+        """Number of refused connections."""
         return self._endpoint.refused
 
     def cut(self, number: int, peer_id: int) -> bool:
-        """End a link as an operator asks, as if the peer had gone; False: there is none such."""
+        """End a link on an operator's request, as if the peer had gone; False if it is not open."""
         link = self._links.get(peer_id)
         if link is None or link.number != number or not link.is_open:
             return False
@@ -192,19 +200,20 @@ class Node:
         return True
 
     def link_to(self, node_id: int) -> Link | None:
-        """The link to this node, if there is one."""
+        """Return the link to this node, or None."""
         return self._links.get(node_id)
 
     def link(self, address: Address, timeout_s: float) -> Link:
-        """A link to the node that listens there. Blocks.
+        """Open a link to the node that listens at `address`.
 
-        Of two nodes that link each other at once, the link of the lower id stands: the call of the
-        other one raises `LinkExistsError` when it does.
+        Blocks for at most `timeout_s` seconds. If two nodes link to each other at the same time,
+        the link of the node with the lower id is kept, and the other node's call raises
+        `LinkExistsError`.
 
         Raises `ChannelClosedError` if no node listens there, `ChannelTimeoutError`,
-        `AccessDeniedError`, `MessageVersionError`, `LinkExistsError` if the two are linked,
-        `LinkLimitError` if either has as many links as it may have, `NodeIdTakenError` if both have
-        one id or a linked node has the peer's, and `ConfigError` for TCP without a secret.
+        `AccessDeniedError`, `MessageVersionError`, `LinkExistsError` if the two are already linked,
+        `LinkLimitError` if either node has its maximum of links, `NodeIdTakenError` if both nodes
+        have one id or a linked node has the peer's id, and `ConfigError` for TCP without a secret.
         """
         if not address.is_unix and self._secret is None:
             raise ConfigError(f"a link to {address} needs a secret that both sides have")
@@ -226,14 +235,14 @@ class Node:
             raise
 
     def _look_after(self, node_id: int, deadline_s: float) -> None:
-        """Notice that a node has gone before another one that took its id is refused for it."""
+        """Detect that the linked node is gone before a new node is refused for using its id."""
         standing = self._links.get(node_id)
         if standing is not None and standing.is_open:
             with contextlib.suppress(KvelasticError):
                 standing.check(min(deadline_s - time.monotonic(), _LOST_NOTICED_S))
 
     def forget(self, link: Link) -> None:
-        """For `Link`: it has ended."""
+        """Remove an ended link; called by `Link`."""
         with self._lock:
             was_known = self._by_connection.pop(link.connection, None) is not None
             if self._links.get(link.peer_id) is link:
@@ -319,12 +328,13 @@ class Node:
             case Settle(number):
                 lease = self.leases.find(number, link.connection)
                 if request.wants_reply and lease is not None and lease.sent is not None:
-                    # The peer learns the checksum, which is known when all bytes are sent.
+                    # The reply contains the checksum, which is known once all bytes are sent.
                     lease.sent.add_done_callback(
                         lambda _: _reply(request, partial(self._settled, link, number, lease))
                     )
                 else:
-                    # A notice says that the copy has failed: nothing is counted, nor waited for.
+                    # A notification means that the copy has failed: count nothing and wait for
+                    # nothing.
                     read = lease if request.wants_reply else None
                     request.answer(self._settled(link, number, read))
             case Begin():
@@ -340,23 +350,28 @@ class Node:
             case Check():
                 request.answer(Done())
             case Unlink():
-                self.forget(link)  # first: who has the reply may count on it
+                self.forget(link)  # before the reply, so that the peer can rely on it
                 request.answer(Done())
-                # The reply has to leave before the end; the peer closes. If it does not, we do.
+                # The reply must be sent before the connection closes. The peer closes it. If it
+                # does not, this node does.
                 self._endpoint.run_later(1.0, link.connection.close)
             case _:
                 raise MessageError(f"a {type(message).__name__} is not asked")
 
     def _keep_early(self, request: Request) -> bool:
-        """Whether its link is being made here; it is served when it stands, if it wants a reply."""
+        """Return whether the link is still being set up here.
+
+        If so, a check is answered immediately. Another request that wants a reply is served once
+        the link is open.
+        """
         with self._lock:
             early = self._early.get(request.connection)
             if early is None or request.connection in self._by_connection:
                 return False
             is_check = isinstance(request.message, Check)
-            if request.wants_reply and not is_check:  # a peer may have 256
+            if request.wants_reply and not is_check:  # at most 256 per peer
                 early.append(request)
-        if is_check:  # two nodes that link each other may both check before either goes on
+        if is_check:  # two nodes linking to each other may both block on a check
             request.answer(Done())
         return True
 
@@ -380,12 +395,12 @@ class Node:
 
     def _begin(self, link: Link, begin: Begin) -> Begun:
         pieces = _held_at_once(begin.pieces)
-        # For no longer than the reader waits.
+        # The lease must not outlast the reader's timeout.
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
         claim = partial(self._claimed, link, begin.claim, pieces)
         lease = self.leases.begin(link.connection, pieces, lease_s, claim)
         lease.read_bytes = pieces.size_bytes
-        if not link.is_open:  # it ended before the lease stood in the table
+        if not link.is_open:  # it ended before the lease was in the table
             self.leases.end_of(link.connection)
         self._set_timer()
         return Begun(lease.number)
@@ -401,7 +416,7 @@ class Node:
         lease = self.leases.find(send.lease, link.connection)
         if lease is None or lease.sent is not None:
             raise TransferError("there is no such lease, or its bytes have been sent already")
-        # No longer than the lease: a peer that asks and does not read holds up no other peer's.
+        # Stop with the lease, so that a peer that does not read cannot block the sender.
         deadline_s = min(time.monotonic() + send.timeout_ms / 1000, lease.deadline_s)
         carrier: Carrier = passed_stream(request.take_descriptors())
         if carrier is None and link.connection.peer.uid is not None:
@@ -431,15 +446,15 @@ class Node:
         targets = _held_at_once(push.targets)
         if PackedPieces(push.sources).size_bytes != targets.size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
-        # No longer than a lease, for the targets are held as long.
+        # The targets are held as long as under a lease, so the same bound applies.
         deadline_s = min(deadline_s, time.monotonic() + self.lease_s)
         with contextlib.ExitStack() as holds:
             found = self.ranges.find(targets)
             for registered, some in found.items():
                 holds.enter_context(registered.being_written())
                 holds.callback(registered.hold(some).release)
-            # What was unregistered before it was marked is not written, nor what took
-            # its place.
+            # Refuse a range that was unregistered before it was marked as being written, also if
+            # its addresses are registered again.
             self.ranges.check_still(found)
             if (claimed := self._claimed(link, push.claim, targets)) is not None:
                 holds.callback(claimed.release)
@@ -450,7 +465,7 @@ class Node:
 
     @contextlib.contextmanager
     def lent(self, link: Link, packed: bytes, deadline_s: float) -> Iterator[int]:
-        """For `Link`: a lease of the caller's own memory, for as long as the block lasts."""
+        """Yield a lease of the caller's own memory while the block runs; called by `Link`."""
         lease = self.leases.lend(link.connection, packed, deadline_s)
         try:
             yield lease.number
@@ -458,7 +473,7 @@ class Node:
             self.leases.end(lease)
 
     def _set_timer(self) -> None:
-        """Look at the leases' ends: once for all of them, however many there are."""
+        """Start the timer that expires leases. One timer serves every lease."""
         if not self._is_timer_set:
             self._is_timer_set = True
             self._endpoint.run_later(self.lease_s / 4, self._look_at_leases)
@@ -475,9 +490,9 @@ class Node:
     # --- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all links, hold nothing any more. Safe to repeat. Waits for what it serves now.
+        """End all links and leases, and wait for the requests being served.
 
-        In a forked child it does nothing: all of it is the parent's.
+        Idempotent. Does nothing in a forked child, because the parent owns the node.
         """
         if self._pid != os.getpid():
             return
@@ -489,7 +504,7 @@ class Node:
         self.leases.end_all()
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` or AssertionError."""
+        """Raise `IntegrityError` or AssertionError if the tables are inconsistent."""
         self.ranges.check_integrity()
         self.leases.check_integrity()
 
@@ -501,7 +516,7 @@ class Node:
 
 
 def _serve(queue: Queue, request: Request, serve: Callable[[], Message]) -> None:
-    """Reply with what `serve` returns, or raises, in a thread of the queue."""
+    """Run `serve` in a thread of the queue; reply with its result or its exception."""
     queue.submit(partial(_reply, request, serve))
 
 
@@ -516,7 +531,7 @@ def _reply(request: Request, serve: Callable[[], Message]) -> None:
 
 
 def _held_at_once(packed: bytes) -> PackedPieces:
-    """What a peer names; refused where it takes longer to hold than a copy may."""
+    """Decode the pieces of a peer; raise `InvalidArgumentError` if they exceed `MOST_BYTES`."""
     pieces = PackedPieces(packed)
     if pieces.size_bytes > MOST_BYTES:
         raise InvalidArgumentError(
