@@ -1,4 +1,4 @@
-"""Links between processes, and copies over them of memory whose pages come and go.
+"""Links between processes, and copies over them of memory whose pages can be unmapped.
 
     with Node(1, listen=[parse_address("unix:///run/user/1000/kv1")]) as owner:
         owner.register(tensor.data_ptr(), tensor.nbytes)
@@ -8,16 +8,16 @@
         link.pull([(remote_address, size)], [(local_address, size)], timeout_s=1)
         link.push([(local_address, size)], [(remote_address, size)], timeout_s=1)
 
-**A reader never gets another owner's bytes.** Each copy stands under a lease of the memory's owner:
-the blocks that it touches are pinned until the copy is over, and not longer than `lease_s`. When
-the bytes are there the reader asks the owner whether the lease still held and each page is of the
-generation that it had; only a yes makes the copy good (`LeaseLostError` otherwise). Nobody ever
-writes into another process: a push asks the other side to read.
+**A reader never gets another owner's bytes.** Each copy runs under a lease of the memory's owner.
+The lease pins the blocks of the copy until it has finished, for at most `lease_s`. After the copy,
+the reader asks the owner whether the lease held throughout and each page still has the same
+generation. Otherwise the copy fails with `LeaseLostError`. No process writes into another process:
+a push requests that the other side reads.
 
-On one host the reader's kernel copies out of the owner's memory, with no step between. Between
-hosts bytes go over a TCP stream of their own, with a token for each and a checksum that comes over
-the link; where the kernel does not allow the first, the same stream is used on one host too.
-Imports no torch, and knows no tiers.
+On one host, the reader's kernel copies directly out of the owner's memory. Between hosts, each copy
+uses its own TCP stream, authenticated by a token; its checksum is sent over the link. If the kernel
+refuses the direct copy, one host uses a stream too. This package does not import torch and does not
+depend on tiers.
 """
 
 from kvelastic.transfer.link import Link

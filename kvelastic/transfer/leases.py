@@ -1,10 +1,11 @@
-"""Leases: what is held for copies by others, until they say that they are done, or their time ends.
+"""Leases: memory held for copies by peers, until the peer has finished or the lease expires.
 
     begin --> in force -- settle --> "whole" or "lost"        the reader is done
                   |
-                  '------ expire, end_of, end_in --> gone     a later settle answers "lost"
+                  '------ expire, end_of, end_in --> gone     a later settle returns "lost"
 
-A lease that has ended is lost, whatever happens after: its memory may be somebody else's by then.
+A copy under a lease that has ended is always lost, because its memory may be in use for another
+purpose.
 """
 
 from __future__ import annotations
@@ -25,35 +26,36 @@ from kvelastic.transfer.ranges import Hold, Ranges, Registered
 _log = logging.getLogger("kvelastic.transfer")
 MOST_LEASES: Final = 4096
 ALWAYS_A_PEER: Final = 8
-"""As many each peer may have, also where others have all of the rest."""
+"""Leases that every peer may have, even if other peers use up `MOST_LEASES`."""
 
 
 class Lease:
-    """One of them, in force until `deadline_s` at most."""
+    """A lease, in force until `deadline_s` (monotonic clock) at the latest."""
 
     def __init__(self, number: int, owner: object, deadline_s: float) -> None:
         self.number: Final = number
         self.owner: Final = owner
-        """The connection of the peer that has it."""
+        """Connection of the peer that holds the lease."""
         self.deadline_s: Final = deadline_s
         self.holds: dict[Registered, Hold] = {}
         self.sent: Future[None] | None = None
-        """Done when its bytes are sent, or could not be; None: the peer has not asked for them."""
+        """Completes when sending has finished or failed. None: the peer has not requested the
+        bytes."""
         self.claimed: Hold | None = None
         self.pieces: bytes = b""
         self.read_bytes = 0
-        """That its owner reads under it; 0 where that is counted by this side."""
+        """Bytes that the owner reads under the lease; 0 if this side counts them."""
         self.checksum: int | None = None
-        """Of what was sent under it."""
+        """Checksum of the bytes sent under the lease."""
 
     def all_holds(self) -> list[Hold]:
-        """Of ranges, and of the claim."""
+        """Return the holds of the ranges and of the claim."""
         claimed = [] if self.claimed is None else [self.claimed]
         return [*self.holds.values(), *claimed]
 
 
 class Leases:
-    """All of a node. Any thread; holds are begun and released outside the lock."""
+    """The leases of a node. Thread-safe; holds are taken and released outside the lock."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
@@ -62,9 +64,9 @@ class Leases:
         self._by_owner: Counter[object] = Counter()
         self._numbers = itertools.count(1)
         self.expired = 0
-        """How many have ended by their time."""
+        """Number of expired leases."""
         self.lost = 0
-        """How many copies were answered with "lost"."""
+        """Number of copies reported as lost."""
 
     def begin(
         self,
@@ -73,11 +75,11 @@ class Leases:
         lease_s: float,
         claim: Callable[[], Hold | None] = lambda: None,
     ) -> Lease:
-        """Hold these pieces, and then what `claim` answers, which is asked when they are held.
+        """Hold the pieces, then the hold that `claim` returns.
 
-        So what a claim finds to be right stays right until the lease ends.
-
-        Raises `NotRegisteredError`, `TransferBusyError`, what a hold raises; nothing is held then.
+        `claim` is called while the pieces are held, so its finding stays valid until the lease
+        ends. Raises `NotRegisteredError`, `TransferBusyError`, and the errors of `claim` and of the
+        holds; then nothing is held.
         """
         lease = Lease(next(self._numbers), owner, time.monotonic() + lease_s)
         lease.pieces = pieces.packed
@@ -86,8 +88,8 @@ class Leases:
                 lease.holds[registered] = registered.hold(some)
             lease.claimed = claim()
             self._put(lease)
-            # A range that went meanwhile has not seen this lease: look once more, now that it is
-            # where `end_in` finds it.
+            # If a range was removed in the meantime, `end_in` has not seen this lease. Now `end_in`
+            # can find it, so check the ranges again.
             self._ranges.check_still(lease.holds)
         except BaseException:
             with self._lock:
@@ -97,14 +99,17 @@ class Leases:
         return lease
 
     def lend(self, owner: object, packed: bytes, deadline_s: float) -> Lease:
-        """A lease of what the caller itself keeps until `end`. Raises `TransferBusyError`."""
+        """Create a lease of memory that the caller keeps valid until `end`.
+
+        Raises `TransferBusyError`.
+        """
         lease = Lease(next(self._numbers), owner, deadline_s)
         lease.pieces = packed
         self._put(lease)
         return lease
 
     def end(self, lease: Lease) -> None:
-        """End it, if it has not ended."""
+        """End the lease if it is still in force."""
         self._take(lambda other: other is lease)
 
     def _put(self, lease: Lease) -> None:
@@ -115,7 +120,7 @@ class Leases:
             self._by_owner[lease.owner] += 1
 
     def _remove(self, lease: Lease) -> bool:
-        """False: it has ended before. The lock is held."""
+        """Remove a lease from the table, under the lock. False if it has already ended."""
         if self._leases.pop(lease.number, None) is None:
             return False
         self._by_owner[lease.owner] -= 1
@@ -124,13 +129,13 @@ class Leases:
         return True
 
     def find(self, number: int, owner: object) -> Lease | None:
-        """The lease if it is in force and this peer's."""
+        """Return the lease if it is in force and belongs to this peer, else None."""
         with self._lock:
             lease = self._leases.get(number)
         return lease if lease is not None and lease.owner is owner else None
 
     def settle(self, number: int, owner: object) -> bool:
-        """The reader is done. False: what it has may be somebody else's bytes."""
+        """End a lease after the copy. False if the copied bytes may not be the owner's."""
         with self._lock:
             lease = self._leases.get(number)
             if lease is not None and lease.owner is owner and lease.deadline_s > time.monotonic():
@@ -140,7 +145,8 @@ class Leases:
         if lease is None:
             self.lost += 1
             return False
-        # Still held: whoever ends a lease takes it out of the table first, and this call has.
+        # The memory is still held: a lease is released only by the caller that removed it from the
+        # table, which is this one.
         is_whole = False
         try:
             is_whole = all(hold.is_whole() for hold in lease.all_holds())
@@ -150,7 +156,7 @@ class Leases:
         return is_whole
 
     def expire(self) -> float | None:
-        """End those whose time is over; answers when the next one ends, on the monotonic clock."""
+        """End expired leases; return the next deadline on the monotonic clock, or None."""
         now_s = time.monotonic()
         ended = self._take(lambda lease: lease.deadline_s <= now_s)
         self.expired += ended
@@ -158,19 +164,19 @@ class Leases:
             return min((lease.deadline_s for lease in self._leases.values()), default=None)
 
     def end_of(self, owner: object) -> int:
-        """The peer has gone: nothing is held for it any more."""
+        """End the leases of a peer that is gone; return how many."""
         return self._take(lambda lease: lease.owner is owner)
 
     def end_in(self, registered: Registered) -> int:
-        """The range goes."""
+        """End the leases in a range that is being removed; return how many."""
         return self._take(lambda lease: registered in lease.holds)
 
     def end_all(self) -> int:
-        """The node closes."""
+        """End the leases of a node that closes; return how many."""
         return self._take(lambda lease: True)
 
     def by_owner(self) -> dict[object, int]:
-        """How many each has now."""
+        """Return the number of leases of each peer."""
         with self._lock:
             return Counter(self._by_owner)
 
@@ -187,7 +193,7 @@ class Leases:
         return len(taken)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` for a lease in the wrong place."""
+        """Raise `IntegrityError` if the tables are inconsistent."""
         with self._lock:
             for number, lease in self._leases.items():
                 if lease.number != number:
@@ -197,7 +203,7 @@ class Leases:
 
 
 def _release(lease: Lease) -> None:
-    """All of it, whatever one of them raises: other leases wait behind this one."""
+    """Release each hold, even if one raises, so that other leases are not affected."""
     for hold in lease.all_holds():
         _release_one(hold)
 

@@ -1,4 +1,4 @@
-"""A link to another node: ask it something, pull its bytes, push ours."""
+"""A link to another node: sends questions, pulls bytes from the peer, pushes bytes to it."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ _M = TypeVar("_M", bound=Message)
 
 
 class Link:
-    """Made by `Node.link`, or by a peer that linked to us. Any thread; copies may run at once."""
+    """A link, opened by `Node.link` or by a peer. Thread-safe; copies may run concurrently."""
 
     def __init__(
         self, node: Node, connection: Connection, peer: Hello, number: int, *, is_client: bool
     ) -> None:
         self._node = node
         self.number: Final = number
-        """Of the links of its node, in the order in which they were made."""
+        """Sequence number among the node's links."""
         self.connection: Final = connection
         self.peer_id: Final = peer.node_id
         self.peer_start: Final = peer.start
         self.data_port: Final = peer.data_port
         self.is_client: Final = is_client
-        """Whether this node has made the link."""
+        """Whether this node opened the link."""
         self.reads_memory = connection.peer.pid is not None
-        """Whether the peer's memory is read by the kernel; else bytes come over a stream."""
+        """Whether the kernel reads the peer's memory; else bytes come over a stream."""
         self.threads: Final = PeerThreads()
-        """For `Node`: they serve the peer."""
+        """Threads that serve the peer; used by `Node`."""
         self._lock = threading.Lock()
         self.pulled_bytes = 0
         self.pushed_bytes = 0
@@ -73,24 +73,28 @@ class Link:
         self.failures = 0
         self.since_s: Final = time.time()
         self.end_reason = ""
-        """In a word, when it has ended: unlinked, cut, or a code of kvelastic/errors.py."""
+        """Why the link ended: unlinked, cut, crossed, or a code of kvelastic/errors.py. "" while
+        open."""
 
     @property
     def is_open(self) -> bool:
-        """False from the moment on at which the kernel has said that the peer has gone."""
+        """False once the kernel has reported that the peer is gone."""
         return self.connection.is_open
 
     @property
     def ended(self) -> KvelasticError | None:
-        """Why it has ended."""
+        """The error that ended the connection; None if there was none."""
         return self.connection.ended
 
     def ask(self, body: bytes, timeout_s: float) -> bytes:
-        """What the peer's user answers (see `Node`). Blocks. Raises as `Connection.call`."""
+        """Send a question to the peer's user (see `Node`) and return the reply.
+
+        Blocks. Raises the same errors as `Connection.call`.
+        """
         return self._call(Ask(body), Told, timeout_s).body
 
     def check(self, timeout_s: float) -> None:
-        """Raises `ChannelTimeoutError` or `ChannelClosedError` unless the peer answers. Blocks."""
+        """Raise `ChannelTimeoutError` or `ChannelClosedError` unless the peer replies. Blocks."""
         self._call(Check(), Done, timeout_s)
 
     def pull(
@@ -101,13 +105,16 @@ class Link:
         *,
         claim: bytes = b"",
     ) -> None:
-        """Copy the peer's `sources` to our `targets`, in order. Blocks, without the GIL.
+        """Copy the peer's `sources` to this process's `targets`, in order.
 
-        The targets stay the caller's and must be there until it returns. `claim` is for the peer's
-        user, who may look whether the memory is still what it was (`Node`). A lost race is retried.
-        Raises `LeaseLostError` after three of them, `NotRegisteredError`, what the peer's hold
-        raises, `ChannelTimeoutError`, `ChannelClosedError`, `MappingError`; the targets hold
-        nothing that can be used then.
+        Blocks for at most `timeout_s` seconds, without the GIL. The caller must keep the targets
+        valid until this returns. `claim` is passed to the peer's user, who can check whether the
+        memory still has the expected content (see `Node`). If the memory changes during the copy,
+        the copy is retried.
+
+        Raises `LeaseLostError` after three such tries, `NotRegisteredError`, the errors of the
+        peer's hold, `ChannelTimeoutError`, `ChannelClosedError` and `MappingError`. The content of
+        the targets is then undefined.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -126,9 +133,10 @@ class Link:
         *,
         claim: bytes = b"",
     ) -> None:
-        """Let the peer read our `sources` into its `targets`, in order. Blocks.
+        """Have the peer copy this process's `sources` to its `targets`, in order.
 
-        The sources must stay as they are until it returns. Raises as `pull`.
+        Blocks for at most `timeout_s` seconds. The sources must not change until this returns.
+        Raises the same errors as `pull`.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -140,9 +148,10 @@ class Link:
             raise
 
     def unlink(self, timeout_s: float, *, force: bool = False) -> None:
-        """End the link. Blocks. With `force` the peer is not asked; it notices by itself.
+        """End the link. Blocks while the peer confirms.
 
-        Raises as `check` where the peer does not answer, and the link stays then.
+        With `force` the peer is not notified and detects the end itself. Raises the same errors as
+        `check` if the peer does not reply; then the link stays open.
         """
         if not force:
             self._call(Unlink(), Done, timeout_s)
@@ -167,31 +176,34 @@ class Link:
             checksum = self.read(lease, sources, ours, deadline_s)
         except BaseException:
             with contextlib.suppress(ChannelClosedError):
-                self.connection.notify(Settle(lease))  # nothing stays pinned for what has failed
+                self.connection.notify(Settle(lease))  # so that the peer unpins its memory
             raise
         self.settle(lease, checksum, deadline_s)
 
     def _push_once(self, ours: bytes, targets: bytes, claim: bytes, deadline_s: float) -> None:
-        # Nothing of ours is pinned: the caller keeps it until this returns, and the lease is over
-        # before that, so a peer that reads on is told that what it has is nothing.
+        # This side pins nothing, because the caller keeps the sources valid until this returns. The
+        # lease ends before that, so a peer that reads later learns that its copy is lost.
         with self._node.lent(self, ours, deadline_s) as lease:
             push = Push(lease, ours, targets, claim, _left_ms(deadline_s))
             self._call(push, Done, _left_s(deadline_s))
 
     def read(self, lease: int, sources: bytes, ours: bytes, deadline_s: float) -> int | None:
-        """Copy what the peer holds under a lease; the checksum, if bytes came over a stream."""
+        """Copy the memory under a lease; return the checksum, or None if no stream was used."""
         if self.reads_memory:
             pid = self.connection.peer.pid
             assert pid is not None
             try:
                 _vmm.read_from_process(pid, sources, ours, _left_s(deadline_s))
                 return None
-            except DeviceUnavailableError:  # seccomp, or a setting of the kernel's
+            except DeviceUnavailableError:  # seccomp or a kernel setting
                 self.reads_memory = False
         return self._node.streams.receive(self, lease, ours, deadline_s)
 
     def settle(self, lease: int, checksum: int | None, deadline_s: float) -> None:
-        """Raises `LeaseLostError` unless what was read under the lease is good."""
+        """Raise `LeaseLostError` if the copied memory was not held all the time.
+
+        Raises `TransferError` if the checksums differ.
+        """
         settled = self._call(Settle(lease), Settled, _left_s(deadline_s))
         if not settled.is_whole:
             raise LeaseLostError(
@@ -203,7 +215,7 @@ class Link:
     def ask_to_send(
         self, lease: int, token: bytes, deadline_s: float, stream: socket.socket | None = None
     ) -> None:
-        """For `streams`: the peer has been told to send."""
+        """Request that the peer sends the lease's bytes; called by `Streams`."""
         descriptors = () if stream is None else (stream.fileno(),)
         send = Send(lease, token, _left_ms(deadline_s))
         self._call(send, Done, _left_s(deadline_s), descriptors)
@@ -218,7 +230,7 @@ class Link:
         retries: int = 0,
         failures: int = 0,
     ) -> None:
-        """Add to the figures."""
+        """Add to the statistics."""
         with self._lock:
             self.pulled_bytes += pulled
             self.pushed_bytes += pushed

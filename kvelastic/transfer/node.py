@@ -160,7 +160,7 @@ class Node:
         """End the registration: new copies are refused, and running pulls fail.
 
         Idempotent. Blocks while a push writes into the memory, for at most `lease_s`. A peer's
-        kernel may read from the memory a moment longer; the peer discards those bytes.
+        kernel may still be reading from the memory for a moment; the peer discards those bytes.
         """
         self.ranges.remove(registered)
         self.leases.end_in(registered)

@@ -1,11 +1,11 @@
-"""The threads that serve one peer: no other peer waits for them.
+"""The threads that serve one peer, so that no other peer waits for them.
 
-    questions    pins memory, and what the node's user is asked: waits for no peer
-    sends        bytes over a stream: waits until the peer has read them
-    pushes       reads the peer's memory: waits for a send of the peer's, and for its reply
+    questions    pins memory and calls the node's user; never waits for a peer
+    sends        sends bytes over a stream; waits until the peer has read them
+    pushes       reads the peer's memory; waits for a send of the peer, and for its reply
 
-A send waits for no push, so copies in both directions always go on: a node whose push threads are
-all busy still sends what its peers have asked for.
+A send never waits for a push, so copies in both directions make progress. A node whose push threads
+are all busy still sends what its peers requested.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class Queue:
-    """Work of one kind, done in its order by `most` threads. They start with the work."""
+    """Runs work of one kind in order of submission, in up to `most` threads started on demand."""
 
     def __init__(self, most: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(most, f"kvelastic-{name}")
 
     def submit(self, work: Callable[[], _T]) -> Future[_T]:
-        """Have it done; it is cancelled if the link ends before it begins. Never blocks.
+        """Schedule work; it is cancelled if the link ends before it starts. Never blocks.
 
-        Raises `TransferBusyError` after the end of the link, and where no thread can be started.
+        Raises `TransferBusyError` if the link has ended or no thread can be started.
         """
         try:
             return self._pool.submit(work)
@@ -41,12 +41,12 @@ class Queue:
             ) from error
 
     def end(self, *, wait: bool) -> None:
-        """Begin no further work; `wait` for that which runs. Safe to repeat."""
+        """Start no further work. With `wait`, block until running work has finished. Idempotent."""
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
 
 class PeerThreads:
-    """Of one link. Any thread."""
+    """The queues of one link. Thread-safe."""
 
     def __init__(self) -> None:
         self.questions: Final = Queue(QUESTIONS, "questions")

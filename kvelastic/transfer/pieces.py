@@ -1,6 +1,6 @@
-"""Pieces of memory as messages carry them: pairs of address and size, little-endian, in one run.
+"""Pieces of memory in message format: packed pairs of address and size, little-endian.
 
-packed = packed_of([(address, size), ...])      # native code passes over it, not Python
+packed = packed_of([(address, size), ...])      # native code iterates over it
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Final, overload
 from kvelastic import _vmm
 
 Piece = tuple[int, int]
-"""An address and a number of bytes."""
+"""An address and a size in bytes."""
 
 MOST_PIECES: Final = 16384
-"""Under one lease; more are several leases."""
+"""Maximum pieces per lease; a larger copy uses several leases."""
 MOST_BYTES: Final = 64 << 20
-"""Under one lease, so that a copy is over long before the lease is."""
+"""Maximum bytes per lease, so that a copy finishes long before the lease expires."""
 PIECE_BYTES: Final = 16
 
 
 class PackedPieces(Sequence[Piece]):
-    """Pieces that are counted and summed, and made into pairs only where somebody looks at them."""
+    """Packed pieces with count and total size. They are unpacked only on access."""
 
     __slots__ = ("_pairs", "packed", "size_bytes")
 
     def __init__(self, packed: bytes) -> None:
-        """Raises `InvalidArgumentError` for a list that is cut off, or that no memory has."""
+        """Wrap packed pieces. Raises `InvalidArgumentError` if truncated or not valid memory."""
         self.packed: Final = packed
         self.size_bytes: Final = _vmm.bytes_of_pieces(packed)
-        """Of all of them."""
+        """Total bytes of the pieces."""
         self._pairs: list[Piece] | None = None
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class PackedPieces(Sequence[Piece]):
 
 
 def packed_of(pieces: Sequence[Piece]) -> PackedPieces:
-    """Raises `InvalidArgumentError` for what is not pairs of address and size."""
+    """Pack pieces. Raises `InvalidArgumentError` unless they are pairs of address and size."""
     if isinstance(pieces, PackedPieces):
         return pieces
     return PackedPieces(_vmm.pack_pieces(pieces))
@@ -63,9 +63,10 @@ def packed_of(pieces: Sequence[Piece]) -> PackedPieces:
 def portions(
     sources: Sequence[Piece], targets: Sequence[Piece]
 ) -> Sequence[tuple[bytes, bytes, int]]:
-    """The same copies in parts of at most `MOST_PIECES` and `MOST_BYTES`: packed, and their bytes.
+    """Split a copy into parts of at most `MOST_PIECES` and `MOST_BYTES`.
 
-    Raises `InvalidArgumentError` where the sides differ in bytes, and as `packed_of`.
+    Returns (packed sources, packed targets, bytes) for each part. Raises `InvalidArgumentError` if
+    the sides differ in total size, and the errors of `packed_of`.
     """
     return _vmm.portions_of_pieces(
         packed_of(sources).packed, packed_of(targets).packed, MOST_PIECES, MOST_BYTES

@@ -1,6 +1,8 @@
-"""Blocks of an elastic pool as memory that peers may reach: pinned for a copy, compared after it.
+"""Registers an elastic pool's blocks as memory that peers may access.
 
-registered = register_pool(node, pool)        # an ElasticPool over memory of this process
+    registered = register_pool(node, pool)        # an ElasticPool over memory of this process
+
+Blocks are pinned during a copy and their page generation is checked after it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def register_pool(node: Node, pool: ElasticPool) -> Registered:
-    """Let peers reach the pool's blocks that are in use. Its pages may come and go as ever.
+    """Allow peers to access the pool's blocks in use. The pool may map and unmap pages as usual.
 
-    A copy that names a block that is neither used nor cached is refused (`UnknownBlockError`).
-    Raises `UnsupportedError` for memory that other processes map, or that is a GPU's.
+    A copy of a block that is neither in use nor cached is refused (`UnknownBlockError`). Raises
+    `UnsupportedError` for memory that other processes map, and for GPU memory.
     """
     if not isinstance(pool.memory, _vmm.Range) or not pool.is_on_host:
         raise UnsupportedError("peers reach pools in host memory of this process only")
@@ -30,7 +32,7 @@ def register_pool(node: Node, pool: ElasticPool) -> Registered:
 
 
 def register_blocks(node: Node, memory: _vmm.Range, blocks: _vmm.Pool) -> Registered:
-    """The same for a native pool over host memory."""
+    """Register the blocks of a native pool over host memory; see `register_pool`."""
 
     def hold(pieces: Sequence[Piece]) -> Hold:
         return _vmm.HeldBlocks.hold(memory, blocks, packed_of(pieces).packed)

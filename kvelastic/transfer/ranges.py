@@ -1,7 +1,7 @@
-"""Memory that peers may reach: which addresses, and what keeps them in place for a copy.
+"""Memory that peers may access: the registered ranges, and the holds that keep them in place.
 
-A peer names addresses, and whoever serves it looks them up here: a piece that does not lie in one
-registered range as a whole is refused.
+A peer names addresses, and this node looks them up here. A piece is refused unless it lies
+completely inside one registered range.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvelastic.transfer.pieces import PackedPieces, Piece, packed_of
 
 
 class Hold(Protocol):
-    """What keeps memory in place for one copy."""
+    """Keeps memory in place for one copy."""
 
     def is_whole(self) -> bool:
-        """Whether the memory has been its owner's all the time since the hold began."""
+        """Return whether the memory belonged to the same owner since the hold began."""
 
     def release(self) -> None:
-        """Let it go; called once, from any thread."""
+        """Release the memory. Called once, from any thread."""
 
 
 Holder = Callable[[Sequence[Piece]], Hold]
-"""Begins a hold of pieces that lie in the range; raises to refuse. Must not block for long."""
+"""Starts a hold of pieces of the range, or raises to refuse. Must not block for long."""
 
 
 class _NoHold:
-    """Memory that stays where it is as long as it is registered."""
+    """The hold of memory that stays in place while it is registered."""
 
     def is_whole(self) -> bool:
         return True
@@ -43,7 +43,7 @@ class _NoHold:
 
 
 class Registered:
-    """One range; `Node.unregister` ends it."""
+    """A registered range. `Node.unregister` ends the registration."""
 
     def __init__(self, address: int, size_bytes: int, hold: Holder | None) -> None:
         self.address: Final = address
@@ -54,7 +54,7 @@ class Registered:
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
-        """While bytes of a peer are copied into it here."""
+        """Mark the range as being written by a copy while the block runs."""
         with self._written:
             self._writers += 1
         try:
@@ -65,18 +65,18 @@ class Registered:
                 self._written.notify_all()
 
     def wait_until_unwritten(self) -> None:
-        """Blocks until no such copy is under way; none must begin meanwhile."""
+        """Block until no copy writes into the range. No new copy may start meanwhile."""
         with self._written:
             self._written.wait_for(lambda: not self._writers)
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after the range."""
         return self.address + self.size_bytes
 
 
 class Ranges:
-    """All that a node has registered; they do not overlap. Any thread."""
+    """The registered ranges of a node, without overlaps. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class Ranges:
         self._ranges: list[Registered] = []
 
     def add(self, address: int, size_bytes: int, hold: Holder | None) -> Registered:
-        """Raises `InvalidArgumentError` for an empty range or one that overlaps another."""
+        """Add a range. Raises `InvalidArgumentError` if it is empty or overlaps another range."""
         if address <= 0 or size_bytes <= 0 or address + size_bytes > 1 << 63:
             raise InvalidArgumentError(f"{size_bytes} bytes at {address:#x} are no memory")
         new = Registered(address, size_bytes, hold)
@@ -103,7 +103,7 @@ class Ranges:
         return new
 
     def remove(self, registered: Registered) -> bool:
-        """False: it was removed before."""
+        """Remove a range. Returns False if it is already removed."""
         with self._lock:
             at = bisect.bisect_left(self._starts, registered.address)
             if at == len(self._ranges) or self._ranges[at] is not registered:
@@ -114,7 +114,7 @@ class Ranges:
             return True
 
     def find(self, pieces: Sequence[Piece]) -> dict[Registered, PackedPieces]:
-        """The pieces by range. Raises `NotRegisteredError` for one that lies in none."""
+        """Group pieces by range. Raises `NotRegisteredError` for a piece outside every range."""
         packed = packed_of(pieces)
         with self._lock:
             found = _vmm.pieces_by_range(
@@ -126,9 +126,9 @@ class Ranges:
         }
 
     def check_still(self, found: Iterable[Registered]) -> None:
-        """Raises `NotRegisteredError` where one of what `find` said was removed since.
+        """Raise `NotRegisteredError` if a range that `find` returned has been removed.
 
-        Its addresses may have been registered anew, for something else.
+        Its addresses may have been registered again for other data.
         """
         with self._lock:
             for registered in found:
@@ -140,12 +140,12 @@ class Ranges:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many ranges, and their bytes."""
+        """Number of ranges, and their total bytes."""
         with self._lock:
             return len(self._ranges), sum(one.size_bytes for one in self._ranges)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where ranges overlap or are out of order."""
+        """Raise AssertionError if ranges overlap or are out of order."""
         with self._lock:
             assert list(self._starts) == [one.address for one in self._ranges]
             assert list(self._ends) == [one.end for one in self._ranges]

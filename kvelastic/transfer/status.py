@@ -1,7 +1,7 @@
-"""Shows a node to operators and does what they ask, in its status file (`kvelastic.link_status`).
+"""Publishes a node's state in its status file and handles requests (`kvelastic.link_status`).
 
-It is written twice a second by the node's own thread. What cannot be shown is logged once: a node
-never fails because its file cannot be written.
+The node's own thread writes it twice a second. Errors are logged once; the node keeps working if
+its file cannot be written.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ PUBLISH_S: Final = 0.5
 
 
 class LinkStatus:
-    """For one node. Made by any thread; the rest in the node's, but for `close`."""
+    """Status file of one node.
+
+    Any thread may construct or close it. Only the node's thread may call the other methods.
+    """
 
     def __init__(self, node: Node) -> None:
-        """Make the file, and remove what dead processes have left; never raises."""
+        """Create the file and remove files of dead processes. Never raises."""
         self._node = node
         self._has_warned = False
         self._started_ns = time.time_ns()
@@ -52,13 +55,13 @@ class LinkStatus:
             self._warn(error)
 
     def refresh(self) -> None:
-        """Do what was asked, and show what is so now."""
+        """Handle pending requests and publish the current state."""
         if self._file is None:
             return
         try:
             for revision, request in self._file.pending().items():
                 is_cut = self._node.cut(request.link, request.peer_id)
-                self.publish()  # first: an operator with the answer sees what came of it
+                self.publish()  # first, so that an operator with the result sees its effect
                 self._file.answer(
                     LinkAnswer(revision, "done")
                     if is_cut
@@ -69,12 +72,12 @@ class LinkStatus:
             self._warn(error)
 
     def publish(self) -> None:
-        """Show what is so now. Raises `SegmentError`."""
+        """Publish the current state. Raises `SegmentError`."""
         if self._file is not None:
             self._file.publish(self._figures(self._file.answered_revision))
 
     def close(self) -> None:
-        """Remove the file. Repeatable."""
+        """Remove the file. Idempotent."""
         if self._file is not None:
             self._file.close()
 

@@ -1,12 +1,12 @@
-"""Bytes over streams of their own: between hosts, and where memory cannot be read on one host.
+"""Copies over separate streams: between hosts, or on one host if memory cannot be read directly.
 
-On a Unix link the reader makes a pair of sockets and passes one end. On TCP whoever has made the
-link connects to the other's data port and begins with a token of 32 random bytes, which has come
-over the link and is good for one stream. What comes without a token is closed. The bytes are in
-clear; their checksum comes over the link, whose messages cannot be forged.
+On a Unix link, the reader creates a socket pair and passes one end. On TCP, the client of the link
+connects to the server's data port and first sends a token of 32 random bytes. The token was sent
+over the link and is valid for one stream. A connection without a valid token is closed. The bytes
+are not encrypted. Their checksum is sent over the link, whose messages are authenticated.
 
-A stream ends with its link, which notices a host that is lost. By itself it is patient until the
-deadline: a reader that is stopped or busy for a second is late, not lost.
+A stream ends with its link, which detects a lost host. The stream itself waits until the deadline,
+because a reader that is stopped or busy for a second is not lost.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 Carrier: TypeAlias = "socket.socket | Arrived | None"
-"""What a copy's bytes travel by: a socket that the peer has passed, one that is awaited, or none
-yet, where this side connects."""
+"""How a copy's bytes are sent: a socket that the peer passed, a queue that will receive the
+
+expected socket, or None if this side connects.
+"""
 
 
 class Streams:
-    """Of a node: its data port, if it listens on TCP, and the streams that run."""
+    """A node's data port, if it listens on TCP, and its running streams."""
 
     def __init__(
         self,
@@ -54,7 +56,10 @@ class Streams:
         allowed: list[Network],
         ports: tuple[int, int] | None = None,
     ) -> None:
-        """`host` None: nobody connects. `ports` as `Node` has them. Raises `ChannelError`."""
+        """Listen on `host`; None opens no data port.
+
+        See `Node` for `ports`. Raises `ChannelError`.
+        """
         self._lock = threading.Lock()
         self._running: dict[Connection, set[socket.socket]] = {}
         self._expected: dict[Connection, set[Arrived]] = {}
@@ -62,11 +67,11 @@ class Streams:
 
     @property
     def port(self) -> int:
-        """Where streams come; 0: nowhere."""
+        """The data port; 0 if none."""
         return 0 if self._port is None else self._port.port
 
     def receive(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
-        """Ask the peer to send what a lease holds, and take it; returns its checksum. Blocks."""
+        """Request the bytes under a lease and receive them; return their checksum. Blocks."""
         if link.connection.peer.uid is not None:
             return self._receive_here(link, lease, ours, deadline_s)
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -106,7 +111,10 @@ class Streams:
         carrier: Carrier,
         deadline_s: float,
     ) -> None:
-        """Send what a lease holds; the peer learns of a failure by the stream's end. Blocks."""
+        """Send the bytes under a lease. Blocks.
+
+        If sending fails, the end of the stream notifies the peer.
+        """
         if isinstance(carrier, socket.socket):
             stream = carrier
         elif carrier is None:
@@ -122,12 +130,12 @@ class Streams:
 
     @contextlib.contextmanager
     def _carrying(self, link: Link, stream: socket.socket) -> Iterator[None]:
-        """The stream ends with the link, and in any case with the block."""
+        """Close the stream after the block, or earlier if the link ends."""
         with stream:
             with self._lock:
                 self._running.setdefault(link.connection, set()).add(stream)
             try:
-                if not link.is_open:  # it ended before the stream stood in the table
+                if not link.is_open:  # it ended before the stream was in the table
                     raise ChannelClosedError(f"the link to node {link.peer_id} has ended")
                 yield
             finally:
@@ -135,7 +143,7 @@ class Streams:
                     _discard(self._running, link.connection, stream)
 
     def end_of(self, connection: Connection) -> None:
-        """The link has ended: so do its streams, and whoever waits for their bytes is told."""
+        """Shut down the streams of an ended link and wake threads that wait for one."""
         with self._lock:
             for stream in self._running.get(connection, ()):
                 with contextlib.suppress(OSError):
@@ -144,9 +152,9 @@ class Streams:
                 arrived.put(None)
 
     def expect(self, link: Link, token: bytes) -> Arrived:
-        """From now on one stream of this token is let in, until the link ends.
+        """Accept one stream with this token from now on, until the link ends.
 
-        `send`, `forget` or `abandon` is to follow. Raises `TransferError` where this node has no
+        Call `send`, `forget` or `abandon` afterwards. Raises `TransferError` if this node has no
         data port.
         """
         if self._port is None:
@@ -154,34 +162,35 @@ class Streams:
         arrived = self._port.expect(token)
         with self._lock:
             self._expected.setdefault(link.connection, set()).add(arrived)
-        if not link.is_open:  # it ended before the token stood in the table
+        if not link.is_open:  # it ended before the token was in the table
             arrived.put(None)
         return arrived
 
     def forget(self, link: Link, token: bytes, arrived: Arrived) -> None:
-        """Stop letting a stream of this token in. Safe to repeat."""
+        """Stop accepting a stream with this token. Idempotent."""
         with self._lock:
             _discard(self._expected, link.connection, arrived)
         if self._port is not None:
             self._port.forget(token, arrived)
 
     def abandon(self, link: Link, token: bytes, carrier: Carrier) -> None:
-        """In place of `send`: nothing is sent, and the peer learns that by the stream's end."""
+        """Close the stream without sending, instead of `send`; its end notifies the peer."""
         if isinstance(carrier, socket.socket):
             carrier.close()
         elif carrier is not None:
             self.forget(link, token, carrier)
 
     def close(self) -> None:
-        """Take no more streams."""
+        """Stop accepting streams."""
         if self._port is not None:
             self._port.close()
 
 
 def passed_stream(descriptors: tuple[int, ...]) -> socket.socket | None:
-    """The stream socket that a peer has passed; None: it has passed nothing.
+    """Return the stream socket that a peer passed, or None if it passed no descriptor.
 
-    The descriptors are taken over, and closed unless they are just that. Raises `TransferError`.
+    Takes ownership of the descriptors. Raises `TransferError` and closes them unless they are
+    exactly one stream socket.
     """
     if not descriptors:
         return None
@@ -226,7 +235,7 @@ def _wait(arrived: Arrived, deadline_s: float) -> socket.socket:
 
 
 def _discard(table: dict[Connection, set[_T]], connection: Connection, one: _T) -> None:
-    """Remove one of a connection's, if it is there, and the connection with its last."""
+    """Remove an entry of a connection if present; remove an empty connection too."""
     left = table.get(connection, set())
     left.discard(one)
     if not left:

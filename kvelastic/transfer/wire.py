@@ -1,4 +1,4 @@
-"""What nodes say to each other."""
+"""Messages between nodes."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Milliseconds = Annotated[int, Meta(ge=0, le=MOST_TIMEOUT_MS)]
 
 
 class Hello(Message):
-    """The first message of who has connected; the reply is one, too."""
+    """The first message of the connecting node, and the reply to it."""
 
     node_id: int
-    """MessagePack has 64 bits for it; that it is none below 0 the node looks at."""
+    """At most 64 bits, by MessagePack. The node refuses negative ids."""
     start: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    """Random: a node that was started anew is another one."""
+    """Random bytes that identify a start of the node; a restarted node has others."""
     data_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Where the sender takes data streams; 0: nowhere."""
+    """The sender's port for data streams; 0 if none."""
 
 
 class Ask(Message):
-    """Something between the nodes' users."""
+    """A question between the nodes' users."""
 
     body: Body
 
 
 class Told(Message):
-    """The reply."""
+    """The reply to `Ask`."""
 
     body: Body
 
 
 class Begin(Message):
-    """Hold these pieces for me."""
+    """Requests a hold of these pieces."""
 
     pieces: Pieces
     claim: Claim
@@ -50,26 +50,26 @@ class Begin(Message):
 
 
 class Begun(Message):
-    """They are held under this lease."""
+    """The reply to `Begin`: the pieces are held under this lease."""
 
     lease: Number
 
 
 class Settle(Message):
-    """I am done with a lease."""
+    """The sender has finished with a lease."""
 
     lease: Number
 
 
 class Settled(Message):
-    """Whether it held all the time; and the checksum of what was sent under it."""
+    """The reply to `Settle`: whether the lease held all the time, and the checksum, if sent."""
 
     is_whole: bool
     checksum: int | None = None
 
 
 class Send(Message):
-    """Send what the lease holds over the stream of this token, or the descriptor beside it."""
+    """Requests the bytes under a lease, over the token's stream or the passed descriptor."""
 
     lease: Number
     token: Annotated[bytes, Meta(max_length=TOKEN_BYTES)]
@@ -77,7 +77,7 @@ class Send(Message):
 
 
 class Push(Message):
-    """Read these pieces of mine, which I hold under the lease, into those of yours."""
+    """Requests that the receiver reads `sources`, held under the lease, into its `targets`."""
 
     lease: Number
     sources: Pieces
@@ -87,15 +87,15 @@ class Push(Message):
 
 
 class Unlink(Message):
-    """The link ends on both sides."""
+    """Ends the link on both sides."""
 
 
 class Done(Message):
-    """The reply where there is nothing to say; also to a check of the link."""
+    """An empty reply; also the reply to `Check`."""
 
 
 class Check(Message):
-    """Are you there?"""
+    """Checks that the peer is alive."""
 
 
 PROTOCOL: Final = Protocol(
