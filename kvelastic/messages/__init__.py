@@ -15,14 +15,14 @@
         with connect(parse_address("unix:///run/user/1000/sizes"), PROTOCOL) as channel:
             channel.call(Ask(name="kv"), timeout_s=1.0)
 
-Who may speak is settled before the first message: on a Unix socket the kernel says who the peer is,
-and only processes of the same user get in; on TCP both ends prove that they know a secret
-(`SecretFile`), and each message carries a code that only they can compute. There is no encryption:
-whoever can read the network can read the messages. Peers of another version get an error that both
-versions can read.
+Peers are authenticated before the first message. On a Unix socket, the kernel reports the peer's
+user, and only processes of the same user are accepted. On TCP, both ends prove that they know a
+secret (`SecretFile`), and each message carries an authentication code. Messages are not encrypted,
+so they are readable on the network. Peers of another version get an error that both versions can
+decode.
 
-A parser of what others send is linear in its size, and what it may allocate is bounded:
-`Protocol.most_bytes` for a message, a few hundred bytes before a peer is let in. Imports no torch.
+Parsing received data takes linear time and bounded memory: `Protocol.most_bytes` for a message, and
+a few hundred bytes before the peer is authenticated. Does not import torch.
 """
 
 from msgspec import Meta

@@ -1,7 +1,7 @@
-"""Where a server listens: `unix:///path` or `tcp://host:port`; and how its socket is made.
+"""Addresses of servers (`unix:///path` or `tcp://host:port`) and their listening sockets.
 
-A Unix socket is made with mode 0600. What is left of a server that was killed is removed by the
-next one, under a lock of the folder, so that two that start at once do not remove each other's.
+A Unix socket's file has mode 0600. A new server removes the file of a killed one. It does so under
+a lock of the folder, so that two servers that start at once do not remove each other's file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Final
 from kvelastic.errors import ChannelClosedError, ChannelError, InvalidArgumentError
 
 MOST_PATH_BYTES: Final = 107
-"""Of a Unix socket: the kernel's 108, with the byte that ends it."""
+"""Maximum path of a Unix socket: the kernel's 108 bytes, minus the terminating zero."""
 _BACKLOG: Final = 128
 _FOLDER_WAIT_S: Final = 2.0
 
 
 @dataclass(frozen=True)
 class Address:
-    """A Unix socket's path, or a TCP host and port (0, for a listener: any)."""
+    """A Unix socket's path, or a TCP host and port. A listener on port 0 uses any free port."""
 
     path: str = ""
     host: str = ""
@@ -37,12 +37,12 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is of this host only, by its kind."""
+        """Whether this is the path of a Unix socket."""
         return bool(self.path)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can reach it."""
+        """Whether only this host can connect to it."""
         return self.is_unix or ip_address(self.host).is_loopback
 
     def __str__(self) -> str:
@@ -56,9 +56,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`unix:///run/kv` or `tcp://10.0.0.1:5000`, `tcp://[::1]:5000`; `localhost` is 127.0.0.1.
+    """Parse `unix:///run/kv`, `tcp://10.0.0.1:5000` or `tcp://[::1]:5000`.
 
-    Other names are not looked up, for that blocks and can change. Raises `InvalidArgumentError`.
+    `localhost` means 127.0.0.1. Other host names are not resolved, because that blocks and its
+    result can change. Raises `InvalidArgumentError`.
     """
     kind, _, rest = text.partition("://")
     if kind == "unix" and rest.startswith("/") and "\0" not in rest:
@@ -78,10 +79,10 @@ def parse_address(text: str) -> Address:
 
 
 class ListeningSocket:
-    """A socket that listens, without blocking. `close()` it; that removes a Unix socket's file."""
+    """A non-blocking listening socket. `close()` it; that removes a Unix socket's file."""
 
     def __init__(self, address: Address) -> None:
-        """Raises `ChannelError` if the address is taken or cannot be used."""
+        """Listen at `address`. Raises `ChannelError` if it is in use or cannot be used."""
         self._inode: tuple[int, int] | None = None
         family = _family(address)
         try:
@@ -110,7 +111,7 @@ class ListeningSocket:
             if address.is_unix
             else Address(host=address.host, port=self.socket.getsockname()[1])
         )
-        """With the port that was chosen."""
+        """The address with the actual port."""
 
     def _bind_path(self, path: Path) -> None:
         self._path = path
@@ -126,23 +127,23 @@ class ListeningSocket:
         self._inode = (found.st_dev, found.st_ino)
 
     def close(self) -> None:
-        """Stop listening. Safe to repeat."""
+        """Stop listening. Idempotent."""
         self.socket.close()
         inode, self._inode = self._inode, None
         if inode is not None:
             with contextlib.suppress(OSError):
                 found = self._path.lstat()
-                if (found.st_dev, found.st_ino) == inode:  # not another server's by now
+                if (found.st_dev, found.st_ino) == inode:  # it may be another server's now
                     self._path.unlink()
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove the socket of a server that is gone; one that lives, or no socket, stays."""
+    """Remove the socket file of a dead server; keep a live server's, and other files."""
     found = path.lstat()
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a living server with a full backlog is alive
+        probe.setblocking(False)  # a full backlog means a live server
         if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
 
@@ -168,10 +169,10 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def connect_socket(address: Address, timeout_s: float) -> socket.socket:
-    """A connected socket with that timeout.
+    """Return a connected socket with this timeout. Blocks for at most `timeout_s` seconds.
 
-    Raises `ChannelClosedError` if nobody listens there or it does not answer in time, and
-    `ChannelError` where this process has no descriptor left.
+    Raises `ChannelClosedError` if no server listens there or it does not accept in time, and
+    `ChannelError` if this process has no descriptor left.
     """
     try:
         connected = socket.socket(_family(address), socket.SOCK_STREAM)

@@ -1,10 +1,10 @@
-"""A connection of one thread, with no endpoint behind it: for a client that asks and waits.
+"""A client connection without an endpoint, for calls that block.
 
     with connect(parse_address("unix:///run/kv"), PROTOCOL) as channel:
         answer = channel.call(Ask(name="kv"), timeout_s=1.0)
 
-Any thread may call; calls wait for one another. That the peer has gone is seen by the next call;
-who must know at once uses an `Endpoint`.
+Thread-safe; calls run one at a time. A lost peer is detected only by the next call. Use an
+`Endpoint` to detect it immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvelastic.messages.secret import SecretFile
 
 
 class Opened(NamedTuple):
-    """A socket on which the handshake is over."""
+    """A connected socket after the handshake."""
 
     socket: socket.socket
     peer: Peer
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 def open_connection(
     address: Address, protocol: Protocol, secret: SecretFile | None, timeout_s: float
 ) -> Opened:
-    """Connect and shake hands, in `timeout_s` seconds altogether. Blocks. Raises as `connect`."""
+    """Connect and do the handshake. Blocks for at most `timeout_s` seconds. Raises as `connect`."""
     if not address.is_unix and secret is None:
         raise ConfigError(f"{address} needs a secret: give the file that the peer has as well")
     deadline_s = time.monotonic() + timeout_s
@@ -61,7 +61,7 @@ def open_connection(
             protocol, None if address.is_unix else secret, reader, writer, is_client=True
         )
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server that lets nobody in has sent why, and may have closed by now.
+            # A server that refuses the connection has sent the reason, and may have closed it.
             connected.sendall(handshake.begin())
         while not handshake.is_done:
             frame = _receive(connected, reader, deadline_s)
@@ -86,16 +86,17 @@ def connect(
     secret: SecretFile | None = None,
     timeout_s: float = 5.0,
 ) -> Channel:
-    """A channel to the server at `address`. Blocks for `timeout_s` at most.
+    """Connect to the server at `address`. Blocks for at most `timeout_s` seconds.
 
-    Raises `ChannelClosedError` if nobody is there, `ChannelTimeoutError`, `AccessDeniedError` (of
-    either side), `MessageVersionError`, `ConfigError` for TCP without a secret.
+    Raises `ChannelClosedError` if no server listens there, `ChannelTimeoutError`,
+    `AccessDeniedError` (from either side), `MessageVersionError`, and `ConfigError` for TCP without
+    a secret.
     """
     return Channel(address, protocol, open_connection(address, protocol, secret, timeout_s))
 
 
 class Channel:
-    """What `connect` makes; `close()` it, or use it as a context manager."""
+    """A channel, returned by `connect`; `close()` it, or use it as a context manager."""
 
     def __init__(self, address: Address, protocol: Protocol, opened: Opened) -> None:
         self.address: Final = address
@@ -106,10 +107,11 @@ class Channel:
         self._lock = threading.Lock()
 
     def call(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> Message:
-        """Send a request and wait for its reply; descriptors beside that are closed. Blocks.
+        """Send a request and wait for its reply; close descriptors received with the reply.
 
-        Raises what the peer answered as an error, `ChannelTimeoutError`, `ChannelClosedError`,
-        `MessageError`. After any of these but the peer's own answer the channel is closed.
+        Blocks for at most `timeout_s` seconds. Raises the peer's error, `ChannelTimeoutError`,
+        `ChannelClosedError` or `MessageError`. After an error, other than one that the peer sent as
+        its reply, the channel is closed.
         """
         reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
         for fd in received:
@@ -119,7 +121,7 @@ class Channel:
     def call_for_descriptors(
         self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()
     ) -> tuple[Message, tuple[int, ...]]:
-        """As `call`, with the descriptors that came beside the reply; the caller closes them."""
+        """Like `call`, but also return the received descriptors; the caller must close them."""
         body = self._protocol.encode(message)
         if descriptors and not self.address.is_unix:
             raise InvalidArgumentError("descriptors go over a Unix socket only")
@@ -131,7 +133,7 @@ class Channel:
                 self._send(frame, descriptors, deadline_s)
                 reply = self._reply(deadline_s)
             except TimeoutError:
-                self.close()  # what comes later is no answer to the next request
+                self.close()  # a late reply must not match the next request
                 raise ChannelTimeoutError(
                     f"{self.address} has not answered a {type(message).__name__} in {timeout_s:g} s"
                 ) from None
@@ -160,12 +162,12 @@ class Channel:
                     return frame
                 if frame.number == 0 and frame.kind == Kind.ERROR:
                     raise error_of(frame.body)
-            # Notices and signs of life are for endpoints.
+            # Notifications and ALIVE frames are for endpoints.
             for fd in frame.descriptors:
                 os.close(fd)
 
     def close(self) -> None:
-        """End it. Safe to repeat."""
+        """Close the connection. Idempotent."""
         self._socket.close()
         for fd in self._reader.take_descriptors():
             os.close(fd)
@@ -178,7 +180,7 @@ class Channel:
 
 
 def _receive(connected: socket.socket, reader: FrameReader, deadline_s: float) -> Frame:
-    """The next frame; raises TimeoutError at the deadline."""
+    """Return the next frame. Blocks; raises TimeoutError at the deadline."""
     while (frame := reader.next()) is None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:

@@ -1,6 +1,6 @@
-"""One connection of an endpoint: frames in and out, and who waits for which reply.
+"""One connection of an endpoint: sends and receives frames, and matches replies to requests.
 
-Any thread sends; what the socket does not take at once the endpoint's thread sends later. Only
+Any thread may send. The endpoint's thread sends what the socket does not accept immediately. Only
 that thread reads.
 """
 
@@ -38,13 +38,13 @@ from kvelastic.messages.peers import Peer
 from kvelastic.messages.protocol import Message, Protocol
 
 MOST_UNANSWERED: Final = 256
-"""Requests of one peer that wait for their answers."""
+"""Maximum requests of one peer without a reply."""
 _READ_BYTES: Final = 1 << 18
 _DESCRIPTORS_SPACE: Final = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4)
 
 
 class Request:
-    """A message that came. Its descriptors are closed after the handler, unless taken."""
+    """A received message. Its descriptors are closed after the handler, unless taken."""
 
     def __init__(self, connection: Connection, frame: Frame, message: Message) -> None:
         self.connection: Final = connection
@@ -55,14 +55,16 @@ class Request:
         self._is_open = self.wants_reply
 
     def take_descriptors(self) -> tuple[int, ...]:
-        """Those that came with it; the caller closes them."""
+        """Take the received descriptors; the caller must close them."""
         taken, self._descriptors = self._descriptors, ()
         return taken
 
     def answer(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send the reply; once, from any thread, now or later. The descriptors stay the caller's.
+        """Send the reply, once, from any thread, during or after the handler.
 
-        A peer that has gone is no error, and neither is a notice, which takes no reply.
+        The caller keeps ownership of `descriptors`. Does nothing if the peer is gone or the message
+        is a notification, which takes no reply. Raises `MessageError` if the reply is too large;
+        then the peer receives that error.
         """
         if self._settle():
             try:
@@ -73,12 +75,15 @@ class Request:
             self.connection.reply(Kind.REPLY, self._number, body, descriptors)
 
     def refuse(self, error: BaseException) -> None:
-        """Send an error in place of the reply; of one that is not kvelastic's, only that."""
+        """Send an error instead of the reply.
+
+        The peer does not receive the text of errors other than `KvelasticError`.
+        """
         if self._settle():
             self.connection.reply(Kind.ERROR, self._number, error_body(error))
 
     def close_descriptors(self) -> None:
-        """Close those that nobody has taken."""
+        """Close the descriptors that were not taken."""
         for fd in self.take_descriptors():
             os.close(fd)
 
@@ -88,7 +93,7 @@ class Request:
 
 
 class Connection:
-    """A peer that was let in. An endpoint makes it; any thread may use it."""
+    """A connection to an authenticated peer, made by an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class Connection:
         self._writer = writer
         self._wake = wake
         self._loop_thread = loop_thread
-        self._lock = threading.Lock()  # a leaf: nothing is called under it but the socket
+        self._lock = threading.Lock()  # leaf lock: only the socket is used
         self._queue: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
         self._most_queued_bytes = 4 * (protocol.most_bytes + 1024)
@@ -122,20 +127,21 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer was there when the kernel last said something of it."""
+        """False once the kernel has reported that the peer is gone."""
         return self._ended is None
 
     @property
     def ended(self) -> KvelasticError | None:
-        """Why it has ended."""
+        """Why the connection ended; None while it is open."""
         return self._ended
 
     def call(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> Message:
-        """Send a request and wait for its reply; descriptors beside that are closed. Blocks.
+        """Send a request and wait for its reply; close descriptors received with the reply.
 
-        Raises what the peer answered as an error; `ChannelTimeoutError`, after which the reply is
-        dropped when it comes; `ChannelClosedError` when the connection ends; `MessageError` for a
-        reply that is not a message. Not from the endpoint's own thread (`InvalidArgumentError`).
+        Blocks for at most `timeout_s` seconds. Raises the peer's error; `ChannelTimeoutError`,
+        after which a late reply is dropped; `ChannelClosedError` if the connection ends;
+        `MessageError` for an invalid reply; and `InvalidArgumentError` in the endpoint's own
+        thread.
         """
         reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
         for fd in received:
@@ -145,7 +151,7 @@ class Connection:
     def call_for_descriptors(
         self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()
     ) -> tuple[Message, tuple[int, ...]]:
-        """As `call`, with the descriptors that came beside the reply; the caller closes them."""
+        """Like `call`, but also return the received descriptors; the caller must close them."""
         if threading.get_ident() == self._loop_thread():
             raise InvalidArgumentError("a handler cannot wait for a reply; use a separate thread")
         body = self.protocol.encode(message)
@@ -173,15 +179,15 @@ class Connection:
             raise
 
     def notify(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message that takes no reply. Does not block. Raises `ChannelClosedError`."""
+        """Send a message without a reply. Never blocks. Raises `ChannelClosedError`."""
         self._send(Kind.NOTICE, 0, self.protocol.encode(message), descriptors)
 
     def close(self) -> None:
-        """End it; the peer sees that at once, and calls that wait raise. Safe to repeat."""
+        """End the connection. Waiting calls raise, and the peer detects the end. Idempotent."""
         self.end(ChannelClosedError("the connection was closed here"))
 
     def reply(self, kind: Kind, number: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        """For `Request`."""
+        """Send a reply; called by `Request`."""
         with self._lock:
             self._unanswered -= 1
         with contextlib.suppress(ChannelClosedError):
@@ -214,7 +220,7 @@ class Connection:
             self._wake(self)
 
     def _flush(self) -> KvelasticError | None:
-        """Send what the socket takes. The lock is held."""
+        """Send as much as the socket accepts. The caller holds the lock."""
         while self._queue:
             data, descriptors = self._queue[0]
             try:
@@ -235,7 +241,10 @@ class Connection:
         return None
 
     def end(self, reason: KvelasticError) -> None:
-        """Shut it down, and the endpoint's thread forgets it. The first reason stays."""
+        """Shut the connection down; the endpoint's thread then removes it.
+
+        Keeps the reason of the first call.
+        """
         with self._lock:
             if self._ended is not None:
                 return
@@ -254,24 +263,27 @@ class Connection:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something is queued."""
+        """Whether data is queued."""
         return bool(self._queue)
 
     def write(self) -> None:
-        """The socket takes bytes again."""
+        """Send queued data; call it when the socket is writable."""
         with self._lock:
             failure = self._flush()
         if failure is not None:
             self.end(failure)
 
     def say_alive(self, now_s: float, every_s: float) -> None:
-        """Send something where nothing was sent for `every_s`, so that a lost host is noticed."""
+        """Send a frame if none was sent for `every_s` seconds, so that a lost host is detected."""
         if not self._queue and now_s - self._sent_at_s >= every_s:
             with contextlib.suppress(ChannelClosedError):
                 self._send(Kind.ALIVE, 0, b"")
 
     def read(self, handle: Callable[[Request], None]) -> None:
-        """Take what has come, once; requests go to `handle`. Ends the connection on nonsense."""
+        """Read once and dispatch the frames; requests go to `handle`.
+
+        Ends the connection if the data is invalid.
+        """
         try:
             receive_into(self.socket, self._reader)
             self.dispatch(handle)
@@ -279,7 +291,7 @@ class Connection:
             self._tell_and_end(error)
 
     def dispatch(self, handle: Callable[[Request], None]) -> None:
-        """Hand out the whole frames that are there."""
+        """Dispatch the complete frames in the reader."""
         while self._ended is None and (frame := self._reader.next()) is not None:
             if frame.kind in {Kind.REPLY, Kind.ERROR}:
                 self._take_reply(frame)
@@ -294,7 +306,7 @@ class Connection:
             self.end(error_of(frame.body))
             return
         arrived = self._waiting.pop(frame.number, None)
-        if arrived is None:  # whoever asked waits no longer
+        if arrived is None:  # the caller has stopped waiting
             _close_all(frame.descriptors)
         else:
             arrived.put(frame)
@@ -325,16 +337,16 @@ class Connection:
         self.end(error)
 
     def release(self) -> None:
-        """Close the socket, when nobody watches it any more."""
+        """Close the socket, once no selector watches it."""
         _close_all(self._reader.take_descriptors())
         with self._lock:
             self.socket.close()
 
 
 def receive_into(connected: socket.socket, reader: FrameReader) -> None:
-    """Feed the reader what has come, once; blocks as the socket does.
+    """Read from the socket once and feed the reader; blocks if the socket is blocking.
 
-    Raises `ChannelClosedError` when the peer has gone, `MessageError` for too many descriptors.
+    Raises `ChannelClosedError` if the peer is gone, and `MessageError` for too many descriptors.
     """
     wanted = min(max(reader.wanted_bytes, 4096), _READ_BYTES)
     try:
@@ -349,7 +361,7 @@ def receive_into(connected: socket.socket, reader: FrameReader) -> None:
         return
     except OSError as error:
         if isinstance(error, TimeoutError) and error.errno is None:
-            raise  # the socket's own timeout; ETIMEDOUT is a host that is lost
+            raise  # the socket's own timeout; ETIMEDOUT means a lost host
         raise ChannelClosedError(f"the peer has gone: {error}") from error
     reader.feed(data, descriptors)  # first, so that they are closed with the reader
     if flags & socket.MSG_CTRUNC:
@@ -368,10 +380,10 @@ def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _copies_of(descriptors: Sequence[int]) -> list[int]:
-    """Descriptors of our own. Raises `ChannelError` where none are left, with none opened."""
+    """Duplicate descriptors. Raises `ChannelError` if none are left; then none stays open."""
     copies: list[int] = []
     try:
-        copies.extend(os.dup(fd) for fd in descriptors)  # keeps what came before a failure
+        copies.extend(os.dup(fd) for fd in descriptors)  # keeps the copies made before a failure
     except OSError as error:
         _close_all(copies)
         raise ChannelError(f"a descriptor cannot be passed: {error}; raise `ulimit -n`") from error

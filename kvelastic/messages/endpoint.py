@@ -1,10 +1,12 @@
-"""An endpoint: one thread for all connections of a process, those that came and those it made.
+"""An endpoint: one thread for the incoming and outgoing connections of a process.
 
-It notices at once when a peer's process has ended, and within a second when its host is gone
-(`peers.LOST_AFTER_S`). Who is not let in yet is a *stranger*: there are few of them, each has five
-seconds for a step of the handshake and a few hundred bytes, and when another one comes, the one
-that has taken no step for longest goes. What a stranger has sent in time counts, however late this
-thread comes to read it.
+It detects immediately when a peer's process has ended, and within a second when a peer's host is
+lost (`peers.LOST_AFTER_S`).
+
+A connection is unauthenticated (a `_Stranger`) until its handshake is complete. The number of such
+connections is bounded. Each has five seconds for a step of the handshake, and may send a few
+hundred bytes. A new one replaces the connection that has made no progress for longest. Data that
+arrived in time counts, even if this thread reads it late.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ Handler = Callable[[Request], None]
 
 
 class _Stranger:
-    """A connection before its handshake is over."""
+    """An unauthenticated connection, whose handshake is not complete."""
 
     def __init__(self, accepted: socket.socket, deadline_s: float) -> None:
         self.socket = accepted
@@ -74,7 +76,7 @@ class _Stranger:
 
 
 class Endpoint:
-    """Listens, connects, and hands requests to `handle` in its own thread.
+    """Listens, connects, and calls `handle` for requests in its own thread.
 
     `close()` it, or use it as a context manager.
     """
@@ -92,15 +94,16 @@ class Endpoint:
         on_close: Callable[[Connection], None] | None = None,
         name: str = "kvelastic",
     ) -> None:
-        """Listen at all of `listen` (none: it only connects), and start the thread.
+        """Listen on every address of `listen` (may be empty) and start the thread.
 
-        `handle` must not block: it answers at once, or hands the request to another thread that
-        answers later. What it raises is the peer's answer. `allowed` are networks that may come
-        over TCP, besides loopback. `on_open` and `on_close` are called in the thread, too;
-        `on_open` before any request of that connection.
+        `handle` must not block. It replies immediately, or hands the request to another thread that
+        replies later. If it raises, the exception is sent as the reply. `allowed` lists the
+        networks that may connect over TCP besides loopback. `on_open` and `on_close` are called in
+        the thread too; `on_open` before any request of the connection.
 
-        Raises `ConfigError` for TCP without a secret, or on another interface than loopback with
-        no network allowed; `ChannelError` if an address is taken; nothing is left then.
+        Raises `ConfigError` for TCP without a secret, or for an interface other than loopback
+        without allowed networks. Raises `ChannelError` if an address is in use. On error,
+        everything is closed.
         """
         if any(not address.is_unix for address in listen) and secret is None:
             raise ConfigError("listening on TCP needs a secret: a file of mode 0600")
@@ -151,23 +154,24 @@ class Endpoint:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where it listens, with the ports that were chosen."""
+        """Addresses on which it listens, with the actual ports."""
         return tuple(listener.address for listener in self._listeners)
 
     @property
     def connections(self) -> tuple[Connection, ...]:
-        """Those that stand now."""
+        """The open connections."""
         return tuple(self._connections)
 
     @property
     def refused(self) -> int:
-        """How many were not let in."""
+        """Number of refused connections."""
         return self._refused
 
     def connect(self, address: Address, timeout_s: float = 5.0) -> Connection:
-        """A connection to another endpoint. Blocks. Raises as `channel.connect`.
+        """Connect to another endpoint. Blocks for about `timeout_s` seconds at most.
 
-        Not from the endpoint's own thread (`InvalidArgumentError`).
+        Raises the same errors as `channel.connect`, and `InvalidArgumentError` in the endpoint's
+        own thread.
         """
         if threading.current_thread() is self._thread:
             raise InvalidArgumentError("a handler cannot connect; use a separate thread")
@@ -188,20 +192,21 @@ class Endpoint:
         return connection
 
     def run_soon(self, do: Callable[[], None]) -> None:
-        """Call `do` in the thread; it must not block. What it raises is logged."""
+        """Call `do` in the endpoint's thread. `do` must not block. Its exceptions are logged."""
         self._to_do.append(do)
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
     def run_later(self, delay_s: float, do: Callable[[], None]) -> None:
-        """The same, after `delay_s` seconds; not at all if the endpoint is closed before."""
+        """Call `do` in the endpoint's thread after `delay_s` seconds, unless the endpoint closes
+        first."""
         at_s = time.monotonic() + delay_s
         self.run_soon(lambda: heapq.heappush(self._timers, (at_s, next(self._timer_numbers), do)))
 
     def close(self) -> None:
-        """End all connections and stop listening. Safe to repeat. Waits for a handler that runs.
+        """End all connections and stop listening. Blocks while a handler runs.
 
-        In a forked child it does nothing: all of it is the parent's.
+        Idempotent. Does nothing in a forked child, because the parent owns the endpoint.
         """
         if self._pid != os.getpid():
             return
@@ -230,7 +235,7 @@ class Endpoint:
             self._close_all()
 
     def _safely(self, do: Callable[..., None], *arguments: object) -> None:
-        """A fault in one thing is no fault of the others."""
+        """Call `do` and log its exceptions, so that the thread survives."""
         try:
             do(*arguments)
         except Exception:
@@ -277,7 +282,7 @@ class Endpoint:
                     pass
 
     def _guarded(self, request: Request) -> None:
-        """The handler; what it raises is the peer's answer."""
+        """Call the handler; send its exception as the reply."""
         try:
             self._handle(request)
         except KvelasticError as error:
@@ -316,7 +321,7 @@ class Endpoint:
             self._refuse(stranger, error)
 
     def _pause(self, listener: ListeningSocket) -> None:
-        """No descriptor is left: look again in a while, and do not turn in circles."""
+        """Stop accepting for a while because no descriptor is left; avoids a busy loop."""
         self._selector.unregister(listener.socket)
 
         def look_again() -> None:
@@ -327,16 +332,16 @@ class Endpoint:
     def _hear_stranger(self, stranger: _Stranger) -> None:
         handshake = stranger.handshake
         if stranger not in self._strangers or handshake is None:
-            return  # it was sent away after this event was seen
+            return  # it was closed after this
         try:
             receive_into(stranger.socket, stranger.reader)
             while not handshake.is_done and (frame := stranger.reader.next()) is not None:
                 answer = handshake.receive(frame)
-                # A step forward, of which there are two at most: its time begins anew, and others
-                # go before it.
+                # The handshake made progress, at most twice: restart the timeout and move the
+                # connection to the end of the queue.
                 stranger.deadline_s = time.monotonic() + _STRANGER_S
                 self._strangers[stranger] = self._strangers.pop(stranger)
-                # A few hundred bytes on a new socket: where those do not fit, nobody is there.
+                # A new socket has room for a few hundred bytes. If not, the peer is not reading.
                 if answer and stranger.socket.send(answer) != len(answer):
                     raise ChannelClosedError("a stranger does not read")
         except (KvelasticError, OSError) as error:
@@ -353,7 +358,7 @@ class Endpoint:
         del self._strangers[stranger]
         self._selector.unregister(stranger.socket)
         told: Exception = error
-        if isinstance(error, SecretError):  # what is wrong with our file is for our log
+        if isinstance(error, SecretError):  # details of our secret file belong in our log only
             told = AccessDeniedError("it refuses connections for now; the log of the peer says why")
         with contextlib.suppress(OSError):
             stranger.socket.send(stranger.writer.write(Kind.ERROR, 0, error_body(told)))
@@ -361,7 +366,7 @@ class Endpoint:
             os.close(fd)
         stranger.socket.close()
         if isinstance(error, ChannelClosedError):
-            return  # it went by itself, as a probe does
+            return  # the peer closed the connection, as a probe does
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._refusals_said_s >= _REFUSALS_EVERY_S:
@@ -394,11 +399,11 @@ class Endpoint:
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
         if self._on_open is not None:
             self._on_open(connection)
-        connection.read(self._guarded)  # what came with the handshake is in the reader already
+        connection.read(self._guarded)  # the reader may already hold data sent with the handshake
         self._settle(connection)
 
     def _settle(self, connection: Connection) -> None:
-        """Watch what it wants now; forget it when it has ended."""
+        """Update the selector for the connection; remove the connection if it has ended."""
         if connection not in self._connections:
             return
         if connection.is_open:

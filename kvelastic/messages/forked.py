@@ -1,4 +1,4 @@
-"""A forked child drops its parent's connections, or a peer would not see the parent's end."""
+"""Closes a parent's connections in forked children; else peers would not detect its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _selectors: WeakSet[BaseSelector] = WeakSet()
 
 
 def drop_in_children(opened: socket.socket | BaseSelector) -> None:
-    """Close it in every child that is forked from now on; a program that is executed has none."""
+    """Close it in every child forked from now on. An executed program does not inherit it."""
     if isinstance(opened, socket.socket):
         _sockets.add(opened)
     else:
@@ -21,7 +21,7 @@ def drop_in_children(opened: socket.socket | BaseSelector) -> None:
 
 
 def _drop() -> None:
-    # Selectors first: what they watch is the parent's, and stays in the parent's list.
+    # Selectors first: the watched descriptors are the parent's and must stay registered there.
     for selector in list(_selectors):
         with contextlib.suppress(OSError, KeyError):
             selector.close()

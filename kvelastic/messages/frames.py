@@ -1,13 +1,13 @@
-"""Frames: how messages follow one another on a stream of bytes.
+"""Frames: the format of messages on a byte stream.
 
     0      4     5      6        7     8               12             20        20+n
     | kvms | wire| kind | descr. | 0   | body bytes: n | number       | body    | code, 16 bytes |
              version
 
-All little-endian. `number` joins a reply to its request. The code is there on TCP only, once both
-ends know a key: BLAKE2b over a count of frames, header and body. The header, and the bodies of
-HELLO and ERROR, are the same in every version, so that peers of different versions can tell each
-other what is wrong.
+Integers are little-endian. `number` matches a reply to its request. The authentication code exists
+only on TCP, once both ends share a key: BLAKE2b over a count of frames, header and body. The header
+and the bodies of HELLO and ERROR are the same in every version, so that peers of different versions
+can report errors.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ WIRE_VERSION: Final = 1
 HEADER: Final = struct.Struct("<4sBBBBIQ")
 CODE_BYTES: Final = 16
 MOST_DESCRIPTORS: Final = 16
-"""Descriptors beside one message."""
+"""Maximum descriptors passed with one message."""
 MOST_BYTES_OF_A_STRANGER: Final = 512
-"""A body before the peer was let in."""
+"""Maximum body bytes of an unauthenticated peer."""
 _COUNT: Final = struct.Struct("<Q")
 _ERROR: Final = struct.Struct("<B")
 _MOST_TEXT_BYTES: Final = 440
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 0
     PROOF = 1
     REQUEST = 2
-    """Wants a reply; its number is not used by another request that waits."""
+    """Wants a reply; its number is unique among pending requests."""
     REPLY = 3
     ERROR = 4
-    """In place of a reply; number 0: the connection ends."""
+    """Replaces a reply; number 0 means that the connection ends."""
     NOTICE = 5
-    """Wants no reply."""
+    """A notification without a reply."""
     ALIVE = 6
-    """Says nothing, so that the kernel notices when a host has gone."""
+    """Empty; makes the kernel detect a lost host."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame, its code checked and taken off."""
+    """One frame, after its code was checked and removed."""
 
     kind: Kind
     number: int
     body: bytes
     descriptors: tuple[int, ...] = ()
-    """Open file descriptors; whoever takes the frame closes them."""
+    """Open file descriptors; the receiver must close them."""
 
 
 class FrameWriter:
-    """Makes frames; with a key from `use_key` on, each has its code. Not thread-safe."""
+    """Encodes frames; after `use_key`, each has an authentication code. Not thread-safe."""
 
     def __init__(self) -> None:
         self._key = b""
         self._count = 0
 
     def use_key(self, key: bytes) -> None:
-        """Every later frame has a code."""
+        """Append a code to each later frame."""
         self._key = key
 
     def write(self, kind: Kind, number: int, body: bytes, descriptors: int = 0) -> bytes:
-        """The bytes of one frame, which must be sent in the order of the calls."""
+        """Encode one frame. Frames must be sent in the order of the calls."""
         frame = HEADER.pack(MAGIC, WIRE_VERSION, kind, descriptors, 0, len(body), number) + body
         if self._key:
             frame += _code(self._key, self._count, frame)
@@ -83,9 +83,9 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Takes bytes as they come and gives whole frames; allocates what has arrived, no more.
+    """Decodes frames from a byte stream; allocates no more than the received bytes.
 
-    Not thread-safe. After an error nothing can be read any more.
+    Not thread-safe. After an error, the reader is unusable.
     """
 
     def __init__(self) -> None:
@@ -96,22 +96,22 @@ class FrameReader:
         self._descriptors: list[int] = []
 
     def use_key(self, key: bytes) -> None:
-        """Every later frame must have its code."""
+        """Require a valid code on each later frame."""
         self._key = key
 
     def allow(self, most_bytes: int) -> None:
-        """The peer was let in: bodies up to this size from now on."""
+        """Accept bodies of up to `most_bytes`, once the peer is authenticated."""
         self._most_bytes = most_bytes
 
     @property
     def wanted_bytes(self) -> int:
-        """How much to read at once: enough for the frame that is on its way."""
+        """Bytes to read next, to complete the current frame."""
         return max(self._frame_bytes() - len(self._bytes), 1)
 
     def feed(self, data: bytes, descriptors: list[int] | None = None) -> None:
-        """Bytes of the stream, and descriptors that came with them, which belong to it now.
+        """Append received bytes and descriptors; takes ownership of the descriptors.
 
-        Raises `MessageError` where more of them wait than two messages may have.
+        Raises `MessageError` if more descriptors are pending than two messages may have.
         """
         self._bytes += data
         if descriptors:
@@ -120,10 +120,10 @@ class FrameReader:
                 raise MessageError("descriptors came that no message announced")
 
     def next(self) -> Frame | None:
-        """The next whole frame, or None until more bytes have come.
+        """Return the next complete frame, or None if more bytes are needed.
 
-        Raises `MessageVersionError` for another version of the wire, and `MessageError` for what
-        is no frame: another program's bytes, a size beyond what is allowed, a wrong code.
+        Raises `MessageVersionError` for another wire version. Raises `MessageError` for invalid
+        data: another program's bytes, a body that is too large, a wrong code.
         """
         whole = self._frame_bytes()
         if len(self._bytes) < max(whole, HEADER.size):
@@ -147,14 +147,14 @@ class FrameReader:
         return Frame(Kind(kind), number, frame[HEADER.size : end], taken)
 
     def take_descriptors(self) -> list[int]:
-        """What nobody has taken, to be closed."""
+        """Take the pending descriptors; the caller must close them."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
     def _frame_bytes(self) -> int:
-        """Size of the frame that begins here; that of a header until one is there."""
+        """Return the size of the next frame, or of a header until one has arrived."""
         if len(self._bytes) < HEADER.size:
-            # What differs already will not become a frame: do not wait for the rest of it.
+            # If the first bytes differ, fail now instead of waiting for more.
             if not MAGIC.startswith(self._bytes[: len(MAGIC)]):
                 raise MessageError("not a peer of kvelastic")
             return HEADER.size
@@ -182,17 +182,17 @@ def _code(key: bytes, count: int, frame: bytes) -> bytes:
 
 
 def error_body(error: BaseException) -> bytes:
-    """An error as both versions can read it: its code and what happened, cut to a bound."""
+    """Encode an error, in every version's format: its code and its truncated text."""
     known = isinstance(error, KvelasticError)
     code = error.code.encode() if isinstance(error, KvelasticError) else b"KVELASTIC_ERROR"
-    # What went wrong inside is for our own log; a peer is told that, not what.
+    # Details of internal errors belong in our log only.
     text = str(error) if known else "the peer failed; its log says why"
     raw = text.encode()[:_MOST_TEXT_BYTES]
     return _ERROR.pack(len(code)) + code + raw
 
 
 def error_of(body: bytes) -> KvelasticError:
-    """The error that a peer sent. Raises `MessageError` for what `error_body` does not write."""
+    """Decode a peer's error. Raises `MessageError` if the body is malformed."""
     code_bytes = body[0] if body else 0
     code = body[1 : 1 + code_bytes].decode("ascii", "replace")
     if not re.fullmatch(r"[A-Z_]{1,48}", code) or len(body) > MOST_BYTES_OF_A_STRANGER:

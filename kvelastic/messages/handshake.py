@@ -1,4 +1,4 @@
-"""How a connection begins: both ends say what they speak; on TCP both prove the secret.
+"""The handshake: both ends exchange protocol and version; on TCP, both prove the secret.
 
     client                                    server
     HELLO protocol, version, nonce_c   ---->
@@ -6,9 +6,10 @@
     PROOF of the client                ---->                                         TCP only
                                        <----  PROOF of the server                    or ERROR
 
-A proof is HMAC-SHA256 under the secret over who proves it and both HELLOs, so it is of no use to
-another connection, nor in the other direction. The same gives the keys of the codes that later
-frames carry. Here are bytes only, no socket: `receive` takes a frame and answers what to send.
+A proof is HMAC-SHA256, keyed with the secret, over the prover's role and both HELLOs. So it cannot
+be replayed on another connection or in the other direction. The keys of later frames' codes are
+derived in the same way. This module does no I/O: `receive` takes a frame and returns the bytes to
+send.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HELLO: Final = struct.Struct("<32sII32s")  # protocol, its version, whether to 
 
 
 class Handshake:
-    """One end's part of it. `secret` None: a Unix socket, where the kernel has named the peer."""
+    """One end of the handshake. `secret` is None on Unix sockets: the kernel names the peer."""
 
     def __init__(
         self,
@@ -47,17 +48,17 @@ class Handshake:
         )
         self._peers_hello = b""
         self.is_done = False
-        """From then on frames are messages."""
+        """Once True, later frames are messages."""
 
     def begin(self) -> bytes:
-        """What the client sends first; a server waits."""
+        """Return the client's first bytes to send; empty for a server."""
         return self._writer.write(Kind.HELLO, 0, self._hello) if self._is_client else b""
 
     def receive(self, frame: Frame) -> bytes:
-        """What to send in answer to a frame; afterwards look at `is_done`.
+        """Process a frame and return the bytes to send; then check `is_done`.
 
-        Raises `MessageVersionError`, `AccessDeniedError`, `MessageError`, or what the peer sent
-        as an error; a server sends these to its peer and closes.
+        Raises `MessageVersionError`, `AccessDeniedError`, `MessageError`, or the error that the
+        peer sent. A server sends these to its peer and closes the connection.
         """
         if frame.descriptors:
             raise MessageError("descriptors came before the peer was let in")
@@ -95,7 +96,7 @@ class Handshake:
 
     def _receive_proof(self, body: bytes) -> bytes:
         role = b"server" if self._is_client else b"client"
-        # A client has proved the first secret, so only that one answers it.
+        # A client has proved the first secret, so the server must prove the same one.
         candidates = self._secrets[:1] if self._is_client else self._secrets
         for secret in candidates:
             if hmac.compare_digest(self._mac(secret, role), body):

@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket, and who may be; and how soon a lost host is noticed."""
+"""Identity and access check of a socket's peer, and detection of lost hosts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from kvelastic.errors import AccessDeniedError, ChannelClosedError, InvalidArgum
 Network = IPv4Network | IPv6Network
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 LOST_AFTER_S: Final = 0.6
-"""A host whose kernel acknowledges nothing for so long is gone."""
+"""A host is lost if its kernel acknowledges no data for this many seconds."""
 ALIVE_EVERY_S: Final = 0.2
-"""How often a connection says something, so that there is something to acknowledge."""
+"""Interval at which an idle connection sends data, so that there is data to acknowledge."""
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end, as the kernel knows it."""
+    """The peer of a socket, as reported by the kernel."""
 
     pid: int | None = None
-    """Of a Unix socket, in this pid namespace; None where the kernel does not say."""
+    """Unix socket: pid in this pid namespace; None if the kernel does not report it."""
     uid: int | None = None
     address: str = ""
-    """Of TCP, without the port."""
+    """TCP: the address without the port."""
 
     def __str__(self) -> str:
         return f"process {self.pid}" if self.uid is not None else self.address
 
 
 def networks(texts: Sequence[str]) -> list[Network]:
-    """`10.0.0.0/8`, `10.1.2.3`. Raises `InvalidArgumentError` for what is none."""
+    """Parse networks or addresses, e.g. `10.0.0.0/8`. Raises `InvalidArgumentError`."""
     return [_network(text) for text in texts]
 
 
@@ -50,7 +50,7 @@ def _network(text: str) -> Network:
 
 
 def peer_of(connected: socket.socket) -> Peer:
-    """Raises `ChannelClosedError` if it has gone."""
+    """Return the peer of a socket. Raises `ChannelClosedError` if the peer is gone."""
     try:
         if connected.family == socket.AF_UNIX:
             raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -62,9 +62,10 @@ def peer_of(connected: socket.socket) -> Peer:
 
 
 def check_peer(peer: Peer, allowed: Sequence[Network] | None) -> None:
-    """Raises `AccessDeniedError` unless the peer is this user's process, or of an allowed network.
+    """Raise `AccessDeniedError` unless the peer has this user's uid or an allowed address.
 
-    `allowed` None: any network, for a peer that this process chose itself.
+    The address is checked on TCP only. `allowed` None accepts every address, for a peer that this
+    process chose itself.
     """
     if peer.uid is not None:
         if peer.uid != os.geteuid():
@@ -81,9 +82,9 @@ def check_peer(peer: Peer, allowed: Sequence[Network] | None) -> None:
 
 
 def prepare(connected: socket.socket) -> None:
-    """Let small messages leave at once, and the kernel notice in time a host that is gone.
+    """Configure a TCP socket: send small messages immediately, and detect lost hosts in time.
 
-    The peer's kernel acknowledges, not its program: a process that is busy or stopped is not lost.
+    The peer's kernel acknowledges data, not its program. So a busy or stopped process is not lost.
     """
     if connected.family == socket.AF_UNIX:
         return

@@ -1,7 +1,7 @@
-"""What two programs say to each other: a name, a version, and the messages there are.
+"""A protocol: a name, a version, and the messages that two programs exchange.
 
-A body is MessagePack, an array of the message's name and its fields in order. msgspec reads it in
-one pass into the types that the class declares, and refuses everything else.
+A body is MessagePack: an array of the message's name and its fields in order. msgspec decodes it in
+one pass into the types that the class declares, and rejects all other data.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import msgspec
 from kvelastic.errors import InvalidArgumentError, MessageError
 
 MOST_BYTES: Final = 16 << 20
-"""No protocol may allow a larger message."""
+"""Upper bound of every protocol's message size."""
 DEFAULT_MOST_BYTES: Final = 1 << 20
 _MOST_NAME_BYTES: Final = 32
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages; a subclass is a struct whose fields are checked on arrival.
+    """Base class of messages; a subclass is a struct whose fields are validated on receipt.
 
-    Bound what can be long: `Annotated[str, Meta(max_length=64)]`, and likewise lists and bytes.
-    The name of the class is its name on the wire; a change of its fields is a new version of the
-    protocol.
+    Bound every field of variable length: `Annotated[str, Meta(max_length=64)]`, also lists and
+    bytes. The class name is the message's name on the wire. If its fields change, increase the
+    version of the protocol.
     """
 
 
 class Protocol:
-    """The messages that two programs exchange. Immutable; any thread may use it."""
+    """The messages that two programs exchange. Immutable and thread-safe."""
 
     def __init__(
         self,
@@ -41,13 +41,14 @@ class Protocol:
         pack: Callable[[Any], Any] | None = None,
         unpack: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        """`most_bytes` bounds each message as it is sent, and so what a peer makes us allocate.
+        """Define a protocol.
 
-        `pack` and `unpack` are msgspec's `enc_hook` and `dec_hook`, for fields of types that
-        MessagePack does not have; `unpack` raises ValueError for a malformed value.
+        `most_bytes` bounds the encoded size of each message, and so the memory that a peer can make
+        this process allocate. `pack` and `unpack` are msgspec's `enc_hook` and `dec_hook`, for
+        types that MessagePack does not have; `unpack` raises ValueError for a malformed value.
 
-        Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version
-        outside 1 to 2**32-1, no messages, or a bound above 16 MiB.
+        Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version outside
+        1 to 2**32-1, no messages, or a bound above 16 MiB.
         """
         if not (name.isascii() and 0 < len(name) <= _MOST_NAME_BYTES):
             raise InvalidArgumentError(f"{name!r} names no protocol; use 1 to 32 ASCII characters")
@@ -71,7 +72,7 @@ class Protocol:
         )
 
     def encode(self, message: Message) -> bytes:
-        """The body of a message. Raises `MessageError` if it is larger than `most_bytes`."""
+        """Encode a message. Raises `MessageError` if it is larger than `most_bytes`."""
         body = self._encoder.encode(message)
         if len(body) > self.most_bytes:
             raise MessageError(
@@ -81,7 +82,7 @@ class Protocol:
         return body
 
     def decode(self, body: bytes | bytearray | memoryview) -> Message:
-        """The message in a body. Raises `MessageError` for anything but one of `messages`."""
+        """Decode a message. Raises `MessageError` for anything but one of `messages`."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:

@@ -1,11 +1,11 @@
-"""The secret that peers on TCP share: a file of this user that nobody else can read.
+"""The secret that peers on TCP share: a file that only this user can read.
 
     python -c 'import secrets; print(secrets.token_hex(32))' >secret; chmod 600 secret
 
-Each line is a secret. The first is the one that this process proves to others, and every line lets
-others in, so a secret is replaced with no restart: add the new one as the last line everywhere,
-then make it the first everywhere, then remove the old one. The file is read for each connection;
-connections that stand go on.
+Each line is a secret. This process proves the first one to its peers, and accepts each of them. So
+a secret can be replaced without a restart: first add the new secret as the last line on every host,
+then make it the first line on every host, then remove the old one. The file is read for each new
+connection; open connections are not affected.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvelastic.errors import SecretError
 
 _MOST_FILE_BYTES: Final = 4096
 _LEAST_CHARACTERS: Final = 32
-"""What is short can be guessed from what an eavesdropper sees."""
+"""An eavesdropper could guess a shorter secret."""
 _MOST_SECRETS: Final = 8
 
 
 class SecretFile:
-    """Reads the secrets anew each time; any thread may ask."""
+    """Reads the secrets from the file on each call. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `SecretError` at once if the file is not usable now."""
+        """Check the file; raises `SecretError` if it is not usable now."""
         self.path: Final = path
         self.secrets()
 
     def secrets(self) -> list[bytes]:
-        """All of them, the one to prove first.
+        """Return the secrets; the first is the one to prove.
 
-        Raises `SecretError` if the file is not there, is not this user's, can be read or written
-        by others, or has a line of fewer than 32 characters or more than eight lines.
+        Raises `SecretError` if the file does not exist, belongs to another user, is accessible to
+        other users, has a line of fewer than 32 characters, or does not have one to eight secrets.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
