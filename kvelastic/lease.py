@@ -1,16 +1,16 @@
-"""Whether a process lives: a lock on a byte of a shared file, which the kernel frees at its end.
+"""Liveness of processes: a lock on a byte of a shared file, which the kernel frees at exit.
 
-    life = hold(path, fd, SCHEDULER_BYTE)                       # the process itself, and its judge:
-    liveness(fd, SCHEDULER_BYTE, owner=ProcessIdentity(...))    # Liveness.ALIVE
+    life = hold(path, fd, SCHEDULER_BYTE)                       # in the process itself
+    liveness(fd, SCHEDULER_BYTE, owner=ProcessIdentity(...))    # in another: Liveness.ALIVE
 
-The judge is native (vmm_csrc/base/life_lock.h), one for all. The bytes of a segment's file:
+The check is native code (vmm_csrc/base/life_lock.h). The bytes of a segment's file:
 
-    0         the scheduler: the instance answers as long as it is held
+    0         the scheduler: the instance handles requests while it is held
     1 + rank  the worker of that rank
 
-vmm_csrc/ledger/ledger.h lists those of a ledger. In a file that has only a temporary name yet,
-byte 0 is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge
-checks them too before it calls a process dead.
+vmm_csrc/ledger/ledger.h lists the bytes of a ledger. In a file that still has a temporary name, the
+creator holds byte 0. Pid, start time, boot id and pid namespace identify a process for people. The
+check also compares them before it reports a process as dead.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ FIRST_WORKER_BYTE: Final = 1
 
 
 class Liveness(Enum):
-    """What this process can say of another one."""
+    """Liveness of another process, as seen by this one."""
 
     ALIVE = "alive"
     DEAD = "dead"
     UNKNOWN = "unknown"
-    """It cannot be asked here (the file is on no tmpfs): nothing may be done to what it has."""
+    """Cannot be checked here (the file is not on a tmpfs). Leave the process's memory and files
+    alone."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process, told from every other one that had or will have its pid."""
+    """Identity of one process, unique even if its pid is reused."""
 
     pid: int
     start_time_ticks: int
@@ -50,7 +51,7 @@ class ProcessIdentity:
 
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
-        """Identify the calling process. Never blocks; a fork's child gets its own."""
+        """Return the calling process's identity. Never blocks. A forked child gets its own."""
         pid = os.getpid()
         return cls(
             pid=pid,
@@ -61,10 +62,10 @@ class ProcessIdentity:
         )
 
     def liveness(self) -> Liveness:
-        """Look for a process that holds no lock, by its number; reads one file of /proc.
+        """Check the process by its pid and start time; reads one file of /proc.
 
-        For what has neither segment nor ledger (an engine that was launched, say). It is unknown
-        where it cannot be looked at: in another pid namespace, or hidden by /proc.
+        Use it for a process without segment or ledger, such as a launched engine. Returns UNKNOWN
+        if the process is in another pid namespace or hidden by /proc.
         """
         boot, namespace = boot_id(), pid_namespace()
         if any(boot) and any(self.boot_id) and self.boot_id != boot:
@@ -78,19 +79,20 @@ class ProcessIdentity:
 
 
 def hold(path: Path, fd: int, byte: int) -> _vmm.LifeLock | None:
-    """Hold a byte of the file until `release()` or the end of this process.
+    """Lock a byte of the file until `release()` or the end of this process.
 
-    Forked children do not keep it. `fd` is any open of the file that `path` must lead to. None: its
-    file system has no such locks, and judges know that too. Raises `SegmentBusyError` if a live
-    process holds it, `SegmentError`.
+    Forked children do not hold the lock. `fd` is any descriptor of the file, and `path` must refer
+    to that file. Returns None if the file system does not support such locks. Raises
+    `SegmentBusyError` if a live process holds the byte, or `SegmentError`.
     """
     return _vmm.LifeLock.hold(str(path), fd, byte)
 
 
 def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Liveness:
-    """Ask whether the byte is held. `fd` is an open of the caller's own; one system call.
+    """Return whether the holder of the byte lives; one system call in the usual case.
 
-    Before `owner` is called dead, it is looked for among the processes that this one can see.
+    `fd` is the caller's own open descriptor. `owner` is reported as dead only if it is also not
+    found among the visible processes.
     """
     if owner is None:
         return Liveness(_vmm.life_of(fd, byte))
@@ -105,35 +107,36 @@ def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Livene
 
 
 def start_time_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process.
+    """Return a process's start time in clock ticks since boot; None if it does not exist.
 
-    A zombie whose threads have all ended is no process any more: its memory is gone.
+    A zombie whose threads have all ended counts as gone: its memory is released.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The second field is the name and may hold blanks and brackets: count after its last bracket.
+    # The second field is the name and may contain spaces and brackets. So split after its last
+    # closing bracket.
     fields = stat[stat.rfind(b")") + 1 :].split()
     try:
         state, threads, ticks = fields[0], int(fields[17]), int(fields[19])
     except (IndexError, ValueError):
         return None
-    # A thread group's leader can be a zombie while other threads of it go on.
+    # The leader of a thread group can be a zombie while its other threads run.
     if state in (b"Z", b"X", b"x") and threads <= 1:
         return None
     return ticks
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no process has the number, or a zombie; False where that cannot be seen."""
+    """Return whether the pid has no process or only a zombie; False if that is not visible."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
         return False
-    # Ours, and not to be read as one that runs: a zombie, or /proc could not be opened.
+    # Our own process, but not readable as a running one: a zombie, or /proc could not be opened.
     try:
         return b"Z" in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
     except OSError:
@@ -142,7 +145,7 @@ def _is_gone(pid: int) -> bool:
 
 @lru_cache(maxsize=1)
 def boot_id() -> bytes:
-    """The 16 bytes that name this boot of the machine; zeros where the kernel does not say."""
+    """Return the 16 bytes of this machine's boot id; zeros if the kernel does not provide it."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return bytes.fromhex(text.strip().replace("-", "")).ljust(16, b"\0")[:16]
@@ -151,7 +154,7 @@ def boot_id() -> bytes:
 
 
 def pid_namespace() -> int:
-    """The inode of this process's pid namespace; 0 where /proc does not say."""
+    """Return the inode of this process's pid namespace; 0 if /proc does not provide it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116  (a link: Path adds nothing)
     except OSError:

@@ -1,10 +1,10 @@
-"""The ledgers of all devices on which an instance's pages lie: joined together, or not at all.
+"""The ledgers of the devices that hold an instance's pages. The instance joins all or none.
 
     joined = join_all([gpu0, gpu0, gpu1], group="default", name=..., uuid=..., copy_bytes=2 << 20)
-    joined.places          # for a native pool: what is granted, asked and reserved on all of them
+    joined.places          # for a native pool: grants, requests and reserves on these devices
     joined.close()
 
-Rank i has its pages on the i-th device. See vmm_csrc/ledger/places.h for the rules.
+Rank i has its pages on `devices[i]`. See vmm_csrc/ledger/places.h for the rules.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from kvelastic.errors import InvalidArgumentError, LedgerError
 
 
 class JoinedPlaces:
-    """This process's places in the ledgers of its devices. Made by `join_all`."""
+    """This process's memberships in the ledgers of its devices. Returned by `join_all`."""
 
     def __init__(self, ledgers: Sequence[ledger.JoinedLedger], places: _vmm.Places) -> None:
         self.ledgers = tuple(ledgers)
-        """One for each device, in the order of their names."""
+        """One for each device, sorted by device name."""
         self.places = places
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
-        """Say what is held besides KV cache, by device; one number where there is one device.
+        """Set the memory held besides KV cache, in bytes by device name.
 
-        Devices that are not named keep what they have. Waits and raises as `_vmm.Places.reserve`.
+        A number is enough for one device. Other devices keep their reserves. Blocks and raises like
+        `_vmm.Places.reserve`.
         """
         if isinstance(size_bytes, int):
             if len(self.ledgers) > 1 and size_bytes:
@@ -41,27 +42,27 @@ class JoinedPlaces:
         self.places.reserve(dict(size_bytes))
 
     def close(self) -> None:
-        """Leave all ledgers. Repeatable; waits for nobody."""
+        """Leave the ledgers. Idempotent. Never blocks."""
         for one in reversed(self.ledgers):
             one.close()
 
     def linger(self) -> None:
-        """Keep what is granted until the processes that hold its memory have ended."""
+        """Keep the grants until the processes that hold the memory have ended."""
         for one in self.ledgers:
             one.member.linger()
             one.linger()
 
 
 def copies_by_device(devices: Sequence[Device]) -> list[tuple[str, int]]:
-    """(name, copies of each page) of every device, in the order of the ranks."""
+    """Return (name, copies of each page) of every device, in the order of the ranks."""
     names = [device.name for device in devices]
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
 
 def capacity_bytes(devices: Sequence[Device]) -> int:
-    """What an instance could hold on all of them together, if it were alone there.
+    """Return the bytes that an instance could hold on these devices if it were alone there.
 
-    Raises `InvalidArgumentError` for no device.
+    Raises `InvalidArgumentError` if no device is given.
     """
     if not devices:
         raise InvalidArgumentError("no device is given; name one for each rank")
@@ -70,11 +71,11 @@ def capacity_bytes(devices: Sequence[Device]) -> int:
 
 
 def page_size_bytes(settings: Config, devices: Sequence[Device]) -> int:
-    """The page size in bytes that `PageLayout.solve` starts from, on all of these devices.
+    """Return the page size in bytes from which `PageLayout.solve` starts, for these devices.
 
-    `KVELASTIC_PAGE_SIZE_MB` if it is set; else the largest default size of the GPUs among them,
-    which each GPU's ledger keeps. With a handle for each buffer, a page is many handles: they stay
-    small.
+    `KVELASTIC_PAGE_SIZE_MB` if it is set. Else the largest default size of the GPUs among the
+    devices; each GPU's ledger keeps its default. Without the contiguous layout, each page has one
+    handle per buffer, so its size stays small.
     """
     gpus = {device.name: device for device in devices if not device.is_host}
     if settings.page_size_mb is not None or not settings.contiguous_layout or not gpus:
@@ -96,7 +97,7 @@ def _default_page_bytes(gpu: Device, group: str) -> int:
             page_bytes=own_bytes,
         )
     except LedgerError:
-        return own_bytes  # the join that follows raises it too
+        return own_bytes  # the following join raises it too
 
 
 def join_all(
@@ -110,16 +111,18 @@ def join_all(
     reserve_bytes: int | Mapping[str, int] = 0,
     priority: int = 0,
 ) -> JoinedPlaces:
-    """Become a member of every device's ledger; `copy_bytes` is what a page takes for one rank.
+    """Join the ledger of every device; `copy_bytes` is the size of a page for one rank.
 
-    The guarantee is of all devices together, and divided among them by copies. Raises as
-    `ledger.join`, `InvalidArgumentError` for no device; then it is in no ledger.
+    The guarantee `min_bytes` covers all devices and is divided among them by copies. Raises the
+    errors of `ledger.join`, and `InvalidArgumentError` if no device is given. On error, the process
+    is in no ledger.
     """
     by_name = {device.name: device for device in devices}
     joined: list[ledger.JoinedLedger] = []
     try:
         places = []
-        # Everybody in the same order: of two that start at once one is ahead on all devices.
+        # Every process joins in the same order. So of two that start at once, one is first on all
+        # devices.
         for device in (by_name[key] for key in sorted(by_name)):
             one = ledger.join(
                 device.name,

@@ -1,11 +1,12 @@
-"""The directory of segments, /dev/shm: find them, look at them, remove what is dead.
+"""The directory of segments, /dev/shm: lists and inspects segments and removes dead ones.
 
     for info in list_segments(): print(info.name, info.status)
     reap()                       # every kvctl and every instance does this when it starts
 
-Whoever removes a segment that is not his own holds a lock on the *file* while he looks at it and
-unlinks it, so he cannot hit a new one of the same name. The lock is flock(): a holder that dies
-loses it by itself. An instance takes it only to end, and never waits long.
+A process that removes another process's segment holds a lock on the *file* while it inspects and
+unlinks it. So it cannot remove a new segment of the same name. The lock is flock(), which the
+kernel releases when its holder dies. An instance takes the lock only when it ends, and never waits
+for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvelastic.lease import MAKER_BYTE, SCHEDULER_BYTE, Liveness, ProcessIdentit
 
 SHM_DIR: Final = Path("/dev/shm")
 LOCK_WAIT_S: Final = 1.0
-"""How long one holder of a segment's lock waits for another, who needs it for microseconds."""
+"""Seconds to wait for a segment's lock, which is normally held for microseconds."""
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -49,12 +50,12 @@ _COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One segment as it was found. The dicts are those of `_vmm.Record`, empty if unreadable."""
+    """One inspected segment. The dicts are those of `_vmm.Record`, empty if unreadable."""
 
     name: str
-    """Of the file in /dev/shm, which is what every command takes."""
+    """Name of the file in /dev/shm; commands use this name."""
     status: str
-    """alive, closing, dead, unknown (nobody can be asked) or unreadable (see `problem`)."""
+    """alive, closing, dead, unknown (liveness cannot be checked) or unreadable (see `problem`)."""
     problem: str = ""
     is_ours: bool = True
     """Whether the file belongs to this user."""
@@ -64,43 +65,51 @@ class SegmentInfo:
     request: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     engine_asleep: bool | None = None
-    """Whether the engine itself sleeps; None where it has not said."""
+    """Whether the engine itself sleeps; None if not reported."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether its instance may still answer."""
+        """Whether its instance may still handle requests."""
         return self.status in {"alive", "closing", "unknown"}
 
     @property
     def is_reapable(self) -> bool:
-        """Whether `reap` may remove it: dead for certain, and this user's own."""
+        """Whether `reap` may remove it: dead, and owned by this user."""
         return self.status == "dead" and self.is_ours
 
 
 def temporary_name(of: Literal["segment", "ledger"]) -> str:
-    """A name for a file that is not finished; `reap` removes it when its maker is dead.
+    """Return a name for an unfinished file; `reap` removes the file once its creator is dead.
 
-    Its maker holds `MAKER_BYTE` of it. A `reap` that comes between the making of the file and the
-    taking of the lock removes it, and the maker has to begin again.
+    The creator holds a lock on `MAKER_BYTE` of the file. If a `reap` runs before the lock is taken,
+    it removes the file and the creator must start again.
     """
     return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
 
 
 def tier_status_name(uuid: bytes) -> str:
-    """The tier status file of the segment that has this uuid (`kvelastic.tier_status`).
+    """Return the name of the tier status file of a segment (`kvelastic.tier_status`).
 
-    Its maker holds `MAKER_BYTE` of it for as long as it lives; `reap` removes it after that.
+    Its creator holds a lock on `MAKER_BYTE` of the file while it lives; afterwards `reap` removes
+    the file.
     """
     return f".kvelastic_tiers_{uuid.hex()}"
 
 
 def link_status_name(start: bytes) -> str:
-    """The same of the node that was given these 16 random bytes (`kvelastic.link_status`)."""
+    """Return the name of a node's link status file (`kvelastic.link_status`).
+
+    `start` is the node's 16 random bytes. Locked and reaped like a tier status file.
+    """
     return f".kvelastic_links_{start.hex()}"
 
 
 def open_file(name: str, flags: int) -> int:
-    """Open a regular file of /dev/shm; other kinds (a pipe would block) are not segments."""
+    """Open a regular file of /dev/shm; return its descriptor.
+
+    Raises `SegmentNotFoundError`, `SegmentFormatError` for another kind of file (a pipe would
+    block), or `SegmentError`.
+    """
     if "/" in name or "\0" in name or name in {"", ".", ".."}:
         raise SegmentNotFoundError(f"no segment is called {name!r}")
     path = SHM_DIR / name
@@ -117,16 +126,16 @@ def open_file(name: str, flags: int) -> int:
 
 
 def version_of(fd: int) -> int | None:
-    """The version of the segment in an open file; None if it is no segment."""
+    """Return the version of the segment in an open file; None if it is not a segment."""
     version: int | None = _vmm.record_version(os.pread(fd, 16, 0))
     return version
 
 
 def list_segments() -> list[SegmentInfo]:
-    """Every segment that this user may read, by name; also dead and unreadable ones.
+    """Return every segment that this user may read, sorted by name, also dead and unreadable ones.
 
-    Raises `SegmentError` where this process is out of file descriptors: none would look as if
-    there were none.
+    Raises `SegmentError` if this process is out of file descriptors, because the list would wrongly
+    be empty.
     """
     found = (_inspect_if_segment(name) for name in _file_names())
     return sorted((info for info in found if info is not None), key=lambda info: info.name)
@@ -156,10 +165,10 @@ def _file_names() -> list[str]:
 
 
 def inspect(name: str) -> SegmentInfo:
-    """Read one segment without mapping its file: who may write to that may also shorten it.
+    """Inspect one segment, without mapping its file: another process may truncate the file.
 
-    Raises `SegmentNotFoundError`; `SegmentFormatError` if the file is not a segment at all. One of
-    another version, or damaged, comes back as `unreadable`.
+    Raises `SegmentNotFoundError`, or `SegmentFormatError` if the file is not a segment. A damaged
+    segment, or one of another version, is returned as `unreadable`.
     """
     fd = open_file(name, READ_FLAGS)
     try:
@@ -198,7 +207,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
 
 
 def _copy(fd: int, name: str, size_bytes: int) -> mmap.mmap:
-    """Memory of our own that starts with what the record says now. Raises `SegmentError`."""
+    """Copy the control block into private memory. Raises `SegmentError`."""
     memory = mmap.mmap(-1, max(1, min(size_bytes, _COPY_BYTES)))
     try:
         _vmm.copy_record(fd, memory)
@@ -209,7 +218,7 @@ def _copy(fd: int, name: str, size_bytes: int) -> mmap.mmap:
 
 
 def owner_of(header: dict[str, Any]) -> ProcessIdentity:
-    """Who made the segment that has this header."""
+    """Return the process that created the segment with this header."""
     return ProcessIdentity(
         pid=header["pid"],
         start_time_ticks=header["start_time_ticks"],
@@ -220,10 +229,10 @@ def owner_of(header: dict[str, Any]) -> ProcessIdentity:
 
 
 def reap() -> list[str]:
-    """Remove the segments of this user's dead processes, and what they began to make.
+    """Remove segments, status files and unfinished files of this user's dead processes.
 
-    Returns the names removed, but for status files, which no command takes. Never raises and
-    never waits: what is locked is left for the next.
+    Returns the removed names, except those of status files, which commands do not use. Never raises
+    and never blocks: a locked file is left for the next call.
     """
     removed: list[str] = []
     names: list[str] = []
@@ -239,7 +248,7 @@ def reap() -> list[str]:
 
 
 def _reap_unheld(kind: re.Pattern[str]) -> list[str]:
-    """Remove files of that kind whose maker is dead."""
+    """Remove files that match `kind` and whose creator is dead; return their names."""
     removed = []
     with suppress(OSError), os.scandir(SHM_DIR) as entries:
         for entry in entries:
@@ -258,10 +267,11 @@ def _reap_unheld(kind: re.Pattern[str]) -> list[str]:
 
 
 def delete(name: str, *, force: bool = False) -> None:
-    """Remove the name; a live instance goes on without it, deaf to requests.
+    """Remove the segment. A live instance keeps running, but no longer receives requests.
 
-    Raises `SegmentBusyError` for a live or unreadable segment without `force`,
-    `SegmentFormatError` for a file that is not a segment, `SegmentNotFoundError`, `SegmentError`.
+    Raises `SegmentBusyError` for a live or unreadable segment without `force`, or if the lock is
+    not available in time. Raises `SegmentFormatError` for a file that is not a segment,
+    `SegmentNotFoundError` or `SegmentError`.
     """
     obstacle = _remove(name, lambda info: force or info.status == "dead")
     if obstacle is None:
@@ -276,9 +286,9 @@ def delete(name: str, *, force: bool = False) -> None:
 
 
 def remove_if_reapable(name: str, lock_s: float = LOCK_WAIT_S) -> bool:
-    """Remove a segment of this user's own dead process; False if it is anything else.
+    """Remove the segment of a dead process of this user; return False for any other segment.
 
-    Raises as `delete`.
+    Raises the same errors as `delete`.
     """
     return _remove(name, lambda info: info.is_reapable, lock_s) is None
 
@@ -286,20 +296,21 @@ def remove_if_reapable(name: str, lock_s: float = LOCK_WAIT_S) -> bool:
 def _remove(
     name: str, may_remove: Callable[[SegmentInfo], bool], lock_s: float = LOCK_WAIT_S
 ) -> SegmentInfo | None:
-    """Unlink the segment that has the name; return it instead if it may not be.
+    """Unlink a segment if `may_remove` allows it; else return its info.
 
-    All is looked at under the lock on the file that is then unlinked, and the name is checked to
-    lead to that file: the segment of a new starter of that name is never hit.
+    The segment is inspected under a lock on the file, and the name is checked to still refer to
+    that file. So a new segment of the same name is never removed.
     """
     fd = open_file(name, READ_FLAGS)
     path = SHM_DIR / name
     try:
         with locked(fd, name, lock_s):
             info = _inspect(fd, name)
-            # After that look: a live owner may leave without the lock, and another take the name.
-            # A dead one does nothing any more, and who else removes its file waits for the lock.
+            # Check this after the inspection. A live owner may leave without the lock, and another
+            # instance may take the name. A dead owner does nothing, and other processes that remove
+            # its file wait for the lock.
             if inode_of(path.stat(follow_symlinks=False)) != inode_of(os.fstat(fd)):
-                return None  # somebody else has removed it, as asked
+                return None  # another process has already removed it
             if not may_remove(info):
                 return info
             path.unlink()
@@ -315,15 +326,16 @@ def _remove(
 
 
 def inode_of(state: os.stat_result) -> tuple[int, int]:
-    """What tells a file from every other one as long as it is open or mapped."""
+    """Return a file's identity, unique while the file is open or mapped."""
     return (state.st_dev, state.st_ino)
 
 
 @contextmanager
 def locked(fd: int, name: str, timeout_s: float, *, fail: bool = True) -> Iterator[None]:
-    """Hold the lock on a segment's file.
+    """Hold the lock on a segment's file while the block runs.
 
-    Raises `SegmentBusyError` after `timeout_s`, or goes on without the lock if not `fail`.
+    Blocks for at most `timeout_s` seconds. Then raises `SegmentBusyError`, or continues without the
+    lock if `fail` is False.
     """
     deadline = time.monotonic() + timeout_s
     held = True
@@ -333,7 +345,7 @@ def locked(fd: int, name: str, timeout_s: float, *, fail: bool = True) -> Iterat
             break
         except BlockingIOError:
             if time.monotonic() < deadline:
-                time.sleep(0.002)  # flock has no deadline of its own
+                time.sleep(0.002)  # flock has no timeout
                 continue
             if fail:
                 raise SegmentBusyError(

@@ -1,10 +1,10 @@
-"""Tiers of an instance: what it shows of them in a status file, and requests to them.
+"""Tiers of an instance: reads their status file and sends requests to them.
 
     status = read(inspect("kvelastic_vLLM_4711"))       # None: it has no tiers
     answer = ask(info, TierRequest("limit", tier="disk", size_bytes=1 << 30), wait_s=5.0)
 
-The file is called after the segment's uuid, so that none is ever taken for that of another instance
-of the same name.
+The file is named after the segment's uuid. So it cannot be mistaken for the file of another
+instance with the same name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvelastic.status_file import Asked, Count, Shown, StatusKind, newest, readi
 from kvelastic.tier_list import MOST_TIERS
 
 MOST_BYTES: Final = 1 << 62
-"""No size is larger."""
+"""Upper bound of a size in bytes."""
 LEAST_AGE_S: Final = 0.001
 MOST_AGE_S: Final = 100 * 366 * 86400.0
 MOST_MODEL_BYTES: Final = 256
@@ -42,15 +42,15 @@ Label = Annotated[str, Meta(pattern=r"^[0-9A-Za-z]{1,16}\Z")]
 
 
 class TierFigures(Shown, frozen=True):
-    """One tier. Counts are of records, since it was opened; None: not known, or there is none."""
+    """One tier. Counts are of tier objects, since the tier was opened. None: unknown or absent."""
 
     tier: Label
-    """What commands call it: its kind, with a number behind it from the second of a kind on."""
+    """Name in commands: its kind, plus a number for the second and later tiers of a kind."""
     kind: Annotated[str, Meta(pattern=r"^(host|disk|folder|mooncake)\Z")]
     """host, disk, folder or mooncake."""
     used_bytes: Count
     limit_bytes: Count | None
-    """None: others decide."""
+    """None: the tier sets its own limit."""
     records: Count
     puts: Count
     refused: Count
@@ -62,29 +62,32 @@ class TierFigures(Shown, frozen=True):
     bytes_written: Count
     bytes_read: Count
     load_us: Count | None
-    """Microseconds to load a block; None before the first."""
+    """Microseconds to load a block; None before the first load."""
     write_budget_bytes: Count | None
-    """That may be written a day (UTC)."""
+    """Bytes that may be written per day (UTC)."""
     write_left_bytes: Count | None
-    """Of that, today."""
+    """Bytes of the budget that are left today."""
     waiting_bytes: Count
-    """Of records that a nearer tier has and that are still to be copied to this one."""
+    """Bytes of objects in a nearer tier that are still to be copied to this tier."""
     is_stuck: bool
-    """Whether it hangs, and is not asked."""
+    """Whether the tier is stalled and bypassed."""
     is_current: bool
-    """Whether it answered for these figures; if not they are older, or zero."""
+    """Whether the tier reported these statistics. If not, they are older, or zero."""
     problem: str = ""
-    """Why its medium does not do all that it should now; empty: it does, or it is not said."""
+    """What the medium refuses to do now; empty if nothing is known to fail."""
 
     @property
     def load_s(self) -> float | None:
-        """Seconds to load a block; None before the first."""
+        """Seconds to load a block; None before the first load."""
         return None if self.load_us is None else self.load_us / 1e6
 
     @property
     def state(self) -> str:
-        """ok; stuck: it hangs and is not asked; silent: it does not say what it holds;
-        failing: its medium refuses something, see `problem`."""
+        """State of the tier: ok, stuck, silent or failing.
+
+        stuck: it is stalled and bypassed. silent: it does not report its content. failing: its
+        medium refuses an operation, see `problem`.
+        """
         if self.is_stuck:
             return "stuck"
         if not self.is_current:
@@ -93,37 +96,37 @@ class TierFigures(Shown, frozen=True):
 
 
 class BlockCounts(Shown, frozen=True):
-    """What became of an instance's blocks, since its tiers were opened."""
+    """Counts of an instance's blocks, by outcome, since its tiers were opened."""
 
     matched: Count
-    """Asked for and found."""
+    """Requested and found."""
     unmatched: Count
-    """Asked for and not found."""
+    """Requested and not found."""
     loaded: Count
     missed: Count
-    """Found, and not loaded all the same: a medium failed, or a load was cancelled."""
+    """Found but not loaded, because a medium failed or the load was cancelled."""
     served: Count
-    """Cleaned while shrinking waited."""
+    """Cleaned while the pool waited to shrink."""
     ahead: Count
-    """Cleaned while nobody waited."""
+    """Cleaned in advance, without a waiter."""
     refused: Count
-    """Copied, and taken by no tier."""
+    """Copied, but refused by every tier."""
     late: Count
-    """Begun, and cancelled at a deadline."""
+    """Started, but cancelled at a deadline."""
     lost: Count
-    """Used, evicted or renamed while they were copied."""
+    """Used, evicted or renamed during the copy."""
     demoted: Count
-    """Evicted with a copy."""
+    """Evicted with a copy in a tier."""
     dropped: Count
-    """Evicted without one."""
+    """Evicted without a copy."""
 
 
 class TiersFigures(Shown, frozen=True):
-    """All tiers of an instance."""
+    """The tiers of an instance."""
 
     published_realtime_ns: Count
     answered_revision: Count
-    """Of the last request that was answered."""
+    """Revision of the last request with a result."""
     policy: Annotated[str, Meta(pattern=r"^write_(back|through)\Z")]
     """write_back or write_through."""
     blocks: BlockCounts
@@ -131,9 +134,9 @@ class TiersFigures(Shown, frozen=True):
 
 
 class TierRequest(Shown, frozen=True):
-    """What an operator asks. `tier` and `size_bytes` belong to limit and trim, the rest to erase.
+    """An operator's request. limit and trim use `tier` and `size_bytes`; erase uses the rest.
 
-    Of an erase at least one of `model` and `older_than_s` is given.
+    An erase request needs `model`, `older_than_s` or both.
     """
 
     kind: str
@@ -144,13 +147,13 @@ class TierRequest(Shown, frozen=True):
 
 
 class TierAnswer(Shown, frozen=True):
-    """What the instance says to a request."""
+    """The instance's result of a request."""
 
     revision: Count
     state: Annotated[str, Meta(pattern=r"^(done|refused|failed)\Z")]
     """done, refused (nothing was changed) or failed."""
     counts: Annotated[tuple[Count | None, ...], Meta(max_length=MOST_TIERS)]
-    """Records erased (clear, erase) or held (the others), tier by tier; None: not said."""
+    """Objects erased (clear, erase) or held (other requests), by tier; None: not reported."""
     reason: str
 
 
@@ -160,16 +163,16 @@ KIND: Final = StatusKind(
 
 
 def cut_text(text: str, most_bytes: int) -> str:
-    """As much of a text as has room; of a character that has none nothing is left."""
+    """Truncate text to `most_bytes` of UTF-8, without a partial character."""
     return text.encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
 
 
 class BadRequestError(ValueError):
-    """A request that none of the commands makes; the message says what is wrong with it."""
+    """A malformed request; the message explains why."""
 
 
 def check_request(request: TierRequest) -> TierRequest:
-    """Return it if it is well-formed; both sides ask. Raises `BadRequestError`."""
+    """Return a well-formed request; used by both sides. Raises `BadRequestError`."""
     if request.kind not in REQUEST_KINDS:
         raise BadRequestError(f"a request of kind {request.kind!r} is not known")
     if request.kind in {"limit", "trim"}:
@@ -190,7 +193,7 @@ def check_request(request: TierRequest) -> TierRequest:
                     f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"
                 )
         age_s = request.older_than_s
-        # nan compares to nothing, so it is refused as well.
+        # Comparisons with nan are false, so nan is refused as well.
         if age_s is not None and not (math.isfinite(age_s) and LEAST_AGE_S <= age_s <= MOST_AGE_S):
             raise BadRequestError(
                 f"an age of {age_s:g} s is not accepted; {LEAST_AGE_S:g} to {MOST_AGE_S:g} are"
@@ -199,10 +202,10 @@ def check_request(request: TierRequest) -> TierRequest:
 
 
 def read(info: SegmentInfo) -> TiersFigures | None:
-    """What a live instance says of its tiers; None where it has none.
+    """Return the tiers that a live instance publishes; None if it has no tiers.
 
-    Never waits. Raises `SegmentFormatError` for a file of another version, of another user, or
-    damaged; `SegmentError` if it cannot be opened.
+    Never blocks. Raises `SegmentFormatError` if the file is damaged, has another version or belongs
+    to another user. Raises `SegmentError` if it cannot be opened.
     """
     name, title = _file_of(info)
     with reading(name, KIND, title, _owner_of(info.name)) as fd:
@@ -210,7 +213,7 @@ def read(info: SegmentInfo) -> TiersFigures | None:
 
 
 def tiers_of(infos: Sequence[SegmentInfo]) -> Mapping[str, TiersFigures]:
-    """What those have that show tiers which can be read, by the names of their segments."""
+    """Return the readable tiers of the live instances among `infos`, by segment name."""
     found = {}
     for info in infos:
         if info.is_alive and info.header:
@@ -222,22 +225,22 @@ def tiers_of(infos: Sequence[SegmentInfo]) -> Mapping[str, TiersFigures]:
 
 
 def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | None:
-    """Ask something of an instance's tiers, and wait for its answer to this very request.
+    """Send a request to an instance's tiers and wait for the result of this request.
 
-    None: no answer within `wait_s`; the request stays, and the instance goes on. Raises as `post`,
-    and `SegmentDeadError` if it ends meanwhile.
+    Blocks for at most `wait_s` seconds. Returns None on timeout; the request remains in force.
+    Raises the errors of `post`, and `SegmentDeadError` if the instance ends during the wait.
     """
     with post(info, request) as asked:
         return asked.wait(wait_s)
 
 
 def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAnswer]:
-    """Ask the same, and leave the waiting to the caller, who closes what is returned.
+    """Send a request like `ask`, but return without waiting. The caller closes the result.
 
-    Blocks for milliseconds: operators share a lock. Raises `InvalidArgumentError` for a malformed
-    request and for a tier that it does not have, `SegmentNotFoundError` where it has no tiers,
-    `SegmentBusyError` where others have asked as much as there is room for, `SegmentDeadError` if
-    it has ended, and as `read`.
+    Blocks for milliseconds, because operators share a lock. Raises `InvalidArgumentError` for a
+    malformed request or an unknown tier, `SegmentNotFoundError` if the instance has no tiers,
+    `SegmentBusyError` if too many requests are pending, `SegmentDeadError` if it has ended, and the
+    errors of `read`.
     """
     try:
         check_request(request)
@@ -272,7 +275,7 @@ def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAnswer]:
 
 
 def _sent(request: TierRequest) -> TierRequest:
-    """With the bytes of the model's name as characters: they need not be UTF-8."""
+    """Encode the model's name as Latin-1 characters, because its bytes may not be valid UTF-8."""
     if request.model is None:
         return request
     raw = request.model.encode("utf-8", "surrogateescape")
@@ -280,7 +283,7 @@ def _sent(request: TierRequest) -> TierRequest:
 
 
 def received(request: TierRequest) -> TierRequest:
-    """The request that `post` was given; checked. Raises `BadRequestError`."""
+    """Decode and validate the request that `post` sent. Raises `BadRequestError`."""
     if request.model is not None:
         try:
             model = request.model.encode("latin-1").decode("utf-8", "surrogateescape")
@@ -291,14 +294,17 @@ def received(request: TierRequest) -> TierRequest:
 
 
 def _file_of(info: SegmentInfo) -> tuple[str, str]:
-    """Its name, and what messages call it."""
+    """Return the file's name, and its description for messages."""
     if not info.header:
         raise SegmentFormatError(info.problem or f"the segment {info.name!r} cannot be read")
     return tier_status_name(info.header["uuid"]), f"tier status file of {info.name!r}"
 
 
 def _owner_of(name: str) -> int:
-    """Of the segment's file: a number in it may be that of another user namespace."""
+    """Return the owner of the segment's file.
+
+    The uid in the segment's header may be that of another user namespace.
+    """
     try:
         return (SHM_DIR / name).stat(follow_symlinks=False).st_uid
     except OSError:
