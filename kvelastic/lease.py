@@ -136,7 +136,8 @@ def _is_gone(pid: int) -> bool:
         return True
     except (OSError, OverflowError):
         return False
-    # Our own process, but not readable as a running one: a zombie, or /proc could not be opened.
+    # The process exists and belongs to this user, but start_time_ticks() found no running one: it
+    # is a zombie, or /proc could not be opened.
     try:
         return b"Z" in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
     except OSError:

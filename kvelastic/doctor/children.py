@@ -1,6 +1,6 @@
-"""Child processes that the doctor asks about GPUs, engines and Python, and that may die or hang.
+"""Child processes that query GPUs, engines and Python, because those may crash or hang.
 
-What a child cannot say is a fact, too: nothing here raises.
+Never raises: a failed child is reported as a fact.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvelastic.doctor.facts import Gpu, GpuFacts, ProbeFact, StartupFacts
 from kvelastic.engines import Engine
 
 _PATIENCE_S: Final = 20.0
-"""A first contact with eight GPUs takes some seconds where no daemon keeps the driver awake."""
+"""Opening eight GPUs takes some seconds if no daemon keeps the driver loaded."""
 
-# Not -m: it would look for kvelastic in the working directory first, where anything may lie.
+# Not -m: it would first search the working directory, which may contain unrelated files.
 _CHILD: Final = (
     sys.executable,
     "-c",
@@ -38,9 +38,10 @@ def ask_gpus(
     command: Sequence[str] = _CHILD,
     timeout_s: float = _PATIENCE_S,
 ) -> GpuFacts:
-    """What a child finds of NVIDIA's driver and the GPUs; at most `timeout_s` long. Never raises.
+    """Query the NVIDIA driver and the GPUs in a child process. Never raises.
 
-    `root` is where `proc` and `dev` are found.
+    Blocks for about `timeout_s` seconds at most. `root` is the folder that contains `proc` and
+    `dev`.
     """
     facts = GpuFacts(
         kernel_module=_kernel_module(root),
@@ -54,7 +55,7 @@ def ask_gpus(
 
 
 def _with(facts: GpuFacts, line: str) -> GpuFacts:
-    """The facts with one more line; anything else (a library's chatter) is passed over."""
+    """Add one line of the child's output to the facts; ignore other output of libraries."""
     try:
         said: dict[str, Any] = json.loads(line)
         if "gpu" in said:
@@ -65,7 +66,7 @@ def _with(facts: GpuFacts, line: str) -> GpuFacts:
 
 
 def _kernel_module(root: Path) -> str:
-    """The version in `NVRM version: NVIDIA ... Kernel Module  580.82.07  Release Build ...`."""
+    """Return the version in `NVRM version: NVIDIA ... Kernel Module  580.82.07  Release ...`."""
     try:
         first = (root / "proc/driver/nvidia/version").read_text(errors="replace").splitlines()[0]
     except (OSError, IndexError):
@@ -75,9 +76,9 @@ def _kernel_module(root: Path) -> str:
 
 
 _ENGINE_PATIENCE_S: Final = 300.0
-"""Of a child that imports an engine: from a cold disk that takes minutes."""
+"""Timeout of a child that imports an engine: takes minutes from a cold disk."""
 
-# An engine's own start may write to stdout: what counts is the last line.
+# The engine may write to stdout when it starts, so only the last line is read.
 _ENGINE_PROGRAM: Final = """
 import importlib, json, sys
 
@@ -113,9 +114,9 @@ def ask_engine(
     program: Sequence[str] = (sys.executable, "-c", _ENGINE_PROGRAM),
     timeout_s: float = _ENGINE_PATIENCE_S,
 ) -> ProbeFact:
-    """Whether that engine is built as kvelastic expects; takes as long as importing it.
+    """Check that an engine's code is as kvelastic expects; takes as long as importing it.
 
-    A version that was never tried is probed as the series next to it, as with
+    An unsupported version is checked against the nearest supported series, as with
     `KVELASTIC_STRICT=false`. Never raises.
     """
     own = {"ENABLE_KVELASTIC": "true", "KVELASTIC_STRICT": "false"}
@@ -129,7 +130,7 @@ def ask_engine(
         return ProbeFact(engine.name, failure=f"a child that imports it {end or 'said nothing'}")
 
 
-# What the start has left behind comes first: what is imported below is not of the start.
+# First record the state after startup, because the imports below change it.
 STARTUP_PROGRAM: Final = """
 import sys
 startup = sys.modules.get("kvelastic.startup")
@@ -162,12 +163,12 @@ def ask_startup(
     command: Sequence[str] = (sys.executable, "-c", STARTUP_PROGRAM),
     timeout_s: float = _PATIENCE_S,
 ) -> StartupFacts:
-    """Start a Python with ENABLE_KVELASTIC=true, and ask it what its start has armed.
+    """Start Python with ENABLE_KVELASTIC=true and return what its startup has armed.
 
-    Takes as long as Python takes to start, at most `timeout_s`. Never raises.
+    Takes as long as Python's startup, at most about `timeout_s` seconds. Never raises.
     """
     lines, end = _run_child(command, {**environ, "ENABLE_KVELASTIC": "true"}, timeout_s)
-    # Its last word: other start files may have written before it.
+    # Only the last line: other startup files may have written before it.
     try:
         said: dict[str, Any] = json.loads(lines[-1])
         return StartupFacts(
@@ -183,9 +184,9 @@ def ask_startup(
 def _run_child(
     command: Sequence[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[list[str], str]:
-    """The lines of the child, and how it failed to end well; at most `timeout_s` long.
+    """Return the child's lines and how it failed ("" if it succeeded). Never raises.
 
-    Never raises.
+    Blocks for about `timeout_s` seconds at most.
     """
     try:
         child = subprocess.Popen(
@@ -215,7 +216,7 @@ def _run_child(
 
 
 def _kill(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """End the child; one that is stuck inside the kernel is left behind, not waited for."""
+    """Kill the child; do not wait for a child that is stuck in the kernel."""
     child.kill()
     with suppress(subprocess.TimeoutExpired):
         return child.communicate(timeout=2.0)

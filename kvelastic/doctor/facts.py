@@ -1,6 +1,7 @@
-"""What was seen of a machine: plain values, no judgement. `gather` fills them, `judge` reads them.
+"""Facts about a machine as plain values. `gather` collects them, `judge` evaluates them.
 
-Sizes are bytes. An empty text means that there is nothing to say, None that it could not be read.
+Sizes are in bytes. An empty string means that there is nothing to report; None means that the value
+could not be read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as kvelastic's own driver found it."""
+    """One GPU, as seen by kvelastic's driver."""
 
     ordinal: int
     """The N of `cuda:N`, in the numbering of this process."""
@@ -33,67 +34,67 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """NVIDIA's driver and the GPUs, as a child process saw them."""
+    """The NVIDIA driver and the GPUs, as seen by a child process."""
 
     kernel_module: str = ""
-    """Version of the kernel's part of the driver; empty if it is not loaded."""
+    """Version of the driver's kernel module; empty if it is not loaded."""
     has_device_files: bool = False
     library_error: str = ""
     """Why libcuda.so.1 cannot be opened."""
     nvml_error: str = ""
     """Why libnvidia-ml.so.1 cannot be opened."""
     cuda_version: int | None = None
-    """What cuDriverGetVersion says: 13000 is CUDA 13.0."""
+    """Result of cuDriverGetVersion: 13000 is CUDA 13.0."""
     start_error: str = ""
-    """Why cuInit or the count of devices failed."""
+    """Why cuInit or cuDeviceGetCount failed."""
     count: int = 0
     gpus: tuple[Gpu, ...] = ()
     child_end: str = ""
     """How the child failed to finish: it died, it hung, or it could not be started."""
     visible_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES."""
+    """Value of CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True)
 class ShmFacts:
-    """/dev/shm."""
+    """The state of /dev/shm."""
 
     filesystem: str = "tmpfs"
-    """What is mounted there; empty if nothing is."""
+    """Type of the mounted file system; empty if none is mounted."""
     write_error: str = ""
-    """Why a file cannot be made there."""
+    """Why a file cannot be created there."""
     size_bytes: int = 0
     free_bytes: int = 0
     needed_bytes: int = 0
-    """One instance's segment."""
+    """Size of an instance's segment."""
     has_life_locks: bool = True
-    """Whether the locks by which the living are told from the dead work there."""
+    """Whether liveness locks work there."""
     pids_with_another: tuple[int, ...] = ()
-    """Processes that have joined a ledger in another /dev/shm than this one."""
+    """Processes that have joined a ledger in a different /dev/shm."""
 
 
 @dataclass(frozen=True)
 class SegmentFact:
-    """One segment that is of interest."""
+    """A segment with something to report."""
 
     name: str
     status: str
-    """dead, unreadable, unknown; or hidden: another user's, not to be opened by this one; or
-    orphaned: of an engine core without a server."""
+    """dead, unreadable, unknown, hidden (another user's, not readable by this one) or orphaned (of
+    an engine core without a server)."""
     is_ours: bool = True
     problem: str = ""
     pid: int = 0
-    """Of its process, where it is dead or orphaned."""
+    """Pid of its process, if the segment is dead or orphaned."""
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """The machine's own memory, and the pages that kvelastic gets of it."""
+    """Host memory, and the pages that kvelastic can allocate from it."""
 
     machine_bytes: int = 0
     """Physical memory, or the tightest cgroup limit."""
     page_error: str = ""
-    """Why kvelastic's host driver could not make one page."""
+    """Why kvelastic's host driver could not create a page."""
     page_is_huge: bool = True
     """Whether that page was one huge page."""
     thp_enabled: str | None = None
@@ -104,7 +105,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class LimitFacts:
-    """What the kernel allows a process. None is no limit, or not readable."""
+    """Limits of the kernel. None: no limit, or not readable."""
 
     max_map_count: int | None = None
     open_files: int | None = None
@@ -116,38 +117,38 @@ class LimitFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """The kernel, and what this process may see."""
+    """The kernel, and what this process can see."""
 
     system: str = "Linux"
     kernel: str = ""
-    """As `uname -r` says it."""
+    """Output of `uname -r`."""
     hidepid: str = "0"
-    """Option of the mount of /proc: 0 (or off) shows all processes."""
+    """Mount option of /proc: 0 (or off) shows all processes."""
     has_pid_namespace: bool = True
-    """Whether /proc says which pid namespace this is."""
+    """Whether /proc shows the pid namespace of this process."""
     is_own_pid_namespace: bool = False
-    """Whether it is another one than the machine's first: a container."""
+    """Whether it differs from the initial namespace: a container."""
 
 
 @dataclass(frozen=True)
 class LegacyName:
-    """A variable of kvcached that is set."""
+    """A kvcached variable that is set."""
 
     name: str
     successor: str | None
-    """kvelastic's name for it; None if there is none."""
+    """Its name in kvelastic; None if there is no equivalent."""
     is_overruled: bool = False
-    """Whether the successor is set, too, and counts."""
+    """Whether the successor is also set, and takes precedence."""
 
 
 @dataclass(frozen=True)
 class ConfigFacts:
-    """kvelastic's variables in this environment; what is invalid counts as unset."""
+    """kvelastic's variables in this environment; invalid values count as unset."""
 
     errors: tuple[tuple[str, str], ...] = ()
-    """Variable, and what `kvelastic.config` says of its value."""
+    """Variable, and the error of `kvelastic.config` about its value."""
     unknown: tuple[tuple[str, str], ...] = ()
-    """A name that nobody reads, and the known one nearest to it."""
+    """An unknown name, and the most similar known one."""
     legacy: tuple[LegacyName, ...] = ()
     names_set: tuple[str, ...] = ()
     """Known names that are set and valid."""
@@ -158,70 +159,71 @@ class ConfigFacts:
     host_memory_bytes: int | None = None
     page_bytes: int = 2 << 20
     allowed_plugins: tuple[tuple[str, str], ...] = ()
-    """By engine: the plugins that a variable of its own lets it load, where that is set."""
+    """By engine: value of the engine's variable that lists the allowed plugins, if set."""
     is_kvcached_enabled: bool = False
     """ENABLE_KVCACHED or KVCACHED_AUTOPATCH is true."""
 
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """What is installed beside kvelastic. A version is None where there is none."""
+    """Packages installed beside kvelastic. A version is None if the package is missing."""
 
     python: tuple[int, int, int] = (3, 10, 0)
     native_error: str = ""
     """Why kvelastic's native module cannot be imported."""
     versions: tuple[tuple[str, str | None], ...] = ()
-    """Distribution and version; `unknown` for one that can be imported and has no metadata."""
+    """Distribution and version; `unknown` if it can be imported but has no metadata."""
     plugins: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """By engine that loads plugins: the names of the entry points that it will find."""
+    """By engine with plugins: names of the entry points that it finds."""
     hooks: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """By such engine: what kvelastic wraps in the installed version; none in one not served."""
+    """By such engine: functions that kvelastic wraps in the installed version; empty if
+    unsupported."""
 
     def version(self, name: str) -> str | None:
-        """The version of a distribution that was asked for; None if it is not installed."""
+        """Return a distribution's version; None if it is not installed."""
         return dict(self.versions).get(name)
 
 
 @dataclass(frozen=True)
 class StartupFacts:
-    """What a new Python does at its start with ENABLE_KVELASTIC=true. Empty if none was asked."""
+    """What a new Python does at startup with ENABLE_KVELASTIC=true; empty if none was started."""
 
     armed: tuple[str, ...] = ()
     """Modules whose import will load kvelastic into the process."""
     failure: str = ""
-    """What kvelastic, or the child, says went wrong."""
+    """The error that kvelastic or the child reported."""
     start_files: tuple[str, ...] = ()
     """The kvelastic.pth and kvelastic.start that this Python reads."""
     site_folders: tuple[str, ...] = ()
-    """Where it looks for them."""
+    """Folders in which it looks for them."""
 
 
 @dataclass(frozen=True)
 class ProbeFact:
-    """What loading kvelastic into one engine came to."""
+    """Result of loading kvelastic into one engine."""
 
     engine: str
     hooked: int = 0
-    """Functions that were wrapped."""
+    """Number of wrapped functions."""
     broken: tuple[str, ...] = ()
-    """Messages of probes: the engine is built differently."""
+    """Errors of probes: the engine's code differs from what kvelastic expects."""
     missed: tuple[str, ...] = ()
     """Modules of the engine that cannot be imported here, and why."""
     failure: str = ""
-    """How the child ended, if it said nothing."""
+    """How the child ended, if it printed no result."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it."""
+    """All facts about a machine."""
 
     gpus: GpuFacts = GpuFacts()
     shm: ShmFacts = ShmFacts()
     segments: tuple[SegmentFact, ...] = ()
     ledgers: tuple[LedgerInfo, ...] = ()
-    """Those that cannot be used as they are."""
+    """Ledgers that cannot be used."""
     instances: tuple[InstanceStatus, ...] = ()
-    """Those that run."""
+    """Running instances."""
     memory: MemoryFacts = MemoryFacts()
     limits: LimitFacts = LimitFacts()
     system: SystemFacts = SystemFacts()
@@ -229,19 +231,19 @@ class Facts:
     packages: PackageFacts = PackageFacts()
     startup: StartupFacts = StartupFacts()
     probes: tuple[ProbeFact, ...] | None = None
-    """None: nobody asked for them."""
+    """None: not requested."""
     gpus_that_ran: tuple[gpu_table.Row, ...] = gpu_table.ROWS
 
     @property
     def is_host_device(self) -> bool:
-        """Whether an instance that starts here would use the machine's own memory."""
+        """Whether an instance started here would use host memory."""
         if self.config.device == "auto":
             return all(gpu.error for gpu in self.gpus.gpus)
         return self.config.device == "host"
 
     @property
     def host_capacity_bytes(self) -> int:
-        """What counts as the host device's capacity."""
+        """Capacity of the host device."""
         set_bytes = self.config.host_memory_bytes
         if set_bytes is not None:
             return set_bytes

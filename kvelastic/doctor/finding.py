@@ -1,12 +1,12 @@
-"""The engine of findings: what a check is, and what it says.
+"""Findings and checks.
 
     @check("limits.files", fine="open files are enough")
     def _files(facts: Facts) -> Iterator[Said]:
         if facts.limits.open_files == 0:
             yield problem("no file can be opened", "ulimit -n 1024")
 
-A check is a pure function over one view: of the machine (`facts`) or of an instance (its status).
-`kvctl doctor` and `kvctl explain` show the same findings.
+A check is a pure function of the facts of a machine or of the status of an instance. `kvctl doctor`
+and `kvctl explain` show the same findings.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, ParamSpec, TypeAlias
 
 State: TypeAlias = Literal["ok", "note", "warning", "problem"]
-"""note: good to know; warning: works, but slower, later or not for long; problem: does not work."""
+"""note: for information. warning: works, but slowly, late or only for a time. problem: fails."""
 _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found. A check that looks at several things gives one finding for each."""
+    """The result of a check. A check of several objects returns one finding for each."""
 
     check: str
     """Stable id, `topic.name`, for programs and for docs/doctor.md."""
     state: State
     what: str
-    """The value that was seen, for people."""
+    """The observed value, for people."""
     do: str = ""
-    """What to do next; empty where nothing has to be done."""
+    """What to do next; empty if no action is needed."""
     is_blocked: bool = False
-    """Whether it says what something of an instance waits for."""
+    """Whether the finding explains why the instance, or a part of it, waits."""
 
     @property
     def topic(self) -> str:
@@ -47,7 +47,7 @@ class Finding:
 
 
 class Said(NamedTuple):
-    """A finding to be, without the id of its check."""
+    """A finding without the id of its check."""
 
     state: State
     what: str
@@ -63,17 +63,17 @@ problem = functools.partial(Said, "problem")
 def line(
     about: str, what: str, do: str = "", *, is_blocked: bool = False, state: State = "note"
 ) -> Finding:
-    """What is so of an instance, as a sentence; `about` is a word or two: holds, limit, asked."""
+    """Return a finding about an instance; `about` is a word or two: holds, limit, asked."""
     return Finding(f"instances.{about}", state, what, do, is_blocked)
 
 
 def check(
     name: str, fine: str = ""
 ) -> Callable[[Callable[_P, Said | Iterable[Said]]], Callable[_P, list[Finding]]]:
-    """Decorate what a check looks for, so that it returns findings with that id.
+    """Decorate a check function so that it returns findings with this id.
 
-    `{0.name}` in the id stands for the name of the first argument. Where nothing was said,
-    `fine` is the finding.
+    `{0.name}` in the id is replaced by the name of the first argument. If the function returns
+    nothing, the finding is `fine`.
     """
 
     def decorate(judge: Callable[_P, Said | Iterable[Said]]) -> Callable[_P, list[Finding]]:

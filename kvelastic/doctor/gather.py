@@ -1,6 +1,6 @@
-"""Look at the machine: reads /proc and /sys, makes one page and one nameless file, asks the GPUs.
+"""Gathers facts: reads /proc and /sys, creates one page and temporary files, queries the GPUs.
 
-Nothing is left behind, and nothing is raised: what cannot be read is said in the facts.
+Leaves nothing behind and never raises; the facts include read errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo
 
-# Every system's first pid namespace has this inode (the kernel's PROC_PID_INIT_INO).
+# Inode of the initial pid namespace (the kernel's PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 _OUR_PREFIX: Final = "kvelastic_"
 _LEDGER_PREFIX: Final = ".kvelastic_ledger_"
@@ -46,10 +46,10 @@ _LEDGER_PREFIX: Final = ".kvelastic_ledger_"
 def gather(
     root: Path = Path("/"), environ: Mapping[str, str] = os.environ, *, probe: bool = False
 ) -> Facts:
-    """Everything that the checks want to know; takes a fraction of a second without a GPU.
+    """Gather the facts for the checks; takes a fraction of a second without a GPU.
 
-    `root` is where `proc`, `sys` and `dev` are found. With `probe` kvelastic is loaded into every
-    engine that is installed, which takes as long as importing them.
+    `root` is the folder that contains `proc`, `sys` and `dev`. With `probe`, loads kvelastic into
+    every installed engine, which takes as long as importing the engines.
     """
     packages = gather_packages()
     is_loaded_at_start = any(e.loaded_by and packages.version(e.name) for e in ENGINES)
@@ -70,19 +70,19 @@ def gather(
 
 
 def gather_probes(packages: PackageFacts, environ: Mapping[str, str]) -> tuple[ProbeFact, ...]:
-    """Of every engine that is installed, one after the other."""
+    """Probe every installed engine, one after the other."""
     installed = ((engine, packages.version(engine.name)) for engine in ENGINES if engine.tried)
     return tuple(ask_engine(engine, version, environ) for engine, version in installed if version)
 
 
 def gather_shm(root: Path) -> ShmFacts:
-    """/dev/shm: what is mounted there, whether a file can be made, and how much room is left."""
+    """Return the state of /dev/shm: file system, whether files can be created, and free space."""
     path = root / "dev/shm"
     size_bytes = free_bytes = 0
     try:
         state = os.statvfs(path)
         size_bytes, free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-        # Without a name where the file system can, else it has one for a moment.
+        # The file has no name if the file system supports that; else it has one for a moment.
         with TemporaryFile(dir=path):
             error = ""
     except OSError as failure:
@@ -99,11 +99,11 @@ def gather_shm(root: Path) -> ShmFacts:
 
 
 def _has_life_locks(shm: Path) -> bool:
-    """Hold one, as an instance does, and ask about it, as others do."""
+    """Return whether liveness locks work: hold one and query it."""
     try:
         from kvelastic import _vmm
     except ImportError:
-        return True  # the native module is missing, which is a finding of its own
+        return True  # a check of its own reports a missing native module
     with NamedTemporaryFile(prefix=".kvelastic_doctor_", dir=shm) as file:
         try:
             held = _vmm.LifeLock.hold(file.name, file.fileno(), 0)
@@ -113,9 +113,9 @@ def _has_life_locks(shm: Path) -> bool:
 
 
 def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
-    """Of the processes that may be looked at: who has a ledger mapped that is not of this /dev/shm.
+    """Return the visible processes that have mapped a ledger of another /dev/shm.
 
-    Containers with a /dev/shm each have a ledger each for one device.
+    Containers with separate /dev/shm have separate ledgers for one device.
     """
     try:
         device = (root / "dev/shm").stat().st_dev
@@ -139,12 +139,12 @@ def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
 
 
 def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
-    """Segments that are not alive, serve nobody, or cannot be looked at. None is removed."""
+    """Return segments that are dead, orphaned or not readable. Removes none."""
     try:
         from kvelastic.engine_cores import has_lost_its_server
         from kvelastic.segment_dir import list_segments
     except ImportError:
-        return ()  # the native module is missing, which is a finding of its own
+        return ()  # a check of its own reports a missing native module
     segments = list_segments()
     found = [
         SegmentFact(info.name, info.status, info.is_ours, info.problem, info.header.get("pid", 0))
@@ -161,16 +161,16 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
 
 
 def gather_instances() -> tuple[InstanceStatus, ...]:
-    """The instances that run. Nothing is changed."""
+    """Return the running instances. Changes nothing."""
     try:
         from kvelastic.instance.look import look_at_all
     except ImportError:
-        return ()  # the native module is missing, which is a finding of its own
+        return ()  # a check of its own reports a missing native module
     return tuple(status for status in look_at_all() if status.is_alive)
 
 
 def gather_ledgers() -> tuple[LedgerInfo, ...]:
-    """Ledgers of other users, other versions, or damaged. Nothing is changed."""
+    """Return ledgers of other users, of other versions, or damaged ones. Changes nothing."""
     try:
         from kvelastic.ledger import list_ledgers
     except ImportError:
@@ -179,7 +179,7 @@ def gather_ledgers() -> tuple[LedgerInfo, ...]:
 
 
 def gather_memory(root: Path) -> MemoryFacts:
-    """The machine's memory and its huge pages; makes one page of 2 MiB and gives it back."""
+    """Return host memory and huge page settings; creates and frees one 2 MiB page."""
     from kvelastic.host_capacity import machine_memory_bytes
 
     error, is_huge = "", True
@@ -205,7 +205,7 @@ def gather_memory(root: Path) -> MemoryFacts:
 def gather_limits(
     root: Path, getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
 ) -> LimitFacts:
-    """Limits of the kernel and of this process (soft ones: they are what counts)."""
+    """Return the limits of the kernel and of this process (soft limits, which apply)."""
 
     def soft(which: int) -> int | None:
         value = getrlimit(which)[0]
@@ -223,7 +223,7 @@ def gather_limits(
 
 
 def gather_system(root: Path) -> SystemFacts:
-    """The kernel, how /proc is mounted, and whether this is a container's pid namespace."""
+    """Return the kernel, the mount of /proc, and whether this is a container's pid namespace."""
     options = _mount(root, "/proc")[1].split(",")
     hidepid = [option.partition("=")[2] for option in options if option.startswith("hidepid=")]
     try:
@@ -250,7 +250,10 @@ def _segment_bytes() -> int:
 
 
 def _closed_to_us(shm: Path) -> list[str]:
-    """Other users' files that have a segment's usual name; another name tells nothing."""
+    """Return unreadable files of other users with a segment's default name prefix.
+
+    Segments with other names cannot be recognized.
+    """
     try:
         with os.scandir(shm) as entries:
             return sorted(
@@ -266,7 +269,7 @@ def _closed_to_us(shm: Path) -> list[str]:
 
 
 def _mount(root: Path, where: str) -> tuple[str, str]:
-    """File system and options of what is mounted there; the last mount covers those before it."""
+    """Return file system and options of a mount point; the last mount hides earlier ones."""
     found = ("", "")
     for line in _text(root / "proc/self/mounts").splitlines():
         fields = line.split()
@@ -286,7 +289,7 @@ def _meminfo_bytes(root: Path) -> dict[str, int]:
 
 
 def _chosen(path: Path) -> str | None:
-    """The word in brackets of `always [madvise] never`."""
+    """Return the selected word, e.g. `madvise` of `always [madvise] never`."""
     return next((w[1:-1] for w in _text(path).split() if w[0] == "[" and w[-1] == "]"), None)
 
 
@@ -302,7 +305,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Distribution, and the module that it brings.
+# Distribution, and the name of its module.
 _WANTED: Final = {
     **{engine.name: engine.name for engine in ENGINES},
     "torch": "torch",
@@ -312,7 +315,7 @@ _WANTED: Final = {
 
 
 def gather_packages() -> PackageFacts:
-    """Versions by their metadata, and the plugins that engines will find in this environment."""
+    """Return package versions from metadata, and the plugins that engines find here."""
     try:
         from kvelastic import _vmm  # noqa: F401  (whether it can be imported is the question)
 
@@ -328,8 +331,8 @@ def gather_packages() -> PackageFacts:
         plugins=tuple(
             (engine.name, _plugins(engine.plugin_group)) for engine in hooked if engine.plugin_group
         ),
-        # By the integration's own table, which imports neither the engine nor torch, but the
-        # native module.
+        # This reads the integration's table, which imports the native module, but neither the
+        # engine nor torch.
         hooks=()
         if native_error
         else tuple((engine.name, engine.hooks(versions[engine.name] or "")) for engine in hooked),
@@ -342,14 +345,14 @@ def _plugins(group: str) -> tuple[str, ...]:
 
 def _version(distribution: str, module: str) -> str | None:
     try:
-        # None is what a broken installation answers (a folder of metadata without its file).
+        # version() returns None for a broken installation (metadata folder without its file).
         return metadata.version(distribution) or "unknown"
     except metadata.PackageNotFoundError:
         return "unknown" if _is_importable(module) else None
 
 
 def _is_importable(module: str) -> bool:
-    """Whether there is such a top-level module; a mere folder of that name is not."""
+    """Return whether such a top-level module exists; a folder without code does not count."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):

@@ -1,6 +1,7 @@
-"""What the environment says to kvelastic, variable by variable.
+"""Reads kvelastic's environment variables one by one.
 
-`config.load` stops at the first bad value, as an engine should; here each one is tried alone.
+`config.load` stops at the first invalid value, as an engine should. Here each value is checked
+separately.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from kvelastic.doctor.facts import ConfigFacts, LegacyName
 from kvelastic.engines import ENGINES
 from kvelastic.errors import ConfigError
 
-# So alike that one letter is missing, doubled or wrong, and not that a word is shared.
+# Matches a missing, doubled or wrong letter, but not just a shared word.
 _TYPO: Final = 0.85
 
 
 def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
-    """Read kvelastic's variables, kvcached's, and those by which engines choose plugins.
+    """Read the variables of kvelastic and kvcached, and those with which engines choose plugins.
 
     Never raises.
     """
@@ -35,10 +36,10 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
                 valid[name] = text
             except ConfigError as error:
                 errors.append((name, str(error)))
-            break  # as config does: where the new name is set, the old one is not read
+            break  # as in config: if the new name is set, the old one is not read
     try:
         settings = config.load(valid)
-    except ConfigError as error:  # values that are fine alone and contradict each other
+    except ConfigError as error:  # valid values that contradict each other
         errors.append((str(error).partition("=")[0], str(error)))
         settings = config.Config()
     is_said = any(name in valid for name in ("ENABLE_KVELASTIC", "ENABLE_KVCACHED"))
@@ -65,7 +66,7 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
 
 
 def _unknown(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names that are kvelastic's by their prefix, or so near to one that a typo is likely."""
+    """Return unknown names with kvelastic's prefix, and probable typos of known names."""
     known = {variable.name for variable in config.VARIABLES}
     legacy = {variable.legacy for variable in config.VARIABLES}
     found = []
@@ -74,7 +75,7 @@ def _unknown(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
             continue
         ours = name.startswith("KVELASTIC_")
         near = get_close_matches(name, sorted(known), n=1, cutoff=0.0 if ours else _TYPO)
-        # kvcached's names are near to ours, too, and are spoken of as what they are.
+        # kvcached's names are similar too; `_legacy` reports them.
         if near and not name.startswith("KVCACHED_"):
             found.append((name, near[0]))
     return tuple(found)

@@ -1,9 +1,9 @@
-"""The child that opens the GPUs: each fact is a line on stdout as soon as it is known.
+"""The child process that opens the GPUs; it writes each fact to stdout immediately.
 
-A line is a JSON object with fields of `GpuFacts`, or `gpu` with those of one `Gpu`.
+Each line is a JSON object with fields of `GpuFacts`, or `gpu` with the fields of one `Gpu`.
 
-Opening a GPU makes a context of some hundred MiB, and a broken driver may crash or hang: both end
-with this process. What it has said until then counts.
+Opening a GPU creates a context of some hundred MiB, and a broken driver may crash or hang. Both
+affect only this process. The parent uses the lines written before that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Say all there is to say, and leave without the driver's own farewell, which may hang."""
+    """Write all facts; exit without the driver's cleanup, which may hang."""
     try:
         _say_all()
     except Exception as error:
@@ -35,8 +35,8 @@ def _say_all() -> None:
     _say(library_error=error)
     if cuda is None:
         return
-    # Written here by hand and not asked of the native module: a driver that is too old for that
-    # still says its version.
+    # Call libcuda directly instead of the native module, so that a driver that is too old for the
+    # module still reports its version.
     version = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
         _say(cuda_version=version.value)

@@ -1,6 +1,6 @@
-"""From facts to findings: pure, in the order in which they are shown.
+"""Turns facts into findings, in display order. Pure functions.
 
-Every check gives at least one finding, also where all is well; docs/doctor.md lists them.
+Each check returns at least one finding, even if there is no problem; docs/doctor.md lists them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvelastic.doctor.finding import Finding
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What there is to say of `facts`."""
+    """Return the findings for `facts`."""
     checks = (
         *judge_gpu.CHECKS,
         *judge_host.CHECKS,

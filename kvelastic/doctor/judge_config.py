@@ -1,4 +1,4 @@
-"""kvelastic's variables in the environment of this shell."""
+"""Findings about kvelastic's environment variables."""
 
 from __future__ import annotations
 

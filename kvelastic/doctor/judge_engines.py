@@ -1,4 +1,4 @@
-"""The engines that are installed beside kvelastic, and the Python that runs them."""
+"""Findings about installed engines and about Python."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _hooked(engine: Engine, facts: Facts) -> Said:
 
 
 def _refused(engine: Engine, facts: Facts) -> State:
-    """How bad it is that an engine is refused: only one that is to run on kvelastic is stopped.
+    """Return the severity of a refused engine: a problem only if it should run on kvelastic.
 
-    One without plugins is a library of the others, too, which go on.
+    An engine without plugins may be only a library of another engine, which keeps running.
     """
     is_library = engine.loaded_by and _has_another(engine, facts)
     return "problem" if facts.config.enabled and not is_library else "warning"
 
 
 def _has_another(engine: Engine, facts: Facts) -> bool:
-    """Whether an engine with plugins is installed besides."""
+    """Return whether another engine, with plugins, is installed."""
     return any(
         other.plugin_group and facts.packages.version(other.name)
         for other in ENGINES
@@ -135,7 +135,7 @@ def _probes(facts: Facts) -> Iterator[Said]:
 
 
 def _differences(messages: tuple[str, ...]) -> Iterator[str]:
-    """Each line of a list in a message; of one without a list the whole."""
+    """Return the lines of each message's list, or the whole message if it has no list."""
     for message in messages:
         listed = [line[4:] for line in message.splitlines() if line.startswith("  - ")]
         yield from listed or [" ".join(message.split())]

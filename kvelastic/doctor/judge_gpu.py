@@ -1,4 +1,4 @@
-"""The NVIDIA driver, each GPU, and what may be installed beside them."""
+"""Findings about the NVIDIA driver, the GPUs, and related packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, prob
 from kvelastic.sizes import MIB_BYTES, format_size
 
 OLDEST_CUDA: Final = 11030
-"""The first with all of virtual memory management, as cuDriverGetVersion counts."""
+"""First version with complete virtual memory management, in cuDriverGetVersion's format."""
 _OLDEST_DRIVER: Final = "465"
 _USE_HOST: Final = "set KVELASTIC_DEVICE=host to use the machine's own memory"
 
@@ -19,7 +19,7 @@ _USE_HOST: Final = "set KVELASTIC_DEVICE=host to use the machine's own memory"
 @check("gpu.driver")
 def _driver(facts: Facts) -> Said:
     gpus = facts.gpus
-    # To somebody who wants the host's memory, no GPU is no problem.
+    # If host memory is configured, a missing GPU is no problem.
     bad: State = "note" if facts.config.device == "host" else "problem"
     if gpus.library_error:
         return _no_library(facts, bad)

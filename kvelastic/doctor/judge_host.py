@@ -1,6 +1,6 @@
-"""The machine's own memory as a device, and the limits of the kernel that concern it.
+"""Findings about host memory as a device, and the kernel limits that affect it.
 
-Much of this slows or stops host memory only: where a GPU is the device it is a note.
+Most of these affect host memory only. If the device is a GPU, they are reported as notes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvelastic.sizes import format_size
 
 _POPULATE_KERNEL: Final = (5, 14)
 _COLLAPSE_KERNEL: Final = (6, 1)
-# What an engine with torch has mapped beside the KV cache: libraries, heaps, threads.
+# Mappings of an engine with torch besides the KV cache: libraries, heaps, threads.
 _ENGINE_MAPPINGS: Final = 8192
 _ENGINE_FILES: Final = 1024
 _LEAST_FILES: Final = 64
@@ -34,7 +34,7 @@ def _kernel(facts: Facts) -> Said:
     if version is None:
         return note(f"{seen}: no version to read", "see host.page: it was tried out")
     if version < _POPULATE_KERNEL:
-        # Some distributions bring newer functions to older numbers: what was tried out counts.
+        # Some distributions backport features to older kernels, so the tested behaviour counts.
         works = not facts.memory.page_error
         return Said(
             ("note" if works else _if_host(facts, "problem")),
@@ -125,7 +125,7 @@ def _mappings(facts: Facts) -> Said:
     if not facts.is_host_device:
         return ok(f"vm.max_map_count={allowed}; GPU pages do not count")
     pages = -(-facts.host_capacity_bytes // facts.config.page_bytes)
-    # At worst every other page is mapped: each mapping has a gap beside it, which is one, too.
+    # In the worst case every other page is mapped. Each gap between mappings is a mapping too.
     needed = 2 * pages + _ENGINE_MAPPINGS
     seen = (
         f"vm.max_map_count={allowed}; {format_size(facts.host_capacity_bytes)} in pages of"
@@ -159,7 +159,7 @@ def _addresses(facts: Facts) -> Said:
     if allowed is None:
         return ok("addresses: unlimited")
     do = "ulimit -v unlimited where the engine is started: addresses are reserved, not used up"
-    # A GPU's driver reserves many times its memory when it starts.
+    # The GPU driver reserves address space of many times its memory at startup.
     too_low = not facts.is_host_device or allowed < facts.host_capacity_bytes
     return Said(
         ("problem" if too_low else "warning"),

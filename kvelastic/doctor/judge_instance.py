@@ -1,9 +1,9 @@
-"""An instance: why it holds what it holds, what waits, and which of its tiers fails.
+"""Findings about an instance: its memory use, waiting requests and failing tiers.
 
     for finding in explain(status, ledger): print(finding.about, finding.what, finding.do)
 
-`status` is the instance's, `ledger` that of its device. `kvctl explain` shows all of it, and
-`kvctl doctor` the problems of every instance.
+`status` is the status of the instance, `ledger` the ledger of its device. `kvctl explain` shows
+every finding; `kvctl doctor` shows the problems of every instance.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from kvelastic.tier_status import TierFigures, TiersFigures
 
 _PATIENCE_S: Final = 1.0
-"""An instance answers in about a millisecond; after so long something is wrong with it."""
+"""Seconds after which a request counts as late. Instances normally respond in about 1 ms."""
 _MUCH_SLACK: Final = 0.25
-"""Part of what is mapped."""
+"""Fraction of the mapped memory."""
 _LEAST_MAPPING_BYTES: Final = 2 << 20
 _LEAST_BLOCKS_A_PAGE: Final = 8
-"""No mapping of a page is smaller than either (see `KVELASTIC_PAGE_SIZE_MB`)."""
+"""Lower bounds of a page's mapping size: bytes, and blocks (see `KVELASTIC_PAGE_SIZE_MB`)."""
 
 
 def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
-    """What there is to say of an instance, in the order in which it is to be read."""
+    """Return the findings about an instance, in reading order."""
     if status.life == "dead":
         return [line("state", *ended(status.pid, is_ours=False)[1:])]
     return [
@@ -60,7 +60,7 @@ def _life(status: InstanceStatus) -> Iterable[Finding]:
 
 
 def ended(pid: int, *, is_ours: bool) -> Said:
-    """Of a segment whose instance is dead."""
+    """Return the finding for a segment whose instance is dead."""
     return Said(
         "warning" if is_ours else "note",
         f"Its process {pid} has ended, and all that it held is free.",
@@ -69,7 +69,7 @@ def ended(pid: int, *, is_ours: bool) -> Said:
 
 
 def unknown(name: str) -> Said:
-    """Of a segment of which the kernel does not say whether its process lives."""
+    """Return the finding for a segment whose process's liveness cannot be checked."""
     return warning(
         "Whether its process lives cannot be asked here: the file system of its segment has no"
         " locks for it. So it is never removed.",
@@ -131,7 +131,7 @@ def _holdings(status: InstanceStatus) -> Iterable[Finding]:
 
 
 def _can_have_smaller_pages(status: InstanceStatus) -> bool:
-    """Whether a page of half the size can be had; False where that is not known."""
+    """Return whether pages of half the size are possible; False if not known."""
     blocks = status.blocks_in_use + status.blocks_cached
     if not blocks or not status.mappings_per_page:
         return False
@@ -168,7 +168,7 @@ def _request(status: InstanceStatus) -> Iterable[Finding]:
 
 
 def explain_waiting(status: InstanceStatus) -> Iterable[Finding]:
-    """Say how many requests wait, what the first needs, what is allowed, and what helps."""
+    """Report how many requests wait, what the first needs, what is allowed, and what helps."""
     count = status.requests_waiting
     if not count:
         return
@@ -211,7 +211,7 @@ def explain_waiting(status: InstanceStatus) -> Iterable[Finding]:
 
 
 def _sleep(status: InstanceStatus) -> Iterable[Finding]:
-    """Of one that sleeps; its limit matters when it wakes."""
+    """Report that the instance sleeps, and the limit that applies when it wakes."""
     held, wake = format_size(status.mapped_bytes), f"kvctl wake {status.name}"
     if status.mapped_bytes:
         what = (
@@ -233,7 +233,7 @@ def _sleep(status: InstanceStatus) -> Iterable[Finding]:
 
 
 def _engine(status: InstanceStatus) -> Iterable[Finding]:
-    """Of an engine that sleeps, which no request to the instance changes."""
+    """Report a sleeping engine; requests to the instance cannot wake it."""
     if not status.engine_asleep:
         return
     also = "sleeps, too" if status.asleep else "sleeps, though its memory is awake"
@@ -267,7 +267,7 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
             "limit", f"Its limit is {limit}{whole}: {format_size(status.room_bytes)} more fit."
         )
         return
-    # A larger limit helps where it is the limit that binds, and the device has something to give.
+    # A larger limit helps only if the limit is binding and the device has memory to give.
     can_grow = status.is_limit_binding and not status.is_squeezed and not is_whole
     can_grow = can_grow and has_memory_for(status, ledger)
     if status.spare_bytes:
@@ -313,7 +313,7 @@ def _over(status: InstanceStatus) -> Finding:
 
 
 def _limit_text(status: InstanceStatus) -> str:
-    """What it keeps to now: its limit, with its whole pages, or what a squeeze leaves of it."""
+    """Return the limit in force: its own with whole pages, or a lower one under memory pressure."""
     if status.is_limit_binding and not status.is_squeezed:
         return format_limit(status.limit_bytes, status.page_bytes)
     return format_size(status.effective_limit_bytes)
@@ -324,7 +324,7 @@ def _part(status: InstanceStatus, size_bytes: int) -> str:
 
 
 def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
-    """What tiers keep, what became of evicted blocks, and which of them fails."""
+    """Report what tiers hold, what happened to evicted blocks, and which tiers fail."""
     if shown is None or not shown.tiers:
         return
     blocks = shown.blocks

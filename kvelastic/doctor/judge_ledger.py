@@ -1,4 +1,4 @@
-"""What an explanation says of others: guarantee, priority, and who asks whom for memory."""
+"""Findings about an instance's ledger: guarantee, priority, and requests for memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES_SHOWN: Final = 3
 
 
 def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
-    """What there is to say of an instance and the others of its device."""
+    """Return the findings about an instance and the other members of its ledger."""
     if ledger is None:
         return [
             *_guarantee(status, held_bytes=status.mapped_bytes, has_others=False),
@@ -48,15 +48,16 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Fi
 
 
 def member_of(status: InstanceStatus, ledger: LedgerInfo | None) -> Member | None:
-    """The instance's own place in a ledger."""
+    """Return the instance's entry in a ledger, or None."""
     members = () if ledger is None else ledger.members
     return next((member for member in members if member.uuid == status.uuid), None)
 
 
 def has_memory_for(status: InstanceStatus, ledger: LedgerInfo | None) -> bool:
-    """Whether the device has a page more for an instance; True where nobody can say.
+    """Return whether the device could give the instance a page; True if not known.
 
-    It is free, or held by others that rank below it or hold more than an equal share.
+    The page is free, or another member with a lower priority, or with more than an equal share,
+    holds it.
     """
     me = member_of(status, ledger)
     if ledger is None or me is None:
@@ -85,7 +86,7 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
                 f"Its guarantee is {guarantee}, which counts for nothing while it sleeps.",
             )
         return
-    # A guarantee of the limit's size is met by the limit's whole pages.
+    # The limit is rounded to whole pages, so a guarantee equal to the limit counts as met.
     lacking_bytes = status.min_bytes - status.effective_limit_bytes
     if status.min_bytes > status.limit_bytes or lacking_bytes >= max(status.page_bytes, 1):
         yield line(
@@ -115,7 +116,7 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
 
 
 def _reserve(me: Member) -> Iterable[Finding]:
-    """What it holds besides its KV cache; and what a wake has to get first."""
+    """Report the reserve besides the KV cache, and what the instance needs before it wakes."""
     if me.pledged_bytes > (0 if me.asleep else me.reserve_bytes):
         yield line(
             "reserve",
@@ -181,7 +182,7 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
 
 
 def _taken(ledger: LedgerInfo) -> str:
-    """Which part of the reserves no KV cache can have; on a GPU it is all of them."""
+    """Describe which part of the reserves KV caches cannot use; on a GPU, all of it."""
     taken_bytes = ledger.reserved_of_capacity_bytes
     if taken_bytes == ledger.reserved_bytes:
         return ", which no KV cache can have"
@@ -237,7 +238,7 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[F
 
 
 def _giving(giver: Member) -> str:
-    """What one who was asked does about it."""
+    """Describe how another member responds to a request for memory."""
     wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.evictable_bytes
     if giver.status == "unknown":
         return f"was asked for {wanted}, and whether it lives cannot be asked here"

@@ -1,4 +1,4 @@
-"""Shared memory, the segments in it, and what of other processes may be seen."""
+"""Findings about shared memory, its segments and ledgers, and visible processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvelastic.doctor.judge_instance import ended, unknown
 from kvelastic.sizes import MIB_BYTES, format_size
 
 _DOCKER_DEFAULT_BYTES: Final = 64 * MIB_BYTES
-# Engines pass tensors between their processes here: less than this fills up.
+# Engines pass tensors between their processes in /dev/shm and would fill less than this.
 _LITTLE_BYTES: Final = 16 * MIB_BYTES
 _CONTAINER: Final = "start the container with --shm-size=8g or --ipc=host"
 
@@ -21,7 +21,7 @@ def _mount(facts: Facts) -> Said:
     if facts.shm.filesystem:
         return ok(f"/dev/shm is {facts.shm.filesystem}")
     return Said(
-        # A plain folder holds segments, too, but on a disk.
+        # A plain folder can hold segments too, but on a disk.
         "problem" if facts.shm.write_error else "warning",
         "nothing is mounted at /dev/shm",
         "as root: mount -t tmpfs -o mode=1777 tmpfs /dev/shm",

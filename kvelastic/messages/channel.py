@@ -110,8 +110,8 @@ class Channel:
         """Send a request and wait for its reply; close descriptors received with the reply.
 
         Blocks for at most `timeout_s` seconds. Raises the peer's error, `ChannelTimeoutError`,
-        `ChannelClosedError` or `MessageError`. After an error, other than one that the peer sent as
-        its reply, the channel is closed.
+        `ChannelClosedError` or `MessageError`. The channel is closed after every error except an
+        error reply of the peer.
         """
         reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
         for fd in received:

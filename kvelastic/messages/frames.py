@@ -83,7 +83,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Decodes frames from a byte stream; allocates no more than the received bytes.
+    """Decodes frames from a byte stream; allocates memory only for received bytes.
 
     Not thread-safe. After an error, the reader is unusable.
     """
