@@ -3,9 +3,9 @@
     init("vllm", device="cpu", ...); tensors = alloc_kv_cache(...)
     manager = get_kv_cache_manager(...); shutdown_kvelastic()
 
-A *group* is one cache shape with its tensors and manager; group 0 is the only one most models have.
-Each group is an instance of its own: a segment, a limit, a line in `kvctl list`. The functions may
-be called from any thread, one at a time.
+A *group* is one cache shape with its tensors and manager; most models have only group 0. Each group
+is a separate instance: a segment, a limit, a line in `kvctl list`. All functions are thread-safe; a
+lock serializes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Group:
-    """One cache: its pool, and what it was made for."""
+    """One cache: its pool and the arguments of its creation."""
 
     pool: ElasticPool
     layout: PageLayout
@@ -50,22 +50,22 @@ class _Group:
 
 @dataclass
 class _State:
-    """What `init` was told; exists from init to shutdown."""
+    """Arguments of `init`; exists from init to shutdown."""
 
     engine: str
     """Its name in `kvelastic.engines`."""
     settings: Config
     device: Device
     reserve_bytes: int = 0
-    """What this process holds of the device besides its caches; its first group says so."""
+    """Device memory of this process besides its caches, in bytes; reserved by its first group."""
     is_worker: bool = False
     async_sched: bool = False
-    """The last two change nothing, and are shown in snapshots."""
+    """`is_worker` and `async_sched` have no effect; snapshots show them."""
     groups: dict[int, _Group] = field(default_factory=dict)
 
     @property
     def page_size_bytes(self) -> int:
-        """What layouts start from."""
+        """Page size in bytes from which layouts start."""
         return places.page_size_bytes(self.settings, [self.device])
 
 
@@ -83,11 +83,11 @@ def init(
     is_worker: bool = False,
     async_sched: bool = False,
 ) -> None:
-    """Make this process ready; a second call with the same arguments changes nothing.
+    """Initialize this process. A second call with the same arguments changes nothing.
 
-    Raises `UnsupportedError` for more than one rank, and in a second call for another engine or
-    another device; `DeviceUnavailableError` for a GPU that cannot be had, and `ConfigError` for a
-    variable with a bad value.
+    Raises `UnsupportedError` for more than one rank, or if a second call names another engine or
+    device; `DeviceUnavailableError` for a GPU that is not available; `ConfigError` for a variable
+    with an invalid value.
     """
     global _state
     with _lock:
@@ -128,10 +128,10 @@ def init(
 
 
 def shutdown_kvelastic() -> None:
-    """Give all memory back and remove the segments; nothing happens if not initialized.
+    """Release the memory and remove the segments. Does nothing if not initialized.
 
-    Tensors that live on keep their addresses, with no memory behind them: they must not be touched
-    any more. Managers that live on hand out no block: their `alloc` raises `PoolFailedError`.
+    Remaining tensors keep their addresses but have no memory: do not access them. Remaining
+    managers raise `PoolFailedError` in `alloc`.
     """
     global _state
     with _lock:
@@ -141,12 +141,12 @@ def shutdown_kvelastic() -> None:
 
 
 def use_streams(streams: Sequence[int]) -> None:
-    """Name the CUDA streams whose kernels use the caches, as `torch.cuda.Stream.cuda_stream`.
+    """Set the CUDA streams whose kernels use the caches, as `torch.cuda.Stream.cuda_stream`.
 
-    Pages are unmapped when the work in them is done that was queued before. 0 is the default
-    stream; no stream at all says that no kernel uses the caches. They take the place of those named
-    before; without a call they are the default stream and the one that was PyTorch's current stream
-    when the first cache was made. Nothing to do on the host. Never blocks; any thread. Raises
+    Before pages are unmapped, work already queued on these streams must finish. 0 is the default
+    stream. An empty list means that no kernel uses the caches. The streams replace those set
+    before. Without a call, kvelastic uses the default stream and PyTorch's current stream at the
+    creation of the first cache. Has no effect on the host. Never blocks. Thread-safe. Raises
     `NotInitializedError`.
     """
     with _lock:
@@ -157,14 +157,16 @@ def use_streams(streams: Sequence[int]) -> None:
 
 
 def reserve(size_bytes: int, device: str | None = None) -> None:
-    """Say what this process holds of its device besides KV caches: weights, activations, graphs.
+    """Reserve this process's device memory besides KV caches: weights, activations, graphs.
 
-    The whole of it, each time; `KVELASTIC_RESERVE`, or 0, before the first call. It counts against
-    what other instances may hold while the first cache of this process is awake. For more than
-    before, others are asked; blocks for five seconds at most until they have given it. Any thread.
-    Raises `NotInitializedError`, `InvalidArgumentError` for a bad size or another device
-    than that of `init`, `GuaranteeError` and `ReserveError`, which say who holds what, with nothing
-    changed.
+    `size_bytes` replaces the previous reserve; the initial value is `KVELASTIC_RESERVE` or 0. The
+    reserve reduces what other instances may hold while the first cache of this process is awake. If
+    it grows, other instances are asked to release memory; this blocks for at most five seconds.
+    Thread-safe.
+
+    Raises `NotInitializedError`, and `InvalidArgumentError` for an invalid size or a device other
+    than that of `init`. Raises `GuaranteeError` or `ReserveError` if the memory is not available;
+    these name the holders, and nothing has changed.
     """
     with _lock:
         state = required()
@@ -183,12 +185,12 @@ def reserve(size_bytes: int, device: str | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called and `shutdown` was not."""
+    """Return whether kvelastic is initialized in this process."""
     return _state is not None
 
 
 def required() -> _State:
-    """The state. Raises `NotInitializedError` (a `RuntimeError`) without one."""
+    """Return the state. Raises `NotInitializedError` (a `RuntimeError`) if not initialized."""
     if _state is None:
         raise NotInitializedError("kvelastic is not initialized. Call init_kvelastic() first.")
     return _state
@@ -206,10 +208,10 @@ def alloc_kv_cache(
     group_id: int,
     kernel_block_size: int | None = None,
 ) -> tuple[list[torch.Tensor], ...]:
-    """The tensors of `views.CachePlan`, over a range of this process.
+    """Return the tensors of `views.CachePlan`, over a range of this process.
 
-    Memory comes with `alloc` of the group's manager. Raises `NotInitializedError`, and the errors
-    of `views.plan`; `LayoutError` if the group has another shape already.
+    The group's manager maps memory in `alloc`. Raises `NotInitializedError`, the errors of
+    `views.plan`, and `LayoutError` if the group already has another shape.
     """
     from kvelastic.tensors import itemsize_of, view_of, whole_range
 
@@ -240,20 +242,23 @@ def alloc_kv_cache(
 
 @dataclass(frozen=True)
 class RawCache:
-    """A group's tensors as bytes; block id of a buffer begins at `id * block_bytes` of it."""
+    """A group's tensors as bytes. In a buffer, block `id` starts at `id * block_bytes`."""
 
     flat: torch.Tensor
     """The whole range, int8."""
     buffers: list[torch.Tensor]
-    """The same from each buffer's first byte on."""
+    """Slices of `flat`, each from a buffer's first byte to the end of the range."""
     ids: int
-    """Block ids that each buffer has."""
+    """Number of block ids of each buffer."""
     block_bytes: int
-    """Of a block in one buffer."""
+    """Bytes of a block in one buffer."""
 
 
 def raw_cache(group_id: int) -> RawCache:
-    """The tensors of `alloc_kv_cache` as bytes. Raises `NotInitializedError` without any."""
+    """Return the tensors of `alloc_kv_cache` as bytes.
+
+    Raises `NotInitializedError` if the group has no tensors.
+    """
     from kvelastic.tensors import whole_range
 
     with _lock:
@@ -270,9 +275,10 @@ def raw_cache(group_id: int) -> RawCache:
 
 
 def views_of(flat: torch.Tensor, cache: CachePlan, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Other views of tensors that are there: `flat` is the whole range of a group.
+    """Return other views of existing tensors; `flat` is the whole range of a group.
 
-    Raises `LayoutError` where the plan's blocks are not those of the group's buffers.
+    Raises `InvalidArgumentError` if `flat` is not a range of kvelastic, and `LayoutError` if the
+    plan's blocks do not match the group's buffers.
     """
     from kvelastic.tensors import view_of
 
@@ -303,10 +309,10 @@ def alloc_states(
     device: Any,
     group_id: int,
 ) -> tuple[list[torch.Tensor], int]:
-    """Tensors `(layers, slots, *shape)` for states of a fixed size, and the bytes of a slot.
+    """Return tensors `(layers, slots, *shape)` for fixed-size states, and the bytes of a slot.
 
-    A slot is a block of the group: its states lie one after the other, in every layer. Raises as
-    `alloc_kv_cache`.
+    A slot is a block of the group. In every layer, it contains the states one after another. Raises
+    the same errors as `alloc_kv_cache`.
     """
     from kvelastic.tensors import itemsize_of, view_of, whole_range
 
@@ -335,7 +341,7 @@ def alloc_states(
 
 
 def runtime_snapshot(engine: str) -> RuntimeSnapshot:
-    """What this process is; also where it is not initialized."""
+    """Return the state of this process, even if it is not initialized."""
     with _lock:
         state = _state if _state is not None and _state.engine == engine else None
         return RuntimeSnapshot(
@@ -354,7 +360,7 @@ def runtime_snapshot(engine: str) -> RuntimeSnapshot:
 
 
 def pool_snapshots(engine: str) -> list[KVCachePoolSnapshot]:
-    """Of every group that has a manager."""
+    """Return a snapshot of every group with a manager."""
     with _lock:
         if _state is None or _state.engine != engine:
             return []
@@ -370,12 +376,12 @@ def get_kv_cache_manager(
     num_kv_buffers: int = 2,
     group_id: int = 0,
 ) -> KVCacheManager:
-    """The manager of the cache's blocks; one a group, however often it is asked for.
+    """Return the manager of a group's blocks; later calls return the same one.
 
-    `block_size` is the tokens of a block, `cell_size` the bytes of one token in one buffer
-    (heads * dim * itemsize), `num_kv_buffers` 2 for K and V, 1 for MLA. The tensors may be made
-    before or after it. Block 0 is never handed out: engines use it as padding. Raises
-    `RuntimeError` before init, `LayoutError` if the arguments do not describe the tensors' blocks.
+    `block_size` is in tokens. `cell_size` is the bytes of one token in one buffer (heads * dim *
+    itemsize). `num_kv_buffers` is 2 for K and V, 1 for MLA. The tensors may be created before or
+    after the manager. Block 0 is never allocated, because engines use it as padding. Raises
+    `RuntimeError` before init, and `LayoutError` if the arguments do not match the tensors' blocks.
     """
     with _lock:
         state = required()

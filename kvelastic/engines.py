@@ -1,12 +1,12 @@
-"""The engines that there are: the one table by which the rest of kvelastic knows of them.
+"""The table of engines, used by the rest of kvelastic.
 
     for engine in ENGINES: print(engine.title, tried(engine.tried))
     find("vllm").shapes()            # how its cache shapes are read; imported only now
 
-A new engine is a row here and a folder `kvelastic/integration/NAME`: with `interfaces` and `shapes`
-where kvcached has functions for it, with `plugin` and `patches` where its own processes are hooked.
-No engine is imported here, and an integration's modules only when they are asked for; they import
-no engine either.
+A new engine needs a row here and a folder `kvelastic/integration/NAME`. The folder has `interfaces`
+and `shapes` if kvcached has functions for the engine, and `plugin` and `patches` if the engine's
+processes are hooked. This module imports no engine. It imports an integration's modules on request;
+they import no engine either.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One engine; not changed once it is made.
+    """One engine. Do not modify it.
 
-    No dataclass: Python reads this table at its start (`kvelastic.startup`), and importing
-    `dataclasses` would cost every process ten times what it costs now.
+    Not a dataclass: Python reads this table at startup (`kvelastic.startup`), and importing
+    `dataclasses` would make that ten times slower in every process.
     """
 
     name: Final[str]
-    """As callers of kvcached's functions name it; its distribution, its module and its folder."""
+    """Name in kvcached's functions; also the name of its distribution, module and folder."""
     title: Final[str]
-    """For people."""
+    """Name for people."""
     tried: Final[tuple[str, ...]]
-    """Series that kvelastic was tried with, each the first numbers of its versions: two, or three
-    where an engine changes from one patch to the next. Empty: it is not hooked."""
+    """Series that kvelastic was tested with, as the first numbers of their versions: two, or three
+    if an engine changes between patch releases. Empty: not hooked."""
     plugin_group: Final[str]
-    """Entry points by which it loads kvelastic into its processes, where it has plugins."""
+    """Entry point group by which the engine loads kvelastic, if it has plugins."""
     plugins_variable: Final[str]
-    """Environment variable that names the plugins it may load."""
+    """Environment variable that lists the plugins it may load."""
     loaded_by: Final[str]
-    """`module:Class` of its own, for one without plugins: to make the first of that class loads
-    kvelastic into the process (`kvelastic.startup`), and is refused where that fails."""
+    """`module:Class` of an engine without plugins. Its first instance loads kvelastic into the
+    process (`kvelastic.startup`), and fails if that fails."""
     version_module: Final[str]
-    """Module that has its `__version__` and imports the least."""
+    """Module with its `__version__` and few imports."""
     has_interfaces: Final[bool]
     """Whether kvcached has functions for it, so that its folder has `interfaces` and `shapes`."""
 
@@ -66,37 +66,38 @@ class Engine:
 
     @property
     def interfaces(self) -> str:
-        """The module with kvcached's functions for it."""
+        """Name of the module with kvcached's functions for the engine."""
         return f"kvelastic.integration.{self.name}.interfaces"
 
     @property
     def loading_module(self) -> str:
-        """The module in `loaded_by`."""
+        """The module name in `loaded_by`."""
         return self.loaded_by.partition(":")[0]
 
     @property
     def loading_class(self) -> str:
-        """The class in `loaded_by`."""
+        """The class name in `loaded_by`."""
         return self.loaded_by.partition(":")[2]
 
     def shapes(self) -> Any:
-        """The module that reads its cache shapes; see `kvelastic.views.EngineShapes`."""
+        """Import and return the module that reads its cache shapes; see
+        `kvelastic.views.EngineShapes`."""
         return _module_of(self.name, "shapes")
 
     def plugin(self) -> Any:
-        """The module whose `register()` hooks kvelastic into a process of its own."""
+        """Import and return the module whose `register()` hooks kvelastic into its processes."""
         return _module_of(self.name, "plugin")
 
     def hooks(self, version: str) -> tuple[str, ...]:
-        """What is wrapped in that version; nothing in one that is not served."""
+        """Return the functions wrapped in that version; empty if the version is not supported."""
         if not serves(self.tried, version):
             return ()
         return tuple(hook.path.partition(":")[2] for hook in self._table(version))
 
     def rooms(self, version: str) -> dict[str, int]:
-        """How many functions are wrapped by which module, when the engine imports it.
+        """Return the number of wrapped functions by the module whose import wraps them.
 
-        Of a version that is not served: of the series next to it.
+        For an unsupported version, uses the nearest series.
         """
         rooms = [hook.room for hook in self._table(version)]
         return {room: rooms.count(room) for room in rooms}
@@ -124,7 +125,7 @@ ENGINES: Final = (
     Engine(
         "sglang",
         "SGLang",
-        tried=("0.5.23",),  # its schedulers differ from one patch to the next
+        tried=("0.5.23",),  # its schedulers differ between patch releases
         plugin_group="sglang.srt.plugins",
         plugins_variable="SGLANG_PLUGINS",
         version_module="sglang.version",
@@ -133,7 +134,8 @@ ENGINES: Final = (
         "transformers",
         "transformers",
         tried=("5.17", "5.18", "5.19"),
-        # Made in the caller's thread; its cache is made in a thread whose errors end no call.
+        # Created in the caller's thread. Its cache is created in a thread whose errors do not end a
+        # call.
         loaded_by="transformers.generation.continuous_batching:ContinuousBatchingManager",
         has_interfaces=False,
     ),
@@ -141,12 +143,12 @@ ENGINES: Final = (
 
 
 def find(name: str) -> Engine:
-    """The engine of that name. Raises `InvalidArgumentError`, which names those that there are."""
+    """Return the engine `name`. Raises `InvalidArgumentError`, which lists the known names."""
     return _find(name, ENGINES)
 
 
 def find_with_interfaces(name: str) -> Engine:
-    """The same among those that kvcached has functions for."""
+    """Return an engine like `find`, but only one for which kvcached has functions."""
     return _find(name, [engine for engine in ENGINES if engine.has_interfaces])
 
 
@@ -161,7 +163,7 @@ def _find(name: str, among: Collection[Engine]) -> Engine:
 
 
 def series_in(table: Collection[str], version: str) -> str | None:
-    """The series of the table to which `version` belongs (`0.32.0+cpu`: `0.32`); None: to none."""
+    """Return the series of `version` (`0.32.0+cpu`: `0.32`), or None if it is not in the table."""
     numbers = _numbers(version)
     for series in table:
         wanted = _numbers(series)
@@ -171,17 +173,17 @@ def series_in(table: Collection[str], version: str) -> str | None:
 
 
 def serves(table: Collection[str], version: str) -> bool:
-    """Whether `version` belongs to a series of the table."""
+    """Return whether `version` belongs to a series of the table."""
     return series_in(table, version) is not None
 
 
 def tried(table: Collection[str]) -> str:
-    """The table for people: `0.31.x, 0.32.x`, or `none`."""
+    """Format a table of series for people: `0.31.x, 0.32.x`, or `none`."""
     return ", ".join(each if each.count(".") > 1 else f"{each}.x" for each in table) or "none"
 
 
 def nearest_series(table: Collection[str], version: str) -> str:
-    """The newest series that is not newer than `version`, else the oldest one.
+    """Return the newest series that is not newer than `version`, else the oldest one.
 
     Raises ValueError for an empty table.
     """
@@ -191,7 +193,7 @@ def nearest_series(table: Collection[str], version: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 32, 0) of `0.32.0+cpu`; nothing of a text that does not start with a number."""
+    """Return (0, 32, 0) for `0.32.0+cpu`; empty if the text does not start with a number."""
     import re
 
     found = re.match(r"\d+(\.\d+)*", version)

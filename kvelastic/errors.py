@@ -1,7 +1,7 @@
-"""Every error kvelastic raises, in one tree.
+"""The exceptions that kvelastic raises, in one class hierarchy.
 
-Each class has a stable `code`, and derives from the builtin that callers already catch (in
-brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` both work::
+Each class has a stable `code`. It also derives from the built-in exception in brackets, so
+`except ValueError` and `except kvelastic.errors.KvelasticError` both work::
 
     KvelasticError                          KVELASTIC_ERROR
     ├── ConfigError                         CONFIG               [RuntimeError, ValueError]
@@ -60,8 +60,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     ├── TerminalError                       TERMINAL
     └── IntegrityError                      INTEGRITY            [RuntimeError]
 
-A message says what happened, with which value, and what to do next. The native code knows only
-the codes: it raises through `native_error`.
+A message states what happened, with the value, and what to do next. Native code uses only the
+codes, and raises through `native_error`.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ from typing import ClassVar
 
 
 class KvelasticError(Exception):
-    """The root of the tree: catch it to catch everything that kvelastic raises on purpose."""
+    """The base class. Catch it to catch every error that kvelastic raises deliberately."""
 
     code: ClassVar[str] = "KVELASTIC_ERROR"
-    """Stable name of the kind of error, for programs; the message is for people."""
+    """Stable name of the error for programs; the message is for people."""
 
 
 class ConfigError(KvelasticError, RuntimeError, ValueError):
-    """A `KVELASTIC_*` variable has a value that it does not accept; raised before any work."""
+    """A `KVELASTIC_*` variable has an invalid value. Raised before any work starts."""
 
     code = "CONFIG"
 
 
 class InvalidArgumentError(KvelasticError, ValueError):
-    """An argument (a size, a percentage, a dtype, a device) is not one of those accepted."""
+    """An argument (a size, a percentage, a dtype, a device) has an invalid value."""
 
     code = "INVALID_ARGUMENT"
 
 
 class NotInitializedError(KvelasticError, RuntimeError):
-    """A call that needs `init_kvelastic()` came before it, or after `shutdown_kvelastic()`."""
+    """A call before `init_kvelastic()`, or after `shutdown_kvelastic()`."""
 
     code = "NOT_INITIALIZED"
 
@@ -103,129 +103,129 @@ class NotInitializedError(KvelasticError, RuntimeError):
 
 
 class LayoutError(KvelasticError, ValueError):
-    """A block fits no page, or a shape does not match what was said of it."""
+    """A block does not fit into a page, or a shape does not match its description."""
 
     code = "LAYOUT"
 
 
 class UnsupportedError(KvelasticError, NotImplementedError):
-    """The model or layout is of a kind that kvelastic does not serve, e.g. a hybrid model."""
+    """kvelastic does not support the model or layout, e.g. a hybrid model."""
 
     code = "UNSUPPORTED"
 
 
 class PoolExhaustedError(KvelasticError, ValueError):
-    """`Cannot get N free blocks...`: an engine took blocks without asking whether they are there.
+    """`Cannot get N free blocks...`: an engine took more blocks than are available.
 
-    The pool's own `alloc` answers None instead: running out is an answer, not an accident.
+    The pool's own `alloc` returns None instead, because running out of blocks is a normal result.
     """
 
     code = "POOL_EXHAUSTED"
 
 
 class BlockError(KvelasticError, ValueError):
-    """A block id was used in a way that its state does not allow; the pool is unchanged."""
+    """A block id was used in a way that its state does not allow. The pool is unchanged."""
 
     code = "BLOCK"
 
 
 class DoubleFreeError(BlockError):
-    """A block was freed that is free already, or twice in one call."""
+    """A block was freed that is already free, or that is listed twice in one call."""
 
     code = "DOUBLE_FREE"
 
 
 class UnknownBlockError(BlockError):
-    """A block id lies outside the pool, or between two pages where no block lives."""
+    """A block id is outside the pool, or in the gap between two pages."""
 
     code = "UNKNOWN_BLOCK"
 
 
 class NullBlockError(BlockError):
-    """Block id 0 is the null block: always there, never handed out, never freed."""
+    """Block id 0 is the null block: it always exists and is never allocated or freed."""
 
     code = "NULL_BLOCK"
 
 
 class LimitError(KvelasticError, ValueError):
-    """A limit that is out of range: negative, or below the pages that must stay mapped."""
+    """A limit is out of range: negative, or below the pages that must stay mapped."""
 
     code = "LIMIT"
 
 
 class GuaranteeError(LimitError):
-    """Guarantees and reserves would be more than the device has; the message says who has them."""
+    """Guarantees and reserves exceed the device's memory; the message names their holders."""
 
     code = "GUARANTEE"
 
 
 class ReserveError(LimitError):
-    """Others did not give in time what is to be reserved; the message says who holds what."""
+    """Other instances did not release memory for a reserve in time; the message names them."""
 
     code = "RESERVE"
 
 
 class DriverError(KvelasticError, RuntimeError):
-    """The operating system or the GPU's driver refused a call; all steps of it are undone."""
+    """The operating system or the GPU driver refused a call; its steps have been undone."""
 
     code = "DRIVER"
 
 
 class DeviceUnavailableError(DriverError):
-    """There is no such device, no driver for it, or one that is too old."""
+    """The device does not exist, or its driver is missing or too old."""
 
     code = "DEVICE_UNAVAILABLE"
 
 
 class StreamsUnknownError(DriverError):
-    """A GPU's pages may be in use, and its driver was not told by the kernels of which streams."""
+    """A GPU's pages may be in use, and the streams of the kernels that use them are not known."""
 
     code = "STREAMS_UNKNOWN"
 
 
 class OutOfMemoryError(DriverError, MemoryError):
-    """The device has no memory left for a page, or no address space for a range."""
+    """The device has no memory for a page, or the process has no addresses for a range."""
 
     code = "OUT_OF_MEMORY"
 
 
 class LimitReachedError(OutOfMemoryError):
-    """An instance that cannot wait needs more than its limit; it is as it was before the call."""
+    """An instance that cannot wait needs more than its limit. It is unchanged."""
 
     code = "LIMIT_REACHED"
 
 
 class MappingError(DriverError):
-    """A page could not be mapped or unmapped, or is mapped already, or is not."""
+    """A page could not be mapped or unmapped, or is already in the requested state."""
 
     code = "MAPPING"
 
 
 class PoolFailedError(DriverError):
-    """A rollback failed too, so the pool refuses all further work; make a new one."""
+    """A rollback failed, so the pool refuses further work. Create a new pool."""
 
     code = "POOL_FAILED"
 
 
 class NvmlError(DriverError):
-    """NVML, NVIDIA's management library, refused a question."""
+    """NVML, NVIDIA's management library, refused a query."""
 
     code = "NVML"
 
     def __init__(self, message: str, status: int = 999) -> None:
         super().__init__(message)
         self.status = status
-        """NVML's own number; 999 means unknown. See `kvelastic.nvml.Status`."""
+        """NVML's error number; 999 means unknown. See `kvelastic.nvml.Status`."""
 
 
 class SegmentError(KvelasticError, OSError):
-    """An instance's shared-memory segment could not be made, read or written."""
+    """An instance's shared-memory segment could not be created, read or written."""
 
     code = "SEGMENT"
 
 
 class SegmentNotFoundError(SegmentError, FileNotFoundError):
-    """No segment has this name: the instance never started, or has ended."""
+    """No segment has this name: the instance never started or has ended."""
 
     code = "SEGMENT_NOT_FOUND"
 
@@ -235,185 +235,185 @@ class SegmentNotFoundError(SegmentError, FileNotFoundError):
             self.errno, self.strerror, self.filename = errno.ENOENT, message, filename
 
     def __str__(self) -> str:
-        return str(self.args[0])  # not the form that OSError has for a filename
+        return str(self.args[0])  # not OSError's format with a filename
 
 
 class SegmentExistsError(SegmentError, FileExistsError):
-    """A live instance has this name already; choose another `KVELASTIC_IPC_NAME`."""
+    """A live instance already has this name; choose another `KVELASTIC_IPC_NAME`."""
 
     code = "SEGMENT_EXISTS"
 
 
 class SegmentFormatError(SegmentError):
-    """The bytes are no segment of kvelastic, or of a version that this build cannot read."""
+    """The data is not a kvelastic segment, or has a version that this build cannot read."""
 
     code = "SEGMENT_FORMAT"
 
 
 class SegmentBusyError(SegmentError):
-    """The segment belongs to a live process, and the call would take it from under it."""
+    """The segment is in use by a live process, or its lock is held."""
 
     code = "SEGMENT_BUSY"
 
 
 class SegmentDeadError(SegmentError):
-    """The segment's process is gone, so nobody will answer a request; it can be removed."""
+    """The segment's process is gone and cannot handle requests. The segment can be removed."""
 
     code = "SEGMENT_DEAD"
 
 
 class LedgerError(KvelasticError, OSError):
-    """The record that the instances of a device share cannot be used."""
+    """The ledger of a device cannot be used."""
 
     code = "LEDGER"
 
 
 class LedgerForeignError(LedgerError):
-    """It belongs to another user, whose instances share the device."""
+    """The ledger belongs to another user, whose instances share the device."""
 
     code = "LEDGER_FOREIGN"
 
 
 class ChannelError(KvelasticError, RuntimeError):
-    """What joins two processes (a ring, a connection) broke its rules or lost its other end."""
+    """A ring or a connection between processes violated its protocol or lost its other end."""
 
     code = "CHANNEL"
 
 
 class ChannelTimeoutError(ChannelError, TimeoutError):
-    """The other end did not answer in time; a worker: within `KVELASTIC_IPC_TIMEOUT`."""
+    """The other end did not reply in time; for a worker, within `KVELASTIC_IPC_TIMEOUT`."""
 
     code = "CHANNEL_TIMEOUT"
 
 
 class ChannelClosedError(ChannelError):
-    """The other end has closed the ring or the connection, or has died."""
+    """The other end closed the ring or the connection, or died."""
 
     code = "CHANNEL_CLOSED"
 
 
 class MessageError(ChannelError):
-    """A message that is larger than allowed, or none of those that the protocol has."""
+    """A message is too large, or is not part of the protocol."""
 
     code = "MESSAGE"
 
 
 class MessageVersionError(MessageError):
-    """The two ends of a connection are of different versions, or of different protocols."""
+    """The two ends of a connection use different versions or different protocols."""
 
     code = "MESSAGE_VERSION"
 
 
 class AccessDeniedError(ChannelError, PermissionError):
-    """A peer is another user's process, comes from another network, or has another secret."""
+    """A peer belongs to another user, connects from another network, or has another secret."""
 
     code = "ACCESS_DENIED"
 
 
 class SecretError(AccessDeniedError):
-    """The file with the secret is missing, open to others, or has none that is good enough."""
+    """The secret file is missing, accessible to other users, or has no usable secret."""
 
     code = "SECRET"
 
 
 class TransferError(KvelasticError, RuntimeError):
-    """Bytes were not copied between processes; what the target holds there is undefined."""
+    """A copy between processes failed; the content of the target is undefined."""
 
     code = "TRANSFER"
 
 
 class NotRegisteredError(TransferError, ValueError):
-    """A peer named memory that is not registered, or not as a whole."""
+    """A peer named memory that is not completely registered."""
 
     code = "NOT_REGISTERED"
 
 
 class LeaseLostError(TransferError):
-    """The memory's owner could not say that it was its own all the time; copy again."""
+    """The memory may have changed its owner during the copy; copy again."""
 
     code = "LEASE_LOST"
 
 
 class LinkExistsError(TransferError):
-    """The two nodes have a link already."""
+    """The two nodes are already linked."""
 
     code = "LINK_EXISTS"
 
 
 class LinkLimitError(TransferError):
-    """One of the two nodes has as many links as it may have."""
+    """One of the two nodes has its maximum number of links."""
 
     code = "LINK_LIMIT"
 
 
 class NodeIdTakenError(TransferError):
-    """Both nodes have the same id, or a node that is linked has the id of the new one."""
+    """Both nodes have the same id, or a linked node has the id of the new one."""
 
     code = "NODE_ID_TAKEN"
 
 
 class TransferBusyError(TransferError):
-    """Too many copies are under way at once; try again."""
+    """Too many copies are in progress; try again."""
 
     code = "TRANSFER_BUSY"
 
 
 class DataDistError(KvelasticError, RuntimeError):
-    """A call of LLM-DataDist's interface failed: `kvelastic.datadist.LLMException`."""
+    """A call of the LLM-DataDist interface failed: `kvelastic.datadist.LLMException`."""
 
     code = "DATADIST"
 
 
 class EngineError(KvelasticError, RuntimeError):
-    """The serving engine did something that its integration does not expect."""
+    """The serving engine behaved in a way that its integration does not expect."""
 
     code = "ENGINE"
 
 
 class UnsupportedEngineError(EngineError):
-    """The engine's version or one of its settings does not fit this integration."""
+    """The integration does not support the engine's version or one of its settings."""
 
     code = "UNSUPPORTED_ENGINE"
 
 
 class ControllerError(KvelasticError, RuntimeError):
-    """The HTTP front over the instances cannot do what was asked."""
+    """The HTTP controller cannot do what was requested."""
 
     code = "CONTROLLER"
 
 
 class ControllerConfigError(ControllerError, ValueError):
-    """The controller's configuration file is wrong; the message names every key at fault."""
+    """The controller's configuration file is invalid; the message lists every invalid key."""
 
     code = "CONTROLLER_CONFIG"
 
 
 class EngineCallError(ControllerError):
-    """An engine did not do what the controller asked of it over HTTP (sleep, wake, health)."""
+    """An engine failed an HTTP call of the controller (sleep, wake, health)."""
 
     code = "ENGINE_CALL"
 
 
 class PortTakenError(ControllerError):
-    """The port of an engine that is to be launched has another listener; the message names it."""
+    """Another process listens on the port of an engine to launch; the message names it."""
 
     code = "PORT_TAKEN"
 
 
 class ClusterError(KvelasticError, RuntimeError):
-    """A deployment of Ray Serve cannot do what was asked."""
+    """A Ray Serve deployment cannot do what was requested."""
 
     code = "CLUSTER"
 
 
 class ClusterConfigError(ClusterError, ValueError):
-    """The configuration of a Serve application is wrong; the message names every key at fault."""
+    """The configuration of a Serve application is invalid; the message lists every invalid key."""
 
     code = "CLUSTER_CONFIG"
 
 
 class ReplicaLostError(ClusterError):
-    """A replica, or its host, ended or went out of reach while it had a request."""
+    """A replica or its host ended or became unreachable during a request."""
 
     code = "REPLICA_LOST"
 
@@ -425,19 +425,20 @@ class TerminalError(KvelasticError):
 
 
 class IntegrityError(KvelasticError, RuntimeError):
-    """`check_integrity()` found a broken invariant: a bug in kvelastic, please report it."""
+    """`check_integrity()` found a broken invariant: a bug in kvelastic. Please report it."""
 
     code = "INTEGRITY"
 
 
 @lru_cache(maxsize=1)
 def errors_by_code() -> dict[str, type[KvelasticError]]:
-    """Every class of the tree by its code; do not change the answer, it is shared."""
+    """Return every exception class by its code. The dict is shared; do not modify it."""
     table: dict[str, type[KvelasticError]] = {}
     waiting: list[type[KvelasticError]] = [KvelasticError]
     while waiting:
         cls = waiting.pop()
-        # A subclass defined elsewhere (a test, an application) keeps its parent's code and place.
+        # A subclass defined in another module (a test, an application) does not replace its
+        # parent's entry.
         table.setdefault(cls.code, cls)
         if cls.__module__ == __name__:
             waiting.extend(sub for sub in cls.__subclasses__() if sub.__module__ == __name__)
@@ -445,22 +446,22 @@ def errors_by_code() -> dict[str, type[KvelasticError]]:
 
 
 def native_error(code: str, message: str) -> KvelasticError:
-    """Build the error that the native code means by `code`; called by the C++ binding.
+    """Create the exception for a code of native code; called by the C++ binding.
 
-    Raises nothing: a code that this version does not know becomes a plain `KvelasticError`
-    whose `code` is the one given, so that no failure is lost for want of a class.
+    Never raises. An unknown code becomes a plain `KvelasticError` with this `code`, so that no
+    failure is lost.
     """
     cls = errors_by_code().get(code)
     if cls is not None:
         return cls(message)
     error = KvelasticError(message)
-    # On the instance only: the class keeps its own code. Pickle and copy carry it in __dict__.
+    # Set on the instance only, because the class keeps its own code. Pickle and copy keep __dict__.
     error.__dict__["code"] = code
     return error
 
 
 def is_out_of_descriptors(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that no file descriptor was left."""
+    """Return whether an error or one of its causes means that no file descriptor was left."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
             return True

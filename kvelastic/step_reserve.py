@@ -1,12 +1,12 @@
-"""What an engine of one process reserves of a GPU besides its KV cache, as its steps show it.
+"""Reserves the GPU memory that a single-process engine uses besides its KV cache.
 
     reserve = StepReserve(pool.reserve, device.capacity_bytes)
     reserve.begin(held_bytes)       # weights, and room for a first step
-    reserve.follow(held_bytes)      # after each step: what the process holds by then
+    reserve.follow(held_bytes)      # after each step: the bytes that the process holds by then
 
-A step's activations come and go. A neighbour's cache may take what they leave between two steps,
-and the next step would meet a full device; so room for the largest step stays reserved. Imports no
-torch.
+Activations are freed between steps. Without a reserve, another instance's cache could take that
+memory, and the next step would run out of memory. So room for the largest step stays reserved. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -23,38 +23,41 @@ _log = logging.getLogger("kvelastic")
 _MOST_FOR_A_STEP_BYTES: Final = 2 << 30
 _PART_FOR_A_STEP: Final = 32
 _PART_AHEAD: Final = 4
-"""Of a first step's room, so much is kept free above the largest step that was seen."""
+"""1/4 of the first step's room is kept free above the largest step seen."""
 
 
 def first_step_bytes(total_bytes: int) -> int:
-    """Activations and libraries' buffers of a step that nobody has measured: 1/32 of the GPU, 2 GiB
-    at most."""
+    """Return the room for activations and library buffers of a first step: 1/32 of the GPU.
+
+    At most 2 GiB. Used until a step has been measured.
+    """
     return min(_MOST_FOR_A_STEP_BYTES, total_bytes // _PART_FOR_A_STEP)
 
 
 class StepReserve:
-    """See the module. One thread."""
+    """Keeps the reserve of a process as large as its largest step. Use it from one thread."""
 
     def __init__(self, reserve: Callable[[int], None], total_bytes: int) -> None:
-        """`reserve` is `ElasticPool.reserve`."""
+        """Use `reserve`, which is `ElasticPool.reserve`, on a GPU of `total_bytes` bytes."""
         self._reserve = reserve
         self._step_bytes = first_step_bytes(total_bytes)
         self._tried_bytes = 0
 
     def begin(self, held_bytes: int) -> int:
-        """Reserve what is held now and room for a first step; returns that sum.
+        """Reserve the memory held now plus room for a first step; return the sum in bytes.
 
-        Blocks while others give, five seconds at most. Raises as `ElasticPool.reserve`.
+        Blocks for at most five seconds while other instances release memory. Raises the same errors
+        as `ElasticPool.reserve`.
         """
         self._tried_bytes = held_bytes + self._step_bytes
         self._reserve(self._tried_bytes)
         return self._tried_bytes
 
     def follow(self, held_bytes: int) -> None:
-        """Raise the reserve where a step has held more than there is room for; it never falls.
+        """Raise the reserve if a step has held more memory. The reserve never decreases.
 
-        Blocks as `begin` where it rises. Where others do not give, the log says so and the reserve
-        stays: the memory is taken already.
+        Blocks like `begin` if it rises. If other instances do not release enough, this logs a
+        warning and keeps the reserve, because the step has already taken the memory.
         """
         if held_bytes <= self._tried_bytes:
             return
