@@ -1,11 +1,11 @@
-"""Every environment variable of kvelastic, in one table.
+"""kvelastic's environment variables, in one table.
 
-    config = load()                  # reads os.environ; raises ConfigError for a bad value
+    config = load()                  # reads os.environ; raises ConfigError for an invalid value
     configure_logging(config)
     if config.enabled: ...
 
-`VARIABLES` is the only place that knows a name, a default or what is accepted: `load` reads by it
-and `markdown_table` prints the reference from it. An empty value counts as unset.
+`VARIABLES` defines all names, defaults and accepted values. `load` and `markdown_table` use it. An
+empty value counts as unset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markd
 
 
 HOST_PAGE_SIZE_MB: Final = 2
-"""A huge page of the host."""
+"""Size of a huge page of the host."""
 
 
 class Percent(NamedTuple):
@@ -38,14 +38,14 @@ class Percent(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """What the variables said; immutable, so one load is the truth for the life of an instance."""
+    """The values of the variables. Immutable; an instance loads them once."""
 
     enabled: bool = False
     autopatch: bool = False
     ipc_name: str | None = None
     gpu_utilization: float = 0.95
     page_size_mb: int | None = None
-    """None: 2 on the host, and what the driver's prices say on a GPU (`page_size`)."""
+    """None: 2 on the host; on a GPU, chosen by the driver's costs (`page_size`)."""
     log_level: str = "INFO"
     page_prealloc_enabled: bool = True
     min_reserved_pages: int = 5
@@ -54,89 +54,91 @@ class Config:
     sanity_check: bool = False
     log_color: bool = True
     max_cached_tokens: int = -1
-    """-1 is no bound, 0 keeps nothing cached."""
+    """-1: no bound. 0: caches nothing."""
     cache_idle_s: float | None = 600.0
-    """None is never."""
+    """None: never."""
     ipc_timeout_s: float | None = 60.0
-    """None is no deadline."""
+    """None: no deadline."""
     host_memory: int | None = None
-    """Bytes, as set; `host_memory_bytes` has the default too."""
+    """Bytes, if set; `host_memory_bytes` includes the default."""
     limit: int | Percent | None = None
-    """Bytes, or a part of the device; `limit_bytes` resolves it."""
+    """Bytes, or a percentage of the device; `limit_bytes` resolves it."""
     minimum: int = 0
-    """Bytes that nobody may take from the instance."""
+    """Guarantee in bytes."""
     reserve: int | None = None
-    """Bytes of the device besides KV cache; None: what the engine's integration measures."""
+    """Bytes of the device besides KV cache; None: the engine's integration measures them."""
     priority: int = 0
-    """Higher keeps its memory longer."""
+    """An instance with a higher priority keeps its memory longer."""
     ledger: str = "default"
     """The group of instances that share a device's capacity."""
     reclaim_wait_s: float = 0.05
-    """How long an alloc waits for memory of others."""
+    """Seconds that an alloc waits for memory of other instances."""
     limit_wait_s: float | None = 0.25
-    """How long requests keep a pool over its limit before some are preempted; None is for ever."""
+    """Seconds for which requests may keep a pool over its limit before preemption; None: for ever.
+"""
     device: str = "auto"
     """`auto`, `host`, `cuda` or `cuda:N`."""
     idle_trim_s: float | None = 5.0
-    """None is never."""
+    """None: never."""
     guard_pages: bool = False
     strict: bool = True
     flexkv_alias: bool = False
     llm_datadist_alias: bool = False
     link_secret: str | None = None
-    """A file; None: links stay on this host."""
+    """Path of the secret file; None: links on this host only."""
     link_allow: tuple[str, ...] = ()
-    """Networks of which hosts may link."""
+    """Networks whose hosts may link."""
     link_data_ports: tuple[int, int] | None = None
-    """The first and the last that data may come at over TCP; None: the system chooses."""
+    """First and last port for data over TCP; None: any."""
     tiers: tuple[TierSpec, ...] = ()
-    """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
+    """Tiers for demoted blocks, nearest first; empty: evicted blocks are dropped."""
     tier_policy: str = "write_back"
     tier_copies: str = "all"
     tier_staging: int = 64 * MIB_BYTES
-    """Bytes between blocks and stores."""
+    """Bytes of staging memory between blocks and stores."""
     tier_watermark: float = 10.0
-    """Percent of the blocks."""
+    """Percentage of the blocks."""
     tier_idle_s: float | None = 5.0
-    """None is never."""
+    """None: never."""
     tier_reclaim_s: float = 0.02
     tier_limit_s: float = 2.0
     tier_sleep_s: float = 30.0
     tier_exit_s: float = 5.0
     tier_write_rate: int | None = None
-    """Bytes a second that are written ahead of need; None is no bound."""
+    """Bytes per second written ahead of need; None: no bound."""
     tier_daily_write: int | None = None
-    """Bytes that a disk tier takes in a day; None is no bound."""
+    """Bytes that a disk tier writes per day; None: no bound."""
     tier_compare: bool = True
-    """Whether a tier that is slower than computing is left out."""
+    """Whether a tier that is slower than computing is bypassed."""
 
     @property
     def page_size_bytes(self) -> int:
-        """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default (`page_size.of` knows GPUs')."""
+        """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default (GPUs:
+        `places.page_size_bytes`)."""
         return (self.page_size_mb or HOST_PAGE_SIZE_MB) * MIB_BYTES
 
     @property
     def host_memory_bytes(self) -> int:
-        """Bytes that count as the host device's capacity; reads the machine if not set."""
+        """Capacity of the host device in bytes; queries the machine if not set."""
         if self.host_memory is not None:
             return self.host_memory
         return default_host_capacity_bytes(machine_memory_bytes())
 
     def limit_bytes(self, capacity_bytes: int) -> int | None:
-        """The limit on a device of `capacity_bytes`; None where none was set."""
+        """Return the limit in bytes for a device of `capacity_bytes`; None if none is set."""
         if isinstance(self.limit, Percent):
             return int(capacity_bytes * self.limit.value / 100)
         return self.limit
 
 
 class Variable(NamedTuple):
-    """One environment variable; `parse` raises ValueError for what `accepts` does not describe."""
+    """One environment variable. `parse` raises ValueError for values outside `accepts`."""
 
     name: str
     legacy: str | None
-    """kvcached's name, honoured where `name` is unset."""
+    """kvcached's name, used if `name` is unset."""
     field: str
-    """The field of `Config` that it sets; the default is that field's."""
+    """The field of `Config` that it sets, which has the default."""
     parse: Callable[[str], Any]
     default: str
     """The default as text: `parse(default)` gives the field's default, unless in (parentheses)."""
@@ -189,7 +191,7 @@ def _seconds_or_never(text: str) -> float | None:
 
 
 def _ipc_name(text: str) -> str:
-    # "." and ".." are directories to shm_open.
+    # shm_open treats "." and ".." as directories.
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) or text in (".", ".."):
         raise ValueError(text)
     return text
@@ -423,11 +425,11 @@ VARIABLES: Final[tuple[Variable, ...]] = (
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:
-    """Read `environ` into a `Config`; nothing else is read and nothing is changed.
+    """Read `environ` and return a `Config`. Has no other input and changes nothing.
 
-    Raises `ConfigError` naming the variable, its value and what it accepts. Warns through the
-    logger `kvelastic`, once a process for each cause: unknown `KVELASTIC_*` names with the nearest
-    known one, and (at INFO) `KVCACHED_*` names that were honoured.
+    Raises `ConfigError`, which names the variable, its value and the accepted values. Logs, once
+    per process and cause: a warning for unknown `KVELASTIC_*` names with the most similar known
+    name, and at INFO each `KVCACHED_*` name that is used.
     """
     values: dict[str, Any] = {}
     for variable in VARIABLES:
@@ -437,14 +439,14 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
     _settle_reserved_pages(values)
     if values.get("enabled"):
         values["autopatch"] = True
-    if environ.get("NO_COLOR"):  # https://no-color.org: any value but an empty one
+    if environ.get("NO_COLOR"):  # https://no-color.org: any non-empty value
         values["log_color"] = False
     _warn_of_unknown(environ)
     return Config(**values)
 
 
 def markdown_table() -> str:
-    """The reference table of all variables, for the documentation."""
+    """Return the reference table of the variables, for the documentation."""
     lines = [
         "| Variable | Default | Accepts | Description |",
         "|----------|---------|---------|-------------|",
@@ -458,7 +460,7 @@ def markdown_table() -> str:
 
 
 def _find(variable: Variable, environ: Mapping[str, str]) -> tuple[str, str | None]:
-    """The name that counts and its text; None where neither name is set."""
+    """Return the effective name of a variable and its text; the text is None if unset."""
     text = environ.get(variable.name, "").strip()
     if text or variable.legacy is None:
         return variable.name, text or None
@@ -485,7 +487,7 @@ def _parsed(variable: Variable, name: str, text: str) -> object:
 
 
 def _settle_reserved_pages(values: dict[str, Any]) -> None:
-    """A default gives way to what was set; two set values that contradict are refused."""
+    """Adjust an unset bound to the set one; raise `ConfigError` if two set bounds conflict."""
     least: int | None = values.get("min_reserved_pages")
     most: int | None = values.get("max_reserved_pages")
     if least is not None and most is not None and most < least:
@@ -505,7 +507,8 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
         if name.startswith("KVELASTIC_") and name not in known:
             from difflib import get_close_matches
 
-            # By what is left of the names, so that KVELASTIC_ENABLE is near ENABLE_KVELASTIC.
+            # Compare the names without their common parts, so that KVELASTIC_ENABLE is similar to
+            # ENABLE_KVELASTIC.
             stems = {_stem(other): other for other in sorted(known)}
             near = stems[get_close_matches(_stem(name), stems, n=1, cutoff=0.0)[0]]
             say_once(

@@ -1,14 +1,14 @@
 """The pool of an engine that schedules and computes in one process: transformers, SGLang.
 
-    device = device_for(settings, "SGLang", on_gpu=False)
+    device = device_for(settings, "SGLang", gpu=None)
     cache = open_engine_pool(settings, device, layout, block_tokens=32, wanted_blocks=4096,
                              engine="SGLang", model=name)
     ...                                  # the engine makes its tensors over `cache.pool.memory`
     cache.begin(settings, held_besides)  # once it has loaded and is about to serve
     cache.close()
 
-vLLM's scheduler and workers are processes of their own, over a ring: see `integration/vllm`.
-Imports neither torch nor an engine.
+vLLM's scheduler and workers are separate processes that use a ring: see `integration/vllm`. Imports
+neither torch nor an engine.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from kvelastic.step_reserve import StepReserve
 _log = logging.getLogger("kvelastic")
 
 _own_names: set[str] = set()
-"""Instances of this process: a second cache needs a name of its own where one is set."""
+"""Names of this process's instances. If a name is configured, later caches get a suffix."""
 
 
 @dataclass(frozen=True)
 class EnginePool:
-    """A cache's elastic memory, as long as the cache lives."""
+    """The elastic memory of a cache."""
 
     pool: ElasticPool
     layout: PageLayout
     device: Device
     capacity_blocks: int
-    """Blocks that there can be at most, the null block not counted."""
+    """Maximum number of blocks, without the null block."""
     blocks: SchedulerBlocks
-    """What the engine's scheduler takes and gives back."""
+    """The blocks that the engine's scheduler allocates and frees."""
     step_reserve: StepReserve | None = None
-    """Follows the engine's steps; None on the host, where the maintenance thread looks at the
-    machine's memory, and where the reserve is set or another cache of this process says it."""
+    """Adjusts the reserve to the engine's steps. None on the host, where the maintenance thread
+    monitors memory, and if the reserve is configured or belongs to another cache of this
+    process."""
 
     @property
     def pages(self) -> int:
-        """Pages that its range of addresses has."""
+        """Number of pages of its address range."""
         return self.pool.blocks.geometry.pages
 
     def begin(self, settings: Config, held_besides_bytes: int) -> None:
-        """Reserve what this process holds besides, map the null block, and answer requests.
+        """Reserve memory, map the null block and start handling requests.
 
-        `held_besides_bytes` is what it holds of the device besides KV cache, weights above all; on
-        a GPU room for a step comes on top. `KVELASTIC_RESERVE` comes before both. Raises
-        `GuaranteeError` and `ReserveError` if the device has no room for that.
+        `held_besides_bytes` is this process's device memory besides KV cache, mainly weights; on a
+        GPU, room for a step is added. `KVELASTIC_RESERVE` overrides both. Raises `GuaranteeError`
+        or `ReserveError` if the device has no room for the reserve.
         """
         reserve_bytes = settings.reserve
         if len(_own_names) > 1:
-            reserve_bytes = 0  # weights are the process's, and an earlier cache of it has said them
+            reserve_bytes = 0  # an earlier cache of this process has reserved its weights
         elif reserve_bytes is None:
             reserve_bytes = held_besides_bytes
         if self.step_reserve is not None:
@@ -82,7 +83,7 @@ class EnginePool:
         )
 
     def close(self) -> None:
-        """Give everything back; blocks in use stay as long as a tensor shows them. Repeatable."""
+        """Release everything, except blocks in use by a tensor. Idempotent."""
         _own_names.discard(self.pool.name)
         self.pool.close()
 
@@ -100,12 +101,12 @@ def open_engine_pool(
     movable: bool = False,
     has_tiers: bool = False,
 ) -> EnginePool:
-    """Make the pool; it maps nothing yet.
+    """Create the pool. Maps no page.
 
-    `wanted_blocks` is what the engine was configured with, without the null block; None: as many
-    as the device has room for. There are `least_blocks` in any case. `engine` is its name for
-    people; `movable` as for `open_pool`, which says what is raised. Unless it `has_tiers`, the log
-    says once that KVELASTIC_TIERS does nothing.
+    `wanted_blocks` is the engine's configured number of blocks, without the null block. None: as
+    many as the device has room for. There are at least `least_blocks`. `engine` is its name for
+    people. `open_pool` documents `movable` and the exceptions. Without `has_tiers`, a set
+    KVELASTIC_TIERS is reported once in the log as having no effect.
     """
     if settings.tiers and not has_tiers:
         say_once(
@@ -162,9 +163,10 @@ def open_engine_pool(
 
 
 def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str = "") -> Device:
-    """Where the engine's model is: the host, or the GPU of that number in this process.
+    """Return the device of the engine's model: the host, or this process's GPU number `gpu`.
 
-    Raises `ConfigError` if KVELASTIC_DEVICE says something else, and what `device.resolve` raises.
+    Raises `ConfigError` if KVELASTIC_DEVICE names another kind of device, and the errors of
+    `device.resolve`.
     """
     on_gpu = gpu is not None
     if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
@@ -186,7 +188,7 @@ def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str
 
 
 def _name(settings: Config) -> str | None:
-    """The name that is set, with a number for the second cache of this process; None: made up."""
+    """Return the configured name, with a suffix for later caches; None for an automatic name."""
     if settings.ipc_name is None or settings.ipc_name not in _own_names:
         return settings.ipc_name
     numbered = (f"{settings.ipc_name}_{number}" for number in count(2))

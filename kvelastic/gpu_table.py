@@ -1,6 +1,6 @@
-"""Which GPUs have run kvelastic: plain data that the log, `kvctl doctor` and docs/gpu.md show.
+"""GPUs that have run kvelastic; shown by the log, `kvctl doctor` and docs/gpu.md.
 
-A row is added by who has seen it, with what `scripts/test` and a served load said there.
+Add a row for a GPU on which `scripts/test` and a served load have run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Final, Literal, NamedTuple
 
 
 class Row(NamedTuple):
-    """One GPU with one driver and one way to compute attention."""
+    """One GPU with one driver and one attention implementation."""
 
     gpu: str
-    """As its driver calls it."""
+    """The driver's name of the GPU."""
     driver: str
     attention: str
     how: Literal["seen", "simulated"]
@@ -28,16 +28,16 @@ ROWS: Final = (
 
 
 NOT_RUN: Final = "FlashAttention, tensor parallel, SGLang"
-"""What no GPU has run on kvelastic yet."""
+"""Features that have not run on any GPU yet."""
 
 
 def has_run(gpu: str, rows: Sequence[Row] = ROWS) -> bool:
-    """Whether a GPU of that name is in the table as seen."""
+    """Return whether a GPU of that name has run kvelastic."""
     return any(_is_seen(row, gpu) for row in rows)
 
 
 def experience(gpu: str, rows: Sequence[Row] = ROWS) -> str:
-    """What a GPU of that name has run, and what none has, as sentences of a log."""
+    """Describe for the log what a GPU of that name has run, and what no GPU has run."""
     seen = [f"{row.attention} (driver {row.driver})" for row in rows if _is_seen(row, gpu)]
     if not seen:
         return "No GPU of this model is in the table of docs/gpu.md yet: please report how it went."
@@ -52,7 +52,7 @@ def _is_seen(row: Row, gpu: str) -> bool:
 
 
 def markdown() -> str:
-    """The table for docs/gpu.md."""
+    """Return the table for docs/gpu.md."""
     lines = ["| GPU | driver | attention | |", "|---|---|---|---|"]
     lines += [f"| {row.gpu} | {row.driver} | {row.attention} | {row.how} |" for row in ROWS]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How much of this machine's memory there is, and how much of it is for KV caches by default."""
+"""Size of this machine's memory, and the default share for KV caches."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 
 def default_host_capacity_bytes(machine_bytes: int) -> int:
-    """What of the machine's memory is for KV caches where nobody has said.
+    """Return the default share of host memory for KV caches: four fifths.
 
-    Four fifths. The rest is for everything else: an engine's Python and libraries take 0.5 to 1.5
-    GiB, weights lie beside the cache, and the kernel needs page cache to read them. How much that
-    is nobody knows beforehand, so this is for planning only: what instances may take of each other.
-    A page that the machine or a cgroup has no room for is refused when it is created.
+    The rest is for other uses: an engine's Python and libraries take 0.5 to 1.5 GiB, weights are
+    outside the cache, and the kernel needs page cache to read them. These sizes are not known in
+    advance, so the capacity only bounds what instances grant each other. If the machine or a cgroup
+    has no room for a page, creating the page fails.
     """
     return machine_bytes * 4 // 5
 
 
 def machine_memory_bytes(root: Path = Path("/")) -> int:
-    """Physical memory in bytes, or the tightest cgroup memory limit that this process is under.
+    """Return physical memory in bytes, or the tightest cgroup memory limit of this process.
 
-    `root` is where `proc` and `sys` are found. What cannot be read sets no limit.
+    `root` is the folder that contains `proc` and `sys`. Unreadable files set no limit.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -32,8 +32,8 @@ def machine_memory_bytes(root: Path = Path("/")) -> int:
             top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # A limit anywhere above counts too. In a container the path may be the host's and not be
-        # there; its top still is.
+        # Limits of parent groups apply too. In a container, the path may be the host's and not
+        # exist; the top folder still does.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
             text = _read(top.joinpath(*parts[:depth]) / name).strip()

@@ -1,8 +1,8 @@
-"""The arithmetic between block ids, pages and buffer addresses; there is no memory in it.
+"""Arithmetic between block ids, pages and buffer addresses. Allocates no memory.
 
-Words: a *buffer* is what one layer's K, or V, or fused cache looks like to a kernel; n is their
-number. A *block* has `block_bytes` (b) in each buffer. A *page* is what a driver maps at once: one
-*extent* of `extent_bytes` (E) in the paged layout, n of them in the per-buffer layout. B is
+Terms: a *buffer* is a kernel's view of one layer's K, V or fused cache; n is the number of buffers.
+A *block* has `block_bytes` (b) in each buffer. A *page* is the unit that a driver maps: one
+*extent* of `extent_bytes` (E) in the paged layout, n extents in the per-buffer layout. B is
 `blocks_per_page`.
 
 Paged layout (the default), here n = 3, B = 2 and E = 8 b, so that two slots of a page are padding::
@@ -12,9 +12,9 @@ Paged layout (the default), here n = 3, B = 2 and E = 8 b, so that two slots of 
     holds block id         0    1    0    1    0    1    -    -  |  8    9    8    9  ...
 
     address(id, i) = base + (i*B + id) * b       so buffer i is one dense tensor that starts at
-                                                 slot i*B, and ids 2..7 are never handed out
+                                                 slot i*B, and ids 2..7 are never allocated
 
-When b does not divide E, page p begins inside a slot, and its first id is the next whole one::
+If b does not divide E, page p starts inside a slot. Its first id is that of the next whole slot::
 
     p*E            first_id(p)*b                                                   (p+1)*E
      |<- < b: skipped ->|[ buffer 0: B blocks ] ... [ buffer n-1: B blocks ]| rest |
@@ -22,9 +22,9 @@ When b does not divide E, page p begins inside a slot, and its first id is the n
     first_id(p) = ceil(p*E / b)      skipped <= b - gcd(E, b)      so B is the largest integer with
                                                        (b - gcd(E, b)) + n*B*b <= E
 
-The per-buffer layout gives every buffer pages of its own: page p is n extents, extent i at
-`i * extent_stride + p*E`, and address(id, i) = base + i * extent_stride + id*b; everything above
-holds with n = 1 in each of the n parts of the range.
+In the per-buffer layout, each buffer has separate extents. Page p is n extents; extent i is at
+`i * extent_stride + p*E`, and address(id, i) = base + i * extent_stride + id*b. In each of the n
+parts of the range, the formulas above apply with n = 1.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from kvelastic.errors import LayoutError
 from kvelastic.sizes import GRANULARITY_BYTES
 
 MAX_PAGE_BYTES: Final = 1 << 30
-"""The largest extent that `PageLayout.solve` chooses: beyond it a pool is no longer elastic."""
+"""Upper bound of the extents that `PageLayout.solve` chooses. Larger ones would not be elastic."""
 
 TARGET_BLOCKS: Final = 8
-"""A page has room for about this many blocks, so that attention reads neighbours close together."""
+"""Blocks per page to aim for, so that attention reads neighbouring blocks from nearby memory."""
 
 PADDING_ACCEPTED: Final = 0.01
-"""A page that wastes less than this is good enough to stop looking for a better size."""
+"""`PageLayout.solve` stops at the first size that wastes a smaller fraction than this."""
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where each block lives. Immutable, and every method is pure and thread-safe.
+    """Maps block ids to addresses. Immutable; every method is pure and thread-safe.
 
         layout = PageLayout.solve(24 << 10, 30)      # 12 MiB pages of 17 blocks
         layout.offset_bytes(layout.first_id(3), buffer=29, pages=100)
 
     `pages` is the number of pages of the range. Ids, pages and buffers count from 0; block id 0 is
-    the null block. Methods do not check that an id lies within the range: `is_valid` does.
+    the null block. Only `is_valid` checks that an id is within the range.
     """
 
     block_bytes: int
@@ -87,13 +87,13 @@ class PageLayout:
     ) -> PageLayout:
         """Choose the extent size for blocks of `block_bytes` in `buffers` buffers.
 
-        The target is `page_size_bytes` or room for `TARGET_BLOCKS` blocks, whichever is more, in
-        whole granules. Of the sizes from there to twice it the smallest that wastes less than
-        `PADDING_ACCEPTED` is taken, else the least wasteful. Where neighbours need not lie close
-        together, `fewest_blocks` of them are enough, and smaller pages are tried first. With
-        `per_buffer` it is the smallest extent of `page_size_bytes` or more that holds a block.
-        Raises `LayoutError` if a value is not positive, or if not even one block fits into
-        `MAX_PAGE_BYTES`.
+        The target is the larger of `page_size_bytes` and the size of `TARGET_BLOCKS` blocks,
+        rounded up to granules. Among sizes up to twice the target, this takes the smallest that
+        wastes less than `PADDING_ACCEPTED`, else the least wasteful. If neighbours need not be
+        close together, pass a smaller `fewest_blocks`; then smaller pages are tried first. With
+        `per_buffer`, it takes the smallest extent of at least `page_size_bytes` that holds a block.
+
+        Raises `LayoutError` if a value is not positive, or if no block fits into `MAX_PAGE_BYTES`.
         """
         positive("block_bytes", block_bytes)
         positive("buffers", buffers)
@@ -112,8 +112,8 @@ class PageLayout:
                 )
         share = 1 if per_buffer else buffers
 
-        # Pages of its own for each buffer: neighbours are close anyway, and a page costs one
-        # mapping a buffer, so the smallest is best.
+        # With per_buffer, neighbours are close anyway, and a page costs one mapping per buffer. So
+        # the smallest size is best.
         def room_for(blocks: int) -> int:
             wanted = max(page_size_bytes, (1 if per_buffer else blocks) * share * block_bytes)
             return min(_round_up(wanted, granularity_bytes), largest)
@@ -141,35 +141,35 @@ class PageLayout:
 
     @property
     def buffers_per_extent(self) -> int:
-        """How many buffers of a block lie side by side in one extent of a page."""
+        """Number of buffers of a block in one extent of a page."""
         return 1 if self.per_buffer else self.buffers
 
     @property
     def extents_per_page(self) -> int:
-        """Driver mappings a page consists of."""
+        """Number of driver mappings per page."""
         return self.buffers if self.per_buffer else 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of memory that one page costs."""
+        """Bytes of memory of one page."""
         return self.extent_bytes * self.extents_per_page
 
     @property
     def padding_fraction(self) -> float:
-        """The part of a page that no block can use, 0 <= f < 1."""
+        """Fraction of a page that no block can use, 0 <= f < 1."""
         used = self.buffers_per_extent * self.blocks_per_page * self.block_bytes
         return 1 - used / self.extent_bytes
 
     def range_bytes(self, pages: int) -> int:
-        """Bytes of addresses for `pages` pages."""
+        """Return the bytes of addresses for `pages` pages."""
         return pages * self.page_bytes
 
     def extent_stride_bytes(self, pages: int) -> int:
-        """Bytes from one extent of a page to its next one (the whole range if there is one)."""
+        """Return the bytes from one extent of a page to the next; the whole range if it has one."""
         return pages * self.extent_bytes
 
     def extents(self, page: int, pages: int) -> list[tuple[int, int]]:
-        """`(offset, bytes)` of each extent of `page`, in the order of the buffers."""
+        """Return `(offset, bytes)` of each extent of `page`, in the order of the buffers."""
         stride = self.extent_stride_bytes(pages)
         first = page * self.extent_bytes
         return [(i * stride + first, self.extent_bytes) for i in range(self.extents_per_page)]
@@ -177,20 +177,21 @@ class PageLayout:
     # Block ids
 
     def first_id(self, page: int) -> int:
-        """The lowest block id of `page`."""
+        """Return the lowest block id of `page`."""
         return -(-page * self.extent_bytes // self.block_bytes)
 
     def ids(self, page: int) -> range:
-        """All block ids of `page`; the ids up to the next page's are never handed out."""
+        """Return the block ids of `page`. Ids between these and the next page's are never
+        allocated."""
         first = self.first_id(page)
         return range(first, first + self.blocks_per_page)
 
     def page_of(self, block_id: int) -> int:
-        """The page that a valid id belongs to; without meaning for an invalid one."""
+        """Return the page of a valid id. For an invalid id, the result has no meaning."""
         return block_id * self.block_bytes // self.extent_bytes
 
     def is_valid(self, block_id: int, pages: int | None = None) -> bool:
-        """Whether a block has this id: in any page, or in the first `pages` ones."""
+        """Return whether a block has this id, in any page or in the first `pages` pages."""
         if block_id < 0:
             return False
         page = self.page_of(block_id)
@@ -199,14 +200,14 @@ class PageLayout:
         return block_id - self.first_id(page) < self.blocks_per_page
 
     def pages_for_blocks(self, blocks: int) -> int:
-        """How many pages have `blocks` blocks, the null block counted."""
+        """Return the number of pages for `blocks` blocks, including the null block."""
         return -(-blocks // self.blocks_per_page)
 
     def id_span(self, pages: int) -> int:
-        """How many ids a tensor of one buffer has: the highest valid id and one more.
+        """Return the number of ids of a buffer's tensor: the highest valid id plus one.
 
-        The range ends soon after the last block of the last buffer, so a longer tensor of that
-        buffer would leave the range::
+        The range ends soon after the last block of the last buffer. So a longer tensor of that
+        buffer would exceed the range::
 
             buffer 0     [ span ids                       ]
             buffer n-1             [ span ids                       ]
@@ -217,18 +218,18 @@ class PageLayout:
     # Addresses
 
     def buffer_stride_bytes(self, pages: int) -> int:
-        """Bytes from a block in one buffer to the same block in the next buffer."""
+        """Return the bytes from a block in one buffer to the same block in the next buffer."""
         if self.per_buffer:
             return self.extent_stride_bytes(pages)
         return self.blocks_per_page * self.block_bytes
 
     def offset_bytes(self, block_id: int, buffer: int, pages: int) -> int:
-        """Where a block begins in a buffer, from the base of the range."""
+        """Return the offset of a block in a buffer, from the base of the range."""
         return buffer * self.buffer_stride_bytes(pages) + block_id * self.block_bytes
 
 
 def _most_blocks(block_bytes: int, buffers: int, extent_bytes: int) -> int:
-    """B of the module's drawing; 0 or less where not one block fits."""
+    """Return B of the diagram above; 0 or less if no block fits."""
     skipped = block_bytes - gcd(extent_bytes, block_bytes)
     return (extent_bytes - skipped) // (buffers * block_bytes)
 

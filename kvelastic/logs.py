@@ -1,4 +1,4 @@
-"""The logger `kvelastic`: where its lines go, and messages that are said once a process."""
+"""The logger `kvelastic`: its handler, and messages that are logged once per process."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Final, Protocol, TextIO
 if TYPE_CHECKING:
     _Stream = logging.StreamHandler[TextIO]
 else:
-    _Stream = logging.StreamHandler  # which Python 3.10 cannot subscript
+    _Stream = logging.StreamHandler  # Python 3.10 cannot subscript it
 
 logger = logging.getLogger("kvelastic")
 
 
 class LogSettings(Protocol):
-    """What of the configuration is for the log; a `Config` is one."""
+    """The logging settings; `Config` has them."""
 
     @property
     def log_level(self) -> str:
-        """The least level that is written, as `logging` names it."""
+        """The lowest level that is logged, as a name of `logging`."""
 
     @property
     def log_color(self) -> bool:
-        """Whether a terminal gets colours."""
+        """Whether to use colours on a terminal."""
 
 
 _SAID: Final = "_KVELASTIC_SAID"
-"""In the environment, which child processes inherit: checksums of what was said."""
+"""Environment variable with checksums of logged messages; child processes inherit it."""
 
-# Messages that were said, and those that came before logging was set up.
+# Logged messages, and messages from before logging was configured.
 _said: set[str] = set()
 _held: list[tuple[int, str]] = []
 
 
 def say_once(level: int, message: str) -> None:
-    """Log `message` once in this process and those that it starts.
+    """Log `message` once in this process and its child processes.
 
-    Held until `configure_logging` if the level is off so far.
+    If the level is disabled, the message is held until `configure_logging`.
     """
     if message in _said:
         return
@@ -59,14 +59,14 @@ def _say(level: int, message: str) -> None:
 
 
 class _Handler(_Stream):
-    """Ours, so that a second `configure_logging` replaces it and never adds one."""
+    """kvelastic's handler, so that a second `configure_logging` replaces it."""
 
 
 def configure_logging(config: LogSettings, stream: TextIO | None = None) -> None:
-    """Let the logger `kvelastic` write to `stream` (stderr by default) as `config` says.
+    """Configure the logger `kvelastic` to write to `stream` (default: stderr).
 
-    Calling it again replaces the handler. Records stay out of the root logger's handlers, or an
-    engine that sets those up would print each line twice.
+    Calling it again replaces the handler. Records do not propagate to the root logger, because an
+    engine that configures it would log each line twice.
     """
     stream = sys.stderr if stream is None else stream
     prefix = f"[kvelastic {os.getpid()}]"

@@ -1,11 +1,11 @@
-"""The block manager of kvcached's interface: what a serving engine calls for every request.
+"""The block manager of kvcached's interface, which a serving engine calls for every request.
 
     manager = get_kv_cache_manager(num_blocks, block_size, cell_size, num_layers)
-    ids = manager.alloc(4)        # ids index the tensors of alloc_kv_cache; None: not that many now
+    ids = manager.alloc(4)        # ids index the tensors of alloc_kv_cache; None: not available
     manager.free(ids)
 
-Every call may be made from any thread. The hot ones are the native pool's own methods: a Python
-wrapper around them would cost more than they do.
+Thread-safe. The frequent calls are methods of the native pool, because a Python wrapper would cost
+more than the calls themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNITS: Final = {"bytes": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
 class KVCacheManager:
-    """Blocks of one pool. Made by `get_kv_cache_manager`; lives until `shutdown_kvelastic`."""
+    """Blocks of one pool. Returned by `get_kv_cache_manager`; valid until `shutdown_kvelastic`."""
 
     __slots__ = (
         "_buffers",
@@ -46,34 +46,36 @@ class KVCacheManager:
     )
 
     alloc: Callable[[int], list[int] | None]
-    """`alloc(n)`: ids of n blocks, or None when that many cannot be had now; nothing has changed
-    then. Takes reserved blocks first. May wait for pages to be created. Raises `PoolFailedError`
-    where no later call could succeed."""
+    """`alloc(n)`: return the ids of n blocks, or None, with nothing changed, if they are not
+    available now. Uses reserved blocks first. May block while pages are created. Raises
+    `PoolFailedError` if no later call could succeed."""
 
     free: Callable[[Sequence[int]], None]
-    """`free(ids)`: give blocks back, all or none of them. Raises `DoubleFreeError`,
-    `UnknownBlockError` or `NullBlockError` (all `ValueError`) with nothing changed."""
+    """`free(ids)`: free all of the blocks or none. Raises `DoubleFreeError`, `UnknownBlockError` or
+    `NullBlockError` (all `ValueError`) with nothing changed."""
 
     available_size: Callable[[], int]
-    """Blocks that `alloc` could give now, under the present limit. Never blocks."""
+    """Return the number of blocks that `alloc` could return now, under the current limit. Never
+    blocks."""
 
     try_to_reserve: Callable[[int], bool]
-    """`try_to_reserve(n)`: set n more blocks aside, memory and all, for the allocs to come; False
-    and nothing changed when there are not as many, or the limit is exceeded. It is a convenience,
-    not a claim: a lower limit, sleep, or another instance that needs the memory drops all that is
-    set aside (`stats()["blocks_reserved"]` is 0 then), and `alloc` takes what there is."""
+    """`try_to_reserve(n)`: reserve n more blocks with their memory for later allocs. Returns False,
+    with nothing changed, if they are not available or would exceed the limit. Reserved blocks
+    are not guaranteed: a lower limit, a sleep, or another instance that needs the memory
+    releases them all. Then `stats()["blocks_reserved"]` is 0, and `alloc` uses other available
+    blocks."""
 
     free_reserved: Callable[[], None]
-    """Give up what `try_to_reserve` set aside and no alloc has taken."""
+    """Release the blocks that `try_to_reserve` reserved and `alloc` has not used."""
 
     trim: Callable[[], int]
-    """Give every parked page back to the device; returns the bytes. Waits for the unmapping."""
+    """Release every parked page to the device; return the bytes. Blocks until they are unmapped."""
 
     clear: Callable[[], None]
-    """Free every block and every reservation: ids handed out before are void."""
+    """Free every block and reservation. All block ids become invalid."""
 
     set_memory_limit: Callable[..., dict[str, Any]]
-    """`set_memory_limit(limit_bytes, revision=n)`: see `kvelastic.revised_limit.RevisedLimit`."""
+    """`set_memory_limit(limit_bytes, revision=n)`: see `RevisedLimit.set`."""
 
     def __init__(
         self,
@@ -93,9 +95,9 @@ class KVCacheManager:
         self.num_kv_buffers = num_kv_buffers
         self.group_id = group_id
         self.num_blocks = num_blocks
-        """As asked for, the null block counted."""
+        """Requested number of blocks, including the null block."""
         self.block_size = block_size
-        """Tokens a block."""
+        """Tokens per block."""
         self.alloc = native.alloc
         self.free = native.free
         self.available_size = native.available_size
@@ -107,20 +109,20 @@ class KVCacheManager:
 
     @property
     def name(self) -> str:
-        """What `kvctl` calls this instance."""
+        """The instance's name in `kvctl`."""
         return self._pool.name
 
     @property
     def pool_name(self) -> str:
-        """The same, as kvcached calls it."""
+        """kvcached's name for `name`."""
         return self._pool.name
 
     def memory_limit_state(self) -> dict[str, Any]:
-        """What `set_memory_limit` answers, and nothing is set."""
+        """Return the result of `set_memory_limit` without setting a limit."""
         return self._revised_limit.state()
 
     def observability_snapshot(self, *, integration: str | None = None) -> KVCachePoolSnapshot:
-        """Pool, pages and blocks at this moment; `integration` overrides the engine's name."""
+        """Return a snapshot of the pool; `integration` overrides the engine's name."""
         native = self._pool.blocks
         geometry, places = native.geometry, self._pool.places
         return pool_snapshot(
@@ -137,15 +139,15 @@ class KVCacheManager:
         )
 
     def observability_snapshot_dict(self, *, integration: str | None = None) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the snapshot as a dict for JSON."""
         return self.observability_snapshot(integration=integration).to_dict()
 
     def resize(self, new_mem_size: int) -> bool:
-        """Set the limit to `new_mem_size` bytes *a buffer* (one layer's K, or V), as kvcached does.
+        """Set the limit to `new_mem_size` bytes *per buffer* (one layer's K, or V), as in kvcached.
 
-        True: it holds now. False: blocks in use are over it; no page is added and freed ones go
-        back until it holds. More than the tensors have room for means all of it. Raises
-        `LimitError` for a negative size.
+        Returns True if the limit is met. Returns False if blocks in use exceed it; then no page is
+        added, and freed pages are released until it is met. A value above the tensors' size means
+        their full size. Raises `LimitError` for a negative size.
         """
         if new_mem_size < 0:
             from kvelastic.errors import LimitError
@@ -155,7 +157,7 @@ class KVCacheManager:
         return bool(self._pool.blocks.set_limit(limit_bytes)["state"] == "applied")
 
     def get_mapped_memory_size(self, unit: str = "bytes") -> float:
-        """Memory held right now, parked pages included; `unit` is bytes, kb, mb or gb."""
+        """Return the memory held now, including parked pages; `unit` is bytes, kb, mb or gb."""
         scale = _UNITS.get(unit)
         if scale is None:
             raise InvalidArgumentError(
@@ -164,20 +166,20 @@ class KVCacheManager:
         return self._pool.blocks.mapped_bytes / scale
 
     def get_page_occupancy(self, page_ids: Sequence[int] | None = None) -> dict[int, int]:
-        """Blocks in use or cached on each mapped page, of `page_ids` or of all pages."""
+        """Return the blocks in use or cached on each mapped page, of `page_ids` or of all pages."""
         return self._pool.blocks.occupancy(page_ids)
 
     def stats(self) -> dict[str, Any]:
-        """Pages, blocks and counters, as a snapshot."""
+        """Return pages, blocks and counters at one point in time."""
         return self._pool.blocks.stats()
 
     def check_integrity(self) -> None:
-        """Recount everything; raises `IntegrityError` naming what disagrees. For tests."""
+        """Check all counts; raises `IntegrityError` that names a mismatch. For tests."""
         self._pool.blocks.check_integrity()
 
 
 class RevisedLimit:
-    """The newest limit of one pool, and its revision. Any thread."""
+    """The newest limit of one pool and its revision. Thread-safe."""
 
     def __init__(self, pool: _vmm.Pool, name: str, group_id: int) -> None:
         self._pool = pool
@@ -190,10 +192,11 @@ class RevisedLimit:
     def set(self, limit_bytes: int, *, revision: int) -> dict[str, Any]:
         """Set the limit of the whole pool, unless a newer revision has been set; see `state`.
 
-        `status`: applied; deferred (blocks in use are over it; it holds when they are freed); stale
-        (an older revision than the present one); conflict (the present revision, with another
-        limit). With the last two nothing changes. Raises `LimitError` for a negative limit,
-        `InvalidArgumentError` unless the revision is a whole number from 0 up.
+        `status` is applied; deferred (blocks in use exceed the limit, which is met once they are
+        freed); stale (the revision is older than the current one); or conflict (the current
+        revision, with another limit). For stale and conflict, nothing changes. Raises `LimitError`
+        for a negative limit, and `InvalidArgumentError` unless the revision is an integer of 0 or
+        more.
         """
         try:
             limit_bytes, revision = index(limit_bytes), index(revision)
@@ -216,7 +219,7 @@ class RevisedLimit:
             return self._state()
 
     def state(self) -> dict[str, Any]:
-        """What holds now; `limit_bytes` and `revision` are None where none was set by revision."""
+        """Return the current state; `limit_bytes` and `revision` are None before `set`."""
         with self._lock:
             return self._state()
 

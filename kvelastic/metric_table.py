@@ -1,7 +1,7 @@
-"""The metrics of instances and ledgers, of their tiers and links: names, labels, and what is read.
+"""The metrics of instances, ledgers, tiers and links: names, labels and sources.
 
-A row is read from the attribute of its object that `Described.field` names. docs/metrics.md is
-printed from here.
+`Described.field` names the attribute that a metric is read from. docs/metrics.md is generated from
+this table.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-# Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
+# Not `instance`: Prometheus uses that label for the scrape target, and would rename ours.
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
 NODE_LABELS: Final = ("node", "pid", "role")
 DEVICE_LABELS: Final = ("device", "group")
@@ -31,18 +31,18 @@ Table = tuple["Described", ...]
 
 @dataclass(frozen=True)
 class Described:
-    """One metric: its full name, what kind it is, its labels, and what it says."""
+    """One metric: its full name, kind, labels and description."""
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """Where it is read from; empty: `metrics` computes it."""
+    """Source attribute; empty: computed in `metrics`."""
 
 
 def _table(prefix: str, labels: tuple[str, ...], *rows: tuple[str, ...]) -> Table:
-    """Rows are (name, meaning), and the attribute where that is called otherwise."""
+    """Create a table from rows of (name, meaning), and the attribute if its name differs."""
     return tuple(
         Described(
             f"kvelastic_{prefix}{name}",
@@ -87,7 +87,7 @@ FIGURES: Final = _table(
     ("min_bytes", "Its guarantee: no other instance takes memory below it."),
     ("priority", "Higher keeps its memory longer."),
 )
-"""By the attributes of `InstanceStatus`."""
+"""Read from `InstanceStatus`."""
 MEMBER: Final = _table(
     "instance_",
     INSTANCE_LABELS,
@@ -98,7 +98,7 @@ MEMBER: Final = _table(
     ("wanted_bytes", "Memory that other instances request from it."),
     ("idle_seconds", "Time since its last alloc or free.", "idle_s"),
 )
-"""Of `Member`."""
+"""Read from `Member`."""
 COUNTERS: Final = _table(
     "instance_",
     INSTANCE_LABELS,
@@ -116,7 +116,7 @@ COUNTERS: Final = _table(
     ("requests_applied_total", "Requests of operators applied."),
     ("provision_runs_total", "Runs in which pages were mapped ahead of demand."),
 )
-"""By the names of the record's counters."""
+"""Read from the control block's counters, by name."""
 TIER: Final = _table(
     "tier_",
     ("name", "tier"),
@@ -138,7 +138,7 @@ TIER: Final = _table(
     ("written_bytes_total", "Bytes written to it.", "bytes_written"),
     ("read_bytes_total", "Bytes read from it.", "bytes_read"),
 )
-"""Of `TierFigures`."""
+"""Read from `TierFigures`."""
 TIERS: Final = _table(
     "tiers_blocks_",
     ("name",),
@@ -152,7 +152,7 @@ TIERS: Final = _table(
     ("late_total", "Copies to tiers cancelled at a deadline."),
     ("lost_total", "Blocks used, evicted or renamed during their copy."),
 )
-"""Of `BlockCounts`."""
+"""Read from `BlockCounts`."""
 NODE: Final = _table(
     "node_",
     NODE_LABELS,
@@ -163,7 +163,7 @@ NODE: Final = _table(
     ("copies_lost_total", "Copies by peers of memory that changed during the copy."),
     ("strangers_refused_total", "Refused unauthenticated connections."),
 )
-"""Of `NodeFigures`."""
+"""Read from `NodeFigures`."""
 LINK: Final = _table(
     "link_",
     (*NODE_LABELS, "peer"),
@@ -176,7 +176,7 @@ LINK: Final = _table(
     ("retries_total", "Copies repeated after a lost race."),
     ("failures_total", "Failed copies of the node."),
 )
-"""Of `LinkFigures`."""
+"""Read from `LinkFigures`."""
 DEVICE: Final = _table(
     "device_",
     DEVICE_LABELS,
@@ -189,7 +189,7 @@ DEVICE: Final = _table(
     ("asked_bytes", "Memory that instances wait for: the pressure on the device."),
     ("instances", "Instances that share the device."),
 )
-"""Of `LedgerInfo`."""
+"""Read from `LedgerInfo`."""
 ON_DEVICE, STARTED = _table(
     "instance_",
     INSTANCE_LABELS,
@@ -213,4 +213,4 @@ METRICS: Final[Table] = (
     *FIGURES, ON_DEVICE, STATE, *MEMBER, *COUNTERS, STARTED, INFO, *TIER, *TIERS, *NODE, *LINK,
     *DEVICE, SEGMENTS, UNREADABLE,
 )  # fmt: skip
-"""Every metric that there is."""
+"""Every metric, in display order."""

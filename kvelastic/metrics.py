@@ -1,11 +1,11 @@
-"""What instances and ledgers say, as metrics for Prometheus.
+"""Prometheus metrics of instances, tiers, links and ledgers.
 
     print(render(list_segments(), list_ledgers()))       # the text format, once
-    registry.register(KvelasticCollector(list_segments, list_ledgers))   # a look at each scrape
+    registry.register(KvelasticCollector(list_segments, list_ledgers))   # reads at each scrape
 
-Needs prometheus-client (`pip install 'kvelastic[metrics]'`): it knows the format and its escapes,
-and any program that serves metrics of its own takes the collector as it is. `python -m
-kvelastic.metrics` prints docs/metrics.md.
+Needs prometheus-client (`pip install 'kvelastic[metrics]'`), which implements the text format.
+Other programs that serve metrics can register the collector. `python -m kvelastic.metrics` prints
+docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvelastic.tier_status import TiersFigures, tiers_of
 
 
 class KvelasticCollector(Collector):
-    """Looks at segments, their tiers and ledgers at each scrape, for a registry.
+    """Reads segments, tiers, nodes and ledgers at each scrape of a registry.
 
     `find_segments` and `find_ledgers` are `segment.list_segments` and `ledger.list_ledgers`.
     """
@@ -45,7 +45,7 @@ class KvelasticCollector(Collector):
         self._find_nodes = find_nodes
 
     def collect(self) -> Iterable[Metric]:
-        """What is found now."""
+        """Return the current metrics."""
         segments = self._find_segments()
         all_shown, nodes = self._find_tiers(segments), self._find_nodes()
         return families(segments, self._find_ledgers(), all_shown, nodes)
@@ -57,7 +57,10 @@ def render(
     all_shown: Mapping[str, TiersFigures] | None = None,
     nodes: Sequence[NodeFigures] | None = None,
 ) -> str:
-    """All metrics in Prometheus' text format. Looks for `all_shown` and `nodes` if not given."""
+    """Return the metrics in Prometheus' text format.
+
+    Reads tiers and nodes if `all_shown` or `nodes` is not given.
+    """
     find_tiers = tiers_of if all_shown is None else lambda _: all_shown
     find_nodes = link_status.nodes if nodes is None else lambda: nodes
     return generate_latest(
@@ -71,10 +74,10 @@ def families(
     all_shown: Mapping[str, TiersFigures],
     nodes: Sequence[NodeFigures] = (),
 ) -> Iterable[Metric]:
-    """All metrics as values of prometheus-client, in the order of `metric_table.METRICS`.
+    """Return the metrics as prometheus-client objects, in the order of `metric_table.METRICS`.
 
-    `all_shown` are those of tiers, by the names of segments. A dead or unreadable instance has no
-    metrics, but is counted in `kvelastic_segments`.
+    `all_shown` maps segment names to their tiers. A dead or unreadable instance has no metrics, but
+    is counted in `kvelastic_segments`.
     """
     drawn = _Drawn()
     for info in segments:
@@ -118,7 +121,7 @@ def _add_tiers(drawn: _Drawn, name: str, shown: TiersFigures) -> None:
 def _add_node(drawn: _Drawn, node: NodeFigures) -> None:
     labels = (str(node.node_id), str(node.pid), node.role)
     drawn.add_all(metric_table.NODE, labels, node)
-    # Several of one peer have ended, maybe, and one series is drawn: that of the latest.
+    # A peer may have several ended links. Only the latest link of each peer is exported.
     for link in sorted(node.links, key=lambda link: link.number, reverse=True):
         drawn.add_all(metric_table.LINK, (*labels, str(link.peer_id)), link)
 
@@ -129,7 +132,7 @@ def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentIn
         info = by_uuid.get(member.uuid)
         if member.status == "dead" or (info is not None and info.status == "dead"):
             continue
-        # One whose segment's name was removed still holds memory.
+        # A member whose segment name was removed still holds memory.
         header = info.header if info else {"engine": "", "model": ""}
         name = info.name if info else member.name
         labels = (name, ledger.device, header["engine"], header["model"])
@@ -142,7 +145,7 @@ def _labels(info: SegmentInfo) -> tuple[str, ...]:
 
 
 class _Drawn:
-    """Samples by metric. A series comes once: Prometheus drops a whole scrape for one twice."""
+    """Samples by metric, each series once: Prometheus drops a scrape with duplicate series."""
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[tuple[str, ...], float]] = {}
@@ -156,7 +159,8 @@ class _Drawn:
         self, described: metric_table.Described, labels: Sequence[str], value: metric_table.Value
     ) -> None:
         if value is not None:
-            # Names and models are others' text. A file's name may be no UTF-8, the format is.
+            # Names and models come from other processes. A file name may not be valid UTF-8, but
+            # the format requires it.
             texts = tuple(printable(label) for label in labels)
             self._samples.setdefault(described.name, {}).setdefault(texts, value)
 
@@ -196,7 +200,7 @@ Prometheus metrics of instances, devices, tiers and links ([kvctl.md](kvctl.md#m
 
 
 def document() -> str:
-    """docs/metrics.md, from the table that the code reads."""
+    """Return the text of docs/metrics.md, generated from `metric_table`."""
     rows = []
     for one in metric_table.METRICS:
         labels = ", ".join(f"`{label}`" for label in one.labels) or "-"

@@ -1,14 +1,14 @@
-"""NVML, NVIDIA's management library, as far as kvelastic needs it: facts without a CUDA context.
+"""The part of NVML (NVIDIA's management library) that kvelastic uses. No CUDA context needed.
 
-nvml = find()                   # None: nvidia-ml-py is not installed
-nvml.start()                    # every start needs its stop
-try:
-    total_bytes, free_bytes = nvml.memory(nvml.device(0))
-finally:
-    nvml.stop()
+    nvml = find()                   # None: nvidia-ml-py is not installed
+    nvml.start()                    # call stop() once for every start()
+    try:
+        total_bytes, free_bytes = nvml.memory(nvml.device(0))
+    finally:
+        nvml.stop()
 
-It is reached through `pynvml`, the module of nvidia-ml-py, which the extra `cuda` installs. Every
-failure is an `NvmlError` that says in words what to do.
+Uses `pynvml`, the module of nvidia-ml-py, which the extra `cuda` installs. Every failure is an
+`NvmlError` whose message says what to do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ProcessKind = Literal["compute", "graphics", "mps"]
 PROCESS_KINDS: Final[tuple[ProcessKind, ...]] = ("compute", "graphics", "mps")
 
 NOT_AVAILABLE_BYTES: Final = 2**64 - 1
-"""What NVML writes where it does not know the memory of a process."""
+"""NVML's value for unknown memory of a process."""
 
 _MIG_ENABLED: Final = 1
 
 
 class Status(IntEnum):
-    """NVML's own numbers of the failures that are met here."""
+    """NVML's error numbers that kvelastic handles."""
 
     UNINITIALIZED = 1
     INVALID_ARGUMENT = 2
@@ -77,7 +77,7 @@ _WORDS: Final[dict[int, str]] = {
 
 
 def nvml_error(status: int, detail: str = "") -> NvmlError:
-    """The error for one of NVML's numbers; its message says what to do next."""
+    """Return the error for an NVML error number; its message says what to do."""
     words = _WORDS.get(status) or f"NVML answered with error {_name_of(status)}"
     return NvmlError(f"{words} ({detail})" if detail else words, status)
 
@@ -90,50 +90,53 @@ def _name_of(status: int) -> str:
 
 
 class Nvml(Protocol):
-    """What kvelastic asks of NVML. Every call may raise `NvmlError`.
+    """The NVML calls that kvelastic uses. Every call may raise `NvmlError`.
 
-    A device is an opaque handle, good until `stop`; a MIG instance is a device too.
+    A device is an opaque handle, valid until `stop`. A MIG instance is a device too.
     """
 
     def start(self) -> None:
-        """Open NVML; if it does not raise, `stop` must follow."""
+        """Open NVML; if this does not raise, call `stop` later."""
 
     def stop(self) -> None:
-        """Close it."""
+        """Close NVML."""
 
     def driver_version(self) -> str:
-        """Version of the NVIDIA driver, such as `580.65.06`."""
+        """Return the version of the NVIDIA driver, such as `580.65.06`."""
 
     def count(self) -> int:
-        """How many GPUs there are, those that do not answer included."""
+        """Return the number of GPUs, including those that do not respond."""
 
     def device(self, index: int) -> object:
-        """The GPU of that index, in NVML's order (the bus's), which need not be CUDA's."""
+        """Return the GPU of that index in NVML's order, by bus; CUDA's order may differ."""
 
     def name(self, device: object) -> str:
-        """What the product is called."""
+        """Return the product name."""
 
     def uuid(self, device: object) -> str:
-        """`GPU-...`, or `MIG-...` of an instance."""
+        """Return the UUID: `GPU-...`, or `MIG-...` of a MIG instance."""
 
     def memory(self, device: object) -> tuple[int, int]:
-        """Total and free bytes."""
+        """Return total and free bytes."""
 
     def processes(self, device: object, kind: ProcessKind) -> list[tuple[int, int | None]]:
-        """Pid and bytes of each process of that kind; None or `NOT_AVAILABLE_BYTES`: not known."""
+        """Return (pid, bytes) of each process of that kind.
+
+        Bytes are None or `NOT_AVAILABLE_BYTES` if unknown.
+        """
 
     def is_mig_on(self, device: object) -> bool:
-        """Whether the GPU is split into MIG instances."""
+        """Return whether the GPU is split into MIG instances."""
 
     def mig_slots(self, device: object) -> int:
-        """How many MIG instances it could have."""
+        """Return the maximum number of MIG instances."""
 
     def mig_device(self, device: object, slot: int) -> object:
-        """The MIG instance in that slot; `NOT_FOUND` for an empty one."""
+        """Return the MIG instance in that slot; raises with `NOT_FOUND` if the slot is empty."""
 
 
 class PynvmlNvml:
-    """NVML by way of nvidia-ml-py; its errors become `NvmlError`."""
+    """NVML through nvidia-ml-py; its errors become `NvmlError`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -143,13 +146,13 @@ class PynvmlNvml:
             return getattr(self._library, function)(*arguments)
         except self._library.NVMLError as error:
             raise nvml_error(int(error.value)) from error
-        except AttributeError as error:  # the package, or the driver, lacks it
+        except AttributeError as error:  # missing in the package or the driver
             raise nvml_error(Status.FUNCTION_NOT_FOUND, str(error)) from error
-        except Exception as error:  # one odd answer must not hide the rest of the machine
+        except Exception as error:  # an unexpected error must not hide other devices
             raise nvml_error(Status.UNKNOWN, repr(error)) from error
 
     def _ask_twice(self, function: str, *arguments: object) -> Any:
-        """It asks for a count and then for that many: one more may start in between."""
+        """Call again if the list grew: pynvml first queries the count, then that many entries."""
         try:
             return self._ask(function, *arguments)
         except NvmlError as error:
@@ -162,56 +165,56 @@ class PynvmlNvml:
         self._ask("nvmlInit")
 
     def stop(self) -> None:
-        """Close it."""
+        """Close NVML."""
         self._ask("nvmlShutdown")
 
     def driver_version(self) -> str:
-        """Version of the driver."""
+        """Return the version of the driver."""
         return _text(self._ask("nvmlSystemGetDriverVersion"))
 
     def count(self) -> int:
-        """How many GPUs there are."""
+        """Return the number of GPUs."""
         return int(self._ask("nvmlDeviceGetCount"))
 
     def device(self, index: int) -> object:
-        """The GPU of that index."""
+        """Return the GPU of that index."""
         return self._ask("nvmlDeviceGetHandleByIndex", index)
 
     def name(self, device: object) -> str:
-        """What the product is called."""
+        """Return the product name."""
         return _text(self._ask("nvmlDeviceGetName", device))
 
     def uuid(self, device: object) -> str:
-        """Its UUID."""
+        """Return the UUID."""
         return _text(self._ask("nvmlDeviceGetUUID", device))
 
     def memory(self, device: object) -> tuple[int, int]:
-        """Total and free bytes."""
+        """Return total and free bytes."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", device)
         return int(memory.total), int(memory.free)
 
     def processes(self, device: object, kind: ProcessKind) -> list[tuple[int, int | None]]:
-        """Pid and bytes of each process."""
+        """Return (pid, bytes) of each process."""
         which = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}[kind]
-        # By its version: the name without one is refused where package and driver differ in age.
+        # Use the versioned name: the other one fails if package and driver have different ages.
         found = self._ask_twice(f"nvmlDeviceGet{which}RunningProcesses_v3", device)
         return [(int(process.pid), process.usedGpuMemory) for process in found]
 
     def is_mig_on(self, device: object) -> bool:
-        """Whether the GPU is split."""
+        """Return whether the GPU is split into MIG instances."""
         return int(self._ask("nvmlDeviceGetMigMode", device)[0]) == _MIG_ENABLED
 
     def mig_slots(self, device: object) -> int:
-        """How many MIG instances it could have."""
+        """Return the maximum number of MIG instances."""
         return int(self._ask("nvmlDeviceGetMaxMigDeviceCount", device))
 
     def mig_device(self, device: object, slot: int) -> object:
-        """The MIG instance in that slot."""
+        """Return the MIG instance in that slot."""
         return self._ask("nvmlDeviceGetMigDeviceHandleByIndex", device, slot)
 
 
 def find() -> Nvml | None:
-    """NVML by nvidia-ml-py; None if that is not installed. Not opened yet."""
+    """Return NVML, not started; None if nvidia-ml-py is not installed."""
     try:
         library = importlib.import_module("pynvml")
     except ImportError:
@@ -220,5 +223,5 @@ def find() -> Nvml | None:
 
 
 def _text(answer: str | bytes) -> str:
-    """Older releases of nvidia-ml-py answer in bytes."""
+    """Decode a string; older releases of nvidia-ml-py return bytes."""
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

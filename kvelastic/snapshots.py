@@ -1,8 +1,8 @@
-"""Snapshots of a process' state and pools, with the fields of kvcached's newer versions.
+"""Snapshots of a process's state and pools, with the fields of kvcached's newer versions.
 
     kvi.observability_snapshot_dict(); manager.observability_snapshot_dict()
 
-Plain frozen values; nothing is looked at after they are made. Bytes are bytes, counts are counts.
+Plain frozen values, not updated after their creation.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 SCHEMA_VERSION: Final = "kvcached.observability.v1"
-"""The fields are those of that schema, so whoever reads it reads these."""
+"""Snapshots have the fields of this schema, so its readers can read them."""
 
 
 @dataclass(frozen=True)
 class RuntimeSnapshot:
-    """What `init_kvelastic` was told, and what came of it."""
+    """The arguments of `init_kvelastic` and the resulting state."""
 
     schema_version: str
     engine: str
     initialized: bool
     device: str | None
-    """As kvelastic calls it: `host`, or a GPU's UUID."""
+    """kvelastic's name of the device: `host`, or a GPU's UUID."""
     world_size: int
     pp_rank: int
     async_sched: bool
@@ -31,13 +31,13 @@ class RuntimeSnapshot:
     is_worker: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the snapshot as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class KVCachePoolSnapshot:
-    """One pool. Pages are counted in whole ones: of all layers, K and V."""
+    """One pool. A page is a whole page: of all layers, K and V."""
 
     schema_version: str
     pool_type: str
@@ -48,7 +48,7 @@ class KVCachePoolSnapshot:
     num_kv_buffers: int
     page_size_bytes: int
     block_size_bytes: int
-    """Of one block in all layers."""
+    """Bytes of one block in all layers."""
     total_blocks: int
     available_blocks: int
     allocated_blocks: int
@@ -61,20 +61,20 @@ class KVCachePoolSnapshot:
     virtual_total_bytes: int
     mapped_bytes: int
     total_pages: int
-    """That the limit has room for."""
+    """Number of pages that the limit allows."""
     free_pages: int
     inuse_pages: int
     reserved_pages: int
-    """Mapped, and no block of them in use or cached."""
+    """Mapped pages without blocks in use or cached."""
     available_physical_pages: int
-    """That could be granted and mapped within the limit, as far as is known without asking."""
+    """Pages that could be granted and mapped within the limit, without reclaim."""
     effective_free_pages: int
     in_shrink: bool
     shrink_target_blocks: int | None
     resize_target_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the snapshot as a dict for JSON."""
         return asdict(self)
 
 
@@ -91,7 +91,10 @@ def pool_snapshot(
     range_bytes: int,
     room_bytes: int,
 ) -> KVCachePoolSnapshot:
-    """Of a native pool's `stats()` and `limit_state()`; `room_bytes`: of the device, for it."""
+    """Build a snapshot from a native pool's `stats()` and `limit_state()`.
+
+    `room_bytes` is the device memory available to the pool.
+    """
     page_bytes, over_bytes = stats["page_bytes"], limit["over_bytes"]
     limit_pages, mapped, parked = (
         stats["pages_limit"],

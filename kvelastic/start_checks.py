@@ -1,11 +1,11 @@
-"""What an engine's first process can tell of its start, before anything is loaded.
+"""Checks that an engine's first process makes before it loads anything.
 
-    check_names(["chat"], ending_s=10.0)    # is a live instance called so?
-    check_guarantee(settings)               # has the host's memory room for KVELASTIC_MIN?
+    check_names(["chat"], ending_s=10.0)    # does a live instance have this name?
+    check_guarantee(settings)               # does host memory have room for KVELASTIC_MIN?
 
-An instance is made when the engine knows how large its cache is: in another process, after it has
-loaded its weights, often a minute later. What would be refused then is refused here. Passing is no
-promise: another instance may be faster.
+The engine creates its instance once it knows the size of its cache: in another process, after
+loading weights, often a minute later. These checks fail earlier for the same reasons. The instance
+may still be refused later, because another instance may start first.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _LOOK_S: Final = 0.05
 
 
 def check_names(names: Iterable[str | None], *, ending_s: float) -> None:
-    """Raise `SegmentExistsError` if an instance could not have one of these names.
+    """Raise `SegmentExistsError` if an instance could not use one of these names.
 
-    None, a name that is made up, is always free. An engine core whose server was killed is about to
-    end: this blocks until it has, for `ending_s` seconds at most. Raises as `segment.check_free`.
+    None, an automatic name, is always free. If an engine core whose server was killed has a name,
+    this blocks until the core ends, for at most `ending_s` seconds. Raises the same errors as
+    `segment.check_free`.
     """
     for name in names:
         if name is not None:
@@ -64,10 +65,11 @@ def _orphan_called(name: str) -> int | None:
 
 
 def check_guarantee(settings: Config, *, instances: int = 1) -> None:
-    """Raise `GuaranteeError` if the host's memory has no room for `KVELASTIC_MIN`.
+    """Raise `GuaranteeError` if host memory has no room for `KVELASTIC_MIN`.
 
-    For engines on the host: what a GPU is called and how large it is, its workers know. `instances`
-    is how many of them start at once, each with that guarantee. Raises as `ledger.join`.
+    For engines on the host only; names and sizes of GPUs are known in the workers. `instances` is
+    the number of instances that start at once, each with this guarantee. Raises the same errors as
+    `ledger.join`.
     """
     host = device.host(settings)
     with ExitStack() as places:

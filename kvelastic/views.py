@@ -1,9 +1,9 @@
-"""An engine's tensors over a range: what `kvelastic.layout` means for the shapes engines use.
+"""Tensor views of an engine over a range: maps `kvelastic.layout` to the engine's shapes.
 
     cache = plan((2, 8000, 16, 4, 64), engine="vllm", block_size=16, itemsize=2, num_layers=8)
     cache.views(pages=400)[0][3]      # layer 3: offset, shape and strides for torch.as_strided
 
-Pure arithmetic, like the layout itself.
+Pure arithmetic, like the layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvelastic.sizes import GRANULARITY_BYTES
 
 
 class TensorView(NamedTuple):
-    """A tensor over the range: what `torch.as_strided` and its like want, strides in elements."""
+    """A tensor over the range: the arguments of `torch.as_strided`; strides in elements."""
 
     offset_bytes: int
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorView(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """The byte after the last element."""
+        """Offset of the first byte after the last element."""
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return self.offset_bytes + (last + 1) * self.itemsize
 
@@ -43,9 +43,10 @@ def block_view(
     itemsize: int,
     ratio: int = 1,
 ) -> TensorView:
-    """One buffer as `(ids * ratio, *block_shape)`: each block is `ratio` of these, dense.
+    """Return a view of one buffer as `(ids * ratio, *block_shape)`.
 
-    Raises `LayoutError` if `ratio` of `block_shape` do not have the layout's bytes.
+    Each block of the layout is `ratio` dense blocks of `block_shape`. Raises `LayoutError` if their
+    size does not match the layout.
     """
     if prod(block_shape) * itemsize * ratio != layout.block_bytes:
         raise LayoutError(
@@ -68,9 +69,9 @@ def pair_view(
     itemsize: int,
     ratio: int = 1,
 ) -> TensorView:
-    """Two neighbouring buffers as `(2, ids, *block_shape)`: [0][id] is K of a block, [1][id] V.
+    """Return a view of two adjacent buffers as `(2, ids, *block_shape)`.
 
-    The two halves overlap in addresses and never in blocks::
+    [0][id] is K of a block, [1][id] is V. The halves overlap in addresses but not in blocks::
 
         [0]   | K of page 0's ids |                   | K of page 1's ids | ...
         [1]                       | V of page 0's ids |                   | V of page 1's ids | ...
@@ -89,7 +90,10 @@ def halves_view(
     itemsize: int,
     ratio: int = 1,
 ) -> TensorView:
-    """One buffer whose blocks are `(2, ...)`, as `(2, ids, ...)`: K and V lie block by block."""
+    """Return a view as `(2, ids, ...)` of one buffer whose blocks are `(2, ...)`.
+
+    K and V of a block are adjacent in memory.
+    """
     one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
     return one._replace(
         shape=(2, one.shape[0], *one.shape[2:]),
@@ -105,9 +109,9 @@ def token_view(
     itemsize: int,
     ratio: int = 1,
 ) -> TensorView:
-    """One buffer indexed by token: `(ids * tokens, *block_shape[1:])`.
+    """Return a view of one buffer indexed by token: `(ids * tokens, *block_shape[1:])`.
 
-    Token t of block id is row `id * tokens + t`; blocks are dense, so their rows follow on.
+    Token t of block id is row `id * tokens + t`. Blocks are dense, so their rows are contiguous.
     """
     one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
     return one._replace(
@@ -116,27 +120,28 @@ def token_view(
 
 
 Form = Literal["split", "fused", "latent", "halves", "token_kv", "token_latent"]
-"""How K and V of a block lie: in buffers of their own (split), in one (fused; halves, where the
-tensor has K and V first), or there is only one (latent). token_*: indexed by token."""
+"""Placement of a block's K and V: in separate buffers (split), in one buffer (fused; halves, if K
+and V are the tensor's first dimension), or one tensor for both (latent). token_*: indexed by
+token."""
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What an engine's cache shape becomes: a layout, and the views that the engine gets."""
+    """The layout and the views for an engine's cache shape."""
 
     layout: PageLayout
     num_blocks: int
-    """Blocks the engine asked for; ids go far beyond it (see `PageLayout.id_span`)."""
+    """Blocks that the engine requested; ids are larger (see `PageLayout.id_span`)."""
     num_layers: int
     block_shape: tuple[int, ...]
     itemsize: int
     form: Form
     ratio: int = 1
-    """Blocks of `block_shape` that a block of the layout consists of: an engine's kernels may want
-    smaller ones than its scheduler counts."""
+    """Blocks of `block_shape` per block of the layout: an engine's kernels may use smaller blocks
+    than its scheduler."""
 
     def views(self, pages: int) -> tuple[list[TensorView], ...]:
-        """One list with a view a layer; two lists (all K, all V) where they are told apart."""
+        """Return a list with one view per layer; two lists (K, V) if the engine separates them."""
         step = self.layout.buffers // self.num_layers
         firsts = range(0, self.layout.buffers, step)
         if self.form in ("token_kv", "token_latent"):
@@ -155,31 +160,34 @@ class CachePlan:
 
 
 class BlocksOfShape(NamedTuple):
-    """What a cache shape says of its blocks."""
+    """The blocks that a cache shape describes."""
 
     form: Form
     num_blocks: int
     block_shape: tuple[int, ...]
     tokens: int
-    """Of a block, by the shape."""
+    """Tokens of a block, by the shape."""
 
 
 class EngineShapes(Protocol):
-    """What `kvelastic/integration/NAME/shapes.py` has: how that engine describes a cache."""
+    """Interface of `kvelastic/integration/NAME/shapes.py`: how the engine describes a cache."""
 
     ATTENTION_TYPES: tuple[str, ...]
     BLOCK_SIZE: str
-    """What the engine calls the tokens of a block, for messages."""
+    """The engine's name for the tokens of a block, for messages."""
     HYBRID_ADVICE: str
-    """What to do for models that mix attention with states, where these are refused."""
+    """Advice in the error for models that mix attention with states, if they are refused."""
 
     @staticmethod
     def accepted(attention_type: str) -> str:
-        """The shapes, for people."""
+        """Return a description of the accepted shapes, for people."""
 
     @staticmethod
     def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
-        """The blocks of a shape whose sizes are all 1 or more; None where it is not accepted."""
+        """Return the blocks of a shape, or None if the shape is not accepted.
+
+        Every size of the shape is 1 or more.
+        """
 
 
 KV_LAYOUTS: Final = ("NHD",)
@@ -200,14 +208,16 @@ def plan(
     per_buffer: bool = False,
     kernel_block_size: int | None = None,
 ) -> CachePlan:
-    """Turn an engine's cache shape into a layout and views.
+    """Convert an engine's cache shape to a layout and views.
 
-    `engine` is a name of `kvelastic.engines`, whose folder knows its shapes. `block_size` is in
-    tokens, `itemsize` in bytes an element, and the next three arguments are those of
-    `PageLayout.solve`. With `kernel_block_size` views count blocks of so many tokens. Raises
-    `InvalidArgumentError` for an unknown engine, attention type or kv_layout, `UnsupportedError`
-    for hybrid models that the engine's folder does not know, and `LayoutError` for a shape that
-    does not match.
+    `engine` is a name of `kvelastic.engines`; its folder describes the shapes. `block_size` is in
+    tokens, `itemsize` in bytes per element. See `PageLayout.solve` for `granularity_bytes`,
+    `page_size_bytes` and `per_buffer`. With `kernel_block_size`, views count blocks of that many
+    tokens.
+
+    Raises `InvalidArgumentError` for an unknown engine, attention type or kv_layout,
+    `UnsupportedError` for hybrid models that the engine's folder does not support, and
+    `LayoutError` for a shape that does not match.
     """
     shapes: EngineShapes = engines.find_with_interfaces(engine).shapes()
     accepted = shapes.ATTENTION_TYPES
@@ -262,10 +272,9 @@ def plan_states(
     page_size_bytes: int = GRANULARITY_BYTES,
     per_buffer: bool = False,
 ) -> tuple[PageLayout, list[int]]:
-    """A layout whose blocks hold states of a fixed size, and where in a block each begins.
+    """Return a layout whose blocks hold fixed-size states, and each state's offset in a block.
 
-    `parts` are shapes and bytes an element. Raises `LayoutError` for a shape or a size that is
-    not accepted.
+    `parts` are shapes and bytes per element. Raises `LayoutError` for an invalid shape or size.
     """
     positive("num_layers", num_layers)
     if not parts:
@@ -286,7 +295,7 @@ def plan_states(
 def state_view(
     layout: PageLayout, pages: int, offset_bytes: int, shape: tuple[int, ...], itemsize: int
 ) -> TensorView:
-    """One state of all layers and blocks, as `(layers, ids, *shape)`."""
+    """Return a view of one state of all layers and blocks, as `(layers, ids, *shape)`."""
     return TensorView(
         offset_bytes=offset_bytes,
         shape=(layout.buffers, layout.id_span(pages), *shape),

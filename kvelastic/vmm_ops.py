@@ -1,20 +1,20 @@
 """kvcached's low-level calls: raw tensors, and pages mapped by hand.
 
-    raw = create_kv_tensors(64 << 20, 2, "cpu", num_layers=12)   # one flat int8 tensor a layer
+    raw = create_kv_tensors(64 << 20, 2, "cpu", num_layers=12)   # one flat int8 tensor per layer
     map_to_kv_tensors([0, 1, 2])       # pages 0 to 2 of every layer, K part and V part
     unmap_from_kv_tensors([1])         # its memory is kept for the next map
-    trim_kv_tensors()                  # and given back
+    trim_kv_tensors()                  # and released
     shutdown_kvelastic()
 
-A layer's tensor is `num_kv_buffers` parts one after the other (K, then V). Page p is
+A layer's tensor consists of `num_kv_buffers` consecutive parts (K, then V). Page p is
 `page_bytes(group_id)` bytes at offset p * page_bytes of *every* part: one call maps it for all
-layers, or for none. Each group of tensors is an instance of its device: `kvctl list` shows what it
-holds, and no page is created that the device's ledger has not granted.
+layers, or for none. Each group of tensors is an instance of its device: `kvctl list` shows its
+memory, and every page needs a grant of the device's ledger.
 
-For an engine the managers of `integration/*/interfaces.py` are the better way: they do the
-counting, and one page there is a single mapping for all layers.
+Engines should use the managers of `integration/*/interfaces.py` instead. These count blocks, and
+one of their pages is a single mapping for all layers.
 
-All calls may be made from any thread.
+All calls are thread-safe.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _groups: dict[int, _Tensors] = {}
 
 
 def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
-    """Make the low-level calls usable; `page_size` is bytes of a page, 0 means the configured one.
+    """Initialize the low-level calls; `page_size` is in bytes, 0 means the configured size.
 
-    Raises `DeviceUnavailableError` for a GPU that cannot be had, `InvalidArgumentError` for a page
-    size that is not a multiple of 2 MiB.
+    Raises `DeviceUnavailableError` for a GPU that is not available, and `InvalidArgumentError` for
+    a page size that is not a multiple of 2 MiB.
     """
     global _setup
     settings = load()
@@ -72,9 +72,9 @@ def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
 
 
 def shutdown_kvelastic() -> None:
-    """Unmap and destroy everything of every group, and leave the device's ledger.
+    """Unmap and release the memory of every group, and leave the device's ledger.
 
-    The tensors must not be touched any more. What the driver does not take back stays granted.
+    Do not access the tensors afterwards. Memory that the driver fails to release keeps its grant.
     """
     global _setup
     with _lock:
@@ -95,13 +95,15 @@ def create_kv_tensors(
     *,
     block_bytes: int | None = None,
 ) -> list[torch.Tensor]:
-    """One flat int8 tensor a layer, of at least `mem_size_per_layer` bytes, without memory.
+    """Return one flat int8 tensor per layer, of at least `mem_size_per_layer` bytes, unmapped.
 
-    The size is rounded up so that each of the `num_kv_buffers` parts is whole pages; `dtype_size`
-    must divide a page. `block_bytes` (of one block in one part) is only needed to name blocks alone
-    in `map_to_kv_tensors`. Without `init_kvelastic` before it, `device` is the device. Raises
-    `InvalidArgumentError` if a number is not positive or the group has tensors already; what
-    `open_hand_mapped` raises where the group cannot be an instance of the device.
+    The size is rounded up so that each of the `num_kv_buffers` parts consists of whole pages;
+    `dtype_size` must divide a page. `block_bytes` (of one block in one part) is only needed to pass
+    block ids without pages to `map_to_kv_tensors`. Without an earlier `init_kvelastic`, this
+    initializes `device`.
+
+    Raises `InvalidArgumentError` if a number is not positive or the group already has tensors, and
+    the errors of `open_hand_mapped`.
     """
     from kvelastic.tensors import name_streams, whole_range
 
@@ -157,27 +159,28 @@ def create_kv_tensors(
 
 
 def kv_tensors_created(group_id: int = 0) -> bool:
-    """Whether the group has tensors."""
+    """Return whether the group has tensors."""
     return group_id in _groups
 
 
 def page_bytes(group_id: int = 0) -> int:
-    """Bytes that one page has in each part of each layer."""
+    """Return the bytes of one page in each part of each layer."""
     return _group(group_id).pages.memory.geometry.extent_bytes
 
 
 def map_to_kv_tensors(
     page_ids: Sequence[int], block_ids: Sequence[int] = (), *, group_id: int = 0
 ) -> None:
-    """Map pages in every layer, and the pages that `block_ids` lie in. All of them or none.
+    """Map pages in every layer, and the pages that contain `block_ids`. All of them or none.
 
-    Where `create_kv_tensors` was not told how large a block is, `page_ids` say all that is mapped.
+    If `create_kv_tensors` got no `block_bytes`, only `page_ids` are mapped. A page listed twice, by
+    number or by a block, is mapped once. New memory is zeroed. Memory kept by
+    `unmap_from_kv_tensors` is reused unchanged.
 
-    Pages named twice, by number or through a block, are mapped once. New memory holds zeros; what
-    `unmap_from_kv_tensors` left is reused as it is. Waits at most `KVELASTIC_RECLAIM_WAIT` for
-    memory of others. Raises `InvalidArgumentError` for a page that is mapped already or outside the
-    tensors, `OutOfMemoryError` where the device's ledger grants no more, `KVELASTIC_LIMIT` is
-    reached, or the device has none.
+    Blocks for at most `KVELASTIC_RECLAIM_WAIT` while other instances release memory. Raises
+    `InvalidArgumentError` for a page that is already mapped or outside the tensors, and
+    `OutOfMemoryError` if the ledger grants no more, `KVELASTIC_LIMIT` is reached, or the device has
+    no memory.
     """
     group = _group(group_id)
     group.pages.map(_pages(group, page_ids, block_ids))
@@ -186,17 +189,17 @@ def map_to_kv_tensors(
 def unmap_from_kv_tensors(
     page_ids: Sequence[int], block_ids: Sequence[int] = (), *, group_id: int = 0
 ) -> None:
-    """Unmap pages from every layer, all or none; touching them faults. The memory is kept,
-    and stays granted, until `trim_kv_tensors`, or a later call where others ask for it.
+    """Unmap all of the pages from every layer, or none. Accessing them then faults.
 
-    Raises `InvalidArgumentError` for a page that is not mapped.
+    The memory is kept, with its grant, until `trim_kv_tensors`, or until a later call while another
+    instance requests memory. Raises `InvalidArgumentError` for a page that is not mapped.
     """
     group = _group(group_id)
     group.pages.unmap(_pages(group, page_ids, block_ids))
 
 
 def trim_kv_tensors(group_id: int = 0) -> None:
-    """Give the memory of unmapped pages back to the device."""
+    """Release the memory of unmapped pages to the device."""
     _group(group_id).pages.trim()
 
 
@@ -221,7 +224,7 @@ def _pages(group: _Tensors, page_ids: Sequence[int], block_ids: Sequence[int]) -
     pages: dict[Any, None] = dict.fromkeys(page_ids)
     if block_ids and group.block_bytes is None:
         if pages:
-            return list(pages)  # which those blocks lie in, as kvcached's callers name them
+            return list(pages)  # these contain the blocks, as in kvcached's callers
         raise InvalidArgumentError(
             "block_ids alone need to know how large a block is: give block_bytes to"
             " create_kv_tensors, or name the pages"
@@ -234,6 +237,6 @@ def _pages(group: _Tensors, page_ids: Sequence[int], block_ids: Sequence[int]) -
     return list(pages)
 
 
-# The names that kvcached's callers know.
+# kvcached's names.
 init_kvcached = init_kvelastic
 shutdown_kvcached = shutdown_kvelastic
