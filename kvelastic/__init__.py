@@ -1,7 +1,7 @@
 """kvelastic: KV cache memory that follows use.
 
-Importing this package loads nothing else; every public name is found at its first use, so an
-engine process that does not enable kvelastic pays well under a millisecond for it.
+Importing this package loads nothing else. Public names are imported on first use, so an engine
+process that does not enable kvelastic spends well under a millisecond.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "parse_size",
 ]
 
-# public name -> (module it lives in, its name there)
+# public name -> (its module, its name there)
 _HOMES = {
     "Config": ("kvelastic.config", "Config"),
     "KvelasticError": ("kvelastic.errors", "KvelasticError"),
@@ -37,10 +37,10 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every unknown name for an object
+if not TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """Import the home of a public name at its first use (PEP 562)."""
+        """Import the module of a public name on first use (PEP 562)."""
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

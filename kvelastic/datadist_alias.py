@@ -1,14 +1,13 @@
-"""Makes `import llm_datadist` mean `kvelastic.datadist`, where LLM-DataDist is not installed.
+"""Makes `import llm_datadist` find `kvelastic.datadist` if LLM-DataDist is not installed.
 
     from kvelastic import datadist_alias
     datadist_alias.switch_on()
 
     KVELASTIC_LLM_DATADIST_ALIAS=true python app.py     # the same in every Python process
 
-Off by default, and no package of that name is installed. `llm_datadist` has all public names, and
-its modules have the names that the original has there (`MODULES`). An installed
-LLM-DataDist always goes first, as a whole. Imports nothing of the interface before a program
-imports that name.
+Off by default; no package of that name is installed. `llm_datadist` has all public names, and its
+modules have the names of the original's modules (`MODULES`). An installed LLM-DataDist always takes
+precedence as a whole. Nothing of the interface is imported before a program imports that name.
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ MODULES: Final[dict[str, tuple[str, ...] | None]] = {
     f"{ALIAS}.v2.llm_datadist": ("LLMDataDist",),
     f"{ALIAS}.v2.llm_types": _TYPES,
 }
-"""The names in each module; None: all."""
+"""The names in each module; None: all public names."""
 
 _PACKAGES: Final = {name.rpartition(".")[0] for name in MODULES}
 
 
 def switch_on() -> None:
-    """From now on this process finds `llm_datadist` here. Idempotent; any thread may call it."""
+    """Make this process find `llm_datadist` here. Idempotent. Thread-safe."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())  # the last: one that is installed is found before
+        sys.meta_path.append(_Finder())  # last, so that an installed package is found first
 
 
 def switch_off() -> None:
-    """Stop finding it. Modules that were imported stay imported."""
+    """Stop finding it. Imported modules stay imported."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
@@ -73,7 +72,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """One of the modules, and none that an installed package lacks."""
+        """Return the spec of an alias module; None for others, and inside an installed package."""
         if fullname not in MODULES:
             return None
         parent = sys.modules.get(fullname.rpartition(".")[0])
@@ -84,7 +83,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """Give it its names."""
+        """Fill the alias module with its names."""
         found = importlib.import_module(TARGET)
         names = MODULES[module.__name__]
         public: Sequence[str] = found.__all__ if names is None else names

@@ -1,4 +1,4 @@
-"""Which memory an instance uses: the host's, or a GPU's.
+"""The device whose memory an instance uses: the host or a GPU.
 
 device = resolve("auto", settings)  # cpu, host, cuda, cuda:1, GPU-<uuid>, MIG-<uuid>
 memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)
@@ -27,29 +27,30 @@ _GPU_PREFIXES: Final = ("cuda", "GPU-", "MIG-")
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as this process reaches it."""
+    """One device, as seen by this process."""
 
     name: str
-    """`host`, or the UUID of the GPU (or of its MIG instance): the same in every process."""
+    """`host`, or the UUID of the GPU or MIG instance: the same in every process."""
     capacity_bytes: int
-    """What instances may hold of it: no limit goes beyond."""
+    """Memory that the instances may hold together; no limit exceeds it."""
     driver: Callable[[], _vmm.Driver]
-    """Opens the seam to it; only a process that maps pages needs that."""
+    """Opens its driver; only a process that maps pages needs it."""
     total_bytes: int = 0
-    """All of its memory, where the capacity is the KV caches' part of that (the host): what
-    instances reserve lies outside the capacity first. 0: it comes out of the capacity (a GPU)."""
+    """Total memory, if the capacity is only the part for KV caches (the host). Reserves use the
+    memory outside the capacity first. 0: reserves use the capacity (a GPU)."""
 
     page_price_us: float = 0.0
-    """What its driver charges for a handle, from creation to end (`page_size`); 0: not asked."""
+    """Cost of a handle in its driver, from creation to destruction (`page_size`); 0: not measured.
+"""
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is the machine's own."""
+        """Whether its memory is host memory."""
         return self.name == HOST
 
 
 def host(settings: Config) -> Device:
-    """The machine's own memory, with the capacity of `KVELASTIC_HOST_MEMORY`."""
+    """Return the host device, with the capacity of `KVELASTIC_HOST_MEMORY`."""
     if settings.gpu_utilization != Config.gpu_utilization:
         say_once(
             logging.WARNING,
@@ -60,11 +61,12 @@ def host(settings: Config) -> Device:
 
 
 def resolve(name: str, settings: Config) -> Device:
-    """The device that `name` means; `auto` takes a GPU where there is one, else the host.
+    """Return the device called `name`; `auto` means a GPU if there is one, else the host.
 
-    A GPU is opened here: its primary context exists from now on. Its capacity is
-    `KVELASTIC_GPU_UTILIZATION` of its memory; what others hold of that the ledger knows. Raises
-    `DeviceUnavailableError` for a GPU that cannot be had, `InvalidArgumentError` for another name.
+    Opens a GPU, which creates its primary context. A GPU's capacity is `KVELASTIC_GPU_UTILIZATION`
+    of its memory; its ledger accounts for memory of other processes. Raises
+    `DeviceUnavailableError` for a GPU that is not available, and `InvalidArgumentError` for another
+    name.
     """
     if name in _HOST_NAMES:
         return host(settings)
@@ -94,9 +96,9 @@ def _gpu(name: str, settings: Config) -> Device:
 
 
 def reserve_range(driver: _vmm.Driver, geometry: _vmm.Geometry, *, guard_pages: bool) -> _vmm.Range:
-    """Addresses of this process; with `guard_pages`, scratch behind all that is not mapped.
+    """Reserve addresses in this process; with `guard_pages`, unmapped pages read scratch memory.
 
-    Raises `DriverError` if there are none left, or no memory for the scratch page.
+    Raises `DriverError` if no addresses are left, or no memory for the scratch page.
     """
     if guard_pages:
         _log.warning(
@@ -108,7 +110,7 @@ def reserve_range(driver: _vmm.Driver, geometry: _vmm.Geometry, *, guard_pages: 
 
 
 def means_host(device: object) -> bool | None:
-    """Whether what an engine calls a device (`"cpu"`, a torch.device) is the host; None: unsaid.
+    """Return whether an engine's device (`"cpu"`, a torch.device) is the host; None if unspecified.
 
     Raises `InvalidArgumentError` for an unknown device.
     """

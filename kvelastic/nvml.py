@@ -105,7 +105,7 @@ class Nvml(Protocol):
         """Return the version of the NVIDIA driver, such as `580.65.06`."""
 
     def count(self) -> int:
-        """Return the number of GPUs, including those that do not respond."""
+        """Return the number of GPUs, including unresponsive ones."""
 
     def device(self, index: int) -> object:
         """Return the GPU of that index in NVML's order, by bus; CUDA's order may differ."""

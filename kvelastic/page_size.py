@@ -1,8 +1,9 @@
-"""The default page size of a GPU, from the prices of its driver.
+"""The default page size of a GPU, from the costs of its driver.
 
-A driver charges for each handle, nearly whatever its size: an RTX PRO 6000 attaches 10 GiB in 11 ms
-when a handle is 64 MiB, and in 364 ms when it is 2 MiB. Large pages make memory cheap to move,
-small ones leave less of it unused. `places.page_size_bytes` is what an instance starts from.
+A driver takes almost the same time for each handle, whatever its size: an RTX PRO 6000 attaches 10
+GiB in 11 ms with handles of 64 MiB, and in 364 ms with handles of 2 MiB. Large pages make moving
+memory cheap; small pages leave less memory unused. `places.page_size_bytes` returns the size that
+an instance starts from.
 
     for_price(measured_price_us(driver), capacity_bytes)
 """
@@ -21,24 +22,24 @@ if TYPE_CHECKING:
     from kvelastic.config import Config
 
 MOST_US_A_GIB: Final = 500
-"""The largest price of the handles of a GiB, from creation to end. The handles of 8 GiB then cost
-4 ms. kvcached's contiguous layout grows 8 GiB in 7.9 ms on an H100."""
+"""Upper bound of the cost of a GiB's handles in us, from creation to destruction. The handles of 8
+GiB then take 4 ms. kvcached's contiguous layout grows 8 GiB in 7.9 ms on an H100."""
 SIZES_BYTES: Final = tuple(mib * MIB_BYTES for mib in (2, 8, 32, 128))
-"""Far apart: an error of a factor of two changes no decision at the price of a known GPU, 70 us or
-more (above 16 us it is the last one)."""
+"""The sizes are far apart. So an error of a factor of two changes no decision for known GPUs, at 70
+us or more (above 16 us, the last size is used)."""
 FEWEST_PAGES: Final = 64
-"""The fewest pages of a device, whatever they cost: a limit is met to 1.6% of it."""
+"""Minimum number of pages of a device at any cost, so that a limit is met to 1.6% of the device."""
 UNKNOWN_US: Final = 135.0
-"""The price if nothing could be mapped: between an H100's and an A100's."""
+"""The cost in us if no page could be mapped: between an H100's and an A100's."""
 _TRIES: Final = 8
 _GRANULES: Final = (1, 16)
-"""The two sizes that are measured."""
+"""The two measured sizes, in granules."""
 
 
 def for_price(handle_us: float, capacity_bytes: int) -> int:
-    """The smallest size at which a GiB costs at most `MOST_US_A_GIB`, else the largest.
+    """Return the smallest size with a cost of at most `MOST_US_A_GIB` per GiB, else the largest.
 
-    `handle_us` is what the driver charges for a handle of any size. A small device bounds it.
+    `handle_us` is the driver's cost of a handle of any size. A small device bounds the result.
     """
     size_bytes = next(
         (size for size in SIZES_BYTES if handle_us * GIB_BYTES / size <= MOST_US_A_GIB),
@@ -48,7 +49,7 @@ def for_price(handle_us: float, capacity_bytes: int) -> int:
 
 
 def most_bytes(capacity_bytes: int) -> int:
-    """The largest power of two of which a device has `FEWEST_PAGES`; at least a granule."""
+    """Return the largest power of two that fits `FEWEST_PAGES` times; at least a granule."""
     size_bytes = GRANULARITY_BYTES
     while 2 * size_bytes * FEWEST_PAGES <= capacity_bytes:
         size_bytes *= 2
@@ -56,17 +57,17 @@ def most_bytes(capacity_bytes: int) -> int:
 
 
 def price_us(settings: Config, driver: _vmm.Driver) -> float:
-    """`measured_price_us` of a GPU's driver where that decides; 0 where a size is set."""
+    """Return `measured_price_us`, or 0 without measuring if the page size is configured."""
     return measured_price_us(driver) if settings.page_size_mb is None else 0.0
 
 
 def measured_price_us(driver: _vmm.Driver) -> float:
-    """What a handle of any size costs: create, map, set_access, unmap, destroy; microseconds.
+    """Measure the cost of a handle in us: create, map, set_access, unmap, destroy.
 
-    Two sizes are tried, and what the driver charges for each byte is subtracted: it is the same for
-    a GiB in pages of any size. The shortest of a few tries counts, since other work of the machine
-    only adds to a try. Takes a few milliseconds. If the device has no memory for the larger size,
-    the price of the smaller one; if it has none, `UNKNOWN_US`.
+    Measures two sizes and subtracts the cost per byte, which is the same for pages of any size.
+    Uses the shortest of a few tries, because other load only adds time. Takes a few milliseconds.
+    If the device has no memory for the larger size, returns the cost of the smaller one; if it has
+    none, returns `UNKNOWN_US`.
     """
     small, large = _GRANULES
     small_us = _cycle_us(driver, small * driver.granularity_bytes)
@@ -77,7 +78,7 @@ def measured_price_us(driver: _vmm.Driver) -> float:
 
 
 def fixed_us(small_us: float, large_us: float) -> float:
-    """The part of a price that does not grow with the size, from the prices of the two sizes."""
+    """Return the size-independent part of the cost, from the costs of the two sizes."""
     small, large = _GRANULES
     per_granule_us = max(large_us - small_us, 0.0) / (large - small)
     return max(small_us - small * per_granule_us, 0.0)
@@ -111,7 +112,7 @@ def _one_cycle_us(driver: _vmm.Driver, address: int, size_bytes: int) -> float:
 
 
 def _twice(give_back: Callable[[], None]) -> None:
-    """A failure that passes leaves nothing behind."""
+    """Call `give_back`, and once more if it fails, so that a temporary failure leaks nothing."""
     try:
         give_back()
     except DriverError:

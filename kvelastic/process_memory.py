@@ -1,4 +1,4 @@
-"""What a process holds of the machine's memory, as the kernel counts it."""
+"""Memory of a process, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Resident memory that is neither a file's nor shared: weights and buffers, no KV cache.
+    """Return the process's anonymous resident memory: weights and buffers, without KV cache.
 
-    Reads one file of /proc; 0 where that cannot be read.
+    Excludes file-backed and shared memory. Reads one file of /proc; 0 if it cannot be read.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""The command class of kvelastic's programs: they exit with 1 when stdout cannot be written.
+"""The command class of kvelastic's programs: they exit with 1 if stdout cannot be written.
 
 @click.command(cls=Program)       # or a class that derives from it
 """
@@ -18,7 +18,7 @@ _OF_OUTPUT: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.E
 
 
 class Program(click.Command):
-    """A program whose output may go to a disk that is full."""
+    """A command that reports output errors, for example of a full disk."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command. In standalone mode, report a stdout that cannot be written."""
@@ -51,7 +51,7 @@ def _reported_output_errors() -> Iterator[None]:
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether the error comes from writing to stdout: it names no file.
+    """Return whether the error comes from writing to stdout: it has no file name.
 
     Errors of segments and ledgers are `KvelasticError`.
     """

@@ -1,10 +1,10 @@
-"""Bytes and percentages as people write and read them.
+"""Parses and formats bytes and percentages.
 
     parse_size("1.5GiB") == parse_size("1536M") == 1610612736
     format_size(1610612736) == "1.50 GiB"
     parse_percent("80%") == 80.0
 
-K, KB and KiB all mean 1024 bytes, as in the interface that kvelastic keeps; so do the larger ones.
+K, KB and KiB all mean 1024 bytes, as in kvcached's interface. The larger units work the same way.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ GIB_BYTES: Final = 1 << 30
 TIB_BYTES: Final = 1 << 40
 
 GRANULARITY_BYTES: Final = 2 << 20
-"""The smallest mapping of a driver. Addresses and sizes of pages are multiples of it."""
+"""The smallest mapping of a driver. Page addresses and sizes are multiples of it."""
 
 MAX_SIZE_BYTES: Final = (1 << 63) - 1
-"""The largest size there is: sizes travel as signed 64-bit integers in the segment."""
+"""The largest size: segments store sizes as signed 64-bit integers."""
 
 MAX_PRIORITY: Final = 1000
-"""The highest priority of an instance; the lowest is the same below zero.
+"""The highest priority of an instance; the lowest is its negative.
 
-The record enforces it (`_vmm.MAX_PRIORITY`). It stands here too for those who read the
-configuration and have no use for the native module, which takes longer to load than all of it.
+The control block enforces it (`_vmm.MAX_PRIORITY`). It is repeated here so that reading the
+configuration does not load the native module, which takes longer than the rest.
 """
 
 SIZE_FORMS: Final = (
@@ -39,24 +39,24 @@ SIZE_FORMS: Final = (
 PERCENT_FORMS: Final = "a number from 0 to 100, with or without a percent sign (80, 12.5%)"
 
 _UNIT_BYTES: Final = {"": 1, "k": KIB_BYTES, "m": MIB_BYTES, "g": GIB_BYTES, "t": TIB_BYTES}
-# At most 40 digits on either side: no input makes the arithmetic below slow.
+# At most 40 digits on either side, so that the arithmetic below is fast for any input.
 _NUMBER: Final = r"([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
 _SIZE: Final = re.compile(_NUMBER + r"\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
 _PERCENT: Final = re.compile(_NUMBER + r"\s*%?")
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes from `text`; of `0.1T` the part of a byte is dropped.
+    """Parse a size in bytes; a remaining fraction of a byte (as in `0.1T`) is dropped.
 
-    Upper and lower case mean the same, and `_` and `,` are ignored. Raises
-    `InvalidArgumentError` for anything else: empty, negative, nan, inf, an unknown unit, more than
-    `MAX_SIZE_BYTES`, a fraction of a byte (`0.5`: a unit was forgotten) or less than one byte.
+    Ignores case, `_` and `,`. Raises `InvalidArgumentError` for anything else: empty, negative,
+    nan, inf, an unknown unit, more than `MAX_SIZE_BYTES`, a fraction without a unit (`0.5`), or
+    less than one byte.
     """
     match = _SIZE.fullmatch(text.replace("_", "").replace(",", "").strip())
     if match is None:
         raise InvalidArgumentError(f"size {text!r} is not understood; write {SIZE_FORMS}.")
     whole, _, decimals = match[1].partition(".")
-    # In integers, because a float loses bytes above 2**53.
+    # Use integers, because a float is not exact above 2**53.
     scaled_bytes = int(whole + decimals) * _UNIT_BYTES[(match[2] or "").lower()]
     size_bytes, part = divmod(scaled_bytes, int(10 ** len(decimals)))
     if part and (not size_bytes or not match[2]):
@@ -72,20 +72,20 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write bytes for people: `512 B`, `1.50 GiB`; a negative number keeps its sign."""
+    """Format bytes for people: `512 B`, `1.50 GiB`; a negative number keeps its sign."""
     if size_bytes < 0:
         return "-" + format_size(-size_bytes)
     if size_bytes < KIB_BYTES:
         return f"{size_bytes} B"
     for unit, unit_bytes in (("KiB", KIB_BYTES), ("MiB", MIB_BYTES), ("GiB", GIB_BYTES)):
-        # Compare what would be printed: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
+        # Compare the rounded value: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
         if round(size_bytes / unit_bytes, 2) < 1024:
             return f"{size_bytes / unit_bytes:.2f} {unit}"
     return f"{size_bytes / TIB_BYTES:.2f} TiB"
 
 
 def size_argument(size_bytes: int) -> str:
-    """Write bytes exactly as a command takes them: `102M`, `2G`, `1000`."""
+    """Format bytes exactly, as a command argument: `102M`, `2G`, `1000`."""
     for unit, unit_bytes in (("T", TIB_BYTES), ("G", GIB_BYTES), ("M", MIB_BYTES)):
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
@@ -93,14 +93,14 @@ def size_argument(size_bytes: int) -> str:
 
 
 def whole_pages(limit_bytes: int, page_bytes: int) -> int:
-    """Return what a limit allows: it is rounded down to whole pages, and one page is the least."""
+    """Return a limit rounded down to whole pages; at least one page."""
     if page_bytes <= 0:
         return limit_bytes
     return max(limit_bytes // page_bytes, 1) * page_bytes
 
 
 def format_limit(limit_bytes: int, page_bytes: int) -> str:
-    """Write a limit for people, and what it allows where that is another size."""
+    """Format a limit for people, with its whole pages if their size differs."""
     text, allowed_bytes = format_size(limit_bytes), whole_pages(limit_bytes, page_bytes)
     if allowed_bytes > limit_bytes:
         return f"{text} ({format_size(allowed_bytes)}: one page is the least)"
@@ -110,7 +110,7 @@ def format_limit(limit_bytes: int, page_bytes: int) -> str:
 
 
 def format_pages(size_bytes: int, page_bytes: int) -> str:
-    """Write whole pages for people: `68.00 MiB (2 pages of 34.00 MiB)`."""
+    """Format whole pages for people: `68.00 MiB (2 pages of 34.00 MiB)`."""
     if page_bytes <= 0:
         return format_size(size_bytes)
     count = size_bytes // page_bytes
@@ -119,7 +119,7 @@ def format_pages(size_bytes: int, page_bytes: int) -> str:
 
 
 def parse_percent(text: str) -> float:
-    """Read a percentage from 0 to 100; raises `InvalidArgumentError` for anything else."""
+    """Parse a percentage from 0 to 100; raises `InvalidArgumentError` for anything else."""
     match = _PERCENT.fullmatch(text.strip())
     percent = None if match is None else float(match[1])
     if percent is None or percent > 100:

@@ -30,7 +30,7 @@ _LOOK_S: Final = 0.05
 
 
 def check_names(names: Iterable[str | None], *, ending_s: float) -> None:
-    """Raise `SegmentExistsError` if an instance could not use one of these names.
+    """Raise `SegmentExistsError` if an instance could not use one of `names`.
 
     None, an automatic name, is always free. If an engine core whose server was killed has a name,
     this blocks until the core ends, for at most `ending_s` seconds. Raises the same errors as

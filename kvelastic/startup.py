@@ -1,16 +1,16 @@
-"""Loads kvelastic into engines that have no plugins, by the variable alone.
+"""Loads kvelastic into engines that have no plugins, enabled by environment variables.
 
     ENABLE_KVELASTIC=true python app.py       # kvelastic.pth and kvelastic.start call `at_start`
 
-    from kvelastic.startup import arm         # where Python does not read those files (python -S),
+    from kvelastic.startup import arm         # if Python does not read those files (python -S),
     arm()                                     # as the first lines of the program
 
-Each engine of `kvelastic.engines` that is `loaded_by` a class of its own is armed: once the
-process has imported that class's module, to make the first of the class calls the integration's
-`plugin.register()`. Its errors are raised there, each time. The import alone loads nothing and
-refuses nothing, for programs that serve nothing import such a module, too: vLLM imports
-transformers. A process that never does pays for this module, `engines` and `hooks.late_import`,
-which import nothing (so keep it). `kvctl doctor` says what keeps an environment from arming.
+Each engine of `kvelastic.engines` with a `loaded_by` class is armed: once the process has imported
+the class's module, the first instance of the class calls the integration's `plugin.register()`.
+Errors are raised there, for each new instance. The import alone loads nothing and raises nothing,
+because programs that serve no model import such modules too: vLLM imports transformers. A process
+that never serves imports only this module, `engines` and `hooks.late_import`. Keep these free of
+other imports. `kvctl doctor` reports why an environment does not arm.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _TRUE = ("true", "1", "yes", "on")
 
 failure: Exception | None = None
-"""Why `at_start` could not arm; `kvctl doctor` asks a new Python for it."""
+"""Why `at_start` could not arm; `kvctl doctor` reads it in a new Python process."""
 
 
 def at_start() -> None:
-    """Arm as `arm` does, and never raise: Python calls this at its start, for every program."""
+    """Call `arm`; store its exception in `failure`. Every Python program calls this at startup."""
     global failure
     try:
         arm()
@@ -41,12 +41,12 @@ def at_start() -> None:
 
 
 def arm() -> None:
-    """Load kvelastic into each engine that has no plugins, once this process uses it.
+    """Load kvelastic into each engine without plugins, once this process uses the engine.
 
-    Does nothing unless ENABLE_KVELASTIC (or kvcached's ENABLE_KVCACHED) is set. Call it any number
-    of times, from any thread, before the engine is imported. Imports no engine and does not block.
-    KVELASTIC_FLEXKV_ALIAS and KVELASTIC_LLM_DATADIST_ALIAS are other matters: each switches on an
-    alias, and nothing else.
+    Has no effect on engines unless ENABLE_KVELASTIC (or kvcached's ENABLE_KVCACHED) is set.
+    Idempotent and thread-safe; call it before the engine is imported. Imports no engine and never
+    blocks. KVELASTIC_FLEXKV_ALIAS and KVELASTIC_LLM_DATADIST_ALIAS are independent: each only
+    switches on an alias.
     """
     if os.environ.get("KVELASTIC_FLEXKV_ALIAS", "").strip().lower() in _TRUE:
         from kvelastic.flexkv import alias
@@ -85,7 +85,7 @@ def _loading(engine: Engine) -> Action:
 
 
 def _registering(engine: Engine, original: Callable[..., None]) -> Callable[..., None]:
-    """The class's `__init__`, with `register` before it until that has passed once."""
+    """Return a wrapper of `__init__` that first calls `register`, until it has succeeded once."""
     import functools
     from threading import Lock
 

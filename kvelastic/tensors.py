@@ -1,4 +1,4 @@
-"""From a range to an engine's tensors: the only place of the core that imports torch."""
+"""Creates tensors over a range. The only module of the core that imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def itemsize_of(dtype: torch.dtype) -> int:
-    """Bytes an element. Raises `InvalidArgumentError` unless it is a torch dtype."""
+    """Return the bytes per element. Raises `InvalidArgumentError` unless it is a torch dtype."""
     import torch
 
     if not isinstance(dtype, torch.dtype):
@@ -27,16 +27,17 @@ def itemsize_of(dtype: torch.dtype) -> int:
 
 
 def whole_range(memory: _vmm.Range) -> torch.Tensor:
-    """All of a range as flat int8, no copy; touching what is not mapped faults (SIGSEGV)."""
+    """Return a range as a flat int8 tensor without a copy. Accessing unmapped pages faults
+    (SIGSEGV)."""
     import torch
 
     return torch.from_dlpack(memory.tensor())
 
 
 def name_streams(driver: _vmm.Driver) -> None:
-    """Tell a GPU's driver which streams PyTorch computes on, unless it was told of any before.
+    """Set the streams of a GPU's driver to those of PyTorch, unless streams are already set.
 
-    Those are this thread's current stream and the default one. Nothing to do on the host.
+    They are this thread's current stream and the default stream. Has no effect on the host.
     """
     import torch
 
@@ -51,5 +52,5 @@ def name_streams(driver: _vmm.Driver) -> None:
 
 
 def view_of(flat: torch.Tensor, view: TensorView, dtype: torch.dtype) -> torch.Tensor:
-    """One view of a range; shares its memory and keeps it reserved."""
+    """Return one view of a range; it shares the memory and keeps the range reserved."""
     return flat.view(dtype).as_strided(view.shape, view.strides, view.offset_bytes // view.itemsize)

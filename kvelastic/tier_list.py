@@ -1,9 +1,9 @@
-"""`KVELASTIC_TIERS` as text, and what it says: `host:4G,disk:/path:200G,folder:PATH,mooncake:HOST`.
+"""Parses `KVELASTIC_TIERS`: `host:4G,disk:/path:200G,folder:PATH,mooncake:HOST`.
 
     parse_tiers("host:4G,disk:/var/kv:200G")
     # (TierSpec("host", limit_bytes=4 << 30), TierSpec("disk", ("/var/kv",), 200 << 30))
 
-Imported by the configuration, so it knows no store.
+The configuration imports this module, so it must not import stores.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _ADDRESS: Final = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}")
 
 
 class TierListError(InvalidArgumentError):
-    """A part of the list is wrong; the message says which and why."""
+    """A part of the list is invalid; the message says which and why."""
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier as it was asked for."""
+    """One configured tier."""
 
     kind: str
     """host, disk, folder or mooncake."""
     folders: tuple[str, ...] = ()
-    """Absolute; of disk one or several, of folder one."""
+    """Absolute paths: one or more for disk, exactly one for folder."""
     limit_bytes: int | None = None
-    """None: others decide. Of mooncake: what of this machine's memory it is given."""
+    """Bytes; None: kvelastic enforces none. mooncake: memory of this machine to contribute."""
     address: str = ""
-    """Of a mooncake master."""
+    """Address of a mooncake master."""
 
 
 def parse_tiers(text: str) -> tuple[TierSpec, ...]:
-    """Read the list; raises `TierListError` naming the part that is wrong. Linear."""
+    """Parse the list; raises `TierListError` that names the invalid part. Linear time."""
     text = text.strip()
     if not text or text.lower() == "none":
         return ()
@@ -100,7 +100,7 @@ def _folders(part: str, text: str) -> tuple[str, ...]:
             raise TierListError(
                 f"{part!r} has a folder that is not absolute, or has a colon in its name"
             )
-    # One spelling, as the stores see it: two of one folder would be two tiers that share it.
+    # Normalize the path as the stores do; else two spellings of one folder would be two tiers.
     return tuple("/" + os.path.normpath(folder).lstrip("/") for folder in folders)
 
 

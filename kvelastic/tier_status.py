@@ -50,7 +50,7 @@ class TierFigures(Shown, frozen=True):
     """host, disk, folder or mooncake."""
     used_bytes: Count
     limit_bytes: Count | None
-    """None: the tier sets its own limit."""
+    """None: kvelastic enforces no limit."""
     records: Count
     puts: Count
     refused: Count
