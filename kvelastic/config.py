@@ -74,8 +74,7 @@ class Config:
     reclaim_wait_s: float = 0.05
     """Seconds that an alloc waits for memory of other instances."""
     limit_wait_s: float | None = 0.25
-    """Seconds for which requests may keep a pool over its limit before preemption; None: for ever.
-"""
+    """Seconds that requests may keep a pool over its limit before preemption; None: no bound."""
     device: str = "auto"
     """`auto`, `host`, `cuda` or `cuda:N`."""
     idle_trim_s: float | None = 5.0
@@ -113,8 +112,10 @@ class Config:
 
     @property
     def page_size_bytes(self) -> int:
-        """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default (GPUs:
-        `places.page_size_bytes`)."""
+        """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default.
+
+        `places.page_size_bytes` returns the default of GPUs.
+        """
         return (self.page_size_mb or HOST_PAGE_SIZE_MB) * MIB_BYTES
 
     @property

@@ -178,7 +178,7 @@ def process_name(pid: int, proc: Path = Path("/proc")) -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------- one at a time
+# -------------------------------------------------------------------------- queries of one device
 
 
 def _host(settings: config.Config | None) -> DeviceFacts:

@@ -143,10 +143,10 @@ def shutdown_kvelastic() -> None:
 def use_streams(streams: Sequence[int]) -> None:
     """Set the CUDA streams whose kernels use the caches, as `torch.cuda.Stream.cuda_stream`.
 
-    Before pages are unmapped, work already queued on these streams must finish. 0 is the default
-    stream. An empty list means that no kernel uses the caches. The streams replace those set
-    before. Without a call, kvelastic uses the default stream and PyTorch's current stream at the
-    creation of the first cache. Has no effect on the host. Never blocks. Thread-safe. Raises
+    kvelastic unmaps a page once the work already queued on these streams has finished. 0 is the
+    default stream. An empty list means that no kernel uses the caches. The streams replace those
+    set before. Without a call, kvelastic uses the default stream and PyTorch's current stream at
+    the creation of the first cache. Has no effect on the host. Never blocks. Thread-safe. Raises
     `NotInitializedError`.
     """
     with _lock:

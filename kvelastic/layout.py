@@ -181,8 +181,7 @@ class PageLayout:
         return -(-page * self.extent_bytes // self.block_bytes)
 
     def ids(self, page: int) -> range:
-        """Return the block ids of `page`. Ids between these and the next page's are never
-        allocated."""
+        """Return the block ids of `page`; ids between two pages are never allocated."""
         first = self.first_id(page)
         return range(first, first + self.blocks_per_page)
 

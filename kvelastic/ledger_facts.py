@@ -99,8 +99,10 @@ class LedgerInfo:
 
     @property
     def taken_bytes(self) -> int:
-        """The part of the capacity used by reserves and non-members; they first fill the memory
-        outside."""
+        """The part of the capacity used by reserves and non-members.
+
+        They first fill `outside_bytes`.
+        """
         beside_bytes = self.reserved_bytes + self.others_bytes
         return min(self.capacity_bytes, max(0, beside_bytes - self.outside_bytes))
 

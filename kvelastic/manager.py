@@ -166,7 +166,7 @@ class KVCacheManager:
         return self._pool.blocks.mapped_bytes / scale
 
     def get_page_occupancy(self, page_ids: Sequence[int] | None = None) -> dict[int, int]:
-        """Return the blocks in use or cached on each mapped page, of `page_ids` or of all pages."""
+        """Return the blocks in use or cached by mapped page; `page_ids` None means every page."""
         return self._pool.blocks.occupancy(page_ids)
 
     def stats(self) -> dict[str, Any]:

@@ -467,7 +467,7 @@ def _holder_of(info: SegmentInfo) -> tuple[str, str]:
     return f"{who}, {what}", f"end it (kill {pid})"
 
 
-# ----------------------------------------------------------------------------- operators' side
+# ----------------------------------------------------------------------------------- operators
 
 
 def open_readonly(name: str) -> Segment:

@@ -37,7 +37,7 @@ class RuntimeSnapshot:
 
 @dataclass(frozen=True)
 class KVCachePoolSnapshot:
-    """One pool. A page is a whole page: of all layers, K and V."""
+    """One pool. A page holds blocks of every layer, K and V."""
 
     schema_version: str
     pool_type: str

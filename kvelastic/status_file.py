@@ -131,8 +131,7 @@ class StatusKind(Generic[_S, _Q, _A]):
         return _HEADER.pack(self.magic, self.version)
 
     def snapshot_at(self, number: int) -> int:
-        """Return the offset of the snapshot with that number; snapshots alternate between two
-        cells."""
+        """Return the offset of snapshot `number`; snapshots alternate between two cells."""
         return _PAGE_BYTES + number % 2 * self.snapshot_bytes
 
     def request_at(self, revision: int) -> int:
@@ -172,7 +171,7 @@ class StatusKind(Generic[_S, _Q, _A]):
         return _SUM.pack(zlib.crc32(raw, zlib.crc32(self.magic + of.__name__.encode())))
 
 
-# ------------------------------------------------------------------------- the process that shows
+# ------------------------------------------------------------------------- the publishing process
 
 
 class StatusFile(Generic[_S, _Q, _A]):

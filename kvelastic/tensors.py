@@ -27,8 +27,7 @@ def itemsize_of(dtype: torch.dtype) -> int:
 
 
 def whole_range(memory: _vmm.Range) -> torch.Tensor:
-    """Return a range as a flat int8 tensor without a copy. Accessing unmapped pages faults
-    (SIGSEGV)."""
+    """Return a range as a flat int8 tensor, without a copy; unmapped pages fault (SIGSEGV)."""
     import torch
 
     return torch.from_dlpack(memory.tensor())

@@ -295,7 +295,7 @@ def plan_states(
 def state_view(
     layout: PageLayout, pages: int, offset_bytes: int, shape: tuple[int, ...], itemsize: int
 ) -> TensorView:
-    """Return a view of one state of all layers and blocks, as `(layers, ids, *shape)`."""
+    """Return a view of one state in each layer and block, as `(layers, ids, *shape)`."""
     return TensorView(
         offset_bytes=offset_bytes,
         shape=(layout.buffers, layout.id_span(pages), *shape),

@@ -178,9 +178,9 @@ def map_to_kv_tensors(
     `unmap_from_kv_tensors` is reused unchanged.
 
     Blocks for at most `KVELASTIC_RECLAIM_WAIT` while other instances release memory. Raises
-    `InvalidArgumentError` for a page that is already mapped or outside the tensors, and
-    `OutOfMemoryError` if the ledger grants no more, `KVELASTIC_LIMIT` is reached, or the device has
-    no memory.
+    `InvalidArgumentError` for a page that is already mapped or outside the tensors. Raises
+    `OutOfMemoryError` if the ledger refuses the grant, `KVELASTIC_LIMIT` is reached, or the device
+    has no memory.
     """
     group = _group(group_id)
     group.pages.map(_pages(group, page_ids, block_ids))

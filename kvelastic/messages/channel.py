@@ -109,9 +109,9 @@ class Channel:
     def call(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> Message:
         """Send a request and wait for its reply; close descriptors received with the reply.
 
-        Blocks for at most `timeout_s` seconds. Raises the peer's error, `ChannelTimeoutError`,
-        `ChannelClosedError` or `MessageError`. The channel is closed after every error except an
-        error reply of the peer.
+        Blocks until other calls have finished, then for at most `timeout_s` seconds. Raises the
+        peer's error, `ChannelTimeoutError`, `ChannelClosedError` or `MessageError`. The channel is
+        closed after every error except an error reply of the peer.
         """
         reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
         for fd in received:

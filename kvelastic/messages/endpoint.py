@@ -168,10 +168,11 @@ class Endpoint:
         return self._refused
 
     def connect(self, address: Address, timeout_s: float = 5.0) -> Connection:
-        """Connect to another endpoint. Blocks for about `timeout_s` seconds at most.
+        """Connect to another endpoint.
 
-        Raises the same errors as `channel.connect`, and `InvalidArgumentError` in the endpoint's
-        own thread.
+        Blocks: the handshake, and then the endpoint's thread, may each take up to `timeout_s`
+        seconds. Raises the same errors as `channel.connect`, and `InvalidArgumentError` in the
+        endpoint's own thread.
         """
         if threading.current_thread() is self._thread:
             raise InvalidArgumentError("a handler cannot connect; use a separate thread")
@@ -198,8 +199,10 @@ class Endpoint:
             self._waker.send(b"\0")
 
     def run_later(self, delay_s: float, do: Callable[[], None]) -> None:
-        """Call `do` in the endpoint's thread after `delay_s` seconds, unless the endpoint closes
-        first."""
+        """Call `do` in the endpoint's thread after `delay_s` seconds.
+
+        Does nothing if the endpoint closes before that. `do` must not block.
+        """
         at_s = time.monotonic() + delay_s
         self.run_soon(lambda: heapq.heappush(self._timers, (at_s, next(self._timer_numbers), do)))
 
@@ -221,7 +224,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- its thread ----------------------------------------------------------------------------
+    # --- the endpoint's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -291,7 +294,7 @@ class Endpoint:
             _log.exception("a %s was not answered", type(request.message).__name__)
             request.refuse(error)
 
-    # --- who comes -----------------------------------------------------------------------------
+    # --- incoming connections ------------------------------------------------------------------
 
     def _accept(self, listener: ListeningSocket) -> None:
         try:

@@ -104,7 +104,7 @@ class DataPort:
         if self._thread.is_alive():
             self._thread.join()
 
-    # --- its thread ----------------------------------------------------------------------------
+    # --- the listening thread ------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -159,7 +159,7 @@ class Link:
         self.connection.close()
         self._node.forget(self)
 
-    # --- one try -------------------------------------------------------------------------------
+    # --- one attempt ---------------------------------------------------------------------------
 
     def _retried(self, once: Callable[[], None]) -> None:
         for _ in range(MOST_TRIES - 1):

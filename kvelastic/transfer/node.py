@@ -306,7 +306,7 @@ class Node:
         if link is not None:
             self.forget(link)
 
-    # --- what peers ask: in the endpoint's thread ----------------------------------------------
+    # --- requests of peers: in the endpoint's thread -------------------------------------------
 
     def _handle(self, request: Request) -> None:
         link = self._by_connection.get(request.connection)
@@ -487,7 +487,7 @@ class Node:
         self._endpoint.run_later(PUBLISH_S, self._refresh_status)
         self._status.refresh()
 
-    # --- the end -------------------------------------------------------------------------------
+    # --- closing -------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End all links and leases, and wait for the requests being served.

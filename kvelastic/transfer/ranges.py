@@ -65,7 +65,7 @@ class Registered:
                 self._written.notify_all()
 
     def wait_until_unwritten(self) -> None:
-        """Block until no copy writes into the range. No new copy may start meanwhile."""
+        """Block until no copy writes into the range. No new copy may start during the call."""
         with self._written:
             self._written.wait_for(lambda: not self._writers)
 

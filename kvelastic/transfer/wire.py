@@ -42,7 +42,7 @@ class Told(Message):
 
 
 class Begin(Message):
-    """Requests a hold of these pieces."""
+    """Requests a hold of `pieces`."""
 
     pieces: Pieces
     claim: Claim
