@@ -549,7 +549,7 @@ def post(
 
 
 def _last_of(revisions: dict[int, _T], base: int) -> int:
-    """Return the last plausible revision after `base`, at most `base + RING`.
+    """Return the last plausible revision: from `base` to `base + RING`.
 
     A later one is damaged or forged. If it were accepted, every further request would be lost,
     because the owner handles no revision that large.

@@ -23,7 +23,7 @@ _log = logging.getLogger("kvelastic")
 _MOST_FOR_A_STEP_BYTES: Final = 2 << 30
 _PART_FOR_A_STEP: Final = 32
 _PART_AHEAD: Final = 4
-"""1/4 of the first step's room is kept free above the largest step seen."""
+"""Keep this part (1/4) of the first step's room free above the largest step seen."""
 
 
 def first_step_bytes(total_bytes: int) -> int:

@@ -186,7 +186,7 @@ class PackageFacts:
 
 @dataclass(frozen=True)
 class StartupFacts:
-    """What a new Python does at startup with ENABLE_KVELASTIC=true; empty if none was started."""
+    """Startup of a new Python with ENABLE_KVELASTIC=true; empty if none was started."""
 
     armed: tuple[str, ...] = ()
     """Modules whose import will load kvelastic into the process."""
@@ -206,7 +206,7 @@ class ProbeFact:
     hooked: int = 0
     """Number of wrapped functions."""
     broken: tuple[str, ...] = ()
-    """Errors of probes: the engine's code differs from what kvelastic expects."""
+    """Errors of probes: the engine's code is not as kvelastic expects."""
     missed: tuple[str, ...] = ()
     """Modules of the engine that cannot be imported here, and why."""
     failure: str = ""

@@ -1,6 +1,6 @@
 """Findings about host memory as a device, and the kernel limits that affect it.
 
-Most of these affect host memory only. If the device is a GPU, they are reported as notes.
+Most limits affect host memory only. If the device is a GPU, they are reported as notes.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 It detects immediately when a peer's process has ended, and within a second when a peer's host is
 lost (`peers.LOST_AFTER_S`).
 
-A connection is unauthenticated (a `_Stranger`) until its handshake is complete. The number of such
-connections is bounded. Each has five seconds for a step of the handshake, and may send a few
-hundred bytes. A new one replaces the connection that has made no progress for longest. Data that
-arrived in time counts, even if this thread reads it late.
+A connection is unauthenticated (a `_Stranger`) until its handshake is complete. Each has five
+seconds for a step of the handshake, and may send a few hundred bytes. The number of such
+connections is bounded. At the bound, a new one replaces the connection that has made no progress
+for longest. Data that arrived in time counts, even if this thread reads it late.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class Endpoint:
     def _hear_stranger(self, stranger: _Stranger) -> None:
         handshake = stranger.handshake
         if stranger not in self._strangers or handshake is None:
-            return  # it was closed after this
+            return  # it was closed after this event was reported
         try:
             receive_into(stranger.socket, stranger.reader)
             while not handshake.is_done and (frame := stranger.reader.next()) is not None:

@@ -19,7 +19,7 @@ from kvelastic.errors import SecretError
 
 _MOST_FILE_BYTES: Final = 4096
 _LEAST_CHARACTERS: Final = 32
-"""An eavesdropper could guess a shorter secret."""
+"""A shorter secret could be guessed from recorded traffic."""
 _MOST_SECRETS: Final = 8
 
 

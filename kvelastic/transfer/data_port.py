@@ -1,8 +1,8 @@
 """The TCP port for data streams. Each stream starts with a token that this side expects.
 
 A connection stays unauthenticated until it has sent all 32 bytes of an expected token. It has one
-second for that. The number of such connections is bounded, and a new one replaces the oldest, so
-clients that only connect cannot lock others out.
+second for that. The number of such connections is bounded. At the bound, a new one replaces the
+oldest. So clients that only connect cannot lock others out.
 """
 
 from __future__ import annotations

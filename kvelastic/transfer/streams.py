@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Carrier: TypeAlias = "socket.socket | Arrived | None"
 """How a copy's bytes are sent: a socket that the peer passed, a queue that will receive the
-
-expected socket, or None if this side connects.
-"""
+expected socket, or None if this side connects."""
 
 
 class Streams:
