@@ -1,23 +1,24 @@
-"""Demoted blocks on disks: a record a slot, in large files of one or more folders.
+"""A store that keeps demoted blocks on disk, in large files in one or more folders.
 
     store = DiskStore(["/mnt/nvme0/kv", "/mnt/nvme1/kv"], record_bytes, limit_bytes=200 << 30)
     store.enter(namespace)
     store.put(keys, views)
 
-What is put is found again after a restart, a SIGKILL or a loss of power, except for the last
-moments; what is not whole by then is counted as `torn` and never served: each record has a checksum
-that is seeded with its key, and every read compares it. Opening reads the tables of the files, no
-records. Files of engines that are gone are taken over.
+Each slot of a file holds one record. Stored records survive a restart, a SIGKILL and a power loss,
+except those of the last moments. Each record has a checksum that is seeded with its key, and every
+read verifies it. An incomplete record counts as `torn` and is never served. Opening a store reads
+the tables of the files, not the records, and adopts the files of engines that have exited.
 
-The folders are this user's alone (0700, files 0600). What lies there is the KV of prompts, in
-clear: whoever can read it can read much of what was said. `erase` makes records unreadable through
-the file system, and with them the bytes of records that were displaced before. The device may keep
-bytes until the file system uses their blocks again.
+Only this user can access the folders (mode 0700, files 0600). They contain the KV of prompts
+unencrypted, from which much of the text can be recovered. `erase` makes records unreadable through
+the file system, including the bytes of records that were displaced earlier. The device may keep the
+bytes until the file system reuses their blocks.
 
-Engines of a machine share the folders, and the limit is of the folders, not of an engine. Whoever
-needs room first takes it; with n engines alive, one that has less than an n-th part of the limit
-gets it from those that have more (disk_room.py). Each finds its own records, and those of engines
-that are gone when it opens or needs room; it does not read what its neighbours write.
+The engines of a machine share the folders, and the limit applies to the folders, not to one engine.
+Space is given out first come, first served. With n live engines, an engine that has less than 1/n
+of the limit gets the difference from engines that have more (disk_room.py). An engine finds its own
+records. It also finds records of engines that have exited, when it opens the store or needs space.
+It does not read the records of running engines.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _log = logging.getLogger("kvelastic")
 
 MAX_RECORD_BYTES: Final = 1 << 32
 DEPTH: Final = 32
-"""How many records of one call are under way at once."""
+"""Maximum number of records of one call that are in flight at once."""
 
 
 class _DiskLease(Lease):
@@ -69,10 +70,12 @@ class _DiskLease(Lease):
 
 
 class DiskStore(Store):
-    """See the module. Any thread may call; `has` and `lease` never wait for a disk.
+    """A store on disk, shared by the engines of a machine. See the module text.
 
-    One lock guards slots, files and figures. It is not held while records are read or written; it
-    is held while room is taken or given back and while records are erased.
+    Any thread may call; `has` and `lease` never wait for a disk. One lock guards slots, files and
+    statistics. It is not held during record I/O. It is held while space is allocated or released
+    and
+    while records are erased.
     """
 
     name = "disk"
@@ -91,18 +94,21 @@ class DiskStore(Store):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the folders, and take over what engines which are gone have left there.
+        """Open the folders and adopt the files of engines that have exited.
 
-        `limit_bytes` is what all files of all folders together may take, whoever's they are.
-        `quotas` gives models a part of it (0 to 1) that they do not exceed; one that is not named
-        has no bound of its own. `daily_write_bytes` bounds what all engines write a day (UTC);
-        those that are given one count together. `io` may be an object of the tests. `clock` and
-        `wall_clock` answer seconds.
+        `limit_bytes` bounds all files of all folders together, including those of other engines.
+        `quotas` maps a model to the share of the limit (0 to 1) that it may use; other models have
+        no
+        quota. `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set
+        it,
+        together. `io` may be a test double. `clock` and `wall_clock` return seconds.
 
-        A folder that the file system refuses is left out and counted as an error; with none, the
-        store is empty and stores nothing. Raises `InvalidArgumentError` for a folder that is not
-        this user's alone, and for sizes that cannot be; `DeviceUnavailableError` where io_uring
-        is asked for and cannot be used.
+        If the file system refuses a folder, the store leaves the folder out and counts an error.
+        Without
+        any usable folder the store stays empty. Raises `InvalidArgumentError` if a folder is
+        accessible to
+        other users or a size is invalid, and `DeviceUnavailableError` if io_uring is requested but
+        unavailable.
         """
         if not 0 < record_bytes <= MAX_RECORD_BYTES:
             raise InvalidArgumentError(
@@ -138,19 +144,25 @@ class DiskStore(Store):
     # --- the contract -----------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> None:
-        """Records put from now on are of `namespace`; what is under way stays of the last one."""
+        """Set the namespace of later puts; a put in progress keeps the previous one."""
         with self._state.changed:
             self._owner = owner_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
-        """As `Store.has`."""
+        """Return for each key whether its record is readable. Does not wait for a disk.
+
+        Returns False for all keys while reads are suspended after errors.
+        """
         count = self._count_of(keys)
         if self._state.closed or not self._state.reads.is_over:
             return [False] * count
         return self._state.index.has(keys)
 
     def lease(self, keys: bytes) -> Lease:
-        """As `Store.lease`. While the disk is left alone after errors, nothing is there."""
+        """Hold the leading keys that are present. Does not wait for a disk.
+
+        The lease is empty while reads are suspended after errors.
+        """
         self._count_of(keys)
         if self._state.closed or not self._state.reads.is_over:
             return _DiskLease(self._state, None, 0)
@@ -160,7 +172,7 @@ class DiskStore(Store):
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """As `Store.put`. Blocks until the records are written."""
+        """Store records and return for each key whether it is present. Blocks until written."""
         count = self._count_of(keys, records)
         self._count_of(chain_after or b"")
         pieces, owner = self._begin_put(keys, count, chain_after)
@@ -173,7 +185,7 @@ class DiskStore(Store):
         return self.has(keys)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """As `Store.get`. Blocks until the records are read."""
+        """Read records and return for each key whether its view is complete. Blocks until read."""
         count = self._count_of(keys, into)
         pieces, tickets = self._begin_get(keys, count)
         answers = [False] * count
@@ -196,16 +208,20 @@ class DiskStore(Store):
         return answers
 
     def erase(self, keys: bytes) -> int:
-        """As `Store.erase`. Waits for puts that are under way, and for the medium."""
+        """Erase these keys and return how many were present.
+
+        Waits for puts in progress and for the disk.
+        """
         self._count_of(keys)
         with self._state.alone():
             return self._state.erase(keys)
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`; also in files whose engines are gone.
+        """Erase the selected records, including those in files of exited engines; return how many.
 
-        Neighbours that run erase what is theirs themselves. Displaced records lose their bytes,
-        whosever they are, and so does what is damaged.
+        Running engines erase their own records. The bytes of displaced and damaged records are
+        erased
+        whatever their owner.
         """
         now_s = self._wall_clock()
         wanted = wanted_by(selection, now_s)
@@ -220,11 +236,14 @@ class DiskStore(Store):
             return erased + self._state.erase_left_behind(selection, now_s)
 
     def unerased(self) -> Unerased:
-        """As `Store.unerased`."""
+        """Return what earlier erasures could not remove, as text for an operator."""
         return self._state.unerased()
 
     def evict(self, count: int) -> int:
-        """As `Store.evict`. Waits for puts that are under way, and for the medium."""
+        """Displace up to `count` records by policy and return how many were displaced.
+
+        Waits for puts in progress and for the disk.
+        """
         with self._state.alone():
             if self._state.closed:
                 return 0
@@ -239,7 +258,8 @@ class DiskStore(Store):
             return len(displaced)
 
     def capacity(self) -> Capacity:
-        """As `Store.capacity`: records by their own size; files are rounded up, and made ahead."""
+        """Return the size of the records held. Files take more: sizes are rounded up, space
+        reserved."""
         with self._state.changed:
             self._state.look()
             records = 0 if self._state.closed else self._state.index.stats()["ready"]
@@ -247,11 +267,11 @@ class DiskStore(Store):
 
     @property
     def least_limit_bytes(self) -> int:
-        """As `Store.least_limit_bytes`: a file with one record."""
+        """Return the size of a file with one record."""
         return room_for(Geometry(self.record_bytes, 1).file_bytes)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """As `Store.set_limit`. What it gives back is punched out of the files, or whole files."""
+        """Set the limit; freed space is punched out of files, or whole files are removed."""
         _check_limit(limit_bytes)
         with self._state.changed:
             if self._state.closed:
@@ -260,30 +280,30 @@ class DiskStore(Store):
                 self._state.room.set_limit(limit_bytes)
 
     def statistics(self) -> StoreStatistics:
-        """As `Store.statistics`."""
+        """Return the counts since the store was opened."""
         return self._state.statistics()
 
     def problem(self) -> str:
-        """As `Store.problem`."""
+        """Return why the disk refuses calls now, for an operator; empty if it works."""
         return self._state.problem()
 
     def write_budget(self) -> tuple[int, int] | None:
-        """As `Store.write_budget`."""
+        """Return the daily write budget and what remains of it, in bytes; None if unlimited."""
         return self._state.write_budget()
 
     def check_integrity(self) -> None:
-        """As `Store.check_integrity`: index, slots, and the tables in the files. Waits for puts."""
+        """Check index, slots and the tables in the files. Waits for puts in progress."""
         with self._state.alone():
             if not self._state.closed:
                 self._state.check_integrity()
 
     def close(self) -> None:
-        """As `Store.close`. Waits for calls that are under way."""
+        """Close the store. Waits for calls in progress."""
         self._state.close()
 
     @property
     def engine(self) -> str:
-        """How records are read and written: io_uring, threads, or what the tests gave."""
+        """How records are read and written: io_uring, threads, or the name of a test double."""
         return getattr(self._io, "engine", type(self._io).__name__)
 
     # --- putting ----------------------------------------------------------------------------------
@@ -291,7 +311,8 @@ class DiskStore(Store):
     def _begin_put(
         self, keys: bytes, count: int, chain_after: bytes | None
     ) -> tuple[list[Piece], Owner]:
-        """Slots for what is new, as far as room, budget and medium allow; and whose it will be."""
+        """Claim slots for new records as far as space, budget and disk allow; return their owner
+        too."""
         state = self._state
         nothing: list[Piece] = []
         with state.changed:
@@ -322,7 +343,7 @@ class DiskStore(Store):
             return pieces, self._owner
 
     def _make_room(self, new: int) -> None:
-        """Take room for new records, as far as the limit and the model's quota allow."""
+        """Allocate space for new records, as far as the limit and the model's quota allow."""
         slots = self._state.room.limit_bytes // aligned(self.record_bytes)
         over = self._state.quotas.over(self._owner.model, new, slots)
         if over:
@@ -336,7 +357,8 @@ class DiskStore(Store):
         slots: Sequence[int],
         displaced: Iterable[tuple[bytes, int]],
     ) -> list[Piece]:
-        """Where each record goes; whatever lay there is forgotten, in the files as well."""
+        """Return where each record goes. Clears the displaced entries, in memory and in the
+        files."""
         for _, slot in displaced:
             self._state.table.clear(slot)
         pieces = []
@@ -355,7 +377,7 @@ class DiskStore(Store):
     def _write(
         self, pieces: list[Piece], records: Sequence[memoryview], owner: Owner
     ) -> list[tuple[Piece, Entry]]:
-        """Write records, then their entries; answers those that are whole in the files."""
+        """Write records, then their table entries; return those that were written completely."""
         results = carry(self._io.write, pieces, records)
         stored_ns = max(0, int(self._wall_clock() * 1e9))
         stored: list[tuple[Piece, Entry]] = []
@@ -392,7 +414,7 @@ class DiskStore(Store):
     # --- getting ----------------------------------------------------------------------------------
 
     def _begin_get(self, keys: bytes, count: int) -> tuple[list[Piece], list[int]]:
-        """Hold those that are there; answers where they lie, and the tickets of the leases."""
+        """Lease the keys that are present; return their locations and the lease tickets."""
         pieces: list[Piece] = []
         tickets: list[int] = []
         with self._state.changed:
@@ -424,7 +446,7 @@ class DiskStore(Store):
             self._state.changed.notify_all()
         if torn:
             with self._state.alone():
-                # Only what still lies where it was read: it may have been put anew meanwhile.
+                # Erase only if unchanged since the read: another put may have replaced the record.
                 same = [
                     p.key
                     for p in torn
@@ -451,7 +473,7 @@ def _check_limit(limit_bytes: int) -> None:
 
 
 def _with_so_many_new(keys: bytes, there: Sequence[bool], granted: int) -> bytes:
-    """The leading keys of which at most `granted` are not there."""
+    """Return the longest prefix of keys with at most `granted` missing ones."""
     count = 0
     for is_there in there:
         granted -= not is_there

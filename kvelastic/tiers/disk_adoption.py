@@ -1,12 +1,12 @@
-"""Files of engines that are gone become a store's own, part by part.
+"""Adoption of the files of exited engines into a store, in short steps.
 
-    adoption.begin(file)          # locked, and in the slot table; its slots are closed
+    adoption.begin(file)          # the file is locked and in the slot table; its slots are closed
     while not adoption.is_over:
-        adoption.step()           # some 10 ms under the store's lock; others have it in between
+        adoption.step()           # about 10 ms under the store's lock; other calls run in between
 
-First the tables are read, then their records are restored in the index, the oldest of all files
-first, so that the newest are the last to be displaced. Slots without a record stay closed, and
-their room in the files is given back.
+First the tables of all files are read. Then the records are restored in the index, oldest first
+across all files, so that the newest are displaced last. Slots without a record stay closed, and
+their file space is released.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvelastic.tiers.disk_file import DataFile
 from kvelastic.tiers.disk_slots import SlotTable
 
 PART: Final = 1 << 12
-"""Entries that a step reads, or restores: a step of a million would keep others out for seconds."""
+"""Entries per step. A step of a million entries would block other calls for seconds."""
 
 
 class Adoption:
-    """See the module. The store's lock guards it, and no lock of a folder is needed."""
+    """Files being adopted. The store's lock guards it; no folder lock is needed."""
 
     def __init__(
         self,
@@ -34,33 +34,33 @@ class Adoption:
         park: Callable[[Iterable[int]], None],
         release: Callable[[Iterable[int]], object],
     ) -> None:
-        """`park` gets slots that have no record, and `release` those whose room is given back."""
+        """`park` receives slots without a record; `release` receives slots whose space is freed."""
         self.torn = 0
-        """Entries that are not whole."""
+        """Number of incomplete entries found."""
         self.files: set[DataFile] = set()
-        """Those that are being adopted: no slot of theirs may be given out."""
+        """Files being adopted. Their slots must not be allocated."""
         self._index = index
         self._table = table
         self._park = park
         self._release = release
         self._found = _vmm.FoundRecords()
         self._unread: deque[tuple[DataFile, int]] = deque()
-        """Files, and from which of their slots on the table is to be read."""
+        """Files to read, each with the first slot not yet read."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is being adopted."""
+        """Whether no file is being adopted."""
         return not self.files
 
     def begin(self, file: DataFile) -> None:
-        """Adopt a file whose slots are in the table, and closed."""
+        """Start to adopt a file. Its slots must be in the table and closed."""
         self.files.add(file)
         self._unread.append((file, 0))
 
     def step(self) -> None:
         """Read or restore up to `PART` entries.
 
-        Raises `OSError` for what the file system says; the rest of such a file is not found.
+        Raises `OSError` if the file system fails; the remaining records of that file are not found.
         """
         if self._unread:
             self._read()
@@ -93,7 +93,7 @@ class Adoption:
             if own < end < file.geometry.slots:
                 self._unread.appendleft((file, end))
             else:
-                self._park(range(first + end, first + file.geometry.slots))  # what is unreadable
+                self._park(range(first + end, first + file.geometry.slots))  # unreadable
                 self._found.end_file()
 
     def _restore(self) -> None:
@@ -107,13 +107,13 @@ class Adoption:
             _numbers("I", owners),
             self._found.owners(),
         )
-        for slot in refused:  # there is another record of this key
+        for slot in refused:  # the index has another record of this key
             file, own = self._table.place(slot)
             file.clear_entry(own)
         self._give_back(refused)
 
     def _give_back(self, slots: list[int]) -> None:
-        # Whether they have room, or bytes of records that were displaced, is not known.
+        # These slots may still have space, or bytes of displaced records.
         self._park(slots)
         self._table.set_residue(slots, is_there=True)
         self._release(slots)

@@ -1,10 +1,10 @@
-"""Erasing from the files of engines that are gone, whatever the size of their records.
+"""Erase records in the files of exited engines, whatever their record size.
 
     done = erase_at_rest(["/mnt/nvme0/kv"], Selection(model="llama"))
-    print(done.records, done.busy_files)      # files of engines that run: ask these to erase
+    print(done.records, done.busy_files)      # busy files belong to running engines: erase there
 
-An engine erases what is its own, and what lies in its folders and is nobody's. This is for an
-operator whose engine does not run, or will never run again.
+A running engine erases its own records and those in its folders that no engine owns. This module is
+for an operator whose engine does not run and may never run again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvelastic.tiers.record_owner import Owner, Wanted, wanted_by
 
 @dataclass(frozen=True)
 class ErasedAtRest:
-    """What an erasure has removed, and what it has not looked at."""
+    """Counts of what an erasure removed and what it skipped."""
 
     records: int = 0
-    """Records that cannot be read from the files any more; damaged ones count, too."""
+    """Records made unreadable, including damaged ones."""
     busy_files: int = 0
-    """Files of engines that run, or that are not this user's alone: nothing was looked at."""
+    """Files of running engines, or that other users can access. They were skipped."""
     damaged_files: int = 0
-    """Files without a whole header, which were removed."""
+    """Files without a valid header, which were removed."""
 
     def __add__(self, other: ErasedAtRest) -> ErasedAtRest:
         return ErasedAtRest(
@@ -43,12 +43,14 @@ class ErasedAtRest:
 
 
 def erase_at_rest(folders: Sequence[str | os.PathLike[str]], selection: Selection) -> ErasedAtRest:
-    """Make records unreadable in the files of engines that are gone.
+    """Make the selected records unreadable in the files of exited engines.
 
-    It is not known whose damaged records were, and what lies in files that are not whole: they go
-    with every selection, and so do the bytes of displaced records. Blocks as long as the medium
-    takes. Raises `InvalidArgumentError` for a folder that is not this user's alone, and
-    `OSError` for what the file system says: what was erased until then is erased.
+    The owner of damaged records and of files without a valid header is unknown. Every selection
+    erases
+    them, and the bytes of displaced records. Blocks until the disk is done. Raises
+    `InvalidArgumentError` if other users can access a folder, and `OSError` if the file system
+    fails.
+    Records erased before the error stay erased.
     """
     done = ErasedAtRest()
     for path in folders:
@@ -61,7 +63,7 @@ def erase_at_rest(folders: Sequence[str | os.PathLike[str]], selection: Selectio
 
 
 def erase_left_behind(folder: Folder, selection: Selection, now_s: float) -> ErasedAtRest:
-    """The same in one folder that is open; takes its lock."""
+    """Erase as `erase_at_rest` does, in one open folder. Takes the folder's lock."""
     wanted = wanted_by(selection, now_s)
     done = ErasedAtRest()
     with folder.locked():
@@ -85,7 +87,7 @@ def _erase(file: DataFile, wanted: Wanted) -> int:
     kept = set()
     erased = []
     for slot, entry in entries(file.read_table(), file.file_id):
-        # Of an entry that is not whole it is not known whose record it was.
+        # The owner of a damaged entry is unknown.
         if entry is None or wanted(
             Owner(entry.namespace, entry.model, entry.generation), entry.stored_ns
         ):
@@ -96,7 +98,7 @@ def _erase(file: DataFile, wanted: Wanted) -> int:
     file.sync()
     others = [slot for slot in range(file.geometry.slots) if slot not in kept]
     try:
-        file.release(others)  # to wipe would take room for those that have none
+        file.release(others)  # wiping would allocate space for slots that have none
     except OSError as error:
         if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
             raise

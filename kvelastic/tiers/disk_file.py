@@ -1,6 +1,6 @@
-"""One file of the disk tier: made, taken over from who died, its entries and its room.
+"""One file of the disk tier: creation, takeover after the writer's death, entries and space.
 
-The process that writes a file holds flock() on it, which ends with the process however it ends.
+The process that writes a file holds flock() on it. The kernel releases it when the process ends.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ _RangeCall = Callable[[int, int, int], int]
 
 
 def held_bytes(state: os.stat_result) -> int:
-    """What a file may take of its file system: its blocks, and the map of them as it may grow.
+    """Return the bytes a file may take of its file system: its blocks and its largest extent map.
 
-    A file system keeps a map of the parts of a file; where each system page is a part of its own
-    it takes a 160th of them all, and `st_blocks` counts it.
+    A file system keeps a map of a file's extents, and `st_blocks` includes it. If each system page
+    is
+    an extent of its own, the map takes 1/160 of the blocks.
     """
     blocks_bytes = state.st_blocks * 512
     return blocks_bytes + map_bytes(blocks_bytes)
 
 
 def map_bytes(blocks_bytes: int) -> int:
-    """What the map of so many bytes of a file may take."""
+    """Return the largest size of the extent map for `blocks_bytes` of a file."""
     return blocks_bytes // 160 + 4096 if blocks_bytes else 0
 
 
 def room_for(file_bytes: int) -> int:
-    """Room that is enough for so many bytes of a file and their map, and little more."""
+    """Return the smallest space that holds `file_bytes` and their extent map."""
     room_bytes = -(-(file_bytes + 4096) * 160 // 159)
     return room_bytes if room_bytes - map_bytes(room_bytes) >= file_bytes else room_bytes + 1
 
 
 class DataFile:
-    """A file that this process writes. Slots are its own, from 0. The store's lock guards it.
+    """A file that this process writes. Slots are numbered from 0. The store's lock guards it.
 
-    Raises `OSError` for what the file system says.
+    Methods raise `OSError` if the file system fails.
     """
 
     def __init__(self, folder: int, name: str, fd: int, geometry: Geometry, file_id: bytes) -> None:
@@ -65,14 +66,14 @@ class DataFile:
         self._fd = fd
         self._direct_fd = -1
         self.is_direct = False
-        """Whether records go past the page cache."""
-        with suppress(OSError):  # tmpfs and others have no O_DIRECT
+        """Whether record I/O bypasses the page cache."""
+        with suppress(OSError):  # tmpfs and some others lack O_DIRECT
             self._direct_fd = open_file(folder, name, os.O_RDWR | os.O_DIRECT)
             self.is_direct = os.path.sameopenfile(fd, self._direct_fd)
 
     @staticmethod
     def create(folder: int, geometry: Geometry) -> DataFile:
-        """Make a file with all of its room. Call it under the folder's lock."""
+        """Create a file with all of its space allocated. The caller holds the folder's lock."""
         file_id = os.urandom(FILE_ID_BYTES)
         name = file_id[:8].hex() + SUFFIX
         fd = open_file(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -89,9 +90,10 @@ class DataFile:
 
     @staticmethod
     def take_over(folder: int, name: str) -> DataFile | None:
-        """A file whose owner is gone; None where it is alive or the file is no whole one of ours.
+        """Return a file whose writer has exited; None if the writer is alive or the header is
+        invalid.
 
-        Call it under the folder's lock.
+        The caller holds the folder's lock.
         """
         fd = open_file(folder, name, os.O_RDWR)
         try:
@@ -109,30 +111,30 @@ class DataFile:
 
     @property
     def record_fd(self) -> int:
-        """By which records are read and written."""
+        """Descriptor for record I/O."""
         return self._direct_fd if self.is_direct else self._fd
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the name."""
+        """Whether the file's name has been removed."""
         return os.fstat(self._fd).st_nlink == 0
 
     @property
     def size_bytes(self) -> int:
-        """How far the file reaches now."""
+        """Current length of the file."""
         return os.fstat(self._fd).st_size
 
     @property
     def held_bytes(self) -> int:
-        """See `held_bytes`."""
+        """Bytes the file may take of its file system. See the function `held_bytes`."""
         return held_bytes(os.fstat(self._fd))
 
     def use_page_cache(self) -> None:
-        """Stop using O_DIRECT: the file system has accepted the flag and refuses the calls."""
-        self.is_direct = False  # the descriptor stays: a call may be under way
+        """Stop using O_DIRECT, for a file system that accepts the flag but refuses the I/O."""
+        self.is_direct = False  # keep the descriptor: a call may be in progress
 
     def read_table(self) -> bytes:
-        """All entries, as far as the file reaches."""
+        """Return all table entries, up to the end of the file."""
         end = HEADER_BYTES + self.geometry.slots * ENTRY_BYTES
         parts = []
         at = HEADER_BYTES
@@ -142,7 +144,7 @@ class DataFile:
         return b"".join(parts)
 
     def read_entries(self, first: int, count: int) -> bytes:
-        """The entries of some slots; zeros where the file does not reach so far."""
+        """Return the entries of `count` slots; zeros beyond the end of the file."""
         want = count * ENTRY_BYTES
         parts = []
         at = self.geometry.entry_offset(first)
@@ -154,41 +156,41 @@ class DataFile:
 
     @property
     def whole_slots(self) -> int:
-        """Slots whose records lie within the file; fewer than all where it was cut."""
+        """Slots whose records lie within the file. Fewer than all if the file was truncated."""
         geometry = self.geometry
         reach = self.size_bytes - geometry.data_offset - geometry.record_bytes
         return min(geometry.slots, max(0, reach // geometry.stride_bytes + 1))
 
     def write_entry(self, slot: int, entry: Entry) -> None:
-        """Say what lies in a slot; its record must be written."""
+        """Write a slot's table entry. The record must be written already."""
         raw = pack_entry(entry, self.file_id, slot)
         _write_all(self._fd, raw, self.geometry.entry_offset(slot))
 
     def clear_entry(self, slot: int) -> None:
-        """Say that a slot is empty."""
+        """Mark a slot empty."""
         _write_all(self._fd, EMPTY_ENTRY, self.geometry.entry_offset(slot))
 
     def clear_entries(self, slots: Iterable[int]) -> None:
-        """Say that slots are empty."""
+        """Mark slots empty."""
         for slot in slots:
             self.clear_entry(slot)
 
     def sync(self) -> None:
-        """Wait until the medium has what was said."""
+        """Block until everything written so far is on the disk."""
         os.fdatasync(self._fd)
 
     def wipe(self, slots: Iterable[int]) -> None:
-        """Make records unreadable; their room stays theirs."""
+        """Make records unreadable but keep their space allocated."""
         for first, count in runs(slots):
             self._checked(_vmm.zero_range, first, count)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give the room of slots back to the file system; raises EOPNOTSUPP where it cannot be."""
+        """Return the slots' space to the file system; raises EOPNOTSUPP if it is unsupported."""
         for first, count in runs(slots):
             self._checked(_vmm.release_range, first, count)
 
     def reserve(self, first: int, count: int) -> None:
-        """Take room for slots that have none."""
+        """Allocate space for slots that have none."""
         stride = self.geometry.stride_bytes
         os.posix_fallocate(self._fd, self.geometry.record_offset(first), count * stride)
 
@@ -199,7 +201,7 @@ class DataFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of it; whoever comes next may take it over. Repeatable."""
+        """Close the file; another process may then take it over. Idempotent."""
         for fd in (self._direct_fd, self._fd):
             if fd >= 0:
                 os.close(fd)
@@ -213,7 +215,7 @@ class DataFile:
 
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Slots as (first, count) of those side by side, in ascending order."""
+    """Group slots into (first, count) of adjacent ones, in ascending order."""
     out: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if out and sum(out[-1]) == slot:

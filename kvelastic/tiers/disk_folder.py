@@ -1,15 +1,15 @@
-"""The folders of the disk tier, as the engines of one machine share them.
+"""The folders of the disk tier, shared by the engines of one machine.
 
 ::
 
     <number>.kv      records; its writer holds flock() on it (disk_file.py)
-    <number>.live    an engine that runs holds flock() on it. It has no contents: its *length* says
-                     how many bytes of room its engine waits for
-    .lock            flock() of who takes room, makes or takes over files, or looks at all of it
-    .written         what was written today (write_budget.py)
+    <number>.live    a running engine holds flock() on it. It has no contents: its *length* is
+                     the number of bytes of space its engine waits for
+    .lock            flock() while allocating space, creating or taking over files, or scanning
+    .written         bytes written today (write_budget.py)
 
-The account is the file system's own: the blocks of all `.kv` files. Nobody has to keep it, and
-nobody's death makes it wrong.
+The space used is what the file system reports: the blocks of all `.kv` files. No process maintains
+an account, so the death of a process cannot make it wrong.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
 _LIVE_SUFFIX: Final = ".live"
 _LOCK: Final = ".lock"
 LOCK_WAIT_S: Final = 1.0
-"""How long one engine waits for another, which has the lock for as long as room takes to get."""
+"""How long an engine waits for the lock. Another engine holds it while it allocates space."""
 
 
 class FolderBusyError(OSError):
-    """Another engine has had the folder's lock all the time."""
+    """Another engine held the folder's lock for the whole wait."""
 
 
 class Folder:
-    """One folder. The store's lock guards it; raises `OSError` for what the file system says."""
+    """One folder. The store's lock guards it. Methods raise `OSError` if the file system fails."""
 
     def __init__(self, path: str) -> None:
-        """Open it, make it where it is not there, and say that this engine lives.
+        """Open the folder, create it if missing, and register this engine as live.
 
-        Raises `InvalidArgumentError` for a folder that is not this user's alone.
+        Raises `InvalidArgumentError` if other users can access the folder.
         """
         self.path = path
         self._live = -1
@@ -70,15 +70,17 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def held_bytes(self) -> int:
-        """What all files take, whoever's they are. Under the lock."""
+        """Return the bytes all files take, including other engines' files. The caller holds the
+        lock."""
         return sum(held_bytes(state) for state in self._states("").values())
 
     def record_files(self) -> list[str]:
-        """The names of all files with records."""
+        """Return the names of all record files."""
         return list(self._states(SUFFIX))
 
     def take_over(self) -> tuple[list[DataFile], list[str]]:
-        """Files whose writers are gone: those that are whole, and the names of the others."""
+        """Take over files of exited writers; return the valid files and the names of invalid
+        ones."""
         whole = []
         others = []
         for name in self._states(SUFFIX):
@@ -91,9 +93,10 @@ class Folder:
         return whole, others
 
     def remove_oldest(self, names: list[str]) -> bool:
-        """Remove the one of these that was written longest ago; False where there is none.
+        """Remove the file in `names` that was written longest ago; return False if none was
+        removed.
 
-        Under the lock. Only files that nobody holds go.
+        The caller holds the lock. Files that a process holds are kept.
         """
         states = self._states(SUFFIX)
         ages = sorted((states[name].st_mtime_ns, name) for name in names if name in states)
@@ -105,9 +108,9 @@ class Folder:
         return False
 
     def engines(self) -> tuple[int, int]:
-        """How many engines live here, and how many bytes others of them wait for. Under the lock.
+        """Return the number of live engines and the bytes that the others wait for.
 
-        Removes what dead ones have left.
+        Removes the `.live` files of dead engines. The caller holds the lock.
         """
         count, waited_bytes = 1, 0
         for name, state in self._states(_LIVE_SUFFIX).items():
@@ -122,12 +125,13 @@ class Folder:
         return count, waited_bytes
 
     def wait_for(self, wanted_bytes: int) -> None:
-        """Say how many bytes this engine waits for; 0: none."""
+        """Publish how many bytes of space this engine waits for; 0 for none."""
         if os.fstat(self._live).st_size != wanted_bytes:
             os.ftruncate(self._live, wanted_bytes)
 
     def is_there(self) -> bool:
-        """Whether the path still leads to this folder, and its lock is the one that others see."""
+        """Whether the path still leads to this folder and its `.lock` is the one this engine
+        opened."""
         try:
             seen = Path(self.path).lstat()
             lock = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
@@ -138,14 +142,14 @@ class Folder:
         return same_lock and (seen.st_dev, seen.st_ino) == self.identity
 
     def close(self) -> None:
-        """Say that this engine is gone. Repeatable."""
+        """Unregister this engine and close the folder. Idempotent."""
         if self._live >= 0:
             with suppress(OSError):
                 os.unlink(self._live_name, dir_fd=self.fd)
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptors and leave all files as they are: a forked child's part."""
+        """Close the descriptors and keep all files. For a forked child."""
         for fd in (self._live, self._lock, self.fd):
             if fd >= 0:
                 os.close(fd)
@@ -177,7 +181,7 @@ class Folder:
 
 @contextmanager
 def all_locked(folders: list[Folder]) -> Iterator[None]:
-    """Hold the locks of several folders, in an order that is the same for every engine."""
+    """Hold the locks of several folders. Every engine takes them in the same order."""
     with ExitStack() as stack:
         for folder in sorted(folders, key=lambda one: one.identity):
             stack.enter_context(folder.locked())

@@ -1,4 +1,4 @@
-"""Models that have a part of a disk store, and which of their records go when it is full."""
+"""Quotas of models in a disk store, and the choice of records to remove at the quota."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from kvelastic.errors import InvalidArgumentError
 
 
 class Quotas:
-    """Records of models with a quota, by when they were used. The store's lock guards it.
+    """Records of models with a quota, in order of use. The store's lock guards it.
 
-    Models are named by the hash that their records carry. Of one put the ends of chains are to be
-    told first: they go first.
+    A model is identified by the hash in its records. Of one put, report the ends of chains first,
+    so
+    that they are removed first.
     """
 
     def __init__(self, shares: Mapping[bytes, float]) -> None:
-        """Raises `InvalidArgumentError` for a share outside of 0 to 1."""
+        """Raises `InvalidArgumentError` for a share outside 0 to 1."""
         for share in shares.values():
             if not 0 <= share <= 1:
                 raise InvalidArgumentError(f"a quota of {share}; give a part of the limit, 0 to 1")
@@ -24,12 +25,12 @@ class Quotas:
         self._used: dict[bytes, OrderedDict[bytes, None]] = {m: OrderedDict() for m in shares}
 
     def room(self, model: bytes, slots: int) -> int | None:
-        """How many records a model may have of so many slots; None: it has no quota."""
+        """Return how many of `slots` records a model may have; None if it has no quota."""
         share = self._shares.get(model)
         return None if share is None else int(share * slots)
 
     def over(self, model: bytes, new: int, slots: int) -> list[bytes]:
-        """Keys that must go before `new` records of the model come."""
+        """Return the keys to remove before `new` records of the model are stored."""
         room = self.room(model, slots)
         if room is None:
             return []
@@ -38,17 +39,17 @@ class Quotas:
         return [key for key, _ in zip(used, range(count), strict=False)]
 
     def stored(self, model: bytes, key: bytes) -> None:
-        """A record of the model came."""
+        """Report that a record of the model was stored."""
         if model in self._used:
             self._used[model][key] = None
 
     def used(self, model: bytes, key: bytes) -> None:
-        """It was read."""
+        """Report that a record of the model was read."""
         used = self._used.get(model)
         if used is not None and key in used:
             used.move_to_end(key)
 
     def gone(self, model: bytes, key: bytes) -> None:
-        """It is not there any more."""
+        """Report that a record of the model was removed."""
         if model in self._used:
             self._used[model].pop(key, None)
