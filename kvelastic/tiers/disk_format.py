@@ -1,4 +1,4 @@
-"""What lies in a file of the disk tier: a header, a table of entries, and the records.
+"""Format of a file of the disk tier: a header, a table of entries, and the records.
 
 ::
 
@@ -6,10 +6,10 @@
     4096         the table: one entry of 128 bytes for each slot; zeros: the slot is empty
     data_offset  the records, each at a multiple of 4096
 
-All integers are little-endian. An entry lies within one sector, and its checksum also covers the
-file's number and its slot: an entry that was copied elsewhere is none. The checksum of a record is
-seeded with its key. So whatever is torn, truncated, flipped or mixed up is seen; nothing here is
-authentication.
+All integers are little-endian. An entry lies within one sector. Its checksum also covers the file's
+number and the slot, so an entry copied elsewhere is invalid. The checksum of a record is seeded
+with its key. These checksums detect torn, truncated, flipped and misplaced data. They do not
+authenticate it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRY_BYTES: Final = 128
 ALIGNMENT_BYTES: Final = 4096
 FILE_ID_BYTES: Final = 16
 MAX_SLOTS: Final = 1 << 24
-"""Of one file. A header that says more is not believed."""
+"""Maximum per file. A header with a higher number is invalid."""
 
 _MAGIC: Final = b"KVELDISK"
 _HEADER: Final = struct.Struct("<8sIIQQQQ16s")
@@ -39,72 +39,72 @@ EMPTY_ENTRY: Final = bytes(ENTRY_BYTES)
 
 
 def aligned(size_bytes: int) -> int:
-    """The next multiple of what O_DIRECT wants."""
+    """Round up to the alignment that O_DIRECT requires."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Geometry(NamedTuple):
-    """Where everything lies in a file of so many records."""
+    """Offsets and sizes of a file with `slots` records of `record_bytes`."""
 
     record_bytes: int
     slots: int
 
     @property
     def stride_bytes(self) -> int:
-        """From one record to the next."""
+        """Distance from one record to the next."""
         return aligned(self.record_bytes)
 
     @property
     def data_offset(self) -> int:
-        """Where the first record lies."""
+        """Offset of the first record."""
         return HEADER_BYTES + aligned(self.slots * ENTRY_BYTES)
 
     @property
     def file_bytes(self) -> int:
-        """All of it."""
+        """Size of the whole file."""
         return self.data_offset + self.slots * self.stride_bytes
 
     def record_offset(self, slot: int) -> int:
-        """Where a slot's record lies."""
+        """Return the offset of a slot's record."""
         return self.data_offset + slot * self.stride_bytes
 
     @staticmethod
     def entry_offset(slot: int) -> int:
-        """Where a slot's entry lies."""
+        """Return the offset of a slot's entry."""
         return HEADER_BYTES + slot * ENTRY_BYTES
 
 
 def largest_within(record_bytes: int, file_bytes: int) -> Geometry:
-    """The most records that fit a file of `file_bytes`; 0 slots where none does."""
+    """Return the geometry with the most records in `file_bytes`; 0 slots if none fits."""
     each = aligned(record_bytes) + ENTRY_BYTES
     slots = min(MAX_SLOTS, max(0, file_bytes - HEADER_BYTES) // each)
     while slots > 0 and Geometry(record_bytes, slots).file_bytes > file_bytes:
-        slots -= 1  # the table's last system page; once or twice
+        slots -= 1  # the table's last system page; runs once or twice
     return Geometry(record_bytes, slots)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the table says of one record."""
+    """The table entry of one record."""
 
     key: bytes
     parent: bytes
-    """The key that it continues; NO_KEY: none, or nobody has said."""
+    """Key of the preceding block in the chain; NO_KEY if none or unknown."""
     namespace: bytes
-    """Fingerprint."""
+    """Fingerprint of the namespace."""
     model: bytes
-    """Hash of its name; 16 bytes."""
+    """Hash of the model's name; 16 bytes."""
     generation: int
     length_bytes: int
     stored_ns: int
-    """Since the epoch."""
+    """Time of the put, since the epoch."""
     checksum: int
     position: int
-    """In the batch it was put with: of one time, later ones are ends of chains."""
+    """Position in its put. Of records with the same time, later ones are ends of chains."""
 
 
 def pack_header(geometry: Geometry, file_id: bytes) -> bytes:
-    """The first system page of a file."""
+    """Return the first system page of a file."""
     raw = _HEADER.pack(
         _MAGIC,
         VERSION,
@@ -120,7 +120,7 @@ def pack_header(geometry: Geometry, file_id: bytes) -> bytes:
 
 
 def unpack_header(raw: bytes, file_bytes: int) -> tuple[Geometry, bytes] | None:
-    """The geometry and the file's number; None unless it is a whole file of this version."""
+    """Return the geometry and the file's number; None if invalid or of another version."""
     end = _HEADER.size + _CHECKSUM.size
     if len(raw) < end:
         return None
@@ -136,14 +136,14 @@ def unpack_header(raw: bytes, file_bytes: int) -> tuple[Geometry, bytes] | None:
         return None
     geometry = Geometry(record_bytes, slots)
     said = (stride_bytes, data_offset)
-    # A file that was cut is short; what is left of it can be read.
+    # A truncated file is accepted: the records before the cut are readable.
     if said != (geometry.stride_bytes, geometry.data_offset) or file_bytes < data_offset:
         return None
     return geometry, file_id
 
 
 def pack_entry(entry: Entry, file_id: bytes, slot: int) -> bytes:
-    """128 bytes for the table."""
+    """Return the 128 bytes of a table entry."""
     raw = _ENTRY.pack(
         entry.key,
         entry.parent,
@@ -159,7 +159,7 @@ def pack_entry(entry: Entry, file_id: bytes, slot: int) -> bytes:
 
 
 def unpack_entry(raw: bytes, file_id: bytes, slot: int) -> Entry | None:
-    """The entry; None where it is not whole, or not of this place."""
+    """Return the entry; None if it is damaged or belongs to another slot or file."""
     (checksum,) = _CHECKSUM.unpack_from(raw, _SUMMED_BYTES)
     if checksum != _vmm.record_checksum(raw[:_SUMMED_BYTES], _place(file_id, slot)):
         return None
@@ -167,7 +167,7 @@ def unpack_entry(raw: bytes, file_id: bytes, slot: int) -> Entry | None:
 
 
 def entries(table: bytes, file_id: bytes) -> Iterator[tuple[int, Entry | None]]:
-    """Each slot that is not empty; with None where its entry is not whole."""
+    """Yield each slot that is not empty, with its entry; None for a damaged entry."""
     for slot in range(len(table) // ENTRY_BYTES):
         raw = table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
         if raw != EMPTY_ENTRY:

@@ -1,4 +1,4 @@
-"""Records of one call on their way between memory and the files of a disk store."""
+"""Transfers of one call's records between memory and the files of a disk store."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ Way = Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers]
 
 
 class RecordFiles(Protocol):
-    """What reads and writes records: a `_vmm.RecordIo`, or one that fails on demand (tests)."""
+    """Reads and writes records: a `_vmm.RecordIo`, or a test double that fails on demand."""
 
     def write(
         self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
     ) -> Answers:
-        """See `_vmm.RecordIo.write`."""
+        """Write records and return a result for each. See `_vmm.RecordIo.write`."""
 
     def read(
         self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
     ) -> Answers:
-        """See `_vmm.RecordIo.read`."""
+        """Read records and return a result for each. See `_vmm.RecordIo.read`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One record on its way."""
+    """One record in transfer."""
 
     at: int
-    """In the keys of the call."""
+    """Position among the keys of the call."""
     key: bytes
     slot: int
-    """Of the store."""
+    """Slot number in the store."""
     file: DataFile
     own_slot: int
-    """Of the file."""
+    """Slot number in the file."""
     checksum: int = 0
-    """Of a read: what must come."""
+    """For a read: the expected checksum."""
     parent: bytes = NO_KEY
-    """Of a write: the key that it continues."""
+    """For a write: key of the preceding block in the chain."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Descriptor and offset."""
+        """File descriptor and offset of the record."""
         return self.file.record_fd, self.file.geometry.record_offset(self.own_slot)
 
     def entry(self, owner: Owner, length_bytes: int, stored_ns: int, checksum: int) -> Entry:
-        """What the file's table says once it is written."""
+        """Return the table entry to write after the record."""
         return Entry(
             self.key,
             self.parent,
@@ -70,10 +70,11 @@ class Piece:
 
 
 def carry(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Answers:
-    """Read or write, `views` by the pieces' places in the call.
+    """Read or write the pieces; `views` is indexed by `Piece.at`. Blocks.
 
-    Where a file system has taken O_DIRECT and refuses the calls, through the page cache, from then
-    on for good.
+    If a file system accepted O_DIRECT but refuses the I/O, the transfer is repeated through the
+    page
+    cache, and the file uses the page cache from then on.
     """
     answers = _call(way, pieces, views)
     refused = [
@@ -99,10 +100,10 @@ def _call(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Ans
 
 
 def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
-    """So many keys from one on."""
+    """Return `count` keys from position `at`."""
     return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
 
 
 def each_key(keys: bytes) -> list[bytes]:
-    """The keys one by one."""
+    """Split `keys` into single keys."""
     return [keys_at(keys, at) for at in range(len(keys) // KEY_BYTES)]

@@ -1,15 +1,16 @@
-"""How much of the folders a disk store has: takes room, shares it, gives it back by policy.
+"""File space of a disk store: allocation, sharing between engines, and release by policy.
 
-A slot without room is *parked*: the index believes that it is pending under a key that nobody has,
-so it is never given out. To give room back, slots are claimed for such keys, and the index
-displaces what its policy says; their place in the files is given back to the file system.
+A slot without file space is *parked*. The index treats it as pending under a key that no caller
+uses, so it never allocates the slot. To release space, the store claims slots for such keys. The
+index displaces records by policy, and the store returns their file space to the file system.
 
-**How engines share a folder.** The limit is of the folders: the blocks of all files there. Room is
-taken as it is needed, a file or a part of one at a time, by whoever comes first, and only while the
-sum stays within the limit. With n engines alive, a share is the limit divided by n. An engine that
-has less than its share and finds no room says so, and an engine that has more than its own gives
-back by policy down to it, at its next put or question for the capacity. An engine with a lower
-limit than its neighbours' takes nothing while they are above it, and gives back what it has.
+**Sharing between engines.** The limit applies to the folders: the blocks of all files in them. An
+engine allocates space when it needs some, a file or a part of a file at a time, first come, first
+served, while the sum stays within the limit. With n live engines, the fair share is 1/n of the
+limit. An engine below its share that finds no space publishes a request. At its next put or
+capacity query, an engine above its share releases space by policy, down to its share. An engine
+whose limit is lower than its neighbours' allocates nothing while the sum is above its limit, and
+releases what it has.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from kvelastic.tiers.disk_format import Geometry, aligned, largest_within
 from kvelastic.tiers.disk_slots import SlotTable
 
 LOOK_EVERY_S: Final = 1.0
-"""How often an engine looks at what its neighbours have and want."""
+"""How often an engine checks what its neighbours hold and request."""
 _MANY_FILES: Final = 64
 _CLAIM: Final = 1024
 _GIVE: Final = 1 << 12
-"""Slots that one look gives back; more would keep others out of the store for long."""
+"""Slots released per check. More would block other calls to the store for long."""
 _CLOSED: Final = b""
-"""In the place of a parked slot's key: the index knows that it has no room."""
+"""Stands for the key of a parked slot that is closed in the index."""
 _STEPS: Final = 2
-"""Of an adoption, in one call: some 20 ms."""
+"""Adoption steps per call: about 20 ms."""
 
 
 class Room:
-    """The slots of one store. The store's lock guards it.
+    """File space of one store's slots. The store's lock guards it.
 
-    Raises `OSError` for what the file systems say; whatever was done until then stays done.
+    Methods raise `OSError` if the file system fails; completed work is kept.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class Room:
     ) -> None:
         self.limit_bytes = limit_bytes
         self.evicted = 0
-        """Records that went for want of room."""
+        """Records evicted to release space."""
         self.owes = False
-        """Whether more is held than may be: the rest is leased."""
+        """Whether more is held than allowed because the rest is leased."""
         self._index = index
         self._table = table
         self._folders = folders
@@ -77,43 +78,44 @@ class Room:
 
     @property
     def torn(self) -> int:
-        """Entries of files that were taken over, and that are not whole."""
+        """Number of damaged entries in adopted files."""
         return self._adoption.torn
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Hold no more than this from now on, and look at once how much room there is."""
+        """Set the limit and apply it at once. First finishes any adoption."""
         self.limit_bytes = limit_bytes
         self._grow_at_s = self._look_at_s = float("-inf")
         self.finish_adoption()
         self.fit()
 
     def adopt(self) -> None:
-        """Take over all that engines which are gone have left, at once."""
+        """Adopt all files of exited engines. Returns when all their records are restored."""
         self.begin_to_adopt()
         self.finish_adoption()
         self.fit()
 
     def begin_to_adopt(self) -> None:
-        """Take over files of engines that are gone; `look` and `grow` restore their records."""
+        """Start to adopt files of exited engines; `look` and `grow` restore their records."""
         with all_locked(self._folders):
             files = self._take_over()
         self._begin_to_adopt(files)
 
     def finish_adoption(self) -> None:
-        """Restore all records of files that are being adopted. Some 2 us for each."""
+        """Restore all records of files being adopted. Takes about 2 us per record."""
         while not self._adoption.is_over:
             self._adoption.step()
 
     def _go_on_adopting(self) -> None:
-        """A bounded part: whoever waits for the store's lock has it in between."""
+        """Do a bounded part of the adoption, so that other calls get the store's lock in
+        between."""
         for _ in range(_STEPS):
             if not self._adoption.is_over:
                 self._adoption.step()
 
     def grow(self, wanted: int) -> int:
-        """Take room for `wanted` slots, as far as the limit goes; answers how many more there are.
+        """Allocate space for `wanted` slots within the limit; return how many were gained.
 
-        Asks at most every `LOOK_EVERY_S` where there was none.
+        If space ran out, later calls return 0 for `LOOK_EVERY_S`.
         """
         if wanted <= 0 or self._clock() < self._grow_at_s:
             return 0
@@ -127,7 +129,7 @@ class Room:
                 left = self._take_over()
         if left is not None:
             self._begin_to_adopt(left)
-            self._go_on_adopting()  # records of a small engine are there at once; `look` does more
+            self._go_on_adopting()  # restores a small engine at once; `look` continues
         with all_locked(self._folders):
             got += self._refill(wanted - got)
             self._say_want(wanted - got)
@@ -136,7 +138,7 @@ class Room:
         return got
 
     def look(self) -> None:
-        """Keep to the limit and to what neighbours are owed; at most every `LOOK_EVERY_S`."""
+        """Apply the limit and the neighbours' requests, at most every `LOOK_EVERY_S`."""
         self._go_on_adopting()
         if self._clock() < self._look_at_s:
             return
@@ -146,15 +148,16 @@ class Room:
             self._look_at_s = float("-inf")
 
     def fit(self, most: int | None = None) -> bool:
-        """Give back what is above the limit, and what neighbours wait for above a fair share.
+        """Release space above the limit, and space above a fair share that neighbours wait for.
 
-        Some `most` slots at once; True where there are more to give.
-        While files are being adopted, nothing: the oldest records are not in the index yet.
+        Releases about `most` slots at most; returns True if there is more to release. Does nothing
+        during
+        an adoption, because the oldest records are not in the index yet.
         """
         if not self._adoption.is_over:
             return False
         with all_locked(self._folders):
-            for _ in range(3):  # a file's own header and table go only with the file
+            for _ in range(3):  # header and table are freed only with the whole file
                 over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
                 self.owes = over > 0 and bool(self._table.files())
                 if over <= 0:
@@ -167,16 +170,17 @@ class Room:
         return False
 
     def check(self) -> None:
-        """Raises `IntegrityError` where a parked slot has a record."""
+        """Raises `IntegrityError` if a parked slot has a record."""
         for slot in self._parked:
             if self._table.has_record(slot):
                 raise IntegrityError(f"disk store: slot {slot} is parked and has a record")
 
     def _take_over(self) -> list[DataFile]:
-        """Lock files of engines that are gone, which are to be adopted. Under the folders' locks.
+        """Lock the files of exited engines for adoption. The caller holds the folders' locks.
 
-        All else that is done of them goes without these, as it takes longer with each record: a
-        neighbour waits for some calls for each file.
+        The adoption itself runs without these locks because it takes time per record. Here a
+        neighbour
+        waits only for a few system calls per file.
         """
         begun = []
         for folder in self._folders:
@@ -191,13 +195,13 @@ class Room:
         return begun
 
     def _begin_to_adopt(self, begun: list[DataFile]) -> None:
-        """They are this store's; `look` and `grow` restore their records."""
+        """Add the files to this store; `look` and `grow` restore their records."""
         for file, slots in zip(begun, self._add(begun), strict=True):
             self._index.close(slots.start, len(slots))
             self._adoption.begin(file)
 
     def _park_closed(self, slots: Iterable[int]) -> None:
-        """These have no room; they were closed in the index before."""
+        """Park slots without space that are already closed in the index."""
         self._parked.update(dict.fromkeys(slots, _CLOSED))
 
     def _held_bytes(self) -> int:
@@ -207,13 +211,14 @@ class Room:
         return sum(file.held_bytes for file in self._table.files())
 
     def _share(self) -> tuple[int, int]:
-        """A fair share of the limit, and the bytes that others wait for."""
+        """Return the fair share of the limit and the bytes that other engines wait for."""
         seen = [folder.engines() for folder in self._folders]
         engines = max((count for count, _ in seen), default=1)
         return self.limit_bytes // engines, max((waited for _, waited in seen), default=0)
 
     def _room_bytes(self) -> int:
-        """What may be taken: what neighbours wait for is left to them by who has its share."""
+        """Return the bytes available. If neighbours wait, an engine may only grow up to its
+        share."""
         room = self.limit_bytes - self._held_bytes()
         share, waited = self._share()
         return min(room, share - self._own_bytes()) if waited else room
@@ -226,14 +231,15 @@ class Room:
         wanted_bytes = 0
         if missing > 0:
             share, _ = self._share()
-            # In steps: what the neighbours lose is not all needed at once.
+            # Request in steps: the missing space is not all needed at once, and neighbours lose
+            # records.
             step = max(missing * self._stride_bytes, share // 8)
             wanted_bytes = max(0, min(step, share - self._own_bytes()))
         for folder in self._folders:
             folder.wait_for(wanted_bytes)
 
     def _refill(self, wanted: int) -> int:
-        """Give room to parked slots of files that there are."""
+        """Allocate space for parked slots of existing files."""
         room = self._room_bytes() * 160 // (self._stride_bytes * 161 + 160)  # see map_bytes
         got = 0
         batch = max(wanted, self._file_bytes() // self._stride_bytes // 8)
@@ -256,7 +262,7 @@ class Room:
         return max(min(self.limit_bytes // 16, GIB_BYTES), self.limit_bytes // 256, least)
 
     def _add_file(self) -> int:
-        """Make one more file; answers its slots, 0 where there is no room."""
+        """Create one more file and return its number of slots; 0 if there is no space."""
         while True:
             room = self._room_bytes()
             size = min(self._file_bytes(), room)
@@ -279,37 +285,37 @@ class Room:
                 failed = made
             if failed is None or failed.errno != errno.ENOSPC:
                 break
-            size //= 4  # the file system has less room than the limit: what there is
+            size //= 4  # less free space than the limit allows: use what there is
             geometry = largest_within(self._record_bytes, size)
         if failed is not None:
             raise failed
         return 0
 
     def _by_files(self) -> list[Folder]:
-        """The folders, those with the fewest files first."""
+        """Return the folders, those with the fewest files first."""
         files = self._table.files()
         return sorted(self._folders, key=lambda one: sum(file.folder == one.fd for file in files))
 
     def _use(self, file: DataFile) -> int:
-        """A new file's slots are given out from now on; answers how many."""
+        """Make a new file's slots available; return how many."""
         if self._held_bytes() > self.limit_bytes:
-            file.remove()  # a file system that needs more for it than others do
+            file.remove()  # this file system needs more space per file than expected
             return 0
         return sum(map(len, self._add([file])))
 
     def _add(self, files: list[DataFile]) -> list[range]:
-        """The slots of files, free in the index from now on."""
+        """Add files to the slot table and the index; return their slots, which are free."""
         before = self._table.slots
         ranges = [self._table.add_file(file) for file in files]
         if self._table.slots > before:
             self._index.resize(self._table.slots)
         for slots in ranges:
-            if slots.start < before:  # a removed file's, which are parked
+            if slots.start < before:  # the range of a removed file, whose slots are parked
                 self._unpark([slot for slot in slots if slot in self._parked])
         return ranges
 
     def _give(self, over_bytes: int) -> bool:
-        """Give back about so much, by policy; False where nothing could be given."""
+        """Release about `over_bytes` by policy; return False if nothing could be released."""
         slots = self._park(-(-over_bytes // self._stride_bytes))
         if not self._release(slots):
             return self._give_files(over_bytes)
@@ -317,7 +323,7 @@ class Room:
         return bool(slots) or gone
 
     def _park(self, count: int) -> list[int]:
-        """Take up to `count` slots out of use; what lies there is displaced by policy."""
+        """Take up to `count` slots out of use; the index displaces their records by policy."""
         taken: list[int] = []
         gone: list[int] = []
         while len(taken) < count:
@@ -328,7 +334,7 @@ class Room:
             self._parked.update(got)
             taken.extend(got)
             if len(got) < len(keys):
-                break  # the rest is leased
+                break  # the others are leased
         self.evicted += len(gone)
         self._forget(gone)
         return taken
@@ -347,7 +353,7 @@ class Room:
         self._index.abandon(b"".join(keys.values()))
 
     def _forget(self, slots: Iterable[int]) -> None:
-        """Records were displaced: nobody finds them at the next open either."""
+        """Clear the entries of displaced records, in memory and in the files."""
         gone = [slot for slot in slots if self._table.has_record(slot)]
         for slot in gone:
             self._table.clear(slot)
@@ -356,7 +362,7 @@ class Room:
                 file.clear_entry(slot)
 
     def _release(self, slots: Iterable[int]) -> bool:
-        """Give the room of parked slots back; False where the file system cannot."""
+        """Release the space of parked slots; return False if the file system cannot punch holes."""
         try:
             for file, own in self._table.by_file(slots).items():
                 file.release(own)
@@ -369,7 +375,7 @@ class Room:
         return True
 
     def _remove_empty_files(self) -> bool:
-        """Remove files whose slots are all parked; their slots stay parked for the next file."""
+        """Remove files whose slots are all parked; the next file reuses these slots."""
         gone = False
         for file in self._settled_files():
             if all(slot in self._parked for slot in self._table.range_of(file)):
@@ -379,7 +385,7 @@ class Room:
         return gone
 
     def _give_files(self, over_bytes: int) -> bool:
-        """Where no part of a file can be given back: whole files, those that hold least first."""
+        """Without hole punching: release whole files, those with the fewest records first."""
         given = 0
         for file in sorted(self._settled_files(), key=self._records_in):
             if given >= over_bytes:
@@ -393,7 +399,7 @@ class Room:
         return sum(self._table.has_record(slot) for slot in self._table.range_of(file))
 
     def _empty(self, file: DataFile) -> bool:
-        """Park all slots of a file; False where some are in use."""
+        """Park all slots of a file; return False if some are in use."""
         slots = self._table.range_of(file)
         held = [slot for slot in slots if self._table.has_record(slot)]
         keys = b"".join(self._table.key(slot) for slot in held)
@@ -405,11 +411,11 @@ class Room:
         return all(slot in self._parked for slot in slots)
 
     def _settled_files(self) -> list[DataFile]:
-        """All but those that are being adopted."""
+        """Return all files except those being adopted."""
         return [file for file in self._table.files() if file not in self._adoption.files]
 
     def _drop_removed(self) -> None:
-        """Files that somebody has removed: their records are gone, and their room is."""
+        """Drop files whose names were removed: their records are lost and their space is free."""
         for file in self._settled_files():
             if file.is_removed and self._empty(file):
                 self._table.remove_file(file)
