@@ -106,8 +106,7 @@ class Room:
             self._adoption.step()
 
     def _go_on_adopting(self) -> None:
-        """Do a bounded part of the adoption, so that other calls get the store's lock in
-        between."""
+        """Do a bounded part of the adoption; other calls get the store's lock in between."""
         for _ in range(_STEPS):
             if not self._adoption.is_over:
                 self._adoption.step()
@@ -217,8 +216,7 @@ class Room:
         return self.limit_bytes // engines, max((waited for _, waited in seen), default=0)
 
     def _room_bytes(self) -> int:
-        """Return the bytes available. If neighbours wait, an engine may only grow up to its
-        share."""
+        """Return the bytes available; if neighbours wait, at most up to the fair share."""
         room = self.limit_bytes - self._held_bytes()
         share, waited = self._share()
         return min(room, share - self._own_bytes()) if waited else room

@@ -1,7 +1,7 @@
-"""What a disk store knows of each of its slots, in flat arrays; and whose file a slot is in.
+"""Per-slot data of a disk store, in flat arrays, and the mapping from slots to files.
 
-Slots are numbered over all files: each file has a range of them, and slot 0 is nobody's, so that a
-store that has no file yet has an index as well.
+Slots are numbered over all files, and each file has a range of them. Slot 0 belongs to no file, so
+that the index of a store without files is not empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvelastic.tiers.record_owner import Owner
 
 
 class SlotTable:
-    """Plain bookkeeping; the store's lock guards it."""
+    """Per-slot data without I/O. The store's lock guards it."""
 
     def __init__(self, quotas: Quotas) -> None:
         self.slots = 1
@@ -34,7 +34,8 @@ class SlotTable:
         self._files: list[DataFile | None] = [None]
 
     def add_file(self, file: DataFile) -> range:
-        """The slots of a new file; a range that a removed one has left is used again."""
+        """Return the slots of a new file; reuses the range of a removed file if one is large
+        enough."""
         need = file.geometry.slots
         for i, gone in enumerate(self._files):
             if gone is None and i > 0 and self._range(i) >= need:
@@ -53,20 +54,21 @@ class SlotTable:
         return range(first, first + need)
 
     def remove_file(self, file: DataFile) -> None:
-        """A file is gone; its slots lead nowhere."""
+        """Forget a file. Its slots map to no file until the range is reused."""
         self._files[self._files.index(file)] = None
 
     def files(self) -> list[DataFile]:
-        """All of them."""
+        """Return all files."""
         return [file for file in self._files if file is not None]
 
     def range_of(self, file: DataFile) -> range:
-        """The slots of a file."""
+        """Return the slots of a file."""
         first = self._firsts[self._files.index(file)]
         return range(first, first + file.geometry.slots)
 
     def place(self, slot: int) -> tuple[DataFile, int]:
-        """File, and the slot's number in it. Raises LookupError for a slot that leads nowhere."""
+        """Return the file and the slot's number in it. Raises LookupError if the slot has no
+        file."""
         i = bisect_right(self._firsts, slot) - 1
         file = self._files[i]
         own = slot - self._firsts[i]
@@ -75,7 +77,7 @@ class SlotTable:
         return file, own
 
     def by_file(self, slots: Iterable[int]) -> dict[DataFile, list[int]]:
-        """Each file's own numbers of these; those that lead nowhere are left out."""
+        """Group slots by file, as numbers within the file; skips slots without a file."""
         out: dict[DataFile, list[int]] = {}
         for slot in slots:
             try:
@@ -86,7 +88,7 @@ class SlotTable:
         return out
 
     def set(self, slot: int, entry: Entry) -> None:
-        """A slot has a record."""
+        """Set the record of a slot."""
         at = slot * KEY_BYTES
         self._keys[at : at + KEY_BYTES] = entry.key
         self._checksums[slot] = entry.checksum
@@ -105,7 +107,8 @@ class SlotTable:
         owners: Sequence[int],
         known: Sequence[bytes],
     ) -> None:
-        """Slots have records that were found; `owners` are places in `known`, 40 bytes each."""
+        """Set records found in files. `owners` are indices into `known`, whose items have 40
+        bytes."""
         numbers = [self._number_of(_owner(raw)) for raw in known]
         fields = zip(slots, checksums, times_ns, owners, strict=True)
         for at, (slot, checksum, stored_ns, owner) in enumerate(fields):
@@ -118,7 +121,7 @@ class SlotTable:
             self._quotas.stored(known[owner][KEY_BYTES : 2 * KEY_BYTES], key)
 
     def clear(self, slot: int) -> None:
-        """A slot has no record any more."""
+        """Mark a slot as without a record."""
         owner = self.owner(slot)
         if owner is not None:
             self._quotas.gone(owner.model, self.key(slot))
@@ -126,50 +129,50 @@ class SlotTable:
             self._residue[slot] = 1
 
     def has_record(self, slot: int) -> bool:
-        """Whether it has one."""
+        """Whether the slot has a record."""
         return self._owners[slot] != 0
 
     def key(self, slot: int) -> bytes:
-        """Of the record there."""
+        """Return the key of the slot's record."""
         return bytes(self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def checksum(self, slot: int) -> int:
-        """Of the record there."""
+        """Return the checksum of the slot's record."""
         return self._checksums[slot]
 
     def stored_ns(self, slot: int) -> int:
-        """When it was stored."""
+        """Return when the slot's record was stored, in ns since the epoch."""
         return self._stored_ns[slot]
 
     def owner(self, slot: int) -> Owner | None:
-        """Whose record lies there."""
+        """Return the owner of the slot's record; None if the slot has none."""
         number = self._owners[slot]
         return self._known[number - 1] if number else None
 
     def use(self, slot: int) -> None:
-        """A record was read."""
+        """Report that the slot's record was read."""
         owner = self.owner(slot)
         if owner is not None:
             self._quotas.used(owner.model, self.key(slot))
 
     def occupied(self) -> Iterator[int]:
-        """All slots with a record."""
+        """Iterate over all slots with a record."""
         return (slot for slot, number in enumerate(self._owners) if number)
 
     def set_residue(self, slots: Iterable[int], *, is_there: bool) -> None:
-        """Whether the file may have bytes of a record in slots that have no record."""
+        """Set whether the file may still have record bytes in these slots without a record."""
         for slot in slots:
             self._residue[slot] = is_there
 
     def residue(self) -> Iterator[int]:
-        """All slots without a record that may have bytes of one in their file."""
+        """Iterate over the slots without a record whose file may still have record bytes."""
         slot = self._residue.find(1)
         while slot >= 0:
             yield slot
             slot = self._residue.find(1, slot + 1)
 
     def _number_of(self, owner: Owner) -> int:
-        """From 1; 0 is nobody's."""
+        """Return a number from 1 for an owner; 0 means no owner."""
         if owner not in self._numbers:
             self._known.append(owner)
             self._numbers[owner] = len(self._known)

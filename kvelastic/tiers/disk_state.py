@@ -1,4 +1,4 @@
-"""What a disk store has: index, slots, files and room, its figures, and the lock over all of it."""
+"""State of a disk store: index, slots, files, space and statistics, and the lock over them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ _log = logging.getLogger("kvelastic")
 
 
 class DiskState:
-    """Whoever changes anything holds `changed`, a condition over a lock that may be held twice.
+    """State of one disk store. Every change happens under `changed`.
 
-    It is not held while records are read or written; calls that are under way are counted in
-    `reading` and `writing` instead, and who must be alone waits for these.
+    `changed` is a condition over a reentrant lock. It is not held during record I/O. Calls in
+    progress
+    are counted in `reading` and `writing` instead, and a caller that needs exclusive access waits
+    for
+    them.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class DiskState:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """Open the folders and take over what lies there. Raises as `DiskStore`."""
+        """Open the folders and adopt their files. Raises as `DiskStore` does."""
         self.changed = PassingLock()
         self.reading = 0
         self.writing = 0
@@ -55,19 +58,20 @@ class DiskState:
         self.writes = Quiet(clock)
         self.growth = Quiet(clock)
         self.opening = Quiet(clock)
-        """Of folders that could not be opened: the others grow meanwhile."""
+        """Backoff for folders that could not be opened; the other folders still grow."""
         self.quotas = Quotas({model_hash(model): share for model, share in quotas.items()})
         self.table = SlotTable(self.quotas)
         self.index = _vmm.TierIndex(1, policy)
         self._record_bytes = record_bytes
         self._erasing = 0
         self._held: set[int] = set()
-        """Slots of erased records that are leased."""
+        """Slots of erased records that are still leased."""
         self._unerased = Unerased()
-        """Of files that are others', in the last erasure."""
+        """What the last erasure left in files of other engines."""
         self._figures = StoreStatistics()
         self._problems: dict[object, str] = {}
-        """By what fails: reads, writes, growth, the path of a folder. Gone once it works."""
+        """Current failures, keyed by reads, writes, growth or a folder's path. Removed on
+        success."""
         self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
         self._folders: list[Folder] = []
         try:
@@ -88,7 +92,7 @@ class DiskState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the lock while no put is under way; those that come wait."""
+        """Hold the lock while no put is in progress; new puts wait."""
         with self.changed:
             self._erasing += 1
             try:
@@ -102,11 +106,11 @@ class DiskState:
                 self.changed.notify_all()
 
     def wait_for_erasing(self) -> None:
-        """Let those go first who wait to be alone. Under the lock."""
+        """Wait until no caller holds or waits for `alone`. The caller holds the lock."""
         self.changed.wait_for(lambda: not self._erasing)
 
     def count(self, **more: int) -> None:
-        """Add to the figures."""
+        """Add to the statistics."""
         with self.changed:
             now = self._figures
             self._figures = replace(
@@ -114,26 +118,26 @@ class DiskState:
             )
 
     def statistics(self) -> StoreStatistics:
-        """All figures."""
+        """Return all statistics."""
         with self.changed:
             now = self._figures
             evicted, torn = now.evicted + self.room.evicted, now.torn + self.room.torn
             return replace(now, evicted=evicted, torn=torn)
 
     def problem(self) -> str:
-        """As `Store.problem`."""
+        """Return the current failures, for an operator; empty if there are none."""
         with self.changed:
             return "; ".join(dict.fromkeys(self._problems.values()))
 
     def write_budget(self) -> tuple[int, int] | None:
-        """As `Store.write_budget`."""
+        """Return the daily write budget and what remains of it, in bytes; None if unlimited."""
         with self.changed:
             return self.budget.left()
 
     # --- the medium -------------------------------------------------------------------------------
 
     def judge(self, quiet: Quiet, answers: Answers) -> None:
-        """Count what failed of a call, and leave the medium alone for a while if anything did."""
+        """Count the failures of a call; after any failure, suspend I/O of this kind for a while."""
         failed = [-moved for moved, _ in answers if moved < 0]
         if failed:
             self.failed(quiet, OSError(failed[0], os.strerror(failed[0])), len(failed))
@@ -145,7 +149,7 @@ class DiskState:
     def failed(
         self, quiet: Quiet, error: OSError, calls: int = 1, *, what: object | None = None
     ) -> None:
-        """Calls have failed: `what` of the medium, or all calls of this kind."""
+        """Record a failure of `what`, or of all calls of this kind if None."""
         _log.debug("disk tier: %s", error)
         with self.changed:
             self.count(errors=calls)
@@ -154,10 +158,11 @@ class DiskState:
 
     @contextmanager
     def medium(self, quiet: Quiet, what: object | None = None) -> Iterator[None]:
-        """Count what the file system refuses, and leave it alone for a while.
+        """Catch and count errors of the file system, and suspend calls of this kind for a while.
 
-        So a neighbour that was stopped with a folder's lock is not waited for again and again.
-        Operators are shown the failure until `what`, or a read or write of records, works.
+        The suspension avoids repeated waits for a neighbour that was stopped while it held a
+        folder's lock.
+        `problem` shows the failure until `what`, or a read or write of records, succeeds.
         """
         try:
             yield
@@ -169,7 +174,8 @@ class DiskState:
             self._problems.pop(what, None)
 
     def look(self) -> None:
-        """See what neighbours want, and whether folders that were gone are back. Under the lock."""
+        """Check neighbours' requests and reopen folders that are back. The caller holds the
+        lock."""
         if not self.closed and self.growth.is_over:
             with self.medium(self.growth, "look"):
                 if self._open_folders(again=True):
@@ -178,7 +184,7 @@ class DiskState:
                 self._problems.pop(self.growth, None)
 
     def grow(self, wanted: int) -> None:
-        """Take room for more records, where there is any. Under the lock."""
+        """Try to allocate space for `wanted` more records. The caller holds the lock."""
         stats = self.index.stats()
         missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
         if missing > 0 and self.growth.is_over:
@@ -186,9 +192,9 @@ class DiskState:
                 self.room.grow(missing)
 
     def _open_folders(self, *, again: bool) -> bool:
-        """Open those that are not open yet, or that were replaced; whether any was.
+        """Open folders that are not open or were replaced; return whether any was opened.
 
-        Raises `InvalidArgumentError` for one that is not this user's alone, but not `again`.
+        Raises `InvalidArgumentError` if other users can access a folder, unless `again` is true.
         """
         for folder in self._folders[:]:
             in_use = any(file.folder == folder.fd for file in self.table.files())
@@ -230,11 +236,15 @@ class DiskState:
     # --- erasing ----------------------------------------------------------------------------------
 
     def erase(self, keys: bytes, *, wipe: bool = True) -> int:
-        """Forget keys. Under the lock, with no put under way for these.
+        """Erase keys and return how many were present.
 
-        With `wipe`, which wants to be alone, neither these records nor any that was displaced can
-        be read from the files when this returns. Leased records follow when their leases end, and
-        what the medium refuses is tried again by the next erasure: see `unerased`.
+        The caller holds the lock, and no put of these keys is in progress. With `wipe`, the caller
+        also
+        holds `alone`. When the call then returns, neither these records nor any displaced record
+        can be
+        read from the files. Leased records follow when their leases end. The next erasure retries
+        what the
+        file system refused: see `unerased`.
         """
         if self.closed:
             return 0
@@ -253,7 +263,7 @@ class DiskState:
         return len(slots)
 
     def erase_left_behind(self, selection: Selection, now_s: float) -> int:
-        """Records in files of engines that are gone. Under the lock."""
+        """Erase records in files of exited engines. The caller holds the lock."""
         erased = others = 0
         unreached = []
         for folder in self._folders if not self.closed else []:
@@ -271,7 +281,8 @@ class DiskState:
         return erased
 
     def unerased(self) -> Unerased:
-        """As `Store.unerased`. What is leased goes when the leases end, and is not named."""
+        """Return what could not be erased. Leased records are omitted: they go when the leases
+        end."""
         with self.changed:
             lying = sum(slot not in self._held for slot in self.table.residue())
             failed = [f"{lying} records could not be wiped"] if lying else []
@@ -279,11 +290,11 @@ class DiskState:
             return self._unerased._replace(failed="; ".join(failed))
 
     def release(self, ticket: int) -> None:
-        """End a lease, or have it ended by who has the lock: he may be waiting for a medium."""
+        """End a lease. Does not block: if the lock is held, its holder ends the lease."""
         self.changed.soon(lambda: self._end_lease(ticket))
 
     def _end_lease(self, ticket: int) -> None:
-        """What was erased meanwhile goes now, before its slot is given out again."""
+        """Wipe records erased during the lease, before their slots can be reused."""
         freed = [slot for _, slot in self.index.release(ticket)]
         if self.closed:
             return
@@ -294,7 +305,7 @@ class DiskState:
                 self.room.fit()
 
     def _wipe(self, slots: Iterable[int]) -> None:
-        """Clear entries of slots, and zero what lies there unless it is leased."""
+        """Clear the entries of slots, and zero their records unless leased."""
         for file, own in self.table.by_file(slots).items():
             first = self.table.range_of(file).start
             with self.medium(self.writes):
@@ -308,7 +319,7 @@ class DiskState:
     # --- the end ----------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where index, slots and files disagree. While alone."""
+        """Raises `IntegrityError` if index, slots and files disagree. The caller holds `alone`."""
         self.index.check_integrity()
         self.room.check()
         records = 0
@@ -338,13 +349,13 @@ class DiskState:
                     raise _broken(f"{file.name} says that slot {slot} has a record")
 
     def close(self) -> None:
-        """Let go of everything, once no call is under way. Repeatable."""
+        """Close files and folders once no call is in progress. Idempotent."""
         with self.alone():
             if self.closed:
                 return
             self.changed.wait_for(lambda: not self.reading)
             held = list(self._held)
-            self._held.clear()  # a lease that is still open reads nothing any more
+            self._held.clear()  # open leases cannot read any longer
             self._wipe(held)
             self.closed = True
             self.budget.close()
@@ -354,7 +365,7 @@ class DiskState:
                 folder.close()
 
     def forget_in_child(self) -> None:
-        """After a fork: the files and their locks are the parent's."""
+        """Close the descriptors after a fork; the files and their locks belong to the parent."""
         self.changed = PassingLock()
         self.closed = True
         self.budget.close()

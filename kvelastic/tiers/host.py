@@ -1,21 +1,20 @@
-"""Demoted blocks in the host's memory: an elastic pool of its own.
+"""A store that keeps demoted blocks in host memory, in an elastic pool.
 
     store = HostStore(record_bytes, 8 << 30, settings=settings, name="llama-tier")
     store.enter(namespace)
     store.put(keys, records)
     store.close()
 
-The pool is an instance like an engine's: `kvctl list` shows it, `kvctl limit` sets its limit,
-and it is a member of the host's ledger, with a priority one below its engine's: a model that needs
-host memory takes it from here. Pages come as records come; nothing is set aside.
+The pool is an instance: `kvctl list` shows it and `kvctl limit` sets its limit. It is a member of
+the host's ledger, with a priority one below its engine's, so a model that needs host memory
+reclaims it from here. Pages are mapped as records arrive; none are reserved.
 
-Who goes first: within the limit, what the policy of the index says. Where memory is taken for
-others, or the limit is lowered with `kvctl`, the pool gives pages back at once and evicts the
-records that were used least lately; it moves those of a page into holes of others first. Leased
-records stay through all of it, and what the pool took is gone from the index before anybody is told
-of it.
+Eviction: within the limit, the policy of the index decides. If memory is reclaimed for another
+instance, or `kvctl` lowers the limit, the pool releases pages at once. It evicts the least recently
+used records and first moves the other records of a page into free blocks of other pages. Leased
+records are never evicted. Evicted records leave the index before any caller learns of the eviction.
 
-Records do not survive the process. There is no checksum: what is read is what was put, or gone.
+Records do not survive the process. There is no checksum: a read returns what was put, or a miss.
 """
 
 from __future__ import annotations
@@ -51,20 +50,23 @@ from kvelastic.tiers.namespace import Namespace
 _log = logging.getLogger("kvelastic")
 
 ALIGNMENT_BYTES = 4096
-"""Blocks begin at multiples of a system page, so that a disk can be read straight into them."""
+"""Alignment of blocks: a system page, so that a disk can be read directly into them."""
 
 THERE, NO_ROOM = -1, -2
-"""What a claim answers for a key that is there or on its way, and where no slot is to be had."""
+"""Results of a claim: the key is present or in progress; no slot is available."""
 
 WAKE_WAIT_S = 5.0
-"""How long a pool that slept for want of a limit waits to be awake again."""
+"""How long to wait until a pool that slept because of a low limit is awake."""
 
 
 class HostStore(Store):
-    """See the module. Any thread; a call waits for others only as long as they keep their books.
+    """A store in host memory. See the module text.
 
-    `limit_bytes` is of whole pages with all that they hold; `capacity().used_bytes` is compared
-    with it. A limit below one page holds nothing: the pool sleeps then.
+    Any thread may call. A call waits for other calls only while they update bookkeeping.
+    `limit_bytes`
+    counts whole mapped pages, as does `capacity().used_bytes`. With a limit below one page the
+    store
+    keeps nothing and its pool sleeps.
     """
 
     name = "host"
@@ -81,12 +83,14 @@ class HostStore(Store):
         on: Device | None = None,
         max_records: int | None = None,
     ) -> None:
-        """Make the pool and join the host's ledger; maps nothing yet.
+        """Create the pool and join the host's ledger. Maps no memory yet.
 
-        `max_records` bounds the records besides the limit, which is of whole pages. `settings` give
-        the ledger's group, the host's capacity and the engine's priority; `name` is the instance's
-        (None: automatic), `on` another device than `device.host(settings)`. Raises
-        `InvalidArgumentError` for a bad size or policy, and what `open_pool` raises.
+        `max_records` bounds the number of records, in addition to the limit in whole pages.
+        `settings`
+        provides the ledger's group, the host's capacity and the engine's priority. `name` is the
+        instance's
+        name (None: automatic). `on` replaces the default device `device.host(settings)`. Raises
+        `InvalidArgumentError` for an invalid size or policy, and whatever `open_pool` raises.
         """
         _refuse_negative("limit_bytes", limit_bytes)
         if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
@@ -100,7 +104,7 @@ class HostStore(Store):
             page_size_bytes=settings.page_size_bytes,
             fewest_blocks=1,
         )
-        # The range is as long as the largest limit that can be set: addresses cost nothing.
+        # The range covers the largest limit that can be set: address space is free.
         pages = max(place.capacity_bytes // self._layout.page_bytes, 1)
         self._index = _vmm.TierIndex(1, policy)
         self._index_slots = self._index_reach = 1
@@ -109,11 +113,11 @@ class HostStore(Store):
         self._ballast += self._new_ballast(1)
         self._pool = self._open(settings, place, pages, name, model)
         self._native: _vmm.Pool | None = self._pool.blocks
-        """The pool's blocks until the store is closed; read without a lock."""
+        """The pool's blocks; None once closed. Read without a lock."""
         self._name = self._pool.name
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
         self._places = HostPlaces()
-        # In this order: the limit's, the pool's session, this one, the pool's own and the index's.
+        # Lock order: _limit_lock, the pool's session, _lock, the pool's lock, the index's lock.
         self._limit_lock = threading.Lock()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -168,22 +172,22 @@ class HostStore(Store):
     # --- records ---------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> None:
-        """As `Store.enter`."""
+        """Set the namespace of later puts."""
         with self._lock:
             self._world = self._blocks.slots.world_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
-        """As `Store.has`."""
+        """Return for each key whether its record is present."""
         count = self._count_of(keys)
         return self._index.has(keys) if self._followed() else [False] * count
 
     def leading(self, keys: bytes) -> tuple[int, int]:
-        """As `Store.leading`."""
+        """Return how many leading keys are ready, and how many are ready or in progress."""
         self._count_of(keys)
         return self._index.leading(keys) if self._followed() else (0, 0)
 
     def _followed(self) -> bool:
-        """Learn what the pool has evicted; False once the store is closed."""
+        """Apply the pool's evictions to the index; return False once the store is closed."""
         native = self._native
         if native is not None and native.has_evicted:
             with self._lock:
@@ -192,7 +196,7 @@ class HostStore(Store):
         return not self._closed
 
     def lease(self, keys: bytes) -> Lease:
-        """As `Store.lease`; leased records are blocks in use, which nobody takes."""
+        """Hold the leading keys that are present. Their blocks count as used, so they stay."""
         self._count_of(keys)
         with self._lock:
             if self._closed:
@@ -203,7 +207,7 @@ class HostStore(Store):
                 blocks = self._blocks.hold(slots)
                 if GONE not in blocks:
                     return _HostLease(self, len(slots), ticket, blocks)
-                self._blocks.release(blocks)  # some were evicted meanwhile: fewer lead now
+                self._blocks.release(blocks)  # the pool evicted some: fewer keys lead now
                 self._end_lease(ticket)
 
     def _release_lease(self, ticket: int, blocks: list[int]) -> None:
@@ -217,7 +221,10 @@ class HostStore(Store):
         self._blocks.drop([slot for _, slot in self._index.release(ticket)])
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
-        """As `Store.reserve`. Waits for no memory: that comes with the records, if it comes."""
+        """Reserve slots for the missing keys; return None if not all fit.
+
+        Does not wait for memory: the puts allocate it.
+        """
         self._count_of(keys)
         self._check_chain(chain_after)
         with self._lock:
@@ -227,7 +234,7 @@ class HostStore(Store):
             _, known = self._index.leading(keys)
             missing = len(keys) // KEY_BYTES - known
             if missing > self._limit_room():
-                return None  # before anything is displaced for it
+                return None  # check this before anything is displaced
             if missing:
                 self._make_room(missing, self._pool.blocks.available_size())
             slots, displaced = self._index.claim(keys, chain_after)
@@ -242,7 +249,7 @@ class HostStore(Store):
             return HostReservation(slots, ticket, self._give_up)
 
     def _give_up(self, ticket: int) -> None:
-        """A reservation ends."""
+        """End a reservation."""
         with self._lock:
             keys = self._places.give_up(ticket)
             if keys and not self._closed:
@@ -252,7 +259,7 @@ class HostStore(Store):
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """As `Store.put`."""
+        """Store records and return for each key whether it is present. May map pages."""
         count = self._count_of(keys, records)
         self._check_chain(chain_after)
         with self._lock:
@@ -279,7 +286,7 @@ class HostStore(Store):
                 self._end_work()
 
     def _entered(self) -> int | None:
-        """Whose records come now; None where none is taken. The lock is held."""
+        """Return the current namespace id; None if no record is accepted. The lock is held."""
         if self._world is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
         return None if self._closed or self._pool.blocks.is_asleep else self._world
@@ -287,7 +294,7 @@ class HostStore(Store):
     def _fill(
         self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], world: int
     ) -> None:
-        """Write what there are slots for; what finds no memory is refused."""
+        """Write the records that got slots; refuse those for which there is no memory."""
         new = [at for at, slot in enumerate(slots) if slot >= 0]
         blocks: list[int] = []
         written = False
@@ -317,7 +324,7 @@ class HostStore(Store):
                 for at, block in zip(kept, blocks, strict=False):
                     self._blocks.fill(slots[at], block, _key(keys, at), world, now_s)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
-                self._blocks.drop([slot for _, slot in gone])  # erased while they were written
+                self._blocks.drop([slot for _, slot in gone])  # erased during the write
                 self._counts["puts"] += len(kept) - len(gone)
                 self._counts["refused"] += len(gone)
                 self._counts["bytes_written"] += len(kept) * self.record_bytes
@@ -325,7 +332,7 @@ class HostStore(Store):
                     self._blocks.release(blocks)
 
     def evict(self, count: int) -> int:
-        """As `Store.evict`."""
+        """Displace up to `count` records by policy and return how many were displaced."""
         _refuse_negative("count", count)
         with self._lock:
             if self._closed:
@@ -336,7 +343,7 @@ class HostStore(Store):
             return len(displaced)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """As `Store.get`."""
+        """Read records and return for each key whether its view is complete."""
         count = self._count_of(keys, into)
         with self._lock:
             if self._closed:
@@ -369,13 +376,13 @@ class HostStore(Store):
         return found
 
     def erase(self, keys: bytes) -> int:
-        """As `Store.erase`."""
+        """Erase these keys and return how many were present."""
         self._count_of(keys)
         with self._lock:
             return self._erase(keys)
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`; the age of a record is the time since it was put."""
+        """Erase the selected records and return how many; age counts from the put."""
         with self._lock:
             self._blocks.follow()
             return self._erase(self._blocks.slots.keys_matching(selection, time.monotonic()))
@@ -392,7 +399,7 @@ class HostStore(Store):
     # --- room ------------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """As `Store.capacity`; used is what is mapped."""
+        """Return the mapped bytes, the limit and the number of records."""
         with self._lock:
             if self._closed:
                 return Capacity(0, 0, 0)
@@ -403,11 +410,12 @@ class HostStore(Store):
 
     @property
     def least_limit_bytes(self) -> int:
-        """As `Store.least_limit_bytes`: a page."""
+        """Return the size of one page."""
         return self._layout.page_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
-        """As `Store.set_limit`; the same as `kvctl limit` but for who goes: the policy says it."""
+        """Set the limit as `kvctl limit` does, except that the index's policy selects the
+        victims."""
         _refuse_negative("limit_bytes", limit_bytes)
         with self._limit_lock:
             self._set_limit(limit_bytes)
@@ -423,13 +431,14 @@ class HostStore(Store):
             self._move_together(limit_bytes)
             self._pool.blocks.set_limit(limit_bytes)
             if limit_bytes < self._layout.page_bytes:
-                # One that an operator has put to sleep is woken by nobody else.
+                # Wake only a pool that this store put to sleep, not one put to sleep by an
+                # operator.
                 self._sleeps_for_limit |= not self._pool.blocks.is_asleep
                 self._pool.blocks.sleep()
             elif self._sleeps_for_limit:
                 self._pool.blocks.wake(timeout_s=WAKE_WAIT_S)
                 self._sleeps_for_limit = False
-        except KvelasticError:  # of the driver, or of a ledger that has no room
+        except KvelasticError:  # from the driver, or a ledger without space
             with self._lock:
                 self._counts["errors"] += 1
         finally:
@@ -437,8 +446,12 @@ class HostStore(Store):
                 self._end_work()
 
     def _move_together(self, limit_bytes: int) -> None:
-        """Before a lower limit: the pool alone, with the pages over the limit closed, would evict
-        some of what the policy has left, for want of a place to move it to."""
+        """Compact the pool before its limit is lowered.
+
+        Otherwise the pool, with the pages over the limit closed, would evict records that the
+        policy keeps,
+        because it has no free block to move them to.
+        """
         pool = self._pool.blocks
         if not self._layout.page_bytes <= limit_bytes < pool.mapped_bytes:
             return
@@ -453,7 +466,8 @@ class HostStore(Store):
         return int(self._pool.blocks.limit_state()["effective_limit_bytes"])
 
     def _get_memory(self, count: int) -> bool:
-        """Have pages mapped for `count` records where there are any; True: the driver failed."""
+        """Map pages for `count` records if memory is available; return True if the driver
+        failed."""
         try:
             self._pool.blocks.ensure(count)
         except KvelasticError:
@@ -461,10 +475,11 @@ class HostStore(Store):
         return False
 
     def _make_room(self, count: int, available: int) -> None:
-        """Give the index as many free slots as there are free blocks, `count` at most.
+        """Give the index as many free slots as there are free blocks, at most `count`.
 
-        So the index is full when memory is, and the policy says who goes, not the pool.
-        `available` blocks are free or cached: those of mapped pages, or those that could be had.
+        The index is then full when memory is full, so its policy selects the victims, not the pool.
+        `available` counts free and cached blocks: those of mapped pages, or those that could be
+        mapped.
         """
         free = max(available - self._pool.blocks.stats()["blocks_cached"], 0)
         have = self._index.stats()
@@ -472,12 +487,12 @@ class HostStore(Store):
         self._set_room(min(in_slots + min(count, free), self._limit_room()))
 
     def _follow_limit(self, limit_bytes: int | None = None) -> None:
-        """Have the index hold no more records than the limit has room for."""
+        """Shrink the index to the number of records that fit the limit."""
         room = self._index_slots - len(self._ballast)
         self._set_room(min(room, self._limit_room(limit_bytes)))
 
     def _limit_room(self, limit_bytes: int | None = None) -> int:
-        """Records within a limit; None: that of the pool, whoever has set it."""
+        """Return the number of records within a limit; None: the pool's current limit."""
         if limit_bytes is None:
             limit_bytes = 0 if self._sleeps_for_limit else self._limit_bytes()
         pages = min(limit_bytes // self._layout.page_bytes, self._pool.blocks.geometry.pages)
@@ -485,17 +500,18 @@ class HostStore(Store):
         return room if self._max_records is None else min(room, self._max_records)
 
     def _set_room(self, room: int) -> None:
-        """Have the index hold `room` records at most; what is over it goes by policy.
+        """Let the index hold at most `room` records; records above that are evicted by policy.
 
-        The index cannot shrink by policy, so what it may not hold is filled with *ballast*: keys
-        that are claimed and never put.
+        The index cannot shrink by policy. Instead, surplus slots are filled with *ballast*: keys
+        that are
+        claimed and never put.
         """
         now = self._index_slots - len(self._ballast)
         if room > now:
             back = [self._ballast.pop() for _ in range(min(room - now, len(self._ballast)))]
             self._index.abandon(b"".join(back))
             if room > self._index_slots:
-                if room > self._index_reach:  # so that its tables are not copied each time
+                if room > self._index_reach:  # doubles, so that tables are not copied each time
                     self._index_reach = 2 * room
                     self._index.resize(self._index_reach)
                 self._index.resize(room)
@@ -504,7 +520,7 @@ class HostStore(Store):
             self._ballast += self._new_ballast(now - room)
 
     def _new_ballast(self, count: int) -> list[bytes]:
-        """Displace `count` records, leased ones excepted; answers the keys that hold their room."""
+        """Displace `count` unleased records; return the ballast keys that occupy their slots."""
         names = unlikely_keys(count)
         slots, displaced = self._index.claim(b"".join(names), None)
         if displaced:
@@ -516,27 +532,27 @@ class HostStore(Store):
         self._blocks.drop([slot for _, slot in displaced])
 
     def _forget(self, keys: bytes) -> None:
-        """The pool has evicted these."""
+        """Remove records that the pool evicted from the index."""
         self._counts["evicted"] += len(keys) // KEY_BYTES
         self._index.erase(keys)
 
     # --- life ------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
-        """As `Store.statistics`."""
+        """Return the counts since the store was opened."""
         with self._lock:
             if not self._closed:
                 self._blocks.follow()
             return StoreStatistics(**self._counts)
 
     def check_integrity(self) -> None:
-        """As `Store.check_integrity`; blocks of puts on their way are not counted up."""
+        """Compare index, slots and pool. Blocks of puts in progress are not counted."""
         with self._lock:
             if self._closed:
                 return
             self._busy += 1
         pool = self._pool.blocks
-        pool.enter()  # blocks that the pool moves are taken twice meanwhile
+        pool.enter()  # keep the pool from moving blocks: those are used twice during a move
         try:
             with self._lock:
                 pool.check_integrity()
@@ -556,7 +572,7 @@ class HostStore(Store):
                 self._end_work()
 
     def close(self) -> None:
-        """As `Store.close`; waits for copies on their way. All records are gone."""
+        """Close the pool and drop all records. Waits for copies in progress."""
         with self._lock:
             self._closed = True
             while self._busy:
@@ -564,7 +580,7 @@ class HostStore(Store):
             native, self._native = self._native, None
         if native is not None:
             self._pool.close(discard=True)
-            # Descriptors are closed with the last reference, and `_blocks` refers back to this.
+            # Descriptors close with the last reference, and `_blocks` refers back to this object.
             del self._pool, self._blocks
 
     def _end_work(self) -> None:
@@ -580,7 +596,7 @@ class HostStore(Store):
 
 
 class _HostLease(Lease):
-    """Records that are blocks in use until `release()`."""
+    """Records whose blocks count as used until `release()`."""
 
     def __init__(self, store: HostStore, count: int, ticket: int | None, blocks: list[int]) -> None:
         self.count = count
@@ -590,7 +606,7 @@ class _HostLease(Lease):
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """As `Lease.release`."""
+        """End the lease. Idempotent."""
         with self._lock:
             ticket, self._ticket = self._ticket, None
         if ticket is not None:
