@@ -258,8 +258,10 @@ class DiskStore(Store):
             return len(displaced)
 
     def capacity(self) -> Capacity:
-        """Return the size of the records held. Files take more: sizes are rounded up, space
-        reserved."""
+        """Return the size of the records held.
+
+        Files take more: sizes are rounded up, space reserved.
+        """
         with self._state.changed:
             self._state.look()
             records = 0 if self._state.closed else self._state.index.stats()["ready"]
@@ -311,8 +313,10 @@ class DiskStore(Store):
     def _begin_put(
         self, keys: bytes, count: int, chain_after: bytes | None
     ) -> tuple[list[Piece], Owner]:
-        """Claim slots for new records as far as space, budget and disk allow; return their owner
-        too."""
+        """Claim slots for new records as far as space, budget and disk allow.
+
+        Return their owner too.
+        """
         state = self._state
         nothing: list[Piece] = []
         with state.changed:
@@ -357,8 +361,10 @@ class DiskStore(Store):
         slots: Sequence[int],
         displaced: Iterable[tuple[bytes, int]],
     ) -> list[Piece]:
-        """Return where each record goes. Clears the displaced entries, in memory and in the
-        files."""
+        """Return where each record goes.
+
+        Clears the displaced entries, in memory and in the files.
+        """
         for _, slot in displaced:
             self._state.table.clear(slot)
         pieces = []

@@ -70,8 +70,10 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def held_bytes(self) -> int:
-        """Return the bytes all files take, including other engines' files. The caller holds the
-        lock."""
+        """Return the bytes all files take, including other engines' files.
+
+        The caller holds the lock.
+        """
         return sum(held_bytes(state) for state in self._states("").values())
 
     def record_files(self) -> list[str]:
@@ -79,8 +81,10 @@ class Folder:
         return list(self._states(SUFFIX))
 
     def take_over(self) -> tuple[list[DataFile], list[str]]:
-        """Take over files of exited writers; return the valid files and the names of invalid
-        ones."""
+        """Take over files of exited writers.
+
+        Return the valid files and the names of invalid ones.
+        """
         whole = []
         others = []
         for name in self._states(SUFFIX):

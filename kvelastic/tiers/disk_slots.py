@@ -34,8 +34,10 @@ class SlotTable:
         self._files: list[DataFile | None] = [None]
 
     def add_file(self, file: DataFile) -> range:
-        """Return the slots of a new file; reuses the range of a removed file if one is large
-        enough."""
+        """Return the slots of a new file.
+
+        Reuses the range of a removed file if one is large enough.
+        """
         need = file.geometry.slots
         for i, gone in enumerate(self._files):
             if gone is None and i > 0 and self._range(i) >= need:
@@ -67,8 +69,10 @@ class SlotTable:
         return range(first, first + file.geometry.slots)
 
     def place(self, slot: int) -> tuple[DataFile, int]:
-        """Return the file and the slot's number in it. Raises LookupError if the slot has no
-        file."""
+        """Return the file and the slot's number in it.
+
+        Raises LookupError if the slot has no file.
+        """
         i = bisect_right(self._firsts, slot) - 1
         file = self._files[i]
         own = slot - self._firsts[i]
@@ -107,8 +111,10 @@ class SlotTable:
         owners: Sequence[int],
         known: Sequence[bytes],
     ) -> None:
-        """Set records found in files. `owners` are indices into `known`, whose items have 40
-        bytes."""
+        """Set records found in files.
+
+        `owners` are indices into `known`, whose items have 40 bytes.
+        """
         numbers = [self._number_of(_owner(raw)) for raw in known]
         fields = zip(slots, checksums, times_ns, owners, strict=True)
         for at, (slot, checksum, stored_ns, owner) in enumerate(fields):

@@ -70,8 +70,10 @@ class DiskState:
         """What the last erasure left in files of other engines."""
         self._figures = StoreStatistics()
         self._problems: dict[object, str] = {}
-        """Current failures, keyed by reads, writes, growth or a folder's path. Removed on
-        success."""
+        """Current failures, keyed by reads, writes, growth or a folder's path.
+
+        Removed on success.
+        """
         self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
         self._folders: list[Folder] = []
         try:
@@ -174,8 +176,10 @@ class DiskState:
             self._problems.pop(what, None)
 
     def look(self) -> None:
-        """Check neighbours' requests and reopen folders that are back. The caller holds the
-        lock."""
+        """Check neighbours' requests and reopen folders that are back.
+
+        The caller holds the lock.
+        """
         if not self.closed and self.growth.is_over:
             with self.medium(self.growth, "look"):
                 if self._open_folders(again=True):
@@ -281,8 +285,10 @@ class DiskState:
         return erased
 
     def unerased(self) -> Unerased:
-        """Return what could not be erased. Leased records are omitted: they go when the leases
-        end."""
+        """Return what could not be erased.
+
+        Leased records are omitted: they go when the leases end.
+        """
         with self.changed:
             lying = sum(slot not in self._held for slot in self.table.residue())
             failed = [f"{lying} records could not be wiped"] if lying else []

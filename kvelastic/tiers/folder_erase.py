@@ -1,9 +1,10 @@
-"""Erasing from a folder of records: what a selection names, and all of which the owner is unknown.
+"""Erase from a folder store: selected records, and records whose owner is unknown.
 
     removed, problems = erase(root, wanted_by(selection, time.time()))
 
-A damaged record may be anyone's, so it goes with every selection. A record that is being written,
-or was left half written, is judged by its entry; a writer whose file is removed stores nothing.
+A damaged record may belong to any owner, so every selection removes it. A record that is being
+written, or was abandoned half written, is matched by its entry. If its file is removed, the writer
+stores nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from kvelastic.tiers import folder_record
 from kvelastic.tiers.record_owner import Owner, Wanted
 
 _NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
-"""A file or a link in the place of a folder; or it has gone meanwhile."""
+"""A file or a link instead of a folder, or a name that was removed during the scan."""
 
 
 def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
-    """Remove files; returns how many, and what the file system refused.
+    """Remove matching files; return how many, and the errors of the file system.
 
-    Reads the entry of every file. Blocks as long as the medium takes.
+    Reads the entry of every file. Blocks until the file system is done.
     """
     removed = 0
     problems: list[OSError] = []
@@ -64,7 +65,7 @@ def _is_wanted(shard_fd: int, name: str, wanted: Wanted) -> bool:
         if not stat.S_ISREG(state.st_mode):
             return False
         if state.st_size == 0 and folder_record.is_new(name):
-            return False  # begun just now, or left behind: there are no bytes in it
+            return False  # just created or abandoned: it has no bytes
         entry = folder_record.read_entry(fd, name)
     if entry is None:
         return True

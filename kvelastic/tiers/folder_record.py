@@ -1,12 +1,12 @@
-"""A file a record, in a folder that others write too: written whole, read with bounds.
+"""One file per record, in a folder that other machines write: atomic writes, bounded reads.
 
 ::
 
     ab/abcdef...        the record of that key: an entry of 128 bytes, and its bytes
-    ab/.new-...         one that is being written
+    ab/.new-...         a record that is being written
 
-A name is never followed as a link, and what a file says is believed after its checksum only. Raises
-`OSError` for what the file system says.
+Names are never followed as links. The contents of a file count only after its checksum matches.
+Functions raise `OSError` if the file system fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvelastic.tiers.disk_format import ENTRY_BYTES, Entry, pack_entry, unpack_e
 from kvelastic.tiers.record_owner import Owner
 
 HEAD_BYTES: Final = ENTRY_BYTES
-"""What a file has besides its record."""
+"""Bytes of a file in front of its record."""
 _NEW: Final = ".new-"
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -39,7 +39,7 @@ def is_there(root: int, key: bytes, record_bytes: int) -> bool:
 
 
 def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: int) -> None:
-    """Make the file; it is there whole or not at all."""
+    """Write a record atomically: readers see the whole file or none."""
     checksum = _vmm.record_checksum(record, key)
     whose = (owner.namespace, owner.model, owner.generation)
     entry = Entry(key, NO_KEY, *whose, record.nbytes, stored_ns, checksum, 0)
@@ -52,7 +52,7 @@ def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: in
             try:
                 _write_all(fd, [memoryview(pack_entry(entry, key, 0)), record.cast("B")])
             finally:
-                os.close(fd)  # a network's file system says here what it could not write
+                os.close(fd)  # a network file system reports write errors here
             os.rename(name, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
         except BaseException:
             with suppress(OSError):
@@ -61,7 +61,10 @@ def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: in
 
 
 def read(root: int, key: bytes, view: memoryview) -> bool:
-    """Whether the view has the record now; raises FileNotFoundError where there is no file."""
+    """Read a record; return whether it is complete.
+
+    Raises FileNotFoundError if there is no file.
+    """
     with _opened(root, key.hex()) as fd:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode) or state.st_size != HEAD_BYTES + view.nbytes:
@@ -82,7 +85,7 @@ def read(root: int, key: bytes, view: memoryview) -> bool:
 
 
 def head(root: int, name: str) -> Entry | None:
-    """What a file says of itself; None where it is not whole."""
+    """Return the entry of a file; None if it is damaged or unreadable."""
     try:
         with _opened(root, name) as fd:
             return read_entry(fd, name)
@@ -91,16 +94,16 @@ def head(root: int, name: str) -> Entry | None:
 
 
 def read_entry(fd: int, name: str) -> Entry | None:
-    """What an open file says of itself; None where it is not whole. `name` is the file's."""
+    """Return the entry of an open file with this name; None if it is damaged."""
     raw = os.read(fd, HEAD_BYTES)
     if len(raw) != HEAD_BYTES:
         return None
-    # One that is being written has a name of its own, and begins with its key.
+    # A file being written has a temporary name, but its entry begins with the key.
     return unpack_entry(raw, raw[:KEY_BYTES] if is_new(name) else bytes.fromhex(name), 0)
 
 
 def remove(root: int, name: str) -> bool:
-    """Whether there was such a file."""
+    """Remove a file; return whether it was there."""
     try:
         os.unlink(f"{name[:2]}/{name}", dir_fd=root)
     except FileNotFoundError:
@@ -109,9 +112,9 @@ def remove(root: int, name: str) -> bool:
 
 
 def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_result]]:
-    """Every record's file, whatever its size; removes what was begun before that time.
+    """Yield every record file, whatever its size, and remove temporary files from before that time.
 
-    What cannot be looked at is left out.
+    Skips what cannot be accessed.
     """
     for shard in shards(root):
         with suppress(OSError), opened_shard(root, shard) as fd:
@@ -127,23 +130,23 @@ def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_r
 
 
 def shards(root: int) -> list[str]:
-    """The names of the folders that have the files."""
+    """Return the names of the subfolders with record files."""
     return [name for name in names(root) if len(name) == 2]
 
 
 def names(folder: int) -> list[str]:
-    """All names in a folder that is open."""
+    """Return all names in an open folder."""
     with os.scandir(folder) as listing:
         return [entry.name for entry in listing]
 
 
 def is_ours(shard: str, name: str) -> bool:
-    """Whether a file of this name in a shard is a record, or one that is being written."""
+    """Whether a file of this name in a shard is a record, complete or being written."""
     return is_new(name) or (_is_key(name) and name[:2] == shard)
 
 
 def is_new(name: str) -> bool:
-    """Whether a file of this name is being written, or was left so."""
+    """Whether the name is a temporary one: the file is being written, or was abandoned."""
     return name.startswith(_NEW)
 
 
@@ -155,7 +158,7 @@ def _opened(root: int, name: str) -> Iterator[int]:
 
 @contextmanager
 def opened(shard: int, name: str) -> Iterator[int]:
-    """A descriptor of a file in an open shard."""
+    """Open a file in an open shard for reading; yields the descriptor."""
     fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=shard)
     try:
         yield fd
@@ -165,7 +168,7 @@ def opened(shard: int, name: str) -> Iterator[int]:
 
 @contextmanager
 def opened_shard(root: int, name: str) -> Iterator[int]:
-    """A descriptor of the folder of that name."""
+    """Open a shard's folder; yields the descriptor."""
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=root)
     try:
         yield fd
@@ -179,7 +182,7 @@ def _write_all(fd: int, parts: list[memoryview]) -> None:
 
 
 def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of these after so many bytes."""
+    """Return the rest of `parts` after the first `moved` bytes."""
     left = []
     for part in parts:
         if moved < part.nbytes:

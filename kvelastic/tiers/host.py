@@ -166,7 +166,7 @@ class HostStore(Store):
 
     @property
     def instance(self) -> str:
-        """What `kvctl` calls the pool."""
+        """Name of the pool's instance in `kvctl`."""
         return self._name
 
     # --- records ---------------------------------------------------------------------------------
@@ -466,8 +466,10 @@ class HostStore(Store):
         return int(self._pool.blocks.limit_state()["effective_limit_bytes"])
 
     def _get_memory(self, count: int) -> bool:
-        """Map pages for `count` records if memory is available; return True if the driver
-        failed."""
+        """Map pages for `count` records if memory is available.
+
+        Return True if the driver failed.
+        """
         try:
             self._pool.blocks.ensure(count)
         except KvelasticError:

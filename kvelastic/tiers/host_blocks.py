@@ -1,17 +1,19 @@
-"""The blocks of the host tier's pool: who holds them, and what the pool does with the others.
+"""Blocks of the host tier's pool: their holders, and tracking of what the pool does with the
+others.
 
-A record that nobody reads lies in a *cached* block, which the pool moves or evicts by itself when
-the host's memory is needed elsewhere. A *held* record (leased, or being read) lies in a *used*
-block, which nobody takes. What the pool has done waits in a queue (`take_changes`), and every look
-at a block goes through it first:
+A record without readers is in a *cached* block. The pool moves or evicts such blocks on its own
+when
+host memory is needed elsewhere. A *held* record (leased or being read) is in a *used* block, which
+the pool does not touch. The pool queues its changes (`take_changes`), and every access to a block
+processes the queue first:
 
     take the queue -> touch the blocks -> take the queue -> are they still the blocks of the slots?
 
-A block can be evicted between the first two steps and can even hold another record by then; the
-last step finds that out, and from the touch on nothing more happens to it. So no session of the
-pool is needed, and a lookup never waits for the unmapping of pages.
+Between the first two steps a block can be evicted, and can even receive another record. The last
+step detects that. After the touch the block does not change. So no pool session is needed, and a
+lookup never waits while pages are unmapped.
 
-Not thread-safe but for `take`: the owner holds its lock for all else.
+Not thread-safe except for `take`: the owner holds its lock for all other calls.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from kvelastic.errors import BlockError, IntegrityError
 from kvelastic.tiers.host_slots import GONE, HostSlots
 
 EVICTED = -1
-"""Where `take_changes` says that a block has gone, any number below 0."""
+"""Block number that `take_changes` reports for an evicted block: any number below 0."""
 
 
 class HostBlocks:
-    """Blocks of `pool` by slot. `forget` is told the keys of records that the pool has evicted."""
+    """Blocks of `pool` by slot. `forget` receives the keys of records that the pool evicted."""
 
     def __init__(self, pool: _vmm.Pool, forget: Callable[[bytes], None]) -> None:
         self._pool = pool
@@ -35,27 +37,28 @@ class HostBlocks:
         self.slots = HostSlots()
         self._holders: dict[int, int] = {}
         self._doomed: set[int] = set()
-        """Held blocks whose records were erased: free when their last holder lets go."""
+        """Held blocks whose records were erased. Freed when their last holder releases them."""
 
     def take(self, count: int) -> list[int]:
-        """Blocks for `count` new records, fewer where memory lacks. Any thread; may map pages.
+        """Allocate blocks for `count` new records; returns fewer if memory is short.
 
-        The pool evicts its oldest records for it where it must. Raises `DriverError` as its alloc.
+        Any thread may call; may map pages. The pool evicts its oldest records if necessary. Raises
+        `DriverError` as the pool's `alloc` does.
         """
         while count > 0:
             ids = self._pool.alloc(count)
             if ids is not None:
                 return ids
-            count = min(count - 1, self._pool.available_mapped())  # nobody is waited for again
+            count = min(count - 1, self._pool.available_mapped())  # only mapped blocks: do not wait for memory again
         return []
 
     def fill(self, slot: int, block: int, key: bytes, world: int, now_s: float) -> None:
-        """A block of `take` holds this record now; it is held once, see `release`."""
+        """Set the record of a block from `take`. The block is held once; see `release`."""
         self.slots.fill(slot, block, key, world, now_s)
         self._holders[block] = 1
 
     def follow(self) -> None:
-        """Learn what the pool has moved and evicted since the last look."""
+        """Apply what the pool has moved and evicted since the last call."""
         if not self._pool.has_evicted:
             return
         gone = bytearray()
@@ -71,9 +74,9 @@ class HostBlocks:
             self._forget(bytes(gone))
 
     def hold(self, slots: Sequence[int]) -> list[int]:
-        """Keep these records where they are until `release`; answers their blocks.
+        """Keep these records in place until `release`; return their blocks.
 
-        GONE for those that the pool has evicted; `forget` has been told of them.
+        Returns GONE for records that the pool evicted; `forget` has received their keys.
         """
         while True:
             self.follow()
@@ -85,19 +88,19 @@ class HostBlocks:
             ]
             try:
                 self._pool.touch(cached)
-            except BlockError:  # one of them has been evicted since the look; nothing is touched
+            except BlockError:  # one was evicted since `follow`; nothing was touched
                 continue
             self.follow()
             if blocks == [self.slots.block_of(slot) for slot in slots]:
                 break
-            self._pool.cache(cached)  # what lies in them by now
+            self._pool.cache(cached)  # they may hold other records by now
         for block in blocks:
             if block != GONE:
                 self._holders[block] = self._holders.get(block, 0) + 1
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End of `hold`. What nobody holds any more may be evicted, the last named first."""
+        """Undo `hold`. Blocks without holders may then be evicted, the last in `blocks` first."""
         idle, erased = [], []
         for block in reversed(blocks):
             if block == GONE:
@@ -117,7 +120,7 @@ class HostBlocks:
             self._pool.cache(idle)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """These records are erased or displaced; blocks that are held go with their holders."""
+        """Drop erased or displaced records. Held blocks are freed by their last holder."""
         blocks = self.hold(slots)
         for slot, block in zip(slots, blocks, strict=True):
             if block != GONE:
@@ -126,9 +129,9 @@ class HostBlocks:
         self.release(blocks)
 
     def check_integrity(self, *, quiet: bool) -> None:
-        """Recount; raises `IntegrityError` naming what disagrees.
+        """Recount; raises `IntegrityError` that names the disagreement.
 
-        `quiet`: no put is on its way, so that every block of the pool is a record's.
+        `quiet` means that no put is in progress, so every block of the pool belongs to a record.
         """
         self.follow()
         self.slots.check_integrity()
@@ -140,6 +143,6 @@ class HostBlocks:
         have = self._pool.stats()
         ours = len(self.slots) + len(self._doomed)
         taken = have["blocks_used"] + have["blocks_cached"]
-        # The pool evicts meanwhile: what it has evicted since the look is in the queue.
+        # The pool may evict concurrently; evictions since `follow` are in the queue.
         if quiet and taken != ours and not self._pool.has_evicted:
             raise IntegrityError(f"{taken} blocks of the pool are taken, and {ours} hold records")

@@ -1,8 +1,8 @@
-"""Slots of the host tier for records that are on their way.
+"""Reserved slots of the host tier, for records that will be put.
 
-A reservation is made on the path of a request, where nothing may wait for memory, and filled behind
-it: memory comes with the records. It is unpacked only when the first record comes. Not thread-safe:
-its owner holds a lock.
+A reservation is made on a request's path, where waiting for memory is not allowed. It is filled
+later, and memory is allocated then. The per-key table is built only when the first record arrives.
+Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvelastic.tiers.base import KEY_BYTES, Reservation
 
 
 class Place(NamedTuple):
-    """Where a record will lie, and whose reservation that is of."""
+    """The slot of a future record, and the ticket of its reservation."""
 
     slot: int
     ticket: int
@@ -30,10 +30,10 @@ class HostPlaces:
         self._place_of: dict[bytes, Place] = {}
         self._last_ticket = 0
         self.count = 0
-        """How many slots are reserved and not filled."""
+        """Number of slots that are reserved and not filled."""
 
     def add(self, keys: bytes, slots: Sequence[int], count: int) -> int:
-        """The `count` keys with slots from 0 on; answers their ticket."""
+        """Add a reservation for the `count` keys whose slot is 0 or above; return its ticket."""
         self._last_ticket += 1
         self._packed[self._last_ticket] = (keys, slots)
         self.count += count
@@ -48,7 +48,7 @@ class HostPlaces:
                 self._place_of[key] = Place(slot, ticket)
 
     def take(self, keys: bytes) -> dict[int, int]:
-        """The slots of these keys, by their positions; they are the caller's from now on."""
+        """Return the reserved slots of these keys by position; the caller owns them from now on."""
         if not self.count:
             return {}
         self._unpack()
@@ -61,12 +61,12 @@ class HostPlaces:
         return taken
 
     def give_up(self, ticket: int) -> bytes:
-        """The keys of a reservation that were not filled, side by side. Repeatable."""
+        """End a reservation; return its unfilled keys, concatenated. Idempotent."""
         packed = self._packed.pop(ticket, None)
         if packed is not None:
             names = _with_slots(*packed)
         else:
-            # A key that was filled and went may be in another reservation by now.
+            # A filled key whose record is gone may be in another reservation by now.
             names = [
                 key
                 for key in self._unpacked.pop(ticket, ())
@@ -78,7 +78,7 @@ class HostPlaces:
         return b"".join(names)
 
     def check_integrity(self) -> None:
-        """Count again; raises `IntegrityError` naming what disagrees."""
+        """Recount; raises `IntegrityError` that names the disagreement."""
         packed = sum(slot >= 0 for _, slots in self._packed.values() for slot in slots)
         if packed + len(self._place_of) != self.count:
             raise IntegrityError(
@@ -93,7 +93,7 @@ def _with_slots(keys: bytes, slots: Sequence[int]) -> list[bytes]:
 
 
 class HostReservation(Reservation):
-    """Slots that `release` gives up; `give_up` is told the ticket, once."""
+    """A reservation of host slots. `release` calls `give_up` with the ticket, once."""
 
     def __init__(self, slots: Sequence[int], ticket: int, give_up: Callable[[int], None]) -> None:
         self.slots = slots
@@ -102,16 +102,16 @@ class HostReservation(Reservation):
 
     @property
     def is_new(self) -> Sequence[bool]:
-        """As `Reservation.is_new`."""
+        """For each key, whether it is to be put."""
         return [slot >= 0 for slot in self.slots]
 
     @property
     def first_new(self) -> int | None:
-        """As `Reservation.first_new`."""
+        """Position of the first key that is to be put; None if there is none."""
         return next((at for at, slot in enumerate(self.slots) if slot >= 0), None)
 
     def release(self) -> None:
-        """As `Reservation.release`."""
+        """Release the slots that were not filled. Idempotent."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._give_up(ticket)

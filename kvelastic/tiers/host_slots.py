@@ -1,8 +1,8 @@
-"""Which record of the host tier lies in which block of its pool, whose it is, and how old.
+"""Records of the host tier: the block, the namespace and the age of each.
 
-A *slot* is a number that the index gives a record; a *block* is where its bytes lie. Blocks move
-and go as the pool needs, slots do not. Flat arrays by slot: a record costs no Python object. Not
-thread-safe: its owner holds a lock.
+A *slot* is the number that the index gives a record. A *block* is where the pool keeps its bytes.
+The pool moves and evicts blocks; slots do not change. The data is in flat arrays by slot, so a
+record costs no Python object. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvelastic.tiers.base import KEY_BYTES, Selection
 from kvelastic.tiers.namespace import Namespace
 
 GONE = -1
-"""The block of a slot that holds nothing."""
+"""The block of an empty slot."""
 
 
 class HostSlots:
-    """The records that lie in blocks, by slot and by block."""
+    """Records in blocks, by slot and by block."""
 
     def __init__(self) -> None:
         self._blocks = array("q")
@@ -34,17 +34,17 @@ class HostSlots:
         return len(self._slot_of)
 
     def world_of(self, namespace: Namespace) -> int:
-        """A small number for a namespace, the same each time."""
+        """Return the id of a namespace: a small number, the same for each call."""
         world = self._world_of.setdefault(namespace.fingerprint, len(self._namespaces))
         if world == len(self._namespaces):
             self._namespaces.append(namespace)
         return world
 
     def fill(self, slot: int, block: int, key: bytes, world: int, now_s: float) -> None:
-        """A record of `world` lies in `block` from now on."""
+        """Record that `block` holds a record of namespace id `world`."""
         missing = slot + 1 - len(self._blocks)
         if missing > 0:
-            missing += len(self._blocks) // 2  # slots come one after the other
+            missing += len(self._blocks) // 2  # slots come in ascending order
             self._blocks.extend([GONE] * missing)
             self._worlds.extend([0] * missing)
             self._put_at_s.extend([0.0] * missing)
@@ -56,7 +56,7 @@ class HostSlots:
         self._slot_of[block] = slot
 
     def empty(self, slot: int) -> int:
-        """Forget what lies there; answers its block, or GONE."""
+        """Remove the slot's record; return its block, or GONE."""
         block = self.block_of(slot)
         if block != GONE:
             self._blocks[slot] = GONE
@@ -64,30 +64,30 @@ class HostSlots:
         return block
 
     def move(self, old: int, new: int) -> None:
-        """What lay in block `old` lies in `new`. `new` holds nothing else that is known here."""
+        """Record that the pool moved block `old` to `new`. `new` must not be known here."""
         slot = self._slot_of.pop(old, None)
         if slot is not None:
             self._blocks[slot] = new
             self._slot_of[new] = slot
 
     def block_of(self, slot: int) -> int:
-        """Where the record of a slot lies, or GONE."""
+        """Return the block of a slot's record, or GONE."""
         return self._blocks[slot] if 0 <= slot < len(self._blocks) else GONE
 
     def slot_of(self, block: int) -> int | None:
-        """Whose record lies in a block; None: none that is known here."""
+        """Return the slot of the record in a block; None if unknown."""
         return self._slot_of.get(block)
 
     def key_of(self, slot: int) -> bytes:
-        """The key of the record of a slot that holds one."""
+        """Return the key of the record in a slot that has one."""
         return bytes(self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def slots(self) -> Iterator[int]:
-        """All slots that hold a record."""
+        """Return an iterator over the slots that have a record. Later changes do not affect it."""
         return iter(list(self._slot_of.values()))
 
     def keys_matching(self, selection: Selection, now_s: float) -> bytes:
-        """The keys of all records that `selection` names."""
+        """Return the keys of all selected records, concatenated."""
         worlds = {
             world for world, namespace in enumerate(self._namespaces) if selection.names(namespace)
         }
@@ -100,7 +100,7 @@ class HostSlots:
         )
 
     def check_integrity(self) -> None:
-        """Compare both directions; raises `IntegrityError` naming what disagrees."""
+        """Compare both mappings; raises `IntegrityError` that names the disagreement."""
         for block, slot in self._slot_of.items():
             if self.block_of(slot) != block:
                 raise IntegrityError(

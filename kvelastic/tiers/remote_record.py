@@ -1,4 +1,4 @@
-"""A record as it lies on a server: a header that says what it is, and the bytes of the block.
+"""Format of a record on a server: a header and the bytes of the block.
 
     offset  bytes
     0       8      magic, with the format's version
@@ -8,8 +8,8 @@
     48      4      CRC-32 of all of it, these four bytes excepted
     52      12     zeros
 
-Integers are little-endian. What does not fit its key, its namespace and its checksum is no record:
-it is a miss. A checksum finds what was damaged; it does not tell who wrote it.
+Integers are little-endian. If key, namespace or checksum does not match, the read is a miss. The
+checksum detects damage; it does not authenticate the writer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CHECKSUM = struct.Struct("<I12x")
 
 
 def server_key(fingerprint: bytes, key: bytes) -> str:
-    """What the record is called on the server."""
+    """Return the record's key on the server."""
     return f"{fingerprint.hex()}-{key.hex()}"
 
 
 def write_header(into: memoryview, key: bytes, fingerprint: bytes) -> None:
-    """Describe the record that lies in `into` behind the header's place."""
+    """Write the header of the record that follows it in `into`."""
     fields = _FIELDS.pack(MAGIC, len(into) - HEADER_BYTES, key, fingerprint)
     into[: _FIELDS.size] = fields
     checksum = zlib.crc32(into[HEADER_BYTES:], zlib.crc32(fields))
@@ -37,7 +37,7 @@ def write_header(into: memoryview, key: bytes, fingerprint: bytes) -> None:
 
 
 def is_whole(stored: memoryview, key: bytes, fingerprint: bytes) -> bool:
-    """Whether this is the record of that key and namespace, with every byte as it was written."""
+    """Whether the bytes are the intact record of that key and namespace."""
     if len(stored) < HEADER_BYTES:
         return False
     fields = _FIELDS.pack(MAGIC, len(stored) - HEADER_BYTES, key, fingerprint)
