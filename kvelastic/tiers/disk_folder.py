@@ -134,8 +134,7 @@ class Folder:
             os.ftruncate(self._live, wanted_bytes)
 
     def is_there(self) -> bool:
-        """Whether the path still leads to this folder and its `.lock` is the one this engine
-        opened."""
+        """Whether the path still leads to this folder, with the `.lock` that this engine opened."""
         try:
             seen = Path(self.path).lstat()
             lock = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)

@@ -1,19 +1,21 @@
-"""Demoted blocks in a folder that several machines share (NFS and the like): a file a record.
+"""A store that keeps demoted blocks in a folder shared by several machines (NFS or similar).
 
     store = FolderStore("/mnt/shared/kv", record_bytes, limit_bytes=500 << 30)
 
-It is the remote store where there is no Mooncake server. No machine has to know of the others: a
-record is written under a name of its own and then renamed to its key's, so it is there whole or not
-at all, and every read compares key, length and checksum. What others have written is read with
-bounds, and no link is followed.
+This is the remote store for sites without a Mooncake server. Each record is one file. The machines
+need not know each other: a record is written under a temporary name and then renamed to its key, so
+readers see a whole file or none. Every read verifies key, length and checksum. Reads of other
+machines' files are bounded, and links are never followed.
 
-**A checksum is no authentication.** Who may write in the folder can feed every machine wrong KV,
-and who may read in it can read prompts. Give it to the engines' user alone; a folder that all may
-write is refused.
+**A checksum is no authentication.** Anyone who can write to the folder can feed wrong KV to every
+machine, and anyone who can read it can read prompts. Restrict it to the engines' user. A
+world-writable folder is refused.
 
-A limit is kept by sweeping: one engine at a time, at most every minute or after an eighth of the
-limit was written by it, removes what was written longest ago. In between the folder may be above
-its limit by what the engines write meanwhile. Leases hold nothing here: another machine may sweep.
+Sweeping enforces the limit: it removes the files that were written longest ago. One engine sweeps
+at
+a time, at most once a minute or after it has written 1/8 of the limit. Between sweeps the folder
+may
+exceed its limit by what the engines write. Leases hold nothing: another machine may sweep.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ _log = logging.getLogger("kvelastic")
 
 SWEEP_EVERY_S: Final = 60.0
 ABANDONED_S: Final = 3600.0
-"""After this a file that was begun and not renamed is taken for left behind."""
+"""Age after which a temporary file counts as abandoned."""
 _SWEEP_LOCK: Final = ".sweep"
 _FILL: Final = 0.9
-"""A sweep that removes anything removes down to this part of the limit."""
+"""A sweep that removes anything continues down to this fraction of the limit."""
 _AT_ONCE: Final = 8
-"""Files under way at once: a server far away takes its time for each."""
+"""Number of concurrent file operations, because a remote server has a high latency."""
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _A = TypeVar("_A")
@@ -69,11 +71,14 @@ class _NoLease(Lease):
         self.count = count
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the lease holds nothing."""
 
 
 class FolderStore(Store):
-    """See the module. Any thread may call; every call asks the file system, and may block."""
+    """A store in a shared folder. See the module text.
+
+    Any thread may call. Every call accesses the file system and may block.
+    """
 
     name = "folder"
     asks_medium = True
@@ -89,10 +94,11 @@ class FolderStore(Store):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`limit_bytes` and `max_age_s` bound what lies there, whoever wrote it; None: no bound.
+        """`limit_bytes` and `max_age_s` bound the records of all machines; None: no bound.
 
-        Raises `InvalidArgumentError` for a path that is a link or no folder, for one that all
-        may write, and for sizes that cannot be.
+        Raises `InvalidArgumentError` if the path is a link or not a folder, if the folder is
+        world-writable,
+        or if a size is invalid.
         """
         if record_bytes <= 0:
             raise InvalidArgumentError(f"records of {record_bytes} bytes; give 1 or more")
@@ -109,7 +115,7 @@ class FolderStore(Store):
         self._quiet = Quiet(clock)
         self._problem = ""
         self._closed = False
-        self._records: int | None = None  # as last listed, and changed since by this engine
+        self._records: int | None = None  # as of the last listing, plus this engine's changes
         self._other_bytes = 0
         self._unerased = ""
         self._unswept_bytes = 0
@@ -121,12 +127,15 @@ class FolderStore(Store):
     # --- the contract -----------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> None:
-        """As `Store.enter`."""
+        """Set the namespace of later puts."""
         with self._lock:
             self._owner = owner_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
-        """As `Store.has`; asks the file system. What it says may be untrue a moment later."""
+        """Return for each key whether its file exists.
+
+        Blocks; another machine may change it anytime.
+        """
         count = self._count_of(keys)
         if not self._may_call():
             return [False] * count
@@ -137,14 +146,17 @@ class FolderStore(Store):
         return [False] * count
 
     def lease(self, keys: bytes) -> Lease:
-        """The leading keys that are there now. They are not held: others may remove them."""
+        """Return the leading keys that are present. They are not held: others may remove them."""
         answers = self.has(keys)
         return _NoLease(answers.index(False) if False in answers else len(answers))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """As `Store.put`. The order in which chains are swept is by age, not by `chain_after`."""
+        """Store records; return for each key whether it is present. Blocks until written.
+
+        Sweeps go by age and ignore `chain_after`.
+        """
         count = self._count_of(keys, records)
         self._count_of(chain_after or b"")
         if not self._may_call():
@@ -167,7 +179,7 @@ class FolderStore(Store):
         return [each != "" for each in outcome]
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """As `Store.get`. What is not whole is removed."""
+        """Read records; return for each key whether its view is complete. Removes damaged files."""
         count = self._count_of(keys, into)
         outcome = [""] * count
         if self._may_call():
@@ -186,18 +198,19 @@ class FolderStore(Store):
         return [each == "whole" for each in outcome]
 
     def erase(self, keys: bytes) -> int:
-        """As `Store.erase`; at once, and for all machines."""
+        """Erase these keys at once, for all machines; return how many were present."""
         self._count_of(keys)
         removed: list[bool] = []
-        if not self._closed:  # also while a file system that has failed is left alone
+        if not self._closed:  # even while calls are suspended after a failure
             with self._medium(), self._root() as root:
                 removed = self._at_once(lambda key: self._remove(root, key.hex()), _each(keys))
         return sum(removed)
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`, whoever wrote it. Reads the head of every file.
+        """Erase the selected records of all machines; return how many. Reads the head of every
+        file.
 
-        A record that another machine is writing is not stored if it is selected.
+        If a record that another machine is writing is selected, it will not be stored.
         """
         removed = 0
         if self._closed:
@@ -211,15 +224,15 @@ class FolderStore(Store):
             if problems:
                 self._unerased = f"{len(problems)} files or folders were left: {problems[0]}"
         with self._lock:
-            self._records = None  # to be listed again
+            self._records = None  # list again
         return removed
 
     def unerased(self) -> Unerased:
-        """As `Store.unerased`."""
+        """Return what earlier erasures could not remove, as text for an operator."""
         return Unerased(failed=self._unerased)
 
     def capacity(self) -> Capacity:
-        """What lies there by the last look, which was this engine's first call or last sweep."""
+        """Return the usage as of this engine's first call or last sweep, plus its own changes."""
         with self._lock:
             if self._records is None and self._may_call():
                 with self._medium(), self._root() as root:
@@ -234,9 +247,10 @@ class FolderStore(Store):
         return HEAD_BYTES + self.record_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
-        """As `Store.set_limit`, for what all machines have written; sweeps at once.
+        """Set the limit for the records of all machines, and sweep at once.
 
-        Raises `InvalidArgumentError` where the store was opened without a limit: then others sweep.
+        Raises `InvalidArgumentError` if the store was opened without a limit: other engines sweep
+        then.
         """
         _check_limit(limit_bytes)
         if self._limit_bytes is None:
@@ -246,17 +260,17 @@ class FolderStore(Store):
         self._sweep(wait=True)
 
     def statistics(self) -> StoreStatistics:
-        """As `Store.statistics`."""
+        """Return the counts since the store was opened."""
         with self._lock:
             return self._figures
 
     def problem(self) -> str:
-        """As `Store.problem`."""
+        """Return why the file system refuses calls now, for an operator; empty if it works."""
         with self._lock:
             return self._problem
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` where a file says that it is another key's than its name's."""
+        """Raises `IntegrityError` if the key in a file differs from its name."""
         if not self._may_call():
             return
         with self._medium(), self._root() as root:
@@ -266,7 +280,7 @@ class FolderStore(Store):
                     raise IntegrityError(f"folder store: {name} has the record {entry.key.hex()}")
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """Close the store; its files stay for other machines."""
         with self._lock:
             self._closed = True
         self._calls.close()
@@ -274,7 +288,7 @@ class FolderStore(Store):
     # --- one record -------------------------------------------------------------------------------
 
     def _put_one(self, root: int, key: bytes, record: memoryview, owner: Owner) -> str:
-        """Answers stored, there (from before), or nothing where it failed."""
+        """Return "stored", "there" if the key was present before, or "" on failure."""
         try:
             if folder_record.is_there(root, key, self.record_bytes):
                 return "there"
@@ -289,14 +303,15 @@ class FolderStore(Store):
         return "stored"
 
     def _get_one(self, root: int, key: bytes, view: memoryview) -> str:
-        """Answers whole, torn (it is removed), or nothing where it is not there."""
+        """Return "whole", "torn" (the file is removed), or "" if the record is absent or
+        unreadable."""
         try:
             if folder_record.read(root, key, view):
                 return "whole"
         except FileNotFoundError:
             return ""
         except OSError as error:
-            if error.errno != errno.ELOOP:  # a link: nobody of us has made it
+            if error.errno != errno.ELOOP:  # a link, which no engine creates
                 self._failed(error)
             return ""
         self._remove(root, key.hex())
@@ -332,7 +347,7 @@ class FolderStore(Store):
         self._sweep(wait=False)
 
     def _sweep(self, *, wait: bool) -> None:
-        """Remove what is too old or too much, unless another engine does just that."""
+        """Remove records above the age or the limit, unless another engine is sweeping."""
         if not self._may_call():
             return
         with self._medium(), self._root() as root:
@@ -396,7 +411,7 @@ class FolderStore(Store):
     def _root(self) -> Iterator[int]:
         try:
             fd = self._open_root()
-        except InvalidArgumentError as error:  # it was changed since: this engine goes without
+        except InvalidArgumentError as error:  # it changed after opening: treat as a failure
             raise OSError(errno.EPERM, str(error)) from error
         try:
             yield fd
@@ -405,7 +420,7 @@ class FolderStore(Store):
 
     @contextmanager
     def _medium(self) -> Iterator[None]:
-        """Count what the file system refuses, and leave it alone for a while."""
+        """Catch and count errors of the file system, and suspend calls for a while."""
         try:
             yield
         except OSError as error:
@@ -426,7 +441,7 @@ class FolderStore(Store):
             )
 
     def _at_once(self, call: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
-        """Call for each, several at once; answers in their order."""
+        """Call for each item, several concurrently; return the results in order."""
         errors = self._figures.errors
         answers = self._calls.map(call, each) if len(each) > 1 else [call(one) for one in each]
         with self._lock:

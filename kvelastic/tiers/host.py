@@ -414,8 +414,7 @@ class HostStore(Store):
         return self._layout.page_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the limit as `kvctl limit` does, except that the index's policy selects the
-        victims."""
+        """Set the limit as `kvctl limit` does, but the index's policy selects the victims."""
         _refuse_negative("limit_bytes", limit_bytes)
         with self._limit_lock:
             self._set_limit(limit_bytes)

@@ -49,7 +49,7 @@ class HostBlocks:
             ids = self._pool.alloc(count)
             if ids is not None:
                 return ids
-            count = min(count - 1, self._pool.available_mapped())  # only mapped blocks: do not wait for memory again
+            count = min(count - 1, self._pool.available_mapped())  # do not wait again
         return []
 
     def fill(self, slot: int, block: int, key: bytes, world: int, now_s: float) -> None:

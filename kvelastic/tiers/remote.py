@@ -1,23 +1,23 @@
-"""Demoted blocks on a Mooncake Store: a store and an index that several machines share.
+"""A store that keeps demoted blocks on a Mooncake Store, shared by several machines.
 
     store = MooncakeStore("10.0.0.1:50051", record_bytes, segment_bytes=8 << 30)
     store.enter(namespace)
     store.put(keys, records)
 
-A `mooncake_master` knows which records there are; the memory they lie in is given by its clients
-(`segment_bytes` of this process, as long as it lives). The master decides who is evicted, so there
-is no limit to set and a lease promises nothing: `get` may miss what was just there.
+A `mooncake_master` holds the index. Its clients provide the memory: this process provides
+`segment_bytes` while it runs. The master decides what to evict. So no limit can be set, and a lease
+holds nothing: `get` may miss a record that was just present.
 
-A master that is gone is never an exception and never a hang: calls have `timeout_s`, after which
-they go on in a thread that nobody waits for; what fails is left alone for a while, longer after
-each failure in a row, and meanwhile reads are misses and puts are refused. The client is set up
-anew when the master is back.
+An unreachable master causes neither an exception nor a hang. A call that exceeds `timeout_s`
+continues in a background thread, and its result is discarded. After a failure, calls are suspended
+for a while, longer after each consecutive failure. During that time reads miss and puts are
+refused. When the master is back, the store creates a new client.
 
-**Who may write there**: everybody who reaches the master's port, for Mooncake has no passwords
-here. A record's header has its key, its namespace and a checksum, which find what was damaged or
-misplaced; a checksum is no signature. Who can write can put other contents under a key, which a
-model would then read as its own, and who can read has the prompts of others. Keep master and
-clients in a network of machines that trust each other.
+**Who can write**: everyone who can reach the master's port, because Mooncake has no passwords here.
+A record's header has its key, its namespace and a checksum, which detect damaged or misplaced
+records. They do not authenticate the writer. A malicious writer can store other contents under a
+key, and a model would use them as its own. A malicious reader can read the prompts of others. Run
+master and clients in a network of machines that trust each other.
 """
 
 from __future__ import annotations
@@ -58,18 +58,20 @@ Value = TypeVar("Value")
 ALIGNMENT_BYTES = 4096
 STAGED_RECORDS = 16
 STAGED_BYTES = 32 << 20
-"""What one call to the server transfers at most, so many records and bytes; a record at least."""
+"""Maximum records and bytes that one call to the server transfers; at least one record."""
 CLIENT_BUFFER_BYTES = 16 << 20
-"""Memory of the client's own, which transfers of registered buffers do not use."""
+"""Memory that the client allocates for itself. Transfers of registered buffers do not use it."""
 CLOSE_WAIT_S = 5.0
-"""A client takes two seconds to leave a master that is gone."""
+"""How long `close` waits. A client needs two seconds to leave an unreachable master."""
 
 
 class MooncakeStore(Store):
-    """See the module. Any thread; lookups do not wait for transfers, transfers wait in line.
+    """A store on a Mooncake server. See the module text.
 
-    `capacity().records` counts what this process has put and not erased; others may have evicted
-    some of it.
+    Any thread may call. Lookups do not wait for transfers; transfers run one after the other.
+    `capacity().records` counts the records that this process put and did not erase, although the
+    master
+    may have evicted some.
     """
 
     name = "mooncake"
@@ -86,12 +88,14 @@ class MooncakeStore(Store):
         make_client: Callable[[], Client] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connect; where that fails the store is there and empty, and tries again later.
+        """Connect. If that fails, the store is empty and retries later.
 
-        `timeout_s` bounds each call to the server, of `STAGED_BYTES` or one record, and
-        `setup_timeout_s` this constructor. `make_client` and `clock` are for tests. Raises
-        `InvalidArgumentError` for a bad address or size, and `UnsupportedError`, which says how to
-        install it, where Mooncake's client cannot be imported.
+        `timeout_s` bounds each call to the server, which transfers up to `STAGED_BYTES` or one
+        record.
+        `setup_timeout_s` bounds this constructor. `make_client` and `clock` are for tests. Raises
+        `InvalidArgumentError` for an invalid address or size, and `UnsupportedError` with
+        installation
+        instructions if Mooncake's client cannot be imported.
         """
         check_address(address)
         for what, value, least in (
@@ -121,7 +125,7 @@ class MooncakeStore(Store):
         self._slots = [whole[start : start + self._stored_bytes] for start in starts]
         self._asks = DeadlineWorker("kvelastic-mooncake-asks")
         self._transfers = DeadlineWorker("kvelastic-mooncake-transfers")
-        self._staging = threading.Lock()  # before _lock; who has it uses the slots
+        self._staging = threading.Lock()  # taken before _lock; guards the slots
         self._lock = threading.Lock()
         self._quiet = Quiet(clock)
         self._problem = ""
@@ -139,7 +143,7 @@ class MooncakeStore(Store):
     # --- the server ------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        """Have a client made, in the line of transfers; late ones are taken when they come."""
+        """Create a client on the transfer worker. A client that is ready late is still used."""
 
         def make() -> None:
             client = self._make_client()
@@ -156,7 +160,7 @@ class MooncakeStore(Store):
 
         try:
             self._transfers.run(make, self._setup_timeout_s)
-        except Exception as error:  # whatever a foreign library raises: it is not there
+        except Exception as error:  # a foreign library may raise anything
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
@@ -166,7 +170,7 @@ class MooncakeStore(Store):
             self._problem = str(error) or type(error).__name__
 
     def _ready(self) -> bool:
-        """Whether the server may be called now; sets a client up where there is none."""
+        """Whether the server may be called now. Creates a client if there is none."""
         with self._lock:
             if self._closed or not self._quiet.is_over:
                 return False
@@ -184,19 +188,22 @@ class MooncakeStore(Store):
         return self._client is not None
 
     def _call(self, worker: DeadlineWorker, function: Callable[[Client], Value]) -> Value | None:
-        """What the client answers; None, counted, where it raises or is late."""
+        """Return the client's result.
+
+        On an exception or a timeout, count an error and return None.
+        """
         client = self._client
         if client is None:
             return None
         try:
             answer = worker.run(lambda: function(client), self._timeout_s)
-        except Exception as error:  # whatever a foreign library raises is one of the medium
+        except Exception as error:  # a foreign library may raise anything
             self._failed(error)
             return None
         return answer
 
     def _judge(self, codes: Sequence[int], also_fine: int) -> None:
-        """Count what failed; leave the server alone where all of it did."""
+        """Count failures; suspend calls to the server if all of `codes` failed."""
         failures = sum(code < 0 and code != also_fine for code in codes)
         with self._lock:
             self._counts["errors"] += failures
@@ -210,14 +217,14 @@ class MooncakeStore(Store):
     # --- records ---------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> None:
-        """As `Store.enter`. Keys of other namespaces are misses from now on."""
+        """Set the namespace. Keys of other namespaces miss from now on."""
         with self._lock:
             self._namespace = namespace
             self._fingerprint = namespace.fingerprint
             self._entered[namespace.fingerprint] = namespace
 
     def has(self, keys: bytes) -> list[bool]:
-        """As `Store.has`. Asks the server: blocks for `timeout_s` at most."""
+        """Return for each key whether it is on the server. Blocks for at most `timeout_s`."""
         self._count_of(keys)
         return self._exist(_split(keys))
 
@@ -232,14 +239,20 @@ class MooncakeStore(Store):
         return [code == 1 for code in codes]
 
     def lease(self, keys: bytes) -> Lease:
-        """As `Store.lease`; the master keeps what was just asked for, for a while, if it can."""
+        """Return the leading keys that are present.
+
+        If it can, the master keeps them for a while.
+        """
         there = self.has(keys)
         return _Hint(there.index(False) if False in there else len(there))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
-        """As `Store.put`; the server knows no chains."""
+        """Store records; return for each key whether it is present.
+
+        Blocks. Ignores `chain_after`.
+        """
         self._count_of(keys, records)
         self._check_chain(chain_after)
         if self._namespace is None:
@@ -262,7 +275,7 @@ class MooncakeStore(Store):
             addresses = self._addresses[: len(keys)]
             sizes = [self._stored_bytes] * len(keys)
             with self._staging:
-                if not self._transfers.is_stuck:  # else the slots are still being read
+                if not self._transfers.is_stuck:  # else a late call still reads the slots
                     for slot, key, record in zip(self._slots, keys, records, strict=False):
                         slot[HEADER_BYTES:] = record.cast("B")
                         write_header(slot, key, fingerprint)
@@ -283,7 +296,10 @@ class MooncakeStore(Store):
         return done
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
-        """As `Store.get`. What is found and is not whole is erased, so that it can be put again."""
+        """Read records; return for each key whether its view is complete. Blocks.
+
+        Damaged records are erased, so that they can be put again.
+        """
         self._count_of(keys, into)
         if any(view.readonly or not view.c_contiguous for view in into):
             raise InvalidArgumentError("a view to read into is read-only or not contiguous")
@@ -331,7 +347,7 @@ class MooncakeStore(Store):
         return found
 
     def erase(self, keys: bytes) -> int:
-        """As `Store.erase`, for every machine. Where the server does not answer none is erased."""
+        """Erase these keys for every machine; return how many. Erases none if the server fails."""
         self._count_of(keys)
         return self._remove(list(dict.fromkeys(_split(keys))))
 
@@ -351,9 +367,11 @@ class MooncakeStore(Store):
         return count
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`, among the namespaces that this process has entered.
+        """Erase the selected records in the namespaces that this process has entered.
 
-        The server does not say how old a record is: raises `InvalidArgumentError` for an age.
+        Also erases in the namespace that `selection` names. Raises `InvalidArgumentError` for an
+        age: the
+        server does not know the age of a record.
         """
         if selection.older_than_s is not None:
             raise InvalidArgumentError(
@@ -362,7 +380,7 @@ class MooncakeStore(Store):
         with self._lock:
             worlds = dict(self._entered)
             self._unerased = Unerased()
-        if selection.namespace is not None:  # also one that only others have entered
+        if selection.namespace is not None:  # even if this process has not entered it
             worlds[selection.namespace.fingerprint] = selection.namespace
         count = 0
         for fingerprint, namespace in worlds.items():
@@ -379,34 +397,34 @@ class MooncakeStore(Store):
         return self._erased(count)
 
     def unerased(self) -> Unerased:
-        """As `Store.unerased`."""
+        """Return what earlier erasures could not remove, as text for an operator."""
         return self._unerased
 
     # --- room and life ---------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """As `Store.capacity`; see the class for what is counted."""
+        """Return the records that this process put and did not erase; there is no limit."""
         with self._lock:
             return Capacity(self._own_records * self.record_bytes, None, self._own_records)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Raises `InvalidArgumentError`: the master decides."""
+        """Raises `InvalidArgumentError`: the master decides the capacity."""
         raise InvalidArgumentError(
             "a Mooncake server's capacity is what its clients give; no limit can be set from here"
         )
 
     def statistics(self) -> StoreStatistics:
-        """As `Store.statistics`."""
+        """Return the counts since the store was opened."""
         with self._lock:
             return StoreStatistics(**self._counts)
 
     def problem(self) -> str:
-        """As `Store.problem`."""
+        """Return why the server refuses calls now, for an operator; empty if it works."""
         with self._lock:
             return self._problem
 
     def check_integrity(self) -> None:
-        """As `Store.check_integrity`; what lies on the server is checked when it is read."""
+        """Check the counts. Records on the server are verified when they are read."""
         with self._lock:
             if self._own_records < 0 or self._counts["torn"] > self._counts["misses"]:
                 raise IntegrityError(
@@ -415,9 +433,9 @@ class MooncakeStore(Store):
                 )
 
     def close(self) -> None:
-        """As `Store.close`. What lies in this process's segment is gone.
+        """Close the client; the records in this process's segment are lost.
 
-        Waits for `CLOSE_WAIT_S`, for each of both lines of calls.
+        Waits at most `CLOSE_WAIT_S` for each step: lookups, the client, and transfers.
         """
         with self._lock:
             self._closed = True
@@ -426,24 +444,24 @@ class MooncakeStore(Store):
         if client is not None:
             try:
                 self._transfers.run(client.close, CLOSE_WAIT_S)
-            except Exception as error:  # whatever a foreign library raises is one of the medium
+            except Exception as error:  # a foreign library may raise anything
                 self._failed(error)
         ended = self._transfers.close(CLOSE_WAIT_S)
         with self._staging:
-            if ended and self._slots:  # else a late call may still write there: it is left mapped
+            if ended and self._slots:  # else a late call may still write there: keep it mapped
                 for slot in self._slots:
                     slot.release()
                 self._slots.clear()
 
 
 class _Hint(Lease):
-    """Keys that were there when they were asked for."""
+    """Keys that were present at the time of the call. Holds nothing."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the lease holds nothing."""
 
 
 def _remove_world(fingerprint: bytes, client: Client) -> int:
