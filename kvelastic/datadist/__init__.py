@@ -1,4 +1,4 @@
-"""LLM-DataDist's interface on elastic caches: clusters link, and move KV between their caches.
+"""The interface of LLM-DataDist on elastic caches: clusters link and transfer KV between caches.
 
     from kvelastic.datadist import *                  # or the alias: `kvelastic.datadist_alias`
 
@@ -10,9 +10,9 @@
     datadist.init(config.generate_options())
     cache = datadist.cache_manager.allocate_cache(CacheDesc(2, [4, 1024], DataType.DT_FLOAT16))
 
-Thin: links, leases and copies between processes are `kvelastic.transfer`'s, memory is
-`kvelastic.pool`'s. `docs/datadist.md` says how it behaves, what a peer may do, and in what it
-differs from the original. Imports no torch.
+This is a thin layer. `kvelastic.transfer` provides links, leases and copies between processes;
+`kvelastic.pool` provides memory. `docs/datadist.md` describes the behaviour, the rights of a peer
+and the differences from the original. Does not import torch.
 """
 
 from kvelastic.datadist.cache_manager import CacheManager
@@ -38,7 +38,7 @@ from kvelastic.datadist.layers import (
 from kvelastic.datadist.status import LLMException, LLMStatusCode, Status
 
 LlmConfig = LLMConfig
-"""The original's older name."""
+"""Alias for the original's older name."""
 
 __all__ = [
     "BlocksCacheKey",

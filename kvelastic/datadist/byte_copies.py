@@ -1,10 +1,10 @@
 """Copies between addresses of this process.
 
-copy_runs(pairs, sources, targets, trusted=True)
+    copy_runs(pairs, sources, targets, trusted=True)
 
-Memory of an own pool is *trusted*: it is pinned, and copied in the fastest way. What a caller has
-registered may be gone meanwhile, or may be a range of which pages are not mapped: the kernel copies
-that, and says so (`LLM_PARAM_INVALID`) where the process would otherwise die of it.
+Memory of this process's own pools is *trusted*: it is pinned, so the fastest copy is used. Memory
+registered by a caller may have been unmapped, or may lie in a range with unmapped pages. There the
+kernel copies, and a fault becomes `LLM_PARAM_INVALID` instead of killing the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvelastic.errors import DeviceUnavailableError, MappingError
 
 _MOST_RUNS_A_CALL: Final = 1024
 _MOST_BYTES_A_CALL: Final = 64 << 20
-"""What is copied between two looks at the clock."""
+"""Bytes copied between two checks of the deadline."""
 
 
 def copy_runs(
@@ -37,10 +37,13 @@ def copy_runs(
 ) -> None:
     """Copy each run of `sources` to its run of `targets` (addresses by tensor), in order.
 
-    `gpu` is the driver of the GPU on which one of the ends lies; the copy waits for work that was
-    queued before in the streams that the driver knows. Blocks, without Python's lock. Raises
-    `LLMParamError` where memory is not there, `LLM_TIMEOUT` past a deadline (of `time.monotonic`),
-    `DriverError` where a GPU's driver refuses; what comes before that in the order is copied then.
+    `gpu` is the driver of the GPU that holds a source or target. The copy then waits for work
+    queued
+    earlier in the streams that the driver knows. `deadline_s` is a `time.monotonic` time.
+
+    Blocks; releases the GIL. Raises `LLMParamError` if memory is not mapped, `LLM_TIMEOUT` after
+    the
+    deadline, and `DriverError` if the GPU's driver fails. Earlier runs are copied in that case.
     """
     moves = [
         (targets[to.tensor] + to.offset, sources[of.tensor] + of.offset, of.size)
@@ -62,7 +65,10 @@ def copy_runs(
 
 
 def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None) -> None:
-    """Fill a buffer of this process from an address of an own cache. As `copy_runs`."""
+    """Fill a buffer of this process from an address of a local cache.
+
+    Raises as `copy_runs` does.
+    """
     into = (ctypes.c_char * view.nbytes).from_buffer(view)
     size = view.nbytes
     copy_runs(
@@ -77,7 +83,7 @@ def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None)
 def _portions(
     moves: Iterable[tuple[int, int, int]],
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Moves in the portions that are copied between two looks at the clock."""
+    """Split moves into the portions that are copied between two checks of the deadline."""
     portion: list[tuple[int, int, int]] = []
     left = _MOST_BYTES_A_CALL
     for to, of, size in moves:
@@ -100,7 +106,7 @@ def _copy_here(moves: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
-    """A fault is an answer, also where a sandbox denies process_vm_readv(2)."""
+    """Copy by the kernel, so that a fault is an error. Works if process_vm_readv(2) is denied."""
     sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
     targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
     try:
@@ -115,7 +121,7 @@ def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _copy_on_gpu(driver: _vmm.CudaDriver, moves: Sequence[tuple[int, int, int]]) -> None:
-    """By the driver of the caches' GPU, which knows by an address whose memory that is."""
+    """Copy by the driver of the caches' GPU, which derives the memory's owner from the address."""
     sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
     targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
     _vmm.copy_pieces_on_gpu(driver, sources, targets)

@@ -1,8 +1,8 @@
-"""`CacheManager`, the second generation: either side pulls and pushes, memory is registered.
+"""`CacheManager`, the second generation: both sides pull and push, and memory can be registered.
 
-manager = datadist.cache_manager
-cache = manager.register_blocks_cache(desc, addrs, BlocksCacheKey(1))
-manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [4, 5])
+    manager = datadist.cache_manager
+    cache = manager.register_blocks_cache(desc, addrs, BlocksCacheKey(1))
+    manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [4, 5])
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_excep
 
 
 class CacheManager(ManagerCalls[Cache]):
-    """See the module; `LLMDataDist.cache_manager` is the only one of its kind."""
+    """The manager of the second generation. Obtain it from `LLMDataDist.cache_manager`."""
 
     _handle = Cache
 
@@ -44,7 +44,7 @@ class CacheManager(ManagerCalls[Cache]):
             raise LLMParamError("a blocks cache is deallocated by deallocate_blocks_cache")
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Release a blocks cache; the handle is of no use then. Twice is no error."""
+        """Release a blocks cache and invalidate its handle. Idempotent."""
         self._begin("deallocate_blocks_cache")
         checks.instance("cache", cache, Cache)
         if not cache.is_blocks_cache:
@@ -60,11 +60,14 @@ class CacheManager(ManagerCalls[Cache]):
         cache_keys: Sequence[CacheKey] = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """A cache over memory of the caller's, which stays mapped until `unregister_cache`.
+        """Register a cache over the caller's memory, which must stay mapped until
+        `unregister_cache`.
 
-        Peers reach it if it is `remote_accessible`: by default device memory, unless it is
-        registered after the first link. Raises `LLM_PARAM_INVALID`, also for more than 240
-        addresses in all.
+        Peers can access the cache if `remote_accessible` is true. The default is true for device
+        memory
+        registered before the first link, otherwise false. Raises `LLM_PARAM_INVALID`, also if the
+        process
+        would have more than 240 registered addresses.
         """
         return self._register(cache_desc, addrs, cache_keys, None, remote_accessible, False)
 
@@ -75,7 +78,7 @@ class CacheManager(ManagerCalls[Cache]):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register a cache whose rows are blocks. As `register_cache`."""
+        """Register a cache whose rows are blocks. Otherwise as `register_cache`."""
         return self._register(cache_desc, addrs, (), blocks_cache_key, remote_accessible, True)
 
     def _register(
@@ -116,9 +119,9 @@ class CacheManager(ManagerCalls[Cache]):
         return Cache(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Forget a registered cache with its keys; waits for transfers that use it.
+        """Unregister a cache and its keys. Waits for transfers that use it.
 
-        An unknown id is no error. Raises `LLM_PARAM_INVALID` for one that was allocated.
+        An unknown id is ignored. Raises `LLM_PARAM_INVALID` for an allocated cache.
         """
         self._begin("unregister_cache")
         checks.integer("cache_id", cache_id, least=-checks.MAX_INT64 - 1, most=checks.MAX_INT64)
@@ -128,7 +131,7 @@ class CacheManager(ManagerCalls[Cache]):
                 self._links.withdraw(entry)
 
     def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> NoReturn:
-        """Not supported, here as in the original: `LLM_FEATURE_NOT_ENABLED`."""
+        """Raises `LLM_FEATURE_NOT_ENABLED`: not supported, as in the original."""
         if not isinstance(mem_infos, MemInfo):
             checks.instances("mem_infos", mem_infos, MemInfo)
         raise failure(
@@ -146,13 +149,15 @@ class CacheManager(ManagerCalls[Cache]):
         size: int = -1,
         **kwargs: object,
     ) -> None:
-        """Copy a peer's row into a row of ours: `size` bytes of each tensor, -1 for all of ours.
+        """Copy a peer's row into a local row. Blocks.
 
-        `src_layer_range`, `dst_layer_range` (`range`, step 1) and `tensor_num_per_layer` choose
-        layers. A request's key is dropped when all tensors of its row were pulled, by whatever key;
-        a prefix stays, and so do keys of registered caches. Raises
-        `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY`, and `LLM_TIMEOUT`, after
-        which the link has to be made again.
+        `size` is in bytes of each tensor; -1 copies the whole local row. `src_layer_range`,
+        `dst_layer_range` (`range`, step 1) and `tensor_num_per_layer` select layers. A request's
+        key is
+        dropped once all tensors of its row were pulled, by any key. Prefix keys and keys of
+        registered
+        caches stay. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY`, and
+        `LLM_TIMEOUT`, after which the clusters must link again.
         """
         self._begin("pull_cache")
         layers = LayerArguments.only("pull_cache", kwargs)
@@ -171,9 +176,11 @@ class CacheManager(ManagerCalls[Cache]):
         dst_blocks: Sequence[int] = (),
         **kwargs: object,
     ) -> None:
-        """Copy a peer's blocks to blocks of ours, in order; of another key, its row fills them.
+        """Copy a peer's blocks to local blocks, in order. Blocks.
 
-        Layers and errors as `pull_cache`.
+        If the key names a row instead of a blocks cache, the row fills the local blocks. Layer
+        arguments and
+        errors are those of `pull_cache`.
         """
         self._begin("pull_blocks")
         layers = LayerArguments.only("pull_blocks", kwargs)
@@ -195,10 +202,11 @@ class CacheManager(ManagerCalls[Cache]):
         size: int = -1,
         tensor_num_per_layer: int = TENSORS_PER_LAYER,
     ) -> None:
-        """Copy a row of ours into a peer's; keys there are dropped as by a pull.
+        """Copy a local row into a peer's row; the peer drops keys as for a pull. Blocks.
 
-        Needs `enable_remote_cache_accessible` (`LLM_FEATURE_NOT_ENABLED`); `size` must be -1, and
-        both ranges equally long. Errors as `pull_cache`.
+        Needs `enable_remote_cache_accessible` (else `LLM_FEATURE_NOT_ENABLED`). `size` must be -1
+        and both
+        ranges equally long. Errors are those of `pull_cache`.
         """
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
@@ -229,7 +237,7 @@ class CacheManager(ManagerCalls[Cache]):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = TENSORS_PER_LAYER,
     ) -> None:
-        """Copy blocks of ours to blocks of a peer's, in order. As `push_cache`."""
+        """Copy local blocks to a peer's blocks, in order. Rules and errors as `push_cache`."""
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
         checks.instance("src_cache", src_cache, Cache)
@@ -260,7 +268,7 @@ class CacheManager(ManagerCalls[Cache]):
         return layers
 
     def _refuse_consumed_key(self, key: object) -> None:
-        """A key that a pull uses up is of no use where the peer's table is only remembered."""
+        """Refuse a key that a pull consumes: here the peer's caches are only remembered."""
         if self._options.remembers_remote_caches and isinstance(key, CacheKey):
             raise LLMParamError(
                 "with enable_remote_cache_accessible a row is named by CacheKeyByIdAndIndex"

@@ -1,13 +1,13 @@
-"""The memory of allocated caches on one device: an elastic pool; a cache takes whole pages of it.
+"""Memory of allocated caches on one device: an elastic pool from which caches take whole pages.
 
     memory = CacheMemory(device, MemPool(1 << 30), settings, wait_s=1.0)
-    piece = memory.alloc(tensors=80, tensor_bytes=2 << 20)        # None: not to be had
+    piece = memory.alloc(tensors=80, tensor_bytes=2 << 20)        # None: no memory available
     piece.addresses
     memory.free(piece); memory.close()
 
-The pool is an instance: `kvctl list` shows it, `kvctl limit` and other instances of the device
-take from it what no cache holds. The pages of a cache lie side by side, so each tensor has one
-address; where caches come and go the range has holes, which cost addresses and no memory.
+The pool is an instance: `kvctl list` shows it. `kvctl limit` and other instances of the device can
+reclaim what no cache holds. The pages of a cache are contiguous, so each tensor has one address.
+Allocation and release leave holes in the range, which cost addresses but no memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
 
 ENGINE: Final = "datadist"
-"""What `kvctl list` has as the engine of these instances."""
+"""Engine name of these instances in `kvctl list`."""
 
 _ADDRESSES_PER_BYTE: Final = 4
-"""The range is so many times as long as the memory, so that a hole somewhere is long enough."""
+"""Ratio of range length to memory, so that despite holes a long enough gap exists."""
 
 
 _DEFAULT_STREAM: Final = 0
 
 
 def name_streams(device: Device) -> None:
-    """Tell a GPU's driver whose work uses caches, unless it was told: the default stream's.
+    """Set the streams of a GPU's driver to the default stream, unless they are set already.
 
-    The interface names no stream. The default stream waits for all streams but those that are made
-    non-blocking, whose work the caller has to wait for. Nothing to do on the host.
+    The interface names no stream. The default stream waits for all other streams except
+    non-blocking
+    ones; the caller must wait for work on those. Does nothing on the host.
     """
     driver = device.driver()
     if isinstance(driver, _vmm.CudaDriver) and not driver.knows_streams:
@@ -48,17 +49,17 @@ def name_streams(device: Device) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What a cache holds of the pool."""
+    """Memory of the pool that a cache holds."""
 
     addresses: tuple[int, ...]
-    """Of each tensor."""
+    """Address of each tensor."""
     blocks: tuple[int, ...]
     tier: int | None
     tier_bytes: int
 
 
 class CacheMemory:
-    """See the module. Any thread."""
+    """The pool of caches on one device. Any thread may call."""
 
     def __init__(
         self,
@@ -70,9 +71,10 @@ class CacheMemory:
         tiers: Sequence[BufferTier] = (),
         name: str | None = None,
     ) -> None:
-        """Join the device's ledger; maps nothing yet.
+        """Open the pool and join the device's ledger. Maps no memory yet.
 
-        `wait_s` is how long an alloc waits for other instances. Raises what `open_pool` raises.
+        `wait_s` bounds how long an allocation waits for other instances. Raises what `open_pool`
+        raises.
         """
         self.device = device
         name_streams(device)
@@ -86,7 +88,7 @@ class CacheMemory:
         most_bytes = device.capacity_bytes
         limit_bytes = None
         if pool.memory_bytes is not None:
-            # The null block's page comes on top: what was asked for is there for caches.
+            # Add the null block's page, so that caches get the full size.
             limit_bytes = round_up(pool.memory_bytes, page) + page
             most_bytes = min(limit_bytes, most_bytes)
         self._pool = open_pool(
@@ -117,10 +119,12 @@ class CacheMemory:
         return self._pool
 
     def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:
-        """Addresses of so many tensors, with memory behind them; None: not to be had.
+        """Allocate memory for `tensors` tensors of `tensor_bytes`; return None if none is
+        available.
 
-        Waits for other instances of the device where they have to give. Raises `DriverError` where
-        the pool has failed.
+        Waits up to `wait_s` for memory of other instances on the device. Raises `DriverError` if
+        the pool
+        has failed.
         """
         tier = tier_of(self._tiers, tensor_bytes)
         alignment = self._tiers[tier].alignment_bytes if tier is not None else 0
@@ -146,16 +150,16 @@ class CacheMemory:
         )
 
     def free(self, piece: Piece) -> None:
-        """Give it back; what is pinned stays until its last pin ends."""
+        """Free a piece. Pinned memory stays mapped until its last pin ends."""
         self._pool.blocks.free(piece.blocks)
         self._give_to_tier(piece.tier, piece.tier_bytes)
 
     def pin(self, piece: Piece) -> int:
-        """Keep its memory where it is until `unpin` of the ticket, whoever frees it meanwhile."""
+        """Pin a piece, so that a free does not release its memory before `unpin` of the ticket."""
         return self._pool.blocks.pin(piece.blocks)
 
     def unpin(self, ticket: int) -> None:
-        """End a pin; once is enough, again is no error."""
+        """End a pin. Idempotent."""
         self._pool.blocks.unpin(ticket)
 
     def _take_of_tier(self, tier: int | None, total_bytes: int) -> bool:
@@ -179,7 +183,10 @@ class CacheMemory:
         return memory
 
     def check_integrity(self, pieces: Sequence[Piece]) -> None:
-        """The pool has in use what these pieces say; what is only pinned is not counted there."""
+        """Check that the pool's used blocks are those of `pieces`.
+
+        Blocks only pinned do not count.
+        """
         self._pool.blocks.check_integrity()
         held = {block for piece in pieces for block in piece.blocks}
         if len(held) != sum(len(piece.blocks) for piece in pieces):
@@ -189,5 +196,5 @@ class CacheMemory:
             raise IntegrityError(f"caches hold {len(held)} pages, and {used} are in use")
 
     def close(self) -> None:
-        """Give all back, also what caches hold, and leave the ledger. Repeatable."""
+        """Release all memory, including that of caches, and leave the ledger. Idempotent."""
         self._pool.close(discard=True)

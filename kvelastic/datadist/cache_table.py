@@ -1,13 +1,13 @@
-"""Which caches there are, who refers to them, and what they are found by. Pure: it holds no memory.
+"""Table of the process's caches: references and lookup by key. Pure: holds no memory.
 
-A cache that was allocated is referred to by its id and by each of its keys, and its memory goes
-with the last of them:
+An allocated cache is referenced by its id and by each of its keys. Its memory is released with the
+last reference:
 
-    id     deallocate_cache
-    key    remove_cache_key; of a request also a peer that has copied all tensors of the key's row
+    id     dropped by deallocate_cache
+    key    dropped by remove_cache_key; a request's key also when a peer has copied its whole row
 
-What was registered is its caller's memory: `unregister_cache` forgets it with its keys at once. A
-blocks cache has one key, which refers to it only as long as its id does.
+A registered cache uses its caller's memory; `unregister_cache` drops it and its keys at once. A
+blocks cache has one key, which is valid only while its id is.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ class Entry:
     cache_id: int
     desc: CacheDesc
     addrs: tuple[tuple[int, ...], ...]
-    """Of each device, of each tensor."""
+    """Addresses by device, then by tensor."""
     origin: Origin
     is_blocks: bool
     remote_accessible: bool
     memory: object = None
-    """What its owner keeps with it."""
+    """Data that the owner of the table attaches."""
     has_id: bool = True
-    """Whether the id still refers to it."""
+    """Whether the id still references the cache."""
     model_id: int | None = None
-    """The key of a blocks cache."""
+    """Key of a blocks cache."""
     rows: dict[RowIndex, int] = field(default_factory=dict)
-    """Keys that still refer to it, and their rows."""
+    """Keys that still reference the cache, with their rows."""
     moved: dict[RowIndex, set[int]] = field(default_factory=dict)
-    """Tensors of a key's row that peers have had."""
+    """Tensors of a key's row that peers have copied."""
     uses: int = 0
-    """Copies and transfers that it is part of."""
+    """Number of copies and transfers in progress that use the cache."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, or block, in one tensor."""
+        """Bytes of a row or block in one tensor."""
         return self.desc.row_bytes
 
 
 class CacheTable:
-    """See the module. Not thread-safe: `LocalCaches` has the lock."""
+    """Table of caches. Not thread-safe: `LocalCaches` holds its lock."""
 
     def __init__(self) -> None:
         self._next_id = 1
@@ -72,10 +72,11 @@ class CacheTable:
     def refuse_keys(
         self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None
     ) -> dict[RowIndex, int]:
-        """The rows that keys get; the last of equal keys counts, placeholders get none.
+        """Check keys for a new cache and return the row of each; placeholders get none.
 
-        Raises `LLMParamError` for more keys than rows or one that is taken;
-        `LLM_PREFIX_ALREADY_EXIST` where that is a prefix.
+        The last of equal keys counts. Raises `LLMParamError` for more keys than rows or a key in
+        use, and
+        `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
         """
         if len(keys) > desc.batch_size:
             raise LLMParamError(
@@ -110,7 +111,7 @@ class CacheTable:
         keys: Sequence[CacheKey] = (),
         model_id: int | None = None,
     ) -> Entry:
-        """A new cache under a new id. Raises as `refuse_keys`, with nothing changed."""
+        """Add a cache under a new id. On an error of `refuse_keys` nothing has changed."""
         rows = self.refuse_keys(desc, keys, model_id)
         entry = Entry(
             cache_id=self._next_id,
@@ -130,7 +131,7 @@ class CacheTable:
         return entry
 
     def release_id(self, cache_id: int) -> Entry | None:
-        """Drop the id's reference; answers the cache if that was the last one."""
+        """Drop the id's reference; return the cache if that was its last one."""
         entry = self._by_id.get(cache_id)
         if entry is None or not entry.has_id:
             return None
@@ -138,7 +139,7 @@ class CacheTable:
         return self._forget_if_free(entry)
 
     def forget(self, cache_id: int) -> Entry | None:
-        """Drop a cache with all its references; None: there is none of this id."""
+        """Drop a cache with all its references; return None if the id is unknown."""
         entry = self._by_id.get(cache_id)
         if entry is None:
             return None
@@ -148,7 +149,7 @@ class CacheTable:
         return self._forget_if_free(entry)
 
     def remove_key(self, index: RowIndex) -> Entry | None:
-        """Drop a key's reference; answers the cache if that was the last one."""
+        """Drop a key's reference; return the cache if that was its last one."""
         entry = self._by_row.get(index)
         if entry is None:
             return None
@@ -156,10 +157,11 @@ class CacheTable:
         return self._forget_if_free(entry)
 
     def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> Entry | None:
-        """A peer has copied these tensors of a row: after the last, the row's requests are dropped.
+        """Record that a peer has copied these tensors of a row.
 
-        Prefixes stay, and so do keys of registered caches. Returns the cache if that was its last
-        reference.
+        After the row's last tensor, its request keys are dropped. Prefix keys and keys of
+        registered caches
+        stay. Returns the cache if that was its last reference.
         """
         entry = self._by_id.get(cache_id)
         if entry is None or entry.origin == "registered":
@@ -187,23 +189,26 @@ class CacheTable:
     # --- find --------------------------------------------------------------------------------
 
     def of_id(self, cache_id: int) -> Entry:
-        """A cache by its id, which must still refer to it. Raises `LLM_KV_CACHE_NOT_EXIST`."""
+        """Return the cache of a valid id. Raises `LLM_KV_CACHE_NOT_EXIST`."""
         entry = self._by_id.get(cache_id)
         if entry is None or not entry.has_id:
             raise not_there(f"there is no cache of id {cache_id}")
         return entry
 
     def get(self, cache_id: int) -> Entry | None:
-        """A cache by its id, also if only keys refer to it still; None: it has gone."""
+        """Return a cache by its id, even if only keys still reference it; None if it is gone."""
         return self._by_id.get(cache_id)
 
     def still_there(self, entry: Entry) -> None:
-        """Raise `LLM_KV_CACHE_NOT_EXIST` where nothing refers to it any more."""
+        """Raise `LLM_KV_CACHE_NOT_EXIST` if the cache was dropped."""
         if self._by_id.get(entry.cache_id) is not entry:
             raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
 
     def of_row(self, index: RowIndex) -> tuple[Entry, int]:
-        """A cache and a row by a key. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_PREFIX_NOT_EXIST`."""
+        """Return the cache and row of a key.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST`, or `LLM_PREFIX_NOT_EXIST` for a prefix.
+        """
         entry = self._by_row.get(index)
         if entry is not None:
             return entry, entry.rows[index]
@@ -213,14 +218,14 @@ class CacheTable:
         raise not_there(f"{said}: it was pulled or removed, or never was")
 
     def of_model(self, model_id: int) -> Entry:
-        """The blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
+        """Return the blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
         entry = self._by_model.get(model_id)
         if entry is None:
             raise not_there(f"no blocks cache has model {model_id} as its key")
         return entry
 
     def check_integrity(self) -> None:
-        """Every reference leads to a cache that knows it, and none is kept for nothing."""
+        """Raise `IntegrityError` if references and caches disagree or a cache has no reference."""
         rows = {index: entry for entry in self._by_id.values() for index in entry.rows}
         models = {
             entry.model_id: entry for entry in self._by_id.values() if entry.model_id is not None
@@ -235,5 +240,5 @@ class CacheTable:
 
 
 def not_there(message: str) -> LLMException:
-    """The exception for a cache that does not exist."""
+    """Return the exception for a cache that does not exist."""
     return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, message)

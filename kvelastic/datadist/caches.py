@@ -1,11 +1,10 @@
-"""Handles of caches: what the managers' calls give and take.
+"""Handles of caches, which the managers' calls take and return.
 
     cache = manager.allocate_cache(CacheDesc(2, [4, 1024], DataType.DT_FLOAT16))
     cache.cache_id, cache.tensor_addrs
-    cpu = Cache.create_cpu_cache(host_desc, addrs)      # over host memory of the caller's
+    cpu = Cache.create_cpu_cache(host_desc, addrs)      # over the caller's host memory
 
-A handle names a cache and holds no memory of it: that belongs to the manager, and what a CPU cache
-lies in belongs to the caller.
+A handle does not own memory. The manager owns it, or the caller for a CPU cache.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.status import LLMParamError
 
 NO_CACHE_ID: Final = -1
-"""The id of a CPU cache: no manager knows it."""
+"""The id of a CPU cache, which no manager knows."""
 
 
 class CacheHandle:
-    """What both generations' handles have. Made by managers and by `create_cpu_cache` only."""
+    """Base of both generations' handles. Created only by managers and `create_cpu_cache`."""
 
     def __init__(
         self,
@@ -41,62 +40,62 @@ class CacheHandle:
 
     @property
     def cache_id(self) -> int:
-        """Its id in its cluster; -1 for a CPU cache."""
+        """The cache's id in its cluster; -1 for a CPU cache."""
         return self._cache_id
 
     @property
     def cache_desc(self) -> CacheDesc:
-        """What it was made with."""
+        """The description that the cache was created with."""
         return self._cache_desc
 
     @property
     def is_blocks_cache(self) -> bool:
-        """Whether it is used by blocks. A CPU cache can be used by rows as well."""
+        """Whether the cache is used by blocks. A CPU cache can also be used by rows."""
         return self._is_blocks_cache
 
     @property
     def is_rows_cache(self) -> bool:
-        """Whether it can be used by rows."""
+        """Whether the cache can be used by rows."""
         return not self._is_blocks_cache or self.is_cpu_cache
 
     @property
     def is_cpu_cache(self) -> bool:
-        """Whether `create_cpu_cache` made it."""
+        """Whether `create_cpu_cache` created it."""
         return self._cache_id == NO_CACHE_ID
 
     @property
     def device_addrs(self) -> list[list[int]]:
-        """For each device the address of each tensor."""
+        """Addresses by device, then by tensor."""
         return [list(one) for one in self._addrs]
 
     @property
     def is_valid(self) -> bool:
-        """False after it was deallocated or unregistered."""
+        """False after deallocation or unregistration."""
         return self._valid
 
     def invalidate(self) -> None:
-        """Its memory may be another cache's from now on."""
+        """Mark the handle invalid: another cache may get its memory."""
         self._valid = False
         self._addrs = []
 
     def __repr__(self) -> str:
-        """Its kind, id and description."""
+        """Return kind, id and description."""
         return f"{type(self).__name__}(cache_id={self._cache_id}, cache_desc={self._cache_desc})"
 
 
 class Cache(CacheHandle):
-    """A cache of `CacheManager`: one device a process."""
+    """A cache of `CacheManager`, which has one device per process."""
 
     @property
     def tensor_addrs(self) -> list[int]:
-        """The address of each tensor; none after it was deallocated."""
+        """Address of each tensor; empty after deallocation."""
         return list(self._addrs[0]) if self._addrs else []
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: Sequence[int]) -> Cache:
-        """A cache over host memory of the caller's, who keeps it for as long as it is used.
+        """Create a cache over the caller's host memory, which must stay mapped while it is used.
 
-        Raises `AttributeError` for None, `TypeError` and `LLMParamError` for what does not fit.
+        Raises `AttributeError` for None, `TypeError` and `LLMParamError` for invalid arguments.
         """
         _check_cpu(cache_desc, addrs)
         addresses = [_addresses(cache_desc, addrs)]
@@ -104,23 +103,27 @@ class Cache(CacheHandle):
 
 
 class KvCache(CacheHandle):
-    """A cache of `KvCacheManager`: a copy on each device of the process.
+    """A cache of `KvCacheManager`: one copy on each device of the process.
 
-    When the last reference to the handle goes, so does the cache id's reference to the memory.
+    Deleting the handle also drops the cache id's reference to the memory.
     """
 
     _on_delete: Callable[[int], None] | None = None
 
     @property
     def per_device_tensor_addrs(self) -> list[list[int]]:
-        """For each device the address of each tensor; none after it was deallocated."""
+        """Addresses by device, then by tensor; empty after deallocation."""
         return self.device_addrs
 
     @classmethod
     def create_cpu_cache(
         cls, cache_desc: CacheDesc, addrs: Sequence[int] | Sequence[Sequence[int]]
     ) -> KvCache:
-        """As `Cache.create_cpu_cache`; with several devices a list of addresses for each."""
+        """Create a cache over the caller's host memory.
+
+        With several devices, `addrs` is a list of addresses for each. Otherwise as
+        `Cache.create_cpu_cache`.
+        """
         _check_cpu(cache_desc, addrs)
         nested: Sequence[Any] = checks.sequence("addrs", addrs)
         if not nested or isinstance(nested[0], int):
@@ -129,12 +132,12 @@ class KvCache(CacheHandle):
         return cls(NO_CACHE_ID, cache_desc, each, is_blocks_cache=True)
 
     def free_on_delete(self, free: Callable[[int], None]) -> KvCache:
-        """Have `free` called with the id when the handle goes; answers the handle."""
+        """Call `free` with the id when the handle is deleted; return the handle."""
         self._on_delete = free
         return self
 
     def invalidate(self) -> None:
-        """As `CacheHandle.invalidate`."""
+        """Mark the handle invalid. Its deletion then frees nothing."""
         super().invalidate()
         self._on_delete = None
 

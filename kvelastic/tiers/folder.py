@@ -243,7 +243,7 @@ class FolderStore(Store):
 
     @property
     def least_limit_bytes(self) -> int:
-        """As `Store.least_limit_bytes`: a file."""
+        """Return the size of one file."""
         return HEAD_BYTES + self.record_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
@@ -303,8 +303,7 @@ class FolderStore(Store):
         return "stored"
 
     def _get_one(self, root: int, key: bytes, view: memoryview) -> str:
-        """Return "whole", "torn" (the file is removed), or "" if the record is absent or
-        unreadable."""
+        """Return "whole", "torn" (file removed), or "" if the record is absent or unreadable."""
         try:
             if folder_record.read(root, key, view):
                 return "whole"
