@@ -1,8 +1,8 @@
 """`CacheManager`, the second generation: both sides pull and push, and memory can be registered.
 
-    manager = datadist.cache_manager
-    cache = manager.register_blocks_cache(desc, addrs, BlocksCacheKey(1))
-    manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [4, 5])
+manager = datadist.cache_manager
+cache = manager.register_blocks_cache(desc, addrs, BlocksCacheKey(1))
+manager.pull_blocks(BlocksCacheKey(2), cache, [0, 1], [4, 5])
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CacheMemory:
 
     @property
     def pool(self) -> ElasticPool:
-        """The pool, for who registers its range with peers."""
+        """The elastic pool, for registration with peers."""
         return self._pool
 
     def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:

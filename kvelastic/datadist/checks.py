@@ -1,6 +1,6 @@
-"""What arguments may be: `TypeError` for a type, `LLMParamError` (a `ValueError`) for a value.
+"""Checks of arguments: `TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a value.
 
-Booleans are no integers here.
+A bool does not count as an integer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def instance(name: str, value: object, accepted: type[T]) -> T: ...
 @overload
 def instance(name: str, value: object, accepted: tuple[type, ...]) -> Any: ...
 def instance(name: str, value: object, accepted: type | tuple[type, ...]) -> Any:
-    """`value`, which is an instance of what is accepted."""
+    """Return `value`, an instance of `accepted`."""
     if isinstance(value, accepted):
         return value
     types = accepted if isinstance(accepted, tuple) else (accepted,)
@@ -33,7 +33,7 @@ def instance(name: str, value: object, accepted: type | tuple[type, ...]) -> Any
 
 
 def integer(name: str, value: object, *, least: int = 0, most: int = MAX_UINT64) -> int:
-    """`value`, an integer within bounds."""
+    """Return `value`, an integer from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is a {type(value).__name__}, must be an int")
     if not least <= value <= most:
@@ -42,21 +42,21 @@ def integer(name: str, value: object, *, least: int = 0, most: int = MAX_UINT64)
 
 
 def flag(name: str, value: object) -> bool:
-    """`value`, a bool and nothing that only counts as one."""
+    """Return `value`, a bool; 0 and 1 are refused."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is a {type(value).__name__}, must be a bool")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """`value`, a str."""
+    """Return `value`, a str."""
     return instance(name, value, str)
 
 
 def integers(
     name: str, value: object, *, least: int = 0, most: int = MAX_UINT64, empty: bool = False
 ) -> list[int]:
-    """A list or tuple of integers, as a list."""
+    """Return the integers of a list or tuple."""
     found = [
         integer(f"{name}[{at}]", one, least=least, most=most)
         for at, one in enumerate(sequence(name, value))
@@ -67,21 +67,21 @@ def integers(
 
 
 def sequence(name: str, value: object) -> Sequence[Any]:
-    """A list or a tuple."""
+    """Return `value`, a list or tuple."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} is a {type(value).__name__}, must be a list or tuple")
     return value
 
 
 def instances(name: str, value: object, accepted: type | tuple[type, ...]) -> list[Any]:
-    """A list or tuple of instances, as a list."""
+    """Return the instances in a list or tuple."""
     return [
         instance(f"{name}[{at}]", one, accepted) for at, one in enumerate(sequence(name, value))
     ]
 
 
 def size(name: str, value: object) -> int:
-    """Bytes to copy: 1 or more, or -1 for all."""
+    """Return a number of bytes to copy: 1 or more, or -1 for all."""
     found = integer(name, value, least=-1, most=MAX_INT64)
     if found == 0:
         raise LLMParamError(f"{name}=0 is not accepted; it must be -1 or 1 and more")
@@ -89,7 +89,7 @@ def size(name: str, value: object) -> int:
 
 
 def step_one(name: str, value: object) -> range | None:
-    """A range of layers that counts up by one; None: all layers."""
+    """Return a range of layers with step 1; None means all layers."""
     if value is None:
         return None
     found = instance(name, value, range)

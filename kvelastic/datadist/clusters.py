@@ -1,4 +1,4 @@
-"""Who is linked with: a peer's id and addresses.
+"""A peer to link with: its id and addresses.
 
 cluster = LLMClusterInfo()
 cluster.remote_cluster_id = 1
@@ -17,9 +17,9 @@ from kvelastic.datadist.status import LLMParamError
 
 
 class LLMClusterInfo:
-    """A peer, as `link_clusters` and `unlink_clusters` take it.
+    """A peer, as an argument of `link_clusters` and `unlink_clusters`.
 
-    Local addresses are where connections start from (the port is not used); the n-th remote one is
+    Connections start from the local addresses; their ports are not used. The n-th remote address is
     that of the peer's n-th device, or of its host.
     """
 
@@ -31,7 +31,7 @@ class LLMClusterInfo:
 
     @property
     def remote_cluster_id(self) -> int | None:
-        """The peer's id; None until it is set."""
+        """The peer's id; None until set."""
         return self._remote_cluster_id
 
     @remote_cluster_id.setter
@@ -40,7 +40,7 @@ class LLMClusterInfo:
 
     @property
     def remote_role_type(self) -> LLMRole | None:
-        """The peer's role, where the caller wants it checked: another one is no link."""
+        """The expected role of the peer; linking fails for another role. None: any role."""
         return self._remote_role_type
 
     @remote_role_type.setter
@@ -49,25 +49,25 @@ class LLMClusterInfo:
 
     @property
     def local_ip_infos(self) -> list[tuple[str, int]]:
-        """What `append_local_ip_info` was given."""
+        """Addresses added by `append_local_ip_info`."""
         return list(self._local)
 
     @property
     def remote_ip_infos(self) -> list[tuple[str, int]]:
-        """What `append_remote_ip_info` was given."""
+        """Addresses added by `append_remote_ip_info`."""
         return list(self._remote)
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of this host's; `ip` as text or as a number (`address_text`)."""
+        """Add an address of this host; `ip` as text or as a number (`address_text`)."""
         self._local.append((address_text(ip), _port(port)))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of the peer's; `ip` as text or as a number (`address_text`)."""
+        """Add an address of the peer; `ip` as text or as a number (`address_text`)."""
         self._remote.append((address_text(ip), _port(port)))
 
 
 def address_text(ip: str | int) -> str:
-    """An IP address in its usual form. Raises `TypeError` and `LLMParamError`.
+    """Return an IP address as text. Raises `TypeError` and `LLMParamError`.
 
     A number is an IPv4 address with its first part in the lowest byte: 127.0.0.1 is 0x0100007F.
     """
@@ -82,7 +82,7 @@ def address_text(ip: str | int) -> str:
 
 
 def listen_addresses(listen_ip_info: str) -> list[tuple[str, int]]:
-    """What `listen_ip_info` names: "ip:port", several divided by ";". Raises `LLMParamError`."""
+    """Parse `listen_ip_info`: "ip:port", several separated by ";". Raises `LLMParamError`."""
     found = []
     for one in checks.text("listen_ip_info", listen_ip_info).split(";"):
         host, colon, port = one.strip().rpartition(":")

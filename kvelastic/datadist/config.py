@@ -5,8 +5,8 @@
     config.enable_cache_manager = True
     datadist.init(config.generate_options())
 
-An attribute that was never set reads as its default and is no option. "" sets it back, where that
-is its default. Each is checked when it is set.
+An unset attribute reads as its default and generates no option. If the default is "", setting ""
+resets the attribute. Values are checked when they are set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_MEM_UTILIZATION: Final = 0.95
 
 
 class _Option(Generic[T]):
-    """An attribute with its option's key, its check, and its text among the options."""
+    """An attribute with its option's key, check and text form."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class _Option(Generic[T]):
         default: T | None = None,
         counts_if_empty: bool = False,
     ) -> None:
-        """`counts_if_empty`: that it was set to "" is an option, and not the default again."""
+        """With `counts_if_empty`, "" generates an option instead of resetting to the default."""
         self.key = key
         self.counts_if_empty = counts_if_empty
         self._check = check
@@ -64,7 +64,7 @@ class _Option(Generic[T]):
             config.__dict__[self._name] = self.check(value)
 
     def check(self, value: object) -> T:
-        """The value as it is kept. Raises `TypeError`, `LLMParamError`."""
+        """Return the value in its stored form. Raises `TypeError`, `LLMParamError`."""
         return self._check(self._name, value)
 
 
@@ -148,7 +148,10 @@ def _within(least: int, most: int) -> Callable[[str, object], int]:
 
 
 class LLMConfig:
-    """See the module. Setting an attribute raises `TypeError` or `LLMParamError`."""
+    """Configuration of `LLMDataDist`.
+
+    Setting an attribute raises `TypeError` or `LLMParamError`.
+    """
 
     device_id = _Option(
         "ge.exec.deviceId", _device_ids, "The process's device, or a list of them.", _device_text
@@ -229,10 +232,10 @@ class LLMConfig:
     )
 
     def __init__(self) -> None:
-        self.ge_options = {}  # each its own: options may be put into it
+        self.ge_options = {}  # one per instance: callers may add options to it
 
     def generate_options(self) -> dict[str, str]:
-        """The options that were set; an attribute wins over `ge_options` of the same key."""
+        """Return the options that were set; an attribute overrides the same key in `ge_options`."""
         found = dict(self.ge_options or {})
         for name, option in OPTIONS.items():
             value = self.__dict__.get(name)
@@ -244,4 +247,4 @@ class LLMConfig:
 OPTIONS: Final[dict[str, _Option[Any]]] = {
     name: value for name, value in vars(LLMConfig).items() if isinstance(value, _Option)
 }
-"""Every attribute of `LLMConfig` by its name."""
+"""All attributes of `LLMConfig` by name."""

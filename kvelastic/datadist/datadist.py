@@ -48,28 +48,35 @@ _live: LLMDataDist | None = None
 
 
 class LLMDataDist:
-    """A cluster. `init` it, `finalize` it; one a process is initialized at a time.
+    """A cluster of this process. Call `init`, later `finalize`.
 
-    Which generation it is `init` decides: with `enable_cache_manager`, or `local_comm_res`, there
-    are `cache_manager`, `link`, `unlink` and `query_register_mem_status`; without, there are
-    `kv_cache_manager` and `check_link_status`. Those of the other raise `LLM_PARAM_INVALID`.
+    Only one can be initialized at a time in a process. `init` selects the generation. With
+    `enable_cache_manager` or `local_comm_res`, `cache_manager`, `link`, `unlink` and
+    `query_register_mem_status` are available. Otherwise `kv_cache_manager` and `check_link_status`
+    are.
+    Calls of the other generation raise `LLM_PARAM_INVALID`.
 
-    Calls may come from any thread; `finalize` and `switch_role` not beside others.
+    Any thread may call, but do not call `finalize` or `switch_role` concurrently with other calls.
     """
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
-        """`cluster_id` is unique among all that link. Raises `TypeError`, `LLMParamError`."""
+        """`cluster_id` must be unique among linked clusters.
+
+        Raises `TypeError`, `LLMParamError`.
+        """
         self._role = checks.instance("role", role, LLMRole)
         self._cluster_id = checks.integer("cluster_id", cluster_id)
         self._options: Options | None = None
         self._pid = os.getpid()
 
     def init(self, options: dict[str, str]) -> None:
-        """Make it ready: join the ledgers, listen. A second call changes nothing.
+        """Join the ledgers and listen. A second call does nothing.
 
-        `options` are those of `LLMConfig.generate_options`. Raises `TypeError`, `LLMParamError`;
-        `LLM_FAILED` where another one of this process is initialized, an address is taken or a
-        pool cannot be opened. Nothing is left behind then.
+        `options` are those of `LLMConfig.generate_options`. Raises `TypeError`, `LLMParamError`,
+        and
+        `LLM_FAILED` if the process has another initialized cluster, an address is in use, or a pool
+        cannot
+        be opened. After an error nothing stays open.
         """
         global _live
         with _live_lock:
@@ -103,7 +110,7 @@ class LLMDataDist:
         self._pid = os.getpid()
 
     def finalize(self) -> None:
-        """Close links and listeners, end layered transfers, give all memory back. Repeatable."""
+        """Close links and listeners, end layered transfers and release all memory. Idempotent."""
         global _live
         with _live_lock:
             if self._options is None or os.getpid() != self._pid:
@@ -119,12 +126,12 @@ class LLMDataDist:
                 self._caches.close()
 
     def _finalize_at_exit(self) -> None:
-        if os.getpid() == self._pid:  # what a forked child inherits is not its own
+        if os.getpid() == self._pid:  # a forked child must not close the parent's
             self.finalize()
 
     @property
     def cluster_id(self) -> int:
-        """Its id."""
+        """The id of this cluster."""
         return self._cluster_id
 
     # --- managers ----------------------------------------------------------------------------
@@ -146,13 +153,14 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = DEFAULT_LINK_TIMEOUT_MS
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link with peers that listen, 16 at most, all at once, within `timeout` milliseconds.
+        """Link with up to 16 listening peers concurrently, within `timeout` milliseconds.
 
-        Returns the first failure, or `LLM_SUCCESS`, and a code for each: `LLM_ALREADY_LINK` (this
-        side has linked it before; a link that the peer has made is a success),
-        `LLM_PROCESSING_LINK` (another thread links or unlinks it), `LLM_LINK_FAILED`,
-        `LLM_TIMEOUT`, `LLM_CLUSTER_NUM_EXCEED_LIMIT` (over 16 in a call, over 512 in all).
-        In the first generation a PROMPT does not link (`LLM_PARAM_INVALID`). Raises `TypeError`,
+        Returns the first failure or `LLM_SUCCESS`, and a code for each cluster. Codes are
+        `LLM_ALREADY_LINK` (this side has linked it before; a link that the peer made counts as
+        success),
+        `LLM_PROCESSING_LINK` (another thread is linking or unlinking it), `LLM_LINK_FAILED`,
+        `LLM_TIMEOUT`, and `LLM_CLUSTER_NUM_EXCEED_LIMIT` (over 16 per call, over 512 in total).
+        In the first generation a PROMPT cannot link (`LLM_PARAM_INVALID`). Raises `TypeError`,
         `LLMParamError`.
         """
         options = self._required()
@@ -169,11 +177,12 @@ class LLMDataDist:
         timeout: int = DEFAULT_LINK_TIMEOUT_MS,
         force: bool = False,
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """End links; the peers are told, unless `force`, which ends this side's only.
+        """End links and notify the peers. With `force`, end this side only.
 
-        Returns as `link_clusters`: `LLM_NOT_YET_LINK` (not with `force`),
-        `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this side's end is gone, the peer did not answer: it has
-        to unlink, too), `LLM_LINK_BUSY` where transfers still use the link at the end of `timeout`.
+        Returns as `link_clusters` does. Codes are `LLM_NOT_YET_LINK` (not with `force`),
+        `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this side has ended, but the peer did not answer and must
+        unlink,
+        too), and `LLM_LINK_BUSY` if transfers still use the link when `timeout` (ms) ends.
         """
         self._required()
         found = _checked(clusters, needs_address=False)
@@ -187,10 +196,11 @@ class LLMDataDist:
         return _for_each(found, unlink)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Return if the peer answers within `sync_kv_timeout`. Of the first generation's DECODER.
+        """Return if the peer answers within `sync_kv_timeout`. First generation, DECODER only.
 
-        Raises `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY` while a transfer uses the link, `LLM_TIMEOUT`
-        and `LLM_LINK_FAILED`, after which it has to be made again.
+        Raises `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY` while a transfer uses the link, and `LLM_TIMEOUT`
+        or
+        `LLM_LINK_FAILED`, after which the clusters must link again.
         """
         self._required(second=False, call="check_link_status")
         checks.integer("remote_cluster_id", remote_cluster_id)
@@ -202,11 +212,13 @@ class LLMDataDist:
     # --- links that all members make ---------------------------------------------------------
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Link 2 to 4 clusters with one another; all of them call it, with the same arguments.
+        """Link 2 to 4 clusters with one another; each calls this with the same arguments.
 
-        Answers the id of the group at once: `query_register_mem_status` says when it is there.
-        `cluster_rank_info` has the rank of each cluster, `rank_table` (JSON) the host of each rank.
-        Raises `TypeError`, `LLMParamError`, `LLM_ALREADY_LINK` for a name that is in use.
+        Returns the group's id at once; `query_register_mem_status` reports when the links are
+        ready.
+        `cluster_rank_info` maps each cluster to its rank; `rank_table` (JSON) has the host of each
+        rank.
+        Raises `TypeError`, `LLMParamError`, and `LLM_ALREADY_LINK` for a name in use.
         """
         options = self._required(second=True, call="link")
         group = parse_group(self._cluster_id, comm_name, cluster_rank_info, rank_table)
@@ -214,14 +226,14 @@ class LLMDataDist:
             return self._links.link_group(group, options.link_total_s, options.link_rounds)
 
     def unlink(self, comm_id: int) -> None:
-        """End a group's links. Raises `LLM_NOT_YET_LINK` for an id that is not in use."""
+        """End a group's links. Raises `LLM_NOT_YET_LINK` for an unknown id."""
         self._required(second=True, call="unlink")
         checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("unlink"):
             self._links.groups.end(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """OK: the group's members reach one another's caches. PREPARING, FAILED. Never blocks."""
+        """Return a group's state; never blocks. OK: its members can access one another's caches."""
         self._required(second=True, call="query_register_mem_status")
         checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("query_register_mem_status"):
@@ -230,12 +242,13 @@ class LLMDataDist:
     # --- role --------------------------------------------------------------------------------
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
-        """Take another role, and listen at `switch_options["llm.listenIpInfo"]`, or nowhere.
+        """Change the role, and listen at `switch_options["llm.listenIpInfo"]` or nowhere.
 
-        Raises `LLM_EXIST_LINK` while there are links, `LLM_FAILED` for an address that is taken,
-        `LLM_PARAM_INVALID` with several devices. In the first generation also
-        `LLM_FEATURE_NOT_ENABLED` without `enable_switch_role`, and `LLM_PARAM_INVALID` for the same
-        role or a PROMPT that listens nowhere. Nothing has changed then.
+        Raises `LLM_EXIST_LINK` while links exist, `LLM_FAILED` if the address is in use, and
+        `LLM_PARAM_INVALID` with several devices. In the first generation also raises
+        `LLM_FEATURE_NOT_ENABLED` without `enable_switch_role`, and `LLM_PARAM_INVALID` for the
+        current role
+        or a PROMPT without an address. After an error nothing has changed.
         """
         options = self._required()
         checks.instance("role", role, LLMRole)
@@ -288,7 +301,7 @@ def _checked(clusters: Sequence[LLMClusterInfo], *, needs_address: bool) -> list
 def _for_each(
     clusters: Sequence[LLMClusterInfo], act: Callable[[LLMClusterInfo], None]
 ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-    """Act on all of them at once; the first failure, and what came of each."""
+    """Call `act` for all clusters concurrently; return the first failure and each result."""
     if len(clusters) > MAX_CLUSTERS_A_CALL:
         refused = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
         return refused, [refused] * len(clusters)

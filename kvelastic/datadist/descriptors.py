@@ -1,11 +1,11 @@
-"""What a cache is (`CacheDesc`), and what it is found by: keys.
+"""Descriptions of caches (`CacheDesc`), and the keys by which caches are found.
 
     CacheDesc(80, [4, 2048, 1, 128], DataType.DT_FLOAT16)      # 80 tensors: K0, V0, K1, V1, ...
     CacheKey(1, req_id=7)                   # of cluster 1, the row of request 7
     CacheKeyByIdAndIndex(1, cache_id, 2)    # row 2 of a cache
     BlocksCacheKey(1)                       # the blocks cache of model 0
 
-All are plain values: immutable, equal by value, hashable.
+All are immutable values: hashable and equal by value.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from kvelastic.datadist.enums import DataType, Memtype, Placement, item_bytes
 from kvelastic.datadist.status import LLMParamError
 
 INVALID_ID: Final = checks.MAX_UINT64
-"""A `req_id` or `prefix_id` that stands for none; as `req_id` of a key it keeps a row free."""
+"""A `req_id` or `prefix_id` that means none.
+
+A key with both set to it leaves its row without key.
+"""
 
 MAX_CACHE_BYTES: Final = 1 << 50
-"""The largest cache that is described: sums of its bytes never overflow a peer's arithmetic."""
+"""Maximum size of a described cache, so that sums of bytes never overflow at a peer."""
 
 MAX_TENSORS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class CacheDesc:
-    """`num_tensors` tensors of `shape`, each in one piece.
+    """A cache of `num_tensors` contiguous tensors of `shape`.
 
-    Along `batch_dim_index`, the first dimension unless told otherwise, a tensor has rows; in a
-    blocks cache those are its blocks. Raises `TypeError` and `LLMParamError`.
+    Along `batch_dim_index` (default: the first dimension) a tensor has rows; in a blocks cache
+    these
+    are its blocks. Raises `TypeError` and `LLMParamError`.
     """
 
     num_tensors: int
@@ -69,17 +73,17 @@ class CacheDesc:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a tensor; in a blocks cache its blocks."""
+        """Rows of a tensor; blocks in a blocks cache."""
         return self.shape[self.batch_dim_index]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, or block, in one tensor."""
+        """Bytes of a row or block in one tensor."""
         return self.size // self.batch_size
 
 
 class RowIndex(NamedTuple):
-    """What a `CacheKey` is looked up by in its cluster."""
+    """Lookup key of a `CacheKey` within its cluster."""
 
     kind: Literal["request", "prefix"]
     value: int
@@ -88,9 +92,9 @@ class RowIndex(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class CacheKey:
-    """A row of a cache, by the request or the prefix whose KV it holds.
+    """A row of a cache, identified by the request or the prefix whose KV it holds.
 
-    `cluster_id` (in the first generation `prompt_cluster_id`) only says which peer is asked.
+    `cluster_id` (`prompt_cluster_id` in the first generation) only selects the peer to ask.
     """
 
     cluster_id: int
@@ -116,17 +120,17 @@ class CacheKey:
 
     @property
     def prompt_cluster_id(self) -> int:
-        """The first generation's name of `cluster_id`."""
+        """`cluster_id` under its name in the first generation."""
         return self.cluster_id
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether it only keeps a row free."""
+        """Whether the key only leaves a row without a key."""
         return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
 
     @property
     def index(self) -> RowIndex:
-        """What it is looked up by. Raises `LLMParamError` unless one of its two ids is valid."""
+        """The lookup key. Raises `LLMParamError` unless exactly one of the two ids is valid."""
         if (self.req_id == INVALID_ID) == (self.prefix_id == INVALID_ID):
             raise LLMParamError(
                 f"req_id={self.req_id} and prefix_id={self.prefix_id}: exactly one of them must be"
@@ -139,7 +143,7 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class CacheKeyByIdAndIndex:
-    """A row of a cache, by the id that the cache has in its cluster."""
+    """A row of a cache, identified by the cache's id in its cluster."""
 
     cluster_id: int
     cache_id: int
@@ -153,7 +157,7 @@ class CacheKeyByIdAndIndex:
 
 @dataclass(frozen=True, init=False)
 class BlocksCacheKey:
-    """A blocks cache, by the model whose KV it holds."""
+    """A blocks cache, identified by the model whose KV it holds."""
 
     cluster_id: int
     model_id: int
@@ -170,7 +174,7 @@ class BlocksCacheKey:
 
     @property
     def prompt_cluster_id(self) -> int:
-        """The first generation's name of `cluster_id`."""
+        """`cluster_id` under its name in the first generation."""
         return self.cluster_id
 
 
@@ -182,7 +186,7 @@ def _one_cluster(cluster_id: int | None, prompt_cluster_id: int | None) -> int:
 
 @dataclass(frozen=True)
 class MemInfo:
-    """A piece of memory, for `remap_registered_memory`, which is not supported.
+    """A piece of memory for `remap_registered_memory`, which is not supported.
 
     Raises `TypeError` and `LLMParamError`.
     """

@@ -1,4 +1,4 @@
-"""The interface's enumerations but for its status codes; numbers are those of the original."""
+"""The interface's enumerations except its status codes, with the original's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvelastic.datadist.status import NamedEnum
 
 @unique
 class LLMRole(NamedEnum):
-    """What a cluster is: it fills caches, it uses them, or both."""
+    """Role of a cluster: it fills caches, uses them, or both."""
 
     PROMPT = 1
     DECODER = 2
@@ -19,7 +19,7 @@ class LLMRole(NamedEnum):
 
 @unique
 class Placement(NamedEnum):
-    """Which memory a cache lies in; where there is no GPU, the host's stands for the device's."""
+    """Memory that holds a cache. Without a GPU, host memory replaces device memory."""
 
     HOST = 0
     DEVICE = 1
@@ -27,7 +27,7 @@ class Placement(NamedEnum):
 
 @unique
 class Memtype(NamedEnum):
-    """The same, as `MemInfo` has it."""
+    """Kind of memory in a `MemInfo`."""
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
@@ -35,7 +35,7 @@ class Memtype(NamedEnum):
 
 @unique
 class RegisterMemStatus(NamedEnum):
-    """What `query_register_mem_status` answers."""
+    """Result of `query_register_mem_status`."""
 
     OK = 0
     PREPARING = 1
@@ -44,7 +44,7 @@ class RegisterMemStatus(NamedEnum):
 
 @unique
 class DataType(NamedEnum):
-    """An element's type, by its number in GE's header."""
+    """Type of an element, with its number in GE's header."""
 
     DT_FLOAT = 0
     DT_FLOAT16 = 1
@@ -75,15 +75,15 @@ _ELEMENTS: Final = {
     DataType.DT_UINT64: ("uint64", 8),
     DataType.DT_DOUBLE: ("float64", 8),
     DataType.DT_BOOL: ("bool", 1),
-    DataType.DT_BF16: ("uint16", 2),  # its bits: numpy has no bfloat16
+    DataType.DT_BF16: ("uint16", 2),  # raw bits: numpy has no bfloat16
 }
 
 
 def numpy_name(data_type: DataType) -> str:
-    """The numpy dtype of an element's bytes. Raises `KeyError` for `DT_STRING`, which has none."""
+    """Return the numpy dtype of an element. Raises `KeyError` for `DT_STRING`, which has none."""
     return _ELEMENTS[data_type][0]
 
 
 def item_bytes(data_type: DataType) -> int:
-    """Bytes of an element; 0 for `DT_STRING`, whose elements have no size."""
+    """Return the bytes of an element; 0 for `DT_STRING`, whose elements have no fixed size."""
     return _ELEMENTS.get(data_type, ("", 0))[1]

@@ -20,7 +20,7 @@ from kvelastic.transfer import Link, Node, Piece, Registered, register_pool
 
 
 class Exposed:
-    """See the module. Any thread. `bind` it to its node before anything else."""
+    """Memory exposed to peers. Any thread may call. Call `bind` before other methods."""
 
     def __init__(self, caches: LocalCaches) -> None:
         self._caches = caches
@@ -28,10 +28,10 @@ class Exposed:
         self._node: Node | None = None
         self._pools: dict[ElasticPool, tuple[Registered, int]] = {}
         self._tensors: dict[int, list[Registered | ElasticPool]] = {}
-        """By cache."""
+        """Exposed memory by cache id."""
 
     def bind(self, node: Node) -> None:
-        """Expose everything by this node, in place of the one before, which has been closed."""
+        """Expose everything through `node`. It replaces the previous node, which is closed."""
         with self._lock:
             entries = [self._caches.of_id(cache_id) for cache_id in self._tensors]
             self._node = node
@@ -44,9 +44,9 @@ class Exposed:
             self.expose(entry)
 
     def expose(self, entry: Entry) -> None:
-        """Let peers reach a registered cache.
+        """Let peers access a registered cache.
 
-        Raises `InvalidArgumentError` for memory that they reach already, with nothing changed.
+        Raises `InvalidArgumentError`, and changes nothing, if peers can access the memory already.
         """
         with self._lock, ExitStack() as undo:
             node = self._bound()
@@ -65,7 +65,7 @@ class Exposed:
             undo.pop_all()
 
     def withdraw(self, entry: Entry) -> None:
-        """Let them not reach it any more. Repeatable."""
+        """End the peers' access to a registered cache. Idempotent."""
         with self._lock:
             node = self._bound()
             for held in self._tensors.pop(entry.cache_id, ()):
@@ -75,9 +75,9 @@ class Exposed:
                     node.unregister(held)
 
     def claim(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> ClaimedCaches:
-        """For the node: what a peer's copy means is kept until the copy is over.
+        """Hold the caches that a peer's copy means until the copy ends. Called by the node.
 
-        Raises `NotRegisteredError` where the pieces are not, or no longer, of what it means.
+        Raises `NotRegisteredError` if the pieces are not, or no longer, part of the claimed cache.
         """
         return self._caches.claim(wire.claimed_cache(claim), pieces)
 

@@ -1,10 +1,10 @@
-"""Groups whose members all link with one another: who is there already, and until when is waited.
+"""Groups whose members all link with one another: membership and state.
 
-A member links those of lower rank and waits to be linked by those of higher rank. It is there when
-it has said the group's token, and its peer is in the group by then, too:
+A member links the members of lower rank and waits for links from those of higher rank. A member has
+joined when it has sent the group's token and the other side is in the group, too:
 
-    PREPARING -- all others are there --> OK -- end --> gone
-        '------- the time is over ------> FAILED -- end --> gone
+    PREPARING -- all others joined --> OK -- end --> gone
+        '------ timeout ------------> FAILED -- end --> gone
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from kvelastic.datadist.status import LLMStatusCode, failure
 
 MOST_GROUPS: Final = 512
 _AGAIN_S: Final = 0.05
-"""Between two looks whether a member of lower rank is there."""
+"""Interval between attempts to join a member of lower rank."""
 
 Join = Callable[[int, str, float], bool]
-"""Links a cluster and says the token; whether it is in the group, too. Blocks for so long."""
+"""Links a cluster and sends the token, with a timeout in seconds. Returns whether it joined.
+
+Blocks.
+"""
 
 
 @dataclass(eq=False)
@@ -38,20 +41,24 @@ class _Linking:
 
 
 class GroupLinks:
-    """See the module. Any thread; `close()` it. A group has a thread while it is made."""
+    """Groups of this cluster. Any thread may call; call `close()` at the end.
+
+    While a group is being linked, it has a thread of its own.
+    """
 
     def __init__(self, join: Join, leave: Callable[[int], None]) -> None:
-        """`leave` unlinks a cluster that is in no group any more."""
+        """`leave` is called to unlink a cluster that is no longer in any group."""
         self._join, self._leave = join, leave
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._groups: dict[int, _Linking] = {}
 
     def begin(self, group: Group, total_s: float, rounds: int) -> int:
-        """Begin to link; answers the group's id at once.
+        """Start to link a group; return its id at once.
 
-        `total_s` is for all rounds together; a round is a try with each member. Raises
-        `LLM_FEATURE_NOT_ENABLED` for members on other hosts, `LLM_ALREADY_LINK` for a name in use.
+        `total_s` bounds all rounds together; each round tries every member once. Raises
+        `LLM_FEATURE_NOT_ENABLED` for members on other hosts, and `LLM_ALREADY_LINK` for a name in
+        use.
         """
         elsewhere = [one.cluster_id for one in group.others if one.host is not None]
         if elsewhere:
@@ -108,7 +115,7 @@ class GroupLinks:
             self._changed.notify_all()
 
     def joined(self, cluster_id: int, token: str) -> bool:
-        """A member has linked us and says its token; whether we are in that group."""
+        """Handle a member that linked this cluster and sent a token; return whether it matches."""
         with self._changed:
             for linking in self._groups.values():
                 members = {one.cluster_id for one in linking.group.others}
@@ -119,12 +126,12 @@ class GroupLinks:
             return False
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """How far it is. Raises `LLM_NOT_YET_LINK` for an id that is not in use."""
+        """Return a group's state. Raises `LLM_NOT_YET_LINK` for an unknown id."""
         with self._changed:
             return self._known(comm_id).status
 
     def end(self, comm_id: int) -> None:
-        """End a group, and each link of it that no other group uses. Raises `LLM_NOT_YET_LINK`."""
+        """End a group and its links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
         with self._changed:
             linking = self._known(comm_id)
             del self._groups[comm_id]
@@ -141,7 +148,7 @@ class GroupLinks:
         return linking
 
     def close(self) -> None:
-        """End all groups without a word. Repeatable."""
+        """End all groups without unlinking or notifying peers. Idempotent."""
         with self._changed:
             for linking in self._groups.values():
                 linking.is_over = True

@@ -296,19 +296,15 @@ class Links:
 
     @property
     def has_linked(self) -> bool:
-        """Whether this cluster has begun to link: by default peers do not reach what it registers later.
-
-        That a peer has linked it changes nothing, for that may be at any time.
-        """
+        """Whether this cluster has begun to link: by default peers do not reach what it registers
+        later. That a peer has linked it changes nothing, for that may be at any time."""
         return self._has_linked
 
     def call(
         self, cluster_id: int, *, is_layered: bool = False
     ) -> AbstractContextManager[LinkCall]:
-        """A call to a peer.
-
-        Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link that a timeout has broken, `LLM_LINK_BUSY` where a layered transfer and another call meet.
-        """
+        """A call to a peer. Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link that
+        a timeout has broken, `LLM_LINK_BUSY` where a layered transfer and another call meet."""
         return calling(
             self._peer(cluster_id),
             self._node,

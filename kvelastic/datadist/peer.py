@@ -53,10 +53,8 @@ class Peer:
         self.is_wanted = link.is_client
         """Whether `link_clusters` of this side has returned it: the peer may have made it first."""
         self.found: dict[tuple[AnyKey, bool], wire.Cache] = {}
-        """Blocks caches that keys led to.
-
-        A copy's claim names the cache, so one that has gone is never taken for another one.
-        """
+        """Blocks caches that keys led to. A copy's claim names the cache, so one that has gone is
+        never taken for another one."""
         self._changed = threading.Condition()
         self._calls = {False: 0, True: 0}  # by whether they are layered
         self._is_closing = False
