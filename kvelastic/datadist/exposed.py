@@ -1,8 +1,10 @@
-"""What of this cluster's memory peers reach: pools of allocated caches, and registered tensors.
+"""Memory of this cluster that peers can access: pools of allocated caches, registered tensors.
 
-A pool is exposed as a whole, once: its blocks that are in use are pinned for each copy. So is an
-elastic pool of the caller's in which registered tensors lie, for as long as one of them does; other
-memory of the caller's is exposed as it is. What a peer's copy means, its claim says.
+A pool of caches is exposed once as a whole; each copy pins the blocks it uses. If registered
+tensors
+are in a caller's elastic pool, that pool is exposed while one of them is registered. Other memory
+of
+the caller is exposed directly. A copy's claim names the cache that the peer intends to access.
 """
 
 from __future__ import annotations

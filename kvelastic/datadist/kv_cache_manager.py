@@ -5,8 +5,8 @@
     manager.pull_cache(CacheKey(1, req_id=7), cache)
     manager.get_cache_tensors(cache, 0)[0].numpy()
 
-A process may have several devices: a cache has a copy on each then, and the n-th device of a peer
-is pulled from by our n-th.
+If a process has several devices, a cache has a copy on each. The n-th local device pulls from the
+n-th device of a peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Tensor:
-    """A host copy of a cache's tensor on one device; it shares no memory with the cache."""
+    """A host copy of a cache's tensor on one device. It shares no memory with the cache."""
 
     def __init__(self, data: bytearray, shape: Sequence[int], data_type: DataType) -> None:
         self._data = data
@@ -43,17 +43,17 @@ class Tensor:
         self.dtype = data_type
 
     def numpy(self) -> np.ndarray:
-        """The contents as an array of `shape`; bfloat16, which numpy does not have, as float32."""
+        """Return the contents as an array of `shape`; bfloat16, unknown to numpy, as float32."""
         import numpy as np
 
         found = np.frombuffer(self._data, dtype=numpy_name(self.dtype)).reshape(self.shape)
-        if self.dtype is DataType.DT_BF16:  # the upper half of a float32
+        if self.dtype is DataType.DT_BF16:  # bfloat16 is the upper half of a float32
             return (found.astype(np.uint32) << 16).view(np.float32)
         return found
 
 
 class KvCacheManager(ManagerCalls[KvCache]):
-    """See the module; `LLMDataDist.kv_cache_manager` is the only one of its kind."""
+    """The manager of the first generation. Obtain it from `LLMDataDist.kv_cache_manager`."""
 
     _handle = KvCache
 
@@ -62,11 +62,11 @@ class KvCacheManager(ManagerCalls[KvCache]):
         self._role = role
 
     def is_initialized(self) -> bool:
-        """False after `LLMDataDist.finalize`: no other call may be made then."""
+        """False after `LLMDataDist.finalize`: all other calls fail then."""
         return self._initialized
 
     def switch_role(self, role: LLMRole) -> None:
-        """For `LLMDataDist.switch_role`."""
+        """Set the role. Called by `LLMDataDist.switch_role`."""
         self._role = role
 
     def _refuse_allocation(self, desc: CacheDesc) -> None:
@@ -90,7 +90,7 @@ class KvCacheManager(ManagerCalls[KvCache]):
             raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
 
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Host copies of one tensor, one for each device."""
+        """Return host copies of one tensor, one for each device. Blocks."""
         self._begin("get_cache_tensors")
         checks.instance("cache", cache, KvCache)
         desc = cache.cache_desc
@@ -112,9 +112,10 @@ class KvCacheManager(ManagerCalls[KvCache]):
         size: int = -1,
         **kwargs: object,
     ) -> None:
-        """As `CacheManager.pull_cache`, with `src_cache_offset` and `dst_cache_offset` in bytes.
+        """Copy a peer's row into a local row; for a DECODER. Blocks.
 
-        Of a DECODER.
+        Also takes `src_cache_offset` and `dst_cache_offset` in bytes. Otherwise as
+        `CacheManager.pull_cache`.
         """
         self._begin("pull_cache", LLMRole.DECODER)
         offsets = []
@@ -138,7 +139,7 @@ class KvCacheManager(ManagerCalls[KvCache]):
         decoder_blocks: Sequence[int],
         **kwargs: object,
     ) -> None:
-        """Copy a PROMPT's blocks to blocks of ours, in order. Of a DECODER."""
+        """Copy a PROMPT's blocks to local blocks, in order; for a DECODER. Blocks."""
         self._begin("pull_blocks", LLMRole.DECODER)
         layers = LayerArguments.only("pull_blocks", kwargs)
         checks.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)

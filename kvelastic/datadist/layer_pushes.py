@@ -1,6 +1,6 @@
-"""What a layered transfer pushes: each layer's runs of the cache, and where they go at each peer.
+"""Pushes of a layered transfer: each layer's runs of the cache and their targets at each peer.
 
-row -> row, blocks -> blocks, row -> blocks      (the last fills blocks one after the other)
+row -> row, blocks -> blocks, row -> blocks      (the last fills one block after the other)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config: TypeAlias = TransferConfig | TransferWithCacheKeyConfig
 
 
 class LayerPushes:
-    """A layered transfer's arguments, checked; `push_layer` pushes one layer to one peer."""
+    """A layered transfer's checked arguments. `push_layer` pushes one layer to one peer."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LayerPushes:
             )
 
     def push_layer(self, config_at: int, layer: int) -> None:
-        """Push K and V of a layer of the cache. Raises `LLMException`."""
+        """Push K and V of one layer of the cache. Blocks. Raises `LLMException`."""
         config, layers = self._configs[config_at], self.layers[config_at]
         tensors = range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))
         sources = self._sources(tensors, config.src_batch_index)
@@ -105,7 +105,7 @@ class LayerPushes:
         return pieces.row_runs(desc, tensors, row, 0, desc.row_bytes)
 
     def _target_offset(self, at: int) -> int:
-        """Of the n-th run of a tensor."""
+        """Return the offset of the `at`-th run of a tensor, in bytes."""
         if self._target_blocks is None:
             return 0
         return self._target_blocks[at] * self._target_block_bytes
@@ -131,7 +131,7 @@ def block_lists(
     target_blocks: Sequence[int] | None,
     target_block_bytes: int | None,
 ) -> tuple[list[int] | None, list[int] | None, int]:
-    """The blocks on both sides, and the bytes of a target block in one tensor."""
+    """Return the blocks on both sides, and the bytes of a target block in one tensor."""
     size = checks.integer("dst_block_memory_size", target_block_bytes or 0, most=(1 << 50))
     desc = cache.cache_desc
     of = None

@@ -1,4 +1,4 @@
-"""Caches that leave layer by layer, while later layers are still computed.
+"""Layered transfers: send a cache layer by layer while later layers are still being computed.
 
     class Computed(LayerSynchronizer):
         def synchronize_layer(self, layer_index, timeout_in_millis):
@@ -7,9 +7,10 @@
     task = manager.transfer_cache_async(cache, Computed(), [TransferConfig(2, addrs)])
     task.synchronize()
 
-Each task has a thread (`LayerSender`). For each layer that a configuration names, in order: it asks
-the synchronizer, and after a True, not before, it pushes the layer to each of those configurations.
-At the first False or failure the task ends.
+Each task has a thread (`LayerSender`). For each layer in a configuration, in order, the thread
+calls
+the synchronizer. If that returns True, the thread pushes the layer to each configuration that names
+it. The task ends at the first False or failure.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ _log = logging.getLogger("kvelastic")
 
 
 class LayerSynchronizer(ABC):
-    """Says when a layer of the cache is computed; users derive from it."""
+    """Waits until a layer of the cache is computed. Users derive from this class."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        """Block until this layer may leave; False: it will not, and the task ends.
+        """Block until the layer may be sent; return False if it will not be, which ends the task.
 
-        Called in the task's thread, with None: there is no deadline but the caller's own. What
-        it raises counts as False, and is logged.
+        Called in the task's thread with a timeout of None: the caller sets its own deadline. An
+        exception
+        is logged and counts as False.
         """
 
 
 @dataclass(eq=False)
 class TransferConfig:
-    """Layers to raw addresses of a peer: K and V of each, in order.
+    """A transfer of layers to raw addresses of a peer: K and V of each layer, in order.
 
-    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache.
-    `transfer_cache_async` copies it, and checks fields again that were assigned to.
+    Raises `TypeError`, `LLMParamError`. `transfer_cache_async` copies the configuration, checks it
+    again, and checks the number of addresses against the cache. So fields may be assigned before.
     """
 
     dst_cluster_id: int
@@ -61,10 +63,11 @@ class TransferConfig:
 
 @dataclass(eq=False)
 class TransferWithCacheKeyConfig:
-    """Layers to a cache that a peer has registered or allocated.
+    """A transfer of layers to a cache that a peer has registered or allocated.
 
-    Both ranges are needed, and equally long. Raises `TypeError`, `LLMParamError`. Fields may be
-    assigned to, as those of `TransferConfig`.
+    Both ranges are required and must be equally long. Raises `TypeError`, `LLMParamError`. Fields
+    may
+    be assigned, as in a `TransferConfig`.
     """
 
     cache_key: BlocksCacheKey | CacheKeyByIdAndIndex
@@ -87,12 +90,12 @@ class TransferWithCacheKeyConfig:
 
     @property
     def dst_cluster_id(self) -> int:
-        """The peer."""
+        """The id of the peer."""
         return self.cache_key.cluster_id
 
 
 class CacheTask:
-    """What `transfer_cache_async` answers; any thread may wait for it."""
+    """Result of `transfer_cache_async`. Any thread may wait for it."""
 
     def __init__(self, configs: int) -> None:
         self._changed = threading.Condition()
@@ -101,19 +104,20 @@ class CacheTask:
         self._status: LLMStatusCode | None = None
 
     def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
-        """Block until the task has ended: the first failure, or `LLM_SUCCESS`.
+        """Block until the task has ended; return the first failure or `LLM_SUCCESS`.
 
-        `LLM_TIMEOUT` where it is still running then. None waits for ever.
+        Returns `LLM_TIMEOUT` if the task is still running at the timeout. None waits without limit.
         """
         self._wait(timeout_in_millis)
         with self._changed:
             return LLMStatusCode.LLM_TIMEOUT if self._status is None else self._status
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Block as `synchronize`: the result of each configuration.
+        """Block as `synchronize` does; return the result of each configuration.
 
-        None: none of its layers was begun. `LLM_TIMEOUT`: it is still running. One that was begun
-        and not ended when the task failed has the failure's code.
+        None: none of its layers was started. `LLM_TIMEOUT`: it is still running. A configuration in
+        progress
+        when the task failed has the failure's code.
         """
         self._wait(timeout_in_millis)
         with self._changed:
@@ -134,16 +138,16 @@ class CacheTask:
             )
 
     def note(self, config: int, status: LLMStatusCode, *, ended: bool) -> None:
-        """For the sender: what came of a configuration so far."""
+        """Set the result of a configuration so far. For the sender."""
         with self._changed:
             if self._status is None:
                 self._results[config] = status
                 self._ended[config] = ended
 
     def end(self, status: LLMStatusCode) -> None:
-        """For the sender: the task is over; what was begun and not ended has failed with it.
+        """End the task; configurations in progress get `status`. For the sender.
 
-        Only the first call counts.
+        Only the first call has an effect.
         """
         with self._changed:
             if self._status is not None:
@@ -156,11 +160,11 @@ class CacheTask:
 
 
 Push = Callable[[int, int], None]
-"""Pushes to a configuration (by its index) a layer of the cache."""
+"""Pushes a layer of the cache to a configuration: arguments are (configuration index, layer)."""
 
 
 class LayerSender:
-    """Does each layered transfer in a new thread. Any thread may call it."""
+    """Runs each layered transfer in a new thread. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -170,12 +174,12 @@ class LayerSender:
     def send(
         self, synchronizer: LayerSynchronizer, layers: Sequence[range], push: Push
     ) -> CacheTask:
-        """Begin to push the layers of each configuration. Never blocks. After `end` it fails.
+        """Start to push the layers of each configuration. Never blocks.
 
-        Raises `LLM_FAILED` where no thread can be started.
+        After `end` the task fails at once. Raises `LLM_FAILED` if no thread can be started.
         """
         task = CacheTask(len(layers))
-        # No thread that an exit waits for: a synchronizer may block for ever.
+        # A daemon thread, because a synchronizer may block forever and must not delay the exit.
         thread = threading.Thread(
             target=self._run,
             args=(task, synchronizer, layers, push),
@@ -198,9 +202,9 @@ class LayerSender:
         return task
 
     def end(self) -> None:
-        """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Idempotent.
+        """Stop sending layers; tasks end with `LLM_ENGINE_FINALIZED`. Idempotent.
 
-        Does not wait for a synchronizer that blocks. Its result has no effect then.
+        Does not wait for a blocked synchronizer; its result is ignored.
         """
         with self._lock:
             self._ended = True

@@ -1,9 +1,9 @@
-"""Where clusters listen and are found: addresses of the interface as addresses of sockets.
+"""Socket addresses for the interface's addresses: where clusters listen and connect.
 
-On one host a cluster is reached over a Unix socket that stands for its ip:port, or for its id; the
-kernel says that both ends are the same user's. Without a secret that is all, so no port is open,
-and an address need not be one of this host's. With `KVELASTIC_LINK_SECRET` clusters listen on TCP
-as well, and reach other hosts.
+On one host, a cluster is reached over a Unix socket that represents its ip:port or its id. The
+kernel verifies that both ends belong to the same user. Without a secret only Unix sockets are used:
+no port is open, and an address need not belong to this host. With `KVELASTIC_LINK_SECRET` clusters
+also listen on TCP, and can reach other hosts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvelastic.messages import MOST_PATH_BYTES, Address, SecretFile
 _MODE: Final = 0o700
 _OF_CLUSTER: Final = "cluster_"
 _MOST_NAMED: Final = 8
-"""How many of the addresses that are listened at an error names."""
+"""Number of listening addresses that an error message lists."""
 
 
 @dataclass(frozen=True)
 class LinkPlaces:
-    """The folder of the sockets, and what opens TCP."""
+    """The folder of the sockets and the settings for TCP."""
 
     folder: Path
     secret: SecretFile | None
@@ -36,9 +36,9 @@ class LinkPlaces:
 
     @classmethod
     def of(cls, settings: Config) -> LinkPlaces:
-        """As the settings say; makes the folder, which is this user's alone.
+        """Create from the settings; creates the folder, which only this user can access.
 
-        Clusters of different `KVELASTIC_LEDGER` groups do not meet. Raises `ChannelError`,
+        Clusters of different `KVELASTIC_LEDGER` groups cannot link. Raises `ChannelError`,
         `SecretError`.
         """
         base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvelastic-{os.geteuid()}")
@@ -60,11 +60,11 @@ class LinkPlaces:
         return cls(folder, secret, settings.link_allow, settings.link_data_ports)
 
     def here(self, host: str, port: int) -> Address:
-        """The Unix socket that stands for an address. Raises `ChannelError`."""
+        """Return the Unix socket that represents an address. Raises `ChannelError`."""
         return self._socket(f"{host}_{port}")
 
     def cluster(self, cluster_id: int) -> Address:
-        """The Unix socket of a cluster that members of its groups find it by.
+        """Return the Unix socket at which members of a cluster's groups find it.
 
         Raises `ChannelError`.
         """
@@ -80,9 +80,10 @@ class LinkPlaces:
         return Address(path=path)
 
     def listening(self, addresses: tuple[tuple[str, int], ...]) -> list[Address]:
-        """Every socket of a cluster that listens at these.
+        """Return all sockets of a cluster that listens at these addresses.
 
-        At port 0 TCP takes any port, and there is no Unix socket: a peer could not name it.
+        With port 0, TCP takes any free port, and there is no Unix socket because a peer could not
+        name it.
         """
         found = [self.here(host, port) for host, port in addresses if port]
         if self.secret is not None:
@@ -90,7 +91,7 @@ class LinkPlaces:
         return found
 
     def why_unreachable(self, places: list[Address]) -> str:
-        """What a caller reads when no cluster listens at any of `places`."""
+        """Return an error text for the case that no cluster listens at any of `places`."""
         with contextlib.suppress(OSError):
             names = sorted(path.name for path in self.folder.iterdir())
             there = [name.replace("_", ":") for name in names if not name.startswith(_OF_CLUSTER)]
@@ -109,7 +110,7 @@ class LinkPlaces:
         return f"the folder {self.folder} has gone; set XDG_RUNTIME_DIR to a folder that stays"
 
     def towards(self, host: str, port: int) -> list[Address]:
-        """Where a peer of this address may be, the nearest first."""
+        """Return the possible sockets of a peer with this address, the nearest first."""
         found = [self.here(host, port)]
         if self.secret is not None:
             found.append(Address(host=host, port=port))

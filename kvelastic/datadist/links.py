@@ -1,11 +1,11 @@
-"""The links of a cluster: made and ended, used by managers, and what peers ask over them.
+"""The links of a cluster: linking, unlinking, calls of managers, and requests of peers.
 
     links = Links(cluster_id, role, caches, options, settings)
     links.link(cluster, deadline_s)
     with links.call(2) as peer: peer.find(key); ...
     links.close()
 
-Linking, leases and copies are `kvelastic.transfer`'s; this knows what they are for.
+`kvelastic.transfer` provides links, leases and copies; this module applies them to caches.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ LEAST_LEASE_S: Final = 5.0
 
 
 class Links:
-    """See the module. Any thread; `close` and `switch_role` not beside others.
+    """The links of a cluster. Any thread may call.
 
-    Lock order: `_lock` is a leaf but for a peer's own; no message is sent with it held.
+    Do not call `close` or `switch_role` concurrently with other calls. Lock order: only a peer's
+    own
+    lock is taken under `_lock`. No message is sent while `_lock` is held.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Links:
         options: Options,
         settings: Config,
     ) -> None:
-        """Listen as the options say. Raises `ChannelError`, `ConfigError`, `SecretError`."""
+        """Listen as the options require. Raises `ChannelError`, `ConfigError`, `SecretError`."""
         self._cluster_id = cluster_id
         self._role = role
         self._caches = caches
@@ -117,9 +119,9 @@ class Links:
     # --- one side links ----------------------------------------------------------------------
 
     def link(self, cluster: LLMClusterInfo, deadline_s: float) -> None:
-        """Link with a peer that listens. Raises `LLMException`, and as `Node.link`.
+        """Link with a listening peer. Raises `LLMException`, and errors of `Node.link`.
 
-        A link that the peer has made serves this side, too.
+        A link that the peer has made also serves this side.
         """
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
@@ -143,9 +145,9 @@ class Links:
 
     @contextmanager
     def _alone(self, cluster_id: int, *, to_link: bool = False) -> Iterator[Peer | None]:
-        """The peer, if there is one; no other thread links or unlinks it meanwhile.
+        """Yield the peer or None; meanwhile no other thread can link or unlink it.
 
-        Raises `LLM_PROCESSING_LINK`; `to_link`: also for a link that must not be made.
+        Raises `LLM_PROCESSING_LINK`. With `to_link`, also raises if a link is not allowed.
         """
         with self._lock:
             if cluster_id in self._in_progress:
@@ -176,7 +178,7 @@ class Links:
             )
 
     def _connect(self, cluster_id: int, places: list[Address], deadline_s: float) -> Link:
-        """A link to the cluster at the first of its addresses where somebody listens."""
+        """Link with the cluster at the first of its addresses at which a process listens."""
         for at, place in enumerate(places):
             try:
                 link = self._node.link(place, _left_s(deadline_s))
@@ -188,7 +190,7 @@ class Links:
                     f"cluster {cluster_id}: {self._places.why_unreachable(places)}",
                 ) from None
             except LinkExistsError:
-                # The peer has linked this cluster at the same time, and its link stands.
+                # The peer linked this cluster at the same time, and its link won.
                 with self._lock:
                     peer = self._peers.get(cluster_id)
                 if peer is None or not peer.is_linked or peer.link.is_client:
@@ -218,9 +220,9 @@ class Links:
             )
 
     def unlink(self, cluster_id: int, deadline_s: float, *, force: bool) -> None:
-        """End a link; with `force`, which does not notify the peer, it may have ended before.
+        """End a link. With `force`, do not notify the peer; the link may have ended already.
 
-        Raises `LLMException`, also if the peer does not reply: this side has ended then.
+        Raises `LLMException`, also if the peer does not reply; this side has ended in that case.
         """
         with self._alone(cluster_id) as peer:
             if peer is None:
@@ -233,7 +235,7 @@ class Links:
             self._forget(peer.link)
             try:
                 peer.link.unlink(0 if force else _left_s(deadline_s), force=force)
-            except ChannelClosedError:  # the peer was first, or has gone: it knows of no link
+            except ChannelClosedError:  # the peer ended it first or has exited
                 peer.link.unlink(0, force=True)
             except KvelasticError as error:
                 peer.link.unlink(0, force=True)
@@ -243,7 +245,7 @@ class Links:
                 ) from error
 
     def check(self, cluster_id: int) -> None:
-        """Raise unless the peer answers within the deadline of a call."""
+        """Raise unless the peer answers within the timeout of a call."""
         peer = self._peer(cluster_id)
         peer.refuse_broken()
         if peer.is_in_use:
@@ -259,13 +261,13 @@ class Links:
     # --- all members link --------------------------------------------------------------------
 
     def link_group(self, group: Group, total_s: float, rounds: int) -> int:
-        """Begin to link a group's members; answers its id. Raises `LLMException`."""
+        """Start to link a group's members; return the group's id. Raises `LLMException`."""
         comm_id = self.groups.begin(group, total_s, rounds)
         self._has_linked = True
         return comm_id
 
     def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> bool:
-        """Whether the member of a lower rank is linked and in the group; links it."""
+        """Link a member of lower rank; return whether it is linked and in the group."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             peer = self._peers.get(cluster_id)
@@ -285,26 +287,33 @@ class Links:
         return isinstance(answer, wire.Joined) and answer.is_there
 
     def _leave_member(self, cluster_id: int) -> None:
-        """No group uses this link any more."""
+        """Unlink a cluster that is no longer in any group."""
         try:
             self.unlink(cluster_id, time.monotonic() + self._options.sync_kv_timeout_s, force=False)
         except LLMException as error:
-            if error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:  # the peer was first
+            if error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:  # the peer ended it first
                 raise
 
     # --- calls of managers -------------------------------------------------------------------
 
     @property
     def has_linked(self) -> bool:
-        """Whether this cluster has begun to link: by default peers do not reach what it registers
-        later. That a peer has linked it changes nothing, for that may be at any time."""
+        """Whether this cluster has started to link.
+
+        After that, newly registered caches are inaccessible to peers by default. A link made by a
+        peer does
+        not count, because it may come at any time.
+        """
         return self._has_linked
 
     def call(
         self, cluster_id: int, *, is_layered: bool = False
     ) -> AbstractContextManager[LinkCall]:
-        """A call to a peer. Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link that
-        a timeout has broken, `LLM_LINK_BUSY` where a layered transfer and another call meet."""
+        """Start a call to a peer.
+
+        Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link broken by a timeout, and
+        `LLM_LINK_BUSY` if a layered transfer and another call would use the link together.
+        """
         return calling(
             self._peer(cluster_id),
             self._node,
@@ -314,11 +323,14 @@ class Links:
         )
 
     def expose(self, entry: Entry) -> None:
-        """Let peers reach a registered cache. Raises `LLMParamError` for memory that they reach."""
+        """Let peers access a registered cache.
+
+        Raises `LLMParamError` if its memory is exposed already.
+        """
         self._exposed.expose(entry)
 
     def withdraw(self, entry: Entry) -> None:
-        """Let them not reach it any more."""
+        """End the peers' access to a registered cache."""
         self._exposed.withdraw(entry)
 
     def _peer(self, cluster_id: int) -> Peer:
@@ -328,15 +340,15 @@ class Links:
             raise not_linked(cluster_id)
         return peer
 
-    # --- what the node says ------------------------------------------------------------------
+    # --- callbacks of the node ---------------------------------------------------------------
 
     def _linked(self, link: Link) -> None:
-        """A link stands, whoever made it; in any thread."""
+        """Record a new link, made by either side. Called in any thread."""
         with self._lock:
             self._peers[link.peer_id] = Peer(link.peer_id, link)
 
     def _ended(self, link: Link) -> None:
-        """A link has ended. Who was unlinked is forgotten, who has gone is remembered as broken."""
+        """Record the end of a link: forget an unlinked peer, mark a lost peer as broken."""
         with self._lock:
             peer = self._peers.get(link.peer_id)
             if peer is None or peer.link is not link:
@@ -345,7 +357,7 @@ class Links:
                 del self._peers[link.peer_id]
             elif peer.broken is None:
                 peer.broken = LLMStatusCode.LLM_LINK_FAILED
-                # Of two links that cross, one ends.
+                # If two links cross, one of them ends.
                 is_crossed = link.peer_id in self._in_progress
                 level = logging.DEBUG if is_crossed else logging.WARNING
                 _log.log(level, "cluster %d has gone: %s", link.peer_id, link.ended)
@@ -357,7 +369,7 @@ class Links:
                 del self._peers[link.peer_id]
 
     def _answer(self, link: Link, body: bytes) -> bytes:
-        """What a peer asks; in a thread of the node's."""
+        """Return the reply to a peer's request. Called in a thread of the node."""
         try:
             return wire.encode(self._answered(link, wire.decode_question(body)))
         except KvelasticError as error:
@@ -411,9 +423,11 @@ class Links:
     # --- role and end ------------------------------------------------------------------------
 
     def switch_role(self, role: LLMRole, listen: tuple[tuple[str, int], ...]) -> None:
-        """Take a role, and listen there alone. Raises `LLM_EXIST_LINK`; nothing has changed then.
+        """Change the role and listen at the given addresses only.
 
-        An address that cannot be had is `LLM_FAILED`, and what was listened at before is again.
+        Raises `LLM_EXIST_LINK` while links exist, with nothing changed. If an address is
+        unavailable, raises
+        `LLM_FAILED` and listens at the previous addresses again.
         """
         with self._lock:
             linked = [one.cluster_id for one in self._peers.values() if one.is_linked]
@@ -433,7 +447,7 @@ class Links:
             raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
 
     def close(self) -> None:
-        """End all links. Repeatable."""
+        """End all links. Idempotent."""
         self.groups.close()
         with self._lock:
             self._peers.clear()
@@ -441,7 +455,7 @@ class Links:
 
 
 def not_linked(cluster_id: int) -> LLMException:
-    """The exception for a cluster that is not linked."""
+    """Return the exception for a cluster that is not linked."""
     return failure(LLMStatusCode.LLM_NOT_YET_LINK, f"cluster {cluster_id} is not linked")
 
 
