@@ -1,12 +1,12 @@
-"""The caches of this process: the table of who refers to them, and the memory behind them.
+"""The caches of this process: the table of references and the memory behind them.
 
     caches = LocalCaches(options, settings)
     entry = caches.allocate(desc, keys=[CacheKey(1, 7)])
-    with caches.held(entry): ...          # its memory stays, whoever frees it
+    with caches.held(entry): ...          # a free does not release the memory here
     caches.deallocate(entry.cache_id); caches.close()
 
-Both generations' managers and the peers' requests come here. Any thread. Lock order: this one's
-lock, then a pool's; no byte is copied and no memory waited for with the lock held.
+Used by both generations' managers and by requests of peers. Any thread may call. Lock order: this
+class's lock, then a pool's. The lock is not held during copies or waits for memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvelastic.device import Device
 from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
 
 MAX_REGISTERED_ADDRESSES = 240
-"""Of all registered caches of a process together, as in the original."""
+"""Maximum over all registered caches of a process, as in the original."""
 
 
 class LocalCaches:
-    """See the module."""
+    """Table and memory of the process's caches. Any thread may call."""
 
     def __init__(self, options: Options, settings: Config) -> None:
-        """Open the pools that `options` ask for; maps nothing. Raises what `open_pool` raises."""
+        """Open the pools in `options`. Maps no memory. Raises what `open_pool` raises."""
         self._options = options
         self._copying = threading.Lock()
         self._lock = threading.Lock()
@@ -92,11 +92,13 @@ class LocalCaches:
         model_id: int | None = None,
         is_blocks: bool = False,
     ) -> Entry:
-        """A cache with memory of its own, on each device where it is a device cache.
+        """Allocate a cache; a device cache gets memory on each device.
 
-        Waits at most the deadline of a call for memory of others. Raises `LLM_FEATURE_NOT_ENABLED`
-        where no pool is configured, `LLM_OUT_OF_MEMORY` (`LLM_DEVICE_OUT_OF_MEMORY` in the first
-        generation), and as `CacheTable.refuse_keys`; nothing has changed then.
+        Waits up to the timeout of a call for memory of other instances. Raises
+        `LLM_FEATURE_NOT_ENABLED` if
+        no pool is configured, `LLM_OUT_OF_MEMORY` (`LLM_DEVICE_OUT_OF_MEMORY` in the first
+        generation), and
+        errors of `CacheTable.refuse_keys`. After an error nothing has changed.
         """
         self.free_deleted()
         memories = self._memories.get(desc.placement)
@@ -152,7 +154,7 @@ class LocalCaches:
         model_id: int | None = None,
         is_blocks: bool = False,
     ) -> Entry:
-        """A cache over memory of the caller's. Raises `LLMParamError`."""
+        """Register a cache over the caller's memory. Raises `LLMParamError`."""
         self.free_deleted()
         if len(addrs) != desc.num_tensors:
             raise LLMParamError(
@@ -177,9 +179,9 @@ class LocalCaches:
             return entry
 
     def deallocate(self, cache_id: int) -> bool:
-        """Drop the reference of an allocated cache's id; an unknown one is no error.
+        """Drop the reference of an allocated cache's id; an unknown id is ignored.
 
-        False: the cache is registered, and stays as it is.
+        Returns False, and changes nothing, if the cache is registered.
         """
         self.free_deleted()
         with self._lock:
@@ -190,16 +192,16 @@ class LocalCaches:
             return True
 
     def delete_later(self, cache_id: int) -> None:
-        """The same for a handle that is being deleted: at any moment, in any thread.
+        """Drop an id's reference from the deletion of a handle, in any thread at any time.
 
-        It never waits for a lock, for its own thread may hold it.
+        Never waits for a lock, because the same thread may hold it.
         """
         if not self._closed:
             self._deleted.append(cache_id)
             self.free_deleted()
 
     def free_deleted(self) -> None:
-        """Carry out what `delete_later` could not."""
+        """Process the ids that `delete_later` could not, unless the lock is held."""
         while self._deleted and self._lock.acquire(blocking=False):
             try:
                 while self._deleted:
@@ -208,10 +210,10 @@ class LocalCaches:
                 self._lock.release()
 
     def unregister(self, cache_id: int) -> Entry | None:
-        """Forget a registered cache; None: there is none of this id.
+        """Drop a registered cache; return None if the id is unknown.
 
-        Waits until nobody uses it, `sync_kv_timeout` at most (`LLM_TIMEOUT`). Raises
-        `LLMParamError` for one that was allocated.
+        Waits up to `sync_kv_timeout` until the cache is unused (else `LLM_TIMEOUT`). Raises
+        `LLMParamError` for an allocated cache.
         """
         with self._lock:
             entry = self._table.get(cache_id)
@@ -230,17 +232,17 @@ class LocalCaches:
             return forgotten
 
     def remove_key(self, index: RowIndex) -> None:
-        """Drop a key's reference; an unknown one is no error."""
+        """Drop a key's reference; an unknown key is ignored."""
         with self._lock:
             self._free(self._table.remove_key(index))
 
     def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> None:
-        """As `CacheTable.moved`."""
+        """Record that a peer has copied tensors of a row. See `CacheTable.moved`."""
         with self._lock:
             self._free(self._table.moved(cache_id, row, tensors))
 
     def _free(self, entry: Entry | None) -> None:
-        """Its memory goes now, or with its last pin. The lock is held."""
+        """Free the cache's memory; pinned memory follows with its last pin. The lock is held."""
         if entry is None or not isinstance(entry.memory, tuple):
             return
         for memory, piece in zip(self._memories[entry.desc.placement], entry.memory, strict=True):
@@ -249,24 +251,27 @@ class LocalCaches:
     # --- find and hold -----------------------------------------------------------------------
 
     def of_id(self, cache_id: int) -> Entry:
-        """As `CacheTable.of_id`."""
+        """Return the cache of a valid id. Raises `LLM_KV_CACHE_NOT_EXIST`."""
         with self._lock:
             return self._table.of_id(cache_id)
 
     def of_row(self, index: RowIndex) -> tuple[Entry, int]:
-        """As `CacheTable.of_row`."""
+        """Return the cache and row of a key.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST`, or `LLM_PREFIX_NOT_EXIST` for a prefix.
+        """
         with self._lock:
             return self._table.of_row(index)
 
     def of_model(self, model_id: int) -> Entry:
-        """As `CacheTable.of_model`."""
+        """Return the blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
         with self._lock:
             return self._table.of_model(model_id)
 
     def own(self, name: str, handle: CacheHandle) -> Entry:
-        """The cache of a handle that is an argument.
+        """Return the cache of a handle that is the argument `name`.
 
-        Raises `LLM_KV_CACHE_NOT_EXIST` where it was deallocated, `LLMParamError` for a CPU cache.
+        Raises `LLM_KV_CACHE_NOT_EXIST` if it was deallocated, and `LLMParamError` for a CPU cache.
         """
         if handle.is_cpu_cache:
             raise LLMParamError(f"{name} is a CPU cache; the call needs one of this manager")
@@ -276,9 +281,9 @@ class LocalCaches:
 
     @contextmanager
     def held(self, entry: Entry) -> Iterator[None]:
-        """Keep a cache's own memory where it is meanwhile, and a registered cache registered.
+        """Pin an allocated cache's memory, or keep a registered cache registered, in this context.
 
-        Raises `LLM_KV_CACHE_NOT_EXIST` if it has gone.
+        Raises `LLM_KV_CACHE_NOT_EXIST` if the cache is gone.
         """
         tickets: list[tuple[CacheMemory, int]] = []
         with self._lock:
@@ -298,9 +303,9 @@ class LocalCaches:
                 memory.unpin(ticket)
 
     def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
-        """Keep what a peer's copy means: a cache, or (None) whichever the pieces lie in.
+        """Hold the cache that a peer's copy means; if None, every cache that contains a piece.
 
-        Raises `NotRegisteredError` where a piece lies in no such cache's tensor as a whole.
+        Raises `NotRegisteredError` if a piece is not entirely in a tensor of such a cache.
         """
         with self._lock:
             entries = [
@@ -336,9 +341,9 @@ class LocalCaches:
     def copy(
         self, pairs: Sequence[tuple[Run, Run]], source: CacheHandle, target: CacheHandle
     ) -> None:
-        """Copy runs of one cache to another, on each device; one copy at a time.
+        """Copy runs of one cache to another on each device. Blocks; one copy runs at a time.
 
-        Raises as `copy_runs`, `LLM_TIMEOUT` after the deadline of a call.
+        Raises as `copy_runs` does, with `LLM_TIMEOUT` after the timeout of a call.
         """
         deadline_s = time.monotonic() + self._options.sync_kv_timeout_s
         with (
@@ -359,7 +364,7 @@ class LocalCaches:
 
     @contextmanager
     def held_handle(self, name: str, handle: CacheHandle) -> Iterator[Sequence[Sequence[int]]]:
-        """The addresses of a cache that stays where it is meanwhile, of each device."""
+        """Hold a cache in this context; yields its addresses by device, then by tensor."""
         if handle.is_cpu_cache:
             yield handle.device_addrs
             return
@@ -368,18 +373,18 @@ class LocalCaches:
             yield entry.addrs
 
     def gpu(self, at: int) -> _vmm.CudaDriver | None:
-        """The driver of the at-th device; None: the host stands for it."""
+        """Return the driver of the at-th device; None if the host replaces it."""
         driver = self.devices[at].driver()
         return driver if isinstance(driver, _vmm.CudaDriver) else None
 
     # --- life --------------------------------------------------------------------------------
 
     def pools(self) -> list[CacheMemory]:
-        """Every pool of caches."""
+        """Return all pools of caches."""
         return [memory for each in self._memories.values() for memory in each]
 
     def check_integrity(self) -> None:
-        """Table and pools agree. Not while calls are on their way."""
+        """Check that table and pools agree. Call it only while no other call is in progress."""
         with self._lock:
             self._table.check_integrity()
             for placement, memories in self._memories.items():
@@ -392,7 +397,7 @@ class LocalCaches:
                     memory.check_integrity([pieces[at] for pieces in held])
 
     def close(self) -> None:
-        """Forget all caches, give all memory back and leave the ledgers. Repeatable."""
+        """Drop all caches, release all memory and leave the ledgers. Idempotent."""
         with self._lock:
             self._table = CacheTable()
             self._deleted.clear()
@@ -402,22 +407,22 @@ class LocalCaches:
 
 
 class ClaimedCaches:
-    """Caches that stay what they are while a peer copies: a `Hold` of `kvelastic.transfer`."""
+    """Caches held while a peer copies: a `Hold` of `kvelastic.transfer`."""
 
     def __init__(self, uses: ExitStack) -> None:
         self._uses = uses
 
     def is_whole(self) -> bool:
-        """Their memory cannot be another's while they are in use."""
+        """True: their memory cannot be reused while they are held."""
         return True
 
     def release(self) -> None:
-        """The copy is over."""
+        """End the hold after the copy."""
         self._uses.close()
 
 
 def _device(settings: Config, device_id: int) -> Device:
-    """The GPU of this number, or the host, which stands for it where there is none."""
+    """Return the GPU of this number, or the host if there is no GPU."""
     if settings.device in {"host", "cpu"}:
         return device.host(settings)
     try:

@@ -1,8 +1,8 @@
-"""What both generations' managers do alike: caches, copies, transfers by rows, blocks and layers.
+"""Calls that both generations' managers share: caches, copies, and transfers.
 
-Every call may be made from any thread, and blocks until it is done or `sync_kv_timeout` is over.
-Calls raise `TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and
-`LLMException` for all else; `docs/datadist.md` has the codes.
+Any thread may call. Each call blocks until it is done or `sync_kv_timeout` has passed. Calls raise
+`TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and
+`LLMException` otherwise; `docs/datadist.md` lists the codes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LayerArguments:
 
     @classmethod
     def only(cls, call: str, kwargs: dict[str, object]) -> LayerArguments:
-        """Those of a call that takes them by name. Raises `TypeError` for others."""
+        """Create from a call's keyword arguments. Raises `TypeError` for unknown ones."""
         known = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
         if others := sorted(kwargs.keys() - known):
             raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
@@ -79,21 +79,21 @@ class LayerArguments:
         return len(of) == len(to)
 
     def sources(self, desc: CacheDesc) -> range:
-        """The tensors to be copied from."""
+        """Return the tensors to copy from."""
         return pieces.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
 
     def targets(self, desc: CacheDesc) -> range:
-        """The tensors to be copied to."""
+        """Return the tensors to copy to."""
         return pieces.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
 
 
 class ManagerCalls(Generic[Handle]):
-    """The base of `KvCacheManager` and `CacheManager`; made by `LLMDataDist.init` only."""
+    """Base of `KvCacheManager` and `CacheManager`. Created by `LLMDataDist.init` only."""
 
     _handle: type[Handle]
-    """What it gives and takes."""
+    """Type of handle that the calls take and return."""
     _role: LLMRole | None = None
-    """Of the first generation, whose calls are of one role."""
+    """Role in the first generation, where some calls need a role; None in the second."""
 
     def __init__(self, caches: LocalCaches, links: Links, options: Options) -> None:
         self._caches = caches
@@ -103,16 +103,16 @@ class ManagerCalls(Generic[Handle]):
         self._initialized = True
 
     def finalize(self) -> None:
-        """No call is accepted any more; layered transfers end. Idempotent."""
+        """Refuse further calls and end layered transfers. Idempotent."""
         self._initialized = False
         self._sender.end()
 
     def check_integrity(self) -> None:
-        """References, keys and memory agree. Not while calls are on their way."""
+        """Check references, keys and memory. Call it only while no other call is in progress."""
         self._caches.check_integrity()
 
     def _begin(self, call: str, role: LLMRole | None = None) -> None:
-        """Each call's first check; `role`: of which it is in the first generation."""
+        """Check that a call is allowed; `role` is the role it needs in the first generation."""
         if not self._initialized:
             raise failure(
                 LLMStatusCode.LLM_ENGINE_FINALIZED,
@@ -125,15 +125,19 @@ class ManagerCalls(Generic[Handle]):
     # --- caches with memory of their own ---------------------------------------------------------
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Handle:
-        """A cache in the pool of its placement, a key for each row.
+        """Allocate a cache in the pool of its placement, with a key for each row.
 
-        Keys are fewer than rows where the last rows have none; one with `req_id` 2**64-1 keeps a
-        row free, and of equal keys the last counts. Memory goes when the id (`deallocate_cache`)
-        and all keys (pulled, pushed or removed) are gone. Raises `LLM_FEATURE_NOT_ENABLED` without
-        such a pool, `LLM_OUT_OF_MEMORY`, `LLM_PARAM_INVALID` for a key that another cache has.
+        Fewer keys than rows leave the last rows without key. A key with `req_id` 2**64-1 leaves its
+        row
+        without key. Of equal keys the last counts. Memory is released once the id is dropped
+        (`deallocate_cache`) and all keys are (pulled, pushed or removed). Raises
+        `LLM_FEATURE_NOT_ENABLED` without such a pool, `LLM_OUT_OF_MEMORY`, and `LLM_PARAM_INVALID`
+        for a
+        key of another cache.
 
-        In the first generation only device caches are allocated, keys are of a PROMPT, the error is
-        `LLM_DEVICE_OUT_OF_MEMORY`, and the id's reference also goes with the handle.
+        In the first generation only device caches can be allocated, only a PROMPT may give keys,
+        and the
+        error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's reference.
         """
         self._begin("allocate_cache")
         checks.instance("cache_desc", cache_desc, CacheDesc)
@@ -146,9 +150,9 @@ class ManagerCalls(Generic[Handle]):
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
     ) -> Handle:
-        """A cache whose rows are blocks, one a model may be found by its key. As `allocate_cache`.
+        """Allocate a cache whose rows are blocks. Peers find one such cache per model by its key.
 
-        It goes with its deallocation, also if peers know the key.
+        Deallocation releases it even if peers know the key. Otherwise as `allocate_cache`.
         """
         self._begin("allocate_blocks_cache")
         checks.instance("cache_desc", cache_desc, CacheDesc)
@@ -159,7 +163,7 @@ class ManagerCalls(Generic[Handle]):
         return self._allocated("allocate_blocks_cache", cache_desc, (), model_id, is_blocks=True)
 
     def _refuse_allocation(self, desc: CacheDesc) -> None:
-        """What a generation does not allocate."""
+        """Raise for a cache that this generation does not allocate."""
 
     def _allocated(
         self,
@@ -175,9 +179,9 @@ class ManagerCalls(Generic[Handle]):
         return self._handle(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
     def deallocate_cache(self, cache: Handle) -> None:
-        """Drop the id's reference; the handle is of no use then. Twice is no error.
+        """Drop the id's reference and invalidate the handle. Idempotent.
 
-        In the first generation of a blocks cache, too.
+        In the first generation it also takes blocks caches.
         """
         self._begin("deallocate_cache")
         checks.instance("cache", cache, self._handle)
@@ -185,16 +189,16 @@ class ManagerCalls(Generic[Handle]):
         self._deallocate(cache)
 
     def _refuse_deallocation(self, cache: Handle) -> None:
-        """What another call of a generation deallocates."""
+        """Raise for a cache that another call of this generation deallocates."""
 
     def _deallocate(self, cache: Handle) -> None:
-        """What was registered is left as it is, as is a CPU cache."""
+        """Drop the id's reference. Registered caches and CPU caches are left unchanged."""
         with as_llm_exceptions("deallocate"):
             if self._caches.deallocate(cache.cache_id):
                 cache.invalidate()
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Drop a key's reference: its row cannot be pulled any more. Twice is no error."""
+        """Drop a key's reference: its row can no longer be pulled. Idempotent."""
         self._begin("remove_cache_key", LLMRole.PROMPT)
         checks.instance("cache_key", cache_key, CacheKey)
         with as_llm_exceptions("remove_cache_key"):
@@ -212,9 +216,11 @@ class ManagerCalls(Generic[Handle]):
         size: int = -1,
         req_id: int | None = None,
     ) -> None:
-        """Copy `size` bytes from `offset` of a row to the same place of another, in all tensors.
+        """Copy `size` bytes from `offset` of a row to the same offset of another, in all tensors.
 
-        -1: to the row's end. `req_id` is for the log. In the first generation of device caches.
+        A size of -1 copies to the row's end. `req_id` is only logged. In the first generation both
+        caches
+        must be device caches.
         """
         self._begin("copy_cache")
         for name, cache in (("dst", dst), ("src", src)):
@@ -236,7 +242,7 @@ class ManagerCalls(Generic[Handle]):
             _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
 
     def copy_blocks(self, cache: Handle, copy_block_info: Mapping[int, Sequence[int]]) -> None:
-        """Copy each block to its list of blocks, in all tensors."""
+        """Copy each block to its list of target blocks, in all tensors."""
         self._begin("copy_blocks")
         checks.instance("cache", cache, self._handle)
         checks.instance("copy_block_info", copy_block_info, dict)
@@ -254,9 +260,9 @@ class ManagerCalls(Generic[Handle]):
     def swap_blocks(
         self, src_cache: Handle, dst_cache: Handle, src_to_dst: Mapping[int, int]
     ) -> None:
-        """Copy blocks between a host and a device cache, neighbours in one piece.
+        """Copy blocks between a host and a device cache; adjacent blocks are copied together.
 
-        None raises `AttributeError`.
+        Raises `AttributeError` for None.
         """
         if src_cache is None or dst_cache is None or src_to_dst is None:
             raise AttributeError("swap_blocks() needs two caches and a dict, and got None")
@@ -347,12 +353,12 @@ class ManagerCalls(Generic[Handle]):
         *,
         is_push: bool = False,
     ) -> None:
-        """Copy between `tensors` of a cache of ours and a peer's cache, which the key leads to.
+        """Copy between `tensors` of a local cache and the peer's cache that the key names.
 
-        `runs` are our runs and the peer's, once its cache is known.
+        `runs` returns the local and the peer's runs once the peer's cache is known.
         """
         if isinstance(key, CacheKey):
-            key.index  # noqa: B018 - refused before anything is asked
+            key.index  # refuse an invalid key before any request
         with self._links.call(key.cluster_id) as peer:
 
             def copy(found: wire.Cache) -> None:
@@ -381,12 +387,14 @@ class ManagerCalls(Generic[Handle]):
         dst_block_indices: Sequence[int] | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Push a device cache layer by layer, each when its synchronizer says so; see `layers`.
+        """Push a device cache layer by layer, each when its synchronizer allows; see `layers`.
 
         Returns at once. Configurations are `TransferWithCacheKeyConfig` with
-        `enable_remote_cache_accessible` and `TransferConfig` without. A blocks cache is sent to
-        blocks, a row to a row, or to blocks of `dst_block_memory_size` bytes a tensor. In the first
-        generation of a PROMPT.
+        `enable_remote_cache_accessible`, otherwise `TransferConfig`. Blocks are sent to blocks. A
+        row is
+        sent to a row, or to blocks of `dst_block_memory_size` bytes in each tensor. In the first
+        generation
+        only a PROMPT may call it.
         """
         self._begin("transfer_cache_async", LLMRole.PROMPT)
         checks.instance("src_cache", src_cache, self._handle)
@@ -394,7 +402,7 @@ class ManagerCalls(Generic[Handle]):
         given: list[Config] = checks.instances(
             "transfer_configs", transfer_configs, (TransferConfig, TransferWithCacheKeyConfig)
         )
-        configs = [replace(one) for one in given]  # checks what was assigned since it was made
+        configs = [replace(one) for one in given]  # checks fields assigned after construction
         entry = self._caches.own("src_cache", src_cache)
         if not configs:
             raise LLMParamError("transfer_configs is empty; name at least one")
@@ -420,7 +428,7 @@ class ManagerCalls(Generic[Handle]):
 
 
 def model_of(key: BlocksCacheKey | None) -> int | None:
-    """The model of a key that is an argument and may be left out. Raises `TypeError`."""
+    """Return the model of an optional key argument. Raises `TypeError`."""
     return (
         None if key is None else checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
     )
@@ -429,7 +437,7 @@ def model_of(key: BlocksCacheKey | None) -> int | None:
 def blocks_found(
     found: wire.Cache, entry: Entry, name: str, tensors: range, blocks: Sequence[int]
 ) -> list[Run]:
-    """Blocks of a peer's cache that has blocks as large as ours."""
+    """Return the runs of blocks in a peer's cache, whose blocks must have the local size."""
     pieces.same_rows(found.desc, entry.desc)
     pieces.block_indices(name, found.desc, blocks)
     return pieces.block_runs(found.desc, tensors, blocks)
@@ -454,7 +462,7 @@ def refuse_rows(call: str, cache: CacheHandle) -> None:
 
 
 def refuse_other_length(sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Refuse lists of blocks that do not go with one another."""
+    """Refuse lists of blocks that differ in length."""
     if len(sources) != len(targets):
         raise LLMParamError(
             f"{len(sources)} src_blocks and {len(targets)} dst_blocks are given; give as many"

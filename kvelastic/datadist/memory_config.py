@@ -1,12 +1,12 @@
-"""How much memory caches may take, from the JSON of three options. Pure.
+"""Memory limits of caches, parsed from the JSON of three options. Pure.
 
     mem_pool_cfg, host_mem_pool_cfg      {"memory_size": 1073741824, "page_shift": 16}
     buf_pool_cfg      {"buf_cfg": [{"total_size": 4194304, "blk_size": 256, "max_buf_size": 8192}]}
 
-A tensor begins at a multiple of its *alignment*: 2 to the power of `page_shift`, or the `blk_size`
-of its tier. A *tier* is for tensors of at most `max_buf_size` bytes that are too large for the one
-before, and gives them `total_size` bytes together; what is larger than the last tier's is bounded
-by the pool alone.
+A tensor starts at a multiple of its *alignment*: 2 to the power of `page_shift`, or the `blk_size`
+of its tier. A *tier* holds tensors of at most `max_buf_size` bytes that are too large for the
+previous tier, `total_size` bytes together. Larger tensors than those of the last tier are limited
+by the pool only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MemPool:
 
 @dataclass(frozen=True)
 class BufferTier:
-    """Tensors of a size class."""
+    """A size class of tensors."""
 
     total_bytes: int
     alignment_bytes: int
@@ -46,7 +46,7 @@ class BufferTier:
 
 
 def parse_mem_pool(name: str, value: str) -> MemPool:
-    """One of the two options `name` means. Raises `TypeError`, `LLMParamError`."""
+    """Parse the pool option `name`. Raises `TypeError`, `LLMParamError`."""
     found = parse_json_object(name, value)
     _refuse_others(name, found, {"memory_size", "page_shift"})
     if "memory_size" not in found:
@@ -60,7 +60,7 @@ def parse_mem_pool(name: str, value: str) -> MemPool:
 
 
 def parse_buffer_tiers(value: str) -> tuple[BufferTier, ...]:
-    """`buf_pool_cfg`. Raises `TypeError`, `LLMParamError`."""
+    """Parse `buf_pool_cfg`. Raises `TypeError`, `LLMParamError`."""
     name = "buf_pool_cfg"
     found = parse_json_object(name, value)
     _refuse_others(name, found, {"buf_cfg"})
@@ -98,7 +98,7 @@ def _parse_tier(name: str, row: object) -> BufferTier:
 
 
 def tier_of(tiers: Sequence[BufferTier], tensor_bytes: int) -> int | None:
-    """The index of the tier that a tensor belongs to; None: it is larger than all of them."""
+    """Return the index of a tensor's tier; None if it is larger than all tiers allow."""
     for at, tier in enumerate(tiers):
         if tensor_bytes <= tier.largest_bytes:
             return at
@@ -106,12 +106,12 @@ def tier_of(tiers: Sequence[BufferTier], tensor_bytes: int) -> int | None:
 
 
 def round_up(size_bytes: int, alignment_bytes: int) -> int:
-    """The smallest multiple of the alignment that is not less."""
+    """Round up to a multiple of the alignment."""
     return -(-size_bytes // alignment_bytes) * alignment_bytes
 
 
 def parse_json_object(name: str, value: object) -> dict[str, Any]:
-    """An option's JSON object. Raises `TypeError`, `LLMParamError`."""
+    """Parse an option's JSON object. Raises `TypeError`, `LLMParamError`."""
     text = checks.text(name, value)
     if len(text) > MAX_JSON_CHARS:
         raise LLMParamError(f"{name} has {len(text)} characters, more than {MAX_JSON_CHARS}")

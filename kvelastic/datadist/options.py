@@ -1,4 +1,4 @@
-"""The options of `LLMDataDist.init`, read and checked. Pure.
+"""Parsing and checks of the options of `LLMDataDist.init`. Pure.
 
 options = read_options({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}, LLMRole.MIX)
 """
@@ -32,18 +32,18 @@ _WITHOUT_EFFECT: Final = ("rdma_traffic_class", "rdma_service_level", "global_re
 
 @dataclass(frozen=True)
 class Options:
-    """What `init` goes by."""
+    """The parsed options of `init`."""
 
     device_ids: tuple[int, ...]
     is_cache_manager: bool
-    """The second generation."""
+    """True for the second generation."""
     listen: tuple[tuple[str, int], ...]
     sync_kv_timeout_s: float
     may_switch_role: bool
     remembers_remote_caches: bool
     """`enable_remote_cache_accessible`."""
     device_pool: MemPool | None
-    """None: no cache can be allocated there."""
+    """None: device caches cannot be allocated."""
     host_pool: MemPool | None
     tiers: tuple[BufferTier, ...]
     link_total_s: int
@@ -51,9 +51,9 @@ class Options:
 
 
 def read_options(options: dict[str, str], role: LLMRole) -> Options:
-    """Check them for `role`. Raises `TypeError`, `LLMParamError`.
+    """Parse and check options for `role`. Raises `TypeError`, `LLMParamError`.
 
-    The first generation needs a place to listen where it is a `PROMPT`.
+    In the first generation a `PROMPT` needs an address to listen at.
     """
     checks.instance("options", options, dict)
     for key, value in options.items():
@@ -96,7 +96,7 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
 
 
 def listen_option(options: dict[str, str]) -> tuple[tuple[str, int], ...]:
-    """Where to listen; empty: nowhere. Raises `TypeError`, `LLMParamError`."""
+    """Return the addresses to listen at; empty for none. Raises `TypeError`, `LLMParamError`."""
     value = options.get(LISTEN_KEY, options.get("listen_ip_info", ""))
     return tuple(listen_addresses(value)) if checks.text(LISTEN_KEY, value) else ()
 

@@ -1,8 +1,8 @@
-"""A peer of this cluster: its link, who uses it, and why it is of no use any more.
+"""A peer of this cluster: its link, the calls that use it, and why it is unusable.
 
 linked -- used by transfers, or by a layered one, never both --> linked
    |-- a transfer's timeout --> broken (LLM_WAIT_PROCESS_TIMEOUT) --.
-   |-- the peer has gone ----> broken (LLM_LINK_FAILED) ------------+--> linked anew
+   |-- the peer has gone ----> broken (LLM_LINK_FAILED) ------------+--> linked again
    '-- unlinked by either side ----> forgotten <--------------------'
 """
 
@@ -44,29 +44,34 @@ _MOST_FOUND: Final = 256
 
 
 class Peer:
-    """See the module. Any thread."""
+    """A linked peer. Any thread may call."""
 
     def __init__(self, cluster_id: int, link: Link) -> None:
         self.cluster_id = cluster_id
         self.link = link
         self.broken: LLMStatusCode | None = None
         self.is_wanted = link.is_client
-        """Whether `link_clusters` of this side has returned it: the peer may have made it first."""
+        """Whether `link_clusters` of this side returned the link.
+
+        The peer may have made it first.
+        """
         self.found: dict[tuple[AnyKey, bool], wire.Cache] = {}
-        """Blocks caches that keys led to. A copy's claim names the cache, so one that has gone is
-        never taken for another one."""
+        """Blocks caches found by key.
+
+        A copy's claim names the cache, so a deallocated cache is never mistaken for another one.
+        """
         self._changed = threading.Condition()
-        self._calls = {False: 0, True: 0}  # by whether they are layered
+        self._calls = {False: 0, True: 0}  # keyed by whether they are layered
         self._is_closing = False
 
     @property
     def is_linked(self) -> bool:
-        """Whether transfers may begin."""
+        """Whether transfers can start."""
         return self.broken is None and self.link.is_open
 
     @contextmanager
     def used(self, *, is_layered: bool) -> Iterator[None]:
-        """A call uses the link. Raises `LLMException` where it cannot."""
+        """Use the link for a call. Raises `LLMException` if that is impossible."""
         with self._changed:
             self.refuse_broken()
             if self._is_closing or self._calls[not is_layered]:
@@ -81,11 +86,11 @@ class Peer:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a call uses it now."""
+        """Whether a call uses the link now."""
         return any(self._calls.values())
 
     def refuse_broken(self) -> None:
-        """Raise what a link that is of no use any more is answered with."""
+        """Raise the error for a broken link, if it is broken."""
         broken = self.broken
         if broken is None and not self.link.is_open:
             broken = LLMStatusCode.LLM_LINK_FAILED
@@ -96,12 +101,15 @@ class Peer:
             )
 
     def break_off(self, status: LLMStatusCode) -> None:
-        """Nothing begins over this link any more; what the peer may still do has no effect."""
+        """Stop using the link; later messages of the peer have no effect."""
         self.broken = status
         self.link.unlink(0, force=True)
 
     def close(self, deadline_s: float) -> bool:
-        """Let no call begin any more; False: some are still under way at the deadline."""
+        """Refuse new calls and wait for current ones.
+
+        Return False if some remain at the deadline.
+        """
         with self._changed:
             self._is_closing = True
             if self._changed.wait_for(
@@ -113,10 +121,10 @@ class Peer:
 
 
 class LinkCall:
-    """A manager's call to one peer, with one deadline for all that it does.
+    """A manager's call to one peer, with one deadline for all its steps.
 
-    Raises `LLMException`: the peer's refusal, `LLM_TIMEOUT` (the link is of no more use then),
-    `LLM_LINK_FAILED` where the peer has gone.
+    Methods raise `LLMException`: the peer's refusal, `LLM_TIMEOUT` (which breaks the link), or
+    `LLM_LINK_FAILED` if the peer is gone.
     """
 
     def __init__(self, peer: Peer, node: Node, caches: LocalCaches, timeout_s: float) -> None:
@@ -128,10 +136,11 @@ class LinkCall:
     def use(
         self, key: AnyKey, copy: Callable[[wire.Cache], None], *, is_write: bool = False
     ) -> None:
-        """Copy from or to the cache that a key leads to.
+        """Find the cache of a key and call `copy` with it.
 
-        The peer is asked for a model's blocks cache once, and again where that has gone. Other keys
-        are asked for each time: they may go before their cache does.
+        The peer is asked once for a model's blocks cache, and again after that was deallocated. It
+        is asked
+        each time for other keys, because they may be dropped before their cache.
         """
         known = self._peer.found.get((key, is_write))
         if known is not None:
@@ -167,7 +176,10 @@ class LinkCall:
     def copy(
         self, own: Entry, theirs: wire.Cache, pairs: Sequence[tuple[Run, Run]], *, is_push: bool
     ) -> None:
-        """Copy between runs of a cache of ours and of a peer's, on each device; all or an error."""
+        """Copy between runs of a local and a peer's cache on each device.
+
+        All is copied or it raises.
+        """
         if len(own.addrs) != len(theirs.addrs):
             raise LLMParamError(
                 f"the caches are on {len(own.addrs)} and {len(theirs.addrs)} devices"
@@ -186,7 +198,7 @@ class LinkCall:
                         link.pull(others, ours, self.left_s(), claim=claim)
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
-        """Copy runs of a cache of ours to addresses of the peer's, which lie in its caches."""
+        """Copy runs of a local cache to addresses at the peer, which must be in its caches."""
         of = source.addrs[0]
         with self._caches.held(source), ExitStack() as holds:
             sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
@@ -196,18 +208,18 @@ class LinkCall:
 
     @contextmanager
     def _told_if_gone(self, cache: wire.Cache) -> Iterator[None]:
-        """A page of a cache that went after it was found is `LLM_KV_CACHE_NOT_EXIST`, too.
+        """Raise `LLM_KV_CACHE_NOT_EXIST` also for a cache that was dropped after it was found.
 
-        The peer pins before it looks whose the page is, and can only say that it is nobody's.
+        The peer pins pages before it checks their cache, so it can only report an unknown page.
         """
         try:
             yield
         except UnknownBlockError:
             self.ask(wire.Find(wire.ById(cache.cache_id, 0), False))
-            raise  # the cache is there: it is a caller's, who has not taken that block
+            raise  # the cache exists: its caller has not allocated that block
 
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
-        """What lies in an elastic pool of a caller's stays mapped while it is copied."""
+        """Keep memory in a caller's elastic pool mapped during the copy."""
         if entry.origin == "registered" and entry.remote_accessible:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
@@ -219,7 +231,7 @@ class LinkCall:
             raise _unexpected(answer)
 
     def ask(self, question: wire.Question) -> wire.Answer:
-        """What the peer answers. Raises `LLMException` for a refusal."""
+        """Send a question and return the peer's reply. Raises `LLMException` for a refusal."""
         body = self._peer.link.ask(wire.encode(question), self.left_s())
         answer = wire.decode_answer(body)
         if isinstance(answer, wire.Refused):
@@ -229,7 +241,7 @@ class LinkCall:
         return answer
 
     def left_s(self) -> float:
-        """Seconds to the deadline. Raises `ChannelTimeoutError` after it."""
+        """Return the seconds until the deadline. Raises `ChannelTimeoutError` after it."""
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise ChannelTimeoutError("the call has taken longer than sync_kv_timeout")
@@ -240,7 +252,7 @@ class LinkCall:
 def calling(
     peer: Peer, node: Node, caches: LocalCaches, timeout_s: float, *, is_layered: bool
 ) -> Iterator[LinkCall]:
-    """A call to a peer; a timeout breaks its link, for what comes later is nobody's any more."""
+    """Run a call to a peer; a timeout breaks the link, because late replies match no call."""
     with peer.used(is_layered=is_layered):
         try:
             yield LinkCall(peer, node, caches, timeout_s)
@@ -257,7 +269,7 @@ def calling(
 
 
 def busy(cluster_id: int) -> LLMException:
-    """The exception for a link that others use."""
+    """Return the exception for a link that another call uses."""
     return failure(
         LLMStatusCode.LLM_LINK_BUSY, f"the link to cluster {cluster_id} is in use by another call"
     )

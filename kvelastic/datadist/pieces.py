@@ -1,10 +1,10 @@
-"""Which bytes of caches belong together: rows, blocks and layers as runs of addresses. Pure.
+"""Rows, blocks and layers of caches as runs of bytes. Pure.
 
     tensor      | row 0 | row 1 | row 2 | ...        in a blocks cache: block 0, 1, 2, ...
     layer l     tensors l*n .. l*n + n - 1           n = tensor_num_per_layer, 2 for K and V
 
-Each function checks what it is given against the descriptions, so that nothing reaches out of a
-tensor: `LLMParamError`.
+Each function checks its arguments against the descriptions, so that no run exceeds a tensor. It
+raises `LLMParamError` otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TENSORS_PER_LAYER: Final = 2
 
 
 class Run(NamedTuple):
-    """Bytes of a tensor: which one, from where in it, and how many."""
+    """A run of bytes in a tensor: tensor index, byte offset and byte size."""
 
     tensor: int
     offset: int
@@ -28,19 +28,19 @@ class Run(NamedTuple):
 
 
 def row_index(name: str, desc: CacheDesc, row: int) -> int:
-    """A row that the tensors have."""
+    """Check and return the index of a row."""
     return checks.integer(name, row, most=desc.batch_size - 1)
 
 
 def block_indices(name: str, desc: CacheDesc, blocks: object) -> list[int]:
-    """Blocks that the tensors have, at least one."""
+    """Check and return the indices of blocks, at least one."""
     return checks.integers(name, blocks, most=desc.batch_size - 1)
 
 
 def layer_tensors(
     name: str, desc: CacheDesc, layers: range | None, tensors_per_layer: int
 ) -> range:
-    """The tensors of these layers; of all where none are named."""
+    """Return the tensors of these layers; all tensors for None."""
     if layers is None:
         return range(desc.num_tensors)
     checks.integer("tensor_num_per_layer", tensors_per_layer, least=1, most=desc.num_tensors)
@@ -60,7 +60,7 @@ def layer_tensors(
 def row_runs(
     desc: CacheDesc, tensors: Iterable[int], row: int, offset: int, size: int
 ) -> list[Run]:
-    """`size` bytes from `offset` in a row, in each of the tensors."""
+    """Return the runs of `size` bytes from `offset` in a row, in each tensor."""
     if offset + size > desc.row_bytes:
         raise LLMParamError(
             f"{size} bytes from offset {offset} reach beyond a row of {desc.row_bytes} bytes"
@@ -69,7 +69,7 @@ def row_runs(
 
 
 def block_runs(desc: CacheDesc, tensors: Iterable[int], blocks: Sequence[int]) -> list[Run]:
-    """Whole blocks, in each of the tensors, in their order."""
+    """Return the runs of whole blocks, in each tensor, in the order of `blocks`."""
     step = desc.row_bytes
     return [Run(tensor, block * step, step) for tensor in tensors for block in blocks]
 
@@ -77,7 +77,7 @@ def block_runs(desc: CacheDesc, tensors: Iterable[int], blocks: Sequence[int]) -
 def row_as_blocks(
     desc: CacheDesc, tensors: Iterable[int], row: int, count: int, block_bytes: int
 ) -> list[Run]:
-    """A row in pieces that fill `count` blocks one after the other; the last may be shorter.
+    """Split a row into runs that fill `count` blocks one after the other; the last may be shorter.
 
     row      |-- block_bytes --|-- block_bytes --|-- rest --|
     blocks   [        0        ][        1        ][    2     |  ]
@@ -96,12 +96,12 @@ def row_as_blocks(
 
 
 def as_long_as(runs: Sequence[Run], whole: Sequence[Run]) -> list[Run]:
-    """The beginnings of `whole` ones, each as long as the run that goes there."""
+    """Shorten each run of `whole` to the size of the run copied there."""
     return [Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)]
 
 
 def same_rows(source: CacheDesc, target: CacheDesc) -> None:
-    """Refuse caches whose blocks differ in bytes."""
+    """Refuse caches whose blocks differ in size."""
     if source.row_bytes != target.row_bytes:
         raise LLMParamError(
             f"blocks of {source.row_bytes} and {target.row_bytes} bytes do not match"
@@ -109,9 +109,9 @@ def same_rows(source: CacheDesc, target: CacheDesc) -> None:
 
 
 def pairs_merged(sources: Sequence[Run], targets: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs that are copied from one to the other, those that continue one another as one.
+    """Pair sources with targets; pairs that are adjacent on both sides are merged.
 
-    Pre: as many of each, of equal sizes.
+    Requires equally many runs of equal sizes.
     """
     merged: list[tuple[Run, Run]] = []
     for source, target in zip(sources, targets, strict=True):
@@ -135,7 +135,7 @@ def _continues(before: Run, after: Run) -> bool:
 
 
 def same_shape(source: CacheDesc, target: CacheDesc) -> None:
-    """Refuse caches whose tensors differ in number, type or rows; the number of rows may differ."""
+    """Refuse caches whose tensors differ in number, type or row size. The row count may differ."""
     for what, one, other in (
         ("tensors", source.num_tensors, target.num_tensors),
         ("bytes a row", source.row_bytes, target.row_bytes),
@@ -148,7 +148,7 @@ def same_shape(source: CacheDesc, target: CacheDesc) -> None:
 def copied_rows(
     source: CacheDesc, target: CacheDesc, from_row: int, to_row: int, offset: int, size: int
 ) -> list[tuple[Run, Run]]:
-    """What `copy_cache` copies; `size` -1: to the row's end."""
+    """Return the copies of `copy_cache`; a `size` of -1 means to the row's end."""
     same_shape(source, target)
     if size == -1:
         size = source.row_bytes - offset
@@ -162,10 +162,10 @@ def copied_rows(
 
 
 def copied_blocks(desc: CacheDesc, fan_out: Mapping[int, Sequence[int]]) -> list[tuple[Run, Run]]:
-    """What `copy_blocks` copies, from each block to its targets.
+    """Return the copies of `copy_blocks`, from each block to its targets.
 
-    Raises `LLMParamError` for a block that is a target twice, or a target and a source: what it
-    holds then would depend on the order.
+    Raises `LLMParamError` if a block is a target twice, or both target and source: the result would
+    depend on the order.
     """
     pairs = [(source, target) for source, targets in fan_out.items() for target in targets]
     targets = [target for _, target in pairs]
@@ -181,7 +181,7 @@ def copied_blocks(desc: CacheDesc, fan_out: Mapping[int, Sequence[int]]) -> list
 def swapped_blocks(
     source: CacheDesc, target: CacheDesc, from_to: Mapping[int, int]
 ) -> list[tuple[Run, Run]]:
-    """What `swap_blocks` copies, neighbours together."""
+    """Return the copies of `swap_blocks`; adjacent blocks are merged."""
     same_shape(source, target)
     order = sorted(from_to.items())
     if len(set(from_to.values())) != len(order):

@@ -1,9 +1,9 @@
-"""A group that links: its members, their ranks, and the hosts in the rank table. Pure.
+"""Arguments of `link`: a group's members, their ranks, and the hosts in the rank table. Pure.
 
     parse_group(1, "pd", {1: 0, 2: 1}, '{"server_list": [...], "version": "1.0"}')
 
-Of a rank table only this is read, the rest is Ascend's: `server_list[].server_id` (a host's IP
-address) and `.device[].rank_id`.
+Of a rank table, only `server_list[].server_id` (a host's IP address) and `.device[].rank_id` are
+read. The other fields are for Ascend devices.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Member:
     cluster_id: int
     rank: int
     host: str | None
-    """Its host's IP address; None: it is on this host."""
+    """IP address of the member's host; None for this host."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """What `link` makes links of, as this cluster sees it."""
+    """A group to link, as seen by this cluster."""
 
     name: str
     own: Member
@@ -40,7 +40,7 @@ class Group:
 
     @property
     def token(self) -> str:
-        """The same for all members, and another one for another group: name, clusters and ranks."""
+        """Identifies the group: a hash of name, clusters and ranks, equal for all members."""
         members = sorted((*self.others, self.own), key=lambda member: member.rank)
         text = self.name + "".join(f"\0{one.cluster_id}:{one.rank}" for one in members)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -49,7 +49,7 @@ class Group:
 def parse_group(
     cluster_id: int, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str
 ) -> Group:
-    """Check the arguments of `link`. Raises `TypeError`, `LLMParamError`."""
+    """Parse and check the arguments of `link`. Raises `TypeError`, `LLMParamError`."""
     name = checks.text("comm_name", comm_name)
     if not 0 < len(name) < 128:
         raise LLMParamError(f"comm_name has {len(name)} characters; it must have 1 to 127")
@@ -77,7 +77,7 @@ def parse_group(
 
 
 def _hosts(table: dict[str, Any], count: int) -> list[str]:
-    """The server of each rank."""
+    """Return the server of each rank."""
     servers = table.get("server_list")
     if not isinstance(servers, list) or len(servers) > MOST_MEMBERS:
         raise LLMParamError(f'rank_table needs "server_list", of {MOST_MEMBERS} servers at most')

@@ -1,12 +1,12 @@
-"""Status codes, the exception that carries one, and what kvelastic's own errors are in them.
+"""Status codes, the exception that carries one, and the mapping from kvelastic's own errors.
 
     try:
         manager.pull_cache(key, cache)
     except LLMException as failed:
-        if failed.status_code is LLMStatusCode.LLM_TIMEOUT: ...      # make the link again
-        failed.__cause__         # kvelastic's error, where there was one
+        if failed.status_code is LLMStatusCode.LLM_TIMEOUT: ...      # link again
+        failed.__cause__         # kvelastic's error, if any
 
-Every `LLMException` is a `KvelasticError`, too, with the code `DATADIST`.
+Every `LLMException` is also a `KvelasticError` with the code `DATADIST`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class NamedEnum(IntEnum):
     """Numbers that print as their names, as the original's enumerations do: `LLMRole.MIX`."""
 
     def __str__(self) -> str:
-        """The class and the member."""
+        """Return the class and the member, for example `LLMRole.MIX`."""
         return f"{type(self).__name__}.{self.name}"
 
     def __format__(self, spec: str) -> str:
-        """Return `str()`, padded as an f-string asks."""
+        """Return `str()`, padded as the format requires."""
         return format(str(self), spec)
 
 
 class LLMStatusCode(NamedEnum):
-    """What a call came to. All but three can be recovered from (`is_recoverable`)."""
+    """Result of a call. All but three codes are recoverable (`is_recoverable`)."""
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
@@ -64,13 +64,13 @@ class LLMStatusCode(NamedEnum):
     LLM_TIMEOUT = _BASE + 26
     LLM_LINK_BUSY = _BASE + 27
     LLM_OUT_OF_MEMORY = _BASE + 28
-    # The runtime's own numbers; nothing here answers with them.
+    # Numbers of the original's runtime, never returned here.
     LLM_DEVICE_MEM_ERROR = 507053
     LLM_SUSPECT_REMOTE_ERROR = 507057
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether the process may go on; after `LLM_TIMEOUT` of a transfer with another link."""
+        """Whether the process can continue; after `LLM_TIMEOUT` of a transfer, with a new link."""
         return self not in _FATAL
 
 
@@ -84,23 +84,23 @@ _FATAL: Final = frozenset(
 
 
 class Status:
-    """A status code that is asked whether it is a success."""
+    """A status code with a test for success."""
 
     def __init__(self, status: LLMStatusCode) -> None:
         self._status_code = status
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The code."""
+        """The status code."""
         return self._status_code
 
     def is_ok(self) -> bool:
-        """Whether it is `LLM_SUCCESS`."""
+        """Whether the code is `LLM_SUCCESS`."""
         return self._status_code is LLMStatusCode.LLM_SUCCESS
 
 
 class LLMException(DataDistError):  # noqa: N818 - the interface's name
-    """A call failed; `status_code` says how."""
+    """A failed call. `status_code` is the reason."""
 
     def __init__(
         self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
@@ -110,23 +110,23 @@ class LLMException(DataDistError):  # noqa: N818 - the interface's name
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The code that the call came to."""
+        """The status code of the call."""
         return self._status_code
 
 
 def failure(status: LLMStatusCode, message: str) -> LLMException:
-    """The exception of a code."""
+    """Return the exception of a code."""
     return LLMException(message, status_code=status)
 
 
 class LLMParamError(LLMException, ValueError):
-    """A value that the call does not accept: `LLM_PARAM_INVALID`, and a `ValueError`."""
+    """An invalid argument: `LLM_PARAM_INVALID`, and also a `ValueError`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
 
-# The most special code of a class or of its bases counts, so a new error has its parent's status.
+# The first entry along the class hierarchy counts, so a new error inherits its parent's status.
 _STATUS_OF_CODE: Final = {
     "INVALID_ARGUMENT": LLMStatusCode.LLM_PARAM_INVALID,
     "LAYOUT": LLMStatusCode.LLM_PARAM_INVALID,
@@ -150,7 +150,7 @@ _STATUS_OF_CODE: Final = {
 
 
 def status_of(error: BaseException) -> LLMStatusCode:
-    """What an error is in this interface; `LLM_FAILED` where nothing better is known."""
+    """Return the status code for an error; `LLM_FAILED` if there is no better one."""
     if isinstance(error, LLMException):
         return error.status_code
     for cls in type(error).__mro__:
@@ -161,7 +161,7 @@ def status_of(error: BaseException) -> LLMStatusCode:
 
 
 def status_of_number(number: int) -> LLMStatusCode:
-    """Why a peer has refused; `LLM_UNKNOWN_ERROR` for a number of no failure here."""
+    """Return the status code of a peer's refusal; `LLM_UNKNOWN_ERROR` unless it is a failure."""
     try:
         status = LLMStatusCode(number)
     except ValueError:
@@ -172,7 +172,7 @@ def status_of_number(number: int) -> LLMStatusCode:
 
 @contextmanager
 def as_llm_exceptions(doing: str) -> Iterator[None]:
-    """Raise kvelastic's errors as `LLMException`, from them; `doing` begins the message."""
+    """Convert kvelastic's errors to `LLMException`; messages start with `doing`."""
     try:
         yield
     except LLMException:

@@ -1,14 +1,14 @@
-"""What clusters ask one another about caches, over links: messages of LLM-DataDist's interface.
+"""Messages between clusters about caches.
 
-    Find(key) --> Found(cache)                   where a cache lies, and what it is
-    Moved(cache, row, tensors) --> Noted         these were had: the row's keys may go
-    Who --> Welcome(role)                        a link's first question
-    Join(group) --> Joined(is_there)             of a group whose members link with one another
-    Refused(status, why)                         in place of an answer
+    Find(key) --> Found(cache)                   the location and description of a cache
+    Moved(cache, row, tensors) --> Noted         the sender has copied these: keys may be dropped
+    Who --> Welcome(role)                        the first question over a link
+    Join(group) --> Joined(is_there)             for a group whose members link with one another
+    Refused(status, why)                         instead of any reply
 
-Bytes are `kvelastic.transfer`'s. A copy comes with a *claim*: the cache that the copier means. Its
-owner looks whether the addresses are still that cache's, and keeps it while the copy takes. Every
-field is bounded, and what does not fit its type is refused: `decode` raises `MessageError`.
+`kvelastic.transfer` copies the bytes. A copy carries a *claim*: the cache that the peer intends to
+access. The owner checks that the addresses still belong to that cache and holds it during the copy.
+Every field is bounded; decoding raises `MessageError` for a value that does not fit its type.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from kvelastic.errors import MessageError
 MAX_DEVICES: Final = 64
 
 Uint64 = Annotated[int, Meta(ge=0)]
-"""Of msgspec, integers are of 64 bits: what is larger is refused."""
+"""An unsigned integer; msgspec refuses integers over 64 bits."""
 Text = Annotated[str, Meta(max_length=2048)]
 
 
 class _Said(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
-    """A message; the first field is its kind, which a peer of another version does not know."""
+    """Base of messages. The first field is the kind, which another version may not know."""
 
 
 class ByRow(_Said):
-    """A `CacheKey`."""
+    """A `CacheKey` without its cluster."""
 
     is_prefix: bool
     value: Uint64
@@ -53,27 +53,27 @@ class ByRow(_Said):
 
 
 class ById(_Said):
-    """A `CacheKeyByIdAndIndex`."""
+    """A `CacheKeyByIdAndIndex` without its cluster."""
 
     cache_id: Uint64
     row: Uint64
 
 
 class ByModel(_Said):
-    """A `BlocksCacheKey`."""
+    """A `BlocksCacheKey` without its cluster."""
 
     model_id: Uint64
 
 
 class Find(_Said):
-    """Where is the cache of a key?"""
+    """Asks for the cache of a key."""
 
     key: ByRow | ById | ByModel
     is_write: bool
 
 
 class Moved(_Said):
-    """These tensors of a row (first, count) were had as a whole."""
+    """Reports that these tensors of a row (first, count) were copied entirely."""
 
     cache_id: Uint64
     row: Uint64
@@ -82,19 +82,19 @@ class Moved(_Said):
 
 
 class Who(_Said):
-    """Who is there?"""
+    """Asks for the peer's role."""
 
 
 class Join(_Said):
-    """Are you in the group of this token?"""
+    """Asks whether the peer is in the group of this token."""
 
     token: Annotated[str, Meta(max_length=64)]
 
 
 class Cache(_Said, dict=True):
-    """A cache as a key led to it: its description, the key's row, and its addresses in its process.
+    """A cache found by a key: description, the key's row, and addresses in the owner's process.
 
-    The row is 0 for a blocks cache; addresses are of each device, of each tensor.
+    The row is 0 for a blocks cache. Addresses are by device, then by tensor.
     """
 
     cache_id: Uint64
@@ -112,7 +112,7 @@ class Cache(_Said, dict=True):
 
     @cached_property
     def desc(self) -> CacheDesc:
-        """Its description. Raises `TypeError`, `ValueError` where it is none."""
+        """The cache's description. Raises `TypeError` or `ValueError` if it is invalid."""
         return CacheDesc(
             self.num_tensors,
             self.shape,
@@ -123,29 +123,29 @@ class Cache(_Said, dict=True):
 
 
 class Found(_Said):
-    """A cache."""
+    """Reply to `Find`."""
 
     cache: Cache
 
 
 class Noted(_Said):
-    """It was noted."""
+    """Reply to `Moved`."""
 
 
 class Welcome(_Said):
-    """The cluster's role."""
+    """Reply to `Who`: the cluster's role."""
 
     role: Annotated[int, Meta(ge=1, le=3)]
 
 
 class Joined(_Said):
-    """Whether it is; not yet is no."""
+    """Reply to `Join`: whether the peer is in the group; false if not yet."""
 
     is_there: bool
 
 
 class Refused(_Said):
-    """A status code, and why."""
+    """Reply to a failed request: a status code and the reason."""
 
     status: int
     why: Text
@@ -160,19 +160,19 @@ _answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(said: Question | Answer) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     return _encoder.encode(said)
 
 
 def decode_question(body: bytes) -> Question:
-    """What a peer asks. Raises `MessageError`."""
+    """Decode a peer's question. Raises `MessageError`."""
     with _as_message_error():
         said: Question = _questions.decode(body)
         return said
 
 
 def decode_answer(body: bytes) -> Answer:
-    """What a peer answers. Raises `MessageError`."""
+    """Decode a peer's reply. Raises `MessageError`."""
     with _as_message_error():
         said: Answer = _answers.decode(body)
         return said
@@ -188,22 +188,22 @@ def _as_message_error() -> Iterator[None]:
         ) from None
 
 
-# --- claims: fixed records, for each comes with every copy ----------------------------------------
+# --- claims: of fixed size, because each copy carries one -----------------------------------------
 
 _CLAIM: Final = struct.Struct("<cQ")
 _OF_CACHE: Final = b"c"
 _OF_ADDRESSES: Final = b"a"
 CLAIM_OF_ADDRESSES: Final = _CLAIM.pack(_OF_ADDRESSES, 0)
-"""Of a copy to raw addresses: they lie in caches that peers reach, whichever."""
+"""Claim of a copy to raw addresses: they must be in any caches that peers can access."""
 
 
 def claim_of(cache_id: int) -> bytes:
-    """Of a copy from or to this cache."""
+    """Return the claim of a copy from or to this cache."""
     return _CLAIM.pack(_OF_CACHE, cache_id)
 
 
 def claimed_cache(claim: bytes) -> int | None:
-    """The cache that a claim names; None: raw addresses. Raises `MessageError`."""
+    """Return the cache that a claim names; None for raw addresses. Raises `MessageError`."""
     if len(claim) != _CLAIM.size or claim[:1] not in {_OF_CACHE, _OF_ADDRESSES}:
         raise MessageError("a claim that this version does not know")
     kind, cache_id = _CLAIM.unpack(claim)
@@ -214,7 +214,7 @@ def claimed_cache(claim: bytes) -> int | None:
 
 
 def key_said(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> ByRow | ById | ByModel:
-    """A key as it travels, without the cluster that is asked."""
+    """Return a key as a message, without its cluster."""
     if isinstance(key, CacheKey):
         index = key.index
         return ByRow(index.kind == "prefix", index.value, index.model_id)
@@ -224,5 +224,5 @@ def key_said(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> ByRow | B
 
 
 def row_index(key: ByRow) -> RowIndex:
-    """What a row's key is looked up by."""
+    """Return the lookup key of a row."""
     return RowIndex("prefix" if key.is_prefix else "request", key.value, key.model_id)
