@@ -358,7 +358,7 @@ class ManagerCalls(Generic[Handle]):
         `runs` returns the local and the peer's runs once the peer's cache is known.
         """
         if isinstance(key, CacheKey):
-            key.index  # refuse an invalid key before any request
+            key.index  # noqa: B018 - refuse an invalid key before any request
         with self._links.call(key.cluster_id) as peer:
 
             def copy(found: wire.Cache) -> None:

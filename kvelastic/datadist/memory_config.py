@@ -29,7 +29,7 @@ _MAX_TIERS: Final = 1 << 10
 
 @dataclass(frozen=True)
 class MemPool:
-    """A pool of caches: its bytes, and where tensors may begin."""
+    """A pool of caches: its size and the alignment of tensors."""
 
     memory_bytes: int | None
     """None: as much as the device's ledger grants."""
