@@ -1,10 +1,10 @@
-"""A model's KV, and the tiers that keep it.
+"""Configuration: a model's KV, and the tiers that keep it.
 
     model = ModelConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     cache = CacheConfig(num_cpu_blocks=4096, enable_ssd=True, ssd_cache_dir="/mnt/nvme/kv")
     check_supported(model, cache)
 
-Names and defaults are FlexKV's. A feature that kvelastic lacks is refused by name, with its
+Names and defaults are FlexKV's. A feature that kvelastic lacks is refused; the error names its
 replacement.
 """
 
@@ -63,8 +63,10 @@ class ModelConfig:
     num_kv_heads: int = 1
     head_size: int = 1
     use_mla: bool | int | None = None
-    """True: one fused row. None: as `kv_dim` says. Newer FlexKV has `kv_dim` in this place, so 1
-    and 2 are read as that. Always a bool afterwards."""
+    """True: one fused row. None: derived from `kv_dim`. Always a bool afterwards.
+
+    Newer FlexKV has `kv_dim` in this position, so 1 and 2 are read as `kv_dim`.
+    """
     dtype: Any = "bfloat16"
     """A name, or a dtype of torch or NumPy."""
     tp_size: int = 1
@@ -76,13 +78,17 @@ class ModelConfig:
     nnodes: int = 1
     instance_num: int = 1
     model: str = ""
-    """The name for `kvctl tiers erase --model`."""
+    """Name for `kvctl tiers erase --model`."""
     weights: str = ""
-    """A fingerprint of the weights. Blocks on a disk or a remote store are found after a restart
-    only with one: without it, two models of one shape could not be told apart."""
+    """Fingerprint of the weights. Required to find blocks on disk or remote after a restart.
+
+    Without it, two models of one shape could not be distinguished.
+    """
     engine: str = ""
-    """What else changes the bytes of a block: the engine, its version, its byte order. Blocks are
-    found by engines with the same text only."""
+    """What else changes the bytes of a block: the engine, its version, its byte order.
+
+    Only engines with the same text find the blocks.
+    """
 
     def __post_init__(self) -> None:
         told = None if self.use_mla is None else _kv_dim(self.use_mla)
@@ -102,7 +108,7 @@ class ModelConfig:
         elif name == "kv_dim":
             if isinstance(value, bool) or value not in (1, 2):
                 raise InvalidArgumentError(f"kv_dim={value!r}; give 2 for K and V, 1 for one row")
-            is_made = "engine" in vars(self)  # the last field: `use_mla` has been read
+            is_made = "engine" in vars(self)  # the last field is set, so `use_mla` has been read
             if is_made:
                 object.__setattr__(self, "use_mla", value == 1)
         elif name == "use_mla":
@@ -120,7 +126,7 @@ class ModelConfig:
         object.__setattr__(self, name, value)
 
     def check(self) -> None:
-        """Raise `InvalidArgumentError` for fields that contradict each other."""
+        """Raise `InvalidArgumentError` if fields contradict each other."""
         if self.kv_dim == 2 and self.num_kv_heads % self.tp_size:
             raise InvalidArgumentError(
                 f"num_kv_heads={self.num_kv_heads} cannot be divided by tp_size={self.tp_size};"
@@ -134,12 +140,12 @@ class ModelConfig:
 
     @property
     def heads_per_rank(self) -> int:
-        """A tensor-parallel rank's heads; a fused row is whole on every rank."""
+        """Heads of a tensor-parallel rank; every rank has a fused row entirely."""
         return self.num_kv_heads if self.kv_dim == 1 else self.num_kv_heads // self.tp_size
 
     @property
     def ranks_in_a_record(self) -> int:
-        """The ranks' parts in a record: one if all ranks have the same row."""
+        """Number of ranks' parts in a record: one if all ranks have the same row."""
         return 1 if self.kv_dim == 1 else self.tp_size
 
     @property
@@ -156,7 +162,7 @@ class ModelConfig:
 
     @property
     def token_size_in_bytes(self) -> int:
-        """One token's bytes in all layers and ranks."""
+        """Bytes of one token in all layers and ranks."""
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
         return self.num_layers * self.kv_dim * row
 
@@ -174,7 +180,7 @@ def _kv_dim(use_mla: object) -> int:
 
 @dataclass
 class CacheConfig:
-    """Tiers and their sizes. `check()` says what is wrong; KVManager calls it."""
+    """Tiers and their sizes. KVManager calls `check()`."""
 
     tokens_per_block: int = 16
     enable_cpu: bool = True
@@ -187,23 +193,23 @@ class CacheConfig:
     enable_3rd_remote: bool = False
     use_mooncake_store_backend: bool = False
     num_cpu_blocks: int = 1_000_000
-    """A limit, not memory: the host's memory is taken as blocks come."""
+    """A limit, not a reservation: host memory is allocated as blocks arrive."""
     num_ssd_blocks: int = 10_000_000
     num_remote_blocks: int | None = None
-    """None: others decide what a remote store keeps."""
+    """None: the remote store decides what it keeps."""
     ssd_cache_dir: str | list[str] | None = None
     """One folder or several; in one string they are separated by `;`."""
     remote_cache_path: str | None = None
     """A shared folder, or `mooncake:HOST:PORT`."""
     eviction_policy: str = "lru"
     staging_bytes: int = 64 << 20
-    """Host memory that copies pass through."""
+    """Host memory for copies in progress."""
     cpu_name: str | None = None
-    """What `kvctl` calls the CPU tier; None: automatic."""
+    """Name of the CPU tier in `kvctl`; None: automatic."""
     trace_path: str | None = None
-    """Where requests are recorded (`common.tracer`); None: nowhere."""
+    """File in which requests are recorded (`common.tracer`); None: no recording."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """For integrations; the library reads nothing of it."""
+    """Data of integrations. The library does not read it."""
 
     @property
     def enable_kv_sharing(self) -> bool:
@@ -220,9 +226,9 @@ class CacheConfig:
         return list(self.ssd_cache_dir)
 
     def check(self) -> None:
-        """Raise `ConfigError` for a value that is not accepted or has no companion that it needs.
+        """Raise `ConfigError` for an invalid value or one that lacks a required companion.
 
-        `UnsupportedError` for what kvelastic has not, naming what to use instead.
+        Raise `UnsupportedError` for a missing feature, naming its replacement.
         """
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name):
@@ -248,7 +254,7 @@ class CacheConfig:
 
 
 def check_supported(model: ModelConfig, cache: CacheConfig) -> None:
-    """Raise `UnsupportedError` for what is not served, `ConfigError` for a bad value."""
+    """Raise `UnsupportedError` for unsupported features and `ConfigError` for invalid values."""
     model.check()
     for name, instead in _MOST_ONE.items():
         if getattr(model, name) > 1:
@@ -278,7 +284,7 @@ _UNSUPPORTED: Final = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """`torch.bfloat16`, `numpy.float16` and `"float16"` by their plain names."""
+    """Return the plain name of `torch.bfloat16`, `numpy.float16` or `"float16"`."""
     if isinstance(dtype, str):
         return dtype.removeprefix("torch.")
     if isinstance(dtype, type):

@@ -1,4 +1,4 @@
-"""An engine's configuration as FlexKV's: what an adapter starts a KVManager with."""
+"""FlexKV's configuration for an engine: the values with which an adapter starts a KVManager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvelastic.logs import say_once
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's place among those of its engine, by the names that SGLang's connector reads."""
+    """A rank's position in its engine, under the names that SGLang's connector reads."""
 
     model_config: ModelConfig
     dp_client_id: int
@@ -37,19 +37,19 @@ class RankInfo:
 
     @property
     def attn_tp_rank(self) -> int:
-        """The place among the ranks that share a token's heads."""
+        """The rank's index among the ranks that share a token's heads."""
         return self.tp_rank
 
     tp_rank_per_node = attn_tp_rank
 
     @property
     def local_rank(self) -> int:
-        """The number of its device."""
+        """The index of the rank's device."""
         return self.dp_client_id * self.model_config.tp_size + self.tp_rank
 
     @property
     def num_layers_per_pp_stage(self) -> int:
-        """All layers: one stage is served."""
+        """All layers, because only one pipeline stage is supported."""
         return self.model_config.num_layers
 
 
@@ -59,19 +59,19 @@ class FlexKVConfig:
 
     enable_flexkv: bool = True
     server_recv_port: str = ""
-    """Empty: the user's setting, else one that belongs to this engine."""
+    """Empty: the user's setting, otherwise an endpoint of this engine."""
     gpu_register_port: str = ""
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     model_config: ModelConfig = field(default_factory=ModelConfig)
     user_config: UserConfig = field(default_factory=UserConfig)
 
     def __post_init__(self) -> None:
-        """Settle the endpoints as far as they are known."""
+        """Set the endpoints as far as they are known."""
         self._settle_endpoints(default="")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> FlexKVConfig:
-        """FLEXKV_CONFIG_PATH and FLEXKV_*. Raises as `load_user_config` does."""
+        """Read FLEXKV_CONFIG_PATH and FLEXKV_*. Raises as `load_user_config` does."""
         enabled = boolean(environ.get("ENABLE_FLEXKV", "").strip() or "1")
         return cls(enable_flexkv=enabled, user_config=load_user_config(environ))
 
@@ -83,7 +83,8 @@ class FlexKVConfig:
     def post_init_from_vllm_config(self, vllm_config: Any) -> None:
         """Take the model's shape and parallel sizes from vLLM's configuration, and size the tiers.
 
-        Raises `UnsupportedError` for what is not served, `ConfigError` for sizes that hold nothing.
+        Raises `UnsupportedError` for unsupported features, and `ConfigError` if the tiers hold no
+        block.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
@@ -99,7 +100,7 @@ class FlexKVConfig:
         dtype = model.dtype if cache_dtype == "auto" else cache_dtype
         self.model_config = ModelConfig(
             num_layers=model.get_num_layers(parallel),
-            # Of all ranks; those that have the same head have a copy each.
+            # Heads over all ranks. Ranks that share a head have a copy each.
             num_kv_heads=(
                 1
                 if model.use_mla
@@ -127,10 +128,11 @@ class FlexKVConfig:
         dp_rank: int = 0,
         attn_cp_rank: int = 0,
     ) -> RankInfo:
-        """The same from SGLang's configuration of a model and its server; returns the rank's place.
+        """Take the model's shape, parallel sizes and tiers from SGLang; return the rank's position.
 
-        Raises `UnsupportedError` for what is not served, a GPU among it: SGLang's cache there is
-        memory that cannot be registered.
+        Raises `UnsupportedError` for unsupported features. These include a GPU, because there
+        SGLang's cache
+        memory cannot be registered.
         """
         _refuse_of_sglang(server_args)
         tp_size = int(server_args.tp_size)
@@ -139,7 +141,7 @@ class FlexKVConfig:
         dtype = sglang_config.dtype if cache_dtype == "auto" else cache_dtype
         self.model_config = ModelConfig(
             num_layers=int(sglang_config.num_hidden_layers),
-            # Of all ranks; those that have the same head have a copy each.
+            # Heads over all ranks. Ranks that share a head have a copy each.
             num_kv_heads=1 if is_mla else int(sglang_config.get_num_kv_heads(tp_size)) * tp_size,
             head_size=(
                 int(sglang_config.kv_lora_rank) + int(sglang_config.qk_rope_head_dim)
@@ -185,11 +187,11 @@ class FlexKVConfig:
 
 
 _DTYPES: Final = {"fp8_": "fp8", "bf16": "bfloat16"}
-"""FlexKV's names of what SGLang calls otherwise, by their first four letters."""
+"""FlexKV's dtype names for those that SGLang names differently, by their first four letters."""
 
 
 def _refuse_of_sglang(server_args: Any) -> None:
-    """Raise `UnsupportedError` for what of SGLang is not served."""
+    """Raise `UnsupportedError` for features of SGLang that are not supported."""
     for name, most in (("pp_size", 1), ("nnodes", 1), ("attn_cp_size", 1)):
         if getattr(server_args, name, 1) > most:
             raise UnsupportedError(
@@ -210,7 +212,7 @@ def _refuse_of_sglang(server_args: Any) -> None:
 
 
 def _engine_of(package: str, model: Any, facts: Mapping[str, object]) -> str:
-    """What changes the bytes of a block besides the weights and the model's shape."""
+    """Return a text of everything but weights and model shape that changes a block's bytes."""
     as_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
     all_facts = {
         **facts,

@@ -1,4 +1,4 @@
-"""A rank of an engine: hands its KV cache's memory to the process that copies its blocks."""
+"""A rank of an engine: shares its KV cache's memory with the process that copies its blocks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from kvelastic.messages import Address, Connection, Endpoint, Message, Request
 _log = logging.getLogger("kvelastic.flexkv")
 _DESCRIPTORS_AT_ONCE: Final = 16
 ANSWER_S: Final = 30.0
-"""For a reply that needs no copy; the server's engine may be busy."""
+"""Timeout for a reply that needs no copy; the server's engine may be busy."""
 START_S: Final = 300.0
-"""For a server to start: it does so with the first of several engines, which may load for long."""
+"""Timeout for a server's start. The first of several engines starts it, after a long load."""
 _SAY_AFTER_S: Final = 10.0
 _AGAIN_S: Final = 0.05
 Answer = TypeVar("Answer", bound=Message)
@@ -49,10 +49,10 @@ def connect_when_there(
     deadline_s: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Connection:
-    """Connect as soon as a server listens. Polls every 50 ms: the kernel does not notify.
+    """Connect once a server listens. Polls every 50 ms: the kernel does not notify.
 
-    Blocks until `deadline_s` (of `time.monotonic`): raises `ChannelTimeoutError` then, and
-    `ChannelError` once `is_over`.
+    Blocks until `deadline_s` (of `time.monotonic`), then raises `ChannelTimeoutError`. Raises
+    `ChannelError` once `is_over` returns True.
     """
     say_at_s = time.monotonic() + _SAY_AFTER_S
     while True:
@@ -95,9 +95,9 @@ class KVTPClient:
         *,
         tp_rank: int | None = None,
     ) -> None:
-        """`device_id` counts all ranks of a machine; `tp_rank` is the place in the group.
+        """`device_id` counts all ranks of a machine; `tp_rank` is the index in the group.
 
-        Raises `ConfigError` for an endpoint other than a Unix socket's.
+        Raises `ConfigError` for an endpoint that is not a Unix socket.
         """
         if pp_rank != 0:
             raise InvalidArgumentError(
@@ -130,14 +130,16 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """Hand over these tensors: one for each layer, one for all, or, with a layout, those of K
-        of all layers and then those of V. Returns at once.
+        """Register these tensors: one for each layer, one for all layers, or K of all, then V of
+        all.
 
-        The server may come later: a thread of this client waits for it. `kv_layout` says which
-        axis counts blocks; `block_axis` does where the tensors are of no layout that FlexKV has.
-        Tensors of tokens, as SGLang has them, are taken as the layout's blocks. Raises what
+        The last form needs a layout. Returns at once: a thread of this client waits for the server.
+        `kv_layout` says which axis counts blocks; use `block_axis` for tensors in a layout that
+        FlexKV does
+        not have. Tensors of tokens, as in SGLang, are treated as the layout's blocks. Raises what
         `TensorSharedHandle` raises, `InvalidArgumentError` for a second call, and
-        `UnsupportedError` for the buffers of an indexer.
+        `UnsupportedError` for
+        the buffers of an indexer.
         """
         if indexer_buffers:
             raise UnsupportedError(
@@ -170,11 +172,13 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """The same for tensors in a range of kvelastic's on a GPU, whose pages come and go.
+        """Register tensors in a kvelastic range on a GPU, whose pages are mapped and unmapped.
 
-        For each copy the server asks for the pages of its blocks, which must be mapped as long as
-        the task runs. Raises `UnsupportedError` for a range with pages of each buffer's own
-        (KVELASTIC_CONTIGUOUS_LAYOUT=false), `InvalidArgumentError` for a tensor outside it.
+        For each copy the server asks for the pages of its blocks, which must stay mapped while the
+        task
+        runs. Raises `UnsupportedError` for a range with separate pages for each buffer
+        (KVELASTIC_CONTIGUOUS_LAYOUT=false), and `InvalidArgumentError` for a tensor outside the
+        range.
         """
         axis = block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
         kv_caches = self._in_record_order(kv_caches, kv_layout)
@@ -212,7 +216,10 @@ class KVTPClient:
         self._thread.start()
 
     def wait_until_registered(self, timeout_s: float = START_S) -> None:
-        """Blocks. Raises what the server answered, or `ChannelTimeoutError`."""
+        """Block until registered.
+
+        Raises the error in the server's reply, or `ChannelTimeoutError`.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_registered or self._failure is not None, timeout_s
@@ -223,7 +230,7 @@ class KVTPClient:
                 raise ChannelTimeoutError(f"nobody has taken the memory at {self._address} so far")
 
     def close(self) -> None:
-        """Take the memory back. Safe to repeat."""
+        """End the registration and its thread. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -244,7 +251,7 @@ class KVTPClient:
         return files.index(_memory_of(handle))
 
     def _hear(self, request: Request) -> None:
-        """The server's questions. In the endpoint's thread; takes milliseconds."""
+        """Handle the server's requests. Runs in the endpoint's thread; takes milliseconds."""
         asked = request.message
         memories = self._memories()
         if isinstance(asked, messages.Export) and self._device is not None:
@@ -277,7 +284,7 @@ class KVTPClient:
                 )
                 self._register(connection)
             except ChannelClosedError:
-                continue  # it went in the middle: it is looked for again
+                continue  # it was unmapped during the search: search again
             except KvelasticError as error:
                 if not self._is_closed:
                     _log.error("the server at %s refuses this rank: %s", self._address, error)
@@ -298,7 +305,7 @@ class KVTPClient:
                 )
             )
         memories = self._memories()
-        # In their order, which says which one a tensor means: one kind in each message.
+        # Keep this order, which assigns memories to tensors; a message holds one kind of memory.
         for is_elastic, group in groupby(memories, key=lambda memory: memory[1]):
             fds = [fd for fd, _ in group]
             for first in range(0, len(fds), _DESCRIPTORS_AT_ONCE):
@@ -317,7 +324,7 @@ class KVTPClient:
 
 
 def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
-    """Which axis counts blocks in tensors of that layout, or their descriptions.
+    """Return the axis that counts blocks in tensors (or their descriptions) of that layout.
 
     Raises `InvalidArgumentError` for tensors of another shape.
     """
@@ -327,7 +334,7 @@ def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
     whole = replace(layout, num_layer=1) if len(tensors) > 1 else layout
     blocks_at = BLOCK_AXES[whole.type]
     found = -1
-    # A tensor may leave out axes of one: of its one layer, of K and V in one row.
+    # A tensor may omit axes of length one: a single layer, or K and V in one row.
     left = len(shape) - 1
     for axis in reversed(range(len(whole.kv_shape))):
         if left >= 0 and shape[left] == whole.kv_shape[axis]:
@@ -344,9 +351,9 @@ def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
 
 
 def _in_blocks(tensor: TensorDescription, layout: KVCacheLayout | None) -> TensorDescription:
-    """A tensor [token, head, element] as one [block, token, head, element]; others unchanged.
+    """View a tensor [token, head, element] as [block, token, head, element]; others unchanged.
 
-    The layout's whole blocks of it: SGLang has a page of tokens more, for padding.
+    Only the layout's whole blocks are included: SGLang has an extra page of tokens for padding.
     """
     if layout is None or tensor.shape[1:] != (layout.num_head, layout.head_size):
         return tensor

@@ -1,12 +1,12 @@
-"""Runs graphs of operations on the tiers' executor, and reports what has ended.
+"""Runs graphs of operations on the tiers' executor and reports their ends.
 
     engine.submit_transfer_graph(graph)
     engine.get_completed_graphs_and_ops(timeout=1.0)     # [(graph_id, op_id), ..., (graph_id, -1)]
 
-A block that a store cannot move is False in `TransferOp.moved`, never an exception.
+A block that a store cannot move is False in `TransferOp.moved`; it never raises.
 
-Lock: `_done`, taken under the executor's, so it is not held in a call of the executor. Any thread
-may call.
+Lock: `_done` is taken under the executor's lock, so no call of the executor is made while it is
+held. Any thread may call.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ from kvelastic.tiers.run import Priority, Run, Transfer
 _log = logging.getLogger("kvelastic")
 
 BATCH_BLOCKS = 8
-"""The least blocks of a batch: a disk needs that many at once."""
+"""Minimum blocks per batch: a disk needs that many concurrently."""
 BATCH_BYTES = 4 << 20
-"""A batch of small blocks has this many bytes: smaller ones would cost more in calls than in
-copying, larger ones would delay the first copy."""
+"""Bytes per batch of small blocks. Smaller batches would cost more in calls than in copying.
+
+Larger ones would delay the first copy.
+"""
 CLOSE_S = 5.0
 _LOOK_S = 0.25
 
 
 class _Flight:
-    """A graph that was submitted. The engine's lock guards it."""
+    """A submitted graph. The engine's lock guards it."""
 
     def __init__(self, graph: TransferOpGraph) -> None:
         self.graph = graph
         self.stages: list[Stage] = []
         self.is_planned = False
         self.stage = -1
-        """The running one; -1 before the first."""
+        """The running stage; -1 before the first."""
         self.run: Run | None = None
         self.open: list[list[int]] = []
-        """By stage and operation, the executor's operations that have not ended."""
+        """By stage and operation: the executor's operations that have not ended."""
         self.left = 0
         self.is_cancelled = False
         self.is_over = False
 
     def plan(self, stages: list[Stage]) -> None:
-        """Take the stages over."""
+        """Set the graph's stages."""
         self.stages = stages
         counts = [Counter(stage.op_at) for stage in stages]
         self.open = [
@@ -73,12 +75,12 @@ class _Flight:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the executor has a run of it, or it has ended."""
+        """Whether the executor has started a run of the graph, or the graph has ended."""
         return self.run is not None or self.is_over
 
 
 class TransferEngine:
-    """See the module. Owns the stores and the threads until `shutdown`."""
+    """Runs transfers. Owns the stores and the threads until `shutdown`. Any thread may call."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class TransferEngine:
         gpu_worker: GPUCPUTransferWorker,
         staging: StagingMemory,
     ) -> None:
-        """`stores` are the nearest first."""
+        """`stores` are ordered from the nearest tier to the farthest."""
         self._cpu = stores[DeviceType.CPU]
         self.gpu_worker = gpu_worker
         batch_blocks = min(
@@ -109,11 +111,13 @@ class TransferEngine:
     def submit_transfer_graph(
         self, transfer_graph: TransferOpGraph | Sequence[TransferOpGraph]
     ) -> None:
-        """Start a graph, or several: all or none. Never blocks.
+        """Start one or several graphs: all or none. Never blocks.
 
-        Raises `InvalidArgumentError` for one that was submitted before, has a cycle or does not fit
-        together, `UnsupportedError` for an operation that is not supported, `NotInitializedError`
-        if it copies blocks of a client that has not registered its tensors.
+        Raises `InvalidArgumentError` for a graph that was submitted before, has a cycle or is
+        inconsistent,
+        `UnsupportedError` for an unsupported operation, and `NotInitializedError` for blocks of a
+        client
+        that has not registered its tensors.
         """
         if isinstance(transfer_graph, TransferOpGraph):
             transfer_graph = [transfer_graph]
@@ -125,7 +129,7 @@ class TransferEngine:
             self._begin_stage(flight, 0)
 
     def plan_and_submit(self, graphs: Iterable[TransferOpGraph]) -> None:
-        """The same, but a thread plans: large graphs do not block the caller.
+        """Start graphs, but plan them in a thread, so that large graphs do not block the caller.
 
         A graph that cannot be planned fails.
         """
@@ -142,12 +146,12 @@ class TransferEngine:
             self._flights.update(new)
 
     def _plan_all(self) -> None:
-        """The planner's thread."""
+        """Plan submitted graphs. Runs in the planner's thread."""
         while (flight := self._to_plan.get()) is not None:
             try:
                 stages = self._scheduler.stages(flight.graph)
                 with self._done:
-                    if flight.is_over:  # cancelled before its turn
+                    if flight.is_over:  # cancelled before it was planned
                         continue
                     flight.plan(stages)
                 self._begin_stage(flight, 0)
@@ -182,7 +186,7 @@ class TransferEngine:
             stage = flight.stages[number]
             for op in stage.ops:
                 op.status = TransferOpStatus.RUNNING
-        if number:  # keep what the first stage has put until it is copied on
+        if number:  # keep what the first stage has stored until it is copied on
             lease = self._cpu.lease(stage.keys)
         transfer = Transfer(
             stage.graph,
@@ -219,7 +223,7 @@ class TransferEngine:
         self._end_if_over(flight)
 
     def _drop(self, flight: _Flight, status: TransferOpStatus) -> None:
-        """End a graph of which nothing has begun. The lock is held."""
+        """End a graph that has not started. The lock is held."""
         if not flight.is_over:
             self._cancel_ops(flight, flight.graph.ops.values(), status)
             flight.left, flight.open, flight.stage = 0, [], len(flight.stages)
@@ -235,7 +239,7 @@ class TransferEngine:
     # --- the executor's thread -----------------------------------------------------------------
 
     def _note_end(self, flight: _Flight, number: int, index: int, run: Run) -> None:
-        """One of the executor's operations has ended. Its lock is held."""
+        """Handle the end of an executor's operation. The executor's lock is held."""
         stage = flight.stages[number]
         at = stage.op_at[index]
         with self._done:
@@ -279,10 +283,11 @@ class TransferEngine:
                 self._done.wait(left_s)
 
     def get_completed_graphs_and_ops(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        """(graph_id, op_id) of what has ended since the last call; op_id -1 is the graph's end.
+        """Return (graph_id, op_id) of all ends since the last call; op_id -1 is the graph's end.
 
-        Waits until there is something, `timeout` seconds at most (None: as long as a graph is
-        running). An operation's `status` and `moved` tell its result.
+        Waits for the first end, up to `timeout` seconds (None: as long as a graph is running).
+        Results are
+        in the operation's `status` and `moved`.
         """
         timeout_s = float("inf") if timeout is None else timeout
         self._wait(timeout_s, lambda: self._completed or not self._flights)
@@ -292,25 +297,25 @@ class TransferEngine:
 
     @property
     def events(self) -> int:
-        """How many ends there were so far, for `wait_for_event`."""
+        """Number of ends so far, for `wait_for_event`."""
         with self._done:
             return self._events
 
     def wait_for_event(self, seen: int, timeout_s: float) -> None:
-        """Wait until `events` differs from `seen`, `timeout_s` at most."""
+        """Wait until `events` differs from `seen`, up to `timeout_s`."""
         self._wait(timeout_s, lambda: self._events != seen)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no graph is running, `timeout_s` at most. Returns whether that is so.
+        """Wait until no graph is running, up to `timeout_s`; return whether none is.
 
         A store may still be working for a cancelled graph.
         """
         return self._wait(timeout_s, lambda: not self._flights)
 
     def cancel(self, graph_id: int, timeout_s: float = CLOSE_S) -> bool:
-        """Start no more of a graph. Returns whether its blocks of the engine are unused now.
+        """Stop a graph; return whether its engine blocks are unused now.
 
-        Waits for a copy that is in progress, `timeout_s` at most.
+        Waits for a copy in progress, up to `timeout_s`.
         """
         with self._done:
             flight = self._flights.get(graph_id)
@@ -328,7 +333,7 @@ class TransferEngine:
         return run.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no store is called, also for cancelled graphs. Returns whether that is so."""
+        """Wait until no store is in use, even for cancelled graphs; return whether none is."""
         deadline_s = time.monotonic() + timeout_s
         with self._done:
             flights = list(self._flights.values())
@@ -337,15 +342,15 @@ class TransferEngine:
         return self._executor.drain(max(0.0, deadline_s - time.monotonic()))
 
     def stop_writing(self, timeout_s: float) -> bool:
-        """Wait until no store is written to, but for stores that hang. Returns whether that is so.
+        """Wait until no store is written to, except hanging ones; return whether none is.
 
-        Nothing may be submitted meanwhile.
+        The caller must not submit graphs during the call.
         """
         return self._executor.settle_unawaited(timeout_s)
 
     @property
     def stuck_tiers(self) -> list[int]:
-        """The places of tiers whose store hangs."""
+        """The indices of tiers whose store hangs."""
         return self._executor.stuck_tiers
 
     def check_integrity(self) -> None:
@@ -357,7 +362,10 @@ class TransferEngine:
                     raise IntegrityError(f"graph {graph_id} counts {flight.left} open operations")
 
     def shutdown(self, timeout_s: float = CLOSE_S) -> list[str]:
-        """Cancel all, end the threads and close the stores. Returns what hangs. Idempotent."""
+        """Cancel all graphs, end the threads, close the stores; return hanging parts.
+
+        Idempotent.
+        """
         with self._done:
             for flight in list(self._flights.values()):
                 flight.is_cancelled = True
