@@ -4,17 +4,18 @@
     manager.start()
     manager.register_kv_caches(kv_tensors, layout)
 
-    task, mask = manager.get_match(token_ids)          # what is there
-    manager.launch(task, slot_mapping[mask])           # into these slots
+    task, mask = manager.get_match(token_ids)          # mask: tokens in the tiers
+    manager.launch(task, slot_mapping[mask])           # copies them into these slots
     manager.wait(task)[task].status                    # KVResponseStatus.SUCCESS
 
-    task, mask = manager.put_match(token_ids)          # what is not there
+    task, mask = manager.put_match(token_ids)          # mask: tokens missing in the tiers
     manager.launch(task, slot_mapping[mask])
-    manager.wait(task)                                 # the slots may be written again
+    manager.wait(task)                                 # now the slots may be overwritten
     manager.shutdown()
 
-Any thread may call anything. A tier that fails is a miss and raises nothing. `common.calls` has the
-calls.
+Any thread may call any method. A failing tier is a miss and raises nothing. `common.calls`
+describes
+the calls.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _log = logging.getLogger("kvelastic.flexkv")
 
 
 class KVManager(Calls):
-    """FlexKV's facade: forwards calls to a task engine of its own or to a server's."""
+    """FlexKV's facade: forwards calls to its own task engine or to a server."""
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class KVManager(Calls):
         *,
         settings: Config | None = None,
     ) -> None:
-        """Checks the configuration; `start` opens the tiers.
+        """Check the configuration; `start` opens the tiers.
 
-        Newer FlexKV has another order after `cache_config`: pass by keyword. `settings` are
-        kvelastic's own (None: from the environment). Raises `ConfigError` for a bad value and
-        `UnsupportedError`, with a replacement, for a missing feature.
+        Newer FlexKV has another order after `cache_config`: pass these by keyword. `settings` are
+        kvelastic's own (None: from the environment). Raises `ConfigError` for an invalid value, and
+        `UnsupportedError`, naming a replacement, for a missing feature.
         """
         check_supported(model_config, cache_config)
         model_config = copy(model_config)
@@ -104,7 +105,7 @@ class KVManager(Calls):
         self.gpu_register_port = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port or unique_endpoint()
         )
-        """The endpoint at which ranks in other processes register."""
+        """Endpoint at which ranks in other processes register."""
         self._model, self._cache = model_config, cache_config
         self._listener: Endpoint | None = None
         self._registrations = Registrations(
@@ -122,17 +123,18 @@ class KVManager(Calls):
 
     @property
     def task_engine(self) -> KVTaskEngine:
-        """The engine in this process. Raises `NotInitializedError` if a server has it."""
+        """The task engine in this process. Raises `NotInitializedError` if a server runs it."""
         if not isinstance(self._engine, KVTaskEngine):
             raise NotInitializedError("the tasks of this manager are its server's")
         return self._engine
 
     def start(self) -> None:
-        """Open the tiers, or start the server or find it, and listen for ranks. Idempotent.
+        """Open the tiers, or start or find the server, and listen for ranks. Idempotent.
 
-        Blocks until the stores are open or the server is there. Raises the errors of both, and
-        `ChannelError` if an endpoint is taken, and leaves nothing open. After `shutdown` tensors
-        must be registered again, and earlier tasks are not found.
+        Blocks until the stores are open or the server is ready. Raises the errors of both, and
+        `ChannelError` if an endpoint is in use; nothing stays open then. After `shutdown`, tensors
+        must be
+        registered again, and earlier tasks are unknown.
         """
         try:
             if self._is_served and self._server is None and self._owns_server:
@@ -151,7 +153,7 @@ class KVManager(Calls):
             raise
 
     def _listen(self) -> Endpoint | None:
-        """None if an endpoint that was not named cannot be used."""
+        """Listen for ranks; return None if an automatically named endpoint is unusable."""
         remove_dead_endpoints()
         try:
             return self._registrations.listen(self.gpu_register_port)
@@ -170,14 +172,15 @@ class KVManager(Calls):
         return self.dp_client_id == 0 and GLOBAL_CONFIG_FROM_ENV.server_launch_mode == "embedded"
 
     def reconnect(self) -> None:
-        """Look for the server again, after a call has raised that it is gone. Blocks shortly."""
+        """Connect to the server again, after a call has reported that it ended. Blocks briefly."""
         if isinstance(self._engine, KVDPClient):
             self._engine.reconnect()
 
     def is_ready(self) -> bool:
-        """Whether every rank has registered its tensors, so that tasks can be launched.
+        """Whether all ranks have registered their tensors, so that tasks can be launched.
 
-        Raises `EngineError` with the reason if a missing rank was refused: it does not try again.
+        Raises `EngineError` with the reason if a missing rank was refused: a refused rank does not
+        retry.
         """
         if self._engine.is_ready():
             return True
@@ -191,7 +194,11 @@ class KVManager(Calls):
         dp_client_id: int | None = None,
         tp_rank: int = 0,
     ) -> None:
-        """As `KVTaskEngine.register_kv_caches`; the client is this manager's by default."""
+        """Register a rank's KV tensors; the client defaults to this manager's.
+
+        With a server, blocks until it has registered them. Otherwise as
+        `KVTaskEngine.register_kv_caches`.
+        """
         client = self.dp_client_id if dp_client_id is None else dp_client_id
         if isinstance(self._engine, KVTaskEngine):
             self._engine.register_kv_caches(kv_caches, layout, client, tp_rank)
@@ -202,13 +209,13 @@ class KVManager(Calls):
         rank.wait_until_registered()
 
     def ask(self, call: Message, dp_id: int = 0) -> Any:
-        """As `Calls.ask`, of the engine in this process or of the server's."""
+        """Run a call in this process's engine or in the server. See `Calls.ask`."""
         return self._engine.ask(call, dp_id)
 
     def shutdown(self) -> None:
         """Cancel all tasks and close the tiers. Idempotent. Blocks.
 
-        Of several clients only the one that has started the server ends it.
+        With a server, only the client that started it ends it.
         """
         while self._own_ranks:
             self._own_ranks.pop().close()
@@ -239,7 +246,7 @@ class KVManager(Calls):
 
 
 def is_served(model: ModelConfig) -> bool:
-    """Whether a server has the tiers: for several clients, or by the settings.
+    """Whether a server runs the tiers: with several clients, or if the settings require it.
 
     Raises `ConfigError` for FLEXKV_SERVER_LAUNCH_MODE=external without a server.
     """

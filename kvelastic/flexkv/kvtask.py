@@ -1,14 +1,15 @@
-"""Requests as tasks: matched, planned, launched, waited for. `common.calls` has the calls.
+"""Requests as tasks: match, plan, launch, wait. `common.calls` describes the calls.
 
     UNREADY -- launch --> RUNNING --> COMPLETED        nothing to move: COMPLETED at once
        |                     |-----> FAILED            some block was not moved
        '------- cancel ------'-----> CANCELLED
 
-An UNREADY task holds leases and room in the tiers: launch or cancel every id that a match returned.
-A task is COMPLETED when the engine may go on: a get when the data is in its blocks, a put when they
-have been read. Writes of a put to farther tiers continue after that.
+An UNREADY task holds leases and space in the tiers: launch or cancel every id that a match
+returned.
+A task is COMPLETED when the engine can continue. For a get, the data is in the engine's blocks. For
+a put, the blocks have been read; writes to farther tiers continue after that.
 
-Locks: `_life` (a start or a shutdown), then `_lock`, then the transfer engine's and the stores'.
+Lock order: `_life` (a start or a shutdown), `_lock`, the transfer engine's lock, the stores' locks.
 Any thread may call.
 """
 
@@ -72,9 +73,9 @@ _log = logging.getLogger("kvelastic")
 
 EXPIRY_S: Final = 30 * 60.0
 MOST_TASKS: Final = 100_000
-"""Beyond either bound the oldest task is forgotten and releases what it holds."""
+"""Beyond either limit the oldest task is dropped and releases what it holds."""
 RECENT_TASKS: Final = 256
-"""Ended tasks that are remembered for `common.debug`."""
+"""Number of ended tasks kept for `common.debug`."""
 RESET_S: Final = 60.0
 
 
@@ -111,9 +112,9 @@ class KVTask:
     created_s: float
     status: TaskStatus = TaskStatus.UNREADY
     graph_is_over: bool = False
-    """Whether all copies have ended, also those after the task's end."""
+    """Whether all copies have ended, including those after the task's end."""
     moved: Mask | None = None
-    """For each block of the plan whether it was moved; None: all, or the task has not ended."""
+    """For each block of the plan, whether it was moved. None: all were, or the task runs."""
     callbacks: list[Callable[[KVResponse], None]] = field(default_factory=list)
 
     @property
@@ -122,7 +123,7 @@ class KVTask:
         return self.status in _ENDS
 
     def mask(self, tokens_per_block: int) -> Mask:
-        """True for tokens that were moved, or are to be."""
+        """Return a mask that is True for tokens that were moved or will be."""
         if self.moved is None:
             return self.plan.mask()
         if self.task_type is KVRequestType.PUT:
@@ -136,7 +137,7 @@ class KVTask:
         return self.plan.mask(lead * tokens_per_block)
 
     def end_graph(self) -> None:
-        """All copies have ended: release what the plan holds."""
+        """Release what the plan holds, after all copies have ended."""
         self.graph_is_over = True
         self.plan = self.plan.ended()
 
@@ -153,7 +154,7 @@ class KVTaskEngine(Calls):
         clock: Callable[[], float] = time.monotonic,
         first_task_id: int = 1,
     ) -> None:
-        """Checks the configuration; `start` opens the tiers.
+        """Check the configuration; `start` opens the tiers.
 
         `settings` are kvelastic's own (None: from the environment). Task ids count up from
         `first_task_id`. Raises `ConfigError` and `UnsupportedError`.
@@ -164,7 +165,7 @@ class KVTaskEngine(Calls):
         self._clients = model_config.dp_size * model_config.instance_num
         self._settings = load() if settings is None else settings
         self._clock = clock
-        self._life = threading.RLock()  # a start or a shutdown runs; taken before `_lock`
+        self._life = threading.RLock()  # held during a start or a shutdown; taken before `_lock`
         self._lock = threading.RLock()
         self._task_ids = itertools.count(first_task_id)
         self._tasks: dict[int, KVTask] = {}
@@ -180,10 +181,11 @@ class KVTaskEngine(Calls):
     # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the tiers and start the threads. Blocks for the stores. Idempotent.
+        """Open the tiers and start the threads. Blocks while stores open. Idempotent.
 
-        After `shutdown` tensors must be registered again, and earlier tasks are not found. Raises
-        the error of a store that cannot be opened, and leaves nothing open.
+        After `shutdown`, tensors must be registered again, and earlier tasks are unknown. Raises
+        the error
+        of a store that cannot be opened; nothing stays open then.
         """
         with self._life, self._lock:
             if self._storage is not None and not self._is_shut:
@@ -218,7 +220,8 @@ class KVTaskEngine(Calls):
         return storage
 
     def is_ready(self) -> bool:
-        """Whether it is started and all ranks of all clients have registered their tensors."""
+        """Whether the engine is started and all ranks of all clients have registered their
+        tensors."""
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker
@@ -234,8 +237,10 @@ class KVTaskEngine(Calls):
         """Register a rank's KV tensors: one for all layers, or one for each.
 
         They are contiguous NumPy arrays or torch tensors, referenced until `release_client`.
-        Kernels that write a block must have finished before a put of it is launched. Raises
-        `InvalidArgumentError` if tensors, layout and model disagree.
+        Kernels that
+        write a block must have finished before a put of it is launched. Raises
+        `InvalidArgumentError` if
+        tensors, layout and model disagree.
         """
         handle = GPUAllocator.from_tensors(layout, kv_caches, self._settings)
         self.register_storage(handle, dp_client_id, tp_rank, keep=list(kv_caches))
@@ -257,14 +262,14 @@ class KVTaskEngine(Calls):
             )
 
     def release_client(self, dp_client_id: int) -> None:
-        """Cancel the tasks of a client that has gone, and release its tensors."""
+        """Cancel the tasks of a client that has exited, and release its tensors."""
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if task.dp_id == dp_client_id]
         self._cancel(ids)
         self.transfer_engine.gpu_worker.unregister(dp_client_id)
 
     def shutdown(self) -> None:
-        """Cancel all tasks, close the tiers, end the threads. Idempotent. Blocks."""
+        """Cancel all tasks, close the tiers and end the threads. Idempotent. Blocks."""
         with self._life:
             with self._lock:
                 is_started = self._storage is not None and not self._is_shut
@@ -285,7 +290,10 @@ class KVTaskEngine(Calls):
     # --- calls ---------------------------------------------------------------------------------
 
     def ask(self, call: Message, dp_id: int = 0) -> Any:
-        """As `Calls.ask`. Raises `NotInitializedError` before `start` and after `shutdown`."""
+        """Run a call. Raises `NotInitializedError` before `start` and after `shutdown`.
+
+        See `Calls.ask` for the results.
+        """
         self._check_client(dp_id)
         _ = self.storage
         if isinstance(call, Match):
@@ -308,7 +316,7 @@ class KVTaskEngine(Calls):
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if not task.graph_is_over]
         self._cancel(ids)
-        # A store may still be writing blocks of cancelled tasks, which would stay behind.
+        # Stores may still be writing blocks of cancelled tasks, which a reset would miss.
         self.transfer_engine.stop_writing(RESET_S)
         self._pump()
         late = self.cache_engine.reset(RESET_S)
@@ -378,7 +386,7 @@ class KVTaskEngine(Calls):
             return task
 
     def _expire(self, now_s: float) -> None:
-        """The lock is held."""
+        """Drop tasks beyond the limits. The lock is held."""
         while self._tasks:
             oldest = next(iter(self._tasks.values()))
             if len(self._tasks) <= MOST_TASKS and now_s - oldest.created_s < EXPIRY_S:
@@ -414,7 +422,7 @@ class KVTaskEngine(Calls):
             return [batch_id]
 
     def _check_launch(self, task_id: int, slots: Tokens) -> tuple[KVTask, BlockIds | None]:
-        """The task and its blocks; None if there is nothing to copy. The lock is held."""
+        """Return the task and its blocks; None if there is nothing to copy. The lock is held."""
         task = self._tasks.get(task_id)
         if task is None:
             raise InvalidArgumentError(f"task {task_id} is not known; launch what a match returned")
@@ -443,7 +451,7 @@ class KVTaskEngine(Calls):
         return task, blocks
 
     def _submit(self, tasks: Sequence[KVTask]) -> None:
-        """The lock is held."""
+        """Submit the tasks' graphs: all or none. The lock is held."""
         for task in tasks:
             self._by_graph[task.plan.graph.graph_id] = task
         try:
@@ -498,7 +506,7 @@ class KVTaskEngine(Calls):
             self.transfer_engine.wait_for_event(seen, left_s)
 
     def on_complete(self, task_id: int, callback: Callable[[KVResponse], None]) -> None:
-        """Call `callback` once with the response, in the next thread that calls.
+        """Call `callback` once with the response, in the next thread that makes a call.
 
         Raises `InvalidArgumentError` for an unknown task.
         """
@@ -512,7 +520,7 @@ class KVTaskEngine(Calls):
                 task.callbacks.append(callback)
 
     def _answer(self, task_id: int, completely: bool) -> KVResponse | None:
-        """None if it has not ended. The lock is held."""
+        """Return the response; None if the task has not ended. The lock is held."""
         members = self._batches.get(task_id)
         if members is not None:
             return self._batch_answer(task_id, members, completely)
@@ -557,7 +565,7 @@ class KVTaskEngine(Calls):
                     task.end_graph()
 
     def _note_end(self, task: KVTask) -> None:
-        """The operation that the caller waits for has ended. The lock is held."""
+        """Handle the end of the operation that the caller waits for. The lock is held."""
         task.plan.release_leases()
         if task.is_over:
             return
@@ -586,7 +594,7 @@ class KVTaskEngine(Calls):
         task.callbacks.clear()
 
     def _call_back(self) -> None:
-        """Without the lock."""
+        """Run pending callbacks. Called without the lock."""
         while self._called_back:
             try:
                 callback, response = self._called_back.popleft()
@@ -601,7 +609,7 @@ class KVTaskEngine(Calls):
 
     @property
     def open_tasks(self) -> int:
-        """The number of tasks that hold something or run."""
+        """Number of tasks that run or hold leases or space."""
         with self._lock:
             return sum(not task.graph_is_over for task in self._tasks.values())
 
@@ -610,12 +618,12 @@ class KVTaskEngine(Calls):
         return TaskRecord(task.task_id, kind, task.status.value, task.plan.tokens, seconds)
 
     def open_records(self) -> list[TaskRecord]:
-        """The tasks that hold something, for `common.debug.describe`."""
+        """Return the tasks that run or hold something, for `common.debug.describe`."""
         with self._lock:
             return [self._record(task) for task in self._tasks.values() if not task.graph_is_over]
 
     def status_of(self, task_id: int) -> TaskStatus | None:
-        """The state of a task; None if it is unknown."""
+        """Return the state of a task; None if it is unknown."""
         with self._lock:
             self._pump()
             task = self._tasks.get(task_id)

@@ -5,7 +5,8 @@
     ...                                      # run the graph
     plan()                                   # or plan.abort(): release what the plan holds
 
-Any thread. A lookup reads indexes in memory; a store that has to ask a medium is given 20 ms.
+Any thread may call. A lookup reads indexes in memory. A store that accesses a file system or server
+for a lookup gets 20 ms.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class CacheEngine(RadixTree):
 class Plan:
     """The graph of one request, and what it holds in the tiers.
 
-    Call it when the graph has ended, or will not run (FlexKV's `abort`): leases and room that was
-    not filled are released. Idempotent, any thread.
+    Call the plan when the graph has ended or will not run (`abort` in FlexKV): this releases leases
+    and
+    space that was not filled. Idempotent; any thread may call.
     """
 
     def __init__(
@@ -67,18 +69,18 @@ class Plan:
     ) -> None:
         self.graph = graph
         self.length = length
-        """The request's tokens."""
+        """Number of tokens of the request."""
         self.first_token = first_token
         self.tokens = tokens
-        """The number of tokens from `first_token` on that are moved, or are there."""
+        """Number of tokens from `first_token` on that are moved or present."""
         self.fragments = fragments
-        """Where the blocks of a get were found."""
+        """The tiers in which the blocks of a get were found."""
         self._leases = leases
         self._place = place
         self._lock = threading.Lock()
 
     def mask(self, tokens: int | None = None) -> Mask:
-        """True for the moved tokens, or for the first `tokens` of them."""
+        """Return a mask of the moved tokens, or of the first `tokens` of them."""
         mask = np.zeros(self.length, np.bool_)
         count = self.tokens if tokens is None else tokens
         mask[self.first_token : self.first_token + count] = True
@@ -86,12 +88,12 @@ class Plan:
 
     @property
     def slots(self) -> Sequence[int]:
-        """Of a put: the number that the CPU tier has given each block of the request."""
+        """For a put: the CPU tier's slot for each block of the request."""
         place = self._place
         return () if place is None else place.slots
 
     def hold(self, place: Reservation | None) -> None:
-        """Hold room for blocks on their way."""
+        """Hold space for blocks that will be put."""
         self._place = place
 
     def release_leases(self) -> None:
@@ -102,7 +104,7 @@ class Plan:
             lease.release()
 
     def __call__(self) -> None:
-        """Release all that it holds."""
+        """Release everything that the plan holds."""
         self.release_leases()
         with self._lock:
             place, self._place = self._place, None
@@ -112,7 +114,7 @@ class Plan:
     abort = __call__
 
     def ended(self) -> Plan:
-        """Release all, and return the part that the mask is made of."""
+        """Release everything; return the part that is needed for the mask."""
         self()
         return Plan(_NOTHING, self.length, self.first_token, self.tokens)
 
@@ -121,12 +123,12 @@ _NOTHING: Final = TransferOpGraph()
 
 
 class GlobalCacheEngine:
-    """All tiers of one storage. See the module."""
+    """All tiers of one storage. Any thread may call."""
 
     def __init__(
         self, storage: StorageEngine, may_ask: Callable[[int], bool] = lambda tier: True
     ) -> None:
-        """`may_ask` says by its place whether a tier responds now."""
+        """`may_ask` returns whether the tier with this index responds now."""
         self._storage = storage
         self._may_ask = may_ask
         self._devices = list(storage.tiers)
@@ -135,12 +137,12 @@ class GlobalCacheEngine:
         self.tokens_per_block = storage.layout.tokens_per_block
 
     def engine(self, device_type: DeviceType) -> CacheEngine:
-        """One tier. Raises `InvalidArgumentError` for one that is not opened."""
+        """Return one tier. Raises `InvalidArgumentError` if it is not open."""
         store = self._storage.get_storage_handle(device_type).data
         return CacheEngine(store, self._storage.namespace)
 
     def sequence(self, token_ids: Any, namespace: Sequence[str] | None = None) -> SequenceMeta:
-        """A request's tokens with the keys that its blocks have here."""
+        """Return a request's tokens with the keys of its blocks in these tiers."""
         seed = self._storage.namespace.fingerprint
         return SequenceMeta(token_ids, self.tokens_per_block, namespace, seed=seed)
 
@@ -184,8 +186,9 @@ class GlobalCacheEngine:
     ) -> tuple[TransferOpGraph, Mask, Plan, int, int]:
         """Plan a put. Returns (graph, return_mask, callback, task_end_op_id, skipped_gpu_blocks).
 
-        `skipped_gpu_blocks` is the number of leading blocks that are there or on their way. The
-        rest is as in `get`.
+        `skipped_gpu_blocks` is the number of leading blocks that are present or in progress.
+        Otherwise as
+        `get`.
         """
         check_layers(layer_num, ALL_LAYERS)
         sequence = self.sequence(token_ids, namespace)
@@ -221,7 +224,7 @@ class GlobalCacheEngine:
         cpu_only: bool = False,
         is_prefetch: bool = False,
     ) -> Plan:
-        """Hold the longest run of blocks from `first` on, before `last`, that the tiers have."""
+        """Hold the longest run of blocks in the tiers from `first` on, before `last`."""
         keys = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
         may_ask = (lambda tier: tier == 0) if cpu_only else self._may_ask
         segments, leases = self._lookup.hold_leading(keys, may_ask)
@@ -253,7 +256,7 @@ class GlobalCacheEngine:
     def _room_for(
         self, keys: bytes, segments: Sequence[Segment], chain_after: bytes
     ) -> Reservation | None:
-        """Room in the CPU tier from the first block on that only a farther tier has."""
+        """Reserve space in the CPU tier, from the first block that only a farther tier has."""
         first = next((segment.first for segment in segments if segment.tier), None)
         if first is None:
             return None
@@ -262,9 +265,10 @@ class GlobalCacheEngine:
         return self._cpu.reserve(keys[at:], chain_after=after)
 
     def plan_put(self, sequence: SequenceMeta, last: int, *, dp_id: int = 0) -> Plan:
-        """Reserve room for the blocks before `last` that the CPU tier neither has nor awaits.
+        """Reserve space for the blocks before `last` that are neither in the CPU tier nor in
+        progress.
 
-        If there is not room for all of them, the plan is empty and nothing is put.
+        If not all of them fit, the plan is empty and nothing is put.
         """
         keys = sequence.keys[: last * KEY_BYTES]
         place = self._cpu.reserve(keys, chain_after=NO_KEY) if keys else None
@@ -281,11 +285,11 @@ class GlobalCacheEngine:
     # --- the rest ------------------------------------------------------------------------------
 
     def reset(self, timeout_s: float = ERASE_S) -> list[str]:
-        """Erase all blocks in all tiers. Returns the tiers that did not respond in time.
+        """Erase all blocks in all tiers; return the tiers that did not respond in time. Blocks.
 
-        No block from before is found again. Earlier plans keep their leases until they end. Blocks.
+        Erased blocks are never found again. Earlier plans keep their leases until they end.
         """
-        # Every generation: an earlier reset may have left blocks in a tier that was late.
+        # Erase all generations: an earlier reset may have missed blocks in a slow tier.
         selection = Selection(namespace=self._storage.namespace, every_generation=True)
         self._storage.next_generation()
         late = []
@@ -300,7 +304,7 @@ class GlobalCacheEngine:
         return late
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the lookup's threads. The transfer engine closes the stores. Idempotent."""
+        """End the threads for lookups. The transfer engine closes the stores. Idempotent."""
         self._lookup.close(timeout_s)
 
     def check_integrity(self) -> None:
@@ -310,7 +314,10 @@ class GlobalCacheEngine:
 
 
 def true_span(mask: Mask | None, length: int) -> tuple[int, int]:
-    """First True token and the one behind the last. `InvalidArgumentError` for a hole between."""
+    """Return the first True token and the end of the True run.
+
+    Raises `InvalidArgumentError` if it has gaps.
+    """
     if mask is None:
         return 0, length
     count = int(np.count_nonzero(mask))
@@ -325,14 +332,14 @@ def true_span(mask: Mask | None, length: int) -> tuple[int, int]:
 
 
 def wanted_blocks(token_mask: Any, sequence: SequenceMeta) -> tuple[int, int]:
-    """The blocks of a get: from that of the first True token on, whole ones only."""
+    """Return the whole blocks of a get, from the block of the first True token on."""
     first, end = true_span(as_mask(token_mask, sequence.length), sequence.length)
     first_block = first // sequence.tokens_per_block
     return first_block, max(first_block, end // sequence.tokens_per_block)
 
 
 def put_blocks(token_mask: Any, sequence: SequenceMeta) -> int:
-    """How many leading whole blocks are to be put.
+    """Return the number of leading whole blocks to put.
 
     Raises `InvalidArgumentError` unless the mask is True from the first token on.
     """
@@ -346,7 +353,7 @@ def put_blocks(token_mask: Any, sequence: SequenceMeta) -> int:
 
 
 def slots_of_plan(plan: Plan, token_mask: Any, slot_mapping: Any) -> Tokens:
-    """Of one slot for each True token of a request's mask, those of the plan's tokens."""
+    """From slots for all True tokens of a request's mask, return those of the plan's tokens."""
     slots = as_tokens(slot_mapping, "slot_mapping")
     first, end = true_span(as_mask(token_mask, plan.length), plan.length)
     if len(slots) != end - first:

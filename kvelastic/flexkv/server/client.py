@@ -34,9 +34,10 @@ __all__ = ["KVDPClient", "KVTPClient"]
 class KVDPClient(Calls):
     """One data-parallel client of a server. Any thread may call.
 
-    Each call blocks until the server has replied, and raises the error that it replied with. It
-    raises `ChannelClosedError` if the server has ended: all tasks are lost then. The next call
-    looks for another server at the same endpoint, which knows none of these tasks.
+    Each call blocks until the server replies, and raises the error in the reply. If the server has
+    ended, the call raises `ChannelClosedError` and all tasks are lost. The next call connects to a
+    new
+    server at the same endpoint, which does not know these tasks.
     """
 
     def __init__(
@@ -46,23 +47,23 @@ class KVDPClient(Calls):
         dp_client_id: int = 0,
         tokens_per_block: int = 0,
     ) -> None:
-        """Does not connect yet. Raises `ConfigError` for an endpoint other than a Unix socket's."""
+        """Does not connect yet. Raises `ConfigError` for an endpoint that is not a Unix socket."""
         self.dp_client_id = dp_client_id
         self.server_recv_port: Final = server_recv_port
         self._address = socket_address(server_recv_port)
         self._shape = messages.shape_of(model_config, tokens_per_block)
         self._endpoint: Endpoint | None = None
-        """From the first start to `unregister` or `shutdown`."""
+        """Exists from the first start until `unregister` or `shutdown`."""
         self._connection: Connection | None = None
         self._reconnecting = threading.Lock()
 
     def start(self) -> None:
-        """As `KVManager.start`: `start_server_and_register`, unless that was done."""
+        """Connect and register this client, unless that was done. Blocks."""
         if not self._is_connected:
             self.start_server_and_register()
 
     def reconnect(self) -> None:
-        """Register at a new server if the old one has ended. Blocks shortly."""
+        """Register with a new server if the old one has ended. Blocks briefly."""
         with self._reconnecting:
             if self._endpoint is not None and not self._is_connected:
                 with suppress(KvelasticError):
@@ -73,10 +74,11 @@ class KVDPClient(Calls):
         return self._connection is not None and self._connection.is_open
 
     def start_server_and_register(self, timeout_s: float = START_S) -> None:
-        """Connect as soon as the server is there, and register this client. Blocks.
+        """Connect once the server listens, and register this client. Blocks.
 
-        Raises `ChannelTimeoutError` if it is not there in time, `InvalidArgumentError` for another
-        model's server or a client that is registered already.
+        Raises `ChannelTimeoutError` after `timeout_s`, and `InvalidArgumentError` for a server of
+        another
+        model or a client that is registered already.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._endpoint is None:
@@ -91,11 +93,11 @@ class KVDPClient(Calls):
         self._connection = connection
 
     def is_ready(self) -> bool:
-        """As `KVManager.is_ready`, for all clients of the server."""
+        """Whether all ranks of all clients of the server have registered their tensors."""
         return self._ask(messages.IsReady(), messages.Ready).is_ready
 
     def ask(self, call: Message, dp_id: int = 0) -> Any:
-        """As `Calls.ask`. Blocks until the server has replied."""
+        """Send a call to the server and return its reply. Blocks. See `Calls.ask`."""
         if dp_id != self.dp_client_id:
             raise InvalidArgumentError(
                 f"dp_id={dp_id}: this is client {self.dp_client_id}; each has its own KVManager"
@@ -110,7 +112,7 @@ class KVDPClient(Calls):
     cancel_tasks = Calls.cancel
 
     def unregister(self) -> None:
-        """Release all that this client holds; the server continues. Idempotent."""
+        """Release what this client holds; the server continues. Idempotent."""
         with suppress(ChannelError, NotInitializedError):
             self._ask(messages.Unregister(), messages.Done)
         self._close()
