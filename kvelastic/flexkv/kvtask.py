@@ -101,8 +101,8 @@ _ENDS: Final = {
 class KVTask:
     """One request. The engine's lock guards it.
 
-    The plan, which has the keys and ids of all blocks, is dropped with the end of its graph; the
-    result stays.
+    The plan has the keys and ids of all blocks. It is dropped when its graph ends; the result
+    stays.
     """
 
     task_id: int
@@ -220,8 +220,7 @@ class KVTaskEngine(Calls):
         return storage
 
     def is_ready(self) -> bool:
-        """Whether the engine is started and all ranks of all clients have registered their
-        tensors."""
+        """Whether it is started and all ranks of all clients have registered their tensors."""
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker

@@ -1,7 +1,7 @@
-"""The order of a KV cache's bytes.
+"""Byte layouts of a KV cache.
 
 LAYERFIRST   [layer, kv, block, token, head, element]
-BLOCKFIRST   [block, layer, kv, token, head, element]      one block is one piece: a record
+BLOCKFIRST   [block, layer, kv, token, head, element]      a block is contiguous, like a record
 LAYERBLOCK   [layer, block, kv, token, head, element]
 """
 
@@ -20,7 +20,7 @@ from kvelastic.errors import InvalidArgumentError
 _Item = TypeVar("_Item")
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[int, int, int, int, int]
-"""As `_vmm.EngineBlocks` takes them: address, block stride, row bytes, rows, row stride."""
+"""A part for `_vmm.EngineBlocks`: address, block stride, row bytes, rows, row stride."""
 
 
 class KVCacheLayoutType(Enum):
@@ -37,16 +37,17 @@ _ORDERS: Final = {
     KVCacheLayoutType.BLOCKFIRST: (_BLOCK, _LAYER, _KV, _ROW),
     KVCacheLayoutType.LAYERBLOCK: (_LAYER, _BLOCK, _KV, _ROW),
 }
-"""The order of the axes; a row is a block's K or V in one layer."""
+"""The order of the axes. A row is a block's K or V in one layer."""
 BLOCK_AXES: Final = {kind: order.index(_BLOCK) for kind, order in _ORDERS.items()}
 
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """Order and sizes. Raises `InvalidArgumentError` for a size below 1.
+    """Axis order and sizes. Raises `InvalidArgumentError` for a size below 1.
 
-    `is_mla` is FlexKV's form of `kv_dim`: True is 1. v1.2.1 has it in the place of `kv_dim`, so a
-    bool there is read as that.
+    `is_mla` is FlexKV's form of `kv_dim`: True means 1. v1.2.1 has it in the position of `kv_dim`,
+    so a
+    bool in `kv_dim` is read as `is_mla`.
     """
 
     type: KVCacheLayoutType
@@ -96,7 +97,7 @@ class KVCacheLayout:
         return (*(self._axes[axis] for axis in _ORDERS[self.type][:-1]), *row)
 
     def _strides(self) -> tuple[int, int, int]:
-        """Bytes from one layer, one of K and V, one block to the next."""
+        """Return the bytes between adjacent layers, K and V, and blocks."""
         strides = [0] * 3
         step = self.row_bytes
         for axis in reversed(_ORDERS[self.type][:-1]):
@@ -110,11 +111,13 @@ class KVCacheLayout:
         return is_by_layer and len(tensors) == 2 * self.num_layer
 
     def in_record_order(self, tensors: Sequence[_Item]) -> list[_Item]:
-        """The tensors of an engine with this layout, in the order in which a record has them.
+        """Return an engine's tensors with this layout in the order of a record.
 
-        Of two tensors for each layer the first half are those of K and the second half those of V,
-        as in FlexKV, and a record has K and V of a layer side by side. If the model has one row
-        for both, FlexKV uses the first half only, and so does this.
+        With two tensors for each layer, the first half are K and the second half V, as in FlexKV. A
+        record
+        has K and V of a layer next to each other. If the model has one row for both, only the first
+        half is
+        used, as in FlexKV.
         """
         if not self._has_apart(tensors):
             return list(tensors)
@@ -124,11 +127,13 @@ class KVCacheLayout:
         return [one for pair in zip(keys, values, strict=True) for one in pair]
 
     def parts(self, addresses: Sequence[int]) -> list[Part]:
-        """The rows of a block in a record's order, as `_vmm.EngineBlocks` takes them.
+        """Return the rows of a block in a record's order, for `_vmm.EngineBlocks`.
 
-        `addresses` is one for the whole cache, one for each layer's own tensor, which then has
-        this layout with one layer, or, in a record's order, one for K and one for V of each layer.
-        Raises `InvalidArgumentError` for another number of them.
+        `addresses` has one of three forms: one for the whole cache; one for each layer's tensor,
+        which then
+        has this layout with one layer; or, in a record's order, one for K and one for V of each
+        layer.
+        Raises `InvalidArgumentError` for another count.
         """
         if self.kv_dim == 2 and self._has_apart(addresses):
             row = self.row_bytes
@@ -143,15 +148,15 @@ class KVCacheLayout:
             )
         else:
             bases = list(addresses)
-        if kv == self.row_bytes:  # K and V side by side are one row
+        if kv == self.row_bytes:  # adjacent K and V form one row
             row = self.kv_dim * self.row_bytes
             return [(base, block, row, 1, row) for base in bases]
         return [(base, block, self.row_bytes, self.kv_dim, kv) for base in bases]
 
     def convert(self, memory: Any, to: KVCacheLayoutType) -> Bytes:
-        """The whole cache's bytes in another order.
+        """Return the whole cache's bytes in another axis order.
 
-        `memory` is a buffer of `total_bytes` (`InvalidArgumentError` else).
+        `memory` is a buffer of `total_bytes`; otherwise raises `InvalidArgumentError`.
         """
         flat = np.frombuffer(memory, np.uint8)
         if flat.size != self.total_bytes:
@@ -165,13 +170,13 @@ class KVCacheLayout:
         ).ravel()
 
     def with_type(self, to: KVCacheLayoutType) -> KVCacheLayout:
-        """The same sizes in another order."""
+        """Return the layout with the same sizes in another axis order."""
         return replace(self, type=to)
 
     def div_head(self, num_chunks: int) -> KVCacheLayout:
-        """One rank's layout of `num_chunks` that share the heads.
+        """Return one rank's layout if `num_chunks` ranks share the heads.
 
-        Raises `InvalidArgumentError` if they cannot be shared.
+        Raises `InvalidArgumentError` if the heads cannot be divided.
         """
         if num_chunks < 1 or self.num_head % num_chunks:
             raise InvalidArgumentError(

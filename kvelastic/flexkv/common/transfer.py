@@ -1,10 +1,10 @@
-"""The copies that one request needs: operations between tiers, and their order.
+"""The copies of one request: operations between tiers, and their order.
 
     graph = TransferOpGraph()
     read = graph.add_transfer_op(TransferOp(TransferType.DISK2H, keys=keys))
     graph.add_dependency(graph.add_transfer_op(TransferOp(TransferType.H2D, keys=keys)), read)
 
-Keys name blocks in tiers; block ids are the engine's on the GPU's side. Pure.
+Keys identify blocks in tiers. Block ids are the engine's, on the GPU. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 
 GRAPH_END: Final = -1
-"""The op id that stands for the end of a graph."""
+"""The op id that reports the end of a graph."""
 NO_BLOCK: Final = -1
 
 BlockIds = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ class DeviceType(IntEnum):
 
 
 class TransferType(Enum):
-    """Source and target. Types that `ENDS` lacks are refused by name; VIRTUAL copies nothing."""
+    """Source and target. Types not in `ENDS` are refused; VIRTUAL copies nothing."""
 
     H2D = "H2D"
     D2H = "D2H"
@@ -87,7 +87,7 @@ _graph_ids = itertools.count(1)
 class TransferOp:
     """A copy of blocks from one device to another.
 
-    `keys` names them, side by side; source and target ids have one for each. Raises
+    `keys` are concatenated; source and target have one id for each key. Raises
     `InvalidArgumentError` if their numbers differ.
     """
 
@@ -96,7 +96,7 @@ class TransferOp:
     dst_block_ids: Any = None
     keys: bytes = b""
     chain_after: bytes = NO_KEY
-    """The key before the first one; each other key continues the one before it."""
+    """Key before the first one; each other key continues its predecessor."""
     dp_id: int = 0
     layer_granularity: int = -1
     op_id: int = field(default_factory=lambda: next(_op_ids))
@@ -105,7 +105,7 @@ class TransferOp:
     successors: set[int] = field(default_factory=set)
     status: TransferOpStatus = TransferOpStatus.PENDING
     moved: list[bool] = field(default_factory=list)
-    """For each block whether it was copied; set when the operation ends."""
+    """For each block, whether it was copied; set when the operation ends."""
 
     def __post_init__(self) -> None:
         if len(self.keys) % KEY_BYTES:
@@ -126,7 +126,7 @@ class TransferOp:
         return np.ascontiguousarray(blocks, np.int64)
 
     def key_list(self) -> list[bytes]:
-        """The key of each block."""
+        """Return the keys as a list."""
         return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
 
     @property
@@ -137,7 +137,7 @@ class TransferOp:
         return self.src_block_ids if source is DeviceType.GPU else found
 
     def bind(self, block_ids: Any) -> None:
-        """Set the engine's blocks, which are known when the transfer is launched."""
+        """Set the engine's blocks, which become known at launch."""
         if self.transfer_type is TransferType.D2H:
             self.src_block_ids = self._ids(block_ids)
         else:
@@ -145,17 +145,17 @@ class TransferOp:
 
 
 class TransferOpGraph:
-    """Operations by id, and their order."""
+    """Operations by id, with dependencies."""
 
     def __init__(self) -> None:
         self.graph_id = next(_graph_ids)
         self.ops: dict[int, TransferOp] = {}
         self.task_end_op_id = GRAPH_END
-        """The operation that the caller waits for. Those that it does not need run after it."""
+        """The operation that the caller waits for. Other operations may run after it."""
 
     @classmethod
     def create_empty_graph(cls) -> TransferOpGraph:
-        """FlexKV's name for a graph that copies nothing."""
+        """Return a graph that copies nothing. The name is FlexKV's."""
         return cls()
 
     @property
@@ -164,7 +164,7 @@ class TransferOpGraph:
         return len(self.ops)
 
     def add_transfer_op(self, op: TransferOp) -> int:
-        """Add an operation and return its id. Raises `InvalidArgumentError` for a second graph."""
+        """Add an operation and return its id. Raises `InvalidArgumentError` if it is in a graph."""
         if op.graph_id not in (-1, self.graph_id) or op.op_id in self.ops:
             raise InvalidArgumentError(f"operation {op.op_id} is in a graph already; make another")
         op.graph_id = self.graph_id
@@ -172,7 +172,10 @@ class TransferOpGraph:
         return op.op_id
 
     def add_dependency(self, successor_op_id: int, predecessor_op_id: int) -> None:
-        """Start the first after the second. Raises `InvalidArgumentError` for unknown ids."""
+        """Run the first operation after the second.
+
+        Raises `InvalidArgumentError` for unknown ids.
+        """
         for op_id in (successor_op_id, predecessor_op_id):
             if op_id not in self.ops:
                 raise InvalidArgumentError(f"operation {op_id} is not in graph {self.graph_id}")
@@ -180,7 +183,7 @@ class TransferOpGraph:
         self.ops[predecessor_op_id].successors.add(successor_op_id)
 
     def needed_for(self, op_id: int) -> set[int]:
-        """The ids of an operation and of all that precede it."""
+        """Return the ids of an operation and all its predecessors."""
         needed: set[int] = set()
         waiting = [op_id]
         while waiting:
@@ -191,7 +194,7 @@ class TransferOpGraph:
         return needed
 
     def order(self) -> list[TransferOp]:
-        """All operations, each after its predecessors. `InvalidArgumentError` for a cycle."""
+        """Return the operations in topological order. Raises `InvalidArgumentError` for a cycle."""
         sorter = TopologicalSorter({op.op_id: op.predecessors for op in self.ops.values()})
         try:
             return [self.ops[op_id] for op_id in sorter.static_order()]
@@ -201,7 +204,7 @@ class TransferOpGraph:
             ) from None
 
     def bind_engine_blocks(self, block_ids: Sequence[int] | BlockIds) -> None:
-        """Set the engine's blocks of the operations that have an end on the GPU."""
+        """Set the engine's blocks of all operations with an end on the GPU."""
         for op in self.ops.values():
             if op.engine_side is not None:
                 op.bind(block_ids)

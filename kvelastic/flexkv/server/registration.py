@@ -1,7 +1,8 @@
 """Ranks that register their memory, in a server or in the process of a KVManager.
 
-A rank's connection is its registration: when it ends, the memory is released. The state belongs to
-the thread of the endpoint that calls.
+A registration lasts as long as the rank's connection; then the memory is released. The state
+belongs
+to the thread of the calling endpoint.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _MOST_REFUSED: Final = 64
 _LOCATE_S: Final = 10.0
 
 Rank = tuple[int, int]
-"""Data-parallel client, and place in its tensor-parallel group."""
+"""(data-parallel client, index in its tensor-parallel group)"""
 
 
 class Registrations:
-    """The ranks of all data-parallel clients."""
+    """The registered ranks of all data-parallel clients."""
 
     def __init__(
         self, model: ModelConfig, cache: CacheConfig, worker: Callable[[], GPUCPUTransferWorker]
@@ -55,10 +56,13 @@ class Registrations:
         self._spans: dict[Connection, DeviceSpan] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
         self._refused: dict[Rank, str] = {}
-        """By missing rank, why it was refused; the oldest first. Empty once all are there."""
+        """Reasons of refusal by missing rank, the oldest first.
+
+        Empty once all ranks are registered.
+        """
 
     def listen(self, gpu_register_port: str) -> Endpoint:
-        """An endpoint for ranks alone. Raises `ChannelError` if the address is taken."""
+        """Open an endpoint for ranks only. Raises `ChannelError` if the address is in use."""
         return Endpoint(
             messages.PROTOCOL,
             self._hear_ranks,
@@ -74,7 +78,8 @@ class Registrations:
     def hear(self, request: Request) -> bool:
         """Handle a rank's message. Returns False for other messages.
 
-        Raises `InvalidArgumentError` for a rank of another model. A rank that is there already is
+        Raises `InvalidArgumentError` for a rank of another model. A rank that is registered already
+        is
         refused, unless its process has ended.
         """
         message, connection = request.message, request.connection
@@ -107,7 +112,7 @@ class Registrations:
     def check_refused(self) -> None:
         """Raise `EngineError` with the reason if a missing rank was refused.
 
-        A refused rank does not try again, but another process can register as that rank.
+        A refused rank does not retry, but another process can register as that rank.
         """
         for (client, rank), reason in self._refused.items():
             raise EngineError(
@@ -156,19 +161,19 @@ class Registrations:
         )
 
     def connection_ended(self, connection: Connection) -> None:
-        """Release what came over a connection. Idempotent."""
+        """Release what was registered over a connection. Idempotent."""
         for fd, _ in self._memories.pop(connection, []):
             os.close(fd)
         self._spans.pop(connection, None)
         for rank, (own, blocks) in list(self._ranks.items()):
             if own is connection:
                 del self._ranks[rank]
-                blocks.close()  # copies fail from now on, also running ones
+                blocks.close()  # copies now fail, including running ones
                 self._worker().unregister(*rank)
                 _log.info("Rank %d of client %d has gone.", rank[1], rank[0])
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` for memory of a connection that has ended."""
+        """Raise `IntegrityError` if memory of an ended connection is still registered."""
         for connection in [*self._memories, *(one for one, _ in self._ranks.values())]:
             if not connection.is_open:
                 raise IntegrityError(f"memory of {connection.peer} is held, which has gone")
@@ -190,7 +195,10 @@ class Registrations:
     def _blocks_of(
         self, connection: Connection, message: messages.RegisterTPClient
     ) -> SharedBlocks | DeviceBlocks:
-        """The rank's blocks, which own the descriptors; those are closed on an error."""
+        """Return the rank's blocks, which own the descriptors.
+
+        On an error, closes the descriptors.
+        """
         memories = self._memories.pop(connection, [])
         span = self._spans.pop(connection, None)
         try:
@@ -239,9 +247,9 @@ def _size_of(fd: int) -> int:
 def _buffers(
     message: messages.RegisterTPClient, sizes: Sequence[int]
 ) -> tuple[list[tuple[int, Buffer]], int]:
-    """The tensors' buffers, each with its memory, and the number of blocks.
+    """Return the tensors' buffers, each with its memory, and the number of blocks.
 
-    Raises `InvalidArgumentError` for tensors that do not lie in memories of these sizes.
+    Raises `InvalidArgumentError` for tensors that are not within memories of these sizes.
     """
     buffers: list[tuple[int, Buffer]] = []
     counts = set()
@@ -262,7 +270,7 @@ def _buffers(
 
 
 def _export(connection: Connection, pages: list[int]) -> tuple[int, ...]:
-    """Descriptors of a rank's pages. Blocks: not for the endpoint's own thread."""
+    """Return descriptors of a rank's pages. Blocks: do not call in the endpoint's own thread."""
     answer, fds = connection.call_for_descriptors(messages.Export(pages=pages), _LOCATE_S)
     if isinstance(answer, messages.Done) and len(fds) == len(pages):
         return fds
@@ -272,7 +280,7 @@ def _export(connection: Connection, pages: list[int]) -> tuple[int, ...]:
 
 
 def _locate(connection: Connection, memory: int, pages: list[int]) -> list[int]:
-    """Offsets of a rank's pages. Blocks: not for the endpoint's own thread."""
+    """Return offsets of a rank's pages. Blocks: do not call in the endpoint's own thread."""
     offsets: list[int] = []
     for first in range(0, len(pages), messages.MOST_PAGES):
         asked = messages.Locate(memory=memory, pages=pages[first : first + messages.MOST_PAGES])
@@ -284,13 +292,13 @@ def _locate(connection: Connection, memory: int, pages: list[int]) -> list[int]:
 
 
 def has_gone(connection: Connection) -> bool:
-    """Whether the peer's process has ended, also if its end has not been read yet."""
+    """Whether the peer's process has ended, even if the end of the stream is still unread."""
     if not connection.is_open:
         return True
     look = select.poll()
     try:
         look.register(connection.socket, select.POLLRDHUP)
-    except (ValueError, OSError):  # closed here
+    except (ValueError, OSError):  # closed on this side
         return True
     gone = bool(look.poll(0))
     if gone:

@@ -1,6 +1,6 @@
-"""The blocks of each device: a tier's store, or an engine's tensors.
+"""Creates the blocks of each device: a tier's store, or an engine's tensors.
 
-Stores take memory and files as blocks come, so a large number of blocks costs nothing by itself.
+Stores allocate memory and files as blocks arrive, so a large block count alone costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.remote import MooncakeStore
 
 _PER_FILE_BYTES = 4 << 20
-"""Room for the tables of a disk's files."""
+"""Space for the tables of a disk's files."""
 _MOST_BYTES = 1 << 60
 
 
@@ -39,12 +39,12 @@ def allocate(
 ) -> Store:
     """Open the store of a tier. Blocks; raises the store's errors.
 
-    CPU is an elastic pool in the host's ledger (`kvctl list` shows it), SSD files in folders,
-    REMOTE a shared folder or a Mooncake Store.
+    CPU is an elastic pool in the host's ledger (`kvctl list` shows it). SSD uses files in folders.
+    REMOTE is a shared folder or a Mooncake Store.
     """
     if device is DeviceType.CPU:
         count = cache.num_cpu_blocks
-        # Twice, for the null block and what is unused in a page; `max_records` is the bound.
+        # Twice the size, for the null block and unused space in pages; `max_records` is the limit.
         page_bytes = max(settings.page_size_bytes, 2 * record_bytes)
         return HostStore(
             record_bytes,
@@ -77,16 +77,16 @@ def allocate(
 
 
 class GPUAllocator:
-    """Describes the tensors of an engine, which keeps their memory."""
+    """Describes the tensors of an engine. The engine keeps their memory."""
 
     @staticmethod
     def from_addresses(
         layout: KVCacheLayout, addresses: Sequence[int], device: str, settings: Config
     ) -> StorageHandle:
-        """Blocks at addresses of this process, on `device` (cpu, cuda:N, GPU-<uuid>).
+        """Describe blocks at addresses of this process, on `device` (cpu, cuda:N, GPU-<uuid>).
 
-        One address for all layers, or one for each. Raises `InvalidArgumentError`, and
-        `DeviceUnavailableError` for a device that is not there.
+        There is one address for all layers, or one for each. Raises `InvalidArgumentError`, and
+        `DeviceUnavailableError` for an unavailable device.
         """
         driver = resolve(device, settings).driver()
         blocks = _vmm.EngineBlocks(driver, layout.parts(addresses), layout.num_block)
@@ -96,9 +96,10 @@ class GPUAllocator:
     def from_tensors(
         cls, layout: KVCacheLayout, tensors: Sequence[Any], settings: Config
     ) -> StorageHandle:
-        """Blocks of arrays or tensors: one for all layers, one for each, or K's and then V's.
+        """Describe blocks of arrays or tensors: one for all layers, one for each, or K's and then
+        V's.
 
-        Raises `InvalidArgumentError` for one that is not contiguous or has another size.
+        Raises `InvalidArgumentError` if one is not contiguous or has another size.
         """
         places = [tensor_memory(tensor) for tensor in layout.in_record_order(tensors)]
         wanted = layout.total_bytes // max(1, len(places))
@@ -115,7 +116,7 @@ class GPUAllocator:
 
 
 def tensor_memory(tensor: Any) -> tuple[int, int, str]:
-    """Address, bytes and device of a contiguous array or tensor. Raises `InvalidArgumentError`."""
+    """Return address, bytes and device of a contiguous tensor. Raises `InvalidArgumentError`."""
     address, found = describe(tensor)
     size_bytes = math.prod(found.shape) * found.item_bytes
     is_torch = hasattr(tensor, "is_contiguous")

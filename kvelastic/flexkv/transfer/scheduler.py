@@ -1,12 +1,12 @@
-"""From a graph of operations to transfers of the tiers' executor. Pure.
+"""Converts a graph of operations to transfers of the tiers' executor. Pure.
 
-A graph becomes one or two *stages*, each a transfer of its own:
+A graph becomes one or two *stages*. Each stage is one transfer:
 
-    stage 0   the operation that the caller waits for, and all that precede it
+    stage 0   the operation that the caller waits for, and all its predecessors
     stage 1   the rest, at a lower priority, after stage 0: copies to farther tiers
 
-In a stage blocks are copied in batches. An operation fills staging slots and empties them; slots
-that an earlier operation has filled are not filled again:
+Within a stage, blocks are copied in batches. An operation fills staging slots and empties them.
+Slots that an earlier operation has filled are not filled again:
 
     DISK2H -> H2D      get(ssd) -> copy in -> put(cpu)      the put is not awaited
     H2D                get(cpu) -> copy in
@@ -47,24 +47,24 @@ INSTEAD: Final = {
 
 @dataclass
 class Stage:
-    """One transfer of the executor, and the operations that it carries out."""
+    """One transfer of the executor, and the operations that it performs."""
 
     ops: Sequence[TransferOp]
     tiers: Mapping[DeviceType, int]
     batch_blocks: int
     operations: list[Operation] = field(default_factory=list)
     op_at: list[int] = field(default_factory=list)
-    """For each operation of the executor the place in `ops` that it belongs to."""
+    """For each of the executor's operations, the index in `ops` that it belongs to."""
     items_of: list[list[int]] = field(default_factory=list)
-    """For each of `ops` its blocks, as items of the transfer."""
+    """For each of `ops`, its blocks as items of the transfer."""
     ids: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     _item_of: dict[bytes, int] = field(default_factory=dict)
     _batch_of: list[int] = field(default_factory=list)
     _filled_by: dict[int, int] = field(default_factory=dict)
-    """By item, the operation that fills its staging slot."""
+    """For each item, the operation that fills its staging slot."""
     _ends: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By op id and batch, the operation that ends it."""
+    """By op id and batch: the operation that ends it."""
 
     def __post_init__(self) -> None:
         self.items_of += [self._items(op) for op in self.ops]
@@ -79,7 +79,7 @@ class Stage:
         self.keys = b"".join(self._item_of)
 
     def moved(self, at: int, run: Run) -> list[bool]:
-        """For each block of one of `ops` whether it was copied."""
+        """For each block of one of `ops`, whether it was copied."""
         items, kind = self.items_of[at], self.ops[at].transfer_type
         if kind is TransferType.H2D:
             return [run.loaded[item] for item in items]
@@ -89,7 +89,7 @@ class Stage:
         return [self.tiers[target] in run.stored[item] for item in items]
 
     def _items(self, op: TransferOp) -> list[int]:
-        """The blocks of an operation as items; new ones are in batches of their own."""
+        """Return an operation's blocks as items; new items go into batches of their own."""
         keys = op.key_list()
         if len(set(keys)) != len(keys):
             raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
@@ -112,7 +112,7 @@ class Stage:
         return [self._item_of[key] for key in keys]
 
     def _promotions(self) -> set[int]:
-        """Reads into the CPU tier whose blocks go on to the engine in this stage."""
+        """Return the reads into the CPU tier whose blocks continue to the engine in this stage."""
         reads = {
             op.op_id: set(op.key_list())
             for op in self.ops
@@ -139,7 +139,7 @@ class Stage:
                 self._push(at, Operation(empty[0], tuple(items), empty[1], before, batch))
 
     def _promote(self, at: int, op: TransferOp) -> None:
-        """Put the blocks of a read, after the copy in that the caller waits for."""
+        """Store the blocks of a read, after the copy to the engine that the caller waits for."""
         kind, tier = self._steps(op.transfer_type)[1]
         reads: dict[int, list[int]] = {}
         for place, other in enumerate(self.operations):
@@ -151,7 +151,7 @@ class Stage:
             self._push(at, put)
 
     def _steps(self, kind: TransferType) -> list[tuple[Kind, int]]:
-        """How a block gets into staging, and from there to its target."""
+        """Return the steps that move a block to staging and then to its target."""
         known = {**self.tiers, DeviceType.GPU: NO_TIER}
         source, target = ENDS.get(kind, (None, None))
         if source not in known or target not in known:
@@ -173,7 +173,7 @@ class Stage:
         self.op_at.append(at)
 
     def _before(self, op: TransferOp, batch: int) -> tuple[int, ...]:
-        """After the same batch of a predecessor, or after all of it if it has other blocks."""
+        """Return the same batch of a predecessor, or all of it if it has other blocks."""
         before: set[int] = set()
         for predecessor in op.predecessors:
             ends = self._ends.get(predecessor, {})
@@ -189,11 +189,13 @@ class TransferScheduler:
         self._batch_blocks = batch_blocks
 
     def stages(self, graph: TransferOpGraph) -> list[Stage]:
-        """The transfers to run, one after the other. A graph without operations has none.
+        """Return the transfers to run one after the other; none for a graph without operations.
 
-        Raises `InvalidArgumentError` for a cycle, a block named twice in one operation, and one
-        that two operations have in two blocks of the engine; `UnsupportedError` for an operation
-        that kvelastic or this configuration does not have.
+        Raises `InvalidArgumentError` for a cycle, for a block named twice in one operation, and for
+        a block
+        that two operations place in two engine blocks. Raises `UnsupportedError` for an operation
+        that
+        kvelastic or this configuration does not have.
         """
         order = graph.order()
         has_end = graph.task_end_op_id in graph.ops

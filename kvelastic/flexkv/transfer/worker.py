@@ -13,19 +13,23 @@ from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, SharedBlocks
 Blocks: TypeAlias = _vmm.EngineBlocks | SharedBlocks | DeviceBlocks
 
 _CLIENT_SHIFT: Final = 40
-"""The id of a block of data-parallel client c is c << 40 plus the client's own id."""
+"""Block ids of data-parallel client c are c << 40 plus the client's own id."""
 MOST_BLOCKS: Final = 1 << _CLIENT_SHIFT
 
 
 class GPUCPUTransferWorker:
-    """The executor's `Copies` over the tensors of all ranks. Any thread.
+    """The executor's `Copies` over the tensors of all ranks. Any thread may call.
 
-    A record has the parts of all ranks, in their order. Ranks that all have the same rows (MLA)
-    share one part: the first rank's is stored, and all ranks are loaded from it.
+    A record has the parts of all ranks, in order. Ranks with identical rows (MLA) share one part:
+    the
+    first rank's part is stored, and all ranks are loaded from it.
     """
 
     def __init__(self, *, part_bytes: int, tp_size: int, is_shared: bool) -> None:
-        """`part_bytes` is one rank's; `is_shared` means that all ranks have the same rows."""
+        """`part_bytes` is the size of one rank's part.
+
+        `is_shared`: all ranks have the same rows.
+        """
         self._part_bytes = part_bytes
         self._tp_size = tp_size
         self._is_shared = is_shared
@@ -35,9 +39,9 @@ class GPUCPUTransferWorker:
     def register(self, dp_client_id: int, tp_rank: int, blocks: Blocks, keep: Any = None) -> None:
         """Add a rank's tensors; `keep` is referenced until `unregister`.
 
-        If ranks have unequal numbers of blocks, the ids that all of them have can be used. Raises
-        `InvalidArgumentError` for a rank that is not expected or is registered already, and for
-        blocks of another size.
+        If ranks have unequal numbers of blocks, only ids that all of them have are valid. Raises
+        `InvalidArgumentError` for an unexpected or already registered rank, and for blocks of
+        another size.
         """
         if not 0 <= tp_rank < self._tp_size or dp_client_id < 0:
             raise InvalidArgumentError(
@@ -59,7 +63,10 @@ class GPUCPUTransferWorker:
             ranks[tp_rank] = (blocks, keep)
 
     def unregister(self, dp_client_id: int, tp_rank: int | None = None) -> None:
-        """Release the tensors of one rank of a client, or of all (None). No copy may use them."""
+        """Release the tensors of one rank of a client, or of all (None).
+
+        No copy may be using them.
+        """
         with self._lock:
             if tp_rank is None:
                 self._ranks.pop(dp_client_id, None)
@@ -72,7 +79,10 @@ class GPUCPUTransferWorker:
             return len(self._ranks.get(dp_client_id, {})) == self._tp_size
 
     def block_count(self, dp_client_id: int) -> int:
-        """The blocks that all ranks of a client have. `NotInitializedError` if one is missing."""
+        """Return the number of blocks that all ranks have.
+
+        `NotInitializedError` if a rank is missing.
+        """
         return min(blocks.blocks for _, blocks in self._of(dp_client_id))
 
     def _of(self, client: int) -> list[tuple[int, Blocks]]:
@@ -86,13 +96,13 @@ class GPUCPUTransferWorker:
             return [(rank, ranks[rank][0]) for rank in sorted(ranks)]
 
     def copy_out(self, ids: Sequence[int], staging: _vmm.Staging, slots: Sequence[int]) -> None:
-        """As `tiers.pool_side.Copies.copy_out`."""
+        """Copy engine blocks to staging slots. See `tiers.pool_side.Copies.copy_out`."""
         for client, (blocks, places) in _by_client(ids, slots):
             for rank, own in self._of(client)[: 1 if self._is_shared else None]:
                 own.copy_out(blocks, staging, places, rank * self._part_bytes)
 
     def copy_in(self, staging: _vmm.Staging, slots: Sequence[int], ids: Sequence[int]) -> None:
-        """As `tiers.pool_side.Copies.copy_in`."""
+        """Copy staging slots to engine blocks. See `tiers.pool_side.Copies.copy_in`."""
         for client, (blocks, places) in _by_client(ids, slots):
             for rank, own in self._of(client):
                 offset_bytes = 0 if self._is_shared else rank * self._part_bytes
