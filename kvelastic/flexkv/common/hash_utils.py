@@ -1,9 +1,9 @@
-"""The chain of block hashes: each stands for all tokens up to the end of its block.
+"""Chained block hashes: each identifies all tokens up to the end of its block.
 
     keys = hash_blocks(tokens, tokens_per_block=16, seed=namespace_seed(fingerprint, ["lora-7"]))
 
 A hash has 128 bits and is not cryptographic (vmm_csrc/pool/block_keys.h). A namespace (a LoRA, a
-tenant, a session) is hashed first, so two of them share no block.
+tenant, a session) is hashed first, so two namespaces share no block.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Tokens = npt.NDArray[np.int64]
 
 
 def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
-    """A contiguous row of int64; no copy where it is one already. Takes arrays and CPU tensors.
+    """Return a contiguous 1-D array of int64, without a copy if possible.
 
-    Raises `InvalidArgumentError` for another shape, for other than integers, and for a tensor that
-    is not on the CPU.
+    Takes arrays and CPU tensors. Raises `InvalidArgumentError` for another shape, for values other
+    than
+    integers, and for a tensor that is not on the CPU.
     """
     if type(token_ids) is not np.ndarray:
         try:
@@ -47,12 +48,12 @@ def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
 
 
 def hash_blocks(token_ids: Any, tokens_per_block: int, seed: bytes = NO_SEED) -> bytes:
-    """The 16-byte keys of all whole blocks, side by side."""
+    """Return the 16-byte keys of all whole blocks, concatenated."""
     return block_keys(as_tokens(token_ids), tokens_per_block, seed)
 
 
 def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
-    """The start of a chain: the namespace's fingerprint, and names that are joined with NUL."""
+    """Return the start of a chain: a hash of the fingerprint and the names joined with NUL."""
     if not names:
         return fingerprint
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -64,7 +65,7 @@ def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
 
 
 class Hasher:
-    """The same chain for tokens that come in pieces: `update` each, then read `keys`."""
+    """Computes the chain for tokens that arrive in parts: call `update`, then read `keys`."""
 
     def __init__(self, tokens_per_block: int, seed: bytes = NO_SEED) -> None:
         self._tokens_per_block = tokens_per_block
@@ -73,7 +74,7 @@ class Hasher:
         self.keys = b""
 
     def update(self, token_ids: Any) -> None:
-        """Append tokens. Raises `InvalidArgumentError` for anything but a row of integers."""
+        """Append tokens. Raises `InvalidArgumentError` unless they are a 1-D array of integers."""
         tokens = np.concatenate([self._rest, as_tokens(token_ids)])
         whole = len(tokens) - len(tokens) % self._tokens_per_block
         self.keys += hash_blocks(tokens[:whole], self._tokens_per_block, self.digest())

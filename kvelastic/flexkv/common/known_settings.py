@@ -1,8 +1,9 @@
-"""FlexKV's settings: one table of names, readers, defaults, and what each one does here.
+"""FlexKV's settings: a table of names, parsers, defaults, and the effect of each one here.
 
-In the file a setting has its name, in the environment `FLEXKV_` and the name in capitals. The rows
-are FlexKV's of v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's own. A
-reader raises `ValueError` with a text that says what is accepted.
+In a file, a setting has its name. In the environment, it is `FLEXKV_` and the name in capitals. The
+rows are those of FlexKV v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's
+own.
+A parser raises `ValueError` with a text that lists the accepted values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Reader = Callable[[object], Any]
 
 
 def boolean(value: object) -> bool:
-    """0 or 1, true or false, yes or no, on or off."""
+    """Parse 0 or 1, true or false, yes or no, on or off."""
     word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
     if word not in _TRUE | _FALSE:
         raise ValueError("0 or 1, true or false")
@@ -92,24 +93,24 @@ def _folders(value: object) -> list[str]:
 
 
 class Setting(NamedTuple):
-    """One row."""
+    """One row of the table."""
 
     name: str
     read: Reader
-    """From the text of a variable or the value in a file."""
+    """Parses the text of a variable or the value in a file."""
     default: Any
     idle: str = ""
-    """Why it does nothing here; empty if it does something."""
+    """Why it has no effect here; empty if it has one."""
     instead: str = ""
-    """For a setting that is refused if it is on: what to use instead."""
+    """For a setting that is refused if on: what to use instead."""
     only: str = ""
-    """`environment` or `file` for what FlexKV reads there alone."""
+    """`environment` or `file` if FlexKV reads it only there."""
     legacy: tuple[str, ...] = ()
-    """Earlier names of FlexKV."""
+    """Earlier names in FlexKV."""
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """Name of the environment variable."""
         return f"FLEXKV_{self.name.upper()}"
 
 

@@ -1,10 +1,10 @@
-"""Requests recorded to a file, and replayed from it.
+"""Records requests to a file, and replays them.
 
     CacheConfig(trace_path="/tmp/requests.jsonl")          # records
     for step in replay(path, manager): assert step.found == step.recorded
 
-A line of JSON for each call: a header with the version, then matches with their tokens and result,
-launches and cancels. **The tokens are prompts in clear**; only this user can read the file (0600).
+Each call is a line of JSON: a header with the version, then matches with their tokens and result,
+launches and cancels. **The file contains prompts unencrypted**; only this user can read it (0600).
 A failed write ends the recording with a warning.
 """
 
@@ -30,19 +30,19 @@ _log = logging.getLogger("kvelastic")
 
 VERSION: Final = 1
 MOST_LINE_BYTES: Final = 64 << 20
-"""A prompt of five million tokens."""
+"""Enough for a prompt of five million tokens."""
 REPLAY_S: Final = 60.0
 
 
 class Tracer:
-    """Writes the file. Any thread; blocks as long as a write to the page cache."""
+    """Writes the file. Any thread may call; blocks for a write to the page cache."""
 
     def __init__(self, path: str | os.PathLike[str], **header: Any) -> None:
         """Overwrites the file. Raises OSError if it cannot be opened."""
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd: int | None = os.open(path, flags, 0o600)
-        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # a device has a mode for all users
+        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # only for files: changing a device's mode would affect all users
             os.fchmod(self._fd, 0o600)
         self._write({"kvelastic_flexkv_trace": VERSION, **header})
 
@@ -55,7 +55,7 @@ class Tracer:
         namespace: Sequence[str] | None,
         found: tuple[int, int],
     ) -> None:
-        """Record a match: the span that was requested, and the first token and count found."""
+        """Record a match: the requested span, and the first token and count found."""
         line = {"call": request_type.value, "task": task_id, "tokens": tokens.tolist()}
         names = list(namespace) if namespace else None
         self._write({**line, "wanted": wanted, "namespace": names, "found": found})
@@ -90,13 +90,13 @@ class Step(NamedTuple):
 
     request_type: KVRequestType
     task_id: int
-    """The recorded one."""
+    """The recorded task id."""
     recorded: tuple[int, int]
     found: tuple[int, int]
 
 
 def replay(path: str | os.PathLike[str], manager: Calls) -> Iterator[Step]:
-    """Repeat the recorded calls on a manager with tensors. Yields a step for each match.
+    """Repeat the recorded calls on a manager with registered tensors; yields a step per match.
 
     Launches use the engine's first blocks and are waited for completely. Raises
     `InvalidArgumentError` with the number of an invalid line, and OSError.
@@ -120,7 +120,7 @@ def replay(path: str | os.PathLike[str], manager: Calls) -> Iterator[Step]:
 def _replay_one(
     line: dict[str, Any], manager: Calls, tasks: dict[int, tuple[int, int]]
 ) -> Step | None:
-    """`tasks` has by the recorded task the new one and its number of tokens."""
+    """`tasks` maps each recorded task to the new one and its number of tokens."""
     if line["call"] in ("launch", "cancel"):
         for task, count in [tasks[one] for one in line["tasks"] if one in tasks]:
             if line["call"] == "cancel":
@@ -148,7 +148,7 @@ def _replay_one(
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a file. An incomplete last one (after a crash) is left out.
+    """Yield the lines of a file. An incomplete last line (after a crash) is skipped.
 
     Raises `InvalidArgumentError` for another version and for a line that is not an object.
     """

@@ -54,7 +54,7 @@ Axes = Annotated[list[Count], Meta(min_length=1, max_length=MOST_AXES)]
 
 
 class Shape(Message):
-    """A model's KV: both sides must have the same."""
+    """The shape of a model's KV. Both sides must have the same."""
 
     num_layers: Count
     num_kv_heads: Count
@@ -65,23 +65,23 @@ class Shape(Message):
     dp_size: Count
     instance_num: Count
     tokens_per_block: Count
-    """0: the client does not say."""
+    """0: unknown to the client."""
 
     def is_served_by(self, server: Shape) -> bool:
-        """Whether a client of this shape is one of that server's."""
+        """Whether a server of shape `server` can serve a client of this shape."""
         own = self.tokens_per_block or server.tokens_per_block
         return structs.replace(self, tokens_per_block=own) == server
 
 
 class RegisterDPClient(Message):
-    """This connection is that data-parallel client."""
+    """Registers this connection as that data-parallel client."""
 
     dp_client_id: ClientId
     shape: Shape
 
 
 class Tensor(Message):
-    """A tensor in one of the memories whose descriptors have come."""
+    """A tensor in one of the memories whose descriptors were received."""
 
     memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
     offset: Count
@@ -93,14 +93,14 @@ class Tensor(Message):
 
 
 class AddMemory(Message):
-    """Descriptors beside it are further memories of the rank that registers next."""
+    """Adds memories for the rank that registers next. Their descriptors come with the message."""
 
     is_elastic: bool
-    """Pages come and go behind the tensors, whose offsets are the rank's own addresses."""
+    """Pages are mapped and unmapped; the tensors' offsets are addresses in the rank."""
 
 
 class AddDevice(Message):
-    """The tensors of the rank that registers next lie in this range of a GPU."""
+    """Places the tensors of the rank that registers next in this range of a GPU."""
 
     device: Annotated[str, Meta(min_length=1, max_length=64)]
     page_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)]
@@ -108,13 +108,13 @@ class AddDevice(Message):
 
 
 class Export(Message):
-    """The server asks a rank for descriptors of pages, which come beside the answer (`Done`)."""
+    """The server asks a rank for descriptors of pages, which come with the reply (`Done`)."""
 
     pages: Annotated[list[Count], Meta(max_length=16)]
 
 
 class Locate(Message):
-    """The server asks a rank where in an elastic memory's file its pages lie now."""
+    """The server asks a rank for the current offsets of pages in an elastic memory's file."""
 
     memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
     pages: Annotated[list[Count], Meta(max_length=MOST_PAGES)]
@@ -122,18 +122,18 @@ class Locate(Message):
 
 
 class Located(Message):
-    """For each page its offset, or `process_mappings.NOT_MAPPED`."""
+    """For each page, its offset or `process_mappings.NOT_MAPPED`."""
 
     offsets: Annotated[list[int], Meta(max_length=MOST_PAGES)]
 
 
 class RegisterTPClient(Message):
-    """This connection is that rank, and these are its tensors, in the order of a record."""
+    """Registers this connection as that rank, with its tensors in the order of a record."""
 
     dp_client_id: ClientId
     tp_rank: ClientId
     is_device_id: bool
-    """`tp_rank` counts the ranks of all clients of a machine."""
+    """Whether `tp_rank` counts the ranks of all clients of a machine."""
     tensors: Annotated[list[Tensor], Meta(min_length=1, max_length=MOST_TENSORS)]
 
 
@@ -142,7 +142,7 @@ class Registered(Message):
 
 
 class IsReady(Message):
-    """Whether every rank of every data-parallel client has registered."""
+    """Asks whether all ranks of all data-parallel clients have registered."""
 
 
 class Ready(Message):
@@ -152,7 +152,7 @@ class Ready(Message):
 
 
 class Mask(Message):
-    """A mask of so many tokens."""
+    """A mask for a number of tokens."""
 
     count: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
     bits: Bits
@@ -165,21 +165,21 @@ class TaskResponse(Message):
     status: Annotated[str, Meta(max_length=32)]
     mask: Mask | None
     batch: Annotated[list[Mask | None], Meta(max_length=MOST_TASKS)]
-    """Of tasks that were launched as one: each one's."""
+    """Masks of the tasks in a batch."""
 
 
 class Responses(Message):
-    """Of the tasks that were waited for."""
+    """The responses of the tasks in a Wait."""
 
     responses: Annotated[list[TaskResponse], Meta(max_length=MOST_TASKS)]
 
 
 class Shutdown(Message):
-    """The server ends, for all clients. `Unregister` is for one."""
+    """Ends the server for all clients. `Unregister` is for one client."""
 
 
 class Unregister(Message):
-    """This client goes; the connection ends after the answer."""
+    """Ends this client. The connection ends after the reply."""
 
 
 PROTOCOL: Final = Protocol(
@@ -197,7 +197,7 @@ PROTOCOL: Final = Protocol(
 
 
 def shape_of(model: ModelConfig, tokens_per_block: int) -> Shape:
-    """The shape of a model. Both sides compare it."""
+    """Return the shape of a model, which both sides compare."""
     names = Shape.__struct_fields__[:-1]
     sizes = {name: getattr(model, name) for name in names}
     return Shape(**{**sizes, "dtype": model.dtype_name}, tokens_per_block=tokens_per_block)
@@ -217,7 +217,7 @@ def tensor_message(description: TensorDescription, memory: int, block_axis: int)
 
 
 def description_of(tensor: Tensor) -> TensorDescription:
-    """The reverse. Only bounds are checked."""
+    """Convert a message to a tensor's description. Checks only bounds."""
     return TensorDescription(
         tensor.offset,
         tuple(tensor.shape),
@@ -238,7 +238,10 @@ def response_message(task_id: int, response: KVResponse) -> TaskResponse:
 
 
 def response_of(message: TaskResponse) -> KVResponse:
-    """The reverse. Raises `InvalidArgumentError` for an unknown status, or a short mask."""
+    """Convert a message to a KVResponse.
+
+    Raises `InvalidArgumentError` for an unknown status or a short mask.
+    """
     try:
         status = KVResponseStatus(message.status)
     except ValueError:

@@ -1,12 +1,13 @@
-"""The server: one task engine and its tiers for several engines of a machine.
+"""The server: one task engine and its tiers, shared by several engines of a machine.
 
     server = KVServer(model_config, cache_config, server_recv_port="ipc:///run/user/1000/kv")
     server.run()                                        # until a client or a signal ends it
 
     python -m kvelastic.flexkv.server CONFIG.json       # the same as a program
 
-Two threads: the endpoint's receives messages, and the engine's (`engine_thread`) carries out calls.
-A connection is its client: when it ends, the server releases what the client held.
+It has two threads. The endpoint's thread receives messages; the engine's thread (`engine_thread`)
+runs calls. A connection represents a client: when it ends, the server releases what the client
+held.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger("kvelastic.flexkv")
 
 
 class KVServer:
-    """Any thread may call."""
+    """A server for several engines. Any thread may call."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class KVServer:
         """Open the tiers and listen. Blocks while stores open.
 
         Raises the errors of `check_supported` and `KVTaskEngine`, and `ChannelError` if an endpoint
-        is taken, and leaves nothing open.
+        is in
+        use; nothing stays open then.
         """
         check_supported(model_config, cache_config)
         model_config = copy(model_config)
@@ -55,7 +57,7 @@ class KVServer:
         self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
         self._clients: dict[Connection, Tasks] = {}
         self._is_over = threading.Event()
-        # Random, so that a task of an earlier server is not found here.
+        # Random, so that ids of an earlier server's tasks are unknown here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
         self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
         self._registrations = Registrations(
@@ -88,9 +90,10 @@ class KVServer:
         child_env: Mapping[str, str] | None = None,
         inherit_env: bool = True,
     ) -> KVServerHandle:
-        """Start a server in a process of its own, which ends with this one. Does not block.
+        """Start a server in a child process that ends with this one. Does not block.
 
-        `child_env` is added to its environment; with `inherit_env` False it has only the variables
+        `child_env` is added to its environment. With `inherit_env` False, the child gets only the
+        variables
         that Python needs and those of FlexKV and kvelastic.
         """
         return start_process(
@@ -103,9 +106,9 @@ class KVServer:
         )
 
     def is_ready(self) -> bool:
-        """Whether every rank of every data-parallel client has registered.
+        """Whether all ranks of all data-parallel clients have registered.
 
-        Raises `EngineError` with the reason if one that is missing was refused.
+        Raises `EngineError` with the reason if a missing rank was refused.
         """
         self._registrations.check_refused()
         return self._registrations.is_complete
@@ -116,7 +119,7 @@ class KVServer:
         self.close()
 
     def stop(self) -> None:
-        """Let `run` return. From a signal handler, too."""
+        """Make `run` return. A signal handler may call it."""
         self._is_over.set()
 
     def close(self) -> None:
@@ -128,7 +131,10 @@ class KVServer:
 
     @property
     def open_tasks(self) -> int:
-        """Tasks whose end the clients have not received. Blocks for the engine's thread."""
+        """Number of tasks whose end the clients have not received.
+
+        Waits for the engine's thread.
+        """
         clients = list(self._clients.values())
         return int(self._thread.ask(lambda: sum(len(tasks.open) for tasks in clients)))
 
@@ -138,7 +144,10 @@ class KVServer:
         return len(self._registrations)
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` for resources without an owner. Blocks; the server is idle."""
+        """Raise `IntegrityError` for resources without an owner.
+
+        Blocks; call it on an idle server.
+        """
         self._registrations.check_integrity()
         self._thread.ask(self._engine.check_integrity)
 

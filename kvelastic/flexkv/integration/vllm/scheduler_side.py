@@ -1,12 +1,12 @@
-"""The scheduler's part of the connector: matches, launches and follows tasks.
+"""The connector's scheduler side: matches, launches and tracks tasks.
 
     waiting request     get_num_new_matched_tokens   matched, cancelled unless the next two follow
                         update_state_after_alloc     its blocks are known
-    every step          build_connector_meta         cancel what was not taken, launch the rest
-                        update_connector_output      what is over: blocks are the engine's again
+    every step          build_connector_meta         cancel unused matches, launch the others
+                        update_connector_output      report ended tasks and release their blocks
     finished request    request_finished             matched for a put; its blocks stay until then
 
-A missing or failing server is a miss, and never an error of a request.
+A missing or failing server counts as a miss; it never fails a request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READY_S: Final = 600.0
 _LOOK_S: Final = 0.05
 _SAY_EVERY_S: Final = 10.0
 _AWAY_S: Final = 5.0
-"""How long a server that was missing is left alone."""
+"""How long a missing server is not called again."""
 _UNREADY: Final = KVResponseStatus.UNREADY
 
 
@@ -43,7 +43,7 @@ class _Task:
     kind: Literal["get", "put"]
     request: Any
     tokens: int
-    """That are copied, from `skipped` on."""
+    """Number of tokens to copy, from `skipped` on."""
     skipped: int
     block_ids: list[int] = field(default_factory=list)
 
@@ -52,8 +52,9 @@ class FlexKVSchedulerConnector:
     """Not thread-safe: vLLM's scheduler calls it."""
 
     def __init__(self, config: FlexKVConfig, dp_rank: int, engine: str) -> None:
-        """Start a KVManager and wait for the engine's ranks. Blocks; raises `EngineError` if they
-        do not come, and what `KVManager` raises.
+        """Start a KVManager and wait for the engine's ranks. Blocks.
+
+        Raises `EngineError` if the ranks do not register, and errors of `KVManager`.
         """
         self._block_size = config.cache_config.tokens_per_block
         self._stats = FlexKVStats(config.user_config.settings.get("num_log_interval_requests", 200))
@@ -61,7 +62,7 @@ class FlexKVSchedulerConnector:
         self._to_launch: dict[int, _Task] = {}
         self._running: dict[int, _Task] = {}
         self._failing: dict[str, _Task] = {}
-        """Loads that failed, until a worker's output names their blocks."""
+        """Failed loads, until a worker's output names their blocks."""
         self._away_until_s = 0.0
         self._errors: LoadErrorSender | None = None
         self._manager = KVManager(
@@ -97,7 +98,8 @@ class FlexKVSchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """The tokens in tiers after the computed ones, and whether they load asynchronously."""
+        """Return the number of tokens in tiers after the computed ones, and whether loads are
+        async."""
         found = self._get_match(request, num_computed_tokens)
         self._stats.record_get(
             num_prompt_tokens=request.num_tokens,
@@ -125,7 +127,7 @@ class FlexKVSchedulerConnector:
         task_id: int,
         mask: np.ndarray[Any, Any],
     ) -> int:
-        """Keep a task that has something to copy; cancel another one."""
+        """Keep a task that has something to copy; cancel any other task."""
         found = int(np.count_nonzero(mask))
         if found == 0:
             self._try(lambda: self._manager.cancel([task_id]))
@@ -136,7 +138,7 @@ class FlexKVSchedulerConnector:
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Take the blocks that a load goes into."""
+        """Set the target blocks of a load."""
         if num_external_tokens == 0:
             return
         task = self._take_matched("get", request)
@@ -156,12 +158,12 @@ class FlexKVSchedulerConnector:
         self._to_launch[task.task_id] = task
 
     def request_finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Whether the blocks are still needed, until `update_connector_output` ends that."""
+        """Return whether the blocks are still needed; `update_connector_output` releases them."""
         if any(task.request.request_id == request.request_id for task in self._open_tasks()):
             return True
         if not _ended_well(request):
             return False
-        # The last token was sampled, and its KV not computed.
+        # The last token was sampled, but its KV was not computed.
         known = min(request.num_tokens - 1, request.num_computed_tokens)
         tokens = self._tokens(request, min(known, len(block_ids) * self._block_size))
         if tokens is None or tokens.size == 0:
@@ -196,8 +198,9 @@ class FlexKVSchedulerConnector:
         return (starts[:, None] + np.arange(self._block_size)).reshape(-1)
 
     def take_finished(self, output: Any) -> None:
-        """Add the ended tasks to a step's output. A failed load waits until the worker's output
-        names its blocks.
+        """Add the ended tasks to a step's output.
+
+        A failed load is added once the worker's output names its blocks.
         """
         errors = self._errors
         assert errors is not None
@@ -223,13 +226,13 @@ class FlexKVSchedulerConnector:
         output.finished_sending, output.finished_recving = sent, received
 
     def _over(self) -> dict[int, bool]:
-        """The tasks that have ended, and whether all blocks were copied."""
+        """Return the ended tasks, and for each whether all blocks were copied."""
         if not self._running:
             return {}
         try:
             found = self._manager.try_wait(list(self._running))
         except (ChannelError, NotInitializedError):
-            # A server that has ended copies no more.
+            # A server that has ended copies nothing further.
             return dict.fromkeys(self._running, False)
         unready = [one for one, answer in found.items() if answer.status is _UNREADY]
         if unready:  # its launch was refused
@@ -241,7 +244,7 @@ class FlexKVSchedulerConnector:
         }
 
     def shutdown(self) -> None:
-        """Safe to repeat."""
+        """Cancel tasks and close the manager. Idempotent."""
         self._manager.shutdown()
         if self._errors is not None:
             self._errors.close()
@@ -251,7 +254,7 @@ class FlexKVSchedulerConnector:
         return [task for group in groups for task in group.values()] + list(self._failing.values())
 
     def _tokens(self, request: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """The first whole blocks of them; None for prompts that are more than their tokens."""
+        """Return the first whole blocks of tokens; None for prompts with more than tokens."""
         has_embeddings = getattr(request, "prompt_embeds", None) is not None
         if has_embeddings or getattr(request, "mm_features", None):
             return None
@@ -259,7 +262,7 @@ class FlexKVSchedulerConnector:
         return np.asarray(request.all_token_ids[:whole], np.int64)
 
     def _try(self, call: Any) -> Any:
-        """Call, and return None if the server is missing or refuses."""
+        """Make a call; return None if the server is missing or refuses."""
         now_s = time.monotonic()
         if now_s < self._away_until_s:
             return None
@@ -284,7 +287,7 @@ def _ended_well(request: Any) -> bool:
 
 
 def _namespace(request: Any) -> list[str] | None:
-    """The LoRA, the salt and the request's own namespace, which keep blocks apart."""
+    """Return the LoRA, the salt and the request's own namespace, which keep blocks separate."""
     names: list[str] = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
