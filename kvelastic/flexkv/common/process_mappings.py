@@ -1,4 +1,4 @@
-"""Which file lies behind an address of this process, as the kernel says it (/proc/self/maps)."""
+"""Finds the file behind an address of this process, from /proc/self/maps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvelastic.errors import InvalidArgumentError
 
 
 class Mapping(NamedTuple):
-    """One run of addresses, and what lies behind it."""
+    """One mapped range of addresses and its file."""
 
     start: int
     end: int
     is_shared: bool
     is_inaccessible: bool
     offset: int
-    """In the file, of `start`."""
+    """Offset of `start` in the file."""
     device: tuple[int, int]
     inode: int
     path: str
 
 
 def parse(text: str) -> Iterator[Mapping]:
-    """The lines of a maps file, lowest address first."""
+    """Yield the lines of a maps file, lowest address first."""
     for line in text.splitlines():
         addresses, permissions, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in addresses.split("-"))
@@ -44,10 +44,11 @@ def parse(text: str) -> Iterator[Mapping]:
 
 
 def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
-    """The one shared file behind these addresses, and the offset of the first in it.
+    """Return the shared file behind these addresses, and the offset of the first address.
 
-    The offset is None if pages are mapped and unmapped there, as in a range of kvelastic's, or have
-    holes between them. Raises `InvalidArgumentError` for memory that no other process can map.
+    The offset is None if pages are mapped and unmapped there, as in a kvelastic range, or have
+    holes
+    between them. Raises `InvalidArgumentError` for memory that no other process can map.
     """
     end = address + size_bytes
     shared: list[Mapping] = []
@@ -71,23 +72,24 @@ def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
     first = shared[0]
     covered = first.start <= address and sum(one.end - one.start for one in shared) >= size_bytes
     in_order = all(one.offset - first.offset == one.start - first.start for one in shared)
-    comes_and_goes = first.path.split(" ")[0] == _OF_RANGES  # though all may be there just now
+    comes_and_goes = first.path.split(" ")[0] == _OF_RANGES  # even if all pages are mapped now
     if covered and in_order and shared[-1].end >= end and not comes_and_goes:
         return first, first.offset + address - first.start
     return first, None
 
 
 _OF_RANGES: Final = "/memfd:kvelastic"
-"""What the host driver calls the memory of its pages."""
+"""Name that the host driver gives the memory of its pages."""
 PAGE_BYTES: Final = 2 << 20
-"""Pages of a range on the host are multiples of this, at addresses that are."""
+"""Size and alignment of pages of a host range are multiples of this."""
 NOT_MAPPED: Final = -1
 
 
 def locate(pages: Sequence[int], fd: int) -> list[int]:
-    """Where in a file the pages at these addresses (in units of `PAGE_BYTES`) lie now.
+    """Return the current file offsets of pages at these addresses (in units of `PAGE_BYTES`).
 
-    `NOT_MAPPED` for one of other memory. Reads all mappings of this process: some milliseconds.
+    `NOT_MAPPED` for a page of other memory. Reads all mappings of this process, which takes some
+    milliseconds.
     """
     file = _file_of(fd)
     own = [one for one in _own_mappings() if one.is_shared and (one.device, one.inode) == file]
@@ -106,9 +108,9 @@ def _own_mappings() -> Iterator[Mapping]:
 
 
 def descriptor_of(mapping: Mapping) -> int:
-    """A descriptor of the file behind a mapping, which the caller closes.
+    """Open the file behind a mapping; the caller closes the descriptor.
 
-    Raises `InvalidArgumentError` if this process has none left and the file has no name.
+    Raises `InvalidArgumentError` if the file has no name and this process has no descriptor of it.
     """
     for entry in Path("/proc/self/fd").iterdir():
         fd = int(entry.name)
@@ -132,7 +134,7 @@ def descriptor_of(mapping: Mapping) -> int:
 def _is_of(fd: int, mapping: Mapping) -> bool:
     try:
         return _file_of(fd) == (mapping.device, mapping.inode)
-    except OSError:  # the one that listed them, or another thread closed it
+    except OSError:  # listing the folder or another thread closed it
         return False
 
 

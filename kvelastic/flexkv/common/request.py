@@ -25,7 +25,7 @@ class KVRequestType(Enum):
 
 @dataclass
 class KVRequest:
-    """FlexKV's name for a request; `common.calls` has the messages."""
+    """A request, under FlexKV's name. `common.calls` has the messages."""
 
     request_type: KVRequestType
     request_id: int
@@ -38,7 +38,7 @@ class KVRequest:
 
 
 class KVResponseStatus(Enum):
-    """The result of a task. UNREADY: it was not launched."""
+    """The result of a task. UNREADY: it was not launched yet."""
 
     SUCCESS = "success"
     NOTFOUND = "not_found"
@@ -52,20 +52,21 @@ class KVResponseStatus(Enum):
 class KVResponse:
     """The response of one task.
 
-    `return_mask` is True for the tokens that were moved; of a failed get these are the leading ones
-    that are in their blocks. None for an unknown task.
+    `return_mask` is True for the tokens that were moved. For a failed get, these are the leading
+    tokens
+    that are in the engine's blocks. None for an unknown task.
     """
 
     status: KVResponseStatus
     task_id: int
     return_mask: Mask | None = None
     return_masks: tuple[Mask | None, ...] = ()
-    """Of tasks that were launched as one batch, in their order."""
+    """Masks of the tasks in a batch, in order."""
 
     def get_mask(self, idx: int = 0) -> Any:
-        """The mask of one task of a batch, else its own: a torch tensor where torch is loaded.
+        """Return the mask of one task of a batch, or the task's own mask; None if there is none.
 
-        None where there is none.
+        The mask is a torch tensor if torch is loaded.
         """
         if self.return_masks:
             mask = self.return_masks[idx] if 0 <= idx < len(self.return_masks) else None

@@ -42,7 +42,7 @@ class Tracer:
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd: int | None = os.open(path, flags, 0o600)
-        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # only for files: changing a device's mode would affect all users
+        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # a device's mode affects all users
             os.fchmod(self._fd, 0o600)
         self._write({"kvelastic_flexkv_trace": VERSION, **header})
 

@@ -1,11 +1,11 @@
 """Reads FlexKV's configuration file and environment variables.
 
-    user = load_user_config()             # FLEXKV_CONFIG_PATH, FLEXKV_*; the file goes first
+    user = load_user_config()             # FLEXKV_CONFIG_PATH, FLEXKV_*; the file has precedence
     update_default_config_from_user_config(model_config, cache_config, user)
 
-A setting without effect is named in one warning. An unknown name is an error in a file and a
-warning in the environment, where other versions of FlexKV have more; both name the nearest one. A
-setting for a missing feature is refused with its replacement.
+One warning lists the settings without effect. An unknown name is an error in a file. In the
+environment it is a warning, because other versions of FlexKV have more variables. Both suggest the
+nearest name. A setting for a missing feature is refused; the error names its replacement.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _GIB: Final = 1 << 30
 
 
 class GlobalConfig:
-    """Every setting by its name: the environment's value or the default, read at the first use.
+    """All settings by name: the environment's value or the default, read at the first use.
 
-    That use raises as `load_user_config_from_env` does. Values of a file are set over it.
+    The first use raises as `load_user_config_from_env` does. Values from a file override these.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -56,11 +56,11 @@ class UserConfig:
 
     cpu_cache_gb: float = 16
     ssd_cache_gb: float = 0
-    """0 is no disk tier; else more than `cpu_cache_gb`, which it has a copy of."""
+    """0: no disk tier; otherwise more than `cpu_cache_gb`, because the disk also has its blocks."""
     ssd_cache_dir: str | list[str] = "./ssd_cache"
     enable_gds: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    """All that was set, by FlexKV's names: the file's before the environment's."""
+    """All values that were set, by FlexKV's names; a file overrides the environment."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for sizes that FlexKV refuses."""
@@ -74,10 +74,11 @@ class UserConfig:
 
 
 def load_user_config(environ: Mapping[str, str] = os.environ) -> UserConfig:
-    """The file that FLEXKV_CONFIG_PATH names, over the environment. Blocks on the file.
+    """Read the file at FLEXKV_CONFIG_PATH and the environment; the file has precedence. Blocks.
 
-    Raises `ConfigError` for what cannot be read, is unknown or is not accepted, and
-    `UnsupportedError` for what is not here, naming all of it.
+    Raises `ConfigError` for unreadable, unknown or invalid settings, and `UnsupportedError` for
+    missing
+    features. The error lists all of them.
     """
     path = environ.get("FLEXKV_CONFIG_PATH", "").strip()
     values = _from_environment(environ)
@@ -87,27 +88,27 @@ def load_user_config(environ: Mapping[str, str] = os.environ) -> UserConfig:
 
 
 def load_user_config_from_file(config_file: str) -> UserConfig:
-    """What a `.yaml`, `.yml` or `.json` file says alone. Raises as `load_user_config` does."""
+    """Read only a `.yaml`, `.yml` or `.json` file. Raises as `load_user_config` does."""
     return _user_config(_from_file(Path(config_file)))
 
 
 def load_user_config_from_env(environ: Mapping[str, str] = os.environ) -> UserConfig:
-    """What the variables say alone. Raises as `load_user_config` does, but for unknown ones."""
+    """Read only the variables. Raises as `load_user_config` does, except for unknown ones."""
     return _user_config(_from_environment(environ))
 
 
 def convert_to_block_num(size_in_GB: float, block_size_in_bytes: int) -> int:  # noqa: N803  # FlexKV's
-    """How many whole blocks fit."""
+    """Return how many whole blocks fit."""
     return int(size_in_GB * _GIB) // block_size_in_bytes
 
 
 def update_default_config_from_user_config(
     model_config: ModelConfig, cache_config: CacheConfig, user_config: UserConfig
 ) -> None:
-    """Turn sizes into blocks and set them, with all that has its place in `cache_config`.
+    """Convert sizes to block counts and set them and other settings in `cache_config`.
 
-    The rest goes to `GLOBAL_CONFIG_FROM_ENV`. Raises `ConfigError` if a tier holds no block, and
-    what `CacheConfig.check` raises.
+    The remaining settings go to `GLOBAL_CONFIG_FROM_ENV`. Raises `ConfigError` if a tier holds no
+    block, and what `CacheConfig.check` raises.
     """
     block_bytes = model_config.token_size_in_bytes * cache_config.tokens_per_block
     if block_bytes <= 0:
@@ -133,7 +134,7 @@ def update_default_config_from_user_config(
 
 
 def set_log_level(level: str) -> None:
-    """The least severe message of FlexKV's interface that is logged; `off`: none."""
+    """Set the lowest severity that FlexKV's interface logs; `off` logs nothing."""
     is_off = level == "off"
     logger = logging.getLogger("kvelastic.flexkv")
     logger.setLevel(logging.CRITICAL + 1 if is_off else level.upper())
@@ -200,7 +201,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _read(given: Mapping[str, object], shown: Callable[[str], str]) -> dict[str, Any]:
-    """Values by the present name of each setting. `shown` is how a message calls one."""
+    """Parse values, by the current name of each setting. `shown` returns a name for messages."""
     values: dict[str, Any] = {}
     for name, value in given.items():
         setting = BY_NAME.get(name)

@@ -1,7 +1,8 @@
-"""The thread that has the task engine: carries out what clients request, in order of arrival.
+"""The thread that runs the task engine: it runs the clients' requests in order of arrival.
 
-Tasks belong to the client that began them; another client's are not found. A wait is answered when
-its tasks have ended, and blocks no other request. When a client goes, its tasks are cancelled.
+A task belongs to the client that started it; other clients cannot find it. The reply to a wait is
+sent when its tasks have ended, so a wait blocks no other request. When a client disconnects, its
+tasks are cancelled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvelastic.messages import Message, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
 _LOOK_S: Final = 0.25
-"""How long the watcher sleeps at most; the end of a task wakes it."""
+"""Maximum sleep of the watcher; the end of a task wakes it earlier."""
 MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 _OVER: Final = frozenset(
     {
@@ -35,18 +36,18 @@ _OVER: Final = frozenset(
 
 
 class Tasks:
-    """The tasks of one client. Belongs to the thread."""
+    """The tasks of one client. Used only in the engine's thread."""
 
     def __init__(self, dp_client_id: int) -> None:
         self.dp_client_id: Final = dp_client_id
         self.is_over: dict[int, bool] = {}
-        """For each task, oldest first, whether the client has received its end."""
+        """For each task, oldest first: whether the client has received its end."""
         self.members: dict[int, list[int]] = {}
-        """Of tasks that were launched as one."""
+        """Tasks in each batch."""
         self.is_gone = False
 
     def end(self, task_ids: Iterable[int]) -> None:
-        """The client has received the end of these."""
+        """Record that the client has received the end of these tasks."""
         for task_id in task_ids:
             for one in (task_id, *self.members.get(task_id, ())):
                 if one in self.is_over:
@@ -54,21 +55,21 @@ class Tasks:
 
     @property
     def open(self) -> list[int]:
-        """The tasks whose end it has not received."""
+        """Return the tasks whose end the client has not received."""
         return [task_id for task_id, is_over in self.is_over.items() if not is_over]
 
     def forget_ended(self) -> None:
-        """Forget the tasks whose end it has received."""
+        """Forget the tasks whose end the client has received."""
         self.is_over = dict.fromkeys(self.open, False)
         self.members = {one: ids for one, ids in self.members.items() if one in self.is_over}
 
     def own(self, task_ids: Iterable[int]) -> list[int]:
-        """Those of `task_ids` that are this client's, each once."""
+        """Return the client's own tasks among `task_ids`, without duplicates."""
         return [one for one in dict.fromkeys(task_ids) if one in self.is_over]
 
 
 class _Waiting(NamedTuple):
-    """A request whose reply waits for tasks."""
+    """A request whose reply waits for the end of tasks."""
 
     request: Request
     tasks: Tasks
@@ -77,7 +78,7 @@ class _Waiting(NamedTuple):
 
 
 class EngineThread:
-    """Any thread may call. Only `stop` and `ask` block."""
+    """Runs the engine's calls. Any thread may call; only `stop` and `ask` block."""
 
     def __init__(self, engine: KVTaskEngine) -> None:
         self._engine = engine
@@ -94,15 +95,15 @@ class EngineThread:
             thread.start()
 
     def carry_out(self, request: Request, tasks: Tasks, message: Message) -> None:
-        """Carry out a client's request and reply, when its turn comes."""
+        """Queue a client's request; the thread runs it and replies."""
         self._calls.put(lambda: self._answer(request, tasks, message))
 
     def give_back(self, tasks: Tasks) -> None:
-        """Cancel the tasks of a client that has gone."""
+        """Cancel the tasks of a client that disconnected."""
         self._calls.put(lambda: self._give_back(tasks))
 
     def ask(self, question: Callable[[], object], timeout_s: float = 30.0) -> Any:
-        """Call a function in the thread and return its result, or raise its error."""
+        """Call a function in the thread; return its result or raise its error. Blocks."""
         found: Future[Any] = Future()
 
         def call() -> None:
@@ -115,7 +116,7 @@ class EngineThread:
         return found.result(timeout_s)
 
     def stop(self) -> None:
-        """Carry out the requests so far, and end. Idempotent."""
+        """Run the requests queued so far, then end the thread. Blocks. Idempotent."""
         self._calls.put(None)
         self._threads[0].join()
         self._is_stopping = True
@@ -140,13 +141,13 @@ class EngineThread:
                     self._waits.set()
 
     def _patience_s(self) -> float | None:
-        """Until the first deadline of a waiting request."""
+        """Return the seconds until the first deadline of a waiting request."""
         if not self._waiting:
             return None
         return max(0.0, min(one.deadline_s for one in self._waiting) - time.monotonic())
 
     def _watch(self) -> None:
-        """The other thread: wakes this one when a task ends while a request waits."""
+        """Wake the engine's thread when a task ends during a wait. Runs in a thread of its own."""
         while not self._is_stopping:
             self._waits.wait()
             self._waits.clear()
@@ -175,7 +176,7 @@ class EngineThread:
                 request.answer(answer)
 
     def _carry_out(self, request: Request, tasks: Tasks, call: Message) -> Any:
-        """Returns the reply; None if that comes later."""
+        """Run a call and return the reply; None if the reply is sent later."""
         if isinstance(call, messages.Wait):
             deadline_s = time.monotonic() + (call.timeout_s or 0.0)
             self._waiting.append(_Waiting(request, tasks, call, deadline_s))
@@ -212,7 +213,7 @@ class EngineThread:
         """Raise `InvalidArgumentError` if too many of a client's tasks are open."""
         if len(tasks.is_over) < MOST_TASKS_OF_A_CLIENT:
             return
-        # Some have ended, and the client has not waited for them.
+        # Forget tasks that have ended although the client never waited for them.
         found = self._engine.try_wait(tasks.open, completely=True)
         tasks.end(task_id for task_id, answer in found.items() if answer.status in _OVER)
         tasks.forget_ended()
@@ -251,7 +252,7 @@ class EngineThread:
         self._waiting = still
 
     def _responses(self, one: _Waiting) -> dict[int, KVResponse] | None:
-        """The reply, or None while there is time to wait."""
+        """Return the reply; None if tasks still run before the deadline."""
         own = one.tasks.own(one.asked.task_ids)
         missing = {
             task_id: KVResponse(KVResponseStatus.NOTFOUND, task_id)
@@ -268,4 +269,4 @@ class EngineThread:
 
 
 def _nothing() -> None:
-    """Wakes the thread to look at the waiting requests."""
+    """Do nothing. Queued to wake the thread, so that it checks the waiting requests."""

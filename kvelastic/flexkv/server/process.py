@@ -1,4 +1,4 @@
-"""A server in a process of its own: started with plain values, and ended with its parent."""
+"""A server in a child process, which starts from plain values and ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _END_S: Final = 30.0
 
 
 class KVServerHandle:
-    """A server that this process has started."""
+    """A server that this process started."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process: Final = process
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the server runs."""
         return self.process.poll() is None
 
     def shutdown(self, timeout_s: float = _END_S) -> None:
@@ -51,9 +51,9 @@ def start_process(
     *,
     inherit_env: bool,
 ) -> KVServerHandle:
-    """`python -m kvelastic.flexkv.server -`, with its configuration on its standard input.
+    """Start `python -m kvelastic.flexkv.server -`, with its configuration on standard input.
 
-    The input is closed when this process ends, and the server ends then.
+    The input closes when this process ends; that ends the server.
     """
     kept = {
         name: value
@@ -74,7 +74,7 @@ def start_process(
 def dump(
     model: ModelConfig, cache: CacheConfig, gpu_register_port: str, server_recv_port: str
 ) -> bytes:
-    """A server's configuration as one line of JSON."""
+    """Return a server's configuration as one line of JSON."""
     return json.dumps(
         {
             "model_config": {**vars(model), "dtype": model.dtype_name},

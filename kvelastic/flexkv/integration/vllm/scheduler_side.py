@@ -98,8 +98,7 @@ class FlexKVSchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return the number of tokens in tiers after the computed ones, and whether loads are
-        async."""
+        """Return the number of tokens in tiers after the computed ones, and if loads are async."""
         found = self._get_match(request, num_computed_tokens)
         self._stats.record_get(
             num_prompt_tokens=request.num_tokens,

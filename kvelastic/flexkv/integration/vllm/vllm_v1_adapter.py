@@ -1,9 +1,9 @@
-"""The class that vLLM's FlexKVConnectorV1 imports, for the scheduler's process and each worker's.
+"""The class that vLLM's FlexKVConnectorV1 imports, for the scheduler's and each worker's process.
 
     KVELASTIC_FLEXKV_ALIAS=true vllm serve MODEL \\
         --kv-transfer-config '{"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}'
 
-The process that has the tiers copies whole blocks, so vLLM's calls for a layer do nothing here.
+The process that runs the tiers copies whole blocks, so vLLM's per-layer calls do nothing here.
 Imports vLLM.
 """
 
@@ -23,32 +23,33 @@ from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConn
 
 
 class StepTaken(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
-    """Empty statistics. They make a step's output non-empty, so that vLLM calls the scheduler's
-    `update_connector_output` after a step that ran no model, too. Without them a request that waits
-    for a load alone would never run.
+    """Empty statistics, which make a step's output non-empty.
+
+    vLLM then calls the scheduler's `update_connector_output` even after a step without a model run.
+    Otherwise a request that only waits for a load would never run.
     """
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Return the other worker's."""
+        """Return the other worker's statistics, which are equal."""
         return other
 
     def reduce(self) -> dict[str, int | float]:
-        """No value."""
+        """Return no values."""
         return {}
 
     def reset(self) -> None:
-        """No value."""
+        """Do nothing: there are no values."""
 
     def is_empty(self) -> bool:
-        """True."""
+        """True: there are no values."""
         return True
 
 
 class FlexKVConnectorV1Impl:
-    """See the module. Each method is vLLM's of the same name."""
+    """The connector. Each method implements vLLM's method of the same name."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole) -> None:
-        """Raises what `FlexKVConfig` raises for settings and models that are not served."""
+        """Raises what `FlexKVConfig` raises for unsupported settings and models."""
         configure_logging(load())
         config = FlexKVConfig.from_env()
         config.post_init_from_vllm_config(vllm_config)
@@ -74,7 +75,7 @@ class FlexKVConnectorV1Impl:
         )
 
     def shutdown(self) -> None:
-        """Give everything back."""
+        """Release everything that this process holds."""
         for one in (self._scheduler, self._worker):
             if one is not None:
                 one.shutdown()
@@ -87,29 +88,29 @@ class FlexKVConnectorV1Impl:
         self._worker.register_to_server(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads run without the worker: this and the next three do nothing."""
+        """Do nothing: loads run without the worker."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs when all its layers are loaded."""
+        """Do nothing: a request runs only after all its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are copied when their request has finished."""
+        """Do nothing: blocks are copied after their request has finished."""
 
     def wait_for_save(self) -> None:
-        """A step saves nothing."""
+        """Do nothing: a step saves no blocks."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The scheduler adds the finished loads (`update_connector_output`)."""
+        """Return no ids: `update_connector_output` adds finished loads in the scheduler."""
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of loads that the scheduler has seen fail."""
+        """Return the blocks of loads that the scheduler has seen fail."""
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """A worker reports that there was a step; the scheduler logs its counts."""
+        """Return `StepTaken` to report a step; the scheduler logs its counts."""
         return None if self._worker is None else StepTaken()
 
     # --- scheduler -----------------------------------------------------------------------------
@@ -117,11 +118,11 @@ class FlexKVConnectorV1Impl:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """The tokens in tiers after the computed ones, and whether they load asynchronously."""
+        """Return the number of tokens in tiers after the computed ones, and if loads are async."""
         return self._of_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Take the blocks that a load goes into."""
+        """Set the target blocks of a load."""
         self._of_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -130,17 +131,20 @@ class FlexKVConnectorV1Impl:
         return KVConnectorMetadata()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Add the tasks that have ended."""
+        """Add the ended tasks to a step's output."""
         self._of_scheduler.take_finished(connector_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the computed blocks; returns whether the request's blocks are needed for that."""
+        """Start to store a finished request's blocks.
+
+        Return whether the blocks are still needed.
+        """
         return self._of_scheduler.request_finished(request, block_ids), None
 
     def take_events(self) -> Iterable[Any]:
-        """No events: vLLM's own report its cache."""
+        """Return no events: vLLM reports those of its own cache."""
         return ()
 
     @property
