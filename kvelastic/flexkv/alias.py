@@ -1,12 +1,12 @@
-"""Makes `import flexkv` mean `kvelastic.flexkv`, where FlexKV itself is not installed.
+"""Makes `import flexkv` import `kvelastic.flexkv`, unless FlexKV itself is installed.
 
     from kvelastic.flexkv import alias
     alias.switch_on()
 
-    KVELASTIC_FLEXKV_ALIAS=true vllm serve ...    # the same in every Python process, from its start
+    KVELASTIC_FLEXKV_ALIAS=true vllm serve ...    # in every Python process, from its start
 
-It is off by default, and no package named flexkv is installed. Each module is one object under both
-names, so its classes are the same. An installed FlexKV has precedence.
+The alias is off by default, and no package named flexkv is installed. A module is the same object
+under both names, so its classes are identical. An installed FlexKV has precedence.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ TARGET: Final = "kvelastic.flexkv"
 
 
 def switch_on() -> None:
-    """Let this process find `flexkv` here. Idempotent, any thread."""
+    """Enable the alias in this process. Idempotent; any thread may call."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # Before Python's own: that would find the modules once more by the package's path.
+        # Before Python's own finders, which would load the modules again from the package's path.
         sys.meta_path.insert(0, _Finder())
 
 
 def switch_off() -> None:
-    """Stop finding it. Modules that were imported by it stay usable.
+    """Disable the alias. Modules imported through it stay usable.
 
-    Their names are removed: by the package's path Python would load other modules a second time.
+    Their alias names are removed; otherwise Python would load further modules a second time from
+    the
+    package's path.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     if ALIAS in sys.modules and sys.modules[ALIAS] is sys.modules.get(TARGET):
@@ -46,7 +48,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of kvelastic with the same name, unless FlexKV itself is there."""
+        """Return the spec of kvelastic's module, unless FlexKV itself is installed."""
         if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
             return None
         if self._is_installed():
@@ -77,11 +79,11 @@ class _Loader(Loader):
         self._real = real
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module of kvelastic, with the spec that it has there."""
+        """Return kvelastic's module; remember its own spec."""
         module = importlib.import_module(self._real)
         self._own = module.__spec__, getattr(module, "__loader__", None)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the spec: the import has set the alias's on the module, which has run already."""
+        """Restore the module's spec, which the import replaced. The module has run already."""
         module.__spec__, module.__loader__ = self._own

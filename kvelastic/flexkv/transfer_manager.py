@@ -1,4 +1,4 @@
-"""A name that SGLang's connector imports for ranks on further nodes, which are refused."""
+"""A name that SGLang's connector imports for ranks on further nodes, which are unsupported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvelastic.errors import UnsupportedError
 
 
 class TransferManagerOnRemote:
-    """FlexKV's process on a further node."""
+    """FlexKV's process on a further node. Not supported."""
 
     @classmethod
     def create_process(cls, *arguments: Any, **named: Any) -> NoReturn:

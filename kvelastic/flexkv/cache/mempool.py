@@ -1,4 +1,4 @@
-"""The free numbers of a fixed set of blocks, for an engine that has no allocator of its own.
+"""Allocator of block ids, for an engine that has none of its own.
 
 pool = Mempool(1024)
 blocks = pool.allocate_blocks(4)
@@ -23,7 +23,7 @@ from kvelastic.tiers.staging import StagingSlots
 
 
 class Mempool:
-    """Block ids 0 to `num_total_blocks` - 1. Any thread. A call that raises changes nothing."""
+    """Block ids 0 to `num_total_blocks` - 1. Any thread may call. On an error nothing changes."""
 
     def __init__(self, num_total_blocks: int) -> None:
         if num_total_blocks < 1:
@@ -47,7 +47,7 @@ class Mempool:
         return self.num_total_blocks - self._slots.free
 
     def allocate_blocks(self, num: int) -> npt.NDArray[np.int64]:
-        """`num` blocks. Raises `PoolExhaustedError` (a ValueError) if fewer are free."""
+        """Allocate `num` blocks. Raises `PoolExhaustedError` (a ValueError) if fewer are free."""
         if num < 0:
             raise InvalidArgumentError(f"{num} blocks were asked for; ask for 0 or more")
         taken = self._slots.take(num) if num <= self.num_total_blocks else None
@@ -59,7 +59,10 @@ class Mempool:
         return np.array(taken, np.int64)
 
     def recycle_blocks(self, block_ids: Any) -> None:
-        """Free blocks. Raises `UnknownBlockError`, and `DoubleFreeError` for a free one."""
+        """Free blocks.
+
+        Raises `UnknownBlockError`, or `DoubleFreeError` for a block that is free.
+        """
         blocks = [int(block) for block in np.asarray(block_ids).ravel()]
         for block in blocks:
             if not 0 <= block < self.num_total_blocks:

@@ -1,4 +1,4 @@
-"""The operations that a request needs: pure functions from the blocks found to a graph.
+"""The operations of a request: pure functions from the blocks found to a graph.
 
 get        DISK2H, REMOTE2H (blocks that the CPU tier lacks)  ->  H2D (all)          end: H2D
 prefetch   DISK2H, REMOTE2H                                   ->  [VIRTUAL]          end: the graph
@@ -28,7 +28,7 @@ class Fragment(NamedTuple):
 def get_graph(
     keys: bytes, fragments: Sequence[Fragment], *, chain_after: bytes = NO_KEY, dp_id: int = 0
 ) -> TransferOpGraph:
-    """Bring the keys of all fragments, which are consecutive, to the engine's blocks."""
+    """Copy the keys of all fragments, which are consecutive, to the engine's blocks."""
     graph = TransferOpGraph()
     if keys:
         reads = _add_reads(graph, keys, fragments, chain_after)
@@ -40,7 +40,7 @@ def get_graph(
 def prefetch_graph(
     keys: bytes, fragments: Sequence[Fragment], *, chain_after: bytes = NO_KEY
 ) -> TransferOpGraph:
-    """Bring the blocks that only a farther tier has into the CPU tier."""
+    """Copy the blocks that only a farther tier has into the CPU tier."""
     graph = TransferOpGraph()
     reads = _add_reads(graph, keys, fragments, chain_after)
     if len(reads) == 1:
@@ -53,7 +53,7 @@ def prefetch_graph(
 def put_graph(
     keys: bytes, farther: Sequence[DeviceType], *, chain_after: bytes = NO_KEY, dp_id: int = 0
 ) -> TransferOpGraph:
-    """Copy these keys from the engine's blocks to the CPU tier, and from there to farther ones."""
+    """Copy these keys from the engine's blocks to the CPU tier, and from there to farther tiers."""
     graph = TransferOpGraph()
     if keys:
         store = TransferOp(TransferType.D2H, keys=keys, chain_after=chain_after, dp_id=dp_id)

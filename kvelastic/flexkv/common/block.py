@@ -16,7 +16,7 @@ from kvelastic.tiers.base import KEY_BYTES
 
 
 class SequenceMeta:
-    """Tokens, and the chain of their blocks' keys, which is computed at its first use."""
+    """Tokens and the chain of their blocks' keys, which is computed at the first use."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SequenceMeta:
     ) -> None:
         """`seed` is the namespace's fingerprint (see `hash_utils`).
 
-        Raises `InvalidArgumentError` for tokens that are not one row of integers.
+        Raises `InvalidArgumentError` unless the tokens are a 1-D array of integers.
         """
         if tokens_per_block < 1:
             raise InvalidArgumentError(f"tokens_per_block={tokens_per_block}; give 1 or more")
@@ -40,7 +40,7 @@ class SequenceMeta:
 
     @cached_property
     def keys(self) -> bytes:
-        """The keys of all whole blocks, side by side."""
+        """The keys of all whole blocks, concatenated."""
         return block_keys(self.token_ids, self.tokens_per_block, self.seed)
 
     @property
@@ -49,13 +49,13 @@ class SequenceMeta:
         return np.frombuffer(self.keys, np.uint64).reshape(-1, 2)
 
     def key(self, block: int) -> bytes:
-        """The key of one block. Raises `InvalidArgumentError` for an unknown one."""
+        """Return the key of one block. Raises `InvalidArgumentError` for an unknown block."""
         if not 0 <= block < self.num_blocks:
             raise InvalidArgumentError(f"block {block} is not one of {self.num_blocks}")
         return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
 
     def parent(self, block: int) -> bytes:
-        """The key before a block, or zeros before the first."""
+        """Return the key of the preceding block; zeros for the first block."""
         return self.key(block - 1) if block > 0 else bytes(KEY_BYTES)
 
     def __len__(self) -> int:

@@ -1,10 +1,10 @@
-"""FlexKV's calls. Each is one message, which an engine carries out and a client sends.
+"""FlexKV's calls. Each call is one message, which an engine runs and a client sends.
 
     KVManager.get_match(...)  ->  Match  ->  KVTaskEngine.ask              in this process
                                          ->  KVDPClient.ask  ==>  KVServer: KVTaskEngine.ask
 
-Arguments are checked where the message is made, so a server and an engine in this process refuse
-the same ones.
+Arguments are checked when the message is created, so a server and a local engine refuse the same
+arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Namespace = Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
 class Match(Message):
-    """get_match and put_match. With `slots`: get_async and put_async, which launch at once."""
+    """The message of get_match and put_match; with `slots`, of get_async and put_async."""
 
     kind: Literal["get", "put"]
     tokens: Tokens
@@ -54,7 +54,7 @@ class Match(Message):
     cpu_only: bool = False
 
     def __post_init__(self) -> None:
-        """Drop the bits that fill the last byte of a mask that came packed."""
+        """Drop the bits that pad the last byte of a packed mask."""
         mask = self.mask
         if isinstance(mask, np.ndarray) and len(mask) != len(self.tokens):
             if len(mask) != -(-len(self.tokens) // 8) * 8:
@@ -63,14 +63,14 @@ class Match(Message):
 
 
 class Prefetch(Message):
-    """prefetch_async."""
+    """The message of prefetch_async."""
 
     tokens: Tokens
     namespace: Namespace | None
 
 
 class Matched(Message):
-    """A task, and the one span of `count` tokens that its mask is True for."""
+    """A task, and the span of `count` tokens for which its mask is True."""
 
     task_id: int
     count: Count
@@ -79,14 +79,14 @@ class Matched(Message):
 
     @property
     def mask(self) -> Mask:
-        """The span as a mask."""
+        """Return the span as a mask."""
         mask = np.zeros(self.count, np.bool_)
         mask[self.start : self.stop] = True
         return mask
 
 
 class Launch(Message):
-    """launch: for each task its slots."""
+    """The message of launch: slots for each task."""
 
     task_ids: TaskIds
     slots: Annotated[list[Tokens], Meta(max_length=MOST_TASKS)]
@@ -94,19 +94,19 @@ class Launch(Message):
 
 
 class Started(Message):
-    """The ids that can be waited for."""
+    """The ids to wait for."""
 
     task_ids: TaskIds
 
 
 class Cancel(Message):
-    """cancel."""
+    """The message of cancel."""
 
     task_ids: TaskIds
 
 
 class Wait(Message):
-    """wait, and try_wait where `timeout_s` is None."""
+    """The message of wait; with `timeout_s` None, of try_wait."""
 
     task_ids: TaskIds
     timeout_s: Annotated[float, Meta(ge=0, le=1e9)] | None
@@ -114,11 +114,11 @@ class Wait(Message):
 
 
 class Reset(Message):
-    """reset."""
+    """The message of reset."""
 
 
 class Done(Message):
-    """The call has been carried out."""
+    """The reply to a call without result."""
 
 
 class Calls(ABC):
@@ -128,10 +128,11 @@ class Calls(ABC):
 
     @abstractmethod
     def ask(self, call: Message, dp_id: int = 0) -> Any:
-        """Carry a call out for a data-parallel client, or have it carried out.
+        """Run a call for a data-parallel client, here or in a server.
 
         Returns Matched for Match, Started for Prefetch and Launch, a KVResponse for each task for
-        Wait, and Done for Cancel and Reset.
+        Wait, and
+        Done for Cancel and Reset.
         """
 
     def get_match(
@@ -145,13 +146,17 @@ class Calls(ABC):
         namespace: Sequence[str] | None = None,
         swa_aware: bool = False,
     ) -> tuple[int, Mask]:
-        """Find the longest prefix that the tiers have. Returns (task id, mask).
+        """Find the longest prefix in the tiers. Returns (task id, mask).
 
-        The mask is True for one run of whole blocks, which begins at the block of the first True
-        token of `token_mask` (None: all True). The blocks are held until the task has ended:
-        launch it or cancel it. `cpu_only` looks in no other tier. `token_ids` are a row of int64,
-        of NumPy or torch on the CPU; `namespace` keeps tenants apart. Raises
-        `InvalidArgumentError`, and `UnsupportedError` for a `layer_granularity` other than -1.
+        The mask is True for one run of whole blocks, which starts at the block of the first True
+        token of
+        `token_mask` (None: all True). The blocks are held until the task has ended: launch or
+        cancel it.
+        `cpu_only` searches the CPU tier only. `token_ids` is a 1-D int64 array of NumPy, or of
+        torch on the
+        CPU. `namespace` separates tenants. Raises `InvalidArgumentError`, and `UnsupportedError`
+        for a
+        `layer_granularity` other than -1.
         """
         check_layers(ALL_LAYERS, layer_granularity)
         refuse_sliding(swa_aware=swa_aware)
@@ -165,11 +170,13 @@ class Calls(ABC):
         *,
         namespace: Sequence[str] | None = None,
     ) -> tuple[int, Mask]:
-        """Find what the CPU tier does not have, and reserve room for it. Returns (task id, mask).
+        """Find what the CPU tier lacks, and reserve space for it. Returns (task id, mask).
 
-        The mask is True from the first block that is neither there nor on its way to the last
-        whole one, and all False if there is not room for all of them. `token_mask` must be True
-        from the first token on. Launch or cancel the task. Raises `InvalidArgumentError`.
+        The mask is True from the first block that is neither present nor in progress to the last
+        whole
+        block. If not all of these fit, it is False everywhere. `token_mask` must be True from the
+        first
+        token on. Launch or cancel the task. Raises `InvalidArgumentError`.
         """
         return self._match("put", token_ids, token_mask, dp_id, namespace)
 
@@ -185,8 +192,9 @@ class Calls(ABC):
     ) -> int:
         """Match and launch in one call. Returns the task id; `KVResponse.return_mask` is the mask.
 
-        `slot_mapping` has a slot for each True token of `token_mask`; those of tokens that are not
-        found keep their contents.
+        `slot_mapping` has a slot for each True token of `token_mask`. Slots of tokens that are not
+        found
+        keep their contents.
         """
         check_layers(ALL_LAYERS, layer_granularity)
         return self._match("get", token_ids, token_mask, dp_id, namespace, slot_mapping)[0]
@@ -200,15 +208,15 @@ class Calls(ABC):
         *,
         namespace: Sequence[str] | None = None,
     ) -> int:
-        """Match for a put and launch it in one call, as `get_async`."""
+        """Match for a put and launch in one call. Otherwise as `get_async`."""
         return self._match("put", token_ids, token_mask, dp_id, namespace, slot_mapping)[0]
 
     def prefetch_async(
         self, token_ids: Any, namespace: Sequence[str] | None = None, swa_aware: bool = False
     ) -> int:
-        """Bring blocks that only a farther tier has into the CPU tier. Returns the task id.
+        """Copy blocks that only a farther tier has into the CPU tier. Returns the task id.
 
-        Its response comes when all copies have ended; the mask is what the CPU tier has then.
+        Its response comes when all copies have ended. The mask shows what the CPU tier has then.
         """
         refuse_sliding(swa_aware=swa_aware)
         call = Prefetch(request_tokens(token_ids), namespace_names(namespace))
@@ -227,12 +235,17 @@ class Calls(ABC):
         """Start tasks: all of them, or none if one is refused. Returns the ids to wait for.
 
         A slot mapping has the slots of exactly the True tokens of the task's mask, in order, in
-        whole blocks of the engine: block = slot // tokens_per_block. A block's first slot may
-        stand for each of its tokens. One id may come with one bare array. Tasks that found nothing
-        are skipped. With `as_batch` one id stands for all. Raises `InvalidArgumentError` (a
-        ValueError) for a task that was launched or has ended and for slots that do not fit,
-        `NotInitializedError` before tensors are registered, and `UnsupportedError` for layers one
-        by one and sliding windows. Never blocks on a copy.
+        whole
+        blocks of the engine: block = slot // tokens_per_block. Each token of a block may also have
+        the
+        block's first slot. A single id may come with a bare array. Tasks that found nothing are
+        skipped.
+        With `as_batch`, the tasks get one common id. Raises `InvalidArgumentError` (a ValueError)
+        for a task
+        that was launched or has ended and for invalid slots, `NotInitializedError` before tensors
+        are
+        registered, and `UnsupportedError` for single layers and sliding windows. Never blocks on a
+        copy.
         """
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
         if layerwise_transfer:
@@ -246,23 +259,26 @@ class Calls(ABC):
         return started
 
     def cancel(self, task_ids: int | Iterable[int]) -> None:
-        """Cancel tasks. Ids that are unknown or have ended are ignored.
+        """Cancel tasks. Unknown and ended ids are ignored.
 
-        A task that was not launched releases what it holds. A running one starts no further copy,
-        and the copy that may be in progress is waited for: its blocks are the caller's again when
-        this returns.
+        A task that was not launched releases what it holds. A running task starts no further copy,
+        and the
+        call waits for a copy in progress. When the call returns, the caller may reuse the blocks.
         """
         self.ask(Cancel(task_id_list(task_ids)), self.dp_client_id)
 
     def wait(
         self, task_ids: int | Iterable[int], timeout: float = WAIT_S, completely: bool = False
     ) -> dict[int, KVResponse]:
-        """Wait for tasks, `timeout` seconds for all of them together. Returns a response for each.
+        """Wait for tasks, up to `timeout` seconds in total. Returns a response for each. Blocks.
 
-        SUCCESS means that the engine may go on: a get is in its blocks, the blocks of a put may be
-        written again. With `completely`, and always for a prefetch, the writes to farther tiers
-        have ended as well. FAILED means that some blocks were not moved; the mask says which were.
-        A task that was not launched is UNREADY, an unknown one NOTFOUND. Blocks.
+        SUCCESS means that the engine can continue: the blocks of a get are filled, those of a put
+        may be
+        overwritten. With `completely`, and always for a prefetch, writes to farther tiers have
+        ended, too.
+        FAILED means that some blocks were not moved; the mask shows the moved ones. A task that was
+        not
+        launched is UNREADY, an unknown one NOTFOUND.
         """
         call = Wait(task_id_list(task_ids), wait_seconds(timeout), bool(completely))
         found: dict[int, KVResponse] = self.ask(call, self.dp_client_id)
@@ -279,7 +295,8 @@ class Calls(ABC):
     def reset(self) -> None:
         """Erase all tiers, for new weights; running tasks become CANCELLED. Blocks.
 
-        A tier that does not respond within a minute is logged. None of its blocks is found again.
+        A tier that does not respond within a minute is logged. Its old blocks are never found
+        again.
         """
         self.ask(Reset(), self.dp_client_id)
 
@@ -305,7 +322,7 @@ class Calls(ABC):
 
 
 def check_layers(layer_num: int, layer_granularity: int) -> None:
-    """Raise `UnsupportedError` (a NotImplementedError) for anything but all layers at once."""
+    """Raise `UnsupportedError` (a NotImplementedError) for single layers."""
     for name, value in (("layer_num", layer_num), ("layer_granularity", layer_granularity)):
         if value != ALL_LAYERS:
             raise UnsupportedError(
@@ -323,9 +340,9 @@ def refuse_sliding(*, swa_aware: bool = False, swa_slot_mappings: Any = None) ->
 
 
 def pack_integers(values: Any) -> bytes:
-    """Tokens or slots as a byte that says 4 or 8, and little-endian integers of so many bytes.
+    """Pack tokens or slots: a byte that is 4 or 8, then little-endian integers of that size.
 
-    Raises `InvalidArgumentError` for anything but a row of at most `MOST_TOKENS` integers.
+    Raises `InvalidArgumentError` unless it is a 1-D array of at most `MOST_TOKENS` integers.
     """
     array = request_tokens(values)
     if array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
@@ -334,7 +351,7 @@ def pack_integers(values: Any) -> bytes:
 
 
 def unpack_integers(packed: bytes) -> Tokens:
-    """The reverse of `pack_integers`. Raises `InvalidArgumentError` for other bytes."""
+    """Reverse `pack_integers`. Raises `InvalidArgumentError` for invalid bytes."""
     width = packed[0] if packed else 0
     if width not in (4, 8) or (len(packed) - 1) % width or len(packed) > 1 + 8 * MOST_TOKENS:
         raise InvalidArgumentError("these bytes are no array of integers")
@@ -342,26 +359,26 @@ def unpack_integers(packed: bytes) -> Tokens:
 
 
 def pack_mask(mask: Mask) -> bytes:
-    """A bit for each token, the first one in the highest bit."""
+    """Pack a mask to one bit for each token, the first one in the highest bit."""
     return np.packbits(mask).tobytes()
 
 
 def unpack_mask(packed: bytes, count: int) -> Mask:
-    """The reverse, for `count` tokens. Raises `InvalidArgumentError` for another number of bits."""
+    """Reverse `pack_mask` for `count` tokens. Raises `InvalidArgumentError` for another count."""
     if len(packed) != -(-count // 8):
         raise InvalidArgumentError(f"a mask of {len(packed)} bytes is not one of {count} tokens")
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
 
 
 def pack(value: Any) -> bytes:
-    """An array field of a message in bytes, for `Protocol`."""
+    """Pack an array field of a message to bytes, for `Protocol`."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"a {type(value).__name__} is no field of a message")
     return pack_mask(value) if value.dtype == np.bool_ else pack_integers(value)
 
 
 def unpack(kind: Any, packed: Any) -> Any:
-    """The reverse. Raises `InvalidArgumentError` (a ValueError) for other bytes."""
+    """Reverse `pack`. Raises `InvalidArgumentError` (a ValueError) for invalid bytes."""
     if not isinstance(packed, bytes):
         raise InvalidArgumentError(f"a {type(packed).__name__} is no array")
     if kind == Tokens:
