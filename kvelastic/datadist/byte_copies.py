@@ -38,12 +38,10 @@ def copy_runs(
     """Copy each run of `sources` to its run of `targets` (addresses by tensor), in order.
 
     `gpu` is the driver of the GPU that holds a source or target. The copy then waits for work
-    queued
-    earlier in the streams that the driver knows. `deadline_s` is a `time.monotonic` time.
+    queued earlier in the streams that the driver knows. `deadline_s` is a `time.monotonic` time.
 
     Blocks; releases the GIL. Raises `LLMParamError` if memory is not mapped, `LLM_TIMEOUT` after
-    the
-    deadline, and `DriverError` if the GPU's driver fails. Earlier runs are copied in that case.
+    the deadline, and `DriverError` if the GPU's driver fails. Earlier runs are copied in that case.
     """
     moves = [
         (targets[to.tensor] + to.offset, sources[of.tensor] + of.offset, of.size)

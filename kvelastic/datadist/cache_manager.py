@@ -64,10 +64,8 @@ class CacheManager(ManagerCalls[Cache]):
         `unregister_cache`.
 
         Peers can access the cache if `remote_accessible` is true. The default is true for device
-        memory
-        registered before the first link, otherwise false. Raises `LLM_PARAM_INVALID`, also if the
-        process
-        would have more than 240 registered addresses.
+        memory registered before the first link, otherwise false. Raises `LLM_PARAM_INVALID`, also
+        if the process would have more than 240 registered addresses.
         """
         return self._register(cache_desc, addrs, cache_keys, None, remote_accessible, False)
 
@@ -153,11 +151,9 @@ class CacheManager(ManagerCalls[Cache]):
 
         `size` is in bytes of each tensor; -1 copies the whole local row. `src_layer_range`,
         `dst_layer_range` (`range`, step 1) and `tensor_num_per_layer` select layers. A request's
-        key is
-        dropped once all tensors of its row were pulled, by any key. Prefix keys and keys of
-        registered
-        caches stay. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY`, and
-        `LLM_TIMEOUT`, after which the clusters must link again.
+        key is dropped once all tensors of its row were pulled, by any key. Prefix keys and keys of
+        registered caches stay. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`,
+        `LLM_LINK_BUSY`, and `LLM_TIMEOUT`, after which the clusters must link again.
         """
         self._begin("pull_cache")
         layers = LayerArguments.only("pull_cache", kwargs)
@@ -179,8 +175,7 @@ class CacheManager(ManagerCalls[Cache]):
         """Copy a peer's blocks to local blocks, in order. Blocks.
 
         If the key names a row instead of a blocks cache, the row fills the local blocks. Layer
-        arguments and
-        errors are those of `pull_cache`.
+        arguments and errors are those of `pull_cache`.
         """
         self._begin("pull_blocks")
         layers = LayerArguments.only("pull_blocks", kwargs)
@@ -205,8 +200,7 @@ class CacheManager(ManagerCalls[Cache]):
         """Copy a local row into a peer's row; the peer drops keys as for a pull. Blocks.
 
         Needs `enable_remote_cache_accessible` (else `LLM_FEATURE_NOT_ENABLED`). `size` must be -1
-        and both
-        ranges equally long. Errors are those of `pull_cache`.
+        and both ranges equally long. Errors are those of `pull_cache`.
         """
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)

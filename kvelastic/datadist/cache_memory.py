@@ -39,8 +39,7 @@ def name_streams(device: Device) -> None:
     """Set the streams of a GPU's driver to the default stream, unless they are set already.
 
     The interface names no stream. The default stream waits for all other streams except
-    non-blocking
-    ones; the caller must wait for work on those. Does nothing on the host.
+    non-blocking ones; the caller must wait for work on those. Does nothing on the host.
     """
     driver = device.driver()
     if isinstance(driver, _vmm.CudaDriver) and not driver.knows_streams:
@@ -123,8 +122,7 @@ class CacheMemory:
         available.
 
         Waits up to `wait_s` for memory of other instances on the device. Raises `DriverError` if
-        the pool
-        has failed.
+        the pool has failed.
         """
         tier = tier_of(self._tiers, tensor_bytes)
         alignment = self._tiers[tier].alignment_bytes if tier is not None else 0

@@ -75,8 +75,7 @@ class CacheTable:
         """Check keys for a new cache and return the row of each; placeholders get none.
 
         The last of equal keys counts. Raises `LLMParamError` for more keys than rows or a key in
-        use, and
-        `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
+        use, and `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
         """
         if len(keys) > desc.batch_size:
             raise LLMParamError(
@@ -160,8 +159,7 @@ class CacheTable:
         """Record that a peer has copied these tensors of a row.
 
         After the row's last tensor, its request keys are dropped. Prefix keys and keys of
-        registered caches
-        stay. Returns the cache if that was its last reference.
+        registered caches stay. Returns the cache if that was its last reference.
         """
         entry = self._by_id.get(cache_id)
         if entry is None or entry.origin == "registered":

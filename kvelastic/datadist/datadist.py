@@ -53,8 +53,7 @@ class LLMDataDist:
     Only one can be initialized at a time in a process. `init` selects the generation. With
     `enable_cache_manager` or `local_comm_res`, `cache_manager`, `link`, `unlink` and
     `query_register_mem_status` are available. Otherwise `kv_cache_manager` and `check_link_status`
-    are.
-    Calls of the other generation raise `LLM_PARAM_INVALID`.
+    are. Calls of the other generation raise `LLM_PARAM_INVALID`.
 
     Any thread may call, but do not call `finalize` or `switch_role` concurrently with other calls.
     """
@@ -73,10 +72,8 @@ class LLMDataDist:
         """Join the ledgers and listen. A second call does nothing.
 
         `options` are those of `LLMConfig.generate_options`. Raises `TypeError`, `LLMParamError`,
-        and
-        `LLM_FAILED` if the process has another initialized cluster, an address is in use, or a pool
-        cannot
-        be opened. After an error nothing stays open.
+        and `LLM_FAILED` if the process has another initialized cluster, an address is in use, or a
+        pool cannot be opened. After an error nothing stays open.
         """
         global _live
         with _live_lock:
@@ -157,11 +154,10 @@ class LLMDataDist:
 
         Returns the first failure or `LLM_SUCCESS`, and a code for each cluster. Codes are
         `LLM_ALREADY_LINK` (this side has linked it before; a link that the peer made counts as
-        success),
-        `LLM_PROCESSING_LINK` (another thread is linking or unlinking it), `LLM_LINK_FAILED`,
-        `LLM_TIMEOUT`, and `LLM_CLUSTER_NUM_EXCEED_LIMIT` (over 16 per call, over 512 in total).
-        In the first generation a PROMPT cannot link (`LLM_PARAM_INVALID`). Raises `TypeError`,
-        `LLMParamError`.
+        success), `LLM_PROCESSING_LINK` (another thread is linking or unlinking it),
+        `LLM_LINK_FAILED`, `LLM_TIMEOUT`, and `LLM_CLUSTER_NUM_EXCEED_LIMIT` (over 16 per call, over
+        512 in total). In the first generation a PROMPT cannot link (`LLM_PARAM_INVALID`). Raises
+        `TypeError`, `LLMParamError`.
         """
         options = self._required()
         found = _checked(clusters, needs_address=True)
@@ -181,8 +177,7 @@ class LLMDataDist:
 
         Returns as `link_clusters` does. Codes are `LLM_NOT_YET_LINK` (not with `force`),
         `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this side has ended, but the peer did not answer and must
-        unlink,
-        too), and `LLM_LINK_BUSY` if transfers still use the link when `timeout` (ms) ends.
+        unlink, too), and `LLM_LINK_BUSY` if transfers still use the link when `timeout` (ms) ends.
         """
         self._required()
         found = _checked(clusters, needs_address=False)
@@ -199,8 +194,7 @@ class LLMDataDist:
         """Return if the peer answers within `sync_kv_timeout`. First generation, DECODER only.
 
         Raises `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY` while a transfer uses the link, and `LLM_TIMEOUT`
-        or
-        `LLM_LINK_FAILED`, after which the clusters must link again.
+        or `LLM_LINK_FAILED`, after which the clusters must link again.
         """
         self._required(second=False, call="check_link_status")
         checks.integer("remote_cluster_id", remote_cluster_id)
@@ -215,10 +209,8 @@ class LLMDataDist:
         """Link 2 to 4 clusters with one another; each calls this with the same arguments.
 
         Returns the group's id at once; `query_register_mem_status` reports when the links are
-        ready.
-        `cluster_rank_info` maps each cluster to its rank; `rank_table` (JSON) has the host of each
-        rank.
-        Raises `TypeError`, `LLMParamError`, and `LLM_ALREADY_LINK` for a name in use.
+        ready. `cluster_rank_info` maps each cluster to its rank; `rank_table` (JSON) has the host
+        of each rank. Raises `TypeError`, `LLMParamError`, and `LLM_ALREADY_LINK` for a name in use.
         """
         options = self._required(second=True, call="link")
         group = parse_group(self._cluster_id, comm_name, cluster_rank_info, rank_table)
@@ -247,8 +239,7 @@ class LLMDataDist:
         Raises `LLM_EXIST_LINK` while links exist, `LLM_FAILED` if the address is in use, and
         `LLM_PARAM_INVALID` with several devices. In the first generation also raises
         `LLM_FEATURE_NOT_ENABLED` without `enable_switch_role`, and `LLM_PARAM_INVALID` for the
-        current role
-        or a PROMPT without an address. After an error nothing has changed.
+        current role or a PROMPT without an address. After an error nothing has changed.
         """
         options = self._required()
         checks.instance("role", role, LLMRole)

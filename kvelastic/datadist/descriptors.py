@@ -36,8 +36,7 @@ class CacheDesc:
     """A cache of `num_tensors` contiguous tensors of `shape`.
 
     Along `batch_dim_index` (default: the first dimension) a tensor has rows; in a blocks cache
-    these
-    are its blocks. Raises `TypeError` and `LLMParamError`.
+    these are its blocks. Raises `TypeError` and `LLMParamError`.
     """
 
     num_tensors: int

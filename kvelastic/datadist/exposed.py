@@ -1,10 +1,9 @@
 """Memory of this cluster that peers can access: pools of allocated caches, registered tensors.
 
 A pool of caches is exposed once as a whole; each copy pins the blocks it uses. If registered
-tensors
-are in a caller's elastic pool, that pool is exposed while one of them is registered. Other memory
-of
-the caller is exposed directly. A copy's claim names the cache that the peer intends to access.
+tensors are in a caller's elastic pool, that pool is exposed while one of them is registered. Other
+memory of the caller is exposed directly. A copy's claim names the cache that the peer intends to
+access.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
     task.synchronize()
 
 Each task has a thread (`LayerSender`). For each layer in a configuration, in order, the thread
-calls
-the synchronizer. If that returns True, the thread pushes the layer to each configuration that names
-it. The task ends at the first False or failure.
+calls the synchronizer. If that returns True, the thread pushes the layer to each configuration that
+names it. The task ends at the first False or failure.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class LayerSynchronizer(ABC):
         """Block until the layer may be sent; return False if it will not be, which ends the task.
 
         Called in the task's thread with a timeout of None: the caller sets its own deadline. An
-        exception
-        is logged and counts as False.
+        exception is logged and counts as False.
         """
 
 
@@ -66,8 +64,7 @@ class TransferWithCacheKeyConfig:
     """A transfer of layers to a cache that a peer has registered or allocated.
 
     Both ranges are required and must be equally long. Raises `TypeError`, `LLMParamError`. Fields
-    may
-    be assigned, as in a `TransferConfig`.
+    may be assigned, as in a `TransferConfig`.
     """
 
     cache_key: BlocksCacheKey | CacheKeyByIdAndIndex
@@ -116,8 +113,7 @@ class CacheTask:
         """Block as `synchronize` does; return the result of each configuration.
 
         None: none of its layers was started. `LLM_TIMEOUT`: it is still running. A configuration in
-        progress
-        when the task failed has the failure's code.
+        progress when the task failed has the failure's code.
         """
         self._wait(timeout_in_millis)
         with self._changed:

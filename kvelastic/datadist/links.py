@@ -51,8 +51,7 @@ class Links:
     """The links of a cluster. Any thread may call.
 
     Do not call `close` or `switch_role` concurrently with other calls. Lock order: only a peer's
-    own
-    lock is taken under `_lock`. No message is sent while `_lock` is held.
+    own lock is taken under `_lock`. No message is sent while `_lock` is held.
     """
 
     def __init__(
@@ -301,8 +300,7 @@ class Links:
         """Whether this cluster has started to link.
 
         After that, newly registered caches are inaccessible to peers by default. A link made by a
-        peer does
-        not count, because it may come at any time.
+        peer does not count, because it may come at any time.
         """
         return self._has_linked
 
@@ -426,8 +424,7 @@ class Links:
         """Change the role and listen at the given addresses only.
 
         Raises `LLM_EXIST_LINK` while links exist, with nothing changed. If an address is
-        unavailable, raises
-        `LLM_FAILED` and listens at the previous addresses again.
+        unavailable, raises `LLM_FAILED` and listens at the previous addresses again.
         """
         with self._lock:
             linked = [one.cluster_id for one in self._peers.values() if one.is_linked]

@@ -95,10 +95,9 @@ class LocalCaches:
         """Allocate a cache; a device cache gets memory on each device.
 
         Waits up to the timeout of a call for memory of other instances. Raises
-        `LLM_FEATURE_NOT_ENABLED` if
-        no pool is configured, `LLM_OUT_OF_MEMORY` (`LLM_DEVICE_OUT_OF_MEMORY` in the first
-        generation), and
-        errors of `CacheTable.refuse_keys`. After an error nothing has changed.
+        `LLM_FEATURE_NOT_ENABLED` if no pool is configured, `LLM_OUT_OF_MEMORY`
+        (`LLM_DEVICE_OUT_OF_MEMORY` in the first generation), and errors of
+        `CacheTable.refuse_keys`. After an error nothing has changed.
         """
         self.free_deleted()
         memories = self._memories.get(desc.placement)

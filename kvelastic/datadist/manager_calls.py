@@ -1,8 +1,8 @@
 """Calls that both generations' managers share: caches, copies, and transfers.
 
 Any thread may call. Each call blocks until it is done or `sync_kv_timeout` has passed. Calls raise
-`TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and
-`LLMException` otherwise; `docs/datadist.md` lists the codes.
+`TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and `LLMException`
+otherwise; `docs/datadist.md` lists the codes.
 """
 
 from __future__ import annotations
@@ -128,16 +128,14 @@ class ManagerCalls(Generic[Handle]):
         """Allocate a cache in the pool of its placement, with a key for each row.
 
         Fewer keys than rows leave the last rows without key. A key with `req_id` 2**64-1 leaves its
-        row
-        without key. Of equal keys the last counts. Memory is released once the id is dropped
+        row without key. Of equal keys the last counts. Memory is released once the id is dropped
         (`deallocate_cache`) and all keys are (pulled, pushed or removed). Raises
         `LLM_FEATURE_NOT_ENABLED` without such a pool, `LLM_OUT_OF_MEMORY`, and `LLM_PARAM_INVALID`
-        for a
-        key of another cache.
+        for a key of another cache.
 
         In the first generation only device caches can be allocated, only a PROMPT may give keys,
-        and the
-        error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's reference.
+        and the error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's
+        reference.
         """
         self._begin("allocate_cache")
         checks.instance("cache_desc", cache_desc, CacheDesc)
@@ -219,8 +217,7 @@ class ManagerCalls(Generic[Handle]):
         """Copy `size` bytes from `offset` of a row to the same offset of another, in all tensors.
 
         A size of -1 copies to the row's end. `req_id` is only logged. In the first generation both
-        caches
-        must be device caches.
+        caches must be device caches.
         """
         self._begin("copy_cache")
         for name, cache in (("dst", dst), ("src", src)):
@@ -391,10 +388,8 @@ class ManagerCalls(Generic[Handle]):
 
         Returns at once. Configurations are `TransferWithCacheKeyConfig` with
         `enable_remote_cache_accessible`, otherwise `TransferConfig`. Blocks are sent to blocks. A
-        row is
-        sent to a row, or to blocks of `dst_block_memory_size` bytes in each tensor. In the first
-        generation
-        only a PROMPT may call it.
+        row is sent to a row, or to blocks of `dst_block_memory_size` bytes in each tensor. In the
+        first generation only a PROMPT may call it.
         """
         self._begin("transfer_cache_async", LLMRole.PROMPT)
         checks.instance("src_cache", src_cache, self._handle)

@@ -139,8 +139,7 @@ class LinkCall:
         """Find the cache of a key and call `copy` with it.
 
         The peer is asked once for a model's blocks cache, and again after that was deallocated. It
-        is asked
-        each time for other keys, because they may be dropped before their cache.
+        is asked each time for other keys, because they may be dropped before their cache.
         """
         known = self._peer.found.get((key, is_write))
         if known is not None:

@@ -35,8 +35,7 @@ def switch_off() -> None:
     """Disable the alias. Modules imported through it stay usable.
 
     Their alias names are removed; otherwise Python would load further modules a second time from
-    the
-    package's path.
+    the package's path.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     if ALIAS in sys.modules and sys.modules[ALIAS] is sys.modules.get(TARGET):

@@ -14,8 +14,7 @@
     manager.shutdown()
 
 Any thread may call any method. A failing tier is a miss and raises nothing. `common.calls`
-describes
-the calls.
+describes the calls.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class KVManager(Calls):
 
         Blocks until the stores are open or the server is ready. Raises the errors of both, and
         `ChannelError` if an endpoint is in use; nothing stays open then. After `shutdown`, tensors
-        must be
-        registered again, and earlier tasks are unknown.
+        must be registered again, and earlier tasks are unknown.
         """
         try:
             if self._is_served and self._server is None and self._owns_server:

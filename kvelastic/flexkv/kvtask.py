@@ -5,9 +5,8 @@
        '------- cancel ------'-----> CANCELLED
 
 An UNREADY task holds leases and space in the tiers: launch or cancel every id that a match
-returned.
-A task is COMPLETED when the engine can continue. For a get, the data is in the engine's blocks. For
-a put, the blocks have been read; writes to farther tiers continue after that.
+returned. A task is COMPLETED when the engine can continue. For a get, the data is in the engine's
+blocks. For a put, the blocks have been read; writes to farther tiers continue after that.
 
 Lock order: `_life` (a start or a shutdown), `_lock`, the transfer engine's lock, the stores' locks.
 Any thread may call.
@@ -184,8 +183,7 @@ class KVTaskEngine(Calls):
         """Open the tiers and start the threads. Blocks while stores open. Idempotent.
 
         After `shutdown`, tensors must be registered again, and earlier tasks are unknown. Raises
-        the error
-        of a store that cannot be opened; nothing stays open then.
+        the error of a store that cannot be opened; nothing stays open then.
         """
         with self._life, self._lock:
             if self._storage is not None and not self._is_shut:
@@ -236,10 +234,8 @@ class KVTaskEngine(Calls):
         """Register a rank's KV tensors: one for all layers, or one for each.
 
         They are contiguous NumPy arrays or torch tensors, referenced until `release_client`.
-        Kernels that
-        write a block must have finished before a put of it is launched. Raises
-        `InvalidArgumentError` if
-        tensors, layout and model disagree.
+        Kernels that write a block must have finished before a put of it is launched. Raises
+        `InvalidArgumentError` if tensors, layout and model disagree.
         """
         handle = GPUAllocator.from_tensors(layout, kv_caches, self._settings)
         self.register_storage(handle, dp_client_id, tp_rank, keep=list(kv_caches))

@@ -74,8 +74,7 @@ class DiskStore(Store):
 
     Any thread may call; `has` and `lease` never wait for a disk. One lock guards slots, files and
     statistics. It is not held during record I/O. It is held while space is allocated or released
-    and
-    while records are erased.
+    and while records are erased.
     """
 
     name = "disk"
@@ -98,17 +97,13 @@ class DiskStore(Store):
 
         `limit_bytes` bounds all files of all folders together, including those of other engines.
         `quotas` maps a model to the share of the limit (0 to 1) that it may use; other models have
-        no
-        quota. `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set
-        it,
-        together. `io` may be a test double. `clock` and `wall_clock` return seconds.
+        no quota. `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set
+        it, together. `io` may be a test double. `clock` and `wall_clock` return seconds.
 
         If the file system refuses a folder, the store leaves the folder out and counts an error.
-        Without
-        any usable folder the store stays empty. Raises `InvalidArgumentError` if a folder is
-        accessible to
-        other users or a size is invalid, and `DeviceUnavailableError` if io_uring is requested but
-        unavailable.
+        Without any usable folder the store stays empty. Raises `InvalidArgumentError` if a folder
+        is accessible to other users or a size is invalid, and `DeviceUnavailableError` if io_uring
+        is requested but unavailable.
         """
         if not 0 < record_bytes <= MAX_RECORD_BYTES:
             raise InvalidArgumentError(
@@ -220,8 +215,7 @@ class DiskStore(Store):
         """Erase the selected records, including those in files of exited engines; return how many.
 
         Running engines erase their own records. The bytes of displaced and damaged records are
-        erased
-        whatever their owner.
+        erased whatever their owner.
         """
         now_s = self._wall_clock()
         wanted = wanted_by(selection, now_s)

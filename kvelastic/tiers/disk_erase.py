@@ -46,11 +46,9 @@ def erase_at_rest(folders: Sequence[str | os.PathLike[str]], selection: Selectio
     """Make the selected records unreadable in the files of exited engines.
 
     The owner of damaged records and of files without a valid header is unknown. Every selection
-    erases
-    them, and the bytes of displaced records. Blocks until the disk is done. Raises
+    erases them, and the bytes of displaced records. Blocks until the disk is done. Raises
     `InvalidArgumentError` if other users can access a folder, and `OSError` if the file system
-    fails.
-    Records erased before the error stay erased.
+    fails. Records erased before the error stay erased.
     """
     done = ErasedAtRest()
     for path in folders:

@@ -73,8 +73,7 @@ def carry(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Ans
     """Read or write the pieces; `views` is indexed by `Piece.at`. Blocks.
 
     If a file system accepted O_DIRECT but refuses the I/O, the transfer is repeated through the
-    page
-    cache, and the file uses the page cache from then on.
+    page cache, and the file uses the page cache from then on.
     """
     answers = _call(way, pieces, views)
     refused = [

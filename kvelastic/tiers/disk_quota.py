@@ -12,8 +12,7 @@ class Quotas:
     """Records of models with a quota, in order of use. The store's lock guards it.
 
     A model is identified by the hash in its records. Of one put, report the ends of chains first,
-    so
-    that they are removed first.
+    so that they are removed first.
     """
 
     def __init__(self, shares: Mapping[bytes, float]) -> None:

@@ -150,8 +150,7 @@ class Room:
         """Release space above the limit, and space above a fair share that neighbours wait for.
 
         Releases about `most` slots at most; returns True if there is more to release. Does nothing
-        during
-        an adoption, because the oldest records are not in the index yet.
+        during an adoption, because the oldest records are not in the index yet.
         """
         if not self._adoption.is_over:
             return False
@@ -178,8 +177,7 @@ class Room:
         """Lock the files of exited engines for adoption. The caller holds the folders' locks.
 
         The adoption itself runs without these locks because it takes time per record. Here a
-        neighbour
-        waits only for a few system calls per file.
+        neighbour waits only for a few system calls per file.
         """
         begun = []
         for folder in self._folders:

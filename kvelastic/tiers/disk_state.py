@@ -32,10 +32,8 @@ class DiskState:
     """State of one disk store. Every change happens under `changed`.
 
     `changed` is a condition over a reentrant lock. It is not held during record I/O. Calls in
-    progress
-    are counted in `reading` and `writing` instead, and a caller that needs exclusive access waits
-    for
-    them.
+    progress are counted in `reading` and `writing` instead, and a caller that needs exclusive
+    access waits for them.
     """
 
     def __init__(
@@ -163,8 +161,8 @@ class DiskState:
         """Catch and count errors of the file system, and suspend calls of this kind for a while.
 
         The suspension avoids repeated waits for a neighbour that was stopped while it held a
-        folder's lock.
-        `problem` shows the failure until `what`, or a read or write of records, succeeds.
+        folder's lock. `problem` shows the failure until `what`, or a read or write of records,
+        succeeds.
         """
         try:
             yield
@@ -243,12 +241,9 @@ class DiskState:
         """Erase keys and return how many were present.
 
         The caller holds the lock, and no put of these keys is in progress. With `wipe`, the caller
-        also
-        holds `alone`. When the call then returns, neither these records nor any displaced record
-        can be
-        read from the files. Leased records follow when their leases end. The next erasure retries
-        what the
-        file system refused: see `unerased`.
+        also holds `alone`. When the call then returns, neither these records nor any displaced
+        record can be read from the files. Leased records follow when their leases end. The next
+        erasure retries what the file system refused: see `unerased`.
         """
         if self.closed:
             return 0

@@ -12,10 +12,8 @@ machine, and anyone who can read it can read prompts. Restrict it to the engines
 world-writable folder is refused.
 
 Sweeping enforces the limit: it removes the files that were written longest ago. One engine sweeps
-at
-a time, at most once a minute or after it has written 1/8 of the limit. Between sweeps the folder
-may
-exceed its limit by what the engines write. Leases hold nothing: another machine may sweep.
+at a time, at most once a minute or after it has written 1/8 of the limit. Between sweeps the folder
+may exceed its limit by what the engines write. Leases hold nothing: another machine may sweep.
 """
 
 from __future__ import annotations
@@ -97,8 +95,7 @@ class FolderStore(Store):
         """`limit_bytes` and `max_age_s` bound the records of all machines; None: no bound.
 
         Raises `InvalidArgumentError` if the path is a link or not a folder, if the folder is
-        world-writable,
-        or if a size is invalid.
+        world-writable, or if a size is invalid.
         """
         if record_bytes <= 0:
             raise InvalidArgumentError(f"records of {record_bytes} bytes; give 1 or more")

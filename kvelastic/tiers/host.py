@@ -63,10 +63,8 @@ class HostStore(Store):
     """A store in host memory. See the module text.
 
     Any thread may call. A call waits for other calls only while they update bookkeeping.
-    `limit_bytes`
-    counts whole mapped pages, as does `capacity().used_bytes`. With a limit below one page the
-    store
-    keeps nothing and its pool sleeps.
+    `limit_bytes` counts whole mapped pages, as does `capacity().used_bytes`. With a limit below one
+    page the store keeps nothing and its pool sleeps.
     """
 
     name = "host"
@@ -86,11 +84,10 @@ class HostStore(Store):
         """Create the pool and join the host's ledger. Maps no memory yet.
 
         `max_records` bounds the number of records, in addition to the limit in whole pages.
-        `settings`
-        provides the ledger's group, the host's capacity and the engine's priority. `name` is the
-        instance's
-        name (None: automatic). `on` replaces the default device `device.host(settings)`. Raises
-        `InvalidArgumentError` for an invalid size or policy, and whatever `open_pool` raises.
+        `settings` provides the ledger's group, the host's capacity and the engine's priority.
+        `name` is the instance's name (None: automatic). `on` replaces the default device
+        `device.host(settings)`. Raises `InvalidArgumentError` for an invalid size or policy, and
+        whatever `open_pool` raises.
         """
         _refuse_negative("limit_bytes", limit_bytes)
         if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
@@ -448,8 +445,7 @@ class HostStore(Store):
         """Compact the pool before its limit is lowered.
 
         Otherwise the pool, with the pages over the limit closed, would evict records that the
-        policy keeps,
-        because it has no free block to move them to.
+        policy keeps, because it has no free block to move them to.
         """
         pool = self._pool.blocks
         if not self._layout.page_bytes <= limit_bytes < pool.mapped_bytes:
@@ -504,8 +500,7 @@ class HostStore(Store):
         """Let the index hold at most `room` records; records above that are evicted by policy.
 
         The index cannot shrink by policy. Instead, surplus slots are filled with *ballast*: keys
-        that are
-        claimed and never put.
+        that are claimed and never put.
         """
         now = self._index_slots - len(self._ballast)
         if room > now:

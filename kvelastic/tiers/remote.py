@@ -70,8 +70,7 @@ class MooncakeStore(Store):
 
     Any thread may call. Lookups do not wait for transfers; transfers run one after the other.
     `capacity().records` counts the records that this process put and did not erase, although the
-    master
-    may have evicted some.
+    master may have evicted some.
     """
 
     name = "mooncake"
@@ -91,11 +90,9 @@ class MooncakeStore(Store):
         """Connect. If that fails, the store is empty and retries later.
 
         `timeout_s` bounds each call to the server, which transfers up to `STAGED_BYTES` or one
-        record.
-        `setup_timeout_s` bounds this constructor. `make_client` and `clock` are for tests. Raises
-        `InvalidArgumentError` for an invalid address or size, and `UnsupportedError` with
-        installation
-        instructions if Mooncake's client cannot be imported.
+        record. `setup_timeout_s` bounds this constructor. `make_client` and `clock` are for tests.
+        Raises `InvalidArgumentError` for an invalid address or size, and `UnsupportedError` with
+        installation instructions if Mooncake's client cannot be imported.
         """
         check_address(address)
         for what, value, least in (
@@ -370,8 +367,7 @@ class MooncakeStore(Store):
         """Erase the selected records in the namespaces that this process has entered.
 
         Also erases in the namespace that `selection` names. Raises `InvalidArgumentError` for an
-        age: the
-        server does not know the age of a record.
+        age: the server does not know the age of a record.
         """
         if selection.older_than_s is not None:
             raise InvalidArgumentError(

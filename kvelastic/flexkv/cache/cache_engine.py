@@ -53,8 +53,7 @@ class Plan:
     """The graph of one request, and what it holds in the tiers.
 
     Call the plan when the graph has ended or will not run (`abort` in FlexKV): this releases leases
-    and
-    space that was not filled. Idempotent; any thread may call.
+    and space that was not filled. Idempotent; any thread may call.
     """
 
     def __init__(
@@ -187,8 +186,7 @@ class GlobalCacheEngine:
         """Plan a put. Returns (graph, return_mask, callback, task_end_op_id, skipped_gpu_blocks).
 
         `skipped_gpu_blocks` is the number of leading blocks that are present or in progress.
-        Otherwise as
-        `get`.
+        Otherwise as `get`.
         """
         check_layers(layer_num, ALL_LAYERS)
         sequence = self.sequence(token_ids, namespace)

@@ -131,8 +131,7 @@ class Calls(ABC):
         """Run a call for a data-parallel client, here or in a server.
 
         Returns Matched for Match, Started for Prefetch and Launch, a KVResponse for each task for
-        Wait, and
-        Done for Cancel and Reset.
+        Wait, and Done for Cancel and Reset.
         """
 
     def get_match(
@@ -149,14 +148,10 @@ class Calls(ABC):
         """Find the longest prefix in the tiers. Returns (task id, mask).
 
         The mask is True for one run of whole blocks, which starts at the block of the first True
-        token of
-        `token_mask` (None: all True). The blocks are held until the task has ended: launch or
-        cancel it.
-        `cpu_only` searches the CPU tier only. `token_ids` is a 1-D int64 array of NumPy, or of
-        torch on the
-        CPU. `namespace` separates tenants. Raises `InvalidArgumentError`, and `UnsupportedError`
-        for a
-        `layer_granularity` other than -1.
+        token of `token_mask` (None: all True). The blocks are held until the task has ended: launch
+        or cancel it. `cpu_only` searches the CPU tier only. `token_ids` is a 1-D int64 array of
+        NumPy, or of torch on the CPU. `namespace` separates tenants. Raises `InvalidArgumentError`,
+        and `UnsupportedError` for a `layer_granularity` other than -1.
         """
         check_layers(ALL_LAYERS, layer_granularity)
         refuse_sliding(swa_aware=swa_aware)
@@ -173,10 +168,8 @@ class Calls(ABC):
         """Find what the CPU tier lacks, and reserve space for it. Returns (task id, mask).
 
         The mask is True from the first block that is neither present nor in progress to the last
-        whole
-        block. If not all of these fit, it is False everywhere. `token_mask` must be True from the
-        first
-        token on. Launch or cancel the task. Raises `InvalidArgumentError`.
+        whole block. If not all of these fit, it is False everywhere. `token_mask` must be True from
+        the first token on. Launch or cancel the task. Raises `InvalidArgumentError`.
         """
         return self._match("put", token_ids, token_mask, dp_id, namespace)
 
@@ -193,8 +186,7 @@ class Calls(ABC):
         """Match and launch in one call. Returns the task id; `KVResponse.return_mask` is the mask.
 
         `slot_mapping` has a slot for each True token of `token_mask`. Slots of tokens that are not
-        found
-        keep their contents.
+        found keep their contents.
         """
         check_layers(ALL_LAYERS, layer_granularity)
         return self._match("get", token_ids, token_mask, dp_id, namespace, slot_mapping)[0]
@@ -262,8 +254,8 @@ class Calls(ABC):
         """Cancel tasks. Unknown and ended ids are ignored.
 
         A task that was not launched releases what it holds. A running task starts no further copy,
-        and the
-        call waits for a copy in progress. When the call returns, the caller may reuse the blocks.
+        and the call waits for a copy in progress. When the call returns, the caller may reuse the
+        blocks.
         """
         self.ask(Cancel(task_id_list(task_ids)), self.dp_client_id)
 
@@ -273,12 +265,9 @@ class Calls(ABC):
         """Wait for tasks, up to `timeout` seconds in total. Returns a response for each. Blocks.
 
         SUCCESS means that the engine can continue: the blocks of a get are filled, those of a put
-        may be
-        overwritten. With `completely`, and always for a prefetch, writes to farther tiers have
-        ended, too.
-        FAILED means that some blocks were not moved; the mask shows the moved ones. A task that was
-        not
-        launched is UNREADY, an unknown one NOTFOUND.
+        may be overwritten. With `completely`, and always for a prefetch, writes to farther tiers
+        have ended, too. FAILED means that some blocks were not moved; the mask shows the moved
+        ones. A task that was not launched is UNREADY, an unknown one NOTFOUND.
         """
         call = Wait(task_id_list(task_ids), wait_seconds(timeout), bool(completely))
         found: dict[int, KVResponse] = self.ask(call, self.dp_client_id)

@@ -28,8 +28,7 @@ def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
     """Return a contiguous 1-D array of int64, without a copy if possible.
 
     Takes arrays and CPU tensors. Raises `InvalidArgumentError` for another shape, for values other
-    than
-    integers, and for a tensor that is not on the CPU.
+    than integers, and for a tensor that is not on the CPU.
     """
     if type(token_ids) is not np.ndarray:
         try:

@@ -2,8 +2,7 @@
 
 In a file, a setting has its name. In the environment, it is `FLEXKV_` and the name in capitals. The
 rows are those of FlexKV v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's
-own.
-A parser raises `ValueError` with a text that lists the accepted values.
+own. A parser raises `ValueError` with a text that lists the accepted values.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
     """Return the shared file behind these addresses, and the offset of the first address.
 
     The offset is None if pages are mapped and unmapped there, as in a kvelastic range, or have
-    holes
-    between them. Raises `InvalidArgumentError` for memory that no other process can map.
+    holes between them. Raises `InvalidArgumentError` for memory that no other process can map.
     """
     end = address + size_bytes
     shared: list[Mapping] = []

@@ -53,8 +53,7 @@ class KVResponse:
     """The response of one task.
 
     `return_mask` is True for the tokens that were moved. For a failed get, these are the leading
-    tokens
-    that are in the engine's blocks. None for an unknown task.
+    tokens that are in the engine's blocks. None for an unknown task.
     """
 
     status: KVResponseStatus

@@ -46,8 +46,7 @@ class KVCacheLayout:
     """Axis order and sizes. Raises `InvalidArgumentError` for a size below 1.
 
     `is_mla` is FlexKV's form of `kv_dim`: True means 1. v1.2.1 has it in the position of `kv_dim`,
-    so a
-    bool in `kv_dim` is read as `is_mla`.
+    so a bool in `kv_dim` is read as `is_mla`.
     """
 
     type: KVCacheLayoutType
@@ -114,10 +113,8 @@ class KVCacheLayout:
         """Return an engine's tensors with this layout in the order of a record.
 
         With two tensors for each layer, the first half are K and the second half V, as in FlexKV. A
-        record
-        has K and V of a layer next to each other. If the model has one row for both, only the first
-        half is
-        used, as in FlexKV.
+        record has K and V of a layer next to each other. If the model has one row for both, only
+        the first half is used, as in FlexKV.
         """
         if not self._has_apart(tensors):
             return list(tensors)
@@ -130,10 +127,8 @@ class KVCacheLayout:
         """Return the rows of a block in a record's order, for `_vmm.EngineBlocks`.
 
         `addresses` has one of three forms: one for the whole cache; one for each layer's tensor,
-        which then
-        has this layout with one layer; or, in a record's order, one for K and one for V of each
-        layer.
-        Raises `InvalidArgumentError` for another count.
+        which then has this layout with one layer; or, in a record's order, one for K and one for V
+        of each layer. Raises `InvalidArgumentError` for another count.
         """
         if self.kv_dim == 2 and self._has_apart(addresses):
             row = self.row_bytes

@@ -77,8 +77,7 @@ def load_user_config(environ: Mapping[str, str] = os.environ) -> UserConfig:
     """Read the file at FLEXKV_CONFIG_PATH and the environment; the file has precedence. Blocks.
 
     Raises `ConfigError` for unreadable, unknown or invalid settings, and `UnsupportedError` for
-    missing
-    features. The error lists all of them.
+    missing features. The error lists all of them.
     """
     path = environ.get("FLEXKV_CONFIG_PATH", "").strip()
     values = _from_environment(environ)

@@ -131,8 +131,7 @@ class FlexKVConfig:
         """Take the model's shape, parallel sizes and tiers from SGLang; return the rank's position.
 
         Raises `UnsupportedError` for unsupported features. These include a GPU, because there
-        SGLang's cache
-        memory cannot be registered.
+        SGLang's cache memory cannot be registered.
         """
         _refuse_of_sglang(server_args)
         tp_size = int(server_args.tp_size)

@@ -36,8 +36,7 @@ class KVDPClient(Calls):
 
     Each call blocks until the server replies, and raises the error in the reply. If the server has
     ended, the call raises `ChannelClosedError` and all tasks are lost. The next call connects to a
-    new
-    server at the same endpoint, which does not know these tasks.
+    new server at the same endpoint, which does not know these tasks.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class KVDPClient(Calls):
         """Connect once the server listens, and register this client. Blocks.
 
         Raises `ChannelTimeoutError` after `timeout_s`, and `InvalidArgumentError` for a server of
-        another
-        model or a client that is registered already.
+        another model or a client that is registered already.
         """
         deadline_s = time.monotonic() + timeout_s
         if self._endpoint is None:

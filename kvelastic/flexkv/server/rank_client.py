@@ -135,11 +135,9 @@ class KVTPClient:
 
         The last form needs a layout. Returns at once: a thread of this client waits for the server.
         `kv_layout` says which axis counts blocks; use `block_axis` for tensors in a layout that
-        FlexKV does
-        not have. Tensors of tokens, as in SGLang, are treated as the layout's blocks. Raises what
-        `TensorSharedHandle` raises, `InvalidArgumentError` for a second call, and
-        `UnsupportedError` for
-        the buffers of an indexer.
+        FlexKV does not have. Tensors of tokens, as in SGLang, are treated as the layout's blocks.
+        Raises what `TensorSharedHandle` raises, `InvalidArgumentError` for a second call, and
+        `UnsupportedError` for the buffers of an indexer.
         """
         if indexer_buffers:
             raise UnsupportedError(
@@ -175,8 +173,7 @@ class KVTPClient:
         """Register tensors in a kvelastic range on a GPU, whose pages are mapped and unmapped.
 
         For each copy the server asks for the pages of its blocks, which must stay mapped while the
-        task
-        runs. Raises `UnsupportedError` for a range with separate pages for each buffer
+        task runs. Raises `UnsupportedError` for a range with separate pages for each buffer
         (KVELASTIC_CONTIGUOUS_LAYOUT=false), and `InvalidArgumentError` for a tensor outside the
         range.
         """

@@ -1,8 +1,7 @@
 """Ranks that register their memory, in a server or in the process of a KVManager.
 
 A registration lasts as long as the rank's connection; then the memory is released. The state
-belongs
-to the thread of the calling endpoint.
+belongs to the thread of the calling endpoint.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class Registrations:
         """Handle a rank's message. Returns False for other messages.
 
         Raises `InvalidArgumentError` for a rank of another model. A rank that is registered already
-        is
-        refused, unless its process has ended.
+        is refused, unless its process has ended.
         """
         message, connection = request.message, request.connection
         if isinstance(message, messages.AddMemory):

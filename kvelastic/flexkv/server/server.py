@@ -45,8 +45,7 @@ class KVServer:
         """Open the tiers and listen. Blocks while stores open.
 
         Raises the errors of `check_supported` and `KVTaskEngine`, and `ChannelError` if an endpoint
-        is in
-        use; nothing stays open then.
+        is in use; nothing stays open then.
         """
         check_supported(model_config, cache_config)
         model_config = copy(model_config)
@@ -93,8 +92,7 @@ class KVServer:
         """Start a server in a child process that ends with this one. Does not block.
 
         `child_env` is added to its environment. With `inherit_env` False, the child gets only the
-        variables
-        that Python needs and those of FlexKV and kvelastic.
+        variables that Python needs and those of FlexKV and kvelastic.
         """
         return start_process(
             model_config,

@@ -192,10 +192,8 @@ class TransferScheduler:
         """Return the transfers to run one after the other; none for a graph without operations.
 
         Raises `InvalidArgumentError` for a cycle, for a block named twice in one operation, and for
-        a block
-        that two operations place in two engine blocks. Raises `UnsupportedError` for an operation
-        that
-        kvelastic or this configuration does not have.
+        a block that two operations place in two engine blocks. Raises `UnsupportedError` for an
+        operation that kvelastic or this configuration does not have.
         """
         order = graph.order()
         has_end = graph.task_end_op_id in graph.ops

@@ -114,10 +114,8 @@ class TransferEngine:
         """Start one or several graphs: all or none. Never blocks.
 
         Raises `InvalidArgumentError` for a graph that was submitted before, has a cycle or is
-        inconsistent,
-        `UnsupportedError` for an unsupported operation, and `NotInitializedError` for blocks of a
-        client
-        that has not registered its tensors.
+        inconsistent, `UnsupportedError` for an unsupported operation, and `NotInitializedError` for
+        blocks of a client that has not registered its tensors.
         """
         if isinstance(transfer_graph, TransferOpGraph):
             transfer_graph = [transfer_graph]
@@ -286,8 +284,7 @@ class TransferEngine:
         """Return (graph_id, op_id) of all ends since the last call; op_id -1 is the graph's end.
 
         Waits for the first end, up to `timeout` seconds (None: as long as a graph is running).
-        Results are
-        in the operation's `status` and `moved`.
+        Results are in the operation's `status` and `moved`.
         """
         timeout_s = float("inf") if timeout is None else timeout
         self._wait(timeout_s, lambda: self._completed or not self._flights)

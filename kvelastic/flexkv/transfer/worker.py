@@ -21,8 +21,7 @@ class GPUCPUTransferWorker:
     """The executor's `Copies` over the tensors of all ranks. Any thread may call.
 
     A record has the parts of all ranks, in order. Ranks with identical rows (MLA) share one part:
-    the
-    first rank's part is stored, and all ranks are loaded from it.
+    the first rank's part is stored, and all ranks are loaded from it.
     """
 
     def __init__(self, *, part_bytes: int, tp_size: int, is_shared: bool) -> None:
