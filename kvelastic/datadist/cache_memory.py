@@ -26,7 +26,7 @@ from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
 
 ENGINE: Final = "datadist"
-"""Engine name of these instances in `kvctl list`."""
+"""Engine name of cache pools in `kvctl list`."""
 
 _ADDRESSES_PER_BYTE: Final = 4
 """Ratio of range length to memory, so that despite holes a long enough gap exists."""

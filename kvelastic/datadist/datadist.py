@@ -191,7 +191,7 @@ class LLMDataDist:
         return _for_each(found, unlink)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Return if the peer answers within `sync_kv_timeout`. First generation, DECODER only.
+        """Return if the peer replies within `sync_kv_timeout`. First generation, DECODER only.
 
         Raises `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY` while a transfer uses the link, and `LLM_TIMEOUT`
         or `LLM_LINK_FAILED`, after which the clusters must link again.
@@ -206,7 +206,7 @@ class LLMDataDist:
     # --- links that all members make ---------------------------------------------------------
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Link 2 to 4 clusters with one another; each calls this with the same arguments.
+        """Link 2 to 4 clusters with each other; each calls this with the same arguments.
 
         Returns the group's id at once; `query_register_mem_status` reports when the links are
         ready. `cluster_rank_info` maps each cluster to its rank; `rank_table` (JSON) has the host
@@ -225,7 +225,7 @@ class LLMDataDist:
             self._links.groups.end(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return a group's state; never blocks. OK: its members can access one another's caches."""
+        """Return a group's state; never blocks. OK: its members can access each other's caches."""
         self._required(second=True, call="query_register_mem_status")
         checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("query_register_mem_status"):

@@ -1,4 +1,4 @@
-"""Groups whose members all link with one another: membership and state.
+"""Groups whose members all link with each other: membership and state.
 
 A member links the members of lower rank and waits for links from those of higher rank. A member has
 joined when it has sent the group's token and the other side is in the group, too:
@@ -43,7 +43,7 @@ class _Linking:
 class GroupLinks:
     """Groups of this cluster. Any thread may call; call `close()` at the end.
 
-    While a group is being linked, it has a thread of its own.
+    While a group is being linked, a separate thread serves it.
     """
 
     def __init__(self, join: Join, leave: Callable[[int], None]) -> None:

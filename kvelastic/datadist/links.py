@@ -144,7 +144,7 @@ class Links:
 
     @contextmanager
     def _alone(self, cluster_id: int, *, to_link: bool = False) -> Iterator[Peer | None]:
-        """Yield the peer or None; meanwhile no other thread can link or unlink it.
+        """Yield the peer or None; no other thread can link or unlink it in this context.
 
         Raises `LLM_PROCESSING_LINK`. With `to_link`, also raises if a link is not allowed.
         """
@@ -244,7 +244,7 @@ class Links:
                 ) from error
 
     def check(self, cluster_id: int) -> None:
-        """Raise unless the peer answers within the timeout of a call."""
+        """Raise unless the peer replies within the timeout of a call."""
         peer = self._peer(cluster_id)
         peer.refuse_broken()
         if peer.is_in_use:

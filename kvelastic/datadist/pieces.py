@@ -40,7 +40,7 @@ def block_indices(name: str, desc: CacheDesc, blocks: object) -> list[int]:
 def layer_tensors(
     name: str, desc: CacheDesc, layers: range | None, tensors_per_layer: int
 ) -> range:
-    """Return the tensors of these layers; all tensors for None."""
+    """Return the tensors of `layers`; all tensors for None."""
     if layers is None:
         return range(desc.num_tensors)
     checks.integer("tensor_num_per_layer", tensors_per_layer, least=1, most=desc.num_tensors)

@@ -3,7 +3,7 @@
     Find(key) --> Found(cache)                   the location and description of a cache
     Moved(cache, row, tensors) --> Noted         the sender has copied these: keys may be dropped
     Who --> Welcome(role)                        the first question over a link
-    Join(group) --> Joined(is_there)             for a group whose members link with one another
+    Join(group) --> Joined(is_there)             for a group whose members link with each other
     Refused(status, why)                         instead of any reply
 
 `kvelastic.transfer` copies the bytes. A copy carries a *claim*: the cache that the peer intends to

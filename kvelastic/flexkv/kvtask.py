@@ -72,7 +72,7 @@ _log = logging.getLogger("kvelastic")
 
 EXPIRY_S: Final = 30 * 60.0
 MOST_TASKS: Final = 100_000
-"""Beyond either limit the oldest task is dropped and releases what it holds."""
+"""Beyond either limit the oldest task is dropped and releases its leases and space."""
 RECENT_TASKS: Final = 256
 """Number of ended tasks kept for `common.debug`."""
 RESET_S: Final = 60.0
@@ -100,7 +100,7 @@ _ENDS: Final = {
 class KVTask:
     """One request. The engine's lock guards it.
 
-    The plan has the keys and ids of all blocks. It is dropped when its graph ends; the result
+    The plan has the keys and ids of the blocks. It is dropped when its graph ends; the result
     stays.
     """
 
@@ -218,7 +218,7 @@ class KVTaskEngine(Calls):
         return storage
 
     def is_ready(self) -> bool:
-        """Whether it is started and all ranks of all clients have registered their tensors."""
+        """Whether it is started and every rank of every client has registered their tensors."""
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker

@@ -95,7 +95,7 @@ class DiskStore(Store):
     ) -> None:
         """Open the folders and adopt the files of engines that have exited.
 
-        `limit_bytes` bounds all files of all folders together, including those of other engines.
+        `limit_bytes` bounds the files in the folders together, including other engines' files.
         `quotas` maps a model to the share of the limit (0 to 1) that it may use; other models have
         no quota. `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set
         it, together. `io` may be a test double. `clock` and `wall_clock` return seconds.
@@ -377,7 +377,7 @@ class DiskStore(Store):
     def _write(
         self, pieces: list[Piece], records: Sequence[memoryview], owner: Owner
     ) -> list[tuple[Piece, Entry]]:
-        """Write records, then their table entries; return those that were written completely."""
+        """Write records, then their table entries; return the completely written ones."""
         results = carry(self._io.write, pieces, records)
         stored_ns = max(0, int(self._wall_clock() * 1e9))
         stored: list[tuple[Piece, Entry]] = []

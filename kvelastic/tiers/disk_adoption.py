@@ -4,7 +4,7 @@
     while not adoption.is_over:
         adoption.step()           # about 10 ms under the store's lock; other calls run in between
 
-First the tables of all files are read. Then the records are restored in the index, oldest first
+First the tables of the files are read. Then the records are restored in the index, oldest first
 across all files, so that the newest are displaced last. Slots without a record stay closed, and
 their file space is released.
 """

@@ -25,7 +25,7 @@ from kvelastic.tiers.record_owner import Owner, Wanted, wanted_by
 
 @dataclass(frozen=True)
 class ErasedAtRest:
-    """Counts of what an erasure removed and what it skipped."""
+    """Counts of records and files that an erasure removed or skipped."""
 
     records: int = 0
     """Records made unreadable, including damaged ones."""

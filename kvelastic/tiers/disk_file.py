@@ -34,7 +34,7 @@ def held_bytes(state: os.stat_result) -> int:
     """Return the bytes a file may take of its file system: its blocks and its largest extent map.
 
     A file system keeps a map of a file's extents, and `st_blocks` includes it. If each system page
-    is an extent of its own, the map takes 1/160 of the blocks.
+    is a separate extent, the map takes 1/160 of the blocks.
     """
     blocks_bytes = state.st_blocks * 512
     return blocks_bytes + map_bytes(blocks_bytes)

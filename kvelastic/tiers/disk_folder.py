@@ -8,7 +8,7 @@
     .lock            flock() while allocating space, creating or taking over files, or scanning
     .written         bytes written today (write_budget.py)
 
-The space used is what the file system reports: the blocks of all `.kv` files. No process maintains
+The space used is what the file system reports: the blocks of the `.kv` files. No process maintains
 an account, so the death of a process cannot make it wrong.
 """
 
@@ -77,7 +77,7 @@ class Folder:
         return sum(held_bytes(state) for state in self._states("").values())
 
     def record_files(self) -> list[str]:
-        """Return the names of all record files."""
+        """Return the names of the record files."""
         return list(self._states(SUFFIX))
 
     def take_over(self) -> tuple[list[DataFile], list[str]]:

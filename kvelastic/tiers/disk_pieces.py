@@ -13,7 +13,7 @@ from kvelastic.tiers.disk_format import Entry
 from kvelastic.tiers.record_owner import Owner
 
 Answers = list[tuple[int, int]]
-"""For each record: bytes moved or minus errno, and the checksum of what is in memory now."""
+"""For each record: bytes moved or minus errno, and the checksum of the bytes in memory now."""
 
 Way = Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers]
 

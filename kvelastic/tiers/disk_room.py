@@ -4,7 +4,7 @@ A slot without file space is *parked*. The index treats it as pending under a ke
 uses, so it never allocates the slot. To release space, the store claims slots for such keys. The
 index displaces records by policy, and the store returns their file space to the file system.
 
-**Sharing between engines.** The limit applies to the folders: the blocks of all files in them. An
+**Sharing between engines.** The limit applies to the folders: the blocks of the files in them. An
 engine allocates space when it needs some, a file or a part of a file at a time, first come, first
 served, while the sum stays within the limit. With n live engines, the fair share is 1/n of the
 limit. An engine below its share that finds no space publishes a request. At its next put or

@@ -149,7 +149,7 @@ class DiskState:
     def failed(
         self, quiet: Quiet, error: OSError, calls: int = 1, *, what: object | None = None
     ) -> None:
-        """Record a failure of `what`, or of all calls of this kind if None."""
+        """Record a failure of `what`, or of every call of this kind if None."""
         _log.debug("disk tier: %s", error)
         with self.changed:
             self.count(errors=calls)
@@ -240,7 +240,7 @@ class DiskState:
     def erase(self, keys: bytes, *, wipe: bool = True) -> int:
         """Erase keys and return how many were present.
 
-        The caller holds the lock, and no put of these keys is in progress. With `wipe`, the caller
+        The caller holds the lock, and no put of the keys is in progress. With `wipe`, the caller
         also holds `alone`. When the call then returns, neither these records nor any displaced
         record can be read from the files. Leased records follow when their leases end. The next
         erasure retries what the file system refused: see `unerased`.

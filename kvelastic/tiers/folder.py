@@ -92,7 +92,7 @@ class FolderStore(Store):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`limit_bytes` and `max_age_s` bound the records of all machines; None: no bound.
+        """`limit_bytes` and `max_age_s` bound the records of every machine; None: no bound.
 
         Raises `InvalidArgumentError` if the path is a link or not a folder, if the folder is
         world-writable, or if a size is invalid.
@@ -204,7 +204,7 @@ class FolderStore(Store):
         return sum(removed)
 
     def erase_matching(self, selection: Selection) -> int:
-        """Erase the selected records of all machines; return how many. Reads the head of every
+        """Erase the selected records of every machine; return how many. Reads the head of every
         file.
 
         If a record that another machine is writing is selected, it will not be stored.
@@ -244,7 +244,7 @@ class FolderStore(Store):
         return HEAD_BYTES + self.record_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the limit for the records of all machines, and sweep at once.
+        """Set the limit for the records of every machine, and sweep at once.
 
         Raises `InvalidArgumentError` if the store was opened without a limit: other engines sweep
         then.

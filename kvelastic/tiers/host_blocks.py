@@ -1,5 +1,4 @@
-"""Blocks of the host tier's pool: their holders, and tracking of what the pool does with the
-others.
+"""Blocks of the host tier's pool: holders, and tracking of the pool's moves and evictions.
 
 A record without readers is in a *cached* block. The pool moves or evicts such blocks on its own
 when host memory is needed elsewhere. A *held* record (leased or being read) is in a *used* block,

@@ -48,7 +48,7 @@ class HostPlaces:
                 self._place_of[key] = Place(slot, ticket)
 
     def take(self, keys: bytes) -> dict[int, int]:
-        """Return the reserved slots of these keys by position; the caller owns them from now on."""
+        """Return the reserved slots of `keys` by position; the caller owns them from now on."""
         if not self.count:
             return {}
         self._unpack()
@@ -102,12 +102,12 @@ class HostReservation(Reservation):
 
     @property
     def is_new(self) -> Sequence[bool]:
-        """For each key, whether it is to be put."""
+        """For each key, whether it must be put."""
         return [slot >= 0 for slot in self.slots]
 
     @property
     def first_new(self) -> int | None:
-        """Position of the first key that is to be put; None if there is none."""
+        """Position of the first key that must be put; None if every key is present."""
         return next((at for at, slot in enumerate(self.slots) if slot >= 0), None)
 
     def release(self) -> None:

@@ -87,7 +87,7 @@ class HostSlots:
         return iter(list(self._slot_of.values()))
 
     def keys_matching(self, selection: Selection, now_s: float) -> bytes:
-        """Return the keys of all selected records, concatenated."""
+        """Return the keys of the selected records, concatenated."""
         worlds = {
             world for world, namespace in enumerate(self._namespaces) if selection.names(namespace)
         }

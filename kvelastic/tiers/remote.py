@@ -167,7 +167,7 @@ class MooncakeStore(Store):
             self._problem = str(error) or type(error).__name__
 
     def _ready(self) -> bool:
-        """Whether the server may be called now. Creates a client if there is none."""
+        """Whether the server may be called now. Creates a client if necessary."""
         with self._lock:
             if self._closed or not self._quiet.is_over:
                 return False

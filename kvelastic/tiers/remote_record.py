@@ -5,7 +5,7 @@
     8       8      bytes of the record that follows
     16      16     its key
     32      16     fingerprint of its namespace
-    48      4      CRC-32 of all of it, these four bytes excepted
+    48      4      CRC-32 of the 48 bytes before it and of the record
     52      12     zeros
 
 Integers are little-endian. If key, namespace or checksum does not match, the read is a miss. The

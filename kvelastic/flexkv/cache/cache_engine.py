@@ -50,7 +50,7 @@ class CacheEngine(RadixTree):
 
 
 class Plan:
-    """The graph of one request, and what it holds in the tiers.
+    """The graph of one request, and its leases and reservations in the tiers.
 
     Call the plan when the graph has ended or will not run (`abort` in FlexKV): this releases leases
     and space that was not filled. Idempotent; any thread may call.

@@ -1,4 +1,4 @@
-"""Allocator of block ids, for an engine that has none of its own.
+"""Allocator of block ids, for an engine without an allocator.
 
 pool = Mempool(1024)
 blocks = pool.allocate_blocks(4)

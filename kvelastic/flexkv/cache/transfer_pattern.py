@@ -28,7 +28,7 @@ class Fragment(NamedTuple):
 def get_graph(
     keys: bytes, fragments: Sequence[Fragment], *, chain_after: bytes = NO_KEY, dp_id: int = 0
 ) -> TransferOpGraph:
-    """Copy the keys of all fragments, which are consecutive, to the engine's blocks."""
+    """Copy the keys of consecutive fragments to the engine's blocks."""
     graph = TransferOpGraph()
     if keys:
         reads = _add_reads(graph, keys, fragments, chain_after)

@@ -40,7 +40,7 @@ class SequenceMeta:
 
     @cached_property
     def keys(self) -> bytes:
-        """The keys of all whole blocks, concatenated."""
+        """The keys of the whole blocks, concatenated."""
         return block_keys(self.token_ids, self.tokens_per_block, self.seed)
 
     @property

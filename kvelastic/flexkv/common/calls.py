@@ -168,7 +168,7 @@ class Calls(ABC):
         """Find what the CPU tier lacks, and reserve space for it. Returns (task id, mask).
 
         The mask is True from the first block that is neither present nor in progress to the last
-        whole block. If not all of these fit, it is False everywhere. `token_mask` must be True from
+        whole block. If they do not all fit, it is False everywhere. `token_mask` must be True from
         the first token on. Launch or cancel the task. Raises `InvalidArgumentError`.
         """
         return self._match("put", token_ids, token_mask, dp_id, namespace)

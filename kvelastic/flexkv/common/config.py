@@ -196,7 +196,7 @@ class CacheConfig:
     """A limit, not a reservation: host memory is allocated as blocks arrive."""
     num_ssd_blocks: int = 10_000_000
     num_remote_blocks: int | None = None
-    """None: the remote store decides what it keeps."""
+    """None: the remote store sets its own limit."""
     ssd_cache_dir: str | list[str] | None = None
     """One folder or several; in one string they are separated by `;`."""
     remote_cache_path: str | None = None
@@ -213,7 +213,7 @@ class CacheConfig:
 
     @property
     def enable_kv_sharing(self) -> bool:
-        """FlexKV's name for whether peers read one another's tiers."""
+        """Whether peers read each other's tiers. The name is FlexKV's."""
         return self.enable_p2p_cpu or self.enable_p2p_ssd
 
     @property
@@ -226,7 +226,7 @@ class CacheConfig:
         return list(self.ssd_cache_dir)
 
     def check(self) -> None:
-        """Raise `ConfigError` for an invalid value or one that lacks a required companion.
+        """Raise `ConfigError` for an invalid value or a missing companion setting.
 
         Raise `UnsupportedError` for a missing feature, naming its replacement.
         """

@@ -47,7 +47,7 @@ def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
 
 
 def hash_blocks(token_ids: Any, tokens_per_block: int, seed: bytes = NO_SEED) -> bytes:
-    """Return the 16-byte keys of all whole blocks, concatenated."""
+    """Return the 16-byte keys of the whole blocks, concatenated."""
     return block_keys(as_tokens(token_ids), tokens_per_block, seed)
 
 

@@ -63,7 +63,7 @@ class KVResponse:
     """Masks of the tasks in a batch, in order."""
 
     def get_mask(self, idx: int = 0) -> Any:
-        """Return the mask of one task of a batch, or the task's own mask; None if there is none.
+        """Return the mask of one task of a batch, or the task's own mask; None without a mask.
 
         The mask is a torch tensor if torch is loaded.
         """

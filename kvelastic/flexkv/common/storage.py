@@ -82,7 +82,7 @@ class KVCacheLayout:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all blocks."""
+        """Total bytes of the blocks."""
         return self.num_block * self.block_bytes
 
     @property

@@ -204,7 +204,7 @@ class TransferOpGraph:
             ) from None
 
     def bind_engine_blocks(self, block_ids: Sequence[int] | BlockIds) -> None:
-        """Set the engine's blocks of all operations with an end on the GPU."""
+        """Set the engine's blocks in every operation with an end on the GPU."""
         for op in self.ops.values():
             if op.engine_side is not None:
                 op.bind(block_ids)

@@ -186,7 +186,7 @@ class FlexKVConfig:
 
 
 _DTYPES: Final = {"fp8_": "fp8", "bf16": "bfloat16"}
-"""FlexKV's dtype names for those that SGLang names differently, by their first four letters."""
+"""FlexKV's names for SGLang dtypes that differ, by the first four letters of SGLang's name."""
 
 
 def _refuse_of_sglang(server_args: Any) -> None:

@@ -91,7 +91,7 @@ class KVDPClient(Calls):
         self._connection = connection
 
     def is_ready(self) -> bool:
-        """Whether all ranks of all clients of the server have registered their tensors."""
+        """Whether every rank of every client of the server has registered their tensors."""
         return self._ask(messages.IsReady(), messages.Ready).is_ready
 
     def ask(self, call: Message, dp_id: int = 0) -> Any:

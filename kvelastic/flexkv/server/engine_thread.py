@@ -47,7 +47,7 @@ class Tasks:
         self.is_gone = False
 
     def end(self, task_ids: Iterable[int]) -> None:
-        """Record that the client has received the end of these tasks."""
+        """Record that the client has received the end of tasks."""
         for task_id in task_ids:
             for one in (task_id, *self.members.get(task_id, ())):
                 if one in self.is_over:
@@ -147,7 +147,7 @@ class EngineThread:
         return max(0.0, min(one.deadline_s for one in self._waiting) - time.monotonic())
 
     def _watch(self) -> None:
-        """Wake the engine's thread when a task ends during a wait. Runs in a thread of its own."""
+        """Wake the engine's thread when a task ends during a wait. Runs in a separate thread."""
         while not self._is_stopping:
             self._waits.wait()
             self._waits.clear()

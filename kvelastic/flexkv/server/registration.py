@@ -39,7 +39,7 @@ Rank = tuple[int, int]
 
 
 class Registrations:
-    """The registered ranks of all data-parallel clients."""
+    """The registered ranks of the data-parallel clients."""
 
     def __init__(
         self, model: ModelConfig, cache: CacheConfig, worker: Callable[[], GPUCPUTransferWorker]
@@ -247,7 +247,7 @@ def _buffers(
 ) -> tuple[list[tuple[int, Buffer]], int]:
     """Return the tensors' buffers, each with its memory, and the number of blocks.
 
-    Raises `InvalidArgumentError` for tensors that are not within memories of these sizes.
+    Raises `InvalidArgumentError` for tensors outside memories of the given sizes.
     """
     buffers: list[tuple[int, Buffer]] = []
     counts = set()

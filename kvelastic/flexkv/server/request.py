@@ -1,4 +1,4 @@
-"""The messages between clients and a server. `common.calls` has those that are FlexKV's calls.
+"""The messages between clients and a server. `common.calls` has FlexKV's calls.
 
     client                         server
     RegisterDPClient        ->     Registered            one for each data-parallel client
@@ -133,7 +133,7 @@ class RegisterTPClient(Message):
     dp_client_id: ClientId
     tp_rank: ClientId
     is_device_id: bool
-    """Whether `tp_rank` counts the ranks of all clients of a machine."""
+    """Whether `tp_rank` counts the ranks of every client of a machine."""
     tensors: Annotated[list[Tensor], Meta(min_length=1, max_length=MOST_TENSORS)]
 
 
@@ -142,7 +142,7 @@ class Registered(Message):
 
 
 class IsReady(Message):
-    """Asks whether all ranks of all data-parallel clients have registered."""
+    """Asks whether every rank of every data-parallel client has registered."""
 
 
 class Ready(Message):

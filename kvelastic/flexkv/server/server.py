@@ -104,7 +104,7 @@ class KVServer:
         )
 
     def is_ready(self) -> bool:
-        """Whether all ranks of all data-parallel clients have registered.
+        """Whether every rank of every data-parallel client has registered.
 
         Raises `EngineError` with the reason if a missing rank was refused.
         """

@@ -281,7 +281,7 @@ class TransferEngine:
                 self._done.wait(left_s)
 
     def get_completed_graphs_and_ops(self, timeout: float | None = None) -> list[tuple[int, int]]:
-        """Return (graph_id, op_id) of all ends since the last call; op_id -1 is the graph's end.
+        """Return (graph_id, op_id) of each end since the last call; op_id -1 is the graph's end.
 
         Waits for the first end, up to `timeout` seconds (None: as long as a graph is running).
         Results are in the operation's `status` and `moved`.

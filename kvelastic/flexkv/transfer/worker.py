@@ -18,9 +18,9 @@ MOST_BLOCKS: Final = 1 << _CLIENT_SHIFT
 
 
 class GPUCPUTransferWorker:
-    """The executor's `Copies` over the tensors of all ranks. Any thread may call.
+    """The executor's `Copies` over the tensors of every rank. Any thread may call.
 
-    A record has the parts of all ranks, in order. Ranks with identical rows (MLA) share one part:
+    A record has the parts of the ranks, in order. Ranks with identical rows (MLA) share one part:
     the first rank's part is stored, and all ranks are loaded from it.
     """
 
@@ -62,7 +62,7 @@ class GPUCPUTransferWorker:
             ranks[tp_rank] = (blocks, keep)
 
     def unregister(self, dp_client_id: int, tp_rank: int | None = None) -> None:
-        """Release the tensors of one rank of a client, or of all (None).
+        """Release the tensors of one rank of a client; None means every rank.
 
         No copy may be using them.
         """

@@ -144,7 +144,7 @@ class FlexKVConnectorV1Impl:
         return self._of_scheduler.request_finished(request, block_ids), None
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events: vLLM reports those of its own cache."""
+        """Return no events: vLLM reports its cache's events itself."""
         return ()
 
     @property
