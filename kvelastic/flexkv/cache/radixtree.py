@@ -4,7 +4,7 @@
     place = tree.insert(sequence, first=match.num_ready_matched_blocks)
     with tree.lock(sequence, match.num_ready_matched_blocks): ...
 
-The name is FlexKV's. The index is the tier's, which is flat: a key stands for all tokens up to its
+The name is FlexKV's. The tier's index is flat: a key identifies all tokens up to the end of its
 block, so a prefix is a run of keys.
 """
 
@@ -22,49 +22,49 @@ class MatchResult(NamedTuple):
     """The leading blocks of a sequence that a tier has."""
 
     num_ready_matched_blocks: int
-    """Blocks with whole records."""
+    """Blocks with complete records."""
     num_matched_blocks: int
-    """Blocks that are there or on their way."""
+    """Blocks that are present or in progress."""
 
 
 class RadixTree:
-    """The blocks of one store by their tokens. Any thread."""
+    """The blocks of one store by their tokens. Any thread may call."""
 
     def __init__(self, store: Store, namespace: Namespace) -> None:
         self.store = store
         self._namespace = namespace
 
     def match_prefix(self, sequence: SequenceMeta, first: int = 0) -> MatchResult:
-        """The longest prefix from block `first` on."""
+        """Return the longest prefix from block `first` on."""
         return MatchResult(*self.store.leading(_keys(sequence, first)))
 
     def insert(self, sequence: SequenceMeta, first: int = 0) -> Reservation | None:
-        """Reserve room for the blocks from `first` on that are not there.
+        """Reserve space for the missing blocks from `first` on.
 
-        They are ready when their records are put. Returns None if there is not room for all.
+        They are ready when their records are put. Returns None if not all of them fit.
         """
         after = sequence.parent(first) if first else NO_KEY
         return self.store.reserve(_keys(sequence, first), chain_after=after)
 
     def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Lease:
-        """Hold those of `count` blocks from `first` on that are ready, the leading ones."""
+        """Hold the leading ready ones of `count` blocks from `first` on."""
         return self.store.lease(_keys(sequence, first)[: count * KEY_BYTES])
 
     def evict(self, count: int) -> int:
-        """Evict up to `count` blocks, the ends of sequences first. Returns how many."""
+        """Evict up to `count` blocks, the ends of sequences first; return how many."""
         return self.store.evict(count)
 
     def remove(self, sequence: SequenceMeta, first: int = 0) -> int:
-        """Erase the blocks from `first` on. Returns how many there were."""
+        """Erase the blocks from `first` on; return how many were present."""
         return self.store.erase(_keys(sequence, first))
 
     def reset(self) -> int:
-        """Erase all blocks of this namespace. Returns how many there were. Blocks."""
+        """Erase all blocks of this namespace; return how many. Blocks."""
         return self.store.erase_matching(Selection(namespace=self._namespace))
 
     @property
     def total_cached_blocks(self) -> int:
-        """The records of the store, in all namespaces."""
+        """Number of records in the store, in all namespaces."""
         return self.store.capacity().records
 
     def is_empty(self) -> bool:

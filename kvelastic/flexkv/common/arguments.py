@@ -1,6 +1,6 @@
-"""Checks of a caller's arguments. Each returns the value as messages have it.
+"""Checks of arguments. Each function returns the value in the form that messages use.
 
-Each raises `InvalidArgumentError`. A value that no message can hold is an error of its call alone.
+Each raises `InvalidArgumentError`. A value that no message can hold fails only its own call.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
 from kvelastic.flexkv.common.request import Mask
 
 MOST_TOKENS: Final = 1 << 20
-"""Of one request."""
+"""Maximum per request."""
 MOST_TASKS: Final = 4096
-"""Of one call."""
+"""Maximum per call."""
 MOST_NAMES: Final = 64
 MOST_NAME_CHARACTERS: Final = 4096
 MOST_WAIT_S: Final = 1e9
-"""30 years. A longer wait is shortened to it."""
+"""30 years. Longer waits are shortened to this."""
 _MOST_ID: Final = 1 << 62
 
 
 def request_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
-    """A row of int64 of at most `MOST_TOKENS`."""
+    """Return a 1-D int64 array of at most `MOST_TOKENS`."""
     tokens = as_tokens(token_ids, what)
     if len(tokens) > MOST_TOKENS:
         raise InvalidArgumentError(
@@ -38,7 +38,7 @@ def request_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
 
 
 def as_mask(token_mask: Any, length: int) -> Mask | None:
-    """A bool for each of `length` tokens; None where it is None, which is all True."""
+    """Return a bool for each of `length` tokens; None, which means all True, stays None."""
     if token_mask is None:
         return None
     try:
@@ -54,7 +54,7 @@ def as_mask(token_mask: Any, length: int) -> Mask | None:
 
 
 def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
-    """The names of a namespace, which are joined with NUL."""
+    """Return the names of a namespace, which are later joined with NUL."""
     if namespace is None:
         return None
     if not isinstance(namespace, (list, tuple)) or len(namespace) > MOST_NAMES:
@@ -78,12 +78,12 @@ def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
 
 
 def is_one(task_ids: object) -> bool:
-    """Whether it is one id rather than several."""
+    """Whether the argument is a single id."""
     return hasattr(task_ids, "__index__") and getattr(task_ids, "ndim", 0) == 0
 
 
 def task_id_list(task_ids: int | Iterable[int]) -> list[int]:
-    """Ids as plain integers, `MOST_TASKS` at most."""
+    """Return ids as plain integers, at most `MOST_TASKS`."""
     try:
         each: Any = [task_ids] if is_one(task_ids) else task_ids
         ids = [index(task_id) for task_id in each]
@@ -98,7 +98,7 @@ def task_id_list(task_ids: int | Iterable[int]) -> list[int]:
 
 
 def launched(task_ids: int | Iterable[int], slot_mappings: Any) -> tuple[list[int], list[Tokens]]:
-    """Task ids, and the slots of each; one id may come with one bare array."""
+    """Return task ids and the slots of each; a single id may come with a bare array."""
     ids = task_id_list(task_ids)
     if is_one(task_ids):
         is_wrapped = isinstance(slot_mappings, (list, tuple)) and (
@@ -122,7 +122,7 @@ def launched(task_ids: int | Iterable[int], slot_mappings: Any) -> tuple[list[in
 
 
 def wait_seconds(timeout: Any) -> float:
-    """Seconds, from 0 to `MOST_WAIT_S`."""
+    """Return seconds, from 0 to `MOST_WAIT_S`."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
         raise InvalidArgumentError(f"timeout={timeout!r:.100} is not accepted; pass seconds")
     return float(min(max(timeout, 0), MOST_WAIT_S))

@@ -1,4 +1,4 @@
-"""The tasks that an engine holds and has done, for an engineer who asks why a request waits.
+"""Lists an engine's open and ended tasks, to find out why a request waits.
 
 print(describe(manager.task_engine))
 """
@@ -11,18 +11,18 @@ from kvelastic.sizes import format_size
 
 
 class TaskRecord(NamedTuple):
-    """One task in short."""
+    """Summary of one task."""
 
     task_id: int
     kind: str
     status: str
     tokens: int
     seconds: float
-    """From its match to its end, or until now."""
+    """Time from the match to the end, or until now."""
 
 
 def describe(engine: Any, most: int = 20) -> str:
-    """Lines on a KVTaskEngine's tiers, open tasks and last ended tasks.
+    """Return lines about a KVTaskEngine's tiers, open tasks and last ended tasks.
 
     Queries the stores, which may block.
     """

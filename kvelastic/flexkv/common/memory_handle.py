@@ -1,12 +1,12 @@
-"""Tensors for other processes: a descriptor of their memory, and their place in it.
+"""Shares tensors with other processes: a descriptor of their memory, and their position in it.
 
     kv = shared_zeros((layers, 2, blocks, tokens, heads, head_size), "float16")   # in a memfd
     handle = TensorSharedHandle(kv)
     ...                                     # its description and fd go to the other process
     there = TensorSharedHandle.of(description, fd).get_tensor()                   # the same bytes
 
-The kernel passes the descriptor beside a message: there is no name that another user could open,
-and no pickle. Any other shared mapping of a file can be handed over as well.
+The kernel passes the descriptor with a message, so there is no name that another user could open,
+and no pickle. Any other shared mapping of a file can be shared as well.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Buffer(NamedTuple):
 
 
 class TensorDescription(NamedTuple):
-    """A tensor without its memory: plain values, which may come from another process."""
+    """A tensor without its memory: plain values, possibly from another process."""
 
     offset: int
-    """Of its first element in the memory."""
+    """Offset of the first element in the memory."""
     shape: tuple[int, ...]
     strides_bytes: tuple[int, ...]
     dtype: str
     item_bytes: int
 
     def check(self, memory_bytes: int) -> None:
-        """Raise `InvalidArgumentError` unless the tensor lies in a memory of that size."""
+        """Raise `InvalidArgumentError` unless the tensor is within a memory of that size."""
         if not 0 < len(self.shape) <= MOST_AXES or len(self.strides_bytes) != len(self.shape):
             raise InvalidArgumentError(f"a tensor of the shape {self.shape} is not accepted")
         counts = (self.item_bytes, *self.shape)
@@ -70,15 +70,15 @@ class TensorDescription(NamedTuple):
 
     @property
     def span_bytes(self) -> int:
-        """The bytes from its first to its last."""
+        """Bytes from the first to the last byte of the tensor."""
         steps = zip(self.shape, self.strides_bytes, strict=True)
         return self.item_bytes + sum((size - 1) * stride for size, stride in steps)
 
     def buffers(self, block_axis: int) -> list[Buffer]:
-        """The blocks along an axis: one buffer for each contiguous run of a block's bytes.
+        """Return the blocks along an axis: one buffer for each contiguous run of a block's bytes.
 
-        Runs are in the order of the axes; in a run bytes are as they lie in memory. Raises
-        `InvalidArgumentError` if blocks share bytes, or have too many runs.
+        Runs are in the order of the axes. Within a run, bytes are in memory order. Raises
+        `InvalidArgumentError` if blocks share bytes or have too many runs.
         """
         if not 0 <= block_axis < len(self.shape):
             raise InvalidArgumentError(f"a tensor of the shape {self.shape} has no {block_axis=}")
@@ -100,7 +100,7 @@ class TensorDescription(NamedTuple):
         return [Buffer(at, stride, run_bytes) for at in offsets]
 
     def _dense_run(self, axes: Sequence[int]) -> tuple[int, list[int]]:
-        """The bytes of a run, and the axes outside it, in their order."""
+        """Return the bytes of a run, and the axes outside it, in order."""
         run_bytes = self.item_bytes
         inner = set()
         for axis in sorted(axes, key=lambda axis: self.strides_bytes[axis]):
@@ -115,13 +115,13 @@ MOST_RUNS: Final = 4096
 
 
 class TensorSharedHandle:
-    """One tensor, and a descriptor of its memory, which it owns. Not thread-safe."""
+    """One tensor and a descriptor of its memory, owned by the handle. Not thread-safe."""
 
     def __init__(self, tensor: Any) -> None:
-        """Of a NumPy array or a torch tensor on the CPU whose memory is a shared file's.
+        """Share a NumPy array or a torch tensor on the CPU whose memory is a shared file mapping.
 
-        Raises `InvalidArgumentError` for memory of this process alone, and `UnsupportedError` for
-        a GPU's that has no descriptor.
+        Raises `InvalidArgumentError` for private memory, and `UnsupportedError` for GPU memory
+        without a descriptor.
         """
         address, description = describe(tensor)
         if getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda":
@@ -131,8 +131,10 @@ class TensorSharedHandle:
             )
         mapping, offset = process_mappings.behind(address, description.span_bytes)
         self.is_elastic = offset is None
-        """Whether pages are mapped and unmapped behind the tensor. Its offset is its address then:
-        the owner says for each copy where its pages are in the file."""
+        """Whether pages are mapped and unmapped behind the tensor.
+
+        Its offset is then its address: the owner reports the pages' file offsets for each copy.
+        """
         offset = address if offset is None else offset
         self.description = description._replace(offset=offset)
         self.fd = process_mappings.descriptor_of(mapping)
@@ -140,9 +142,10 @@ class TensorSharedHandle:
 
     @classmethod
     def of(cls, description: TensorDescription, fd: int) -> TensorSharedHandle:
-        """A tensor that another process has described. The handle owns the descriptor.
+        """Create a handle for a tensor that another process described; it owns the descriptor.
 
-        Raises `InvalidArgumentError`, and closes it, if the tensor does not lie in that memory.
+        Raises `InvalidArgumentError`, and closes the descriptor, if the tensor is not within the
+        memory.
         """
         handle = cls.__new__(cls)
         handle.description, handle.fd, handle.is_elastic = description, fd, False
@@ -155,7 +158,7 @@ class TensorSharedHandle:
         return handle
 
     def __reduce__(self) -> NoReturn:
-        """Raise `UnsupportedError`: the number of a descriptor is other memory elsewhere."""
+        """Raise `UnsupportedError`: a descriptor's number means other memory in another process."""
         raise UnsupportedError(
             f"a TensorSharedHandle cannot be pickled or copied: descriptor {self.fd} is other"
             " memory in another process; send the descriptor over a Unix socket"
@@ -164,11 +167,11 @@ class TensorSharedHandle:
         )
 
     def get_tensor(self) -> np.ndarray[Any, Any]:
-        """The tensor, as a NumPy array over the shared memory; it outlives the handle.
+        """Return the tensor as a NumPy array over the shared memory; it outlives the handle.
 
         A dtype that NumPy lacks (bfloat16) becomes integers of its size. Raises
-        `InvalidArgumentError` for memory that its owner can shorten: an access beyond its end would
-        end this process.
+        `InvalidArgumentError` for memory that its owner can truncate: an access beyond its end
+        would end this process.
         """
         if not _cannot_shrink(self.fd):
             raise InvalidArgumentError(
@@ -183,12 +186,12 @@ class TensorSharedHandle:
         return tensor
 
     def close(self) -> None:
-        """Close the descriptor. Safe to repeat."""
+        """Close the descriptor. Idempotent."""
         self._closing()
 
 
 def describe(tensor: Any) -> tuple[int, TensorDescription]:
-    """The address and the description of a torch tensor or a NumPy array."""
+    """Return the address and the description of a torch tensor or a NumPy array."""
     if hasattr(tensor, "data_ptr"):
         size = int(tensor.element_size())
         strides = tuple(int(stride) * size for stride in tensor.stride())
@@ -204,10 +207,10 @@ def describe(tensor: Any) -> tuple[int, TensorDescription]:
 
 
 def shared_zeros(shape: int | Sequence[int], dtype: Any = "uint8") -> np.ndarray[Any, Any]:
-    """A NumPy array of zeros in a sealed memfd, which can be handed to other processes.
+    """Return a NumPy array of zeros in a sealed memfd, which can be shared with other processes.
 
-    The last process that has it releases the memory. A dtype that NumPy lacks becomes integers of
-    its size; use `torch.from_numpy(...).view(...)`.
+    The memory is released with the last process that uses it. A dtype that NumPy lacks becomes
+    integers of its size; use `torch.from_numpy(...).view(...)`.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     size_bytes = math.prod(shape) * item_bytes(dtype)
@@ -221,7 +224,7 @@ def shared_zeros(shape: int | Sequence[int], dtype: Any = "uint8") -> np.ndarray
     except BaseException:
         os.close(fd)
         raise
-    weakref.finalize(memory, os.close, fd)  # it is looked up by the mapping
+    weakref.finalize(memory, os.close, fd)  # later found by its mapping
     described = TensorDescription(0, shape, (), dtype_name(dtype), item_bytes(dtype))
     array: np.ndarray[Any, Any] = np.ndarray(shape, _numpy_type(described), buffer=memory)
     return array

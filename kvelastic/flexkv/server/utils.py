@@ -1,4 +1,4 @@
-"""FlexKV's endpoints as addresses of sockets."""
+"""Conversion of FlexKV's endpoints to socket addresses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ GPU_REGISTER: Final = "_gpu_register"
 
 
 def socket_address(endpoint: str) -> Address:
-    """`ipc:///path`, `unix:///path` or a path, as an address.
+    """Convert `ipc:///path`, `unix:///path` or a path to an address.
 
-    Raises `UnsupportedError` for TCP, over which no memory can be handed, and `ConfigError` for
-    anything else.
+    Raises `UnsupportedError` for TCP, which cannot transfer memory descriptors, and `ConfigError`
+    for anything else.
     """
     if endpoint.startswith("tcp:"):
         raise UnsupportedError(
@@ -43,25 +43,25 @@ def socket_address(endpoint: str) -> Address:
 
 
 def gpu_register_endpoint(server_recv_port: str) -> str:
-    """The default endpoint for ranks of the server at that endpoint."""
+    """Return the default endpoint for ranks of the server at that endpoint."""
     return server_recv_port + GPU_REGISTER
 
 
 def default_folder() -> Path:
-    """The folder of unnamed endpoints: this user's runtime folder, or the temporary one."""
+    """Return the folder of unnamed endpoints: this user's runtime folder, or the temporary one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir():
         return Path(runtime)
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # no folder can be written to
+    except FileNotFoundError:  # no writable folder
         return _SHORT_FOLDER
 
 
 def remove_dead_endpoints() -> None:
     """Remove sockets of killed engines in the default folders: those without a listener.
 
-    Those of the last minute stay: their owners may be about to listen.
+    Sockets younger than a minute stay, because their owners may be about to listen.
     """
     pattern = f"{_PREFIX}{os.geteuid()}_*"
     for path in chain.from_iterable(
@@ -77,9 +77,9 @@ def remove_dead_endpoints() -> None:
 
 
 def default_endpoint(name: str = "server") -> str:
-    """This user's endpoint of that name, in the default folder.
+    """Return this user's endpoint of that name in the default folder.
 
-    It is in `/tmp` if the path would be longer than the kernel accepts for a socket.
+    If the path would be too long for a socket, the endpoint is in `/tmp`.
     """
     path = default_folder() / f"{_PREFIX}{os.geteuid()}_{name}"
     is_short = len(os.fsencode(path)) + len(GPU_REGISTER) <= MOST_PATH_BYTES
@@ -87,5 +87,5 @@ def default_endpoint(name: str = "server") -> str:
 
 
 def unique_endpoint() -> str:
-    """A default endpoint of this manager alone."""
+    """Return a default endpoint that no other manager uses."""
     return default_endpoint(f"{os.getpid()}_{secrets.token_hex(4)}")

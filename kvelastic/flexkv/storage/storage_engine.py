@@ -32,7 +32,7 @@ def rank_layout(
     num_block: int,
     kind: KVCacheLayoutType = KVCacheLayoutType.BLOCKFIRST,
 ) -> KVCacheLayout:
-    """The layout of one tensor-parallel rank's blocks."""
+    """Return the layout of one tensor-parallel rank's blocks."""
     return KVCacheLayout(
         kind,
         model.num_layers,
@@ -49,10 +49,10 @@ class StorageEngine:
     """The stores by device, the nearest first. The transfer engine closes them."""
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, settings: Config) -> None:
-        """Opens all stores. Blocks. Raises the error of a store, and closes the others then."""
+        """Open all stores. Blocks. Raises the error of a store after closing the others."""
         self.layout = rank_layout(model, cache, 1)
         self.part_bytes = self.layout.block_bytes
-        """A rank's part of a record."""
+        """Bytes of a rank's part of a record."""
         self.record_bytes = self.part_bytes * model.ranks_in_a_record
         self.namespace = _namespace(model, cache, self.record_bytes)
         self.stores: dict[DeviceType, Store] = {}
@@ -75,7 +75,7 @@ class StorageEngine:
         self.tiers = {device: place for place, device in enumerate(self.stores)}
 
     def get_storage_handle(self, device: DeviceType) -> StorageHandle:
-        """The store of a device. Raises `InvalidArgumentError` if it is not open."""
+        """Return the store of a device. Raises `InvalidArgumentError` if it is not open."""
         if not self.has_storage_handle(device):
             raise InvalidArgumentError(
                 f"there is no {device.name} tier; there are"
@@ -84,25 +84,25 @@ class StorageEngine:
         return StorageHandle(StorageHandleType.STORE, self.stores[device], self.layout)
 
     def has_storage_handle(self, device: DeviceType) -> bool:
-        """Whether that store is open."""
+        """Whether the store of a device is open."""
         return device in self.stores
 
     def next_generation(self) -> Namespace:
         """Enter and return another namespace. See `GlobalCacheEngine.reset`."""
-        # Random: a process that counts from the same start must not reach the same one.
+        # Random, so that another process does not get the same generation.
         self.namespace = replace(self.namespace, generation=secrets.randbits(62))
         for store in self.stores.values():
             store.enter(self.namespace)
         return self.namespace
 
     def close(self) -> None:
-        """Close the stores, after a start that failed."""
+        """Close the stores after a failed start."""
         for store in self.stores.values():
             store.close()
 
 
 def _namespace(model: ModelConfig, cache: CacheConfig, record_bytes: int) -> Namespace:
-    """Without a fingerprint of the weights a random one: no other process finds these records."""
+    """Return the namespace. Without a fingerprint it is random: other processes find no records."""
     return Namespace(
         model=model.model,
         weights=model.weights,

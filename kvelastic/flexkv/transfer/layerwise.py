@@ -1,6 +1,6 @@
-"""A name that SGLang's connector imports, also if layers are not copied one by one.
+"""A name that SGLang's connector imports even if layers are not copied one by one.
 
-No process listens there: the setting `enable_layerwise_transfer` is refused.
+No process listens at this socket: the setting `enable_layerwise_transfer` is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvelastic.flexkv.common.config import ModelConfig
 def build_layerwise_eventfd_socket_path(
     dp_client_id: int, pp_rank: int, model_config: ModelConfig
 ) -> str:
-    """The socket's path of one client and pipeline stage, by FlexKV's rule."""
+    """Return the socket path of a client and pipeline stage, by FlexKV's rule."""
     named = os.environ.get("FLEXKV_LAYERWISE_EVENTFD_SOCKET")
     path = Path(named or "/tmp/flexkv_layerwise_eventfd.sock")
     stage = f"_pp{pp_rank}" if model_config.pp_size > 1 else ""

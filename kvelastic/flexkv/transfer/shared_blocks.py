@@ -1,13 +1,14 @@
 """Blocks in memory of another process, copied to and from staging.
 
     blocks = SharedBlocks([(fd, buffer), ...], blocks=1024)
-    blocks.copy_out([3, 7], staging, slots=[0, 1])          # each block's buffers, side by side
+    blocks.copy_out([3, 7], staging, slots=[0, 1])          # each block's buffers, concatenated
 
-Memory of the host is read and written by its descriptor and not mapped: if its owner shortened it,
-a mapping would end this process with SIGBUS. A short read fails that copy alone.
+Host memory is read and written through its descriptor, not mapped. If its owner truncated it, a
+mapping would end this process with SIGBUS, while a short read only fails that copy.
 
-A GPU's pages come and go in their owner, so none is kept: for each copy the owner sends descriptors
-of the pages that it touches, which are mapped at their places and unmapped after the copy.
+A GPU's pages are mapped and unmapped by their owner, so none is kept here. For each copy the owner
+sends descriptors of the pages it uses. They are mapped at their offsets and unmapped after the
+copy.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from kvelastic.flexkv.common.process_mappings import NOT_MAPPED, PAGE_BYTES
 from kvelastic.tiers.pool_side import StagingMemory
 
 AT_ONCE: Final = 16
-"""Descriptors of one reply."""
+"""Number of descriptors in one reply."""
 PageFinder = Callable[[list[int]], Sequence[int]]
-"""Offsets in a file of pages, by their addresses in units of `PAGE_BYTES` (`process_mappings`);
-or descriptors of a GPU's pages, by their places in the span, which the caller closes. Blocks."""
+"""Finds pages, given in units of `PAGE_BYTES` (`process_mappings`) or as indices in a span.
+
+For host memory it returns the file offsets of addresses. For a GPU it returns descriptors, which
+the caller closes. Blocks.
+"""
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
@@ -74,11 +78,11 @@ class SharedBlocks(_ForeignBlocks):
         owned: Sequence[int] | None = None,
         elastic: Mapping[int, PageFinder] | None = None,
     ) -> None:
-        """`buffers` are descriptors of memory and what lies there, in the order of a record.
+        """`buffers` are pairs of a descriptor and a buffer there, in the order of a record.
 
-        `owned` are the descriptors to close; by default those of `buffers`. In those of `elastic`
-        an offset is an address in the owner, which says for each copy where its pages are in the
-        file.
+        `owned` are the descriptors to close; the default is those of `buffers`. In descriptors
+        listed in `elastic`, an offset is an address in the owner, which reports the pages' file
+        offsets for each copy.
         """
         super().__init__([buffer for _, buffer in buffers], blocks)
         self._buffers = _joined(buffers)
@@ -107,7 +111,7 @@ class SharedBlocks(_ForeignBlocks):
         ids: Sequence[int],
         offset_bytes: int = 0,
     ) -> None:
-        """Copy slots to blocks, as `copy_out`."""
+        """Copy slots to blocks. Arguments and errors as in `copy_out`."""
         self._copy(ids, staging, slots, offset_bytes, os.pwritev)
 
     def close(self) -> None:
@@ -117,7 +121,7 @@ class SharedBlocks(_ForeignBlocks):
         self._close_unused()
 
     def _close_unused(self) -> None:
-        # A descriptor closed under a copy could be another file's when the copy uses it.
+        # Another file could get a closed descriptor's number while a copy still uses it.
         with self._lock:
             if self._copies or not self._is_closed:
                 return
@@ -149,7 +153,7 @@ class SharedBlocks(_ForeignBlocks):
                     done += buffer.block_bytes
 
     def _locate(self, elastic: int, ids: Sequence[int]) -> dict[int, int]:
-        """By page, its offset in the file of an elastic memory."""
+        """Return the offset of each page in the file of an elastic memory."""
         pages = _pages_of([one for fd, one in self._buffers if fd == elastic], ids, PAGE_BYTES)
         return dict(zip(pages, self._elastic[elastic](pages), strict=True))
 
@@ -219,7 +223,7 @@ class DeviceSpan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The addresses that it takes."""
+        """Size of its address range."""
         return self.page_bytes * self.pages
 
 
@@ -251,12 +255,12 @@ class DeviceBlocks(_ForeignBlocks):
     def copy_in(
         self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset_bytes: int = 0
     ) -> None:
-        """Copy slots to blocks, as `copy_out`."""
+        """Copy slots to blocks. Arguments and errors as in `copy_out`."""
         with self._mapped(ids) as here:
             here.copy_in(staging, slots, ids, offset_bytes)
 
     def close(self) -> None:
-        """Release the addresses, after a copy that runs. Idempotent."""
+        """Release the address range after a copy in progress. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._address:
@@ -265,7 +269,7 @@ class DeviceBlocks(_ForeignBlocks):
 
     @contextmanager
     def _mapped(self, ids: Sequence[int]) -> Iterator[_vmm.EngineBlocks]:
-        """The blocks at addresses of this process, while the pages of `ids` are mapped."""
+        """Yield the blocks at local addresses, while the pages of `ids` are mapped."""
         self._check(ids)
         page_bytes = self._span.page_bytes
         pages = _pages_of(self._buffers, ids, page_bytes)

@@ -1,9 +1,9 @@
-"""A worker's part of the connector: it registers the KV cache; copies need no Python of it.
+"""The connector's worker side: it registers the KV cache. Copies run without its Python code.
 
-vLLM takes failed blocks from its workers' output alone, and not after the step that ends the load.
-So the scheduler, which learns of failures, tells one worker, and reports a load as finished in the
-step whose output names its blocks. It tells one worker only: of two, the later one would name
-blocks that another request has by then.
+vLLM takes failed blocks only from its workers' output, and not after the step that ends the load.
+The scheduler learns of a failure first. It notifies one worker, and reports the load as finished in
+the step whose output names its blocks. If it notified two workers, the later one could name blocks
+that another request has received in the meantime.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class LoadErrorSender:
         self._unsent: set[int] = set()
 
     def tell(self, block_ids: set[int]) -> None:
-        """Send failed blocks. Does not block; they are kept until a worker is there."""
+        """Send failed blocks. Does not block; keeps them until a worker is connected."""
         self._unsent |= block_ids
         self.flush()
 
     def flush(self) -> None:
-        """Send the blocks that were kept."""
+        """Send blocks that were kept."""
         if not self._unsent:
             return
         if self._worker is None or not self._worker.is_open:
@@ -63,7 +63,7 @@ class LoadErrorSender:
             self._unsent.clear()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the endpoint. Idempotent."""
         self._endpoint.close()
 
 
@@ -84,13 +84,13 @@ class LoadErrorReceiver:
         self._thread.start()
 
     def take(self) -> set[int]:
-        """The blocks that have failed since the last call."""
+        """Return the blocks that have failed since the last call."""
         with self._lock:
             taken, self._block_ids = self._block_ids, set()
         return taken
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._is_closed = True
         self._endpoint.close()
         self._thread.join()
@@ -111,7 +111,7 @@ class LoadErrorReceiver:
 
 
 class FlexKVWorkerConnector:
-    """A rank of the engine."""
+    """The connector of one rank of the engine."""
 
     def __init__(self, config: FlexKVConfig, dp_rank: int, tp_rank: int, engine: str) -> None:
         self._block_size = config.cache_config.tokens_per_block
@@ -130,7 +130,7 @@ class FlexKVWorkerConnector:
         )
 
     def _by_block(self, tensor: Any) -> tuple[Any, int]:
-        """A layer's cache with an axis that counts the engine's blocks, and that axis."""
+        """Return a layer's cache with an axis that counts the engine's blocks, and that axis."""
         if tensor.ndim == 4:  # [blocks, heads, tokens, elements of K and V], since vLLM 0.30
             kernel_tokens = tensor.shape[2]
             if self._block_size % kernel_tokens or tensor.shape[0] % (
@@ -149,7 +149,7 @@ class FlexKVWorkerConnector:
         raise UnsupportedError(f"a KV cache of the shape {tuple(tensor.shape)} is not known here")
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks that the scheduler has named since the last call."""
+        """Return the failed blocks that the scheduler has sent since the last call."""
         return self._errors.take() if self._errors is not None else set()
 
     def shutdown(self) -> None:
@@ -160,12 +160,13 @@ class FlexKVWorkerConnector:
 
 
 class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
-    """Makes `torch.zeros(bytes, dtype=int8)`, by which vLLM allocates its cache, shared memory."""
+    """Makes `torch.zeros(bytes, dtype=int8)`, with which vLLM allocates its cache, use shared
+    memory."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Torch calls it for every function while this mode is active."""
+        """Handle a function call. Torch calls this for every function while the mode is active."""
         kwargs = kwargs or {}
         is_flat = len(args) == 1 and isinstance(args[0], int) and args[0] > 0
         if func is torch.zeros and is_flat and kwargs.get("dtype") is torch.int8:
@@ -174,7 +175,7 @@ class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped 
 
 
 def share_cpu_cache() -> None:
-    """Let vLLM's FlexKVConnectorV1 offer that mode: it forwards no such call to its adapter."""
+    """Add this mode to vLLM's FlexKVConnectorV1, which does not forward the call to its adapter."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import flexkv_connector
 
     connector = flexkv_connector.FlexKVConnectorV1
