@@ -60,8 +60,7 @@ class CacheManager(ManagerCalls[Cache]):
         cache_keys: Sequence[CacheKey] = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register a cache over the caller's memory, which must stay mapped until
-        `unregister_cache`.
+        """Register a cache over the caller's memory, mapped at least until `unregister_cache`.
 
         Peers can access the cache if `remote_accessible` is true. The default is true for device
         memory registered before the first link, otherwise false. Raises `LLM_PARAM_INVALID`, also

@@ -118,8 +118,7 @@ class CacheMemory:
         return self._pool
 
     def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:
-        """Allocate memory for `tensors` tensors of `tensor_bytes`; return None if none is
-        available.
+        """Allocate `tensors` tensors of `tensor_bytes` each; return None without memory.
 
         Waits up to `wait_s` for memory of other instances on the device. Raises `DriverError` if
         the pool has failed.

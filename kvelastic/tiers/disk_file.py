@@ -89,8 +89,7 @@ class DataFile:
 
     @staticmethod
     def take_over(folder: int, name: str) -> DataFile | None:
-        """Return a file whose writer has exited; None if the writer is alive or the header is
-        invalid.
+        """Open a file whose writer has exited; None if it is alive or the header is invalid.
 
         The caller holds the folder's lock.
         """

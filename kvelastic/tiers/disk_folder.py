@@ -97,8 +97,7 @@ class Folder:
         return whole, others
 
     def remove_oldest(self, names: list[str]) -> bool:
-        """Remove the file in `names` that was written longest ago; return False if none was
-        removed.
+        """Remove the least recently written file in `names`; return whether one was removed.
 
         The caller holds the lock. Files that a process holds are kept.
         """

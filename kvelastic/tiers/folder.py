@@ -204,8 +204,9 @@ class FolderStore(Store):
         return sum(removed)
 
     def erase_matching(self, selection: Selection) -> int:
-        """Erase the selected records of every machine; return how many. Reads the head of every
-        file.
+        """Erase the selected records of every machine; return how many.
+
+        Reads the head of every file.
 
         If a record that another machine is writing is selected, it will not be stored.
         """

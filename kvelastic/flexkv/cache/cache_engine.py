@@ -263,8 +263,7 @@ class GlobalCacheEngine:
         return self._cpu.reserve(keys[at:], chain_after=after)
 
     def plan_put(self, sequence: SequenceMeta, last: int, *, dp_id: int = 0) -> Plan:
-        """Reserve space for the blocks before `last` that are neither in the CPU tier nor in
-        progress.
+        """Reserve CPU-tier space for blocks before `last` that are neither present nor in progress.
 
         If not all of them fit, the plan is empty and nothing is put.
         """

@@ -227,17 +227,12 @@ class Calls(ABC):
         """Start tasks: all of them, or none if one is refused. Returns the ids to wait for.
 
         A slot mapping has the slots of exactly the True tokens of the task's mask, in order, in
-        whole
-        blocks of the engine: block = slot // tokens_per_block. Each token of a block may also have
-        the
-        block's first slot. A single id may come with a bare array. Tasks that found nothing are
-        skipped.
-        With `as_batch`, the tasks get one common id. Raises `InvalidArgumentError` (a ValueError)
-        for a task
-        that was launched or has ended and for invalid slots, `NotInitializedError` before tensors
-        are
-        registered, and `UnsupportedError` for single layers and sliding windows. Never blocks on a
-        copy.
+        whole blocks of the engine: block = slot // tokens_per_block. Each token of a block may also
+        have the block's first slot. A single id may come with a bare array. Tasks that found
+        nothing are skipped. With `as_batch`, the tasks get one common id. Raises
+        `InvalidArgumentError` (a ValueError) for a task that was launched or has ended and for
+        invalid slots, `NotInitializedError` before tensors are registered, and `UnsupportedError`
+        for single layers and sliding windows. Never blocks on a copy.
         """
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
         if layerwise_transfer:

@@ -130,8 +130,7 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """Register these tensors: one for each layer, one for all layers, or K of all, then V of
-        all.
+        """Register these tensors: one for each layer, one in total, or all K's and then all V's.
 
         The last form needs a layout. Returns at once: a thread of this client waits for the server.
         `kv_layout` says which axis counts blocks; use `block_axis` for tensors in a layout that

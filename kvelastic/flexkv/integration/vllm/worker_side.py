@@ -160,8 +160,7 @@ class FlexKVWorkerConnector:
 
 
 class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
-    """Makes `torch.zeros(bytes, dtype=int8)`, with which vLLM allocates its cache, use shared
-    memory."""
+    """Puts vLLM's cache, which `torch.zeros(bytes, dtype=int8)` allocates, in shared memory."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
