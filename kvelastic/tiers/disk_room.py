@@ -10,7 +10,7 @@ served, while the sum stays within the limit. With n live engines, the fair shar
 limit. An engine below its share that finds no space publishes a request. At its next put or
 capacity query, an engine above its share releases space by policy, down to its share. An engine
 whose limit is lower than its neighbours' allocates nothing while the sum is above its limit, and
-releases what it has.
+releases its own space.
 """
 
 from __future__ import annotations

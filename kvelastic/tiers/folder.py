@@ -206,9 +206,8 @@ class FolderStore(Store):
     def erase_matching(self, selection: Selection) -> int:
         """Erase the selected records of every machine; return how many.
 
-        Reads the head of every file.
-
-        If a record that another machine is writing is selected, it will not be stored.
+        Reads the head of every file. A selected record that another machine is writing will not be
+        stored.
         """
         removed = 0
         if self._closed:

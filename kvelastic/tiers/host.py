@@ -475,8 +475,7 @@ class HostStore(Store):
         """Give the index as many free slots as there are free blocks, at most `count`.
 
         The index is then full when memory is full, so its policy selects the victims, not the pool.
-        `available` counts free and cached blocks: those of mapped pages, or those that could be
-        mapped.
+        `available` counts free and cached blocks, in mapped pages only or in mappable pages too.
         """
         free = max(available - self._pool.blocks.stats()["blocks_cached"], 0)
         have = self._index.stats()

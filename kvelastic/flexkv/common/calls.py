@@ -248,9 +248,9 @@ class Calls(ABC):
     def cancel(self, task_ids: int | Iterable[int]) -> None:
         """Cancel tasks. Unknown and ended ids are ignored.
 
-        A task that was not launched releases what it holds. A running task starts no further copy,
-        and the call waits for a copy in progress. When the call returns, the caller may reuse the
-        blocks.
+        A task that was not launched releases its leases and space. A running task starts no further
+        copy, and the call waits for a copy in progress. When the call returns, the caller may reuse
+        the blocks.
         """
         self.ask(Cancel(task_id_list(task_ids)), self.dp_client_id)
 

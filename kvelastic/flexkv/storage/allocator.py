@@ -96,7 +96,7 @@ class GPUAllocator:
     def from_tensors(
         cls, layout: KVCacheLayout, tensors: Sequence[Any], settings: Config
     ) -> StorageHandle:
-        """Describe blocks of tensors: one for all layers, one for each, or all K's and then all V's.
+        """Describe blocks of tensors: one for all layers, one for each, or all K's, then all V's.
 
         Raises `InvalidArgumentError` if one is not contiguous or has another size.
         """
