@@ -1,7 +1,7 @@
-"""Keys: who may use models, and who may change things.
+"""API keys: authorize the use of models, and changes.
 
-Only digests of keys are kept, and a key that is presented is looked up by its own. How long that
-takes says nothing of any key: whoever tries one cannot choose what its digest begins with.
+Only digests are kept, and a presented key is looked up by its digest. The lookup time reveals
+nothing about a key: a client cannot choose the first digits of a digest.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _ID_DIGITS: Final = 8
 
 @dataclass(frozen=True)
 class Key:
-    """Whoever asks."""
+    """The identity of a client."""
 
     id: str | None
     """The first digits of the key's SHA-256; None without a key."""
     name: str | None
-    """The configuration's own name for it."""
+    """The name given in the configuration."""
     is_admin: bool
     max_priority: int
-    """Of requests; a higher one counts as this."""
+    """Upper bound of its requests' priority; a higher one is lowered to it."""
 
 
 class Keys:
-    """The keys of one configuration, and what is asked of those who have none."""
+    """The keys of one configuration, and the checks of requests without a key."""
 
     def __init__(self, settings: AuthSettings, origins: Origins) -> None:
         self.model_paths = ModelPaths(settings.model_paths)
-        """What `check_api` is for, of the paths that are engines'."""
+        """The engines' paths that need only `check_api`."""
         self._origins = origins
         self._has_api = bool(settings.api_keys)
         self._has_admin = bool(settings.admin_keys)
@@ -54,22 +54,22 @@ class Keys:
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether a client's bearer token is always meant for the controller."""
+        """True if API keys are configured. A bearer token is then always for the controller."""
         return self._has_api
 
     def __bool__(self) -> bool:
-        """Whether there is any key."""
+        """Return True if any key is configured."""
         return bool(self._by_digest)
 
     def carries_key(self, value: bytes) -> bool:
-        """Whether a header's value, or what follows its scheme, is a key of this controller."""
+        """Return True if a header's value is a key of this controller, with or without a scheme."""
         if _digest(value.strip()) in self._by_digest:
             return True
         words = value.split(None, 1)
         return len(words) == 2 and _digest(words[1].rstrip()) in self._by_digest
 
     def identify(self, headers: Headers) -> Key | None:
-        """The key that a request presents; None: none that is known."""
+        """Return the known key that a request presents, or None."""
         if not self._by_digest:
             return None
         value = find(headers, b"authorization")
@@ -83,7 +83,7 @@ class Keys:
         return None if value is None else self._by_digest.get(_digest(value.strip()))
 
     def check_api(self, headers: Headers) -> Key:
-        """Let it use models and read; returns who asks. Raises `Refusal` (401, 403)."""
+        """Authorize the use of models and reads; return the key. Raises `Refusal` (401, 403)."""
         key = self.identify(headers)
         if key is not None:
             return key
@@ -93,7 +93,10 @@ class Keys:
         return self._nobody
 
     def check_admin(self, headers: Headers) -> Key:
-        """Let it sleep, wake, reload and change memory; returns who asks. Raises `Refusal`."""
+        """Authorize sleep, wake, reload and changes of memory; return the key.
+
+        Raises `Refusal` (401, 403).
+        """
         key = self.identify(headers)
         if key is not None and key.is_admin:
             return key

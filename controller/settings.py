@@ -1,7 +1,7 @@
-"""What the controller is told: one frozen value, checked whole before anything is done with it.
+"""The controller's configuration: one frozen value, fully validated before it takes effect.
 
-Every key is described where it is defined; `settings_file` reads YAML and prints the schema.
-Durations are seconds here, sizes bytes.
+Each key is described where it is defined. `settings_file` reads YAML and prints the schema.
+Durations are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ EngineName = Literal["vllm", "sglang", "transformers", "openai"]
 Capability = Literal["completion", "tools", "insert", "vision", "embedding", "thinking"]
 
 MOST_CHARS: Final = 65_536
-"""Of one text."""
+"""Maximum length of one string, in characters."""
 _NAME_OF_HOST: Final = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
 _ORIGIN: Final = re.compile(
     r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9_.~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
@@ -94,34 +94,35 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     """An address other than loopback needs `auth.api_keys`."""
     port: Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=65535)] = 8080
-    """0 takes a free port and prints it."""
+    """0 picks a free port and prints it."""
     tls_cert: str | None = None
-    """PEM files; given both, it speaks HTTPS only."""
+    """PEM files. With both `tls_cert` and `tls_key` the controller serves HTTPS only."""
     tls_key: str | None = None
     max_body: SizeAboveZero = 64 << 20
-    """Of one request; beyond it: 413."""
+    """Maximum body of one request; a larger one gets 413."""
     max_buffered: SizeAboveZero = 1 << 30
-    """Of all bodies that an engine does not have yet; beyond it: 503 with Retry-After."""
+    """Maximum sum of the bodies not yet sent to an engine; beyond it: 503 with Retry-After."""
     max_headers: SizeAboveZero = 64 << 10
-    """Of one request's line and headers together; beyond it: 431."""
+    """Maximum of a request's line and headers together; beyond it: 431."""
     header_timeout: DurationAboveZero = 15.0
-    """For a request's line and headers to arrive."""
+    """Time for a request's line and headers to arrive."""
     body_timeout: DurationAboveZero = 60.0
-    """For the next piece of a request's body to arrive."""
+    """Time for the next piece of a request's body to arrive."""
     send_timeout: Duration = 60.0
-    """For a client to take more of an answer that waits for it: all of it, or 64 KiB. After it the
-    connection is cut; 0: never."""
+    """Time in which a client must read all pending response data, or 64 KiB of it. Otherwise the
+    connection is cut. 0: never."""
     keep_alive: Duration = 30.0
     """How long a connection may wait for its next request."""
     drain_timeout: Duration = 30.0
-    """How long requests that run may go on after SIGTERM."""
+    """How long running requests may continue after SIGTERM."""
     log_requests: bool = True
-    """One line of JSON a request on stderr."""
+    """Write one line of JSON per request to stderr."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages of elsewhere that may use models and read, as browsers name them: SCHEME://HOST:PORT.
-    Each exactly; what changes something takes an admin key of them."""
+    """Origins of other web pages that may use models and read: SCHEME://HOST:PORT, as browsers
+    send them. The match is exact. Changes need an admin key, also from these pages."""
     allowed_hosts: tuple[str, ...] = ()
-    """More names, without a port, by which requests without a key may ask; localhost is one."""
+    """Further Host names, without a port, accepted in requests without a key. localhost always
+    is."""
 
     @field_validator("host")
     @classmethod
@@ -148,36 +149,37 @@ class ServerSettings(_Section):
 
 
 class SleepSettings(_Section):
-    """When models sleep, and what happens to requests meanwhile."""
+    """When models sleep, and how their requests wait."""
 
     auto: bool = False
-    """Put models to sleep after `idle_after`, and idle ones when others ask for memory."""
+    """Put models to sleep after `idle_after`, and idle models when others request memory."""
     wake_on_request: bool = True
-    """A request for a sleeping model wakes it; else it gets 503."""
+    """True: a request for a sleeping model wakes it. False: the request gets 503."""
     idle_after: Duration = 300.0
     min_sleep: Duration = 60.0
-    """A model put to sleep by itself stays so at least that long; requests wait. By hand: 0."""
+    """Minimum sleep of a model that the controller put to sleep; requests wait until then. A model
+    put to sleep by an operator has no minimum."""
     queue_limit: Annotated[int, Field(ge=0)] = 1024
-    """Requests of one model that may wait; beyond it: 429."""
+    """Maximum number of waiting requests per model; beyond it: 429."""
     queue_timeout: Duration = 120.0
-    """How long a request may wait; after it: 503."""
+    """How long a request may wait before it gets 503."""
     sleep_timeout: Duration = 60.0
-    """For an engine to fall asleep."""
+    """Time for an engine to fall asleep."""
     wake_timeout: Duration = 120.0
-    """For an engine to wake."""
+    """Time for an engine to wake."""
     check_every: Annotated[Duration, Field(ge=0.01)] = 1.0
     """How often the controller looks for models to put to sleep."""
     pressure_after: Duration = 2.0
-    """With `auto`: an ask for memory as old as this puts less important idle models to sleep."""
+    """With `auto`: a memory request of this age puts less important idle models to sleep."""
 
 
 class KeySettings(_Section):
-    """One key; a text alone is the key with nothing else said."""
+    """One key. In the file a plain string is accepted and sets `key` only."""
 
     key: str = Field(repr=False)
     """`sha256:HEX` of the key, or the key itself."""
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    """Whose it is; it stands in the log beside the key's id."""
+    """Name of its owner, logged with the key's id."""
     _is_from_environment: bool = PrivateAttr(default=False)
 
     @field_validator("key")
@@ -194,16 +196,16 @@ class KeySettings(_Section):
 
     @property
     def is_given_as_digest(self) -> bool:
-        """Whether the configuration does not know the key itself."""
+        """True if the configuration has only the key's digest."""
         return self.key.startswith("sha256:")
 
     @property
     def is_in_file(self) -> bool:
-        """Whether whoever reads the configuration file has the key."""
+        """True if the configuration file contains the key in plain text."""
         return not (self.is_given_as_digest or self._is_from_environment)
 
     def mark_from_environment(self) -> None:
-        """The file names a variable, which has the key."""
+        """Record that the key came from an environment variable that the file names."""
         self._is_from_environment = True
 
     @property
@@ -218,11 +220,11 @@ class ApiKeySettings(KeySettings):
     """A key for models."""
 
     max_priority: Priority | None = None
-    """Its own `auth.max_priority`."""
+    """Overrides `auth.max_priority` for this key."""
 
 
 def _check_carried(key: str) -> None:
-    """Raises `ValueError` for a key that a header cannot carry, or that would end the header."""
+    """Raise `ValueError` for a key that a header cannot carry, or that would end the header."""
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError("this key has characters that no header can carry")
 
@@ -240,17 +242,17 @@ AdminKey = Annotated[
 
 
 class AuthSettings(_Section):
-    """Who may ask. Keys are sent as `Authorization: Bearer KEY`."""
+    """Access control. Clients send keys as `Authorization: Bearer KEY`."""
 
     api_keys: tuple[ApiKey, ...] = ()
-    """None: whoever can reach it may use models, which only a loopback address may allow."""
+    """Keys for models. If empty, models need no key; that is accepted on loopback only."""
     admin_keys: tuple[AdminKey, ...] = ()
-    """For /action, /admin, writes to /memory and engines' operations; good for models too."""
+    """Keys for /action, /admin, writes to /memory and engines' operations; valid for models too."""
     max_priority: Priority = 0
-    """The most that a request may claim by X-Kvelastic-Priority; without any key, and with an admin
-    key, 1000."""
+    """Upper bound of X-Kvelastic-Priority. The bound is 1000 for admin keys, and for all requests
+    if no key is configured."""
     model_paths: tuple[str, ...] = ()
-    """More paths under /v1/ that api_keys are good for; one that ends in a slash: all below it."""
+    """Further paths under /v1/ allowed with api_keys. A path with a final slash is a prefix."""
 
     @field_validator("model_paths")
     @classmethod
@@ -270,20 +272,20 @@ class AuthSettings(_Section):
 
 
 class MemorySettings(_Section):
-    """What is requested of the model's instance when the controller first sees it."""
+    """Memory settings that the controller applies when it first sees the model's instance."""
 
     min: Size | None = None
-    """Guarantee: nobody takes it below that."""
+    """Guarantee: others never reclaim memory below this size."""
     limit: Size | None = None
-    """It never holds more than that."""
+    """Maximum memory that the instance may hold."""
     priority: Priority | None = None
-    """Higher keeps memory longer, is put to sleep later, and wakes first."""
+    """A model of higher priority keeps memory longer, is put to sleep later, and wakes first."""
     needs: Size | None = None
-    """What the engine takes besides its KV cache while it is awake, until its instance has said so;
-    of an engine without an instance all that it takes."""
+    """Memory of the awake engine besides its KV cache, used until its instance reports the value.
+    For an engine without an instance: all its memory."""
     device: str | None = None
-    """Where: `host`, a GPU's UUID, or a name of `devices`; none: the only one of `devices`, else
-    `host`. An instance says it itself."""
+    """The device: `host`, a GPU's UUID, or a name of `devices`. Default: the only entry of
+    `devices`, else `host`. An instance reports its device itself."""
 
     @model_validator(mode="after")
     def _min_within_limit(self) -> MemorySettings:
@@ -293,65 +295,65 @@ class MemorySettings(_Section):
 
 
 class SwapSettings(_Section):
-    """How models that do not all fit take turns."""
+    """Turns of models that do not all fit into memory."""
 
     min_awake: Duration = 10.0
-    """A model that was woken or started keeps its memory at least that long before it makes room
-    for another one. After that its new requests wait while others end, and it gives way."""
+    """Minimum time that a woken or started model keeps its memory before it makes room for another.
+    After that its new requests wait, its running ones end, and it makes room."""
     starts_at_once: Annotated[int, Field(ge=0)] = 0
-    """Engines that are started at the same time; 0: all for which there is room."""
+    """Maximum number of engines starting at the same time; 0: as many as fit."""
 
 
 class GroupSettings(_Section):
-    """Models that restrict each other, whatever memory there is."""
+    """A group of models with restrictions that do not depend on memory."""
 
     name: str = Field(min_length=1, max_length=256)
     models: tuple[str, ...] = Field(min_length=1)
-    """By name; a model is in one group at most."""
+    """Model names; a model is in at most one group."""
     at_once: Annotated[int, Field(ge=0)] = 0
-    """So many of them are awake at once; 0: all."""
+    """Maximum number of its models awake at once; 0: no limit."""
     exclusive: bool = False
-    """While one of them is awake, no model outside is that can sleep and is not pinned."""
+    """While one of its models is awake, unpinned models outside that can sleep are not."""
     persistent: bool = False
-    """They stay awake beside an exclusive group."""
+    """Its models may stay awake beside an exclusive group."""
 
 
 class TimeoutSettings(_Section):
-    """How long an engine may take; 0 means for ever."""
+    """Timeouts of an engine; 0 disables one."""
 
     connect: Duration = 5.0
     idle: Duration = 600.0
-    """Without one byte of the answer, its first one included."""
+    """Maximum time without a byte of the response, also before the first byte."""
     total: Duration = 0.0
 
 
 class LaunchSettings(_Section):
-    """An engine that the controller starts, watches and ends."""
+    """An engine that the controller starts, monitors and stops."""
 
     command: tuple[str, ...] = Field(min_length=1)
-    """`{port}` in a word becomes the port."""
+    """Program and arguments. `{port}` is replaced by the port."""
     port: Port
     env: dict[str, str] = Field(default_factory=dict)
-    """Added to the controller's own environment, which its keys are taken out of."""
+    """Added to the controller's environment, without the controller's keys."""
     cwd: str | None = None
     ready_timeout: DurationAboveZero = 300.0
-    """From its start until its health route answers 200; then it is ended and started anew."""
+    """Time from its start until its health route returns 200. After it the engine is restarted."""
     stop_timeout: Duration = 15.0
-    """From SIGTERM to SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
     restart: bool = True
-    """Start it again when it ends."""
+    """Restart it when it ends."""
     on_demand: bool = False
-    """A request starts it. It is stopped where other engines are put to sleep: by hand, after
-    `ttl`, and when others need its memory."""
+    """Start it on the first request. Stop it when other engines would be put to sleep: by an
+    operator, after `ttl`, and when others need its memory."""
     preload: bool = False
-    """With `on_demand`: start it with the controller, if there is room beside what runs already."""
+    """With `on_demand`: start it with the controller, if it fits beside the running engines."""
     backoff: Duration = 1.0
-    """Before the first restart in a row; it doubles up to `backoff_max`."""
+    """Delay before the first of consecutive restarts; it doubles up to `backoff_max`."""
     backoff_max: Duration = 60.0
     orphan: Literal["end", "adopt"] = "end"
-    """What becomes of an engine on this port whose controller was killed."""
+    """Whether to end or adopt an engine on this port whose controller was killed."""
     log_file: str | None = None
-    """Where its output is appended; none: a file in the temporary directory."""
+    """File to which its output is appended. Default: a file in the temporary directory."""
 
     @field_validator("command", "cwd", "log_file", mode="after")
     @classmethod
@@ -380,35 +382,35 @@ class ModelSettings(_Section):
     """One model, served by one engine or by several of a kind."""
 
     name: str = Field(min_length=1, max_length=256)
-    """What clients send as "model"."""
+    """The value that clients send as "model"."""
     engine: EngineName = "openai"
-    """How it is put to sleep: `transformers` and `openai` cannot."""
+    """Selects the way to put it to sleep. `transformers` and `openai` cannot sleep."""
     url: str | None = None
     urls: tuple[str, ...] = ()
-    """Replicas: a request goes to the one with the least in flight."""
+    """Replicas. A request goes to the replica with the fewest requests in flight."""
     launch: LaunchSettings | None = None
     aliases: tuple[str, ...] = ()
     capabilities: tuple[Capability, ...] = ("completion", "tools")
-    """What it can do, for Ollama's clients, which offer no more than that (/api/show)."""
+    """Capabilities reported by /api/show. Ollama's clients offer only these."""
     served_name: str | None = None
-    """The engine's own name for it, where that differs from `name`."""
+    """The engine's name of the model, if it differs from `name`."""
     api_key: str | None = None
     """Sent to the engine as a bearer token."""
     instance: str | None = None
-    """Its segment, for the memory routes and sleep."""
+    """Name of its segment, for the memory routes and sleep."""
     memory: MemorySettings = MemorySettings()
     ttl: Duration | None = None
-    """Its own `sleep.idle_after`; it is put to sleep after it without `sleep.auto`, too."""
+    """Overrides `sleep.idle_after`, and applies even without `sleep.auto`."""
     pin: bool = False
-    """Never put to sleep by itself."""
+    """The controller never puts it to sleep automatically."""
     max_in_flight: Annotated[int, BeforeValidator(_no_truth), Field(ge=0)] = 0
-    """Requests that its engines get at once, others wait; 0: all."""
+    """Maximum number of requests at its engines; further requests wait. 0: no limit."""
     queue_limit: Annotated[int, Field(ge=0)] | None = None
-    """Its own `sleep.queue_limit`."""
+    """Overrides `sleep.queue_limit`."""
     queue_timeout: Duration | None = None
-    """Its own `sleep.queue_timeout`."""
+    """Overrides `sleep.queue_timeout`."""
     health: str = "/health"
-    """The path that answers 200 when an engine can serve."""
+    """The path that returns 200 when an engine can serve."""
     timeouts: TimeoutSettings = TimeoutSettings()
 
     @field_validator("name", "aliases", mode="after")
@@ -520,7 +522,7 @@ class ModelSettings(_Section):
 
     @property
     def upstream_name(self) -> str:
-        """What the engine calls the model."""
+        """The engine's name of the model."""
         return self.served_name or self.name
 
 
@@ -532,12 +534,12 @@ class Settings(_Section):
     swap: SwapSettings = Field(default_factory=SwapSettings)
     auth: AuthSettings = AuthSettings()
     devices: dict[str, Size] = Field(default_factory=dict)
-    """The memory of devices that no ledger knows, by a name of your choice."""
+    """Memory of devices without a ledger, by a name of your choice."""
     groups: tuple[GroupSettings, ...] = ()
     models: tuple[ModelSettings, ...] = ()
 
     def group_of(self, model: str) -> str | None:
-        """The group that a model is in, by its name."""
+        """Return the name of the model's group, or None."""
         return next((group.name for group in self.groups if model in group.models), None)
 
     @model_validator(mode="after")
@@ -600,7 +602,7 @@ def _short(text: str) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """Whether it is an IP address, or can be a host's name."""
+    """Return True for an IP address and for a valid host name."""
     try:
         ipaddress.ip_address(host)
         return True
@@ -609,7 +611,7 @@ def _is_host(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own only. A name other than localhost is not."""
+    """Return True for a loopback address and for localhost, False for any other name."""
     if host == "localhost":
         return True
     try:
@@ -619,7 +621,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _origin_as_sent(origin: str) -> str:
-    """An origin as browsers write it. Raises `ValueError` for what would let others in."""
+    """Return an origin as browsers send it. Raises `ValueError` if it is too broad or invalid."""
     if origin in {"*", "null"}:
         raise ValueError(f"{_short(origin)} would let in every page there is; name each origin")
     match = _ORIGIN.fullmatch(origin)
