@@ -1,16 +1,16 @@
-"""Writes the log's lines to a stream that may be full, slow or gone, and never makes anyone wait.
+"""Writes log lines to a stream that may be full, slow or closed, without blocking the callers.
 
     with LogWriter.of_stderr() as writer:
         writer.write('{"kind": "request", ...}')                 # within 0.2 s
         writer.write('{"kind": "event", ...}', at_once=True)
         writer.dropped_lines                                     # since the start
 
-One thread writes; all others only put lines where it finds them. A pipe that nobody reads stops
-that thread and nothing else: lines wait up to a bound, and those beyond it are dropped and
-counted. When the stream takes lines again, one of them says how many were dropped.
+One thread writes; all other threads append to its queue. If the stream blocks, only that thread
+blocks. The queue has a bound; lines beyond it are dropped and counted. When the stream accepts data
+again, a line reports how many were dropped.
 
-Non-blocking writes would need no thread, but `O_NONBLOCK` is a property of the open file, and the
-terminal or the pipe on stderr is open in the shell and in other programs too.
+Non-blocking writes would need no thread. But `O_NONBLOCK` is a property of the open file, and the
+shell and other programs share the terminal or pipe on stderr.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from types import TracebackType
 from typing import Final
 
 MOST_WAITING_BYTES: Final = 4 << 20
-"""Some 10,000 lines of requests: a reader may stand still for seconds under full load."""
+"""About 10,000 request lines: a reader may stall for seconds under full load."""
 _BATCH_S: Final = 0.2
 _PIECE_BYTES: Final = 64 << 10
 _STDERR: Final = 2
 
 
 def time_text(unix_s: float) -> str:
-    """A time as the log has it: ISO 8601, in UTC, to the millisecond."""
+    """Return a time in the log's format: ISO 8601, UTC, milliseconds."""
     return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(timespec="milliseconds")
 
 
 class LogWriter:
-    """See the module. Any thread may call it."""
+    """A queue of log lines and the thread that writes them. Any thread may call it."""
 
     def __init__(self, fd: int | None, *, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        """Takes over `fd` and closes it at its end; None has every line dropped."""
+        """Take ownership of `fd`. If it is None, every line is dropped."""
         self.dropped_lines = 0
-        """Since the start: beyond the bound, or refused by the stream (a full disk, say)."""
+        """Lines dropped since the start, beyond the bound or after a write error (a full disk)."""
         self._fd = fd
         self._most_waiting_bytes = most_waiting_bytes
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
-        # Both may be entered again by a thread that is in them: what the garbage collector
-        # finalizes may log. So an RLock, and a SimpleQueue rather than an Event.
+        # Both must be reentrant: a finalizer run by the garbage collector may log. So an RLock,
+        # and a SimpleQueue instead of an Event.
         self._lock = threading.RLock()
         self._calls: SimpleQueue[bool] = SimpleQueue()
-        """One entry when lines begin to wait, and one for each line that is to go at once: True."""
+        """Wake-ups of the thread: False when the queue becomes non-empty, True for each line to
+        write immediately."""
         self._told_dropped = 0
         self._is_inside_line = False
         self._is_closing = False
@@ -65,16 +66,16 @@ class LogWriter:
 
     @classmethod
     def of_stderr(cls) -> LogWriter:
-        """Writes to what is stderr now, under a descriptor of its own."""
-        if sys.__stderr__ is None:  # it was closed at the start: its number is another file's now
+        """Return a writer to a duplicate of the current stderr."""
+        if sys.__stderr__ is None:  # closed at the start: descriptor 2 may be another file now
             return cls(None)
         return cls(fcntl.fcntl(_STDERR, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1))
 
     def write(self, line: str, *, at_once: bool = False) -> None:
-        """Add a line, without its end. Never blocks and never raises.
+        """Queue a line (without a newline). Never blocks and never raises.
 
-        It is written within 0.2 s, for a write a request would cost a tenth of the requests; or
-        `at_once`, with all that came before it.
+        The line is written within 0.2 s; one write per request would cost a tenth of the
+        throughput. With `at_once` it and all earlier lines are written immediately.
         """
         raw = line.encode("utf-8", "backslashreplace") + b"\n"
         with self._lock:
@@ -88,7 +89,7 @@ class LogWriter:
             self._calls.put(at_once)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Write what waits, for at most so long: a stream that nobody reads loses it. Blocks."""
+        """Write the queued lines and stop. Blocks for at most `timeout_s`, then drops them."""
         self._is_closing = True
         self._calls.put(True)
         self._thread.join(timeout_s)
@@ -128,7 +129,7 @@ class LogWriter:
             lines.append(self._lines.popleft())
             size_bytes += len(lines[-1])
         lost = self._put(b"".join(lines))
-        # Counted as waiting until here, so that the bound holds for what is being written too.
+        # Lines count as waiting until here, so the bound includes the lines being written.
         with self._lock:
             self._waiting_bytes -= size_bytes
             self.dropped_lines += lost
@@ -148,10 +149,10 @@ class LogWriter:
             self._told_dropped = dropped
 
     def _put(self, raw: bytes) -> int:
-        """Write it all; returns how many lines did not get there whole."""
+        """Write all of `raw`; return the number of lines not written completely."""
         if self._fd is None:
             return raw.count(b"\n")
-        if self._is_inside_line:  # of a line that the stream did not take whole
+        if self._is_inside_line:  # the previous line was written in part
             raw = b"\n" + raw
         written = 0
         while written < len(raw):
@@ -166,11 +167,11 @@ class LogWriter:
 
     @staticmethod
     def _put_some(fd: int, raw: bytes) -> int | None:
-        """Wait until some of it is written; None where the stream refuses it."""
+        """Block until some bytes are written; return their number, or None on an error."""
         try:
             return os.write(fd, raw)
         except BlockingIOError:
-            # Whoever shares the stream has made it non-blocking.
+            # Another program that shares the stream has made it non-blocking.
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
             poll.poll()

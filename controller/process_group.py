@@ -1,8 +1,8 @@
-"""How a launched program and all its processes are ended: asked first, and waited for.
+"""Ends a launched program and all its processes: SIGTERM first, then wait, then SIGKILL.
 
-An engine's own helpers tidy up after it: Python's resource tracker, for one, removes the engine's
-shared memory once the engine has gone. Whoever kills the group together with its leader leaves
-that memory behind.
+An engine's helper processes clean up after it. For example, Python's resource tracker removes the
+engine's shared memory after the engine has ended. Killing the group together with its leader would
+leak that memory.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from kvelastic.lease import ProcessIdentity, start_time_ticks
 
 _LOOK_EVERY_S: Final = 0.02
 _AFTER_LEADER_S: Final = 2.0
-"""At least so long the others have after their leader has gone."""
+"""Minimum time that the other processes have after their leader has ended."""
 _AFTER_KILL_S: Final = 5.0
-"""The kernel may need a while to take a large process apart."""
+"""The kernel may need seconds to free a large process."""
 _STATE_FIELD, _GROUP_FIELD = 0, 2
-"""In /proc/PID/stat, counted after the name (proc_pid_stat(5))."""
+"""Field indexes in /proc/PID/stat, counted after the name (proc_pid_stat(5))."""
 
 
 class Leader(Protocol):
-    """What is needed of the process that began a group: `asyncio.subprocess.Process` has it."""
+    """The interface of a group's first process. `asyncio.subprocess.Process` implements it."""
 
     @property
     def pid(self) -> int:
-        """Its number, and its group's."""
+        """Its process id, which is also the id of its group."""
 
     @property
     def returncode(self) -> int | None:
-        """None as long as it runs."""
+        """Its exit code; None while it runs."""
 
     def send_signal(self, signal: int) -> None:
-        """Raises `ProcessLookupError` once it has ended."""
+        """Send a signal. Raises `ProcessLookupError` if the process has ended."""
 
     async def wait(self) -> object:
-        """Until it has ended."""
+        """Wait until the process has ended."""
 
 
 class ForeignProcess:
-    """A process that somebody else has started: it can be waited for, and signalled safely.
+    """A process that is not a child: it can be waited for and signalled safely.
 
-    Make it in the loop. Raises `ProcessLookupError` if the process has ended.
+    Construct it in the event loop. Raises `ProcessLookupError` if the process has ended.
     """
 
     def __init__(self, identity: ProcessIdentity) -> None:
         self.pid = identity.pid
         self.returncode: int | None = None
-        """0 once it has ended: only its parent learns the code."""
+        """None while it runs, then 0: only its parent receives the exit code."""
         self._ended = asyncio.Event()
         self._fd = os.pidfd_open(identity.pid)
         if start_time_ticks(identity.pid) != identity.start_time_ticks:
@@ -63,12 +63,12 @@ class ForeignProcess:
         asyncio.get_running_loop().add_reader(self._fd, self._on_end)
 
     def send_signal(self, number: int) -> None:
-        """Never reaches another process, whoever has its number now."""
+        """Send a signal. It never reaches another process, even if the process id was reused."""
         if self.returncode is None:
             signal.pidfd_send_signal(self._fd, number)
 
     async def wait(self) -> object:
-        """Until it has ended."""
+        """Wait until the process has ended; return 0."""
         await self._ended.wait()
         return self.returncode
 
@@ -80,10 +80,10 @@ class ForeignProcess:
 
 
 async def end_group(leader: Leader, stop_timeout_s: float) -> None:
-    """End the process group that `leader` began; returns when none of it runs any more.
+    """End the process group of `leader`; return when none of its processes runs.
 
-    SIGTERM to the leader, which ends its own processes; once it has gone, SIGTERM to those that
-    are left; SIGKILL to what there is after `stop_timeout_s` seconds. Call it in the loop that
+    The leader gets SIGTERM and ends its own processes. After it has ended, the rest of the group
+    gets SIGTERM. After `stop_timeout_s` seconds the group gets SIGKILL. Call it in the loop that
     started the leader.
     """
     end_s = time.monotonic() + stop_timeout_s
@@ -104,9 +104,9 @@ async def end_group(leader: Leader, stop_timeout_s: float) -> None:
 async def end_processes(
     first: ProcessIdentity | None, others: Iterable[ProcessIdentity], stop_timeout_s: float
 ) -> None:
-    """End processes that somebody else has started; returns when none of them runs any more.
+    """End processes that are not children; return when none runs, or soon after SIGKILL.
 
-    In the order of `end_group`: SIGTERM to the first, then to the others, then SIGKILL.
+    The order is that of `end_group`: SIGTERM to the first, then to the others, then SIGKILL.
     """
     leaders = _open([] if first is None else [first])
     rest = _open(others)
@@ -145,7 +145,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _group_runs(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended and waits to be reaped does not."""
+    """Return True if a process of the group runs. Zombies do not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

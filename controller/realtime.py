@@ -3,9 +3,9 @@
     client --- ASGI (uvicorn) --- Realtime --- aiohttp --- engine
              messages, both ways, one at a time each way; a close ends the other side as well
 
-It waits at the model's gate and wakes it before the handshake is answered, and counts as in flight
-until it is closed. So it keeps its model awake; one in which nobody has said anything for
-`timeouts.idle` is closed. Messages are not looked at.
+A WebSocket waits at the model's gate and wakes the model before its handshake completes. It counts
+as in flight until it is closed, so it keeps the model awake. It is closed if neither side sends
+a message for `timeouts.idle`. Messages are not inspected.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.controller")
 
 ENGINE_PING_S: Final = 60.0
-"""How often an engine is asked whether it is there; it has half of that to answer."""
+"""Interval of pings to an engine; its pong must arrive within half of it."""
 _CLOSE_S: Final = 5.0
-"""For an engine to take part in a close."""
+"""Timeout of the close handshake with an engine."""
 _LEAVE_S: Final = 0.1
-"""For an engine to be told that a client has gone; what it says meanwhile is thrown away."""
+"""Timeout of the close handshake after a client has gone; messages of the engine are dropped."""
 _KEY_PROTOCOL: Final = "openai-insecure-api-key."
-"""How OpenAI's clients in browsers send a key: a page cannot set headers of a WebSocket."""
+"""Prefix of the subprotocol in which OpenAI's browser clients send a key. A web page cannot set
+headers of a WebSocket."""
 
 NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
 ENGINE_FAILED: Final = 1011
 _REASON_BYTES: Final = 123
 _SAYS_NOTHING: Final = frozenset((1005, 1006, 1015))
-"""Codes that stand for a close without one; they are never sent."""
+"""Codes that mean a close without a code; they are never sent."""
 
 
 class Closed(Exception):  # noqa: N818 - an end, not an accident
-    """One of the two sides has closed."""
+    """The client or the engine has closed its side."""
 
     def __init__(
         self, code: int, reason: str = "", error: str = "", *, by_client: bool = False
@@ -79,18 +80,22 @@ class Closed(Exception):  # noqa: N818 - an end, not an accident
         self.code = NORMAL if code in _SAYS_NOTHING else code
         self.reason = reason
         self.error = error
-        """What the log says of it; empty: nothing went wrong."""
+        """The error code for the log; empty if there was no error."""
         self.by_client = by_client
 
 
 class Realtime:
-    """See the module. One for a front; an ASGI callable for scopes of the type `websocket`."""
+    """An ASGI callable for scopes of the type `websocket`; one per front."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one WebSocket. Never raises: what goes wrong is an answer, or a close."""
+        """Serve one WebSocket until it is closed.
+
+        A failure becomes an HTTP response or a close. Raises only for an error in the controller,
+        and `CancelledError` if the server shuts down.
+        """
         forwarder = self._front.forwarder
         scope = {**scope, "method": "GET"}
         exchange = forwarder.begin(scope)
@@ -151,7 +156,7 @@ class Realtime:
                 ticket.model.leave(ticket)
 
     def _find_model(self, scope: Any) -> ServedModel:
-        """The model that the query names, by the engine's own name from now on."""
+        """Return the model named in the query, and rewrite the query to the engine's name."""
         query: bytes = scope["query_string"]
         field = name_in_query(query)
         model = self._front.fleet.find(field.name)
@@ -164,7 +169,10 @@ class Realtime:
     async def _connect(
         self, scope: Any, exchange: Exchange, model: ServedModel
     ) -> tuple[Replica, aiohttp.ClientWebSocketResponse[bool]]:
-        """A WebSocket of one of the model's engines, which counts as in flight there."""
+        """Connect to one of the model's engines and count the WebSocket as in flight there.
+
+        Raises `Refusal` if no engine accepts the connection.
+        """
         headers, target = request_to_engine(scope, exchange, self._front.keys, model)
         headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
         tried: set[str] = set()
@@ -198,7 +206,7 @@ class Realtime:
 
 
 class _Relay:
-    """Messages between a client and an engine, until either closes; then the other is closed."""
+    """Relays messages between a client and an engine. If one side closes, closes the other."""
 
     def __init__(
         self,
@@ -216,7 +224,7 @@ class _Relay:
         self._said_s = self._began_s = time.monotonic()
 
     async def run(self) -> None:
-        """Returns when both sides are closed. Raises `ClientGoneError`."""
+        """Relay until both sides are closed. Raises `ClientGoneError`."""
         loop = asyncio.get_running_loop()
         ways = {loop.create_task(self._to_engine()), loop.create_task(self._to_client())}
         try:
@@ -225,7 +233,7 @@ class _Relay:
             for way in ways:
                 way.cancel()
             await asyncio.wait(ways)
-            for way in ways:  # of two that end at once the second one's error is nobody's
+            for way in ways:  # if both ended at once, mark the second error as retrieved
                 if not way.cancelled():
                     way.exception()
         self._exchange.error = closed.error
@@ -235,7 +243,7 @@ class _Relay:
         await _close(self._engine, closed.code, closed.reason, _CLOSE_S)
 
     async def _first_end(self, ways: set[asyncio.Task[None]]) -> Closed:
-        """Why it ends: a side closes, nobody says anything, or it has lasted too long."""
+        """Wait for the first close and return its cause: a side closed, or a timeout."""
         limits = self._model.settings.timeouts
         while True:
             now_s = time.monotonic()
@@ -286,7 +294,7 @@ class _Relay:
                 sent = {"type": "websocket.send", "bytes": message.data}
             elif message.type is aiohttp.WSMsgType.CLOSE:
                 raise Closed(int(message.data or NORMAL), str(message.extra or ""))
-            else:  # cut off, or not to be read: too large, say
+            else:  # cut off or unreadable, for example too large
                 raise _broken_off()
             if exchange.first_s is None:
                 exchange.first_s = self._said_s - exchange.began_s
@@ -299,7 +307,7 @@ def _broken_off() -> Closed:
 
 
 def _as_refusal(error: BaseException) -> BaseException:
-    """What a client is told where an engine did not take part in the handshake."""
+    """Return the refusal for a failed handshake with an engine; other errors unchanged."""
     if isinstance(error, aiohttp.WSServerHandshakeError):
         status = error.status if 400 <= error.status <= 599 else 502
         message = f"The engine refuses the WebSocket with status {error.status}."
@@ -314,14 +322,14 @@ def _as_refusal(error: BaseException) -> BaseException:
 async def _close(
     engine: aiohttp.ClientWebSocketResponse[bool], code: int, reason: str, timeout_s: float
 ) -> None:
-    """Whatever has happened before; safe to repeat. Afterwards the connection is closed."""
+    """Close the connection to the engine. Idempotent, and valid in any state."""
     closing = engine.close(code=code, message=reason.encode()[:_REASON_BYTES])
     with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
         await asyncio.wait_for(closing, timeout_s)
 
 
 def _take_key_of_protocols(scope: Any) -> None:
-    """A key among the subprotocols is one in the headers from now on, and goes no further."""
+    """Move a key from the subprotocols to the headers, so that it is not sent to the engine."""
     offered: list[str] = scope["subprotocols"]
     keys = [each for each in offered if each.startswith(_KEY_PROTOCOL)]
     if keys:
@@ -331,7 +339,7 @@ def _take_key_of_protocols(scope: Any) -> None:
 
 
 async def _refuse(send: Any, exchange: Exchange, refusal: Refusal) -> None:
-    """Answer the handshake as a request of HTTP is answered."""
+    """Reject the handshake with an HTTP response."""
     headers, body = refusal_parts(refusal, exchange.path, exchange.request_id)
     try:
         await send(

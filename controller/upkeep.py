@@ -1,4 +1,4 @@
-"""What the controller does by itself: put models to sleep, look how engines and memory are."""
+"""The maintenance loop: puts models to sleep, and polls the state of engines and memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvelastic.errors import is_out_of_descriptors
 _log = logging.getLogger("kvelastic.controller")
 
 LOOK_AT_ENGINES_S = 5.0
-"""How often idle engines are asked whether somebody else put them to sleep."""
+"""Interval at which idle engines are polled, in case another client put them to sleep."""
 
 
 class Upkeep:
-    """Two tasks of the loop: one looks at models, one takes samples of the devices' memory."""
+    """Two asyncio tasks: one checks models, one samples the devices' memory."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -30,12 +30,12 @@ class Upkeep:
         self._looked_s = time.monotonic()
 
     def start(self) -> None:
-        """Begin."""
+        """Start both tasks; call it in the event loop."""
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._run()), loop.create_task(self._sample_on())}
 
     async def stop(self) -> None:
-        """End; returns when it has."""
+        """Cancel both tasks and wait for their end."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -65,12 +65,12 @@ class Upkeep:
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
 
     async def sample(self) -> None:
-        """Take one sample of what the devices' memory is used for."""
+        """Add one sample of the devices' memory use to the history."""
         devices = await asyncio.to_thread(instance_memory.devices)
         self._serving.memory_history.add(time.monotonic(), devices)
 
     async def look(self) -> None:
-        """Do once what there is to do."""
+        """Run one maintenance pass: poll engines, put idle models to sleep, relieve pressure."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_AT_ENGINES_S:
             self._looked_s = now_s
@@ -84,14 +84,14 @@ class Upkeep:
             )
         for name in due([candidate_of(model) for model in self._serving.fleet]):
             model = self._serving.fleet.need(name)
-            # A request's own `keep_alive`: whoever asks next does not wait for `min_sleep`.
+            # After a request's own `keep_alive` the next request does not wait for `min_sleep`.
             self._put_to_sleep(name, "idle", by_hand=model.keep_alive_s is not None)
         sleep = self._serving.settings.sleep
         instances = [m for m in self._serving.fleet if m.settings.instance is not None]
         if sleep.auto and instances:
             generations = {model: model.gate.generation for model in instances}
             asks, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
-            # Of a model that has slept or woken meanwhile another amount was read than it holds.
+            # If a model has slept or woken since, the amount read for it is out of date.
             same = [model for model in instances if model.gate.generation == generations[model]]
             if asks:
                 self._relieve(same, asks, held)
@@ -110,7 +110,7 @@ class Upkeep:
             self._put_to_sleep(name, "others ask for memory")
 
     def _put_to_sleep(self, name: str, why: str, *, by_hand: bool = False) -> None:
-        """The gate has the last word: what was true a moment ago need not be."""
+        """Request sleep. The gate decides: the model's state may have changed since the check."""
         model = self._serving.fleet.find(name)
         if model is not None and model.gate.ask_sleep(time.monotonic(), by_hand=by_hand) is None:
             _log.info("falls asleep: %s", why, extra={"model": name})
@@ -119,7 +119,7 @@ class Upkeep:
 def candidate_of(
     model: ServedModel, devices: frozenset[str] = frozenset(), held_bytes: int = 0
 ) -> Candidate:
-    """A model, as the policy of sleep sees it."""
+    """Return the model's input to the sleep policy."""
     settings, sleep = model.settings, model.sleep_settings
     idle_after_s = settings.ttl
     if idle_after_s is None and sleep.auto:
