@@ -1,21 +1,22 @@
-"""Clients' connections: how many there may be, and which of them take nothing of their answers.
+"""Bounds the number of clients' connections, and cuts those whose clients do not read.
 
 connections = Connections(files, lambda: front.settings.server.send_timeout)
 place = connections.enter(connection)     # when it is made
 connections.leave(connection)             # when it is lost
-connections.start()                       # in the loop: look now and then who is stuck
+connections.start()                       # in the loop: check periodically for stuck clients
 
-A client that does not read holds its answer, its request's place, its model awake, and memory. No
-timer is set for it: one look at all connections a few times per `send_timeout` finds those whose
-write buffer is not empty, and compares what their peers have acknowledged::
+A client that does not read keeps its response, a request slot and memory, and its model awake.
+There is no timer per connection. A few times per `send_timeout` one scan of all connections finds
+those whose write buffer is not empty, and compares the bytes that their peers have acknowledged::
 
     acknowledged   |----------------|==============|.......................|
-                                    ^ last mark    ^ now                   ^ all that was written
+                                    ^ last mark    ^ now                   ^ all bytes written
                                                                              at the last mark
 
-It has made progress when it has taken everything that waited at the last mark, or `LEAST_BYTES` of
-it. Without progress for `send_timeout` the connection is cut. So a client that is as slow as its
-answer is never cut, nor one that takes 64 KiB in that time; one that reads a byte now and then is.
+A client has made progress if it has taken all bytes pending at the last mark, or `LEAST_BYTES` of
+them. Without progress for `send_timeout` the connection is cut. So a client that keeps up with its
+response is never cut, nor one that takes 64 KiB in that time. A client that reads a byte now and
+then is cut.
 """
 
 from __future__ import annotations
@@ -37,59 +38,59 @@ from kvelastic.controller.open_files import OpenFiles
 _log = logging.getLogger("kvelastic.controller")
 
 LEAST_BYTES: Final = 64 << 10
-"""What a slow client takes in `send_timeout` at the least."""
+"""Minimum that a slow client must take within `send_timeout`."""
 LOOKS: Final = 8
-"""In one `send_timeout`: a client is cut an eighth later at the latest."""
+"""Scans per `send_timeout`: a client is cut at most an eighth of it late."""
 MOST_PAUSE_S: Final = 5.0
 LEAST_PAUSE_S: Final = 0.02
 _BYTES_ACKED: Final = 120
-"""Where `tcpi_bytes_acked` is in the kernel's `struct tcp_info`; it never moves."""
+"""Offset of `tcpi_bytes_acked` in the kernel's `struct tcp_info`, a stable ABI."""
 
 
 class Place(Enum):
-    """What becomes of a new connection."""
+    """How a new connection is treated."""
 
     SERVED = "served"
     REFUSED = "refused"
-    """Its first request is answered with 503."""
+    """Its first request gets a 503."""
     CLOSED = "closed"
-    """There is not even room for that."""
+    """It is closed immediately: too many connections are already being refused."""
 
 
 class Connection(Protocol):
-    """What is known of a connection."""
+    """The interface of a connection."""
 
     transport: Any
 
     def cut(self) -> None:
-        """End it now; what is not sent is lost."""
+        """Abort the connection; unsent data is lost."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """How far a connection's peer is, in bytes since the connection was made."""
+    """A connection's progress, in bytes since it was made."""
 
     taken_bytes: int
     """Acknowledged by the peer's kernel."""
     written_bytes: int
-    """Those, and all that still waits here."""
+    """`taken_bytes` plus all bytes still queued on this side."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How far it was when it last made progress."""
+    """A connection's progress at the time `at_s` of the last mark."""
 
     at_s: float
     sent: Sent
 
 
 def has_progressed(mark: Sent, now: Sent) -> bool:
-    """Whether the peer has taken what waited for it at the mark, or enough of it."""
+    """Return True if the peer has taken all bytes pending at the mark, or `LEAST_BYTES`."""
     return now.taken_bytes >= min(mark.written_bytes, mark.taken_bytes + LEAST_BYTES)
 
 
 class Connections:
-    """See the module. Owned by the loop."""
+    """All clients' connections, and the periodic scan. Use it in the event loop."""
 
     def __init__(self, files: OpenFiles, send_timeout_s: Callable[[], float]) -> None:
         self.most = files.most_connections
@@ -98,18 +99,18 @@ class Connections:
         self._served: dict[Connection, Mark | None] = {}
         self._refused: dict[Connection, Mark | None] = {}
         self.refused = 0
-        """Connections that were one too many, since the start."""
+        """Connections refused or closed as excess, since the start."""
         self.cut = 0
-        """Connections that were cut as their clients took nothing, since the start."""
+        """Connections cut because their clients did not read, since the start."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def open(self) -> int:
-        """Connections now."""
+        """Number of open connections."""
         return len(self._served) + len(self._refused)
 
     def enter(self, connection: Connection) -> Place:
-        """A connection was made."""
+        """Register a new connection; return how to treat it."""
         if len(self._served) < self.most:
             self._served[connection] = None
             return Place.SERVED
@@ -120,16 +121,16 @@ class Connections:
         return Place.CLOSED
 
     def leave(self, connection: Connection) -> None:
-        """It is lost; safe to repeat."""
+        """Remove a lost connection. Idempotent."""
         self._served.pop(connection, None)
         self._refused.pop(connection, None)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start the periodic scan."""
         self._again()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the periodic scan."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -147,7 +148,7 @@ class Connections:
             self._again()
 
     def look(self) -> None:
-        """Cut those whose clients have taken nothing for `send_timeout`."""
+        """Scan once: cut connections without progress for `send_timeout`."""
         timeout_s = self._send_timeout_s()
         if not timeout_s:
             return
@@ -171,7 +172,7 @@ class Connections:
 
 
 def _sent(transport: Any) -> Sent:
-    """Two calls of the system, for a connection whose buffer is not empty only."""
+    """Return a connection's progress. Costs two system calls; use it if the buffer is not empty."""
     waiting_bytes = transport.get_write_buffer_size()
     sock = transport.get_extra_info("socket")
     try:
@@ -180,6 +181,6 @@ def _sent(transport: Any) -> Sent:
         )
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
         (taken_bytes,) = struct.unpack_from("=Q", info, _BYTES_ACKED)
-    except (OSError, struct.error):  # it is just being closed
+    except (OSError, struct.error):  # the connection is being closed
         return Sent(0, waiting_bytes)
     return Sent(taken_bytes, taken_bytes + queued_bytes + waiting_bytes)

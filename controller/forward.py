@@ -1,8 +1,9 @@
-"""Forwarding: a client's request to an engine, and the engine's answer back, byte for byte.
+"""Forwards a client's request to an engine, and the engine's response back, byte for byte.
 
-This is the hot path, a plain ASGI callable under no middleware. The model is found in the body, the
-request waits at its gate, goes to the engine with the least in flight, and counts as in flight
-until the answer's last byte is sent. A client that goes away cancels all of it, wherever it is.
+This is the hot path: a plain ASGI callable without middleware. It finds the model in the body, and
+the request waits at the model's gate. It then goes to the engine with the fewest requests in
+flight, and counts as in flight until the last byte of the response is sent. If the client
+disconnects, the request is cancelled at whatever stage it is.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from kvelastic.sizes import MAX_PRIORITY
 _log = logging.getLogger("kvelastic.controller")
 
 ASKED_PATH: Final = "kvelastic.asked_path"
-"""Key of a request's ASGI scope: what its client asked for, where `path` is another one's API."""
+"""Key of a request's ASGI scope: the client's path, if `path` was translated from another API."""
 NAMED_MODEL: Final = "kvelastic.named_model"
-"""Key of a request's ASGI scope: the model it is for, where that is not in its body or query."""
+"""Key of a request's ASGI scope: its model, if that is not in the body or query."""
 READ_BODY: Final = "kvelastic.read_body"
-"""Key of a request's ASGI scope: its `Body`, where that was read before."""
+"""Key of a request's ASGI scope: its `Body`, if that was already read."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
@@ -66,33 +67,33 @@ _SKIP_AUTO: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 @dataclass
 class Exchange:
-    """One request on its way: what the log and the traffic need of it."""
+    """The state of one request that the log and the traffic statistics need."""
 
     request_id: str
     method: str
     path: str
     began_s: float
     asked_path: str = ""
-    """What the client asked for; the log has it."""
+    """The client's path, for the log."""
     key: Key | None = None
-    """Whose request it is; None where that was not settled."""
+    """The client's key; None before authorization and after its failure."""
     is_operation: bool = False
-    """It is no inference: an admin key is needed, and what came of it is audited."""
+    """True if it is not inference. It then needs an admin key, and its outcome is audited."""
     model: ServedModel | None = None
     status: int = 0
     first_s: float | None = None
-    """Until the answer's first byte of body."""
+    """Seconds until the first body byte of the response."""
     tokens: int = 0
     events: int = 0
     sent_bytes: int = 0
     started: bool = False
     cancelled: bool = False
     error: str = ""
-    """Code of what went wrong; empty for an engine's own answer."""
+    """Code of the controller's error; empty for an engine's own response."""
 
 
 class Forwarder:
-    """The way from clients to the engines."""
+    """The ASGI callable that forwards requests. Use it in the event loop."""
 
     def __init__(self, serving: Serving, session: aiohttp.ClientSession, log: RequestLog) -> None:
         self._serving = serving
@@ -103,11 +104,14 @@ class Forwarder:
         self.reader = BodyReader()
 
     def stop(self) -> None:
-        """End what it has started. No exchange runs any more."""
+        """Stop the body reader. Call it when no exchange runs."""
         self.reader.stop()
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
-        """Serve one request. Never raises: what goes wrong is an answer, or a cut connection."""
+        """Serve one request. A failure becomes an error response or a cut connection.
+
+        Raises only `CancelledError`, when the server shuts down.
+        """
         headers: Headers = scope["headers"]
         exchange = self.begin(scope)
         body: Body | None = None
@@ -153,7 +157,7 @@ class Forwarder:
             self.end(exchange, scope)
 
     def begin(self, scope: Any) -> Exchange:
-        """A request has come."""
+        """Return the `Exchange` of a new request."""
         given = sane_request_id(find(scope["headers"], b"x-request-id"))
         request_id = given.decode() if given is not None else self._ids.next()
         path: str = scope["path"]
@@ -161,12 +165,12 @@ class Forwarder:
         return Exchange(request_id, scope["method"], path, time.monotonic(), asked_path)
 
     def end(self, exchange: Exchange, scope: Any) -> None:
-        """It is over: count it and log it."""
+        """Count, log and audit a finished request."""
         self._count(exchange)
         self._audit(exchange, scope)
 
     async def _find_model(self, scope: Any, body: Body) -> ServedModel:
-        """The model that the body or the query names, by the engine's own name from now on."""
+        """Return the model named in the body or query, and rewrite the name to the engine's."""
         query: bytes = scope["query_string"]
         content_type = find(scope["headers"], b"content-type")
         named = await find_name(body, content_type, query, self.reader)
@@ -179,7 +183,7 @@ class Forwarder:
         return model
 
     def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
-        """Whose request it is. Raises `Refusal` where it may not be made."""
+        """Return the request's key. Raises `Refusal` if it is not authorized."""
         keys = self._serving.keys
         is_inference = exchange.path in keys.model_paths
         exchange.is_operation = not is_inference and not is_read(exchange.method, exchange.path)
@@ -234,7 +238,7 @@ class Forwarder:
                     skip_auto_headers=_SKIP_AUTO,
                     timeout=timeout,
                 ) as response:
-                    if data is not None:  # an upload releases it when all of it is sent
+                    if data is not None:  # an `Upload` releases the body itself
                         data = None
                         body.release()
                     silence = _Silence(response, limits.idle)
@@ -246,7 +250,7 @@ class Forwarder:
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if is_out_of_descriptors(error):
                     raise self._serving.files.refusal("connecting to an engine") from None
-                # Nothing was sent, so another engine may have it.
+                # Nothing was sent, so another engine can serve the request.
                 self._unreachable(model, replica, tried)
             except asyncio.TimeoutError:
                 raise engine_timeout() from None
@@ -265,11 +269,11 @@ class Forwarder:
     async def _back(
         self, send: Any, exchange: Exchange, response: aiohttp.ClientResponse, silence: _Silence
     ) -> None:
-        """The answer, piece by piece as it comes; each `send` waits for a slow client."""
+        """Send the response in pieces as they arrive. `send` waits for a slow client."""
         if not 200 <= response.status <= 599:
             raise ValueError(f"status {response.status}")
         headers = to_client(response.raw_headers, is_upstream=is_upstream(exchange.asked_path))
-        if response.status == 304:  # says how long the body would be, and has none
+        if response.status == 304:  # its Content-Length is of a body that it does not have
             headers = [(k, v) for k, v in headers if k != b"content-length"]
         exchange.status = response.status
         exchange.started = True
@@ -299,7 +303,7 @@ class Forwarder:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _refuse(self, send: Any, exchange: Exchange, refusal: Refusal) -> None:
-        """Answer it; where the engine's answer has begun, only cutting the connection is honest."""
+        """Send the refusal. If the response has started, only record the error: uvicorn cuts."""
         if exchange.started:
             exchange.error = refusal.code
             return
@@ -309,7 +313,7 @@ class Forwarder:
     def _count(self, exchange: Exchange) -> None:
         now_s = time.monotonic()
         total_s = now_s - exchange.began_s
-        # A stream names its tokens only if it was asked to; each of its events is about one.
+        # A stream reports its tokens only on request. Estimate one token per event.
         tokens = exchange.tokens or max(0, exchange.events - 1)
         if exchange.model is not None:
             exchange.model.traffic.end(
@@ -359,10 +363,10 @@ class Forwarder:
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """Its headers come within `sock_read`; each `100 Continue` would set aiohttp's timer anew."""
+    """Bounds the wait for headers by `sock_read`; `100 Continue` would restart aiohttp's timer."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """Wait for the headers. Raises `asyncio.TimeoutError` and as aiohttp's."""
+        """Wait for the headers. Raises `asyncio.TimeoutError` and aiohttp's errors."""
         protocol = connection.protocol
         if not protocol.read_timeout:
             return await super().start(connection)
@@ -376,27 +380,27 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class _Silence:
-    """Breaks an answer off whose engine has said nothing for `idle_s` while it was waited for.
+    """Fails a response if its engine sends nothing for `idle_s` while the controller waits for it.
 
-    One timer an answer. aiohttp's own, which is set anew at every piece that comes and every piece
-    that is read, watches only until the headers are there.
+    It uses one timer per response. aiohttp's own timer is used only until the headers arrive,
+    because it would be restarted at every piece received and every piece read.
     """
 
     __slots__ = ("_content", "_idle_s", "_timer", "since_s")
 
     def __init__(self, response: aiohttp.ClientResponse, idle_s: float) -> None:
         self.since_s: float | None = None
-        """Since when it is waited for; None while the client is what takes time."""
+        """Start of the current wait for the engine; None while the client is the slow side."""
         self._content = response.content
         self._idle_s = idle_s
         self._timer: asyncio.TimerHandle | None = None
-        connection = response.connection  # None: the whole answer is there
+        connection = response.connection  # None: the whole response has arrived
         if idle_s and connection is not None and connection.protocol is not None:
             connection.protocol.read_timeout = None
             self._timer = asyncio.get_running_loop().call_later(idle_s, self._look)
 
     def end(self) -> None:
-        """The answer is over."""
+        """Stop the timer at the end of the response."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -405,14 +409,14 @@ class _Silence:
         if silent_s >= self._idle_s:
             self._content.set_exception(asyncio.TimeoutError())
             return
-        # The loop may ring a clock's grain too early.
+        # The loop may run a timer early by its clock's resolution.
         left_s = self._idle_s - silent_s + 0.002
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
 
 @contextmanager
 def served_by(model: ServedModel) -> Iterator[None]:
-    """While the running task brings an answer of the model, `ServedModel.cut_off` ends it."""
+    """Register the current task with the model, so that `ServedModel.cut_off` can cancel it."""
     task = asyncio.current_task()
     assert task is not None
     model.serving.add(task)
@@ -423,7 +427,10 @@ def served_by(model: ServedModel) -> Iterator[None]:
 
 
 def check_name(asked: ServedModel, served: ServedModel) -> None:
-    """A request that waited was given the engine's name before. Raises `Refusal` if it is old."""
+    """Raise `Refusal` (503) if the engine's model name changed while the request waited.
+
+    The name was written into the request before it waited.
+    """
     if asked.settings.upstream_name != served.settings.upstream_name:
         raise Refusal(
             503,
@@ -435,7 +442,7 @@ def check_name(asked: ServedModel, served: ServedModel) -> None:
 
 
 def priority_of(headers: Headers) -> int:
-    """`X-Kvelastic-Priority`, -1000 to 1000; anything else counts as 0."""
+    """Return `X-Kvelastic-Priority`, clamped to -1000..1000; 0 if absent or invalid."""
     raw = find(headers, b"x-kvelastic-priority")
     if raw is None:
         return 0
@@ -448,7 +455,7 @@ def priority_of(headers: Headers) -> int:
 def request_to_engine(
     scope: Any, exchange: Exchange, keys: Keys, model: ServedModel
 ) -> tuple[list[tuple[str, str]], str]:
-    """The headers, and the path with the query, of the request to an engine of the model."""
+    """Return the headers, and the path with the query, of the request to the model's engine."""
     headers = to_engine(
         scope["headers"],
         api_key=model.api_key,
@@ -463,7 +470,10 @@ def request_to_engine(
 
 
 def cancel_when_gone(receive: Receive, exchange: Exchange, gone: str) -> asyncio.Task[None]:
-    """Cancel the running task when its client goes away: with the message of the type `gone`."""
+    """Cancel the current task when `receive` returns a message of type `gone`; return the watcher.
+
+    The watcher sets `exchange.cancelled` first. The caller cancels the watcher when done.
+    """
     serving = asyncio.current_task()
 
     async def watch() -> None:
@@ -477,7 +487,7 @@ def cancel_when_gone(receive: Receive, exchange: Exchange, gone: str) -> asyncio
 
 
 def uncancel() -> None:
-    """The running task was cancelled for its client's sake, and goes on to say so."""
+    """Clear the current task's cancellation, so that it can finish its bookkeeping."""
     task = asyncio.current_task()
     if task is not None and hasattr(task, "uncancel"):
         task.uncancel()

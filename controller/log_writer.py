@@ -167,7 +167,7 @@ class LogWriter:
 
     @staticmethod
     def _put_some(fd: int, raw: bytes) -> int | None:
-        """Block until some bytes are written; return their number, or None on an error."""
+        """Write some bytes, blocking if needed; return their number (0: retry), or None."""
         try:
             return os.write(fd, raw)
         except BlockingIOError:

@@ -1,12 +1,12 @@
-"""Memory of the devices over the last ten minutes, in state whose size has a bound.
+"""Memory of the devices over the last ten minutes, in a structure of bounded size.
 
 history.add(time.monotonic(), instance_memory.devices())     # every INTERVAL_S, in the loop
 history.window(60.0, now_s=..., wall_s=...)                   # columns of plain values, for JSON
 
-A sample has a number; its place in every column is that number modulo `SAMPLES`:
+A sample has a number. Its slot in every column is that number modulo `SAMPLES`:
 
     number   ... 299  300 | 301  302  303 ...
-    slot     ... 299  300 |   0    1    2 ...     slot 0 held sample 0 until 301 came
+    slot     ... 299  300 |   0    1    2 ...     sample 301 replaces sample 0 in slot 0
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvelastic.errors import IntegrityError
 from kvelastic.sizes import MAX_SIZE_BYTES
 
 INTERVAL_S: Final = 2.0
-"""Between two samples."""
+"""Time between two samples."""
 SAMPLES: Final = 301
 """Ten minutes, both ends included."""
 MAX_WINDOW_S: Final = INTERVAL_S * (SAMPLES - 1)
 MOST_DEVICES: Final = 64
-"""Further devices are left out; so are further instances (of all devices together)."""
+"""Bound on devices; `MOST_INSTANCES` bounds the instances of all devices. Others are omitted."""
 MOST_INSTANCES: Final = 512
 
 _ABSENT: Final = -1
@@ -46,11 +46,11 @@ _INSTANCE_KEYS: Final = (
 
 
 class _Columns:
-    """One ring a key; a slot is whole or absent."""
+    """One ring per key. A slot has a value in every ring, or in none."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.newest = -1
-        """The number of the last sample that has it."""
+        """The number of the last sample with a value."""
         self._columns = {key: array("q", [_ABSENT]) * SAMPLES for key in keys}
 
     def clear(self, number: int) -> None:
@@ -58,7 +58,7 @@ class _Columns:
             column[number % SAMPLES] = _ABSENT
 
     def put(self, number: int, facts: dict[str, Any]) -> None:
-        """Two facts of one name and sample are added up: a dead instance, and its successor."""
+        """Add the values to a sample. A dead instance and its successor of one name are summed."""
         slot = number % SAMPLES
         self.newest = number
         for key, column in self._columns.items():
@@ -90,25 +90,25 @@ class _Device:
 
 
 class MemoryHistory:
-    """See the module. Owned by the loop; blocks on nothing."""
+    """A ring of samples for every device and instance. Use it in the event loop; never blocks."""
 
     def __init__(self) -> None:
         self._count = 0
-        """Samples ever taken; the next one's number."""
+        """Number of samples taken since the start; also the next sample's number."""
         self._times_s = array("d", [0.0]) * SAMPLES
         self._devices: dict[tuple[str, str], _Device] = {}
         self._instances = 0
-        """Of all devices together."""
+        """Number of instances on all devices."""
 
     @property
     def _present(self) -> range:
-        """Numbers of the samples that are still there."""
+        """The numbers of the stored samples."""
         return range(max(0, self._count - SAMPLES), self._count)
 
     def add(self, at_s: float, devices: list[dict[str, Any]]) -> None:
-        """Take a sample: what `instance_memory.devices` returned, at a time that never goes back.
+        """Add a sample: the result of `instance_memory.devices` at the monotonic time `at_s`.
 
-        Devices that could not be read are left out, as if they were not there.
+        Unreadable devices are omitted.
         """
         number = self._count
         self._count += 1
@@ -123,10 +123,10 @@ class MemoryHistory:
         self._forget()
 
     def window(self, seconds: float, *, now_s: float, wall_s: float) -> dict[str, Any]:
-        """The samples of the last `seconds`, oldest first, at most `MAX_WINDOW_S` of them.
+        """Return the samples of the last `seconds` (at most `MAX_WINDOW_S`), oldest first.
 
-        `now_s` is of the clock that `add` was given, `wall_s` the same moment in seconds since
-        1970. Every column has a value a sample, None where the device or instance was not there.
+        `now_s` is the current time on the clock of `add`, `wall_s` the same moment in seconds since
+        1970. Every column has one value per sample, None if the device or instance was absent.
         """
         since_s = now_s - seconds
         numbers = self._present
@@ -153,7 +153,7 @@ class MemoryHistory:
         }
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if what is kept contradicts itself."""
+        """Raise `IntegrityError` if the stored state is inconsistent."""
         present = self._present
         times_s = [self._times_s[n % SAMPLES] for n in present]
         if times_s != sorted(times_s):
@@ -186,10 +186,10 @@ class MemoryHistory:
             columns.put(number, member)
 
     def _forget(self) -> None:
-        """Whoever is in no sample any more, so that names that come and go do not add up."""
+        """Remove devices and instances that are in no stored sample, so that names stay bounded."""
         oldest = self._present.start
         for key, device in list(self._devices.items()):
-            # A device is as young as its youngest instance: it goes after all of them.
+            # A device is in every sample that its instances are in, so they are removed first.
             for name, columns in list(device.instances.items()):
                 if columns.newest < oldest:
                     del device.instances[name]

@@ -1,9 +1,9 @@
-"""The memory of one model's instance, as the loop asks for it: put to sleep, woken, looked at.
+"""The memory of one model's instance: sleep, wake and state, for use in the event loop.
 
     problem = await model.memory.wake()      # None: it may hold memory again
 
-A model whose settings name no instance has none: everything succeeds, and nothing is known. So it
-is while its instance has not started, or has ended. What blocks runs in a thread.
+If the settings name no instance, every operation succeeds and the state is unknown. The same holds
+before the instance has started and after it has ended. Blocking calls run in a thread.
 """
 
 from __future__ import annotations
@@ -19,32 +19,38 @@ from kvelastic.errors import KvelasticError, SegmentNotFoundError
 from kvelastic.segment import Request
 
 _WAKE_WAIT_S = 6.0
-"""An instance that wakes waits up to five seconds for others to give what it has reserved."""
+"""A waking instance waits up to 5 s for others to release the memory that it has reserved."""
 
 
 class ModelMemory:
-    """See the module. Used in the loop only."""
+    """Sleep, wake and state of one model's instance. Use it in the event loop only."""
 
     def __init__(self, settings: ModelSettings, sleep: SleepSettings) -> None:
         self._settings = settings
         self._sleep = sleep
         self._requesting = asyncio.Lock()
         self._requested_of = b""
-        """The instance that has got what the configuration requests, by its uuid."""
+        """UUID of the instance that has received the configured request; empty: none."""
         self._revision = 0
-        """Of that request."""
+        """Revision of that request."""
 
     def change(self, settings: ModelSettings, sleep: SleepSettings) -> None:
-        """Take new settings; `request_as_configured` tells the instance."""
+        """Take new settings. `request_as_configured` sends them to the instance."""
         self._settings, self._sleep = settings, sleep
 
     async def sleep(self) -> str | None:
-        """It holds nothing from now on; its limit stays. A problem if it refuses."""
-        # What a sleeper holds is another's as soon as it sleeps: that is waited for.
+        """Put the instance to sleep: it releases all memory and keeps its limit.
+
+        Returns None, or the problem if it refuses. Waits for at most `sleep.sleep_timeout`.
+        """
+        # Others may use the memory once the instance sleeps, so wait until it is released.
         return await self._request(asleep=True, wait_s=self._sleep.sleep_timeout)
 
     async def wake(self) -> str | None:
-        """It may hold memory again; a problem if the device lacks room for it."""
+        """Wake the instance, so that it may hold memory. Waits for at most 6 s.
+
+        Returns None, or the problem if the device lacks memory for it.
+        """
         return await self._request(asleep=False, wait_s=_WAKE_WAIT_S)
 
     async def _request(self, *, asleep: bool, wait_s: float) -> str | None:
@@ -62,10 +68,10 @@ class ModelMemory:
         return None
 
     async def problem(self, is_engine_ready: Callable[[], Awaitable[bool]]) -> str | None:
-        """What is wrong with the memory of a model that is awake; None: nothing that is known.
+        """Return the memory problem of a model that is awake, or None if none is known.
 
-        An instance that the configuration's request has not reached yet gets it: its engine was
-        started, or started anew, after the controller.
+        If the instance has not received the configured request, it is sent. That is the case if its
+        engine was started or restarted after the controller.
         """
         name = self._settings.instance
         if name is None:
@@ -91,7 +97,7 @@ class ModelMemory:
         return None
 
     async def engine_asleep(self) -> bool | None:
-        """Whether its engine sleeps, as far as that has noted it there."""
+        """Return whether its engine sleeps, as recorded by the engine; None if unknown."""
         name = self._settings.instance
         if name is None:
             return None
@@ -101,18 +107,18 @@ class ModelMemory:
             return None
 
     async def request_as_configured(self) -> None:
-        """Tell it what the configuration says of its memory, if it is there."""
+        """Send the configured memory settings to the instance, if it is running."""
         name = self._settings.instance
         if name is None:
             return
         self._requested_of = b""
-        with suppress(KvelasticError):  # `problem` tries again, and says it
+        with suppress(KvelasticError):  # `problem` retries and reports the error
             found = await asyncio.to_thread(instance_memory.look, name)
             if found is not None:
                 await self._request_as_configured(name, found)
 
     async def _request_as_configured(self, name: str, found: Found) -> None:
-        async with self._requesting:  # of two at once the later one is the newer configuration's
+        async with self._requesting:  # in order, so that the newest configuration is sent last
             memory = self._settings.memory
             request = Request(memory.limit, memory.min, memory.priority)
             if not request.is_empty:

@@ -1,15 +1,15 @@
 """Ollama's API over the same models: /api/..., an ASGI callable.
 
-What a model answers goes the way of all requests, through `Forwarder`: this side puts a request of
-OpenAI's API in the place of Ollama's, and turns the answer back on its way out.
+Inference requests go through `Forwarder` like all others. This module translates a request from
+Ollama's API to OpenAI's, and the response back.
 
     client --/api/chat--> read, to_openai --> Forwarder --/v1/chat/completions--> engine
            <--JSON lines-- _Answer <--------- send <----- server-sent events ----
 
-Small bodies are translated in the loop, larger ones by the process of `body_reader`.
+Small bodies are translated in the event loop, larger ones by the process of `body_reader`.
 
-Keys and pages are checked as everywhere: without `auth.api_keys`, which only loopback may be, no
-key is asked for.
+Keys and origins are checked as on all routes. Without `auth.api_keys`, which is allowed on loopback
+only, no key is needed.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
     from kvelastic.controller.front import Front
 
 ANSWER_BYTES: Final = 64 << 20
-"""Of an engine's answer in one piece."""
+"""Maximum size of an engine's response that is not a stream."""
 HERE_BYTES: Final = 64 << 10
-"""So much is translated at once in the loop: at most some ten milliseconds, whatever it is."""
+"""Maximum that is translated in the loop at a time; it takes at most about ten milliseconds."""
 _OUR_OWN: Final = frozenset(
     (b"accept", b"accept-encoding", b"content-length", b"content-type", b"transfer-encoding")
 )
-"""Headers that are about the client's request and answer, and not about the engine's."""
+"""The client's headers that do not apply to the translated request or its response."""
 _KEPT: Final = frozenset((b"retry-after", b"x-request-id", b"www-authenticate"))
-"""Of the engine's answer."""
+"""Headers of the engine's response that are passed on."""
 
 Handler = Callable[["OllamaApi", bytes], Awaitable[dict[str, Any]]]
 
 
 class OllamaApi:
-    """See the module. One for a front."""
+    """The ASGI callable for paths under /api/; one per front. Use it in the event loop."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
-        """Serve one request under /api/. What goes wrong is an answer in Ollama's shape."""
+        """Serve one request under /api/. Refusals are sent in Ollama's format."""
         path, method = scope["path"], scope["method"]
         try:
             call = _CALLS.get(path)
@@ -99,23 +99,23 @@ class OllamaApi:
         except ClientGoneError:
             pass
 
-    # ------------------------------------------------------------------------------ what is listed
+    # ------------------------------------------------------------------------------ lists
 
     async def version(self, _: bytes) -> dict[str, Any]:
-        """Of the controller."""
+        """Return the controller's version."""
         return {"version": __version__}
 
     async def tags(self, _: bytes) -> dict[str, Any]:
-        """Every model."""
+        """Return all models."""
         return ollama_models.tags(await self._listed(list(self._front.fleet)))
 
     async def running(self, _: bytes) -> dict[str, Any]:
-        """Those that are awake."""
+        """Return the models that are awake."""
         awake = [model for model in self._front.fleet if model.state is State.AWAKE]
         return ollama_models.running(await self._listed(awake), _now())
 
     async def show(self, body: bytes) -> dict[str, Any]:
-        """One model."""
+        """Return one model. Raises `Refusal` (400, 404)."""
         try:
             asked = msgspec.json.decode(body, type=_Named)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -152,7 +152,7 @@ class OllamaApi:
             )
         return found
 
-    # ------------------------------------------------------------------------ what a model answers
+    # ------------------------------------------------------------------------ inference
 
     async def _ask(self, scope: Any, receive: Receive, send: Any, call: Call, body: Body) -> None:
         made = Body(self._front.forwarder.budget)
@@ -179,7 +179,7 @@ class OllamaApi:
             made.release()
 
     async def _translate(self, call: Call, body: Body, made: Body) -> tuple[ServedModel, Head, str]:
-        """Put the request to the engine into `made`; returns its model and its path."""
+        """Write the translated request into `made`; return its model, its head and its path."""
         data = body.in_memory
         if data is not None and len(data) <= HERE_BYTES:
             asked = read(call, data)
@@ -201,7 +201,10 @@ class OllamaApi:
         return model, answer.head, answer.path
 
     async def _load(self, receive: Receive, model: ServedModel, asked: Head) -> None:
-        """Have it awake, or asleep if nobody uses it. Raises `Refusal`, `ClientGoneError`."""
+        """Wake the model, or put it to sleep if `keep_alive` is 0 and it is idle.
+
+        Waits until that is done. Raises `Refusal` and `ClientGoneError`.
+        """
         if asked.keep_alive_s != 0:
             ticket = Ticket()
             loop = asyncio.get_running_loop()
@@ -240,14 +243,14 @@ class OllamaApi:
 
 
 class _Named(msgspec.Struct):
-    """A request that names a model only, by the new key or the old one."""
+    """A request that only names a model, with the current key (`model`) or the old one."""
 
     model: str | None = None
     name: str | None = None
 
 
 class _Answer:
-    """`send` for the forwarder: what the engine answers leaves it as Ollama's."""
+    """The forwarder's `send`: translates the engine's response to Ollama's API and sends it."""
 
     def __init__(self, send: Any, asked: Head, front: Front) -> None:
         self._send = send
@@ -257,16 +260,16 @@ class _Answer:
         self._status = 0
         self._headers: Headers = []
         self._stream: Stream | None = None
-        """Its head has been sent."""
+        """The translator of a streamed response whose headers are sent; else None."""
         self._reader: BodyReader = front.forwarder.reader
         self._data = Body(front.forwarder.budget)
-        """Of an answer that is turned as a whole, and what it becomes."""
+        """A response that is translated as a whole; `_made` is its translation."""
         self._room_bytes = 0
         self._made = Body(front.forwarder.budget)
         self._is_over = False
 
     async def __call__(self, message: Any) -> None:
-        """The next message of the answer; each waits for a slow client."""
+        """Take the next ASGI message of the response. Waits for a slow client."""
         if self._is_over:
             return
         if message["type"] == "http.response.start":
@@ -285,12 +288,12 @@ class _Answer:
             await self._fail(f"The engine's answer cannot be used: {error}.")
 
     async def cut(self) -> None:
-        """The forwarder is done: where the answer has begun and has no end, say so."""
+        """Send an error if the response has started but is incomplete. Call after the forwarder."""
         if self._status and not self._is_over:
             await self._fail("The engine broke off its answer.")
 
     def release(self) -> None:
-        """Nothing of it is held any more."""
+        """Release the buffered bodies. Idempotent."""
         self._data.release()
         self._made.release()
 
@@ -336,7 +339,7 @@ class _Answer:
             )
 
     async def _turn(self) -> None:
-        """Put what is sent into `_made`. Raises `BadAnswerError`, `Refusal`."""
+        """Translate the collected response into `_made`. Raises `BadAnswerError`, `Refusal`."""
         call, model, data = self._asked.call, self._asked.model, self._data.in_memory
         if self._status >= 400:
             self._made.append(error_body(error_text(self._status, data or b"")))
@@ -350,7 +353,7 @@ class _Answer:
         self._data.release()
 
     async def _fail(self, message: str) -> None:
-        """Also in the middle of a stream: a line that has an error ends it."""
+        """Send an error and end the response. In a stream the error is its last line."""
         self._is_over = True
         if self._stream is not None:
             await self._send(_piece(error_body(message), more=False))
@@ -372,7 +375,7 @@ _ROUTES: Final[dict[str, tuple[str, Handler]]] = {
 
 
 def _scope_of(scope: Any, path: str, length: int) -> Any:
-    """The request to the engine: another path and body, the same client."""
+    """Return the ASGI scope of the translated request: new path and body, same client."""
     headers = [(k, v) for k, v in scope["headers"] if k not in _OUR_OWN]
     headers += [
         (b"content-type", b"application/json"),

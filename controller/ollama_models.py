@@ -1,6 +1,7 @@
-"""Models as Ollama lists them: pure functions over plain values.
+"""Models in the format of Ollama's lists: pure functions over plain values.
 
-A digest stands for the name: no weights are known here. So does the size, which is of memory.
+The controller does not know a model's weights. So the digest is of the name, and the size is the
+memory that the model takes.
 """
 
 from __future__ import annotations
@@ -12,38 +13,38 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Final
 
 _NEVER: Final = datetime(2318, 1, 1, tzinfo=timezone.utc)
-"""When a model expires that stays: about where Ollama's own -1 ends, and clients say "for ever"."""
+"""Expiry of a model that never expires: about Ollama's own value for -1, shown as "forever"."""
 LATEST: Final = ":latest"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One model."""
+    """One model of a list."""
 
     name: str
     engine: str
     since: datetime
-    """When the controller began to serve it."""
+    """Time at which the controller began to serve it."""
     bytes: int = 0
-    """What it takes of its device while it is awake, as far as that is known."""
+    """Device memory that it takes while awake; 0 if unknown."""
     expires_in_s: float | None = None
-    """Until it is put to sleep by time, if nobody asks; None: never."""
+    """Seconds until it is put to sleep if no request comes; None: never."""
     capabilities: tuple[str, ...] = ()
-    """As the configuration says: the controller has not seen the model's files."""
+    """The configured capabilities. The controller does not read the model's files."""
 
 
 def names_of(asked: str) -> tuple[str, ...]:
-    """What a client may mean: clients add a tag to names that have none."""
+    """Return the names to look up. Clients append `:latest` to a name without a tag."""
     return (asked, asked.removesuffix(LATEST)) if asked.endswith(LATEST) else (asked,)
 
 
 def tags(models: Collection[Listed]) -> dict[str, Any]:
-    """All that are served."""
+    """Return the body of /api/tags."""
     return {"models": [{**_entry(m), "modified_at": timestamp(m.since)} for m in models]}
 
 
 def running(models: Collection[Listed], now: datetime) -> dict[str, Any]:
-    """Those that are awake."""
+    """Return the body of /api/ps for models that are awake."""
     return {
         "models": [
             {**_entry(m), "size_vram": m.bytes, "expires_at": timestamp(_expiry(m, now))}
@@ -53,7 +54,7 @@ def running(models: Collection[Listed], now: datetime) -> dict[str, Any]:
 
 
 def shown(model: Listed) -> dict[str, Any]:
-    """One of them. What its engine knows of it is asked of the engine, not of the controller."""
+    """Return the body of /api/show. The model's details are empty: only its engine knows them."""
     return {
         "modelfile": "",
         "parameters": "",
@@ -67,7 +68,7 @@ def shown(model: Listed) -> dict[str, Any]:
 
 
 def timestamp(at: datetime) -> str:
-    """As Go prints it: RFC 3339, in UTC."""
+    """Return a time in Go's format: RFC 3339, UTC."""
     return at.astimezone(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -88,7 +89,7 @@ def _entry(model: Listed) -> dict[str, Any]:
 
 
 def _details() -> dict[str, Any]:
-    """What Ollama reads out of a model's file."""
+    """Return the fields that Ollama reads from a model's file, all empty."""
     return {
         "parent_model": "",
         "format": "",

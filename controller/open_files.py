@@ -1,12 +1,12 @@
-"""The limit of open files: raised when the controller starts; and what running out looks like.
+"""Raises the limit of open files at the start, and handles shortages of file descriptors.
 
 files = OpenFiles.raised()            # before anything is opened
-files.most_connections                # of clients; each may need a second one to an engine
+files.most_connections                # clients' connections; each may need one to an engine too
 if is_out_of_descriptors(error): raise files.refusal("connecting to an engine")
 
-Each client's connection is one open file, its engine's another. So the bound on connections is
-what keeps the controller from running out; where it does all the same (somebody lowers the limit,
-or the whole machine is out of them), it is answered as that and never as an engine's fault.
+Each client's connection is one open file, the connection to its engine another. The bound on
+connections keeps the controller below the limit. It can still run out of descriptors if the limit
+is lowered or the whole machine is out of them. The refusal then names that cause, not the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvelastic.controller")
 
 LOG_EVERY_S: Final = 10.0
 _LEAST_OTHERS: Final = 96
-"""Files other than connections: listeners, logs, segments that are read, pipes of engines."""
+"""Files other than connections: listeners, logs, segments, pipes of engines."""
 _MOST_OTHERS: Final = 8192
 _MOST_BACKLOG: Final = 2048
 _UNLIMITED: Final = 1 << 20
@@ -34,20 +34,20 @@ _UNLIMITED: Final = 1 << 20
 
 @dataclass
 class OpenFiles:
-    """Owned by the loop."""
+    """The limit of open files, and the bounds derived from it. Use it in the event loop."""
 
     limit: int
-    """Files that this process may have open."""
+    """Maximum number of open files of this process."""
     limit_at_start: int
-    """What it was before it was raised; engines that are launched get it back."""
+    """The limit before it was raised. Launched engines run with this limit."""
     shortages: int = 0
-    """Times that something could not be opened for want of a descriptor."""
+    """How often a file or connection could not be opened for lack of a descriptor."""
     _logged_s: float = field(default=float("-inf"))
     _logged: int = 0
 
     @classmethod
     def raised(cls) -> OpenFiles:
-        """Raise this process's soft limit to its hard one, as far as the system lets it."""
+        """Raise this process's soft limit to its hard limit if the system allows it."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(OSError, ValueError):  # the hard one may be beyond fs.nr_open
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -60,27 +60,27 @@ class OpenFiles:
 
     @property
     def most_connections(self) -> int:
-        """Of clients that are served at once."""
+        """Maximum number of clients' connections served at the same time."""
         return max(1, (self.limit - self._others) // 2)
 
     @property
     def most_refused(self) -> int:
-        """Connections beyond those that are told so at once; more are closed without a word."""
+        """Maximum number of excess connections that get a 503; more are closed immediately."""
         return self._others // 4
 
     @property
     def backlog(self) -> int:
-        """Connections that the system may hand over at once."""
+        """The listen backlog: connections that may wait to be accepted."""
         return min(_MOST_BACKLOG, self._others // 4)
 
     def give_back(self, pid: int) -> None:
-        """Give a child the limit that this process had: `select` cannot take more than 1,024."""
+        """Give a child the original limit: `select` fails with descriptors of 1,024 and above."""
         with suppress(OSError, ValueError):  # it has ended, or runs as another user
             hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (self.limit_at_start, hard))
 
     def refusal(self, doing: str) -> Refusal:
-        """Count a shortage, say it in the log now and then, and return the answer."""
+        """Count a shortage, log it at a limited rate, and return the refusal (503)."""
         self.note(doing)
         return Refusal(
             503,
@@ -90,7 +90,7 @@ class OpenFiles:
         )
 
     def probe(self) -> None:
-        """Note whether a descriptor is left. uvloop closes what it cannot accept without a word."""
+        """Note a shortage if no descriptor is left. uvloop does not report failed accepts."""
         try:
             os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
@@ -98,7 +98,7 @@ class OpenFiles:
                 self.note("accepting connections")
 
     def note(self, doing: str) -> None:
-        """Count a shortage. One line of the log in ten seconds says how many there were."""
+        """Count a shortage. At most one log line per `LOG_EVERY_S` reports the number."""
         self.shortages += 1
         now_s = time.monotonic()
         if now_s - self._logged_s < LOG_EVERY_S:

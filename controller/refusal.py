@@ -1,4 +1,4 @@
-"""Refusals: the controller's own answers, as errors of OpenAI's, Anthropic's or Ollama's API."""
+"""Refusals: the controller's own error responses, in the OpenAI, Anthropic or Ollama format."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 @dataclass(eq=False)  # not frozen: Python sets an exception's traceback
-class Refusal(Exception):  # noqa: N818 - an answer, not an accident
-    """Why a request is not served. Raise it anywhere under a route, or hand it over as a value."""
+class Refusal(Exception):  # noqa: N818 - a response, not a failure
+    """Why a request is not served. Raise it anywhere under a route, or pass it as a value."""
 
     status: int
     code: str
-    """Stable name, for programs."""
+    """Stable error code, for programs."""
     message: str
-    """For people: what happened, and what to do next."""
+    """Text for people: the problem, and what to do next."""
     retry_after_s: float | None = None
     param: str | None = None
 
     def body(self) -> bytes:
-        """The answer's body, in OpenAI's shape."""
+        """Return the response body in OpenAI's format."""
         kind = _TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
@@ -45,7 +45,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         return json.dumps({"error": error}).encode()
 
     def anthropic_body(self, request_id: str | None) -> bytes:
-        """The same in Anthropic's shape, which has no code."""
+        """Return the response body in Anthropic's format, which has no error code."""
         kind = _ANTHROPIC_TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "api_error"
         )
@@ -58,11 +58,11 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         return json.dumps(answer).encode()
 
     def ollama_body(self) -> bytes:
-        """The same in Ollama's shape, which is the message alone."""
+        """Return the response body in Ollama's format, which has only the message."""
         return json.dumps({"error": self.message}).encode()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The answer's headers, without its length."""
+        """Return the response headers, without Content-Length."""
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
@@ -75,7 +75,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
 
 
 def unknown_model(name: str) -> Refusal:
-    """404, as OpenAI says it."""
+    """Return a 404 in OpenAI's wording."""
     shown = name if len(name) <= 200 else name[:200] + "..."
     return Refusal(
         404,
@@ -86,7 +86,7 @@ def unknown_model(name: str) -> Refusal:
 
 
 def engine_unreachable() -> Refusal:
-    """503: no replica took the connection."""
+    """Return a 503: no replica accepted the connection."""
     return Refusal(
         503,
         "engine_unreachable",
@@ -96,14 +96,14 @@ def engine_unreachable() -> Refusal:
 
 
 def engine_timeout() -> Refusal:
-    """504: an engine took the connection and was silent."""
+    """Return a 504: an engine accepted the connection and sent nothing in time."""
     return Refusal(
         504, "engine_timeout", "The engine did not answer in time (timeouts of this model)."
     )
 
 
 def engine_failed() -> Refusal:
-    """502: an engine took the connection, and no answer came of it."""
+    """Return a 502: an engine accepted the connection but sent no valid response."""
     return Refusal(
         502,
         "engine_failed",

@@ -1,4 +1,4 @@
-"""How routes are made: who may ask, and how what they return or raise becomes an answer."""
+"""Builds routes: authorization, and responses from a handler's result or exception."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Handler = Callable[["Front", Request], Awaitable[Any]]
 
 
 class Who(Enum):
-    """Who may use a route."""
+    """The authorization that a route needs."""
 
     ALL = "everybody"
     API = "holders of a key"
@@ -51,7 +51,11 @@ _STATUS_OF: dict[type[KvelasticError], int] = {
 
 
 def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> Route:
-    """A route whose handler returns plain values (JSON) or a response, and raises what it likes."""
+    """Return a route for `handler`, which returns plain values (sent as JSON) or a response.
+
+    `Refusal`, `KvelasticError` and `OSError` from the handler become refusals where possible.
+    Admin requests other than GET are audited.
+    """
 
     is_audited = who is Who.ADMIN and method != "GET"
 
@@ -95,7 +99,7 @@ def _audit(front: Front, request: Request, status: int, error: str) -> None:
 
 
 def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
-    """Raises what nobody can be told."""
+    """Return the refusal for an error. Raises an `OSError` that has no refusal again."""
     if isinstance(error, Refusal):
         return error
     if is_out_of_descriptors(error):
@@ -110,7 +114,7 @@ def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
 
 
 def instance_of(model: ServedModel) -> str:
-    """The segment of a model. Raises `SegmentNotFoundError` where none is configured."""
+    """Return the name of a model's segment. Raises `SegmentNotFoundError` if none is configured."""
     name = model.settings.instance
     if name is None:
         raise SegmentNotFoundError(f"no instance is configured for the model {model.name!r}")
@@ -118,7 +122,7 @@ def instance_of(model: ServedModel) -> str:
 
 
 def seconds_of(request: Request, key: str, default_s: float) -> float:
-    """A duration from the query. Raises `Refusal` (400)."""
+    """Return a duration of the query in seconds, or the default. Raises `Refusal` (400)."""
     text = request.query_params.get(key)
     if text is None:
         return default_s

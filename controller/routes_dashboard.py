@@ -1,6 +1,6 @@
-"""The dashboard: its files at / and /dashboard, and the history that it draws: /devices/history.
+"""The dashboard's files at / and /dashboard, and its data: /devices/history.
 
-The files hold no secret and are open to everybody; what they ask for needs the routes' own keys.
+The files contain no secret and need no key. The routes that they call need their usual keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 _HEADERS: Final = {
-    # Trusted types: the browser itself refuses a script that would insert text as HTML.
+    # Trusted types: the browser blocks scripts that insert text as HTML.
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none';"
         " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -37,18 +37,18 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Kept, and asked for anew each time: a page of one version never runs scripts of another.
+    # Cached but revalidated each time, so a page never runs scripts of another version.
     "cache-control": "no-cache",
 }
 
 
 def routes(front: Front) -> list[Route]:
-    """Those that the description names."""
+    """Return the routes that the OpenAPI document lists."""
     return [route(front, "/devices/history", "GET", Who.API, devices_history)]
 
 
 def pages(front: Front) -> list[Route]:
-    """The dashboard's files, read here once."""
+    """Return the routes of the dashboard's files. Reads the files once, here."""
     files = _read_files()
 
     async def index(_front: Front, request: Request) -> Any:
@@ -67,10 +67,10 @@ def pages(front: Front) -> list[Route]:
 
 
 async def devices_history(front: Front, request: Request) -> Any:
-    """Memory of every device, by instance, in the last `seconds` (10 minutes, and at most so long).
+    """Memory of every device, by instance, in the last `seconds` (default and maximum 10 minutes).
 
-    A sample every `interval_seconds`; sample numbers begin anew when `controller_started_at`
-    changes. A value is null where an instance was not there.
+    There is one sample every `interval_seconds`. Sample numbers restart when
+    `controller_started_at` changes. A value is null if the instance did not exist.
     """
     seconds = min(seconds_of(request, "seconds", MAX_WINDOW_S), MAX_WINDOW_S)
     history = front.memory_history.window(seconds, now_s=time.monotonic(), wall_s=time.time())
@@ -82,7 +82,7 @@ async def devices_history(front: Front, request: Request) -> Any:
 
 
 class _File:
-    """One file with the headers that never change."""
+    """One file with its headers, which are constant."""
 
     def __init__(self, name: str, body: bytes) -> None:
         self.body = body

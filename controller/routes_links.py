@@ -1,4 +1,4 @@
-"""Links between processes that copy KV from one another: /links."""
+"""Links between processes that copy KV from each other: /links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [route(front, "/links", "GET", Who.API, links)]
 
 

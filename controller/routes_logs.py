@@ -1,4 +1,4 @@
-"""What launched engines have written: its end, and what they write on."""
+"""Logs of launched engines: the last lines, and following new output."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MOST_LINES: Final = 5000
 MOST_FOLLOWERS: Final = 32
 LOOK_S: Final = 0.2
-"""Between two looks at a log that has not grown."""
+"""Poll interval of a log that has not grown."""
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [
         route(front, "/admin/models/{model:path}/logs", "GET", Who.ADMIN, engine_logs),
         route(front, "/models/{model:path}/logs", "GET", Who.ADMIN, follow_log),
@@ -35,7 +35,7 @@ def routes(front: Front) -> list[Route]:
 
 
 async def engine_logs(front: Front, request: Request) -> Any:
-    """The last `lines` (200; at most 5000) of what a launched engine has written."""
+    """The last `lines` (default 200, at most 5000) of a launched engine's output."""
     model, process = _launched(front, request)
     lines = _lines_of(request)
     return {
@@ -49,9 +49,9 @@ async def engine_logs(front: Front, request: Request) -> Any:
 
 
 async def follow_log(front: Front, request: Request) -> Any:
-    """The last `lines` as text; with `follow=true` then what comes, until the client goes.
+    """The last `lines` as text; with `follow=true` also new output, until the client disconnects.
 
-    It goes on while the engine is stopped and started.
+    Following continues while the engine is stopped and restarted.
     """
     model, process = _launched(front, request)
     lines = _lines_of(request)
@@ -67,7 +67,7 @@ async def follow_log(front: Front, request: Request) -> Any:
             retry_after_s=5.0,
         )
     reader = LogReader(process.log_path)
-    front.log_followers += 1  # from here on: many may come before one of them is answered
+    front.log_followers += 1  # before the first await, so that concurrent requests are counted
     try:
         end = await asyncio.to_thread(reader.begin, lines)
     except BaseException:
@@ -78,7 +78,7 @@ async def follow_log(front: Front, request: Request) -> Any:
 
 
 class _Followed(StreamingResponse):
-    """Is counted already; lets go of the count and of the file however it ends."""
+    """A response that is already counted. It releases its count and its file when it ends."""
 
     def __init__(self, front: Front, reader: LogReader, written: AsyncIterator[bytes]) -> None:
         headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -87,7 +87,7 @@ class _Followed(StreamingResponse):
         self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve it."""
+        """Send the response, then release the count and the file, also after an error."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -98,7 +98,7 @@ class _Followed(StreamingResponse):
 async def _written(
     model: ServedModel, reader: LogReader, end: bytes, *, follows: bool
 ) -> AsyncIterator[bytes]:
-    """Piece by piece. Whoever takes them slowly reads the file later, and nobody waits for it."""
+    """Yield the log in pieces. A slow client reads the file later and delays no other."""
     data = end
     while True:
         if data:

@@ -1,4 +1,4 @@
-"""Memory: what instances hold, and requests of them: /memory, /devices."""
+"""Memory of instances and devices, and requests to instances: /memory, /devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [
         route(front, "/memory", "GET", Who.API, all_memory),
         route(front, "/memory/{model:path}/trim", "POST", Who.ADMIN, trim),
@@ -37,7 +37,8 @@ def routes(front: Front) -> list[Route]:
 async def all_memory(front: Front, _: Request) -> Any:
     """Every model with an instance, every instance of this machine as kvctl lists it, and devices.
 
-    All come from one look at every record: a device's parts are the sums of its instances' parts.
+    All values come from one read of every control block, so a device's parts are the sums of its
+    instances' parts.
     """
     rows, devices = await asyncio.to_thread(instance_memory.rows_and_devices)
     by_name = {row["name"]: row for row in rows}
@@ -57,19 +58,19 @@ async def all_memory(front: Front, _: Request) -> Any:
 
 
 async def memory_of(front: Front, request: Request) -> Any:
-    """One model's instance."""
+    """Memory of one model's instance."""
     model = front.fleet.need(request.path_params["model"])
     row = await asyncio.to_thread(instance_memory.row, instance_of(model))
     return {"model": model.name, "memory": row}
 
 
 async def change_memory(front: Front, request: Request) -> Any:
-    """Ask of a model's instance: `min`, `limit`, `priority`, and `wait` until it is applied.
+    """Set a model's `min`, `limit` and `priority`, and `wait` until they are applied.
 
-    A `limit` of null lifts the limit.
+    A `limit` of null removes the limit.
 
-    200 applied, or seen; 202 accepted and not in force yet, also where the controller ends or the
-    model goes meanwhile; 409 refused or overtaken.
+    200: applied or seen. 202: accepted and not yet in force, also if the controller ends or the
+    model is removed while the request waits. 409: refused or superseded.
     """
     model = front.fleet.need(request.path_params["model"])
     name = instance_of(model)
@@ -103,7 +104,7 @@ async def change_memory(front: Front, request: Request) -> Any:
 
 
 async def trim(front: Front, request: Request) -> Any:
-    """Have a model's instance give back every parked page."""
+    """Have a model's instance release every parked page."""
     model = front.fleet.need(request.path_params["model"])
     name = instance_of(model)
     body = await json_object(front, request)
@@ -111,7 +112,7 @@ async def trim(front: Front, request: Request) -> Any:
 
 
 async def devices(front: Front, _: Request) -> Any:
-    """Every device that instances share: capacity, what is granted, and to whom."""
+    """Every device that instances share: its capacity, and the grants of its instances."""
     return {"devices": await asyncio.to_thread(instance_memory.devices)}
 
 

@@ -22,7 +22,7 @@ HEALTH_TIMEOUT_S = 2.0
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [
         route(front, "/v1/models", "GET", Who.API, list_openai_models),
         route(front, "/v1/models/{model:path}", "GET", Who.API, get_openai_model),
@@ -52,17 +52,17 @@ async def get_openai_model(front: Front, request: Request) -> Any:
 
 
 async def health(front: Front, _: Request) -> Any:
-    """The controller itself is well, whatever its engines are."""
+    """Health of the controller itself, independent of its engines."""
     return {"status": "healthy"}
 
 
 async def version(front: Front, _: Request) -> Any:
-    """Which version this is."""
+    """Version of the controller."""
     return {"version": __version__}
 
 
 async def model_health(front: Front, request: Request) -> Any:
-    """Ask the engines of one model, or of `all`, on their health route."""
+    """Health of one model's engines, or of `all`, from their health route."""
     name = request.path_params["model"]
     if name == "all" and front.fleet.find("all") is None:
         models = list(front.fleet)
@@ -92,7 +92,7 @@ async def _health_of(front: Front, model: ServedModel) -> dict[str, bool]:
 
 
 async def list_models(front: Front, _: Request) -> Any:
-    """Models, with where they are served and how they are."""
+    """Models, with their addresses and their state."""
     return {
         "models": {
             model.name: {
@@ -105,7 +105,7 @@ async def list_models(front: Front, _: Request) -> Any:
 
 
 async def idle_models(front: Front, request: Request) -> Any:
-    """Models with nothing in flight whose last request is `threshold` ago."""
+    """Models without requests in flight whose last request is at least `threshold` ago."""
     threshold_s = seconds_of(request, "threshold", front.settings.sleep.idle_after)
     idle = [m for m in front.fleet if m.gate.is_idle and m.idle_s >= threshold_s]
     return {
@@ -117,7 +117,7 @@ async def idle_models(front: Front, request: Request) -> Any:
 
 
 async def active_models(front: Front, request: Request) -> Any:
-    """The other models, with their traffic."""
+    """Models that are not idle, with their traffic."""
     threshold_s = seconds_of(request, "threshold", front.settings.sleep.idle_after)
     window_s = seconds_of(request, "window", WINDOW_S)
     active = [m for m in front.fleet if not (m.gate.is_idle and m.idle_s >= threshold_s)]

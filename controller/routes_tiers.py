@@ -1,6 +1,6 @@
 """Requests to the tiers of a model's instance: /memory/{model}/tiers/...
 
-What tiers keep is told by /memory and /memory/{model}.
+/memory and /memory/{model} report the contents of tiers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from kvelastic.controller.front import Front
 
 _USUAL_WAIT_S: Final = 2.0
-"""Stores are asked, and may be slow."""
+"""Stores take part in a request, and may be slow."""
 _VERIFY_WAIT_S: Final = 60.0
 _STATUS_OF: Final = {"done": 200, "pending": 202, "refused": 409, "failed": 409}
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page; before those of /memory, which a model's name with slashes could match."""
+    """Return the routes of this module.
+
+    They must precede those of /memory, which would match them as a model's name with slashes.
+    """
     path = "/memory/{model:path}/tiers"
     return [
         route(front, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
@@ -43,27 +46,27 @@ def routes(front: Front) -> list[Route]:
 
 
 async def change_tier(front: Front, request: Request) -> Any:
-    """Set the `limit` of a tier until its engine ends, and `wait` for it.
+    """Set the `limit` of a tier until its engine ends, and `wait` for the result.
 
-    What is over it goes by the tier's policy. 200 done; 202 no answer yet; 409 refused.
+    The tier's policy evicts what exceeds the limit. 200: done. 202: no result yet. 409: refused.
     """
     return await _ask_about_size(front, request, "limit", "limit")
 
 
 async def trim_tier(front: Front, request: Request) -> Any:
-    """Have a tier give back what it holds beyond `size`, once; its limit stays."""
+    """Shrink a tier to `size` once; its limit does not change."""
     return await _ask_about_size(front, request, "trim", "size")
 
 
 async def clear_tiers(front: Front, request: Request) -> Any:
-    """Erase every record of this model and its settings, in all its tiers."""
+    """Erase every tier object of this model and its settings, in all its tiers."""
     body = await json_object(front, request)
     check_keys(body, "wait")
     return await _ask(front, request, body, TierRequest("clear"), {})
 
 
 async def erase_records(front: Front, request: Request) -> Any:
-    """Erase the records of a `model`, or those `older_than` an age, or both, in all its tiers."""
+    """Erase the tier objects of a `model`, or `older_than` an age, or both, in all its tiers."""
     body = await json_object(front, request)
     check_keys(body, "model", "older_than", "wait")
     model, age_s = body.get("model"), duration_of(body, "older_than")
@@ -78,7 +81,7 @@ async def erase_records(front: Front, request: Request) -> Any:
 
 
 async def verify_tiers(front: Front, request: Request) -> Any:
-    """Compare each tier's index with its account and its medium: 409 if anything disagrees."""
+    """Compare each tier's index with its accounting and its medium; 409 if they disagree."""
     body = await json_object(front, request)
     check_keys(body, "wait")
     return await _ask(front, request, body, TierRequest("verify"), {}, _VERIFY_WAIT_S)
@@ -119,11 +122,12 @@ async def _ask(
 async def ask(
     name: str, request: TierRequest, wait_s: float, is_over: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Ask something of an instance's tiers; wait for an answer for `wait_s`, or until `is_over`.
+    """Send a request to an instance's tiers; wait for `wait_s` seconds, or until `is_over()`.
 
-    `state` is done, refused, failed or pending (no answer yet; the request stays), and `records`
-    how many were erased (clear, erase) or are held (the others), by tier. Raises `Refusal` (404)
-    for a tier that it does not have, and as `tier_status.ask`.
+    In the result, `state` is done, refused, failed or pending (no result yet; the request remains
+    posted). `records` has the number of tier objects erased (clear, erase) or held (other
+    requests), by tier. Raises `Refusal` (404) for an unknown tier, and the errors of
+    `tier_status.post`.
     """
     tiers, asked = await asyncio.to_thread(_post, name, request)
     deadline_s = time.monotonic() + wait_s
