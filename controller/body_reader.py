@@ -1,7 +1,7 @@
-"""Has large bodies read and translated by a process of its own: the loop goes on meanwhile.
+"""Reads and translates large bodies in a separate process, so that the loop is not blocked.
 
-A parser in a thread would hold Python's lock. There is one such process, started when it is first
-needed; it reads one body at a time, and the others wait.
+A parser in a thread would hold the GIL. There is one such process, started at its first use. It
+reads one body at a time; other bodies wait.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kvelastic.controller.refusal import Refusal
 _log = logging.getLogger("kvelastic.controller")
 
 TIMEOUT_S: Final = 15.0
-"""For one body, the start of the process included; 64 MiB take it less than one."""
+"""Timeout for one body, including the start of the process. 64 MiB take less than 1 s."""
 
 
 class _EndedError(Exception):
-    """The process ended before it answered."""
+    """The process ended before it sent a result."""
 
 
 class BodyReader:
-    """The process, as the loop sees it."""
+    """The loop's interface to the process. Use it in the event loop."""
 
     def __init__(self) -> None:
         self._asking = asyncio.Lock()
@@ -47,21 +47,22 @@ class BodyReader:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The id of the process; None while it does not run."""
         return None if self._process is None else self._process.pid
 
     async def find_model(self, file: int, form: Form, boundary: bytes) -> ModelField | None:
-        """The model that the body in a file names. Raises `Refusal` (400, 503).
+        """Return the model named in the body in `file`, or None. Raises `Refusal` (400, 503).
 
-        The file is the caller's, and is not closed before this returns. Where the process has
-        died, another one is asked once.
+        The caller keeps the file open until this returns. If the process has died, a new one is
+        tried once.
         """
         return (await self._answer(FindModel(form, boundary), [file])).field
 
     async def translate(self, question: ToOpenAI | FromOpenAI, file: int, into: int) -> Answer:
-        """Translate what is in `file`, and write it to `into`, an empty file.
+        """Translate the body in `file` and write the result to the empty file `into`.
 
-        Raises `Refusal` (400, 413, 503; 502 for an answer that cannot be used). As `find_model`.
+        Raises `Refusal` (400, 413, 503; 502 for an invalid response of an engine). The caller keeps
+        both files open until this returns. If the process has died, a new one is tried once.
         """
         return await self._answer(question, [file, into])
 
@@ -86,7 +87,7 @@ class BodyReader:
         return answer
 
     def stop(self) -> None:
-        """End it, at once."""
+        """Kill the process. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -109,7 +110,7 @@ class BodyReader:
                 raise _EndedError("its process ended")
             return msgspec.msgpack.decode(answer, type=Answer)
         except BaseException:
-            self.stop()  # or the next one would get this one's answer
+            self.stop()  # otherwise the next question would receive this result
             raise
 
     def _start(self) -> socket.socket:

@@ -1,10 +1,9 @@
 """The process that reads and translates large bodies: `python -m kvelastic.controller.body_worker`.
 
-The controller starts it with one end of a socket pair as its standard input, sends it a body's
-file with a question, and gets an answer, one at a time. A translation goes into a second file that
-comes with the question. It ends when the controller does: signals
-that are meant for the controller (Ctrl-C, a service's stop) are not its end, or requests that are
-still being drained would lose it.
+The controller starts it with one end of a socket pair as standard input. It sends a question with a
+body's file and receives an answer, one at a time. A translation is written to a second file that
+comes with the question. The process ignores signals meant for the controller (Ctrl-C, a service's
+stop), because requests that are being drained still need it. It ends when the controller ends.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from kvelastic.controller.ollama_request import Call, Head, read, to_openai
 from kvelastic.controller.refusal import Refusal
 
 MESSAGE_BYTES: Final = 128 << 10
-"""Bound of a question and of an answer: a name of `MAX_NAME_BYTES` fits, escaped."""
+"""Maximum size of a question and of an answer. An escaped name of `MAX_NAME_BYTES` fits."""
 
 
 class FindModel(msgspec.Struct, tag=True):
-    """Which model does the body in the file name?"""
+    """Asks for the model named in the file's body."""
 
     form: Form
     boundary: bytes
-    """Of a multipart form; else empty."""
+    """The boundary of a multipart form; else empty."""
 
 
 class ToOpenAI(msgspec.Struct, tag=True):
-    """Make the request of Ollama's API in the file one of OpenAI's."""
+    """Asks to translate the file's request from Ollama's API to OpenAI's."""
 
     call: Call
     name: str
@@ -49,7 +48,7 @@ class ToOpenAI(msgspec.Struct, tag=True):
 
 
 class FromOpenAI(msgspec.Struct, tag=True):
-    """Make the answer of OpenAI's API in the file one of Ollama's."""
+    """Asks to translate the file's response from OpenAI's API to Ollama's."""
 
     call: Call
     model: str
@@ -61,13 +60,13 @@ Question = FindModel | ToOpenAI | FromOpenAI
 
 
 class Answer(msgspec.Struct):
-    """What was found or made, or why the body is refused (`status` and what follows)."""
+    """The result, or the refusal of the body (`status` and the fields after it)."""
 
     field: ModelField | None = None
-    """Of `FindModel`: where the name stands; None: there is none."""
+    """For `FindModel`: the name and its position; None if the body names no model."""
     head: Head | None = None
     path: str = ""
-    """Of `ToOpenAI`; nothing is made of a request that is for loading only."""
+    """For `ToOpenAI`: the path at the engine; empty for a request that only loads a model."""
     status: int = 0
     code: str = ""
     message: str = ""
@@ -75,7 +74,7 @@ class Answer(msgspec.Struct):
 
 
 def find_model(body: bytes | mmap.mmap, form: Form, boundary: bytes) -> ModelField | None:
-    """The model that a body names, whatever its form. Raises `Refusal` (400)."""
+    """Return the model named in a body of the given form, or None. Raises `Refusal` (400)."""
     if form is Form.JSON:
         return find_in_json(body)
     if form is Form.URLENCODED:
@@ -84,7 +83,7 @@ def find_model(body: bytes | mmap.mmap, form: Form, boundary: bytes) -> ModelFie
 
 
 def main() -> None:
-    """Answer until the other end is closed."""
+    """Serve questions until the controller closes the socket. Blocks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=0) as controller:

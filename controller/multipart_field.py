@@ -1,7 +1,7 @@
-"""The field `model` of a multipart form, read by the parser that the engines' own servers use.
+"""Finds the field `model` of a multipart form, with the parser that the engines' servers use.
 
-Parts that are not that field (files) are skipped, not kept. What the parser reads byte by byte in
-Python is bounded: the delimiters, and the headers behind each.
+Other parts (files) are skipped and not stored. The parser reads delimiters and the headers after
+them byte by byte in Python, so their number and size are bounded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvelastic.controller.refusal import Refusal
 MAX_PARTS: Final = 256
 MAX_HEADERS: Final = 32
 MAX_HEADER_BYTES: Final = 2048
-"""Of one part's headers together, the first part's apart: there of one of them."""
+"""Maximum size of one part's headers together; for the first part, of each header."""
 MAX_TYPE_BYTES: Final = 1024
-"""Of the request's Content-Type."""
+"""Maximum length of the request's Content-Type."""
 _CHUNK_BYTES: Final = 1 << 20
 
-_log = logging.getLogger("python_multipart")  # has a line for each fault of a client
+_log = logging.getLogger("python_multipart")  # would log a line per invalid request
 _log.addHandler(logging.NullHandler())
 _log.propagate = False
 
 
 def boundary_of(content_type: bytes) -> bytes:
-    """What separates the parts. Raises `Refusal` (400)."""
+    """Return the boundary between the parts. Raises `Refusal` (400)."""
     if len(content_type) <= MAX_TYPE_BYTES:
         boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
         if 0 < len(boundary) <= 256:
@@ -41,7 +41,7 @@ def boundary_of(content_type: bytes) -> bytes:
 def find_in_multipart(
     body: bytes | mmap.mmap, boundary: bytes, chunk_bytes: int = _CHUNK_BYTES
 ) -> ModelField | None:
-    """The field `model`; None if there is none. Raises `Refusal` (400)."""
+    """Return the field `model`, or None if it is missing. Raises `Refusal` (400)."""
     _check_delimiters(body, b"\r\n--" + boundary)
     reader = _Reader(boundary)
     try:
@@ -60,7 +60,7 @@ def find_in_multipart(
 
 
 def _check_delimiters(body: bytes | mmap.mmap, delimiter: bytes) -> None:
-    """What only looks like one counts as well: each costs the parser time."""
+    """Bound the delimiters, including false ones: each costs the parser time. Raises `Refusal`."""
     at = count = 0
     while (at := body.find(delimiter, at)) >= 0:
         at += len(delimiter)
@@ -74,17 +74,17 @@ def _check_delimiters(body: bytes | mmap.mmap, delimiter: bytes) -> None:
 
 
 class _Reader:
-    """The parser's callbacks: they keep what the part at hand is, and the value that is wanted."""
+    """The parser's callbacks. They track the current part and store the value of `model`."""
 
     def __init__(self, boundary: bytes) -> None:
         self.value: bytes | None = None
         self.headers_end = 0
-        """Where the last header with a value ends, of the part that is the field."""
+        """Position of the end of the field's last header with a value."""
         self._at = 0
         self._header_end = 0
         self._header_name = self._header_value = self._disposition = b""
         self._data: bytearray | None = None
-        """Of the part at hand, if it is the field."""
+        """The data of the current part if it is the field; else None."""
         self._parser = MultipartParser(
             boundary,
             {
@@ -101,7 +101,7 @@ class _Reader:
         )
 
     def write(self, data: bytes, at: int) -> None:
-        """The next bytes, which begin at `at` in the body."""
+        """Parse the next bytes, which begin at position `at` of the body."""
         self._at = at
         self._parser.write(data)
 

@@ -1,6 +1,6 @@
-"""Files that a configuration names: what is wrong with them before anything is done with them.
+"""Checks the files that a configuration names, before they are used.
 
-Blocks, for a moment: no file is opened that could block, a FIFO for one.
+The checks block only briefly: they open no file that could block, such as a FIFO.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NULL_DEVICE: Final = "/dev/null"
 
 
 def faults_of_files(settings: Settings) -> list[str]:
-    """One sentence each, with the key that names the file and what to do."""
+    """Return one sentence per fault, with the key that names the file and the remedy."""
     faults = list(_of_tls(settings.server))
     for number, model in enumerate(settings.models):
         path = None if model.launch is None else model.launch.log_file
@@ -29,8 +29,8 @@ def faults_of_files(settings: Settings) -> list[str]:
 
 
 def fault_of_log(path: str) -> Iterator[str]:
-    """Why an engine's output cannot be appended to what is there now; nothing: it can."""
-    with suppress(OSError):  # it is made at the start, which says what is in the way
+    """Yield why an engine's output cannot be appended to `path`; nothing if it can."""
+    with suppress(OSError):  # a missing file is created at the start, which reports errors
         state = Path(path).lstat()
         if stat.S_ISLNK(state.st_mode):
             yield f"{path} is a symbolic link, which is not followed; name the file itself"
@@ -39,7 +39,7 @@ def fault_of_log(path: str) -> Iterator[str]:
 
 
 def is_log(state: os.stat_result) -> bool:
-    """Whether an engine's output may go there: no reader, terminal or device can block it."""
+    """Return True for a regular file and the null device: writing to other files may block."""
     if stat.S_ISCHR(state.st_mode):
         return state.st_rdev == Path(_NULL_DEVICE).stat().st_rdev
     return stat.S_ISREG(state.st_mode)
@@ -57,7 +57,7 @@ def _of_tls(server: ServerSettings) -> Iterator[str]:
     if count:
         return
     try:
-        # The controller has no terminal to ask for a password at, and OpenSSL would wait there.
+        # The controller has no terminal, and OpenSSL would wait there for a password.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
             certificate, key, password=lambda: ""
         )

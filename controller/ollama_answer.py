@@ -1,11 +1,11 @@
-"""An engine's answer in OpenAI's API, made one of Ollama's: pure, but for what a stream remembers.
+"""Translates an engine's response from OpenAI's API to Ollama's. Pure, except for `Stream`'s state.
 
-stream = Stream(Call.CHAT, "m")           # of server-sent events, piece by piece
-lines = stream.feed(piece, created_at)    # what of it is whole by now, a JSON object a line
+stream = Stream(Call.CHAT, "m")           # for server-sent events, in pieces
+lines = stream.feed(piece, created_at)    # the complete lines so far, one JSON object each
 lines = stream.end(times, created_at)
 
-whole(Call.CHAT, "m", body, times, created_at)      # an answer in one piece
-error_text(502, body)                               # what went wrong, as Ollama says it
+whole(Call.CHAT, "m", body, times, created_at)      # a response that is not streamed
+error_text(502, body)                               # the error message for Ollama's clients
 
 data: {"choices":[{"delta":{"content":"He"}}]}   {"message":{"content":"He"},"done":false}
 data: {"choices":[{"finish_reason":"stop"}]}     (kept: tool calls, the reason, and the usage
@@ -23,28 +23,28 @@ import msgspec
 from kvelastic.controller.ollama_request import Call
 
 EVENT_BYTES: Final = 1 << 20
-"""Of one event of a stream, and of all arguments of its tool calls together."""
+"""Maximum size of one event of a stream, and of all arguments of its tool calls together."""
 _SMALL_BYTES: Final = 64 << 10
 _MOST_IN_EVENT: Final = 20_000
 _MOST_VALUES: Final = 1_000_000
-"""Objects and lists in an answer: each takes far more memory than its text."""
+"""Maximum number of objects and lists in a response. Each takes far more memory than its text."""
 _NOTHING: Final = frozenset((b"null", b"[]"))
 _SHOWN_CHARACTERS: Final = 2000
 
 
 class BadAnswerError(Exception):
-    """The engine's answer is not one of OpenAI's API; says what is wrong with it."""
+    """The engine's response is not valid in OpenAI's API; the message names the fault."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """When what happened, in seconds of one clock."""
+    """The times of one request, in seconds of one clock."""
 
     began_s: float
     answered_s: float
-    """The engine's answer began: the model was awake, and the request was let in before."""
+    """The engine's response began. The time before it includes the gate and the wake-up."""
     first_s: float
-    """Its first token was there."""
+    """The first body bytes of the response arrived."""
     ended_s: float
 
 
@@ -67,7 +67,7 @@ class _Delta(msgspec.Struct):
 
 class _Logprobs(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"null")
-    """As it is: its members are not made."""
+    """Passed on unparsed."""
 
 
 class _Choice(msgspec.Struct):
@@ -85,7 +85,7 @@ class _Usage(msgspec.Struct):
 
 class _Embedding(msgspec.Struct):
     embedding: msgspec.Raw
-    """As it is: numbers of it are passed on and not made."""
+    """Passed on unparsed: its numbers are not converted."""
     index: int = 0
 
 
@@ -101,22 +101,22 @@ class _Embeddings(msgspec.Struct):
 
 
 class Stream:
-    """A stream of server-sent events on its way to become lines of JSON."""
+    """Translates a stream of server-sent events to lines of JSON."""
 
     def __init__(self, call: Call, model: str) -> None:
         self._call = call
         self._model = model
         self._rest = bytearray()
-        """Of a line that has no end yet."""
+        """The start of an incomplete line."""
         self._is_over = False
         self._reason: str | None = None
         self._usage = _Usage()
         self._tools: dict[int, list[_Function]] = {}
-        """Pieces of each call of a tool: its name first, then its arguments."""
+        """The pieces of each tool call, by index: its name first, then its arguments."""
         self._argument_bytes = 0
 
     def feed(self, piece: bytes, created_at: str) -> bytes:
-        """The lines that the next piece completes. Raises `BadAnswerError`."""
+        """Take the next piece; return the lines that it completes. Raises `BadAnswerError`."""
         ended, has_end, rest = piece.rpartition(b"\n")
         lines = []
         if has_end:
@@ -128,7 +128,7 @@ class Stream:
         return b"".join([self._line(line, created_at) for line in lines if line])
 
     def end(self, times: Times, created_at: str) -> bytes:
-        """The last line. Raises `BadAnswerError` where the stream broke off."""
+        """Return the last line. Raises `BadAnswerError` if the stream was incomplete."""
         if not self._is_over:
             raise BadAnswerError("its stream ended before the answer did")
         calls = _tool_calls([_joined(pieces) for pieces in self._tools.values()])
@@ -174,7 +174,7 @@ class Stream:
 
 
 def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) -> bytes:
-    """An answer that came in one piece. Raises `BadAnswerError`."""
+    """Return the translation of a response that is not streamed. Raises `BadAnswerError`."""
     if len(body) > _SMALL_BYTES and body.count(b"{") + body.count(b"[") > _MOST_VALUES:
         raise BadAnswerError(f"it has more than {_MOST_VALUES} objects and lists")
     if call in {Call.EMBED, Call.EMBEDDINGS}:
@@ -192,18 +192,18 @@ def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) ->
 
 
 def loaded(call: Call, model: str, created_at: str, *, is_unload: bool) -> bytes:
-    """The answer to a request for nothing but that the model is awake, or is not."""
+    """Return the response to a request that only loads or unloads the model."""
     part = _part(call, model, created_at, _Delta(), [])
     return _json({**part, "done": True, "done_reason": "unload" if is_unload else "load"})
 
 
 def error_body(message: str) -> bytes:
-    """An error as Ollama's clients know it: one line, also of a stream."""
+    """Return an error in Ollama's format: one line, valid in a stream too."""
     return _ndjson({"error": message})
 
 
 def error_text(status: int, body: bytes) -> str:
-    """What an engine's, or the controller's, error says to people."""
+    """Return the message of an error response of an engine or the controller."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -249,7 +249,7 @@ def _joined(pieces: list[_Function]) -> _Function:
 
 
 def _tool_calls(functions: list[_Function]) -> list[dict[str, Any]]:
-    """Arguments are an object in Ollama's API, and text in OpenAI's."""
+    """Return Ollama's tool calls. Arguments are an object there, and text in OpenAI's API."""
     calls = []
     for function in functions:
         arguments = _decode((function.arguments or "{}").encode(), dict[str, msgspec.Raw])

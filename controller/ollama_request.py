@@ -1,10 +1,10 @@
-"""What a request in Ollama's API asks for, and the same for an engine that speaks OpenAI's.
+"""Reads requests of Ollama's API and translates them to OpenAI's.
 
     asked = read(Call.CHAT, body)                    # bounded and linear; raises `Refusal`
     path, body = to_openai(asked, "the engine's name", "vllm")
 
-Pure functions over plain values. What an engine settles when it starts (`num_ctx`, `num_gpu`, ...)
-is passed over, as Ollama's own clients send it with every request.
+Pure functions over plain values. Options that an engine fixes at its start (`num_ctx`, `num_gpu`,
+...) are ignored: Ollama's clients send them with every request.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from kvelastic.controller.refusal import Refusal
 from kvelastic.errors import InvalidArgumentError
 
 BODY_BYTES: Final = 16 << 20
-"""Of one request, its images included."""
+"""Maximum size of one request, including its images."""
 _SMALL_BYTES: Final = 1 << 20
 _MOST_VALUES: Final = 200_000
-"""Objects and lists in a body beyond `_SMALL_BYTES`: each takes far more memory than its text."""
+"""Maximum number of objects and lists in a body larger than `_SMALL_BYTES`. Each takes far more
+memory than its text."""
 _MOST_PARTS: Final = 10_000
 _NULL: Final = msgspec.Raw(b"null")
 _EMPTY: Final = frozenset((b"null", b"[]", b'""'))
 _IMAGES: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
-"""What files of these kinds begin with, in base64."""
+"""Image formats by the first characters of their base64 text."""
 
 
 class Call(Enum):
-    """One call of the API that a model answers."""
+    """A call of the API that runs inference, by its path."""
 
     CHAT = "/api/chat"
     GENERATE = "/api/generate"
@@ -43,7 +44,7 @@ class Call(Enum):
 
 
 class Options(msgspec.Struct):
-    """Those that change an answer; others are for loading a model."""
+    """The options that affect a response. Others are for loading a model."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,20 +59,20 @@ class Options(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    """A tool, and what it is called with."""
+    """The name and arguments of a tool call."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class ToolCall(msgspec.Struct):
-    """A call that the model made earlier in the conversation."""
+    """A tool call made by the model earlier in the conversation."""
 
     function: Function
 
 
 class Message(msgspec.Struct):
-    """One of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str | None = None
@@ -81,22 +82,22 @@ class Message(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Of a request what its answer needs."""
+    """The values of a request that its response needs."""
 
     call: Call
     model: str
     streams: bool
-    """Whether the answer comes line by line; Ollama's does unless told not to."""
+    """True if the response is streamed, which is Ollama's default."""
     is_load: bool
-    """Whether nothing is to be computed: the model is only loaded, or unloaded."""
+    """True if the request only loads or unloads the model."""
     keep_alive_s: float | None
-    """How long the model stays awake without requests; infinite: for ever; None: not said."""
+    """Seconds that the model stays awake without requests; infinity: always; None: not given."""
 
 
 class Asked(msgspec.Struct):
-    """One request of any `Call`; keys of the others are None in it.
+    """One request of any `Call`. Fields that only other calls have are None.
 
-    Tools go on as they came: a list of them may have millions of members.
+    `tools` is passed on unparsed, because the list may have millions of members.
     """
 
     model: str
@@ -123,24 +124,24 @@ class Asked(msgspec.Struct):
 
     @property
     def head(self) -> Head:
-        """What remains of it once it is translated."""
+        """The part of the request that is kept after its translation."""
         return Head(self.call, self.model, self.streams, self.is_load, self.keep_alive_s)
 
     @property
     def streams(self) -> bool:
-        """See `Head`."""
+        """True if the response is streamed (see `Head`)."""
         return self.call in {Call.CHAT, Call.GENERATE} and self.stream is not False
 
     @property
     def is_load(self) -> bool:
-        """See `Head`."""
+        """True if the request only loads or unloads the model (see `Head`)."""
         if self.call is Call.CHAT:
             return not self.messages
         return self.call is Call.GENERATE and not self.prompt and not self.images
 
     @property
     def keep_alive_s(self) -> float | None:
-        """See `Head`."""
+        """Seconds that the model stays awake without requests (see `Head`)."""
         return None if self.keep_alive is None else _keep_alive_s(self.keep_alive)
 
 
@@ -148,7 +149,7 @@ _DECODER: Final = msgspec.json.Decoder(Asked)
 
 
 def read(call: Call, body: bytes) -> Asked:
-    """Read a request. Raises `Refusal` (400, 413) with what is wrong."""
+    """Read a request in bounded, linear time. Raises `Refusal` (400, 413) with the fault."""
     if len(body) > _SMALL_BYTES and body.count(b"{") + body.count(b"[") > _MOST_VALUES:
         raise Refusal(
             413,
@@ -175,9 +176,10 @@ def read(call: Call, body: bytes) -> Asked:
 
 
 def to_openai(asked: Asked, name: str, engine: str) -> tuple[str, bytes]:
-    """The path and the body for an engine that calls the model `name`.
+    """Return the path and the body for an engine whose model name is `name`.
 
-    `engine`: its kind. Names of what OpenAI's API lacks differ between kinds.
+    `engine` is the engine's kind. The kinds have different names for options that OpenAI's API
+    lacks.
     """
     body: dict[str, Any] = {"model": name}
     if asked.call in {Call.EMBED, Call.EMBEDDINGS}:
@@ -215,7 +217,7 @@ def to_openai(asked: Asked, name: str, engine: str) -> tuple[str, bytes]:
 
 
 def _parts(asked: Asked) -> int:
-    """How many pieces are turned one by one; those of a message count with it."""
+    """Return the number of parts that are translated one by one, including those of messages."""
     count = len(asked.images or ()) + (len(asked.input) if isinstance(asked.input, list) else 0)
     for message in (asked.messages or ())[:_MOST_PARTS]:
         count += len(message.images or ()) + len(message.tool_calls or ())
@@ -223,7 +225,7 @@ def _parts(asked: Asked) -> int:
 
 
 def _check(asked: Asked) -> None:
-    """Raises `Refusal` (400) for what cannot be done here, rather than answer something else."""
+    """Raise `Refusal` (400) for unsupported or invalid fields instead of ignoring them."""
     for key in ("template", "context"):
         if not _is_empty(getattr(asked, key)):
             raise Refusal(
@@ -251,20 +253,20 @@ def _is_empty(value: msgspec.Raw) -> bool:
 
 
 def _keep_alive_s(value: float | str) -> float:
-    """Raises `Refusal` (400)."""
+    """Return seconds; infinity for a negative or too large value. Raises `Refusal` (400)."""
     is_negative = value.strip().startswith("-") if isinstance(value, str) else value < 0
     try:
         size = value.strip().removeprefix("-") if isinstance(value, str) else abs(value)
         seconds = parse_duration_s(size)
     except InvalidArgumentError as error:
         if not isinstance(value, str):
-            return math.inf  # longer than any duration that is understood
+            return math.inf  # longer than the largest supported duration
         raise Refusal(400, "invalid_value", f"keep_alive: {error}", param="keep_alive") from None
     return math.inf if is_negative else seconds
 
 
 def _sampling(options: Options, engine: str) -> dict[str, Any]:
-    # vLLM's, SGLang's and transformers' name; llama.cpp has Ollama's.
+    # vLLM, SGLang and transformers use one name; llama.cpp uses Ollama's.
     penalty = "repeat_penalty" if engine == "openai" else "repetition_penalty"
     given = {
         "temperature": options.temperature,
@@ -276,7 +278,7 @@ def _sampling(options: Options, engine: str) -> dict[str, Any]:
         penalty: options.repeat_penalty,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
-        # Ollama's -1 is "until it ends", -2 "until the context is full": an engine's own default.
+        # Ollama's -1 (until the end) and -2 (until the context is full) are an engine's default.
         "max_tokens": None
         if options.num_predict is None or options.num_predict < 0
         else options.num_predict,
@@ -302,9 +304,9 @@ def _conversation(asked: Asked) -> list[Message]:
 
 
 def _messages(conversation: Iterable[Message]) -> list[dict[str, Any]]:
-    """OpenAI's messages: calls of tools get ids, in order, and results name them.
+    """Return OpenAI's messages. Tool calls get ids in order, and results refer to them.
 
-    A result is of the first call of that name that has none yet, or else of the first at all.
+    A result belongs to the first call of its name without a result, else to the first open call.
     """
     found = []
     open_calls: dict[str, deque[str]] = {}
@@ -332,7 +334,7 @@ def _messages(conversation: Iterable[Message]) -> list[dict[str, Any]]:
 def _answered(
     open_calls: dict[str, deque[str]], in_order: deque[tuple[str, str]], name: str | None
 ) -> str:
-    """The call that a result is of; it is open no more."""
+    """Return the id of the call that a result belongs to, and remove it from the open calls."""
     if name is not None and open_calls.get(name):
         return open_calls[name].popleft()
     while in_order:

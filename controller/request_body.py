@@ -1,8 +1,8 @@
-"""A request's body: read within bounds, and held until it has gone on to the engine.
+"""A request's body: read within bounds, and kept until it is sent to the engine.
 
-A small one is bytes. A large one goes piece by piece into a file that has memory and no name
-(memfd_create), and piece by piece from there to the engine: joining, copying or sending 64 MiB in
-one step would stall the loop, and another process can read such a file (`body_reader`).
+A small body is kept as bytes. A large one is written in pieces to an anonymous memory file
+(memfd_create) and sent from there in pieces. Joining, copying or sending 64 MiB in one step would
+stall the loop. Another process can read such a file too (`body_reader`).
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from kvelastic.controller.refusal import Refusal
 Receive = Callable[[], Awaitable[Any]]
 
 SMALL_BYTES: Final = 1 << 20
-"""A body beyond it goes into a file."""
+"""A larger body is kept in a memory file."""
 _PIECE_BYTES: Final = 256 << 10
 
 
 class ClientGoneError(Exception):
-    """The client went away before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 class BodyBudget:
-    """Bytes of bodies that are held at this moment, for all requests together."""
+    """Bounds the bytes of all bodies that are held at the same time."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
 
     def take(self, count: int) -> None:
-        """Raises `Refusal` (503) if it is too much."""
+        """Reserve `count` bytes. Raises `Refusal` (503) if that exceeds the limit."""
         if self.held_bytes + count > self.limit_bytes:
             raise _full("as many requests as server.max_buffered allows")
         self.held_bytes += count
 
     def give(self, count: int) -> None:
-        """The body is no longer held."""
+        """Release `count` bytes."""
         self.held_bytes -= count
 
 
 class Body:
-    """One request's body. Whoever has read it calls `release`; more than once does no harm.
+    """One request's body. Its reader must call `release`, which is idempotent.
 
-    It belongs to the loop. None of its methods waits, but `pieces` and `to_file` copy.
+    Use it in the event loop. No method waits, but `pieces` and `to_file` copy.
     """
 
     def __init__(self, budget: BodyBudget) -> None:
@@ -60,18 +60,18 @@ class Body:
         self._file_bytes = 0
         self._old = (0, 0)
         self._new = b""
-        """What stands in the file's place of `_old` when it is sent."""
+        """Sent instead of the file's bytes in the range `_old`."""
 
     @property
     def size(self) -> int:
-        """Bytes that are sent to an engine."""
+        """Number of bytes that are sent to an engine."""
         if self._file is not None:
             return self._file_bytes - (self._old[1] - self._old[0]) + len(self._new)
         return sum(map(len, self._pieces))
 
     @property
     def in_memory(self) -> bytes | None:
-        """All of it, if it is small; None if it is in a file."""
+        """The whole body if it is small; None if it is in a file."""
         if self._file is not None:
             return None
         if len(self._pieces) > 1:
@@ -79,7 +79,7 @@ class Body:
         return self._pieces[0] if self._pieces else b""
 
     def append(self, piece: bytes) -> None:
-        """Take the next piece. Raises `Refusal` (503)."""
+        """Append the next piece. Raises `Refusal` (503)."""
         self._budget.take(len(piece))
         self._held_bytes += len(piece)
         if self._file is not None:
@@ -90,7 +90,7 @@ class Body:
             self.to_file()
 
     def begins_with(self, start: bytes) -> bool:
-        """Whether it does, white space aside."""
+        """Return True if the body begins with `start`, ignoring leading white space."""
         if self._file is not None:
             head = os.pread(self._file, 256, 0)
         else:
@@ -98,7 +98,7 @@ class Body:
         return head.lstrip(b" \t\r\n").startswith(start)
 
     def to_file(self) -> int:
-        """The file that it is in; it goes there now if it was not. Raises `Refusal` (503)."""
+        """Return the descriptor of its file, moving it there if needed. Raises `Refusal` (503)."""
         if self._file is None:
             try:
                 self._file = os.memfd_create("kvelastic-body", os.MFD_CLOEXEC)
@@ -110,13 +110,16 @@ class Body:
         return self._file
 
     def take_written(self) -> None:
-        """Count what another process has written into its file. Raises `Refusal` (503)."""
+        """Account for bytes that another process wrote to its file. Raises `Refusal` (503)."""
         size = os.fstat(self.to_file()).st_size
         self._budget.take(size)
         self._held_bytes, self._file_bytes = size, size
 
     def replace(self, start: int, end: int, new: bytes) -> None:
-        """Put `new` where `start` to `end` are. At most once."""
+        """Replace the bytes `start` to `end` by `new`. Call it at most once.
+
+        Raises `Refusal` (503).
+        """
         added = max(0, len(new) - (end - start))
         self._budget.take(added)
         self._held_bytes += added
@@ -127,7 +130,7 @@ class Body:
             self._old, self._new = (start, end), new
 
     def pieces(self) -> Iterator[bytes]:
-        """All that is sent, in pieces of some 100 KiB. Raises `OSError` if it was released."""
+        """Yield the bytes to send, in pieces of up to 256 KiB. Raises `OSError` after `release`."""
         if self._file is None:
             yield from self._pieces
             return
@@ -138,13 +141,13 @@ class Body:
         yield from self._read(end, self._file_bytes)
 
     def release(self) -> None:
-        """Nothing of it is needed any more."""
+        """Release its memory and budget. Idempotent."""
         self._budget.give(self._held_bytes)
         self._held_bytes = 0
         self._pieces = []
         if self._file is not None and self._file >= 0:
             os.close(self._file)
-            self._file = -1  # what still reads it gets an error, not another file with its number
+            self._file = -1  # a late read fails instead of reading a file that reuses the number
 
     def _write(self, piece: bytes) -> None:
         assert self._file is not None
@@ -167,7 +170,7 @@ class Body:
 
 
 class Upload(aiohttp.Payload):
-    """A body in a file on its way to an engine; released when all of it is sent."""
+    """aiohttp's payload of a body in a file. Releases the body when all of it is sent."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
@@ -175,11 +178,11 @@ class Upload(aiohttp.Payload):
         self._size = body.size
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """No text is made of it."""
+        """Raise `TypeError`: a body has no text."""
         raise TypeError("a body is not text")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send it; each piece waits for a slow engine."""
+        """Send the body in pieces. Waits for a slow engine."""
         for piece in self._body.pieces():
             await writer.write(piece)
         self._consumed = True
@@ -189,9 +192,10 @@ class Upload(aiohttp.Payload):
 async def read_body(
     receive: Receive, declared: bytes | None, limit_bytes: int, timeout_s: float, budget: BodyBudget
 ) -> Body:
-    """Read it whole; the caller releases it.
+    """Read the whole body; the caller releases it.
 
-    Raises `Refusal` (413 too large, 408 too slow, 503 no budget) or `ClientGoneError`.
+    `declared` is the Content-Length header. `timeout_s` bounds the wait for each piece. Raises
+    `Refusal` (413 too large, 408 too slow, 503 no budget) or `ClientGoneError`.
     """
     if declared is not None and declared.isdigit() and int(declared[:20]) > limit_bytes:
         raise _too_large(limit_bytes)
