@@ -1,7 +1,7 @@
-"""Who did what: a line in the log for everything that changes something, also for what was refused.
+"""The audit log: one line per operation that changes something, including refused ones.
 
-Reads have none. A key is named by its id, the first digits of its SHA-256, which is what a
-configuration with `sha256:HEX` shows, too.
+Reads are not audited. A line names a key by its id, the first digits of its SHA-256. A
+configuration with `sha256:HEX` shows the same digits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def audit(
     request_id: str | None = None,
     asked: dict[str, Any] | None = None,
 ) -> None:
-    """Add the line. Never blocks.
+    """Add a line to the audit log. Never blocks.
 
-    `action` is the request, or the signal; `asked` what it wanted, where the path does not say it;
-    `error` the code of the controller's own refusal, if it is one.
+    `action` is the request or the signal. `asked` has the requested values that are not in the
+    path. `error` is the code of the controller's refusal, if any.
     """
     log.write(
         {
@@ -49,7 +49,7 @@ def audit(
 
 
 def _outcome(status: int) -> str:
-    """202: it is under way, and the answer does not know its end."""
+    """Return the outcome of a status. 202: in progress, with an unknown outcome."""
     if status == 202:
         return "accepted"
     if 200 <= status < 400:

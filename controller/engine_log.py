@@ -1,14 +1,14 @@
-"""What a launched engine has written, read from its log file: the end of it, and what is added.
+"""Reads a launched engine's log file: its last lines, and new output.
 
 reader = LogReader(path)
 data = reader.begin(200)     # the last 200 lines
-data = reader.more()         # what has been added since; b"" if nothing
+data = reader.more()         # new output since the last call; b"" if there is none
 
-The engine writes to the file and knows of no reader, so a reader that is slow holds nothing up. One
-that is too far behind is told how much it misses, and goes on near the end:
+The engine writes to the file independently of readers, so a slow reader delays nothing. A reader
+that is too far behind skips to near the end, and gets a line with the number of bytes skipped:
 
     file    .......................=========
-                   ^ reader        ^ goes on here, if there is more than MOST_BEHIND_BYTES between
+                   ^ reader        ^ skips to here if more than MOST_BEHIND_BYTES are unread
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Final
 
 SHOWN_BYTES: Final = 256 << 10
-"""The end of a file that is looked at."""
+"""Size of the part at the end of a file that is read for the last lines."""
 MOST_BEHIND_BYTES: Final = 4 << 20
 PIECE_BYTES: Final = 64 << 10
 
 
 class LogReader:
-    """See the module. Its calls block for a short while, and any thread may make them.
+    """A reader of one log file. Calls block briefly, and any thread may make them.
 
-    `close` it. A task that is cancelled leaves a call behind in its thread, which finds it closed.
+    The owner must call `close`. If a task is cancelled, its call in a thread may still run; it then
+    finds the reader closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,20 +41,20 @@ class LogReader:
         self._is_within_line = False
 
     def begin(self, lines: int) -> bytes:
-        """The last lines, as far as they are in the last `SHOWN_BYTES`. Raises `OSError`."""
+        """Return the last `lines` lines within the last `SHOWN_BYTES`. Raises `OSError`."""
         with self._lock:
             return self._begin(lines) if self._open() else b""
 
     def more(self) -> bytes:
-        """What has been added since, at most `PIECE_BYTES` and a line about what was left out.
+        """Return new output since the last call, at most `PIECE_BYTES`.
 
-        Raises `OSError`.
+        If output was skipped, a line that reports it comes first. Raises `OSError`.
         """
         with self._lock:
             return self._more() if self._open() else b""
 
     def close(self) -> None:
-        """Let go of the file for good; safe to repeat."""
+        """Close the file; later calls return b"". Idempotent."""
         with self._lock:
             self._is_over = True
             self._let_go()
@@ -74,18 +75,18 @@ class LogReader:
         assert self._fd is not None
         size = os.fstat(self._fd).st_size
         if size < self._at:
-            self._at = 0  # it was emptied
+            self._at = 0  # the file was truncated
         note = b""
         if size - self._at > MOST_BEHIND_BYTES:
             note = self._go_on_near(size)
         data = os.pread(self._fd, PIECE_BYTES, self._at)
         self._at += len(data)
         if not data and not self._is_at_path():
-            self._let_go()  # another file has its name by now
+            self._let_go()  # the path now names another file
         return note + self._given(data)
 
     def _open(self) -> bool:
-        """Whether there is a file to read."""
+        """Open the file if needed; return True if there is a file to read."""
         if self._fd is None and not self._is_over:
             with suppress(FileNotFoundError):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -102,10 +103,10 @@ class LogReader:
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._fd))
         except FileNotFoundError:
-            return True  # until there is another one
+            return True  # keep reading until a new file appears
 
     def _go_on_near(self, size: int) -> bytes:
-        """Leave out all but the end; returns the line that says so."""
+        """Skip all but the end of the file; return the line that reports it."""
         assert self._fd is not None
         rest = _from_a_line_s_begin(self._fd, size - SHOWN_BYTES, size)
         missed = size - len(rest) - self._at
@@ -120,7 +121,7 @@ class LogReader:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a file, as text; none where it cannot be read. Blocks for a short while."""
+    """Return the last lines of a file; an empty list if it is not readable. Blocks briefly."""
     reader = LogReader(path)
     try:
         return reader.begin(count).decode("utf-8", "replace").splitlines()[-count:]
@@ -131,6 +132,6 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def _from_a_line_s_begin(fd: int, start: int, end: int) -> bytes:
-    """What is between the two, less the rest of a line that begins before."""
+    """Return the bytes from `start` to `end`, from the first line that begins there."""
     data = os.pread(fd, end - start, start)
     return data if start == 0 else data[data.find(b"\n") + 1 :]

@@ -1,9 +1,10 @@
-"""Paths that are for engines, and what each is: inference, or an operation on the engine itself.
+"""Classifies the engines' paths as inference, or as operations on the engine itself.
 
-Under /v1/ engines do not only compute: vLLM loads adapters there, other servers whole models.
-Inference is what is listed here or in `auth.model_paths`; every other path under /v1/, and under
-/upstream/ every other path of an engine, needs an admin key, so what an engine's next version adds
-is closed until somebody has looked at it. Also with GET: SGLang empties its cache by that.
+Paths under /v1/ are not only inference: vLLM loads adapters there, other servers whole models.
+Inference paths are those listed here and in `auth.model_paths`. Every other path under /v1/, and
+every other path of an engine under /upstream/, needs an admin key. So paths that a new version of
+an engine adds are closed until they are reviewed. This includes GET: SGLang flushes its cache by a
+GET.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REALTIME: Final = "/v1/realtime"
 INFERENCE: Final = (
     # OpenAI's
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/moderations",
-    "/v1/responses", "/v1/responses/",  # and what is asked of an earlier response
+    "/v1/responses", "/v1/responses/",  # and requests about an earlier response
     REALTIME, "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     "/v1/images/generations", "/v1/images/edits", "/v1/images/variations",
     # Anthropic's
@@ -31,54 +32,54 @@ INFERENCE: Final = (
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/messages/render",
 )  # fmt: skip
-"""One that ends in a slash stands for everything below it."""
+"""Inference paths under /v1/. A path with a final slash is a prefix."""
 UPSTREAM: Final = "/upstream/"
-"""Before a model's name, and that before any path of its engine."""
+"""Prefix of a model's name, which is followed by a path of its engine."""
 _READS: Final = frozenset(
     ("/health", "/ping", "/version", "/metrics", "/v1/models", "/get_model_info", "/model_info")
 )
-"""What holders of an API key may also get of an engine. Not what shows its settings or prompts."""
+"""Engine paths that an API key may GET. None of them shows the engine's settings or prompts."""
 
 
 def is_for_engines(path: str) -> bool:
-    """Whether a path is an engine's, and not one of the controller's own."""
+    """Return True if a path belongs to engines, not to the controller."""
     if path.startswith("/v1/"):
         return path != "/v1/models" and not path.startswith("/v1/models/")
     return path in _OUTSIDE_V1
 
 
 def is_crooked(path: str) -> bool:
-    """Whether an engine might read another path out of a decoded one: /v1/../sleep."""
+    """Return True if an engine might resolve a decoded path to another one: /v1/../sleep."""
     return "\\" in path or "/." in path or "//" in path or "%" in path
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether Anthropic's clients ask there, who know errors in Anthropic's shape only."""
+    """Return True for a path of Anthropic's API, whose clients need Anthropic's error format."""
     return path.startswith("/v1/messages") and path[12:13] in {"", "/"}
 
 
 def is_ollama(path: str) -> bool:
-    """Whether it is of Ollama's API."""
+    """Return True for a path of Ollama's API."""
     return path.startswith("/api/")
 
 
 def is_upstream(path: str) -> bool:
-    """Whether it is for the engine of the model that it names itself."""
+    """Return True for a path that names its model: /upstream/{model}/..."""
     return path.startswith(UPSTREAM)
 
 
 def is_realtime(path: str) -> bool:
-    """Whether a WebSocket is served there."""
+    """Return True if a WebSocket is served at this path."""
     return path == REALTIME or (is_upstream(path) and path.endswith(REALTIME))
 
 
 def is_read(method: str, path: str) -> bool:
-    """Whether a request to an engine only tells what every client of its model may know."""
+    """Return True for a read of an engine that every client of its model may make."""
     return method in {"GET", "HEAD"} and path in _READS
 
 
 class ModelPaths:
-    """The paths that an API key is good for."""
+    """The set of paths that need only an API key."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
         paths = (*_OUTSIDE_V1, *INFERENCE, *more)

@@ -1,4 +1,4 @@
-"""Which headers go on to the engine, and which come back: hop-by-hop ones do neither."""
+"""Selects the headers sent to the engine and back to the client; never hop-by-hop headers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOP_BY_HOP: Final = frozenset(
 )
 _NOT_UPSTREAM: Final = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"x-request-id",
-    b"origin",  # whether that page may ask was settled here
+    b"origin",  # checked by the controller
 }  # fmt: skip
 _NO_PLACE_FOR_KEYS: Final = frozenset(
     (
@@ -34,9 +34,9 @@ _NO_PLACE_FOR_KEYS: Final = frozenset(
         b"x-stainless-retry-count", b"x-stainless-read-timeout",
     )
 )  # fmt: skip
-"""What all clients send: a digest of each would cost more than all else here."""
+"""Common headers that never have a key. Hashing each would dominate the cost of `to_engine`."""
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {
-    # Which pages may read an answer is said by whoever has the address that they asked.
+    # CORS is the controller's decision, because browsers see the controller's address.
     b"access-control-allow-origin", b"access-control-allow-credentials",
     b"access-control-expose-headers", b"access-control-allow-methods",
     b"access-control-allow-headers", b"access-control-max-age",
@@ -46,7 +46,7 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of a header; `name` in lower case, as ASGI has them."""
+    """Return the first value of a header, or None. `name` is in lower case, as in ASGI."""
     for key, value in headers:
         if key == name:
             return value
@@ -60,10 +60,11 @@ def to_engine(
     drop_authorization: bool,
     carries_key: Callable[[bytes], bool] | None,
 ) -> Headers:
-    """What an engine gets.
+    """Return the headers for an engine.
 
-    `drop_authorization`: the client's key was meant for the controller. `carries_key` says of a
-    value that it is a key of the controller; such a header never goes on. None: there are no keys.
+    `api_key` is the engine's key. `drop_authorization`: the client's key is for the controller.
+    `carries_key` returns True for a value with a key of the controller; such headers are dropped.
+    It is None if no keys are configured.
     """
     dropped = _NOT_UPSTREAM
     connection = find(headers, b"connection")
@@ -83,15 +84,15 @@ SANDBOX: Final[Headers] = [
     (b"content-security-policy", b"sandbox"),
     (b"x-content-type-options", b"nosniff"),
 ]
-"""A browser runs no script of such an answer, and takes it for what it is called."""
+"""With these headers a browser runs no script of a response, and does not guess its type."""
 _DATA: Final = frozenset((b"application/json", b"text/event-stream"))
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]], *, is_upstream: bool = False) -> Headers:
-    """What a client gets of an engine's headers, as they came: not hop-by-hop ones, nor CORS.
+    """Return the engine's headers for the client, without hop-by-hop and CORS headers.
 
-    Whatever is no data gets `SANDBOX` besides, and all that comes from below /upstream: a page of
-    an engine would be of our own origin.
+    `SANDBOX` is added to everything but JSON and event streams, and to all responses below
+    /upstream: a page of an engine would have the controller's origin.
     """
     kept = []
     connection = b""
@@ -111,10 +112,10 @@ def to_client(headers: Iterable[tuple[bytes, bytes]], *, is_upstream: bool = Fal
 
 
 def named(connection: bytes) -> frozenset[bytes]:
-    """The headers that a Connection header declares hop-by-hop."""
+    """Return the headers that a Connection header declares hop-by-hop."""
     return frozenset(token.strip().lower() for token in connection.split(b","))
 
 
 def sane_request_id(value: bytes | None) -> bytes | None:
-    """A client's request id if it can go into logs and on to the engine; else None."""
+    """Return a client's request id if it is safe for logs and the engine, else None."""
     return value if value is not None and _REQUEST_ID.fullmatch(value) else None

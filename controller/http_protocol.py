@@ -1,8 +1,7 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks: on headers, connections, and slow clients.
+"""uvicorn's HTTP protocol with additional bounds: on headers, connections, and slow clients.
 
-It also tells requests that wait behind another one on their connection that their client is gone,
-hands WebSockets on where they are served, refuses what else asks for another protocol, and answers
-malformed HTTP with JSON.
+It also notifies pipelined requests when their client disconnects. It accepts WebSockets on the
+paths that serve them and refuses other upgrades. Malformed HTTP gets a JSON response.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
 _NO_HTTP: Final = Refusal(400, "invalid_http", "This is not a request in HTTP/1.1.")
 
 SEND_TIMEOUT = "kvelastic.send_timeout"
-"""Key of a request's ASGI scope: its connection was cut, as its client took nothing."""
+"""Key of a request's ASGI scope: its connection was cut because its client did not read."""
 
 
 class _Bounds(NamedTuple):
@@ -45,9 +44,9 @@ def bounded_protocol(
     connections: Connections,
     more_headers: Callable[[Headers], Headers],
 ) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`.
+    """Return a protocol class for `uvicorn.Config(http=...)`.
 
-    `more_headers` says what an answer that is made here has beside its own, from those that came.
+    `more_headers` maps a request's headers to additional headers of responses made here.
     """
     bounds = _Bounds(max_header_bytes, header_timeout_s, connections, more_headers)
     return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": bounds})
@@ -62,9 +61,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._is_over = False
         self._is_deaf = False
-        """What comes is no HTTP any more; answers still go out."""
+        """True if further input is ignored; responses are still sent."""
         self._upgrades = False
-        """The request that has come is a WebSocket's, and is served as one."""
+        """True if the current request is a WebSocket handshake that is served."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._earlier: list[RequestResponseCycle] = []
         self._place = Place.SERVED
@@ -78,7 +77,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def cut(self) -> None:
-        """End it now. Called in the loop, when the client takes nothing of its answer."""
+        """Abort the connection, because its client does not read. Call it in the event loop."""
         for cycle in (*self._earlier, self.cycle):
             if cycle is not None:
                 cycle.scope[SEND_TIMEOUT] = True  # type: ignore[literal-required]
@@ -103,22 +102,22 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self.parser is None or self._is_over:
             return
         if self._in_headers:
-            # What the parser holds back of a line that has no end yet is counted as well.
+            # The parser buffers incomplete lines, so count all received bytes.
             self._count(len(data))
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(
                     self.bounds.header_timeout_s, self._too_late
                 )
         elif self.timeout_keep_alive_task is None and self._is_idle:
-            # The rest of a request that was answered early has stopped uvicorn's timer, and
-            # nothing would set it again: the connection would stay for ever.
+            # If a request got its response early, its remaining bytes stop uvicorn's timer. Without
+            # a new timer the connection would stay open forever.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing is being answered, and no headers are being waited for."""
+        """True if no response is pending and no headers are expected."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and self._header_timer is None and not self.transport.is_closing()
 
@@ -158,7 +157,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_websocket(self) -> bool:
-        """It asks for a WebSocket that is served, and nothing before it is being answered."""
+        """True for a valid handshake at a WebSocket path, without a pending earlier response."""
         path = self.url.partition(b"?")[0].decode("latin-1")
         is_free = self.cycle is None or self.cycle.response_complete
         is_get = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
@@ -170,12 +169,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         return self._upgrades
 
     def handle_websocket_upgrade(self) -> None:
-        """The connection is another protocol's from here on, which takes its place."""
+        """Hand the connection to the WebSocket protocol, which then counts it."""
         self.bounds.connections.leave(self)
         super().handle_websocket_upgrade()
 
     def _refuse_upgrade(self) -> None:
-        """In its turn. What follows is not read: the parser would take a body for requests."""
+        """Refuse in pipeline order. Ignore further input: a body would be parsed as requests."""
         self._is_deaf = True
         app, self.app = self.app, _upgrade_refused
         try:
@@ -185,10 +184,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: uvicorn's own would have a WebSocket library installed."""
+        """Log nothing. uvicorn would advise to install a WebSocket library."""
 
     def send_400_response(self, _: str) -> None:
-        """The parser has stumbled."""
+        """Refuse malformed HTTP with JSON. uvicorn calls this after an error of the parser."""
         self._end(_NO_HTTP)
 
     def on_body(self, body: bytes) -> None:
@@ -221,14 +220,14 @@ class _BoundedProtocol(HttpToolsProtocol):
             head = b"HTTP/1.1 %d \r\nconnection: close\r\n" % refusal.status
             lines = b"".join(b"%s: %s\r\n" % header for header in headers)
             self.transport.write(head + lines + b"\r\n" + body)
-            if self.cycle is not None:  # its application has nothing to add
+            if self.cycle is not None:  # the application must not send more
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
         self.transport.close()
 
     @property
     def _can_answer(self) -> bool:
-        """Whether it is the turn of what is refused: nothing before it is being answered."""
+        """True if a refusal can be sent now: no earlier response is pending."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return True

@@ -1,7 +1,7 @@
-"""Memory of instances, as the controller sees and changes it: segments and ledgers, nothing else.
+"""Reads and changes the memory of instances, through segments and ledgers only.
 
-The functions block for milliseconds (they map files), so they run in threads; they share nothing
-with the loop. `request` waits for an answer, maybe for minutes: on the loop, for threads are few.
+The functions map files and block for milliseconds, so call them in threads. They share no state
+with the event loop. `request` is a coroutine, because it may wait for minutes.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _DEVICE_KEYS: Final = (
     "others_of_capacity_bytes", "reserved_bytes", "reserved_of_capacity_bytes", "total_bytes",
     "granted_bytes", "guaranteed_bytes", "asked_bytes", "free_bytes",
 )  # fmt: skip
-"""What is said of a device, by the attributes of `LedgerInfo`."""
+"""The reported values of a device: attributes of `LedgerInfo`."""
 _HELD_KEYS: Final = (
     "mapped_bytes", "in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes",
 )  # fmt: skip
 
 
 def row(name: str) -> dict[str, Any]:
-    """What `kvctl list --json` says of one instance. Raises `SegmentError`."""
+    """Return one instance's row of `kvctl list --json`. Raises `SegmentError`."""
     return dict(row_of(look_at(name)))
 
 
 def rows_and_devices() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """`row` of every instance of this machine, and `devices`, read at one moment."""
+    """Return `row` of every instance of this machine, and `devices`, from one read."""
     infos = ledgers()
     statuses = look_at_all(infos)
     return [dict(row_of(status)) for status in statuses], _devices(infos, statuses)
 
 
 def devices() -> list[dict[str, Any]]:
-    """Every device that instances share, with its members. Raises `LedgerError`."""
+    """Return every device that instances share, with its members. Raises `LedgerError`."""
     infos = ledger.list_ledgers()
     return _devices(infos, look_at_all(infos))
 
@@ -78,12 +78,12 @@ async def request(
     wait_s: float | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Make a request and say what came of it, after at most `wait_s`, or when `is_over`.
+    """Make a request and return its outcome, after at most `wait_s` or when `is_over()` is true.
 
-    Raises as `segment.request`.
+    Raises the errors of `segment.request`.
 
-    `state` is the verdict (see `kvelastic.instance.outcome`). `asleep` says whether the instance
-    sleeps, and keeps to its limit only when it wakes.
+    In the result, `state` is the verdict (see `kvelastic.instance.outcome`). `asleep` is true if
+    the instance sleeps; its limit is applied when it wakes.
     """
     with await _post(name, request) as requested:
         deadline_s = time.monotonic() + (segment.ANSWER_GLANCE_S if wait_s is None else wait_s)
@@ -103,7 +103,10 @@ async def request(
 
 
 async def _post(name: str, request: Request) -> segment.Requested:
-    """Files in memory are mapped at once; a writer that hangs is waited for on the loop."""
+    """Post a request. Mapping the file is fast, so it is done in the loop.
+
+    A busy lock is awaited without blocking, for at most `LOCK_WAIT_S`.
+    """
     deadline_s = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -116,19 +119,19 @@ async def _post(name: str, request: Request) -> segment.Requested:
 
 @dataclass(frozen=True)
 class Found:
-    """An instance that runs."""
+    """A running instance."""
 
     uuid: bytes
-    """Another one for each start."""
+    """Unique for each start."""
     is_asleep: bool
     revision: int
-    """Of its newest request."""
+    """The revision of its newest request."""
     refused: str
-    """Why that is refused; empty: it is not."""
+    """Why the newest request was refused; empty if it was not."""
 
 
 def look(name: str) -> Found | None:
-    """How an instance is; None: none of this name runs. Raises `SegmentError`."""
+    """Return a running instance, or None if none of this name runs. Raises `SegmentError`."""
     try:
         status = look_at(name)
     except SegmentNotFoundError:
@@ -142,16 +145,19 @@ def look(name: str) -> Found | None:
 
 
 def engine_asleep(name: str) -> bool | None:
-    """Whether an instance's engine sleeps, as the engine itself has noted; None: it did not say.
+    """Return whether an instance's engine sleeps, as recorded by the engine.
 
-    Of one that has ended there is nothing to say. Raises `SegmentError`.
+    Returns None if it recorded nothing or the instance has ended. Raises `SegmentError`.
     """
     status = look_at(name)
     return status.engine_asleep if status.is_alive else None
 
 
 def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[str], int]]]:
-    """Asks that have waited so long, and by segment where it holds how much."""
+    """Return the memory requests of at least this age, and the devices and bytes of each segment.
+
+    Raises `LedgerError`.
+    """
     asks: list[Ask] = []
     held: dict[str, tuple[frozenset[str], int]] = {}
     for info in ledger.list_ledgers():
@@ -166,19 +172,19 @@ def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[
 
 @dataclass
 class DeviceClaims:
-    """What the members of one device's ledger claim; by the names of their instances."""
+    """The claims of the members of one device's ledger, by instance name."""
 
     capacity_bytes: int
     total_bytes: int
     counted: dict[str, Claim] = field(default_factory=dict)
-    """What counts now: nothing of those who sleep."""
+    """The claims that count now. Sleeping members claim nothing."""
     full: dict[str, Claim] = field(default_factory=dict)
-    """What counts of each while it is awake."""
+    """The claims of each member while it is awake."""
     priorities: dict[str, int] = field(default_factory=dict)
 
 
 def claims() -> dict[str, DeviceClaims]:
-    """Every ledger that can be read, by `GROUP/DEVICE`."""
+    """Return the claims of every readable ledger, by `GROUP/DEVICE`. Raises `LedgerError`."""
     found = {}
     for info in ledger.list_ledgers():
         if info.status != "readable":
@@ -197,26 +203,26 @@ def claims() -> dict[str, DeviceClaims]:
 
 
 def remove_left_behind() -> None:
-    """Remove what dead processes of this user have left: segments, and their places in ledgers.
+    """Remove the segments and ledger entries of this user's dead processes.
 
-    Whoever starts an instance, and every kvctl, does that as well.
+    The start of an instance and every kvctl command do so as well.
     """
     segment.reap()
     ledger.reap()
 
 
 def own_host() -> tuple[str, DeviceClaims]:
-    """The group whose ledgers the configuration speaks of, and the host where it has no ledger yet.
+    """Return the configured ledger group, and the host's claims while it has no ledger.
 
-    By `KVELASTIC_LEDGER` and `KVELASTIC_HOST_MEMORY` of this process, which engines inherit that it
-    launches. Raises `ConfigError`.
+    They come from this process's `KVELASTIC_LEDGER` and `KVELASTIC_HOST_MEMORY`, which launched
+    engines inherit. Raises `ConfigError`.
     """
     own = config.load()
     return own.ledger, DeviceClaims(own.host_memory_bytes, machine_memory_bytes())
 
 
 def _sum(one: Claim, other: Claim | None) -> Claim:
-    """A start is two members for a while: the instance's, and its worker's own."""
+    """Return the sum. While an engine starts, its instance and its worker are two members."""
     if other is None:
         return one
     return Claim(

@@ -1,9 +1,9 @@
-"""Host and Origin: which names this controller goes by, and which web pages may use it.
+"""Checks of Host and Origin: the controller's names, and the web pages that may use it.
 
-A browser sends the requests of any page to any address, also to 127.0.0.1. It names the page's
-origin, and as Host the name that it has looked up: a name that was made to lead to 127.0.0.1 is not
-one of ours. Where no key is asked for, that is all there is to tell an operator's own requests
-from those of a page. Pages that are named in `server.allowed_origins` may read answers (CORS).
+A browser sends requests of any page to any address, including 127.0.0.1. Its Origin header is the
+page's origin, and Host is the name that it resolved. A foreign name that resolves to 127.0.0.1 (DNS
+rebinding) is not accepted. Without keys these headers are the only way to distinguish an operator's
+requests from those of a page. Pages in `server.allowed_origins` may read responses (CORS).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _MAX_AGE_S: Final = 600
 
 
 class Origins:
-    """What one configuration says of hosts and origins."""
+    """The accepted hosts and origins of one configuration."""
 
     def __init__(self, server: ServerSettings) -> None:
-        # The usual ones beside: looking at a number as an address takes longer than all else here.
+        # Include the usual names, because parsing an address would dominate the cost of `check`.
         self._hosts = frozenset(("localhost", "127.0.0.1", "[::1]", *server.allowed_hosts))
         self._allowed = frozenset(origin.encode() for origin in server.allowed_origins)
 
     @property
     def allows_any(self) -> bool:
-        """Whether there are pages elsewhere that may read answers: `cors` has to be asked."""
+        """True if pages of other origins may read responses, so `cors` is needed."""
         return bool(self._allowed)
 
     def check(self, headers: Headers, *, own_pages_only: bool) -> None:
-        """No page that is not allowed may ask without a key. Raises `Refusal` (403).
+        """Check a request without a key. Raises `Refusal` (403) for a page that is not allowed.
 
-        `own_pages_only`: those of `server.allowed_origins` may not either.
+        `own_pages_only`: refuse pages of `server.allowed_origins` too.
         """
         host = origin = site = None
         for name, value in headers:
@@ -52,7 +52,7 @@ class Origins:
         if host is not None and not self._is_ours(host):
             raise _foreign_host()
         if origin is None:
-            # What a page includes (an image, say) comes without an Origin, but browsers mark it.
+            # Subresources such as images have no Origin, but browsers set Sec-Fetch-Site.
             if site not in {None, b"none", b"same-origin"}:
                 raise _foreign_origin()
             return
@@ -61,10 +61,10 @@ class Origins:
             raise _foreign_origin()
 
     def cors(self, headers: Headers) -> Headers:
-        """What an answer says to the browser of whoever asked."""
+        """Return the CORS headers of the response to a request with these headers."""
         if not self._allowed:
             return []
-        # Also where no page asked: a cache must not answer one page with what it kept for another.
+        # Always: a cache must not serve one page a response that was stored for another.
         said = [(b"vary", b"origin")]
         origin = find(headers, b"origin")
         if origin in self._allowed:
@@ -73,9 +73,9 @@ class Origins:
         return said
 
     def preflight(self, scope: Any) -> Headers | None:
-        """The headers of the answer to a browser's preflight request; None if this is not one.
+        """Return the response headers for a browser's preflight request; None if it is not one.
 
-        It comes without a key, whatever the request itself will have.
+        A preflight request has no key, even if the actual request has one.
         """
         headers: Headers = scope["headers"]
         if scope["method"] != "OPTIONS" or find(headers, b"origin") not in self._allowed:

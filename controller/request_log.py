@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on stderr, and the ids that requests are known by."""
+"""Logs with one JSON object per line on stderr, and request ids."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from kvelastic.controller.log_writer import LogWriter, time_text
 
 
 class RequestIds:
-    """Ids that no two requests of any controller share: a random start, then counting."""
+    """Ids that are unique over all controllers: a random prefix and a counter."""
 
     def __init__(self) -> None:
         self._prefix = os.urandom(8).hex()
         self._number = 0
 
     def next(self) -> str:
-        """A new one."""
+        """Return a new id."""
         self._number += 1
         return f"{self._prefix}-{self._number:x}"
 
 
 class RequestLog:
-    """Lines of requests and of what is done to the controller, over a `LogWriter`."""
+    """Writes request lines and audit lines to a `LogWriter`."""
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
 
     @property
     def dropped_lines(self) -> int:
-        """Lines of any kind that nobody will ever read, since the start."""
+        """Number of dropped lines of all kinds since the start."""
         return self._writer.dropped_lines
 
     def write(self, fields: dict[str, Any], *, kind: str = "request") -> None:
-        """Add a line; the time and the kind are put before it. Never blocks.
+        """Add a line that begins with the time and the kind. Never blocks.
 
-        Requests are many and wait a moment, to be written together; other kinds go at once.
+        Request lines are batched; other kinds are written immediately.
         """
         fields = {"time": time_text(time.time()), "kind": kind, **fields}
         self._writer.write(json.dumps(fields), at_once=kind != "request")
 
 
 class JsonFormatter(logging.Formatter):
-    """What the controller says of itself, in the same form as the lines of requests."""
+    """Formats log records of the process as JSON, like request lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return one line of JSON."""
         fields: dict[str, Any] = {
             "time": time_text(record.created),
             "kind": "event",
@@ -74,25 +74,25 @@ class _EventHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._writer.write(self.format(record), at_once=True)
-        except Exception as error:  # a message whose arguments do not fit it
+        except Exception as error:  # the arguments do not match the message
             self._writer.write(json.dumps({"kind": "event", "message": f"not logged: {error!r}"}))
 
 
 _NO_NEWS = ("without completing", '"WebSocket ', "Invalid UTF-8 sequence")
-"""What uvicorn says of an answer that was cut short, of a WebSocket that was made (with its query,
-which may have a key in it), and, with a traceback, of a client's message that is not valid text."""
+"""uvicorn's log texts for a response that was cut short, a new WebSocket (with its query, which may
+contain a key), and, with a traceback, a client's message that is not valid text."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not what the lines of requests say."""
+    """Return False for records that request lines already cover."""
     return not any(each in str(record.msg) for each in _NO_NEWS)
 
 
 def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
-    """Send what the process says of itself to `writer` as JSON.
+    """Send all log output of the process to `writer` as JSON.
 
-    Python and its libraries print some of it to stderr, where the loop would wait for whoever
-    reads that: warnings, errors in finalizers and in threads, loggers without a handler.
+    Python and its libraries print some of it to stderr, where a slow reader would block the loop:
+    warnings, errors in finalizers and in threads, loggers without a handler.
     """
     logging.root.handlers[:] = [_EventHandler(writer)]
     for name in ("kvelastic", "uvicorn"):

@@ -1,4 +1,4 @@
-"""The server's life: listen, serve, reload on SIGHUP, drain and end on SIGTERM.
+"""Runs the server: listen, serve, reload on SIGHUP, drain and end on SIGTERM.
 
 run(Path("controller.yaml"))     # blocks; returns the exit code
 """
@@ -38,16 +38,19 @@ _log = logging.getLogger("kvelastic.controller")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn raises the signals that it took anew when it ends; 0 is wanted of a clean end."""
+    """uvicorn raises captured signals again when it ends, but a clean end must return 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `_serve`."""
+        """Capture no signals: `_serve` handles them."""
         yield
 
 
 def run(path: Path) -> int:
-    """Serve until SIGTERM or SIGINT. Raises `ControllerConfigError` before anything is done."""
+    """Serve until SIGTERM or SIGINT; return the exit code. Blocks.
+
+    Raises `ControllerConfigError` before it changes anything.
+    """
     settings = load(path)
     files = OpenFiles.raised()
     with LogWriter.of_stderr() as writer:
@@ -72,7 +75,7 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
 
     def stop() -> None:
         if server.should_exit:
-            server.force_exit = True  # asked twice: now
+            server.force_exit = True  # the second signal ends it immediately
         server.should_exit = True
         front.refuse_new()
 
@@ -85,15 +88,15 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     loop.add_signal_handler(signal.SIGINT, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
     await front.start()
-    # What is there now stays: a full collection that looks at all of it each time holds every
-    # stream up for tens of milliseconds.
+    # All current objects live on. Exclude them from collections: scanning them each time would
+    # delay every stream by tens of milliseconds.
     gc.collect()
     gc.freeze()
     try:
         announcer = loop.create_task(_announce(server, front))
         try:
             await server.serve()
-        except SystemExit:  # uvicorn's way to say that it cannot listen, with a code of its own
+        except SystemExit:  # uvicorn cannot listen; it uses an exit code of its own
             await _say_who_listens(settings.server)
         announcer.cancel()
     finally:
@@ -102,11 +105,11 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
 
 
 def make_config(front: Front) -> uvicorn.Config:
-    """How uvicorn serves a front: nothing added to answers, bounds on what comes in."""
+    """Return uvicorn's configuration: no headers added to responses, bounds on requests."""
     server = front.settings.server
 
     def cors(headers: Headers) -> Headers:
-        return front.origins.cors(headers)  # a reload brings other origins
+        return front.origins.cors(headers)  # a reload replaces `front.origins`
 
     return uvicorn.Config(
         make_application(front),
@@ -144,7 +147,7 @@ async def _say_who_listens(server: ServerSettings) -> None:
 
 
 async def _announce(server: _Server, front: Front) -> None:
-    """Say where it listens, once it does: who started it with port 0 has to know."""
+    """Log the addresses when the server listens: with port 0 the log is the only source."""
     while not server.started:
         await asyncio.sleep(0.01)
     for each in server.servers:

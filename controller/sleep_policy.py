@@ -1,7 +1,7 @@
-"""Which models to put to sleep: pure functions over plain values.
+"""Selects the models to put to sleep: pure functions over plain values.
 
-due(candidates)               # by the time they have been idle
-victims(candidates, asks)     # because others wait for memory
+due(candidates)               # models that have been idle long enough
+victims(candidates, asks)     # models whose memory others wait for
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model, as it is now."""
+    """The current state of one model."""
 
     name: str
     is_awake: bool
     is_idle: bool
-    """Nothing in flight and nothing waiting."""
+    """True without requests in flight and without waiting requests."""
     can_sleep: bool
     pinned: bool
     idle_s: float
     idle_after_s: float | None
-    """None: never by time."""
+    """Idle time after which it is put to sleep; None: never."""
     priority: int = 0
     devices: frozenset[str] = frozenset()
-    """Where its instance has memory; empty if it is not known."""
+    """Devices on which its instance has memory; empty if unknown."""
     held_bytes: int = 0
 
     @property
     def may_sleep(self) -> bool:
-        """Whether it can be put to sleep without an operator's word."""
+        """True if the controller may put it to sleep without an operator."""
         return self.is_awake and self.is_idle and self.can_sleep and not self.pinned
 
 
 @dataclass(frozen=True)
 class Ask:
-    """An instance that waits for memory."""
+    """The memory request of an instance that waits for it."""
 
     device: str
     bytes: int
@@ -43,7 +43,7 @@ class Ask:
 
 
 def due(candidates: list[Candidate]) -> list[str]:
-    """Models that have been idle long enough, the idlest first."""
+    """Return the models that have been idle long enough, the longest idle first."""
     found = [
         c
         for c in candidates
@@ -53,10 +53,11 @@ def due(candidates: list[Candidate]) -> list[str]:
 
 
 def victims(candidates: list[Candidate], asks: list[Ask]) -> list[str]:
-    """Models whose sleep serves the asks: of no higher priority, least important and idlest first.
+    """Return the models to put to sleep for these memory requests.
 
-    Stops as soon as what they hold covers the asks of their device; one that holds nothing is
-    left alone.
+    Their priority is at most the highest of the requests on a device. The least important come
+    first, among them the longest idle. Selection stops when their memory covers the requests of
+    their device. Models without memory are not selected.
     """
     chosen: list[str] = []
     missing: dict[str, int] = {}

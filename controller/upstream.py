@@ -1,13 +1,13 @@
-"""/upstream/{model}/...: a request for one model's engine, passed on as it is.
+"""/upstream/{model}/...: a request for one model's engine, forwarded unchanged.
 
     /upstream/org/model-a/v1/completions?x=1   ->  /v1/completions?x=1  at an engine of org/model-a
 
-It waits at the model's gate, wakes or starts it, and counts as in flight, as every request; only
-that its model stands in the path, and nothing is read or changed of its body. Whatever is not
-inference needs an admin key there, as everywhere (`engine_paths`).
+Like every request it waits at the model's gate, wakes or starts the model, and counts as in flight.
+The difference is that the path names the model, and the body is neither parsed nor changed. Paths
+other than inference need an admin key here too (`engine_paths`).
 
-A web page from there would be one of the controller's own origin, and could use the key that the
-dashboard keeps. So browsers are told to treat it as a page of nobody (`Content-Security-Policy`).
+A web page served here would have the controller's origin and could use the key stored by the
+dashboard. So its `Content-Security-Policy` makes browsers give it a unique origin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvelastic.controller.refusal import Refusal, unknown_model
 from kvelastic.controller.served_model import ServedModel
 
 _NAME_LENGTH: Final = 256
-"""No model's name is longer."""
+"""Maximum length of a model's name."""
 
 
 class Target(NamedTuple):
@@ -31,12 +31,15 @@ class Target(NamedTuple):
 
     model: ServedModel
     path: str
-    """Decoded."""
+    """The decoded path."""
     raw_path: bytes
 
 
 def find_target(raw_path: bytes, fleet: Fleet) -> Target | None:
-    """Which model a path names; of two that both fit the longer name. None: it names none."""
+    """Return the model that a path names and the path at its engine, or None.
+
+    If several names match, the longest is used.
+    """
     found = None
     name, end = "", len(UPSTREAM) - 1
     for segment in raw_path[len(UPSTREAM) :].split(b"/"):
@@ -53,14 +56,14 @@ def find_target(raw_path: bytes, fleet: Fleet) -> Target | None:
 
 
 def to_upstream(scope: Any, fleet: Fleet, keys: Keys) -> Any:
-    """The scope of the request to the engine. Raises `Refusal`."""
+    """Return the ASGI scope of the request to the engine. Raises `Refusal`."""
     target = find_target(scope["raw_path"], fleet)
     if target is None:
-        keys.check_api(scope["headers"])  # who may not ask learns no model's name
+        keys.check_api(scope["headers"])  # do not reveal model names without a valid key
         raise unknown_model(scope["path"][len(UPSTREAM) :].partition("/")[0])
     if scope.get("method", "GET") not in ENGINE_METHODS:
         raise Refusal(405, "method_not_allowed", "Not allowed here.")
-    # An encoded slash is one for some engines and none for others.
+    # Engines differ in whether they decode an encoded slash.
     if is_crooked(target.path) or b"%2f" in target.raw_path.lower():
         raise Refusal(400, "invalid_path", "The path has dots or escapes in it.")
     return {

@@ -1,7 +1,7 @@
-"""uvicorn's WebSocket protocol with the bounds that it lacks: on places, pieces, and unread pongs.
+"""uvicorn's WebSocket protocol with more bounds: on connections, fragments, and unread pongs.
 
-What it has itself: messages of at most `MESSAGE_BYTES`, no reading while one of them waits to be
-taken, and pings to clients that may be gone.
+uvicorn itself bounds a message to `MESSAGE_BYTES`, stops reading while a message is pending, and
+pings clients to detect lost connections.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from websockets.frames import Frame
 from kvelastic.controller.connections import Connections
 
 MESSAGE_BYTES: Final = 16 << 20
-"""Of one message, in either direction; what vLLM takes of its own clients."""
+"""Maximum size of one message in either direction, equal to vLLM's own limit."""
 PING_EVERY_S: Final = 20.0
 CLOSE_S: Final = 2.0
-"""For a client to take part in a close."""
+"""Timeout of the close handshake with a client."""
 MOST_FRAGMENTS: Final = 1 << 14
-"""Of one message: they may be empty, and each is an object here."""
+"""Maximum number of fragments per message. They may be empty, and each is a Python object."""
 MOST_UNREAD_BYTES: Final = 1 << 20
-"""Of what a client has not taken while it goes on sending pings."""
+"""Maximum of unread data to a client that keeps sending pings."""
 
 
 def bounded_websocket(connections: Connections) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(ws=...)`."""
+    """Return a protocol class for `uvicorn.Config(ws=...)`."""
     return type("BoundedWebSocket", (_BoundedWebSocket,), {"counted_in": connections})
 
 
@@ -39,14 +39,14 @@ class _BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.counted_in.enter(self)  # in the place of its HTTP connection, which has just left
+        self.counted_in.enter(self)  # its HTTP connection has just left, so there is room
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.counted_in.leave(self)
         super().connection_lost(exc)
 
     def cut(self) -> None:
-        """End it now. Called in the loop, when the client takes nothing of what it is sent."""
+        """Abort the connection, because its client does not read. Call it in the event loop."""
         self.transport.abort()
 
     def handle_cont(self, event: Frame) -> None:
