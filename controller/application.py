@@ -1,4 +1,4 @@
-"""The ASGI application: what is for engines goes straight to them, the rest to the routes."""
+"""The ASGI application. Engines' paths go directly to the forwarder, all others to the routes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def make_application(front: Front) -> Asgi:
-    """The front as an ASGI application. `front.start()` comes before its first request."""
+    """Return the ASGI application of a front. Call `front.start()` before its first request."""
     described = [
         *routes_models.routes(front),
         *routes_logs.routes(front),
@@ -112,7 +112,7 @@ def make_application(front: Front) -> Asgi:
 
 
 def _sending(send: Any, more: Headers) -> Any:
-    """`send` with more headers on the answer, whoever makes it."""
+    """Return a `send` that adds headers to every response."""
 
     async def send_on(message: Any) -> None:
         if message["type"] == "http.response.start":

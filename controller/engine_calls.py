@@ -1,7 +1,7 @@
-"""How each kind of engine is put to sleep, woken and asked how it is, over HTTP.
+"""HTTP calls to engines: sleep, wake, and state.
 
-An engine is an address; which calls it takes is a row of `KINDS`. Every call has a deadline and
-raises `EngineCallError` with what the engine answered, shortened.
+An engine is given by its address. `KINDS` has the paths of each kind of engine. Every call has a
+deadline. A failed sleep or wake raises `EngineCallError` with the engine's response, shortened.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvelastic.errors import EngineCallError, is_out_of_descriptors
 
 _SHOWN_BYTES: Final = 300
 _MOST_BYTES: Final = 64 << 10
-"""Of an answer; nothing is read beyond it."""
+"""Maximum of a response that is read; the rest is ignored."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Paths of one kind of engine; None: it has no such call."""
+    """Paths of one kind of engine; None if it lacks the call."""
 
     sleep: str | None = None
     wake: str | None = None
     is_sleeping: str | None = None
-    """Without it the engine's instance says whether it sleeps."""
+    """If None, the engine's instance reports whether it sleeps."""
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it can be put to sleep."""
+        """True if this kind of engine can be put to sleep."""
         return self.sleep is not None
 
 
@@ -47,23 +47,23 @@ _VLLM_CALLS: Final = frozenset((KINDS["vllm"].sleep, KINDS["vllm"].wake))
 NEEDS_DEV_MODE: Final = (
     "vLLM has /sleep and /wake_up only with VLLM_SERVER_DEV_MODE=1 in its environment (launch.env)"
 )
-"""What an engine's 404 to one of these means."""
+"""Cause of a 404 for one of these paths."""
 
 
 class EngineCalls:
-    """Calls over one client session."""
+    """Calls to engines over one client session. Use it in the event loop."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
     async def sleep(self, kind: Kind, address: str, api_key: str | None, timeout_s: float) -> None:
-        """Put one engine to sleep; returns when it sleeps."""
+        """Put one engine to sleep and wait until it sleeps. Raises `EngineCallError`."""
         if kind.sleep is None:
             raise EngineCallError(f"the engine at {address} cannot sleep")
         await self._post(address, kind.sleep, api_key, timeout_s)
 
     async def wake(self, kind: Kind, address: str, api_key: str | None, timeout_s: float) -> None:
-        """Wake one engine; returns when it can serve."""
+        """Wake one engine and wait until it can serve. Raises `EngineCallError`."""
         if kind.wake is None:
             raise EngineCallError(f"the engine at {address} cannot be woken")
         await self._post(address, kind.wake, api_key, timeout_s)
@@ -71,7 +71,7 @@ class EngineCalls:
     async def is_sleeping(
         self, kind: Kind, address: str, api_key: str | None, timeout_s: float
     ) -> bool | None:
-        """Whether one engine sleeps; None if it has no such call or did not say."""
+        """Return whether one engine sleeps; None if it lacks the call or the call failed."""
         if kind.is_sleeping is None:
             return None
         try:
@@ -90,9 +90,9 @@ class EngineCalls:
     async def is_healthy(
         self, address: str, path: str, api_key: str | None, timeout_s: float
     ) -> bool | None:
-        """Whether one engine answers 200 on its health route in time.
+        """Return True if one engine's health route returns 200 within `timeout_s`.
 
-        None: it could not be asked, for this process has no file descriptor left.
+        Returns None if this process has no file descriptor left for the call.
         """
         try:
             return await self._status(address + path, api_key, timeout_s) == 200
@@ -102,9 +102,9 @@ class EngineCalls:
     async def health_status(
         self, address: str, path: str, api_key: str | None, timeout_s: float
     ) -> int | None:
-        """The status that one engine's health route returns; 0 if it takes no connection.
+        """Return the status of one engine's health route; 0 if the connection or response failed.
 
-        None: it did not return one in time, or could not be asked.
+        Returns None after `timeout_s`, or if this process has no file descriptor left.
         """
         try:
             return await self._status(address + path, api_key, timeout_s)
@@ -124,7 +124,7 @@ class EngineCalls:
 
     async def _post(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
         try:
-            # SGLang wants a JSON body, vLLM takes none or any.
+            # SGLang requires a JSON body; vLLM accepts any.
             async with self._session.post(
                 address + path,
                 json={},

@@ -1,4 +1,4 @@
-"""The models that are served, by name and alias; they change while requests run."""
+"""The served models, by name and alias. A reload changes them while requests run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvelastic.controller.served_model import ServedModel
 
 
 class Fleet:
-    """Owned by the loop."""
+    """The served models. Use it in the event loop."""
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -23,11 +23,14 @@ class Fleet:
         return len(self._models)
 
     def find(self, name: str) -> ServedModel | None:
-        """By name or alias."""
+        """Return the model with this name or alias, or None."""
         return self._names.get(name)
 
     def need(self, name: str) -> ServedModel:
-        """By name or alias, as a path has it: encoded, twice encoded, or not. Raises `Refusal`."""
+        """Return the model with this name or alias, percent-encoded or not.
+
+        Raises `Refusal` (404).
+        """
         for candidate in (name, unquote(name)):
             model = self._names.get(candidate)
             if model is not None:
@@ -35,7 +38,7 @@ class Fleet:
         raise unknown_model(name)
 
     def put(self, models: list[ServedModel]) -> list[ServedModel]:
-        """Serve these from now on; returns those that are no longer served."""
+        """Replace the served models; return the models that are no longer served."""
         old = list(self._models.values())
         self._models = {model.name: model for model in models}
         self._names = {

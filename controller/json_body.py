@@ -1,10 +1,10 @@
-"""What the JSON body of a request to the controller's own routes says, read key by key.
+"""Reads the JSON body of requests to the controller's own routes, key by key.
 
     body = await json_object(front, request)
     check_keys(body, "limit", "wait")
     size_of(body, "limit"), wait_of(body)
 
-Each raises `Refusal` (400) that names the key, for whatever the key does not take.
+An invalid value raises `Refusal` (400) with the name of the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_WAIT_S: Final = 600.0
 
 
 async def json_object(front: Front, request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object; nothing at all is an empty one. Raises `Refusal`."""
+    """Return the request's body as a JSON object; an empty body is {}. Raises `Refusal`."""
     server = front.settings.server
     body = await read_body(
         request.receive,
@@ -50,14 +50,17 @@ async def json_object(front: Front, request: Request) -> dict[str, Any]:
 
 
 def check_keys(body: dict[str, Any], *known: str) -> None:
-    """Refuse a key that nobody reads: it may be a mistyped one. Raises `Refusal` (400)."""
+    """Raise `Refusal` (400) for an unknown key, which may be a typing error."""
     for key in sorted(set(body) - set(known)):
         names = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
         raise Refusal(400, "unknown_key", f"{key[:100]!r} is not {names}.", param=key[:100])
 
 
 def size_of(body: dict[str, Any], key: str) -> int | None:
-    """Bytes, or text like `512M`; None where the body has none. Raises `Refusal` (400)."""
+    """Return a size in bytes, given as bytes or text like `512M`; None if the key is absent.
+
+    Raises `Refusal` (400).
+    """
     value = body.get(key)
     if value is None:
         return None
@@ -74,7 +77,7 @@ def size_of(body: dict[str, Any], key: str) -> int | None:
 
 
 def duration_of(body: dict[str, Any], key: str) -> float | None:
-    """Seconds; None where the body has none. Raises `Refusal` (400)."""
+    """Return a duration in seconds; None if the key is absent. Raises `Refusal` (400)."""
     value = body.get(key)
     if value is None:
         return None
@@ -85,7 +88,10 @@ def duration_of(body: dict[str, Any], key: str) -> float | None:
 
 
 def wait_of(body: dict[str, Any]) -> float | None:
-    """How long a client waits for the outcome, at most `MOST_WAIT_S`. Raises `Refusal` (400)."""
+    """Return the `wait` for the outcome in seconds, or None; at most `MOST_WAIT_S`.
+
+    Raises `Refusal` (400).
+    """
     wait_s = duration_of(body, "wait")
     if wait_s is not None and wait_s > MOST_WAIT_S:
         raise Refusal(400, "invalid_value", f"wait is at most {MOST_WAIT_S:g} s.", param="wait")

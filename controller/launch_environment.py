@@ -1,13 +1,13 @@
-"""What a launched engine finds in its environment: pure functions.
+"""Builds the environment of a launched engine: pure functions.
 
-It gets the controller's environment with these differences:
+It is the controller's environment with these changes:
 
-    less   KVELASTIC_*_KEY, and every variable whose value is a key of the configuration
-    plus   KVELASTIC_ENGINE_KEY, and VLLM_API_KEY for vLLM: its own key
-    plus   KVELASTIC_IPC_NAME and ENABLE_KVELASTIC, where the configuration names the model's
-           instance
-    plus   KVELASTIC_LAUNCHED_BY: who launched it (`launch_record`)
-    plus   `launch.env`, which has the last word
+    removed   KVELASTIC_*_KEY, and every variable whose value is a key of the configuration
+    added     KVELASTIC_ENGINE_KEY, and VLLM_API_KEY for vLLM: the engine's own key
+    added     KVELASTIC_IPC_NAME and ENABLE_KVELASTIC, if the configuration names the model's
+              instance
+    added     KVELASTIC_LAUNCHED_BY: the controller that launched it (`launch_record`)
+    added     `launch.env`, which overrides all others
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUR_KEYS: Final = re.compile(r"KVELASTIC_.*_KEY")
 
 
 def new_engine_key(model: ModelSettings) -> str:
-    """The key for one start of an engine: the configuration's if it has one, else a new one."""
+    """Return the key for one start of an engine: the configured key, else a new random one."""
     launch = model.launch
     assert launch is not None
     if model.api_key:
@@ -40,7 +40,7 @@ def new_engine_key(model: ModelSettings) -> str:
 def engine_environment(
     environ: Mapping[str, str], settings: Settings, model: ModelSettings, key: str, mark: str
 ) -> dict[str, str]:
-    """The environment of a model's engine; `environ` is the controller's."""
+    """Return the environment of a model's engine. `environ` is the controller's."""
     launch = model.launch
     assert launch is not None
     digests = {each.digest for each in (*settings.auth.api_keys, *settings.auth.admin_keys)}

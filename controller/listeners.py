@@ -1,6 +1,6 @@
-"""Who listens on a port of this machine: whether an engine's answers come from that engine.
+"""Finds the processes that listen on a port, to check that responses come from the own engine.
 
-Blocks: it looks through /proc, for milliseconds. Call it in a thread.
+It reads /proc and blocks for milliseconds. Call it in a thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SHOWN_CHARS: Final = 100
 
 @dataclass(frozen=True)
 class Listener:
-    """A process that takes connections to 127.0.0.1 on the port."""
+    """A process that accepts connections to 127.0.0.1 on the port."""
 
     pid: int | None
-    """None: of another user, and so not to be seen."""
+    """None if it belongs to another user, so that its id is not visible."""
     is_public: bool
-    """Whether it also listens on addresses other than loopback."""
+    """True if it also listens on addresses other than loopback."""
 
     def __str__(self) -> str:
         if self.pid is None:
@@ -34,7 +34,7 @@ class Listener:
         return f"process {self.pid} ({command or 'its command is not to be seen'})"
 
     def belongs_to(self, leader: int) -> bool:
-        """Whether it is that process, of its session, or descends from it."""
+        """Return True if it is the process `leader`, is in its session, or descends from it."""
         if self.pid is None:
             return False
         with suppress(ProcessLookupError, psutil.Error):
@@ -45,7 +45,10 @@ class Listener:
 
 
 def program_of(command: list[str]) -> str:
-    """The program of a command line, and what an interpreter runs; its arguments may be keys."""
+    """Return the program of a command line, with an interpreter's script or module.
+
+    Other arguments are omitted, because they may be keys.
+    """
     shown = command[:1]
     if command[1:2] == ["-m"]:
         shown = command[:3]
@@ -55,7 +58,7 @@ def program_of(command: list[str]) -> str:
 
 
 def listeners(port: int) -> list[Listener]:
-    """All of them; several where they share the port (`SO_REUSEPORT`)."""
+    """Return all listeners on `port`. There are several if they share it (`SO_REUSEPORT`)."""
     found = set()
     for connection in psutil.net_connections("tcp"):
         if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port:

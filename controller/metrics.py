@@ -1,4 +1,4 @@
-"""/metrics: what the controller counts, collected when it is asked for and never in between."""
+"""/metrics: the controller's metrics, collected on each request only."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvelastic.controller.front import Front
 
 _EVERY = 8
-"""Of the traffic's buckets every eighth is shown: 20 bounds, each about twice the one before."""
+"""Every eighth of the traffic's buckets is exported: 20 bounds, each about twice the previous."""
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [route(front, "/metrics", "GET", Who.API, metrics)]
 
 
@@ -47,7 +47,7 @@ async def metrics(front: Front, _: Request) -> Response:
         if not is_out_of_descriptors(error):
             raise
         front.files.note("reading segments for /metrics")
-        memory = []  # absent, which is not zero; the controller's own figures say why
+        memory = []  # absent instead of zero; `kvelastic_descriptor_shortages` has the cause
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(front, memory))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -107,7 +107,7 @@ class _Collector:
             "Times that no file descriptor was left.",
             value=files.shortages,
         )
-        # Grows for ever where something that is over leaves a task behind.
+        # Grows without bound if a task leaks.
         yield GaugeMetricFamily(
             "kvelastic_tasks", "Tasks of the event loop.", value=len(asyncio.all_tasks())
         )
@@ -160,7 +160,7 @@ class _Collector:
         return state, in_flight, queued, wakes, sleeps
 
     def _instances(self) -> Iterable[Metric]:
-        """What joins a model's metrics with those of its memory, `kvelastic_instance_*`."""
+        """Return the metric that joins a model with its memory metrics, `kvelastic_instance_*`."""
         instance = GaugeMetricFamily(
             "kvelastic_model_instance", "1; the segment of a model.", labels=["model", "name"]
         )
@@ -171,7 +171,7 @@ class _Collector:
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Return cumulative buckets, as Prometheus requires."""
     bounds = bucket_bounds_s()
     shown: list[tuple[str, float]] = []
     seen = 0

@@ -1,11 +1,10 @@
-"""Where a request's body or query names its model: a pure function of its bytes.
+"""Finds the model's name in a request's body or query: pure functions of bytes.
 
     field = find_in_json(body)
-    body[field.start : field.end]       # the value as it stands there, quotes and escapes included
+    body[field.start : field.end]       # the raw value, including quotes and escapes
 
-Nothing else is read, nothing is copied, and every way takes time in proportion to the size. Where
-a name is given twice, what counts is what the engines' own parsers take: of JSON's keys the last;
-a form or a query with two is refused.
+No other field is parsed, nothing is copied, and all functions take linear time. If JSON has the key
+twice, the last one counts, as in the engines' own parsers. A form or query with two is refused.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import msgspec
 from kvelastic.controller.refusal import Refusal
 
 MAX_NAME_BYTES: Final = 8192
-"""Of a name as it stands in the body; names of models have 256 characters at most."""
+"""Maximum size of a raw name in a body. Model names have at most 256 characters."""
 MAX_FIELDS: Final = 1000
-"""Of a form in a URL's manner, and of a query."""
+"""Maximum number of fields of a URL-encoded form or a query."""
 _KEY: Final = b"model"
 _MAX_KEY_BYTES: Final = 3 * len(_KEY)  # each character as %XX
 
 
 class Form(str, Enum):
-    """How a body is to be read."""
+    """The encoding of a body."""
 
     JSON = "json"
     MULTIPART = "multipart"
@@ -38,7 +37,7 @@ class Form(str, Enum):
 
 
 class ModelField(NamedTuple):
-    """The model's name, and where its value stands."""
+    """The model's name, and the position of its raw value."""
 
     name: str
     start: int
@@ -46,7 +45,7 @@ class ModelField(NamedTuple):
 
 
 class _Named(msgspec.Struct):
-    """All that is read of a JSON body: the rest is checked and skipped."""
+    """The only key of a JSON body that is parsed. All others are validated and skipped."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -55,10 +54,10 @@ _decode: Final = msgspec.json.Decoder(_Named).decode
 
 
 def find_in_json(body: bytes | mmap.mmap) -> ModelField | None:
-    """The value of the object's own key `model`; None if it has none, or null.
+    """Return the value of the top-level key `model`; None if it is absent or null.
 
-    Raises `Refusal` (400): not JSON (RFC 8259: no NaN, no lone surrogate), no object, nested too
-    deep, or the model is no string.
+    Raises `Refusal` (400) if the body is not JSON (RFC 8259: no NaN, no lone surrogate), is not an
+    object, is nested too deeply, or if the model is not a string.
     """
     try:
         value = memoryview(_decode(body).model)
@@ -83,7 +82,7 @@ def find_in_json(body: bytes | mmap.mmap) -> ModelField | None:
 
 
 def find_in_urlencoded(data: bytes | mmap.mmap) -> ModelField | None:
-    """The field `model` of a form in a URL's manner, or of a query. Raises `Refusal` (400)."""
+    """Return the field `model` of a URL-encoded form or query, or None. Raises `Refusal` (400)."""
     found: ModelField | None = None
     at = fields = 0
     while at < len(data):
@@ -108,7 +107,7 @@ def find_in_urlencoded(data: bytes | mmap.mmap) -> ModelField | None:
 
 
 def written(name: str, form: Form) -> bytes:
-    """A name as a value of such a body: what goes between `start` and `end`."""
+    """Return a name encoded as a value of such a body, to put between `start` and `end`."""
     if form is Form.JSON:
         return json.dumps(name).encode()
     if form is Form.URLENCODED:
@@ -117,17 +116,17 @@ def written(name: str, form: Form) -> bytes:
 
 
 def given_twice() -> Refusal:
-    """Two fields: which one an engine takes is not ours to guess."""
+    """Return a 400 for two fields: it is unknown which of them an engine would use."""
     return Refusal(400, "invalid_model", "The field model is given twice.", param="model")
 
 
 def too_long() -> Refusal:
-    """No model has such a name."""
+    """Return a 400 for a name longer than any model's."""
     message = f"model is longer than {MAX_NAME_BYTES} bytes."
     return Refusal(400, "invalid_model", message, param="model")
 
 
-# A view does not tell where in its buffer it begins, but Python's buffer protocol does.
+# A memoryview does not expose its offset in the buffer, but Python's buffer protocol does.
 
 
 class _Buffer(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Which model a request is for, and its name made the engine's own: in the body, else in the query.
+"""Finds the model named in a request's body or query, and replaces it by the engine's name for it.
 
 named = await find_name(body, content_type, query, reader)
 query = rename(named, "the engine's name", body, query)
@@ -21,27 +21,27 @@ from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.request_body import Body
 
 _READ_HERE_BYTES: Final = {Form.MULTIPART: 64 << 10}
-"""Of forms that take more than some milliseconds of the loop at the size of a small body: the
-parser of multipart forms is Python, and takes up to 0.5 us a byte of headers."""
+"""Maximum size that is parsed in the loop, for slow forms. The parser of multipart forms is Python
+and takes up to 0.5 us per byte of headers."""
 
 
 class Named(NamedTuple):
-    """The model's name, and where it was found."""
+    """The model's name, and its position."""
 
     field: ModelField
     form: Form | None
-    """Of the body; None: in the query."""
+    """The encoding of the body; None if the name is in the query."""
 
     @property
     def name(self) -> str:
-        """As the client wrote it."""
+        """The name sent by the client."""
         return self.field.name
 
 
 async def find_name(
     body: Body, content_type: bytes | None, query: bytes, reader: BodyReader
 ) -> Named:
-    """The model that a request names. Waits where the body is large. Raises `Refusal`."""
+    """Return the model named in a request. Waits if the body is large. Raises `Refusal`."""
     form = _form_of(body, content_type or b"")
     field: ModelField | None = None
     if form is not None:
@@ -57,14 +57,14 @@ async def find_name(
 
 
 def name_in_query(query: bytes) -> Named:
-    """The model that a query names. Raises `Refusal`."""
+    """Return the model named in a query. Raises `Refusal`."""
     return Named(_given(find_in_urlencoded(query)), None)
 
 
 def rename(named: Named, name: str, body: Body, query: bytes) -> bytes:
-    """Put another name in its place, and touch nothing else. Returns the query.
+    """Replace the name in the body or query and change nothing else; return the query.
 
-    Raises `Refusal` (503) if that is more than the budget has.
+    Raises `Refusal` (503) if the new body exceeds the budget.
     """
     if named.form is None:
         return rename_in_query(named, name, query)
@@ -74,7 +74,7 @@ def rename(named: Named, name: str, body: Body, query: bytes) -> bytes:
 
 
 def rename_in_query(named: Named, name: str, query: bytes) -> bytes:
-    """Put another name in its place; returns the query."""
+    """Return the query with the name replaced."""
     _, start, end = named.field
     return query[:start] + written(name, Form.URLENCODED) + query[end:]
 
@@ -86,7 +86,7 @@ def _given(field: ModelField | None) -> ModelField:
 
 
 def _form_of(body: Body, content_type: bytes) -> Form | None:
-    """How a body is read; None: not at all."""
+    """Return the encoding of a body; None if it is empty or of another type."""
     if body.size == 0:
         return None
     kind = content_type.split(b";", 1)[0].strip().lower()
@@ -94,6 +94,6 @@ def _form_of(body: Body, content_type: bytes) -> Form | None:
         return Form.JSON
     if kind == b"multipart/form-data":
         return Form.MULTIPART
-    if body.begins_with(b"{"):  # `curl -d` calls all that it sends a form
+    if body.begins_with(b"{"):  # `curl -d` declares JSON as a URL-encoded form
         return Form.JSON
     return Form.URLENCODED if kind == b"application/x-www-form-urlencoded" else None

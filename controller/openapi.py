@@ -1,4 +1,4 @@
-"""/openapi.json and /docs: the routes, described for programs and for people."""
+"""/openapi.json and /docs: descriptions of the routes, for programs and for people."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AGE = {"oneOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]
 
 
 def _asks(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    """The body of a request to tiers."""
+    """Return the schema of the body of a request to tiers."""
     return {
         "type": "object",
         "additionalProperties": False,
@@ -113,15 +113,15 @@ _OLLAMA_ROUTES = {
 
 
 def routes(front: Front, described: list[Route]) -> list[BaseRoute]:
-    """Of this page; it describes the others."""
+    """Return the routes of this module, which describe the routes in `described`."""
     document = describe(described)
 
     async def openapi(_front: Front, _: Request) -> Any:
-        """This description."""
+        """OpenAPI document of the controller's routes."""
         return document
 
     async def docs(_front: Front, _: Request) -> Any:
-        """The routes, for people."""
+        """The controller's routes as a web page."""
         return HTMLResponse(
             _page(document),
             headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"},
@@ -134,7 +134,7 @@ def routes(front: Front, described: list[Route]) -> list[BaseRoute]:
 
 
 def describe(described: list[Route]) -> dict[str, Any]:
-    """The OpenAPI document of these routes and of those that go to engines."""
+    """Return the OpenAPI document of these routes and of the engines' routes."""
     paths: dict[str, Any] = {}
     for each in described:
         path = each.path.replace(":path", "")

@@ -1,4 +1,4 @@
-"""What the routes say of a model: plain values for JSON, in kvcached's fields and ours."""
+"""A model in the routes' responses: plain values for JSON, with kvcached's fields and our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvelastic.controller.upkeep import candidate_of
 
 
 def traffic_of(model: ServedModel, window_s: float, idle_threshold_s: float) -> dict[str, Any]:
-    """The last `window_s` of a model's requests."""
+    """Return the statistics of a model's requests in the last `window_s` seconds."""
     window = model.traffic.window(window_s, time.monotonic())
     mean_s = window.mean_total_s
     return {
@@ -33,7 +33,7 @@ def traffic_of(model: ServedModel, window_s: float, idle_threshold_s: float) -> 
 
 
 def model_of(model: ServedModel) -> dict[str, Any]:
-    """A model, as /models lists it. `endpoint` is the first engine's address."""
+    """Return a model's entry in /models. `endpoint` is the first engine's address."""
     settings = model.settings
     return {
         "endpoint": model.replicas[0].address,
@@ -57,7 +57,7 @@ def model_of(model: ServedModel) -> dict[str, Any]:
 
 
 def openai_model(model: ServedModel, created_s: float, name: str | None = None) -> dict[str, Any]:
-    """A model, as OpenAI's /v1/models lists it."""
+    """Return a model's entry in OpenAI's /v1/models."""
     return {
         "id": name or model.name,
         "object": "model",
@@ -69,7 +69,7 @@ def openai_model(model: ServedModel, created_s: float, name: str | None = None) 
 
 
 def idle_detail(model: ServedModel) -> dict[str, Any]:
-    """A model's idleness."""
+    """Return how long a model has been idle."""
     return {
         "idle_time_seconds": round(model.idle_s, 3),
         "last_activity_time": model.last_request_at,
@@ -80,12 +80,12 @@ def idle_detail(model: ServedModel) -> dict[str, Any]:
 
 
 def is_sleeping(model: ServedModel) -> bool:
-    """Whether requests for it have to wait for a wake."""
+    """Return True if requests for the model must wait until it wakes."""
     return model.gate.state in {State.ASLEEP, State.FALLING_ASLEEP, State.WAKING}
 
 
 def sleep_detail(model: ServedModel) -> dict[str, Any]:
-    """A model's sleep."""
+    """Return since when a model sleeps."""
     since = model.slept_at
     return {
         "sleep_start_time": since,
@@ -97,7 +97,10 @@ def sleep_detail(model: ServedModel) -> dict[str, Any]:
 
 
 def candidates(models: list[ServedModel], idle_after_s: float) -> list[ServedModel]:
-    """Models that may be put to sleep now, idle for at least so long (or for their own ttl)."""
+    """Return the models that may be put to sleep now.
+
+    They have been idle for at least `idle_after_s` seconds, or for their own `ttl`.
+    """
     found = []
     for model in models:
         candidate = candidate_of(model)

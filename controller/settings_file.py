@@ -23,19 +23,19 @@ from kvelastic.controller.strict_yaml import YamlFaultError, read_yaml
 from kvelastic.errors import ControllerConfigError
 
 MOST_BYTES: Final = 256 << 10
-"""Of a configuration: a hundred models with long commands are a tenth of it."""
+"""Maximum size of a configuration. A hundred models with long commands need a tenth of it."""
 PIPE_WAIT_S: Final = 10.0
 _MOST_FAULTS: Final = 100
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]{0,255})(?::-([^}]{0,1024}))?\})")
-"""Bounded, or a text of `${a:-` alone would take the square of its length."""
+"""The lengths are bounded because a text of repeated `${a:-` would take quadratic time."""
 
 
 def load(path: Path, environ: Mapping[str, str] | None = None) -> Settings:
-    """Read and check a file, and those that it names. Raises `ControllerConfigError`.
+    """Read and check a configuration file and the files that it names.
 
-    Nothing else is touched. Blocks for a moment; where the file is a pipe, for at most
-    `PIPE_WAIT_S`.
+    Raises `ControllerConfigError`. Changes nothing. Blocks briefly, or for at most `PIPE_WAIT_S` if
+    the file is a pipe.
     """
     try:
         text = _read(path).decode("utf-8")
@@ -49,7 +49,10 @@ def load(path: Path, environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def _read(path: Path) -> bytes:
-    """All of a file or of a pipe (`--config <(command)`). Raises `OSError`, `ValueError`."""
+    """Return the contents of a file or a pipe (`--config <(command)`).
+
+    Raises `OSError` and `ValueError`.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb", 0) as file:
         mode = os.fstat(fd).st_mode
@@ -76,9 +79,10 @@ def _read(path: Path) -> bytes:
 def parse(
     text: str, environ: Mapping[str, str] | None = None, *, source: str = "the configuration"
 ) -> Settings:
-    """Check a text. `${NAME}` and `${NAME:-default}` in values come from `environ`; `$$` is `$`.
+    """Return the settings of a text.
 
-    Raises `ControllerConfigError`, which names every key that is wrong and shows no value of it.
+    Values may contain `${NAME}` and `${NAME:-default}` from `environ`, and `$$` for `$`. Raises
+    `ControllerConfigError`, which names every wrong key and shows no value.
     """
     try:
         raw = read_yaml(text)
@@ -107,17 +111,17 @@ def parse(
 
 
 def _shown(part: int | str) -> str:
-    """One step of the way to a fault. What cannot be a key's name may be a key to something."""
+    """Return one part of a fault's path. A text that is no valid name may be secret, so hide it."""
     return str(part) if isinstance(part, int) or _NAME.fullmatch(part) else "(no name)"
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of the configuration."""
+    """Return the JSON schema of the configuration."""
     return Settings.model_json_schema()
 
 
 def _mark_keys(settings: Settings, raw: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Say of each key whether the file has it, or only the name of a variable that has it."""
+    """Mark the keys that came from an environment variable that the file names."""
     auth = raw.get("auth") or {}
     for name, keys in (
         ("api_keys", settings.auth.api_keys),
@@ -136,7 +140,7 @@ def _substitute(value: Any, environ: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_substitute(item, environ) for item in value]
     if not isinstance(value, str) or "$" not in value or len(value) > MOST_CHARS:
-        return value  # of that length it is refused
+        return value  # a text longer than `MOST_CHARS` is refused later
 
     def put(match: re.Match[str]) -> str:
         name = match[1]

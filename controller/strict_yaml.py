@@ -1,7 +1,7 @@
-"""YAML read strictly, whose faults are told by their place and never by what stands there.
+"""A strict YAML reader. Its errors give a fault's position, never the text there.
 
-A line of a configuration may hold a key, and so may a parser's own message, which quotes aliases,
-tags and numbers. So that message only chooses one of ours.
+A line of a configuration may contain a secret. So may a parser's own message, which quotes aliases,
+tags and numbers. So the parser's message only selects one of this module's messages.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _UNNAMED: Final = "it cannot be read from here on"
 
 
 class YamlFaultError(ValueError):
-    """A text that is not YAML: where, and what is expected there."""
+    """A text is not valid YAML. The message has the position and what is expected there."""
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a text. Raises `YamlFaultError`, in which no word of the text stands."""
+    """Return the value of a YAML text. Raises `YamlFaultError`, which quotes none of the text."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -69,10 +69,10 @@ def _code(error: yaml.reader.ReaderError) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice: of two limits, the wrong one would hold.
+    """Refuses duplicate keys, because the wrong one of two limits could apply.
 
-    Also more values than `_MOST_VALUES`, aliases written out: ten lines of ten aliases each are as
-    many values as there are grains of sand.
+    It also refuses more than `_MOST_VALUES` values, counted with aliases expanded: ten lines of ten
+    aliases each expand to 10^10 values.
     """
 
     def __init__(self, text: str) -> None:
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
         self._values = 0
         self._depth = 0
         self._sizes: dict[int, int] = {}
-        """Of the nodes that are whole, in values; by their id."""
+        """Number of values of each complete node, by the node's `id()`."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -104,13 +104,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            # Numbers to base 60 (1:1:1) take the square of their length.
+            # Numbers to base 60 (1:1:1) take quadratic time.
             if node.tag in _NUMBERS and len(node.value) > _NUMBER_CHARS:
                 raise ValueError
             return super().construct_object(node, deep=deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # of int(), float(), a lookup; it quotes the value
+        except Exception:  # from int(), float() or a lookup; its message quotes the value
             raise _fault("is no value", node) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

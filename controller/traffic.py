@@ -1,10 +1,10 @@
-"""What a model's requests were like lately, from state whose size never changes.
+"""Statistics of a model's recent requests, in a structure of constant size.
 
 traffic.begin(now); ...; traffic.end(...)     # one request
 traffic.window(60.0, now)                     # rates, latencies, tokens of the last minute
 
-Time is cut into slots of `SLOT_S`; a slot is cleared when its place in the ring comes round.
-Latencies go into buckets whose bounds grow by a tenth, so a percentile is right to about 5%.
+Time is divided into slots of `SLOT_S` in a ring; a slot is cleared when it is reused. Latencies are
+counted in buckets whose bounds grow by 10%, so a percentile is accurate to about 5%.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Final
 
 SLOT_S: Final = 5.0
 SLOTS: Final = 121
-"""Ten minutes, and the slot that is being filled."""
+"""Ten minutes, and the current slot."""
 MAX_WINDOW_S: Final = SLOT_S * (SLOTS - 1)
 
 _LEAST_S: Final = 0.0005
 _GROWTH: Final = 1.1
 _BUCKETS: Final = 160
-"""0.5 ms to half an hour."""
+"""The buckets cover 0.5 ms to half an hour."""
 _LOG_GROWTH: Final = math.log(_GROWTH)
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a latency: 0 is everything below `_LEAST_S`, the last everything above."""
+    """Return the bucket of a latency. Bucket 0 is up to `_LEAST_S`; the last has no upper bound."""
     if seconds <= _LEAST_S:
         return 0
     return min(_BUCKETS - 1, 1 + int(math.log(seconds / _LEAST_S) / _LOG_GROWTH))
 
 
 def percentile_s(counts: list[int], percent: float) -> float | None:
-    """The latency that `percent` of those counted do not exceed; None if there are none."""
+    """Return the latency that `percent` of the counted ones do not exceed; None without counts."""
     total = sum(counts)
     if total == 0:
         return None
@@ -67,7 +67,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of time, ending now."""
+    """Statistics of a time window that ends now."""
 
     seconds: float
     requests: int
@@ -76,24 +76,24 @@ class Window:
     tokens: int
     mean_total_s: float | None
     first_byte_s: dict[str, float | None]
-    """p50, p95, p99 of the time until the answer's first byte."""
+    """p50, p95, p99 of the time until the response's first byte."""
     total_s: dict[str, float | None]
-    """The same until its last one."""
+    """p50, p95, p99 of the time until its last byte."""
 
 
 class Traffic:
-    """One model's. Times are of any one clock that never goes back."""
+    """One model's statistics. Times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self.requests = 0
-        """Since the start; so are the next four."""
+        """Number since the start, like the next five counters."""
         self.succeeded = 0
         self.failed = 0
         self.tokens = 0
         self.cancelled = 0
-        """Of `failed`: their clients went away."""
+        """Failed requests whose clients disconnected."""
         self.refused = 0
-        """Of `failed`: answered by the controller itself."""
+        """Failed requests that the controller refused."""
         self.first_counts = [0] * _BUCKETS
         self.total_counts = [0] * _BUCKETS
         self.first_sum_s = 0.0
@@ -111,7 +111,7 @@ class Traffic:
         cancelled: bool = False,
         refused: bool = False,
     ) -> None:
-        """Count a request that is over. `first_s` is None if not one byte of an answer came."""
+        """Count a finished request. `first_s` is None if the response has no body byte."""
         slot = self._slot(now_s)
         bucket = bucket_of(total_s)
         slot.requests += 1
@@ -137,7 +137,7 @@ class Traffic:
             self.refused += refused
 
     def window(self, seconds: float, now_s: float) -> Window:
-        """The last `seconds`, to the slot, at most `MAX_WINDOW_S`."""
+        """Return the statistics of the last `seconds`, rounded to slots, at most `MAX_WINDOW_S`."""
         seconds = min(max(seconds, SLOT_S), MAX_WINDOW_S)
         newest = int(now_s // SLOT_S)
         oldest = int((now_s - seconds) // SLOT_S) + 1
@@ -165,7 +165,7 @@ class Traffic:
 
 
 def bucket_bounds_s() -> list[float]:
-    """The upper bound of every bucket but the last, which has none."""
+    """Return the upper bounds of the buckets in seconds. The last bucket has none."""
     return [_LEAST_S * _GROWTH**bucket for bucket in range(_BUCKETS - 1)]
 
 
