@@ -3,22 +3,22 @@
 Continuous batching (`generate_batch`, the manager, `transformers serve --continuous-batching`), by
 `ENABLE_KVELASTIC=true` alone, in this order:
 
-1. Python starts: `kvelastic.startup` arms an import hook, and nothing else;
-2. a program makes its first `ContinuousBatchingManager`: `plugin.register` checks the version,
-   `patches` has everything that is touched probed and then wrapped. An error of that is the
-   manager's: the same modules are imported by programs that never make one;
-3. a cache is made (`in_cache`): `cache_memory` makes segment, pool and keeper, and transformers'
-   one allocation is answered with addresses that have no memory yet; `sector_pool` and
-   `prefix_ledger` take the places of its free list and of its record of cached blocks. The cache
-   of 5.17 has tensors for each layer: `block_patches` and the other `block_*` are for it alone;
-4. every batch (`in_batches`): what was evicted is followed, blocks are taken and given back, and
-   where none can be had for now the loop waits instead of ending.
+1. Python starts: `kvelastic.startup` only arms an import hook;
+2. a program makes its first `ContinuousBatchingManager`: `plugin.register` checks the version, and
+   `patches` probes and then wraps the functions in use. The manager raises a failure of this,
+   because programs that never make a manager import the same modules;
+3. a cache is made (`in_cache`): `cache_memory` makes the segment, the pool and the maintenance
+   thread, and returns addresses without memory for transformers' single allocation. `sector_pool`
+   and `prefix_ledger` replace its free list and its record of cached blocks. The cache of 5.17 has
+   tensors per layer: `block_patches` and the other `block_*` modules are for it only;
+4. every batch (`in_batches`): evictions are followed, blocks are taken and released. If no block is
+   available, the loop waits instead of ending.
 
-The other way in is a cache for `model.generate(past_key_values=...)`::
+The alternative is a cache for `model.generate(past_key_values=...)`::
 
     from kvelastic.integration.transformers import ElasticCache
 
-Importing this package imports nothing of the above, and neither torch nor transformers: asking for
+Importing this package imports none of these modules, nor torch or transformers. Access to
 `ElasticCache` does.
 """
 

@@ -1,14 +1,14 @@
-"""`ElasticCache`: a cache for `model.generate` whose memory is an instance of kvelastic.
+"""`ElasticCache`: a cache for `model.generate` with the elastic memory of an instance.
 
     with ElasticCache.for_model(model) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-Keys and values lie in a range of addresses that get pages as the sequence grows (`token_rows` has
-the drawing), so no token is ever copied to make room for the next one, as `DynamicCache` does for
-every token. `kvctl list` shows the cache, and `kvctl limit` limits it.
+Keys and values are in a range of addresses that gets pages as the sequence grows (`token_rows` has
+the drawing). So tokens are never copied to make room, while `DynamicCache` copies all of them for
+every new token. `kvctl list` shows the cache, and `kvctl limit` limits it.
 
-This module imports torch and transformers: `from kvelastic.integration.transformers import
-ElasticCache` does so only when the name is asked for.
+This module imports torch and transformers. `kvelastic.integration.transformers` imports it only on
+access to `ElasticCache`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
 class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of the cache. All of them share a `TokenStore`."""
+    """One layer of the cache. All layers share a `TokenStore`."""
 
     is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    # Not super().__init__(): what it sets are properties here.
+    # No super().__init__(): it sets attributes that are properties here.
     def __init__(self, store: TokenStore, index: int, window: int | None) -> None:
         self._store = store
         self._index = index
@@ -53,50 +53,53 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it has tokens."""
+        """True if the layer has tokens."""
         return self.get_seq_length() > 0
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, `[batch, heads, tokens, dim]`: a view, valid until the cache is cut."""
+        """A view of all keys, `[batch, heads, tokens, dim]`, valid until the cache is cropped."""
         return self._store.view(self._index, 0) if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        """All values, as `keys`."""
+        """A view of all values, with the shape and validity of `keys`."""
         return self._store.view(self._index, 1) if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: memory comes with the first tokens."""
+        """Do nothing: memory is mapped with the first tokens."""
 
-    # What it maps cannot be traced: a compiled model runs this part as it is.
+    # Mapping memory cannot be traced, so a compiled model runs this function uncompiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is untyped here
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens; answers those that attention may look at. Raises as `TokenStore.append`."""
+        """Add tokens; return the keys and values that attention may read.
+
+        Raises the errors of `TokenStore.append`.
+        """
         before = self.get_seq_length()
         keys, values = self._store.append(self._index, key_states, value_states)
         if before == 0:
-            return key_states, value_states  # the same tokens, side by side
+            return key_states, value_states  # the same tokens, contiguous
         if self._window is None or before < self._window:
             return keys, values
-        # As many as get_mask_sizes() has said.
+        # As many as get_mask_sizes() returned.
         first = before - self._window + 1
         return keys[:, :, first:], values[:, :, first:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next `update` answers, and which token is the first of them."""
+        """Return the number of keys that the next `update` returns, and their first token."""
         tokens = self.get_seq_length()
         first = 0 if self._window is None else max(0, tokens - self._window + 1)
         return tokens - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens."""
         return self._store.lengths[self._index]
 
     def get_max_length(self) -> int:
-        """-1: what bounds it is memory; the window of a sliding layer."""
+        """Return the window of a sliding layer, else -1: only memory bounds it."""
         return -1 if self._window is None else self._window
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -104,11 +107,11 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self._store.reorder(self._index, beam_idx)
 
     def reset(self) -> None:
-        """Refused: layers share their pages, so only the whole cache can be reset."""
+        """Raise `UnsupportedError`: layers share pages, so only the whole cache can be reset."""
         raise UnsupportedError("a layer of an ElasticCache is reset with the cache: cache.reset()")
 
     def offload(self) -> None:
-        """Refused: the memory is the device's."""
+        """Raise `UnsupportedError`: the memory belongs to one device."""
         raise UnsupportedError(
             "an ElasticCache is not offloaded layer by layer; make it with device='cpu', or limit"
             " it with `kvctl limit`"
@@ -118,35 +121,36 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
 
 class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A cache for `generate(past_key_values=...)`, an instance of kvelastic of its own.
+    """A cache for `generate(past_key_values=...)`. Each cache is an instance of its own.
 
         cache = ElasticCache.for_model(model, limit="2G")
         model.generate(**first_turn, past_key_values=cache)
-        model.generate(**both_turns, past_key_values=cache)      # goes on
-        cache.reset()                                            # memory goes back; use it again
+        model.generate(**both_turns, past_key_values=cache)      # continues
+        cache.reset()                                            # releases memory; use it again
         cache.close()                                            # or a with statement, or del
 
-    `config` is the model's. `device` is where the model computes (`cpu`, `cuda:1`, a torch device);
-    unset, `KVELASTIC_DEVICE`. `limit`, bytes or a size such as `"2G"`, takes the place of
-    `KVELASTIC_LIMIT`, and `name` of `KVELASTIC_IPC_NAME` (of several caches of one process the
-    second is called NAME_2). The other variables hold as for an engine, but `ENABLE_KVELASTIC`:
-    who makes a cache wants it.
+    `config` is the model's. `device` is the model's device (`cpu`, `cuda:1`, a torch device);
+    default: `KVELASTIC_DEVICE`. `limit`, in bytes or a size such as `"2G"`, overrides
+    `KVELASTIC_LIMIT`. `name` overrides `KVELASTIC_IPC_NAME`; if a process has several caches, the
+    second is called NAME_2. The other variables apply as for an engine, except `ENABLE_KVELASTIC`,
+    which has no effect.
 
-    It has no length: its bound is its limit, the device's ledger and the device. A step that needs
-    more raises `LimitReachedError` or `OutOfMemoryError`, and the cache is then as it was before
-    the step. A lower limit takes nothing that is in use: `kvctl` says `shrinking` until tokens go.
+    The cache has no maximum length. It is bounded by its limit, the device's ledger and the device.
+    A step that needs more raises `LimitReachedError` or `OutOfMemoryError` and leaves the cache
+    unchanged. A lower limit does not remove tokens in use: `kvctl` shows `shrinking` until tokens
+    are removed.
 
     Beams, several sequences, padding, assisted and prompt lookup decoding, `crop`,
     `copy.deepcopy` and layers with a sliding window work as with `DynamicCache` (all tokens of such
-    layers are kept). Hybrid models, encoder-decoder models, models over several devices, layers
-    that are not alike, training and offloading are refused with `UnsupportedError`. In a model that
-    `torch.compile` was called with, the cache's own part runs uncompiled. Raises
-    `UnsupportedEngineError` for an untried series of transformers (with `KVELASTIC_STRICT=false` it
-    warns), and what `kvelastic.pool.open_pool` raises.
+    layers are kept). Hybrid models, encoder-decoder models, models on several devices, layers of
+    different shapes, training and offloading raise `UnsupportedError`. In a model compiled with
+    `torch.compile` the cache's own code runs uncompiled. The constructor raises
+    `UnsupportedEngineError` for an untested series of transformers (with `KVELASTIC_STRICT=false`
+    it warns), and the errors of `kvelastic.pool.open_pool`.
 
-    One thread at a time may use a cache, several caches may be used by several threads. In a forked
-    child it raises `DeviceUnavailableError`. Tensors of `layers[i].keys` must not be touched after
-    `crop` or `reset`; they stay valid after `close`, and so does their memory until they are gone.
+    One thread at a time may use a cache; threads may use different caches concurrently. In a forked
+    child a use raises `DeviceUnavailableError`. Tensors of `layers[i].keys` must not be used after
+    `crop` or `reset`. They stay valid after `close`, and keep their memory until they are deleted.
     """
 
     def __init__(
@@ -176,7 +180,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         except BaseException:
             pages.close(is_unused=True)
             raise
-        # Also where nobody closes it: a pool that is open is not collected.
+        # Needed if the cache is deleted without `close`: an open pool is never collected.
         self._end = weakref.finalize(self, TokenStore.close, self._store)
         super().__init__(
             layers=[ElasticLayer(self._store, i, window) for i, window in enumerate(windows)]
@@ -186,7 +190,10 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def for_model(
         cls, model: Any, *, limit: int | str | None = None, name: str | None = None
     ) -> ElasticCache:
-        """A cache for that model, on the device on which it lies; else as the class."""
+        """Return a cache for `model` on the model's device.
+
+        Raises `UnsupportedError` if the model is on several devices, and the class's errors.
+        """
         devices = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
         if len(devices) > 1:
             raise UnsupportedError(
@@ -197,20 +204,20 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def name(self) -> str:
-        """What `kvctl` calls it."""
+        """The name of its instance in `kvctl`."""
         return self._pages.pool.name
 
     def reset(self) -> None:
-        """Forget all tokens and give all pages back but one; waits for the unmapping.
+        """Remove all tokens and release all pages but one. Blocks until they are unmapped.
 
         The next tokens may be of another batch.
         """
         self._store.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens; a positive number: keep so many.
+        """Remove the last `-tokens_to_remove` tokens. A positive number is the number to keep.
 
-        Pages behind them are parked, as `GrowingPages.shrink` says.
+        Unused pages are parked (see `GrowingPages.shrink`).
         """
         lengths = self._store.lengths
         if tokens_to_remove > 0:
@@ -219,24 +226,28 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             self._store.cut([max(0, length + tokens_to_remove) for length in lengths])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each sequence `repeats` times. Raises as a step does, with nothing changed."""
+        """Repeat each sequence `repeats` times.
+
+        Raises the errors of a step, and then changes nothing.
+        """
         self._store.select_rows(torch.arange(self._store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep those sequences, in that order; a mask or indices."""
+        """Keep the given sequences, in that order. `indices` is a mask or indices."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self._store.select_rows(indices)
 
     def close(self) -> None:
-        """Give the memory back and leave ledger and segment; every later use raises. Repeatable.
+        """Release the memory, and remove the instance from ledger and segment. Idempotent.
 
-        Waits for the driver. What `layers[i].keys` answered before keeps its memory.
+        Blocks for the driver. Every later use raises. Tensors from `layers[i].keys` keep their
+        memory until they are deleted.
         """
         self._end()
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` where what it says of itself is not so."""
+        """Raise `IntegrityError` if the cache's state is inconsistent."""
         self._store.check_integrity()
 
     def __enter__(self) -> ElasticCache:
@@ -246,7 +257,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.close()
 
     def __deepcopy__(self, _: dict[int, Any]) -> ElasticCache:
-        """Another cache with the same tokens, an instance of its own: a prompt to start from."""
+        """Return a copy with the same tokens in an instance of its own, e.g. to reuse a prompt."""
         other = ElasticCache(**self._made_with)
         try:
             self._store.copy_to(other._store)
@@ -295,11 +306,11 @@ def _device_name(device: Any, settings: Config) -> str:
 
 
 def _windows_of(config: Any) -> list[int | None]:
-    """The window of each layer that has a cache; None: it looks at all tokens."""
+    """Return the window of each layer that has a cache; None if it attends to all tokens."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("ElasticCache serves no encoder-decoder models; use DynamicCache")
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    if isinstance(settings, dict):  # until 5.18 those of all layers
+    if isinstance(settings, dict):  # before 5.18 one dict for all layers
         settings = [settings] * len(types)
     for index, kind in enumerate(types):
         if kind != _FULL and kind not in _WINDOWED:

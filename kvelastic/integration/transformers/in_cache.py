@@ -1,4 +1,4 @@
-"""Wrappers for transformers' paged cache: made over elastic memory, it takes blocks from it."""
+"""Wrappers for transformers' paged cache, which make it use elastic memory and its blocks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.transformers")
 
 _KEPT: Final = "kvelastic_batches"
-"""Attribute of an elastic cache that has its `Batches`."""
+"""Attribute of an elastic cache that holds its `Batches`."""
 _MOST_MASK_BYTES: Final = 32 << 20
-"""What an attention mask over all that one batch may read takes at most, where the longest request
-does not need more."""
+"""Maximum size of an attention mask over all tokens that a batch may read, unless the longest
+request needs more."""
 
 _making: contextvars.ContextVar[Any] = contextvars.ContextVar("making", default=None)
-"""The `Making` of the cache that this thread is making."""
+"""The `Making` of the cache under construction on this thread."""
 
 
 def batches_of(cache: Any) -> Batches | None:
-    """What an elastic cache has besides; None: it is a stock one."""
+    """Return an elastic cache's `Batches`; None for a stock cache."""
     return getattr(cache, _KEPT, None)
 
 
 def blocks_of(cache: Any, request_id: str) -> set[int]:
-    """The native blocks of an elastic cache that a request has."""
+    """Return the native blocks of an elastic cache that a request uses."""
     managers = getattr(cache, "group_cache_managers", None)
     if managers is not None:  # 5.17
         return {block for one in managers for block in one.block_table.get(request_id, ())}
@@ -45,7 +45,7 @@ def blocks_of(cache: Any, request_id: str) -> set[int]:
 
 
 def making_now() -> Any:
-    """The `Making` of the cache that this thread is making; None: none, or a stock one."""
+    """Return the `Making` of the elastic cache under construction on this thread, or None."""
     return _making.get()
 
 
@@ -53,7 +53,7 @@ def making_now() -> Any:
 
 
 def cache_init(original: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse what is not covered; make the cache over elastic memory."""
+    """Make the cache over elastic memory. Raises `UnsupportedEngineError` if it is not covered."""
     from kvelastic.integration.transformers.cache_memory import SectorMaking
 
     make_elastic(SectorMaking, _finish, original, cache, *args, **kwargs)
@@ -71,8 +71,8 @@ def make_elastic(  # the parameters are probed
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Have transformers make its cache with a `kind` answering; `finish` turns what it has made
-    into an elastic one. Where anything fails nothing is left behind."""
+    """Let transformers make its cache while a `kind` serves its allocations. Then `finish` turns
+    the cache into an elastic one. A failure releases everything and is raised again."""
     import torch
 
     from kvelastic import config as kvelastic_config
@@ -108,7 +108,7 @@ def make_elastic(  # the parameters are probed
 
 
 def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple[int, int]:
-    """How many tokens a batch has, and how many sectors there are: addresses, not free memory."""
+    """Return the tokens per batch and the number of sectors, by addresses instead of memory."""
     making = _making.get()
     if making is None:
         return original(handler)
@@ -122,7 +122,7 @@ def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple
 
 
 def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any) -> Any:
-    """What `CachePool(...)` means in a cache: sectors of the elastic pool."""
+    """Replace `CachePool(...)` in an elastic cache: return a `SectorPool`."""
     making = _making.get()
     if making is None or making.memory is None:
         return cache_pool(num_sectors, num_allocators, *args)
@@ -132,7 +132,7 @@ def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any
 
 
 def _finish(cache: Any, config: Any, _: Making, memory: EnginePool) -> Batches:
-    """Turn what transformers has sized by ids into what it means by them."""
+    """Correct the values that transformers computed from the number of ids."""
     from kvelastic.integration.transformers.batches import Batches
 
     allocators = list(cache.cache_allocators.values())
@@ -153,7 +153,7 @@ def _keep_prefixes(cache: Any, memory: EnginePool) -> None:
 
     (allocator,) = cache.cache_allocators.values()
     if allocator.blocks_per_sector > 1:
-        # Blocks smaller than the alignment of sectors: models for tests, with tiny blocks.
+        # Blocks are smaller than the alignment of sectors only in test models with tiny blocks.
         _log.warning("No prefix is cached: a block is less than a sector. Use a larger page.")
         cache.use_prefix_sharing = cache.allow_block_sharing = False
         allocator.use_block_sharing = False
@@ -162,15 +162,15 @@ def _keep_prefixes(cache: Any, memory: EnginePool) -> None:
 
 
 def tokens_of_a_batch(cache: Any, config: Any, capacity_tokens: int) -> int:
-    """How many tokens of the cache one batch may read at most.
+    """Return the maximum number of cached tokens that one batch may read.
 
-    All of them, unless transformers has an attention mask of that many columns, filled at once.
+    That is all of them, unless transformers allocates an attention mask with that many columns.
     """
     from transformers.generation.continuous_batching.utils import attn_mask_is_needed
 
     if not attn_mask_is_needed(config):
         return capacity_tokens
-    # Rows for a batch times columns for all that it may read.
+    # The mask has a row per token of the batch and a column per token that it may read.
     row_bytes = int(cache.max_batch_tokens * cache.dtype.itemsize)
     longest = int(getattr(config, "max_position_embeddings", 0) or capacity_tokens)
     return min(capacity_tokens, max(longest, _MOST_MASK_BYTES // row_bytes))
@@ -182,7 +182,7 @@ def tokens_of_a_batch(cache: Any, config: Any, capacity_tokens: int) -> int:
 def can_store(
     original: Callable[..., bool], cache: Any, state: Any, request_len: int, dry_run: bool = False
 ) -> bool:
-    """Have memory mapped for what a request needs before transformers looks what is free."""
+    """Map memory for a request's blocks before transformers checks what is free."""
     batches = batches_of(cache)
     if batches is None or dry_run:
         return original(cache, state, request_len, dry_run)
@@ -209,7 +209,7 @@ def prepare_fork(
     dst_req_ids: list[str],
     *args: Any,
 ) -> list[str]:
-    """The same for the children of a request; those that do not fit are prefilled later."""
+    """Map memory for the children of a request. Children that do not fit are prefilled later."""
     batches = batches_of(cache)
     if batches is None:
         return original(cache, src_state, dst_req_ids, *args)
@@ -233,8 +233,8 @@ def prepare_fork(
 def free_request(
     original: Callable[..., None], allocator: Any, request_id: str, no_cache: bool = False
 ) -> None:
-    """Give a request's blocks back tail first: what is cached first is evicted first, and a prefix
-    is of no use without its head."""
+    """Release a request's blocks from the tail. Blocks cached first are evicted first, and a prefix
+    is useless without its head."""
     blocks = allocator.block_table.get(request_id)
     if blocks is not None and _is_elastic(allocator):
         allocator.block_table[request_id] = blocks[::-1]
@@ -246,7 +246,7 @@ def _is_elastic(allocator: Any) -> bool:
 
 
 def free_capacity(original: Callable[..., float], cache: Any, relative: bool = True) -> float:
-    """What is free of what may be had under the present limit, cached blocks counted as free."""
+    """Return the free capacity under the current limit. Cached blocks count as free."""
     batches = batches_of(cache)
     if batches is None:
         return original(cache, relative)
@@ -263,7 +263,7 @@ _DEVICES: Final = ("cpu", "cuda")
 
 
 def refuse_configuration(cb_config: Any, device: Any, distributed_helper: Any) -> None:
-    """Raise `UnsupportedEngineError` naming every setting that is not covered.
+    """Raise `UnsupportedEngineError` that names every setting that is not covered.
 
     `cb_config` is the resolved `ContinuousBatchingConfig`, `device` a torch device.
     """
