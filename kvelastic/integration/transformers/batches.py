@@ -1,7 +1,7 @@
-"""What an elastic cache keeps between batches: sessions, what waits for memory, what is idle.
+"""The state of an elastic cache between batches: sessions, memory waits, and idle time.
 
-The loop of transformers makes a batch, computes it, and reads its tokens. It looks up and takes
-blocks in two parts of that, and each is a session::
+transformers' loop makes a batch, computes it, and reads its tokens. Two parts of the loop look up
+and take blocks, and each part is a session::
 
     | schedule: follow, look up, take | compute | update: follow, cache, give back | schedule ...
       \\_______ a session __________/             \\________ a session __________/
@@ -26,19 +26,19 @@ from kvelastic.scheduling.over_limit import OverLimit
 _DEFAULT_STREAM: Final = 0
 
 
-class NothingFits(Exception):  # noqa: N818  # never seen outside
-    """No request can go on for now. transformers would end its loop with an error instead."""
+class NothingFits(Exception):  # noqa: N818  # internal
+    """No request fits into memory now. transformers would end its loop with an error instead."""
 
 
 class BlockSource(Protocol):
-    """`SectorPool`, or before 5.18 `ElasticBlockManager`: what took the place of a free list."""
+    """The replacement of the free list: `SectorPool`, or `ElasticBlockManager` before 5.18."""
 
     warms_up: bool
     memory: SchedulerBlocks
 
 
 class Batches:
-    """Made with a cache, and used by the one thread that runs its loop.
+    """The state of one elastic cache. Only the thread that runs the cache's loop uses it.
 
     `trash` are the rows of the cache from which padding reads zeros.
     """
@@ -49,31 +49,34 @@ class Batches:
         self.source = source
         self.blocks = source.memory
         self.preempted = 0
-        """Requests that gave their blocks up for others, since the start."""
+        """Number of preempted requests since the start."""
         self.found_none = False
-        """Whether the last try to schedule a batch found no request that fits."""
+        """True if the last attempt to schedule a batch found no request that fits."""
         self.over_limit = OverLimit(self.blocks, config.load().limit_wait_s)
         self._memory = memory
         self._trash = trash
         self._was_idle = True
 
     def close(self) -> None:
-        """The loop has ended for good."""
+        """Release the cache's memory after the loop has ended."""
         self._memory.close()
 
     def name_streams(self, compute_stream: Any) -> None:
-        """Tell the driver of a GPU on which streams blocks are read and written."""
+        """Register the streams that read and write blocks with a GPU's driver."""
         driver = self._memory.device.driver()
         if compute_stream is not None and isinstance(driver, _vmm.CudaDriver):
             driver.use_streams([_DEFAULT_STREAM, int(compute_stream.cuda_stream)])
 
     def batch_is_computed(self) -> None:
-        """Called after each batch: its activations may have been the largest so far."""
+        """Update the step reserve. Call after each batch: its activations may be a new maximum."""
         if self._memory.step_reserve is not None:
             self._memory.step_reserve.follow(held_of_gpu_bytes(self._trash[0].device))
 
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
-        """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""
+        """Zero the trash rows after idle time, because padding reads them from a new page.
+
+        Call after each attempt to make a batch.
+        """
         if ready and self._was_idle and is_padded:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 for rows in self._trash:

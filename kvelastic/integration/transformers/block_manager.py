@@ -1,15 +1,16 @@
-"""transformers 5.17's manager of blocks, over kvelastic's native pool.
+"""transformers 5.17's block manager, over kvelastic's native pool.
 
-Before 5.18 a block is a number of tokens in each tensor of a group of layers, K and V apart: to the
-native pool a block in as many buffers, with sparse ids. transformers keeps the ids that nobody has
-in two lists, and both are the native pool's here::
+Before 5.18 a block is a number of tokens in each tensor of a group of layers, with separate tensors
+for K and V. To the native pool it is a block in as many buffers, with sparse ids. transformers
+keeps the ids without a request in two lists. Here the native pool keeps both::
 
+    transformers    meaning                           native pool
     in use          a request refers to it            used
-    initialized     nobody does; has a hash           cached
-    uninitialized   neither                           free, perhaps without memory
+    initialized     no request does; has a hash       cached
+    uninitialized   no request, no hash               free, perhaps without memory
 
-Block 0 is the native pool's null block, mapped whenever any other is. It serves for the two blocks
-of padding that transformers has at the end of its tensors, of which three rows are used::
+Block 0 is the native pool's null block, mapped whenever any other is. It replaces the two blocks of
+padding that transformers has at the end of its tensors, of which three rows are used::
 
     block 0, in each tensor:  [ row 0      | row 1        |  ...  | last row    ]
                                 read trash   sentinel               write trash
@@ -34,10 +35,10 @@ TRASH_BLOCK: Final = 0
 
 
 class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers is untyped here
-    """Takes the place of `BlockManager` in a cache; the same calls, the same meanings.
+    """Replaces `BlockManager` in a cache, with the same methods and semantics.
 
-    `_init_block_ids` has the cached blocks, `_uninit_block_ids` stays empty: what is free, only the
-    native pool knows.
+    `_init_block_ids` has the cached blocks. `_uninit_block_ids` stays empty: only the native pool
+    knows the free blocks.
     """
 
     def __init__(
@@ -46,32 +47,32 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
         super().__init__(0, block_size, tp_on)
         self.num_blocks = num_blocks
         self.warms_up = False
-        """While set, requests get the trash block for all of their blocks."""
+        """While True, requests get the trash block for all of their blocks."""
         self.children: dict[str, int] = {}
-        """How many children each request is to have, of those that are forked next."""
+        """Number of children of each request that is forked next."""
         self.memory = memory
         memory.on_changes = self._follow
 
-    # --- what there is --------------------------------------------------------------------------
+    # --- availability ---------------------------------------------------------------------------
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be had now, by mapping pages and by evicting cached blocks.
+        """Blocks available now, including by mapping pages and by evicting cached blocks.
 
-        While requests are preempted no page could be had: those that have none do not count.
+        While requests are preempted no page can be mapped, so blocks without memory do not count.
         """
         return self.memory.at_hand if self.memory.is_at_work else self.memory.reachable
 
-    # --- what transformers calls ----------------------------------------------------------------
+    # --- called by transformers -----------------------------------------------------------------
 
     def has_enough_free_blocks(self, n_blocks: int) -> bool:
-        """Whether they can be taken now. Has memory mapped for them."""
+        """Map memory for `n_blocks` blocks; return True if they can be taken now."""
         return self.memory.prepare(n_blocks) >= n_blocks
 
     def get_free_blocks(
         self, n_blocks: int, last_block_id: int | None, shareable: bool, group_id: int
     ) -> list[int] | None:
-        """Take blocks, evicting cached ones where that is needed; None: there are too few."""
+        """Take blocks, evicting cached ones if needed; return None if there are too few."""
         if self.warms_up:
             return [TRASH_BLOCK] * n_blocks
         if n_blocks <= 0:
@@ -88,18 +89,18 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
         return ids
 
     def increase_ref_count(self, block_id: int) -> None:
-        """Refer to a block once more; a cached one is in use from now on."""
+        """Add a reference to a block; a cached block becomes used."""
         if block_id in self._init_block_ids:
-            self.memory.touch([block_id])  # raises with nothing changed: so it comes first
+            self.memory.touch([block_id])  # first, because it may raise and then changes nothing
         super().increase_ref_count(block_id)
 
     def decrease_ref_count(self, block_id: int) -> None:
-        """Refer to a block once less."""
+        """Remove a reference to a block."""
         self.free_blocks([block_id], shareable=True)
 
     def free_blocks(self, blocks: list[int], shareable: bool) -> None:
-        """Give a request's blocks back tail first: what is cached first is evicted first, and a
-        prefix is of no use without its head."""
+        """Release a request's blocks from the tail. Blocks cached first are evicted first, and a
+        prefix is useless without its head."""
         if not shareable:
             self.memory.give_back([block_id for block_id in blocks if block_id != TRASH_BLOCK])
             return
@@ -119,10 +120,10 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
                 free.append(block_id)
         self._init_block_ids.update(dict.fromkeys(cached))
         self.memory.give_back(free, cached)
-        self.memory.follow()  # more may be cached than is allowed
+        self.memory.follow()  # there may be too many cached blocks now
 
     def uninitialize_unshared_block(self, block_id: int) -> None:
-        """Give a block back of which another one has the same contents."""
+        """Release a block whose contents another block has too."""
         super().uninitialize_unshared_block(block_id)
         self._uninit_block_ids.clear()
         self.memory.give_back([block_id])
@@ -130,9 +131,9 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
     # --- forks ----------------------------------------------------------------------------------
 
     def forks_that_fit(self, request_id: str, allocators: Iterable[Any]) -> int | None:
-        """How many children of a request can be had now, in the native pool's session.
+        """Return how many children of a request fit now. Call it in a session of the native pool.
 
-        None: as many as are wanted, for they share all of its blocks.
+        Returns None if any number fits, because children share all blocks.
         """
         blocks = 0
         for allocator in allocators:
@@ -147,10 +148,10 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
             return None
         return self.memory.prepare(blocks * self.children.get(request_id, 1)) // blocks
 
-    # --- what the native pool did ---------------------------------------------------------------
+    # --- changes by the native pool -------------------------------------------------------------
 
     def _follow(self, changes: Changes) -> None:
-        """Forget what was evicted, and rename what was moved."""
+        """Remove evicted blocks, and renumber moved ones."""
         for block_id, moved_to in changes:
             if block_id not in self._init_block_ids:
                 continue
@@ -168,7 +169,7 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
         """Raise `IntegrityError` if hashes, blocks and the native pool's blocks disagree."""
         self.memory.check_integrity()
         if self.memory.pool.has_evicted:
-            return  # told at the next session
+            return  # reported at the next session
         hashed = {id_: block.hash for id_, block in self._id_to_block.items() if block.is_complete}
         if {id_: hash_ for hash_, id_ in self._hash_to_id.items()} != hashed:
             raise IntegrityError("the hashes of blocks and the blocks of hashes differ")

@@ -1,9 +1,9 @@
 """The memory of a paged cache of transformers 5.17: a tensor for K and one for V of each layer.
 
-Layers come in groups of one kind of attention, and groups overlay each other: a block belongs to
-one of them at a time, so there are as many tensors as two for each layer of a group. transformers
-fills a block at the end of each tensor while it makes them, where no memory is yet. So it gets
-tensors without any memory first, and the true ones once the cache is made.
+Layers are in groups by kind of attention, and the groups share the tensors: a block belongs to one
+group at a time. So there are two tensors per layer of a group. While transformers makes the
+tensors, it fills a block at the end of each, where no memory is mapped yet. So it first gets meta
+tensors, and the real tensors after the cache is made.
 
 Imports torch.
 """
@@ -21,7 +21,7 @@ from kvelastic.layout import PageLayout
 
 
 class BlockMaking(Making):
-    """For tensors in which row `id * tokens + t` is token t of block id."""
+    """Serves the allocation of tensors in which row `id * tokens + t` is token t of block id."""
 
     _whole_range: torch.Tensor
     _block_shape: tuple[int, int, int] | None = None
@@ -35,9 +35,9 @@ class BlockMaking(Making):
         layers: int,
         wanted_blocks: int | None,
     ) -> int:
-        """Make the pool (see `_open`); returns the blocks that transformers is to believe in.
+        """Make the pool (see `_open`); return the number of blocks to report to transformers.
 
-        `block_shape` is (tokens, heads, head size), `layers` the number of layers of a group.
+        `block_shape` is (tokens, heads, head size). `layers` is the number of layers of a group.
         """
         self._dtype = dtype
         self.expected = 2 * layers
@@ -57,7 +57,7 @@ class BlockMaking(Making):
         return self._span - TRASH_BLOCKS
 
     def views(self) -> list[torch.Tensor]:
-        """The true tensors, once the cache is made: K and V of one layer after the other."""
+        """Return the real tensors after the cache is made: K, V of layer 0, K, V of layer 1, ..."""
         assert self.memory is not None
         assert self._block_shape is not None
         layout = self.memory.layout

@@ -1,7 +1,7 @@
-"""What is hooked into continuous batching of transformers 5.17, and what must hold there.
+"""Hooks into continuous batching of transformers 5.17, and their probes.
 
-Its cache is built differently from that of later series (see `block_manager`); of its loop the same
-functions are wrapped.
+Its cache differs from that of later series (see `block_manager`). The same functions of its loop
+are wrapped.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ HOOKS: Final = (
     Hook(LOOP, f"{RUNNER}.warmup", in_block_cache.warm_up, "warm up over the trash block"),
     *LOOP_HOOKS,
 )
-"""Everything that is wrapped."""
+"""All hooks for 5.17."""
 
 
 def probe_all(probe: Probe) -> None:
-    """Everything that a wrapper replaces, calls or relies on."""
+    """Probe everything that a wrapper replaces, calls or relies on."""
     _probe_cache(probe)
     _probe_blocks(probe)
     _probe_users(probe)
@@ -125,7 +125,7 @@ def _probe_cache(probe: Probe) -> None:
 
 
 def _probe_blocks(probe: Probe) -> None:
-    """Whatever touches the lists of ids is replaced, but for what these methods do."""
+    """Probe that only these methods use the lists of ids; all others would need a replacement."""
     probe.users(
         _MANAGER,
         "_uninit_block_ids",
@@ -172,7 +172,7 @@ def _probe_blocks(probe: Probe) -> None:
 
 
 def _probe_users(probe: Probe) -> None:
-    """Who reads the cache's sizes: each gets what it means by them."""
+    """Probe the functions that read the cache's sizes, because each needs a different value."""
     probe.users(
         CACHE,
         "num_blocks",

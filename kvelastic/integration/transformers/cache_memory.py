@@ -1,13 +1,13 @@
 """The memory of one of transformers' paged caches: segment, pool, and tensors over its range.
 
-transformers first decides how many blocks there are, and then allocates them. `Making` answers
-both: as many as its range has ids, and addresses in that range, with no memory behind them yet::
+transformers first computes the number of blocks, and then allocates them. `Making` serves both. The
+number is that of ids in its range, and the allocation returns addresses without memory yet::
 
     with SectorMaking(settings, torch_device, model) as making:
         ...                                  # PagedAttentionCache.__init__, on this thread
     memory = making.finish()
 
-`SectorMaking` does so for one flat tensor (5.18 and later), `block_memory` for one a layer (5.17).
+`SectorMaking` is for one flat tensor (5.18 and later), `block_memory` for tensors per layer (5.17).
 
 Imports torch.
 """
@@ -29,14 +29,14 @@ from kvelastic.layout import PageLayout
 from kvelastic.process_memory import anonymous_bytes
 
 TRASH_BLOCKS: Final = 2
-"""transformers allocates so many (sectors, in 5.18 and later) besides those that it was told of."""
+"""Blocks (5.18 and later: sectors) that transformers allocates beyond the number it was given."""
 
 
 class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
-    """Answers for one cache that is being made; not thread-safe, used once."""
+    """Serves the allocations of one cache under construction. Not thread-safe; used once."""
 
     expected = 1
-    """Allocations by which transformers makes its cache."""
+    """Number of allocations with which transformers makes its cache."""
 
     def __init__(self, settings: Config, torch_device: torch.device, model: str) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
     def _open(
         self, make_layout: Callable[[int], PageLayout], block_tokens: int, wanted: int | None
     ) -> tuple[int, torch.Tensor]:
-        """Make the pool; how many ids there are, and the whole range.
+        """Make the pool; return the number of ids, and the whole range as a tensor.
 
-        `make_layout` is given the page size to start from. `wanted` None: as many blocks as the
-        device has room for. Maps nothing yet. Raises what `open_pool` raises, `ConfigError` for a
-        device that does not fit, `LayoutError` for a block that fits no page.
+        `make_layout` returns the layout for an initial page size. If `wanted` is None, there are as
+        many blocks as fit on the device. Maps nothing yet. Raises the errors of `open_pool`,
+        `ConfigError` for a wrong device, and `LayoutError` if a block fits no page.
         """
         settings = self._settings
         on_gpu = self._torch_device.type != "cpu"
@@ -72,7 +72,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
             wanted_blocks=wanted,
             engine="transformers",
             model=self._model,
-            least_blocks=TRASH_BLOCKS,  # it needs one besides its trash
+            least_blocks=TRASH_BLOCKS,  # transformers needs one besides its trash
             movable=True,
         )
         pool = self.memory.pool
@@ -80,7 +80,10 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         return layout.id_span(self.memory.pages), tensors.whole_range(pool.memory)
 
     def finish(self) -> EnginePool:
-        """The memory, once the cache is made. Raises `EngineError` if it lies elsewhere."""
+        """Return the memory after the cache is made.
+
+        Raises `EngineError` if transformers allocated its cache in another way.
+        """
         if self.memory is None or self._answered != self.expected:
             raise EngineError(
                 f"transformers allocated its cache in {self._answered} tensors instead of"
@@ -90,7 +93,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         return self.memory
 
     def close(self) -> None:
-        """The cache was not made after all: leave nothing behind."""
+        """Release everything after the cache could not be made."""
         if self.memory is not None:
             self.memory.close()
 
@@ -101,7 +104,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Called by torch for every function on this thread while the cache is being made."""
+        """Intercept torch functions on this thread while the cache is under construction."""
         found = self._answer(func, args, kwargs or {})
         if found is None:
             return func(*args, **(kwargs or {}))
@@ -111,20 +114,20 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
     def _answer(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """What transformers gets for that call, where it allocates the cache."""
+        """Return the tensor for a call that allocates the cache; None for any other call."""
         raise NotImplementedError
 
 
 class SectorMaking(Making):
-    """For one tensor of bytes, in which all layers of a block lie side by side."""
+    """Serves the allocation of one tensor of bytes, in which a block has all its layers."""
 
     _tensor: torch.Tensor | None = None
 
     def size(self, sector_bytes: int, sector_tokens: int, wanted_sectors: int | None) -> int:
-        """Make the pool (see `_open`); returns the sectors that transformers is to believe in."""
+        """Make the pool (see `_open`); return the number of sectors to report to transformers."""
 
         def make_layout(page_size_bytes: int) -> PageLayout:
-            # To the layout they are one buffer, and need no neighbours.
+            # The layout sees one buffer, and sectors need not be contiguous.
             return PageLayout.solve(
                 sector_bytes, 1, page_size_bytes=page_size_bytes, fewest_blocks=1
             )
@@ -147,16 +150,16 @@ class SectorMaking(Making):
 
 
 def held_besides_bytes(torch_device: torch.device) -> int:
-    """What this process holds of the device besides KV cache: weights, above all."""
+    """Return the device memory of this process besides KV cache, mainly weights."""
     if torch_device.type == "cpu":
         return anonymous_bytes(os.getpid())
     return held_of_gpu_bytes(torch_device)
 
 
 def held_of_gpu_bytes(torch_device: torch.device) -> int:
-    """What PyTorch holds of a GPU, in use or kept for its next tensors: of a step, its peak.
+    """Return the GPU memory that PyTorch has reserved, used or cached: the peak of a step.
 
-    Not the peak of the process, which may be that of loading the weights.
+    It is not the peak of the process, which may have been the loading of weights.
     """
     statistics = torch.cuda.memory_stats_as_nested_dict(torch_device)
     return int(statistics["reserved_bytes"]["all"]["current"]) if statistics else 0

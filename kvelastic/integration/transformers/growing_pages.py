@@ -1,13 +1,13 @@
-"""The pages of a pool from the first one on: memory for something that grows at its end.
+"""Contiguous pages of a pool, from the first one on: memory for data that grows at its end.
 
     pages = open_growing_pages(settings, device, engine="transformers", lanes=1)
-    pages.grow(3)          # pages 0, 1 and 2 are mapped, so their addresses follow on one another
-    pages.shrink(1)        # pages 1 and 2 are parked; the keeper gives them back
+    pages.grow(3)          # pages 0, 1 and 2 are mapped, at contiguous addresses
+    pages.shrink(1)        # pages 1 and 2 are parked; the maintenance thread unmaps them
     pages.close()
 
-A pool hands out blocks of whichever page is best for it. Here a page is taken whole, and always the
-next one, so that the addresses in use are one run. All else is the pool's: limits, the ledger,
-sleep, what others ask. Imports no torch.
+A pool allocates blocks on the page that suits it best. This module takes whole pages, and always
+the next one, so that the addresses in use are contiguous. The pool does the rest: limits, the
+ledger, sleep, reclaim. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,57 +37,59 @@ from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.sizes import format_size
 
 _BLOCKS_A_PAGE: Final = 64
-"""Of which the first one of page 0 is the null block, so a 64th of a page is lost to it."""
+"""Block 0 of page 0 is the null block, so a 64th of a page is lost."""
 _LEAST_WAIT_S: Final = _vmm.RECLAIM_RESERVE_WAIT_NS / 1e9
-"""For memory of others: as long as a reserve waits. Who runs here cannot preempt anything."""
+"""Minimum wait for other instances' memory, as long as a reserve waits. `generate` cannot preempt
+requests instead."""
 _WAITED_AT_ONCE_S: Final = 0.25
-"""So that Ctrl-C is heard."""
+"""Maximum length of one wait, so that Ctrl-C takes effect."""
 _TRIES: Final = 4
 _MOST_NAMES: Final = 1000
 
 _reserving: weakref.ref[GrowingPages] | None = None
-"""Whose instance says `KVELASTIC_RESERVE`: one of this process, for it is of the whole process."""
+"""The pages whose instance reports `KVELASTIC_RESERVE`. The reserve is of the whole process, so
+only one instance reports it."""
 
 
 class GrowingPages:
-    """What `open_growing_pages` made. One thread at a time; pages count from 0."""
+    """Contiguous pages, numbered from 0; see `open_growing_pages`. One thread at a time."""
 
     def __init__(self, pool: ElasticPool, pages: int, wait_s: float) -> None:
         self.pool = pool
         self._wait_s = wait_s
         self.held = 0
-        """Pages in use: 0 to held - 1."""
+        """Number of pages in use: pages 0 to held - 1."""
         self._most = pages
         self._pid = os.getpid()
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all lanes together."""
+        """Size of a page in all lanes together."""
         return self.pool.blocks.geometry.page_bytes
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of a page in one lane."""
+        """Size of a page in one lane."""
         return self.pool.blocks.geometry.extent_bytes
 
     @property
     def lane_stride_bytes(self) -> int:
-        """Bytes from a lane to the next one."""
+        """Distance between two lanes."""
         return self.pool.blocks.geometry.extent_stride_bytes
 
     @property
     def unused_bytes(self) -> int:
-        """At the start of each lane, the null block."""
+        """Size of the null block, which is unused at the start of each lane."""
         return self.pool.blocks.geometry.block_bytes
 
     @property
     def range_memory(self) -> _vmm.Range:
-        """The addresses."""
+        """The range of addresses."""
         assert isinstance(self.pool.memory, _vmm.Range)
         return self.pool.memory
 
     def refuse_in_a_child(self) -> None:
-        """Raise `DeviceUnavailableError` in a forked child: the memory is its parent's."""
+        """Raise `DeviceUnavailableError` in a forked child: the memory belongs to the parent."""
         if os.getpid() != self._pid:
             raise DeviceUnavailableError(
                 f"{self.pool.name} was made by process {self._pid}, and this is a forked child"
@@ -95,11 +97,11 @@ class GrowingPages:
             )
 
     def grow(self, pages: int) -> None:
-        """Have at least so many pages in use. All or nothing.
+        """Grow to at least `pages` pages, or change nothing.
 
-        Waits for memory of other instances, five seconds at most (or `KVELASTIC_RECLAIM_WAIT`,
-        where that is longer). Raises `LimitReachedError` where the limit or sleep has no room,
-        `OutOfMemoryError` where the device has none, `PoolFailedError`.
+        Waits up to 5 s for memory of other instances, or `KVELASTIC_RECLAIM_WAIT` if that is
+        longer. Raises `LimitReachedError` if the limit is too low or the instance sleeps,
+        `OutOfMemoryError` if the device has no memory, and `PoolFailedError`.
         """
         if pages <= self.held:
             return
@@ -109,7 +111,7 @@ class GrowingPages:
             if min(ids) == wanted[0] and max(ids) == wanted[-1]:
                 self.held = pages
                 return
-            # Of several parked pages the pool gives the one it likes; of unmapped ones the lowest.
+            # The pool may choose any parked page, but always the lowest unmapped one.
             self.pool.blocks.free(ids)
             self.pool.blocks.trim()
         raise PoolFailedError(
@@ -117,33 +119,34 @@ class GrowingPages:
         )
 
     def shrink(self, pages: int, *, trim: bool = False) -> None:
-        """Have at most so many pages in use; the others are parked, or given back with `trim`.
+        """Shrink to at most `pages` pages. The others are parked, or unmapped with `trim`.
 
-        Parked pages go when others ask, over a lower limit, or after `KVELASTIC_IDLE_TRIM_SECONDS`.
-        The first page stays mapped. With `trim` it waits for the unmapping.
+        Parked pages are unmapped when other instances request memory, over a lower limit, or after
+        `KVELASTIC_IDLE_TRIM_SECONDS`. The first page stays mapped. With `trim` the call blocks
+        until pages are unmapped.
         """
         if pages < self.held:
-            # The last first, so that of the parked ones the pool gives the lowest again first.
+            # Free from the end, so that the pool reuses the lowest parked pages first.
             self.pool.blocks.free(list(reversed(self._ids(pages, self.held))))
             self.held = pages
         if trim:
             self.pool.blocks.trim()
 
     def close(self, *, is_unused: bool) -> None:
-        """Leave ledger and segment; `is_unused`: no tensor over the pages is left.
+        """Remove the instance from ledger and segment. Idempotent; blocks for the driver.
 
-        Else the pages stay, and what is granted for them, until the last one is gone. In a forked
-        child nothing happens. Waits for the driver. Repeatable.
+        `is_unused`: no tensor over the pages exists. Otherwise the pages and their grant stay until
+        the last tensor is deleted. In a forked child the call does nothing.
         """
         if os.getpid() != self._pid:
             return
         if is_unused:
-            with suppress(DriverError):  # what has failed stays as it is
+            with suppress(DriverError):  # nothing can be released after a driver error
                 self.shrink(0)
         self.pool.close()
 
     def _alloc(self, count: int, pages: int) -> list[int]:
-        """So many blocks, for so many pages in all; waits and raises as `grow`."""
+        """Return `count` blocks for a total of `pages` pages. Waits and raises like `grow`."""
         blocks = self.pool.blocks
         deadline_s = time.monotonic() + self._wait_s
         while True:
@@ -154,7 +157,7 @@ class GrowingPages:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self._is_over_limit(pages):
                 refusal = self._refusal(pages)
-                blocks.trim()  # what came meanwhile is of no use here
+                blocks.trim()  # release pages that became available but do not suffice
                 raise refusal
             blocks.wait_for_arrival(seen, min(left_s, _WAITED_AT_ONCE_S))
 
@@ -163,11 +166,11 @@ class GrowingPages:
         return pages > self._most or pages * self.page_bytes > effective_bytes
 
     def _ids(self, begin: int, end: int) -> Sequence[int]:
-        """The ids of pages `begin` to `end`, without the null block."""
+        """Return the block ids of pages `begin` to `end`, without the null block."""
         return range(max(1, begin * _BLOCKS_A_PAGE), end * _BLOCKS_A_PAGE)
 
     def _refusal(self, pages: int) -> Exception:
-        """Why so many pages cannot be had, with what is held and what to do."""
+        """Return the error for unavailable pages, with the memory held and the remedy."""
         blocks, name = self.pool.blocks, self.pool.name
         state = blocks.limit_state()
         needed_bytes = pages * self.page_bytes
@@ -204,12 +207,12 @@ class GrowingPages:
 def open_growing_pages(
     settings: Config, device: Device, *, engine: str, lanes: int, model: str = "", name: str | None
 ) -> GrowingPages:
-    """Make a pool, its segment and its keeper; maps nothing yet.
+    """Make a pool, its segment and its maintenance thread; map nothing yet.
 
-    There are addresses for the whole capacity of the device. With several `lanes` a page has an
-    extent in each of them. `name` is taken exactly; without one it is `KVELASTIC_IPC_NAME`, with a
-    number behind it where another instance of this process has that, or an automatic name. Raises
-    as `open_pool`.
+    The range has addresses for the whole capacity of the device. With several `lanes` a page has
+    an extent in each lane. `name` is used unchanged. If it is None, the name is
+    `KVELASTIC_IPC_NAME`, with a number appended if another instance of this process has it, or an
+    automatic name. Raises the errors of `open_pool`.
     """
     global _reserving
     extent_bytes = places.page_size_bytes(settings, [device])
@@ -222,7 +225,7 @@ def open_growing_pages(
     )
     pages = max(1, device.capacity_bytes // layout.page_bytes)
     reserves = _reserving is None or _reserving() is None
-    # Pages that the keeper maps ahead would come in another order than that of the addresses.
+    # Preallocated pages would not be in the order of addresses.
     settings = dataclasses.replace(settings, page_prealloc_enabled=False)
 
     def open_named(name: str | None) -> ElasticPool:
@@ -255,7 +258,7 @@ def open_growing_pages(
 def _open_by_settings(
     settings: Config, open_named: Callable[[str | None], ElasticPool]
 ) -> ElasticPool:
-    """Open it by `KVELASTIC_IPC_NAME`, which only the first instance of a process can have."""
+    """Open a pool named by `KVELASTIC_IPC_NAME`, numbered from the process's second instance on."""
     first = settings.ipc_name
     if first is None:
         return open_named(None)
@@ -270,7 +273,7 @@ def _open_by_settings(
 
 
 def _is_own(name: str) -> bool:
-    """Whether this very process has the instance of that name."""
+    """Return True if the instance of that name belongs to this process."""
     try:
         return bool(segment.inspect(name).header.get("pid") == os.getpid())
     except SegmentError:

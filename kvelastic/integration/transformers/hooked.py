@@ -1,4 +1,4 @@
-"""Where continuous batching of transformers is hooked, and what all of its series share of that."""
+"""Paths of continuous batching that are hooked, and the hooks that all series share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvelastic.integration.transformers import in_batches
 
 ROOM: Final = "transformers.generation.continuous_batching"
 LOOP: Final = f"{ROOM}.continuous_api"
-"""The module whose import sets all hooks: it brings the others in."""
+"""The module whose import sets all hooks. It imports the others."""
 CACHE: Final = f"{ROOM}.cache:PagedAttentionCache"
 HANDLER: Final = f"{ROOM}.cache:PagedAttentionMemoryHandler"
 PROCESSOR: Final = f"{LOOP}:ContinuousBatchProcessor"
@@ -45,7 +45,7 @@ LOOP_HOOKS: Final = (
 
 
 def probe_loop(probe: Probe) -> None:
-    """What these wrappers replace, call or rely on."""
+    """Probe everything that `LOOP_HOOKS` replace, call or rely on."""
     probe.parameters(
         f"{_RESOLVING}:decide_use_async_batching", ("cb_config", "is_attn_mask_needed")
     )

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvelastic.transformers")
 
 _NAP_S: Final = 0.05
-"""How long the loop waits for memory before it looks at its requests again."""
+"""Maximum wait for memory before the loop checks its requests again."""
 _STAYS: Final = "kvelastic"
-"""Stands for one more active request."""
+"""Key of a placeholder for one more active request."""
 _MORE_THAN_FITS: Final = 1 << 40
-"""Tokens or blocks, as the series counts: no cache has room for them."""
+"""A number of tokens or blocks (depending on the series) that fits in no cache."""
 
 
 def decide_use_async_batching(
     original: Callable[..., None], cb_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """One batch at a time, unless asynchronous batching was asked for, which is refused later."""
+    """Default to one batch at a time. Explicit asynchronous batching is refused later."""
     if cb_config.use_async_batching is None:
         cb_config.use_async_batching = False
     original(cb_config, *args, **kwargs)
@@ -34,7 +34,7 @@ def decide_use_async_batching(
 def processor_init(
     original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Tell the driver the stream; every try to schedule is a session."""
+    """Register the stream with the driver, and run every scheduling attempt in a session."""
     original(processor, *args, **kwargs)
     batches = batches_of(processor.cache)
     if batches is None:
@@ -51,23 +51,24 @@ def processor_init(
         batches.found_none = scheduled[0] is None
         return scheduled
 
-    # The instance's own: whichever class of scheduler it is.
+    # Replaced on the object, so that it works for every scheduler class.
     processor.scheduler.schedule_batch = schedule_batch
 
 
 def _lift_admission(batches: Batches, scheduler: Any) -> None:
-    """Admit requests again when memory has come since one was preempted for want of it.
+    """Admit requests again if the pool has grown since a request was preempted.
 
-    transformers admits none from then on until a request ends: its own cache does not grow.
+    transformers admits none after a preemption until a request ends, because its own cache does not
+    grow.
     """
     if scheduler.block_new_requests and batches.blocks.has_grown:
         scheduler.block_new_requests = False
 
 
 def _preempt_over_limit(batches: Batches, processor: Any) -> None:
-    """Preempt requests that have kept the pool over its limit for too long.
+    """Preempt requests if they have kept the pool over its limit for too long.
 
-    transformers preempts what is starved, the end of the list first: the cheapest request.
+    transformers preempts starved requests from the end of the list, where the cheapest one is.
     """
     scheduler = processor.scheduler
     active = list(scheduler.active_requests.values())
@@ -84,7 +85,8 @@ def _preempt_over_limit(batches: Batches, processor: Any) -> None:
         (active[index], _MORE_THAN_FITS) for index in reversed(choice.requests)
     ]
     batches.found_none = False
-    # It leaves one request active. Of one alone, blocks may still lie on pages over the limit.
+    # transformers keeps one request active. With the placeholder it can preempt all, because even
+    # one request may have blocks on pages over the limit.
     scheduler.active_requests[_STAYS] = None
     try:
         processor.offloading_manager.offload_requests()
@@ -93,10 +95,9 @@ def _preempt_over_limit(batches: Batches, processor: Any) -> None:
 
 
 def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
-    """Wait where no request fits for now; transformers would end its loop with an error.
+    """Wait if no request fits now; transformers would end its loop with an error.
 
-    Between two looks at memory the loop looks at its requests: one may be cancelled, or a new one
-    may fit.
+    Between waits the loop checks its requests: one may be cancelled, or a new one may fit.
     """
     batches = batches_of(processor.cache)
     if batches is None:
@@ -105,7 +106,7 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
 
     ready = False
     while True:
-        seen = batches.blocks.arrivals  # before the try: what comes meanwhile counts as news
+        seen = batches.blocks.arrivals  # before the attempt, so that no new memory is missed
         try:
             ready = original(processor)
         except NothingFits:
@@ -122,7 +123,7 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
 
 
 def update_batch(original: Callable[..., None], processor: Any) -> None:
-    """One session: requests that end give blocks back, others share theirs."""
+    """Run the update in one session: ended requests release blocks, others share theirs."""
     batches = batches_of(processor.cache)
     if batches is None:
         original(processor)
@@ -134,9 +135,9 @@ def update_batch(original: Callable[..., None], processor: Any) -> None:
 
 
 def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
-    """Preempt requests, whose blocks are copied after they were freed: in a step.
+    """Preempt requests. Their blocks are copied after they are freed, so this runs in a step.
 
-    Raises `NothingFits` where a batch is wanted and nobody is left to preempt.
+    Raises `NothingFits` if no batch could be scheduled and no request is left to preempt.
     """
     batches = batches_of(manager.cache)
     if batches is None:
@@ -156,7 +157,7 @@ def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
 
 
 def manager_stop(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Give the cache's memory back with the session, whoever still holds the cache itself."""
+    """Release the cache's memory when the manager stops, even if the cache is still referenced."""
     processor = manager.batch_processor
     original(manager, *args, **kwargs)
     if processor is None or manager.batch_processor is not None or manager.is_running():
@@ -167,7 +168,7 @@ def manager_stop(original: Callable[..., None], manager: Any, *args: Any, **kwar
 
 
 def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
-    """Capture and compile over the trash sector: no memory is taken for requests that are none."""
+    """Capture and compile with the trash sector, so that warm-up requests take no memory."""
     batches = batches_of(runner.cache)
     if batches is None:
         original(runner, model)

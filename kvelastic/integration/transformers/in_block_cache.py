@@ -1,6 +1,6 @@
-"""Wrappers for the cache of transformers 5.17, whose pool is a manager of blocks.
+"""Wrappers for the cache of transformers 5.17, whose pool is a block manager.
 
-What its loop has in common with later series is wrapped by `in_batches`.
+`in_batches` wraps the parts of the loop that all series share.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from kvelastic.integration.transformers.cache_memory import Making
 
 _ENDLESS: Final = 1 << 31
-"""What transformers answers where any number of children fits."""
+"""transformers' value for an unlimited number of children."""
 
 
 # --- a cache is made ---------------------------------------------------------------------------
 
 
 def cache_init(original: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse what is not covered; make the cache over elastic memory."""
+    """Make the cache over elastic memory. Raises `UnsupportedEngineError` if it is not covered."""
     from kvelastic.integration.transformers.block_memory import BlockMaking
 
     make_elastic(BlockMaking, _finish, original, cache, *args, **kwargs)
 
 
 def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple[int, int]:
-    """How many tokens a batch has, and how many blocks there are: addresses, not free memory."""
+    """Return the tokens per batch and the number of blocks, by addresses instead of memory."""
     making = making_now()
     if making is None:
         return original(handler)
@@ -58,7 +58,7 @@ def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple
 
 
 def make_manager(block_manager: Any, num_blocks: int, block_size: int, tp_on: bool) -> Any:
-    """What `BlockManager(...)` means in a cache: blocks of the elastic pool."""
+    """Replace `BlockManager(...)` in an elastic cache: return an `ElasticBlockManager`."""
     making = making_now()
     if making is None or making.memory is None:
         return block_manager(num_blocks, block_size, tp_on=tp_on)
@@ -68,7 +68,7 @@ def make_manager(block_manager: Any, num_blocks: int, block_size: int, tp_on: bo
 
 
 def _finish(cache: Any, config: Any, making: Making, memory: EnginePool) -> Batches:
-    """Put the true tensors in, and turn what was sized by ids into what transformers means."""
+    """Insert the real tensors, and correct the values computed from the number of ids."""
     import torch
 
     from kvelastic.integration.transformers.batches import Batches
@@ -93,12 +93,12 @@ def _finish(cache: Any, config: Any, making: Making, memory: EnginePool) -> Batc
     return Batches(cache._block_manager, memory, [rows[: cache.block_size] for rows in found])
 
 
-# --- one number, and what it stands for ----------------------------------------------------------
+# --- the cache's `num_blocks`, which has several uses --------------------------------------------
 
 
 @contextmanager
 def _showing(cache: Any, num_blocks: int) -> Iterator[None]:
-    """`num_blocks` of the cache is another number meanwhile."""
+    """Set the cache's `num_blocks` to another value for the duration of the context."""
     capacity_blocks, cache.num_blocks = cache.num_blocks, num_blocks
     try:
         yield
@@ -107,7 +107,7 @@ def _showing(cache: Any, num_blocks: int) -> Iterator[None]:
 
 
 def set_up_inputs(original: Callable[..., None], inputs: Any, *args: Any, **kwargs: Any) -> None:
-    """Index and mask have room for what a batch may read, and not for all that there could be."""
+    """Size index and mask for the tokens that a batch may read, not for the whole capacity."""
     cache = inputs.cache
     if batches_of(cache) is None:
         original(inputs, *args, **kwargs)
@@ -117,7 +117,7 @@ def set_up_inputs(original: Callable[..., None], inputs: Any, *args: Any, **kwar
 
 
 def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
-    """Capture and compile for the largest batch, over the trash block."""
+    """Capture and compile for the largest batch, with the trash block in place of memory."""
     cache = runner.cache
     if batches_of(cache) is None:
         original(runner, model)
@@ -129,7 +129,7 @@ def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
 def process_candidates(
     original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The safety margin is a part of what may be had under the present limit."""
+    """Compute the safety margin from the blocks available under the current limit."""
     cache = scheduler.cache
     if batches_of(cache) is None:
         return original(scheduler, *args, **kwargs)
@@ -143,7 +143,7 @@ def process_candidates(
 def can_allocate(
     original: Callable[..., bool], cache: Any, num_requested_blocks: int, allocated_blocks: int
 ) -> bool:
-    """Have memory mapped for what a request needs; what can be taken then is taken next."""
+    """Map memory for a request's blocks, which it takes next; return True if they fit."""
     if batches_of(cache) is None:
         return original(cache, num_requested_blocks, allocated_blocks)
     manager = cache._block_manager
@@ -155,7 +155,7 @@ def can_allocate(
 
 
 def update_batch(original: Callable[..., None], processor: Any) -> None:
-    """One session: requests that end give blocks back, others share theirs with children."""
+    """Run the update in one session: ended requests release blocks, others share with children."""
     if batches_of(processor.cache) is not None:
         processor.cache._block_manager.children = {
             state.request_id: state.num_children for state in processor.scheduler._requests_to_fork
@@ -164,7 +164,7 @@ def update_batch(original: Callable[..., None], processor: Any) -> None:
 
 
 def most_forks(original: Callable[..., int], cache: Any, source_request_id: str) -> int:
-    """Have memory mapped for the children of a request; those that do not fit are prefilled."""
+    """Map memory for the children of a request; children that do not fit are prefilled later."""
     if batches_of(cache) is None:
         return original(cache, source_request_id)
     fitting = cache._block_manager.forks_that_fit(source_request_id, cache.group_cache_managers)

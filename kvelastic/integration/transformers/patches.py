@@ -1,8 +1,8 @@
-"""What kvelastic hooks into transformers' continuous batching, and what must hold there.
+"""Hooks into transformers' continuous batching, and their probes.
 
-transformers has no hook of its own for any of it, so functions are wrapped; each wrapper calls the
-original where the cache is a stock one. Every function that a wrapper replaces, calls or relies on
-is probed before any is set.
+transformers has no plugin interface for this, so functions are wrapped. For a stock cache a wrapper
+calls the original. Every function that a wrapper replaces, calls or relies on is probed before any
+hook is set.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ HOOKS: Final = (
     Hook(LOOP, f"{RUNNER}.warmup", in_batches.warm_up, "warm up over the trash sector"),
     *LOOP_HOOKS,
 )
-"""Everything that is wrapped, as of 5.18; for 5.17 `block_patches` has its own."""
+"""All hooks for 5.18 and later; `block_patches` has those for 5.17."""
 
 
 def hooks_for(series: str) -> tuple[Hook, ...]:
-    """What is wrapped in transformers of that series."""
+    """Return the hooks for a series of transformers."""
     if series == "5.17":
         from kvelastic.integration.transformers import block_patches
 
@@ -72,10 +72,10 @@ def hooks_for(series: str) -> tuple[Hook, ...]:
 
 
 def arm(series: str) -> None:
-    """Patch continuous batching when it is imported, as that series; again does nothing.
+    """Patch continuous batching of the given series when it is imported. Idempotent.
 
-    Where it is imported already that is now, with `UnsupportedEngineError` if it is built
-    differently.
+    If it is already imported, patch it now. Raises `UnsupportedEngineError` in that case if a probe
+    fails.
     """
     engine = f"transformers {installed_version('transformers')}"
     table.arm(engine, hooks_for(series), {LOOP: functools.partial(_probe, engine, series)})
@@ -135,8 +135,8 @@ def _probe_cache(probe: Probe) -> None:
 
 
 def _probe_blocks(probe: Probe) -> None:
-    """Everything of the pool, the allocators and the ledger that is replaced or relied on."""
-    # What uses the list of free sectors is replaced by the elastic pool.
+    """Probe everything of the pool, the allocators and the ledger that a wrapper relies on."""
+    # The elastic pool replaces all users of the list of free sectors.
     probe.users(
         _POOL,
         "free_sectors",
@@ -155,7 +155,7 @@ def _probe_blocks(probe: Probe) -> None:
         f"{_ALLOCATOR}._after_cache_tensor_init",
         ("read_trash_index", "sentinel_index", "write_trash_index"),
     )
-    # What changes the cached blocks is replaced by the ledger that tells the pool.
+    # `PrefixLedger`, which notifies the pool, replaces all users of the cached blocks.
     probe.users(
         _LEDGER, "cached_blocks", ("__init__", "reset", "acquire", "release", "evict_cached_blocks")
     )
@@ -164,7 +164,7 @@ def _probe_blocks(probe: Probe) -> None:
 
 
 def _probe_what_is_stored(probe: Probe) -> None:
-    """What the loop calls of the cache."""
+    """Probe the loop's calls of the cache."""
     probe.mentions(f"{PROCESSOR}.update_batch", ("mark_complete_blocks",))
     probe.mentions(
         f"{OFFLOADING}.offload_requests", ("evict_cached_blocks", "free_blocks", "_offload_to_cpu")

@@ -1,4 +1,4 @@
-"""What runs when a process makes its first manager of continuous batching (`kvelastic.startup`)."""
+"""Runs when a process makes its first `ContinuousBatchingManager` (`kvelastic.startup`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def register() -> None:
     """Hook kvelastic into continuous batching if `ENABLE_KVELASTIC` is true; else do nothing.
 
-    Raises `ConfigError` for a variable with a bad value, and `UnsupportedEngineError` for a
-    transformers that kvelastic does not know; the manager is not made then.
+    Raises `ConfigError` for an invalid variable, and `UnsupportedEngineError` for an unsupported
+    transformers. The manager is then not made.
     """
     from kvelastic import config
 

@@ -1,8 +1,8 @@
-"""transformers' record of cached blocks, over a pool that evicts and moves them by itself.
+"""transformers' record of cached blocks, over a pool that evicts and moves them on its own.
 
-transformers keeps blocks that no request refers to for their contents and finds them by a hash of
-their tokens. The native pool has to know which these are: it evicts them when blocks are wanted or
-the limit is lowered, and this ledger follows.
+transformers keeps the contents of unreferenced blocks and finds them by a hash of their tokens. The
+native pool must know these cached blocks. It evicts them when blocks are needed or the limit is
+lowered, and this ledger is updated.
 
 Imports transformers: only `in_cache` may import this module.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untyped here
-    """Takes the place of `BlockLedger`, for an allocator whose blocks are the pool's sectors."""
+    """Replaces `BlockLedger` for an allocator whose blocks are the pool's sectors."""
 
     def __init__(self, memory: SchedulerBlocks) -> None:
         super().__init__()
@@ -28,25 +28,25 @@ class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untype
         memory.on_changes = self._follow
 
     def acquire(self, block_id: int) -> None:
-        """Refer to a block once more; a cached one is in use from now on."""
+        """Add a reference to a block; a cached block becomes used."""
         if block_id in self.cached_blocks:
-            self._memory.touch([block_id])  # raises with nothing changed: so it comes first
+            self._memory.touch([block_id])  # first, because it may raise and then changes nothing
         super().acquire(block_id)
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
-        """Refer to a block once less; True: its user gives it back to the pool."""
+        """Remove a reference to a block; return True if the caller must release it to the pool."""
         is_free: bool = super().release(block_id, no_cache)
         if not is_free and block_id in self.cached_blocks:
             self._memory.give_back([], [block_id])
-            self._memory.follow()  # more may be cached than is allowed
+            self._memory.follow()  # there may be too many cached blocks now
         return is_free
 
     def evict_cached_blocks(self) -> list[int]:
-        """Nothing: an alloc takes cached blocks by itself, as many as it needs and no more."""
+        """Return an empty list: an allocation evicts the cached blocks that it needs."""
         return []
 
     def _follow(self, changes: Changes) -> None:
-        """Forget what was evicted, and rename what was moved."""
+        """Remove evicted blocks, and renumber moved ones."""
         for block_id, moved_to in changes:
             if block_id not in self.cached_blocks:
                 continue
@@ -60,7 +60,7 @@ class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untype
             self.hash_to_block[block_hash] = moved_to
 
     def reset(self) -> None:
-        """Forget everything; cached blocks are free."""
+        """Remove all entries; cached blocks become free."""
         with self._memory.session():
             self._memory.drop(list(self.cached_blocks))
         super().reset()

@@ -1,8 +1,8 @@
 """transformers' pool of sectors, over kvelastic's native pool of blocks.
 
-A *sector* is what one kind of attention gets of the cache at once; allocators divide it into
-blocks, one or several. Sectors are the native pool's blocks: sparse ids, memory only where they are
-in use. Sector 0 is the native pool's null block, mapped whenever any other is. It serves both of
+A *sector* is the unit in which one kind of attention gets memory of the cache. Allocators divide it
+into one or more blocks. Sectors are the native pool's blocks, with sparse ids and memory only while
+in use. Sector 0 is the native pool's null block, mapped whenever any other is. It replaces both of
 transformers' trash sectors, of which one row each is used::
 
     sector 0, in the page of every layer:  [ row 0 | row 1    |  ...  | last row    ]
@@ -31,17 +31,17 @@ TRASH_SECTOR: Final = 0
 
 
 class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped here
-    """Takes the place of `CachePool` in a cache; the same calls, the same meanings."""
+    """Replaces `CachePool` in a cache, with the same methods and semantics."""
 
     def __init__(self, num_sectors: int, num_allocators: int, memory: SchedulerBlocks) -> None:
         self.memory = memory
         self._is_made = False
         self.warms_up = False
-        """While set, requests get the trash sector for all of their blocks."""
+        """While True, requests get the trash sector for all of their blocks."""
         super().__init__(num_sectors, num_allocators)
 
     def reset(self) -> None:
-        """Take every sector back; ids handed out before are void."""
+        """Release every sector; all allocated ids become invalid."""
         if self._is_made:
             self.memory.clear()
         self._is_made = True
@@ -49,14 +49,17 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
 
     @property
     def num_free_sectors(self) -> int:
-        """Sectors that could be had now, by mapping pages and by evicting cached blocks.
+        """Sectors available now, including by mapping pages and by evicting cached blocks.
 
-        While requests are preempted no page could be had: those that have none do not count.
+        While requests are preempted no page can be mapped, so sectors without memory do not count.
         """
         return self.memory.at_hand if self.memory.is_at_work else self.memory.reachable
 
     def allocate_sector(self, index: int) -> None:
-        """Give a sector to the allocator `index`. Raises `PoolExhaustedError` if none is there."""
+        """Give a sector to the allocator `index`.
+
+        Raises `PoolExhaustedError` if none is available.
+        """
         ids = self.memory.take(1)
         if ids is None:
             raise PoolExhaustedError(
@@ -66,13 +69,13 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
         self._free_blocks[index].add_tree(ids[0])
 
     def free_blocks(self, index: int, block_ids: list[int]) -> None:
-        """Take blocks of the allocator `index` back, and with them the sectors that are empty."""
+        """Release blocks of the allocator `index`, and the sectors that become empty."""
         first = (TRASH_SECTOR + 1) * self.blocks_per_sector[index]
         super().free_blocks(index, [block for block in block_ids if block >= first])
         self.try_to_free_sectors()
 
     def try_to_free_sectors(self) -> None:
-        """Give sectors of which no block is in use back to the native pool."""
+        """Release sectors without a used block to the native pool."""
         emptied = [root for trees in self._free_blocks for root in trees.delete_full_trees()]
         if emptied:
             self.memory.give_back(emptied)

@@ -1,11 +1,11 @@
-"""Keys and values of all layers in pages that come as the sequence grows; torch, no transformers.
+"""Keys and values of all layers, in pages that are mapped as the sequence grows.
 
     store = TokenStore(pages, device, layers=16)
     keys, values = store.append(0, key_states, value_states)   # all of layer 0, views of the range
-    store.cut([12] * 16)                                       # twelve tokens are left
+    store.cut([12] * 16)                                       # keep twelve tokens
     store.close()
 
-`token_rows` has the drawing of what lies where.
+`token_rows` has the drawing of the layout. Imports torch, but not transformers.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from kvelastic.integration.transformers.token_rows import TokenRows
 from kvelastic.tensors import name_streams, whole_range
 
 _MOVED_AT_ONCE_BYTES: Final = 16 << 20
-"""How much is copied aside when rows get another size."""
+"""Size of the temporary copy when rows change their size."""
 
 
 class TokenStore:
     """The memory of one cache. One thread at a time.
 
-    `append` is called by each layer once a forward; all layers have the same tokens between two.
+    Each layer calls `append` once per forward. Between forwards all layers have the same tokens.
     """
 
     def __init__(self, pages: GrowingPages, device: Device, layers: int) -> None:
         self._pages = pages
         self._is_one_lane = pages.pool.blocks.geometry.extents_per_page == 1
         self.lengths = [0] * layers
-        """Tokens that each layer has."""
+        """Number of tokens of each layer."""
         self._rows: TokenRows | None = None
-        with torch.inference_mode(False):  # else it could be written in inference mode only
+        with torch.inference_mode(False):  # otherwise it is writable in inference mode only
             self._bytes: torch.Tensor | None = whole_range(pages.range_memory)
         self._typed = self._bytes
-        self._forward = (0, 0)  # of the layers of this forward: tokens before, and new ones
+        self._forward = (0, 0)  # tokens before this forward, and its new tokens
         self._last_layer = layers
         self._lost = ""
         self._streams: set[int] | None = None
@@ -62,23 +62,23 @@ class TokenStore:
 
     @property
     def tokens(self) -> int:
-        """Those of the longest layer."""
+        """Number of tokens of the longest layer."""
         return max(self.lengths, default=0)
 
     @property
     def batch(self) -> int:
-        """Sequences that its tokens belong to; 0 without tokens."""
+        """Number of sequences in the batch; 0 without tokens."""
         return self._rows.batch if self._rows is not None and self.tokens else 0
 
     def append(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the tokens of `[batch, heads, tokens, dim]`; answers all tokens of the layer.
+        """Add tokens, `[batch, heads, tokens, dim]`; return views of all tokens of the layer.
 
-        What is answered is valid until the store is cut or closed. Where memory is missing it
-        raises as `GrowingPages.grow`, with nothing changed. Raises `UnsupportedError` for tensors
-        that autograd records, `InvalidArgumentError` for other shapes or another device than
-        before, `EngineError` if layers disagree on how many tokens there are.
+        The views are valid until the store is cut or closed. If memory is missing, the call raises
+        the errors of `GrowingPages.grow` and changes nothing. Raises `UnsupportedError` for tensors
+        that autograd records or layers that differ, `InvalidArgumentError` for another batch or
+        device, and `EngineError` if layers disagree on the number of tokens.
         """
         self._check_usable(keys, values)
         start, new = self.lengths[layer], keys.shape[-2]
@@ -101,14 +101,17 @@ class TokenStore:
         return self.view(layer, 0), self.view(layer, 1)
 
     def view(self, layer: int, which: int, begin: int = 0) -> torch.Tensor:
-        """Keys (0) or values (1) of a layer from token `begin` on; the layer must have tokens."""
+        """Return a view of a layer's keys (0) or values (1) from token `begin` on.
+
+        The layer must have tokens.
+        """
         rows, typed = self._rows, self._typed
         assert rows is not None
         assert typed is not None
         return typed.as_strided(*rows.view(2 * layer + which, begin, self.lengths[layer]))
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Keep so many tokens of each layer; pages behind the last one are parked."""
+        """Keep the first `lengths[i]` tokens of layer i; park the unused pages."""
         self._check_open()
         self.lengths = [min(now, most) for now, most in zip(self.lengths, lengths, strict=True)]
         self._last_layer = len(self.lengths)
@@ -116,7 +119,7 @@ class TokenStore:
             self._pages.shrink(self._pages_for(self._rows, self.tokens))
 
     def clear(self) -> None:
-        """Forget all tokens and their shape, and give every page back but the first one."""
+        """Remove all tokens and their shape. Blocks until all pages but the first are unmapped."""
         self._check_open()
         self.lengths = [0] * len(self.lengths)
         self._last_layer = len(self.lengths)
@@ -124,7 +127,7 @@ class TokenStore:
         self._pages.shrink(0, trim=True)
 
     def reorder(self, layer: int, indices: torch.Tensor) -> None:
-        """Row i of the batch becomes what row `indices[i]` was; as many rows as before."""
+        """Copy row `indices[i]` of the batch to row i; the number of rows stays the same."""
         self._check_open()
         if self.lengths[layer] == 0:
             return
@@ -133,9 +136,10 @@ class TokenStore:
             view.copy_(view.index_select(0, indices.to(view.device)))
 
     def select_rows(self, indices: torch.Tensor) -> None:
-        """The batch becomes those rows of it, in that order; a row may come several times.
+        """Replace the batch by the rows `indices`, in that order; a row may occur several times.
 
-        Raises as `GrowingPages.grow`, with nothing changed.
+        Raises `EngineError` and `InvalidArgumentError`, and the errors of `GrowingPages.grow`. It
+        then changes nothing.
         """
         self._check_open()
         old, tokens = self._rows, self.tokens
@@ -156,10 +160,10 @@ class TokenStore:
         self._pages.shrink(self._pages_for(new, tokens))
 
     def _move_rows(self, lane: int, old: TokenRows, new: TokenRows, indices: torch.Tensor) -> None:
-        """Write a lane with rows of another size over itself, a chunk aside at a time.
+        """Rewrite a lane in place with rows of another size, with a temporary copy of one chunk.
 
-        Longer rows from the last token on, shorter ones from the first: what has not been read yet
-        lies before, or behind, what is written::
+        Longer rows are written from the last token on, shorter ones from the first. So the unread
+        rows are always before, or after, the rows being written::
 
             old  | 0 | 1 | 2 |              new  | 0 | 1 | 2 |  <- from the first
             new  |  0  |  1  |  2  |  <- from the last
@@ -181,7 +185,10 @@ class TokenStore:
                 target.copy_(rows.index_select(0, indices))
 
     def copy_to(self, other: TokenStore) -> None:
-        """Give an empty store the same tokens. Raises as `append`, with nothing changed there."""
+        """Copy the tokens to the empty store `other`.
+
+        Raises the errors of `GrowingPages.grow`; `other` is then unchanged.
+        """
         self._check_open()
         rows = self._rows
         if rows is None:
@@ -204,7 +211,7 @@ class TokenStore:
         other._typed_as(self._typed.dtype)
 
     def close(self) -> None:
-        """Let go of the memory; what `view` answered keeps it until it is gone. Repeatable."""
+        """Release the memory. Existing views keep it until they are deleted. Idempotent."""
         if self._bytes is None:
             return
         storage = StorageWeakRef(self._bytes.untyped_storage())
@@ -212,7 +219,7 @@ class TokenStore:
         self._pages.close(is_unused=storage.expired())
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` where tokens lie outside the pages in use; asks the pool, too."""
+        """Raise `IntegrityError` if tokens are outside the pages in use, or the pool's fails."""
         self._pages.pool.blocks.check_integrity()
         if self._rows is not None:
             needed = self._pages_for(self._rows, self.tokens)
@@ -245,7 +252,7 @@ class TokenStore:
             )
 
     def _rows_for(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> TokenRows:
-        """The rows that these go into: those that there are; without tokens, new ones."""
+        """Return the current rows after checking the shapes; without tokens, new rows."""
         batch, heads, _, dim = keys.shape
         value_batch, value_heads, new_values, value_dim = values.shape
         now = self._rows
@@ -282,7 +289,7 @@ class TokenStore:
         return now
 
     def _typed_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """The range in elements of the cache's dtype."""
+        """Return the range viewed as the cache's dtype."""
         assert self._bytes is not None
         if self._typed is None or self._typed.dtype != dtype:
             with torch.inference_mode(False):
@@ -293,7 +300,7 @@ class TokenStore:
         return -(-rows.needed_bytes(tokens) // self._pages.extent_bytes)
 
     def _note_stream(self) -> None:
-        """Tell a GPU's driver which stream reads and writes the pages from now on."""
+        """Register the current stream with a GPU's driver as a user of the pages."""
         if self._streams is None:
             return
         assert isinstance(self._driver, _vmm.CudaDriver)
