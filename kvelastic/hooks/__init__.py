@@ -1,5 +1,5 @@
-"""Wrapping functions of an engine: when (`late_import`), which (`table`), if they fit (`probe`).
+"""Wraps functions of an engine: when (`late_import`), which (`table`), and after checks (`probe`).
 
-Knows no engine; what is hooked into one lies in its folder of `kvelastic.integration`. Importing
-this package imports none of them.
+This package knows no engine. The hooks of an engine are in its folder of `kvelastic.integration`,
+which this package does not import.
 """

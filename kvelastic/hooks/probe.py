@@ -80,9 +80,9 @@ class Probe:
             self._broken.append(f"{path}: expected the fields {missing}, found {sorted(found)}")
 
     def users(self, path: str, attribute: str, expected: Iterable[str]) -> None:
-        """Exactly these methods of the class mention `attribute`.
+        """Require that exactly these methods of the class use `attribute`.
 
-        So a method that was added, and would use what we replaced, is noticed.
+        This detects a new method that uses a replaced attribute.
         """
         cls = self.get(path)
         if cls is None:
@@ -95,7 +95,7 @@ class Probe:
             )
 
     def mentions(self, path: str, names: Iterable[str]) -> None:
-        """The function's code calls or reads these names."""
+        """Require that the function's code calls or reads these names."""
         function = self.get(path)
         if function is None:
             return
@@ -104,12 +104,12 @@ class Probe:
             self._broken.append(f"{path}: expected it to use {missing}, found that it does not")
 
     def holds(self, what: str, condition: bool, expected: str, found: object) -> None:
-        """A condition of the caller's own."""
+        """Require a condition that the caller has evaluated."""
         if not condition:
             self._broken.append(f"{what}: expected {expected}, found {found}")
 
     def refuse_if_broken(self) -> None:
-        """Raise `UnsupportedEngineError` naming everything that does not fit, if anything."""
+        """Raise `UnsupportedEngineError` with all failed requirements, if there are any."""
         if not self._broken:
             return
         raise UnsupportedEngineError(
@@ -130,7 +130,7 @@ def _function(value: object) -> Callable[..., Any] | None:
 
 
 def _names(function: Callable[..., Any] | None) -> set[str]:
-    """Every name and attribute in a function's code, and in the functions nested in it."""
+    """Return every name and attribute in a function's code and its nested functions."""
     if function is None:
         return set()
     found: set[str] = set()

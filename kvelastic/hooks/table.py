@@ -3,9 +3,9 @@
     Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper, "give the KV cache back")
     arm("vLLM 0.32.0", HOOKS, {CORE: probe_core})
 
-A wrapper is called as `wrapper(original, *args, **kwargs)` in the place of the function or class
-at that path. The hooks of a room are set when the engine imports the module it is named by,
-after everything they touch was probed; `kvctl doctor` lists them, and the log says which were set.
+A wrapper is called as `wrapper(original, *args, **kwargs)` instead of the function or class at that
+path. A room is named after a module. Its hooks are set when the engine imports the module, after
+everything they touch was probed. `kvctl doctor` lists the hooks, and the log names those set.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _entered: set[str] = set()
 
 @dataclass(frozen=True)
 class Hook:
-    """One function or class of an engine that is wrapped."""
+    """One wrapped function or class of an engine."""
 
     room: str
-    """The module whose import sets it."""
+    """The module whose import sets the hook."""
     path: str
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
     why: str
     is_new: bool = False
-    """The engine has nothing at that path: the wrapper is put there as it is."""
+    """True if the engine has nothing at that path; the wrapper itself is set there."""
     is_made: bool = False
     """The wrapper is the result of `wrapper(original)`, with its parameters. For functions called
     many times per step, where repacking arguments would be the main cost."""
@@ -46,9 +46,9 @@ class Hook:
 def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
     """Set each room's hooks when the engine imports its module, after the room's probe has passed.
 
-    `engine` is its name and version, for messages. A probe raises `UnsupportedEngineError` if the
-    engine is built differently; nothing of that room is set then, and the import fails with it.
-    Setting a hook twice does nothing.
+    `engine` is its name and version, for messages. If a probe fails, it raises
+    `UnsupportedEngineError`: no hook of that room is set, and the import fails with the error.
+    Idempotent.
     """
     for room in dict.fromkeys(hook.room for hook in hooks):
         when_imported(room, functools.partial(_enter, engine, room, hooks, probes[room]))

@@ -1,4 +1,4 @@
-"""Which version of an engine this is, and as which series of `kvelastic.engines` it is served."""
+"""The version of the installed engine, and the series of `kvelastic.engines` that applies."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _log = logging.getLogger("kvelastic.hooks")
 
 
 def installed_version(name: str) -> str:
-    """The version of the engine in this process, as it says it itself, e.g. `0.32.0+cpu`."""
+    """Return the engine's own version string in this process, e.g. `0.32.0+cpu`."""
     return str(import_module(engines.find(name).version_module).__version__)
 
 
 def installed_series(name: str, *, strict: bool) -> str:
-    """The series that the engine in this process is served as; see `series_for`."""
+    """Return the series for the engine in this process; see `series_for`."""
     return series_for(engines.find(name), installed_version(name), strict=strict)
 
 
 def series_for(engine: Engine, version: str, *, strict: bool) -> str:
-    """The series that `version` of the engine is served as.
+    """Return the series for a version of the engine.
 
-    With `strict=False` an untried version is taken for the newest series that is not newer than it
-    (or the oldest one); the probes of that still have to hold. Raises `UnsupportedEngineError`.
+    With `strict=False` an untested version gets the newest series that is not newer than it, or the
+    oldest one. The probes of that series must still pass. Raises `UnsupportedEngineError`.
     """
     series = engines.series_in(engine.tried, version)
     if series is not None:

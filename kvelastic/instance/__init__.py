@@ -1,1 +1,1 @@
-"""One instance, read once for every surface: what it is, and what came of a request to it."""
+"""The status of an instance and the outcome of a request to it, for all user interfaces."""

@@ -1,4 +1,4 @@
-"""What the members of a device's ledger hold there, by what it is for.
+"""The memory of a device ledger's members, by use.
 
     for use in member_uses(ledger, statuses): print(use.member.name, use.cached_bytes)
 
@@ -29,15 +29,15 @@ class MemberUse:
 
     @property
     def slack_bytes(self) -> int:
-        """Mapped, and none of the three: free blocks of pages in use, padding."""
+        """Mapped memory not used, cached or parked: free blocks of used pages, and padding."""
         rest_bytes = self.in_use_bytes + self.cached_bytes + self.parked_bytes
         return max(0, self.mapped_bytes - rest_bytes)
 
 
 def member_uses(ledger: LedgerInfo, statuses: Iterable[InstanceStatus]) -> list[MemberUse]:
-    """Every member of a ledger, in its order.
+    """Return every member of a ledger, in the ledger's order.
 
-    A member whose record is not among `statuses`, or that is dead, holds what the ledger grants it.
+    A member that is dead or not in `statuses` counts with the ledger's grant.
     """
     uses = {
         status.uuid: use

@@ -1,8 +1,8 @@
-"""Looking at instances: their segments, ledgers and tiers, read into `InstanceStatus`.
+"""Reads instances: their segments, ledgers and tiers, into `InstanceStatus`.
 
     for status in look_at_all(): print(status.name, status.word)
 
-Blocks for milliseconds (it maps files). Any thread; a look changes nothing.
+The functions map files and block for milliseconds. Any thread may call them. They change nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from kvelastic.tier_status import tiers_of
 
 
 def look_at(name: str) -> InstanceStatus:
-    """One instance. Raises `SegmentNotFoundError`, or `SegmentFormatError` for another file."""
+    """Return one instance's status.
+
+    Raises `SegmentNotFoundError`, and `SegmentFormatError` if the file is not a segment.
+    """
     return _read([segment.inspect(name)], ledgers())[0]
 
 
 def look_at_all(found: Sequence[LedgerInfo] | None = None) -> list[InstanceStatus]:
-    """Every instance that this user may read, by name; also dead and unreadable ones.
+    """Return the status of every instance that this user may read, sorted by name.
 
-    With their places in the ledgers `found`; without, in all that can be read.
+    Dead and unreadable instances are included. `found` are the ledgers to use; default: all
+    readable ledgers.
     """
     return _read(segment.list_segments(), ledgers() if found is None else found)
 
@@ -41,7 +45,7 @@ def _read(infos: Sequence[SegmentInfo], found: Sequence[LedgerInfo]) -> list[Ins
 
 
 def ledgers() -> list[LedgerInfo]:
-    """All ledgers; none where they cannot be read: the instances say enough to go on."""
+    """Return all ledgers; an empty list if they cannot be read. Instances suffice without them."""
     try:
         return ledger.list_ledgers()
     except (LedgerError, OSError):

@@ -1,16 +1,16 @@
-"""What came of a request to an instance: one verdict for every surface.
+"""The outcome of a request to an instance: one verdict for all user interfaces.
 
     answer = segment.request("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
     outcome_of(Request(limit_bytes=8 << 30), answer).verdict     # Verdict.APPLIED
 
-Pure: it looks at nothing but its arguments. How a verdict follows from an answer::
+Pure: the result depends only on the arguments. How a verdict follows from an answer::
 
     no reply ------------------------------------> PENDING, or UNKNOWN
     the memory behind it has failed -------------> FAILED
     a reply to a later request ------------------> OVERTAKEN
     refused -------------------------------------> REFUSED
-    replied, but something else is in force -----> NOT_TAKEN
-    memory is still to be given back ------------> SHRINKING
+    replied, but another value is in force ------> NOT_TAKEN
+    memory must still be released ---------------> SHRINKING
     in force when it wakes ----------------------> ASLEEP
     in force ------------------------------------> APPLIED
 """
@@ -51,15 +51,15 @@ class Outcome:
 
     verdict: Verdict
     reason: str = ""
-    """Why it is refused or has failed."""
+    """Why the request was refused or the memory has failed."""
     beyond_device_bytes: int = 0
-    """By how much the limit that was asked for is larger than the device; 0: it is not."""
+    """Excess of the requested limit over the device's capacity; 0 if it is within."""
     engine_asleep: bool = False
-    """The instance was woken, and its engine still sleeps: requests to it wait."""
+    """True if the instance was woken but its engine still sleeps, so its requests wait."""
 
 
 def outcome_of(request: Request, answer: Answer) -> Outcome:
-    """What the answer to a request means for it."""
+    """Return the outcome of a request, from the instance's answer."""
     beyond_bytes = 0
     if request.limit_bytes is not None and request.limit_bytes != UNLIMITED_BYTES:
         beyond_bytes = max(0, request.limit_bytes - answer.capacity_bytes)
@@ -74,7 +74,7 @@ def outcome_of(request: Request, answer: Answer) -> Outcome:
 def _verdict(request: Request, answer: Answer) -> Verdict:
     if answer.state == "none":
         return Verdict.UNKNOWN if answer.is_unknown else Verdict.PENDING
-    # Whether it sleeps is seen, whatever else was asked of it since then.
+    # The sleep state is visible even if another request came later.
     is_sleep_so = request.asleep is not None and request.asleep == answer.asleep
     verdict = Verdict.APPLIED
     if answer.state == "failed":
@@ -93,9 +93,9 @@ def _verdict(request: Request, answer: Answer) -> Verdict:
 
 
 def _is_taken(request: Request, answer: Answer) -> bool:
-    """Whether what the instance keeps to is what was asked.
+    """Return True if guarantee, priority and sleep are as requested.
 
-    `applied` is its word for the limit only. A guarantee may be rounded up.
+    The state `applied` covers the limit only. A guarantee may be rounded up.
     """
     return (
         (request.min_bytes is None or answer.min_bytes >= request.min_bytes)

@@ -1,18 +1,18 @@
-"""What an instance is: the one reading of its segment and of its places in ledgers.
+"""An instance's status, read from its segment and its ledger entries.
 
     status = status_of(segment.inspect("kvelastic_vLLM_4711"), ledger.list_ledgers())
     status.state, status.limit_bytes, status.slack_bytes
 
-kvctl, kvtop, the metrics, the controller and the dashboard show these values and decide nothing.
-Pure: it looks at nothing but its arguments.
+kvctl, kvtop, the metrics, the controller and the dashboard show these values unchanged. Pure: the
+result depends only on the arguments.
 
-The parts of what is mapped, and the limits over it::
+The parts of the mapped memory, and its limits::
 
     mapped   [ in use | set aside | cached | parked | slack ]
-    limit    what the operator set, as it was set; an instance that sleeps keeps it
-    effective limit   what the instance keeps to now: whole pages, within the device, lowered while
-                      others are owed memory, or the machine has too little left (a squeeze),
-                      0 while it sleeps
+    limit    the value set by the operator, unchanged by sleep
+    effective limit   the limit in effect now: whole pages, within the device, lower under memory
+                      pressure (others must get memory, or the machine has too little left), 0
+                      while the instance sleeps
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvelastic.tier_status import TiersFigures
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
-"""The limit of an instance that has none; it may use its whole device."""
+"""The limit of an instance without one; it may use its whole device."""
 
 ENDED: Final = frozenset({"dead", "unreadable"})
 """Values of `life` that are final."""
@@ -43,28 +43,28 @@ _FIGURES: Final = (
     "blocks_cached", "blocks_available", "blocks_reserved", "pages_mapped", "pages_parked",
     "first_needs_bytes", "first_may_need_bytes",
 )  # fmt: skip
-"""Fields of `InstanceStatus` that are called so in a record's usage."""
+"""Fields of `InstanceStatus` with the same name in the usage of the control block."""
 _ANSWERED: Final = ("effective_limit_bytes", "over_bytes", "min_bytes", "priority")
 _IDENTITY: Final = ("engine", "model", "device", "pid", "uid", "uuid")
-"""The same, in its answer and in its header."""
+"""Fields with the same name in the header; `_ANSWERED` has those of the answer."""
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """An instance's place in the ledger of one device."""
+    """An instance's entry in the ledger of one device."""
 
     device: str
     group: str
     granted_bytes: int
-    """What the ledger lets it hold."""
+    """Memory that the ledger grants it."""
     asked_bytes: int
     """Memory that it has requested and waits for."""
     asked_s: float
-    """How long it has waited."""
+    """How long it has waited for that memory."""
     wanted_bytes: int
     """Memory that others have requested from it and not yet received."""
     idle_s: float
-    """Since its last alloc or free."""
+    """Time since its last allocation or free."""
     reserved_bytes: int = 0
     """Memory held there besides its KV cache while awake."""
 
@@ -75,98 +75,100 @@ class DeviceUse:
 
     device: str
     copies: int
-    """Of each page: one for each rank whose pages lie there."""
+    """Copies of each page on this device: one per rank."""
     mapped_bytes: int
     in_use_bytes: int = 0
     cached_bytes: int = 0
     parked_bytes: int = 0
     share: DeviceShare | None = None
-    """Its place in the device's ledger; None where it is in none that can be read."""
+    """Its entry in the device's ledger; None without a readable ledger."""
 
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """One instance at one moment. Figures are 0 and texts empty where `is_known` is False."""
+    """One instance at one moment. If `is_known` is False, numbers are 0 and texts empty."""
 
     name: str
-    """Of its segment, as every command takes it."""
+    """Name of its segment, as used in commands."""
     life: str
-    """alive, closing, dead, unknown (whether it lives cannot be asked here), unreadable."""
+    """alive, closing, dead, unknown (liveness cannot be determined here), unreadable."""
     state: str
-    """Of the newest request: applied, shrinking, refused, pending, or failed (its memory has
-    failed); of one that is not alive its `life`."""
+    """State of the newest request: applied, shrinking, refused, pending, or failed (its memory has
+    failed). If the instance is not alive: its `life`."""
     request_state: str = "applied"
     """Equal to `state`, but independent of `life`."""
     reason: str = ""
     """Why the state is refused, failed or unreadable."""
     is_known: bool = True
-    """Whether its record could be read."""
+    """True if its control block could be read."""
 
     asleep: bool = False
-    """It hands out no block, and holds nothing that is not in use."""
+    """It allocates no blocks, and holds only memory in use."""
     engine_asleep: bool | None = None
-    """The engine itself sleeps: requests to it wait whatever its memory does. None: not known."""
+    """True if the engine itself sleeps, so requests wait even if its memory is awake. None:
+    unknown."""
     limit_bytes: int = 0
-    """As the operator set it; `capacity_bytes` where there is no limit."""
+    """The operator's limit; `capacity_bytes` without a limit."""
     is_limited: bool = True
     effective_limit_bytes: int = 0
     """The limit in effect now (see the module)."""
     is_squeezed: bool = False
-    """It keeps to less than its limit: others are owed memory, or the machine has too little."""
+    """True under memory pressure: the effective limit is lower because others must get memory, or
+    the machine has too little."""
     requested_limit_bytes: int | None = None
     """The newest requested limit, whatever its outcome; None without a request."""
     over_bytes: int = 0
-    """Still to be given back to meet the effective limit."""
+    """Memory that must still be released to meet the effective limit."""
     min_bytes: int = 0
     """The guarantee: other instances never take memory below it."""
     priority: int = 0
 
     capacity_bytes: int = 0
-    """Of its device."""
+    """Capacity of its device."""
     mapped_bytes: int = 0
     in_use_bytes: int = 0
     set_aside_bytes: int = 0
-    """Set aside for requests to come (`try_to_reserve`), and in use by none."""
+    """Reserved for future requests (`try_to_reserve`), and not in use."""
     cached_bytes: int = 0
     parked_bytes: int = 0
     page_bytes: int = 0
     mappings_per_page: int = 0
-    """Of a page, on all ranks together; 0: not known."""
+    """Mappings of a page on all ranks together; 0: unknown."""
     blocks_total: int = 0
-    """Blocks that its address range has room for."""
+    """Number of blocks in its address range."""
     blocks_in_use: int = 0
     blocks_cached: int = 0
     blocks_available: int = 0
-    """That an alloc could have now."""
+    """Blocks that could be allocated now."""
     blocks_reserved: int = 0
     pages_mapped: int = 0
     pages_parked: int = 0
 
     requests_waiting: int | None = None
-    """Requests of the engine that wait for memory; None: the engine does not report them."""
+    """Requests of the engine that wait for memory; None if the engine does not report them."""
     first_needs_bytes: int = 0
-    """The least limit that lets the first of them run; 0: not known."""
+    """Minimum limit with which the first waiting request can run; 0: unknown."""
     first_may_need_bytes: int = 0
     """Its need at the end of a response of maximum length."""
 
     revision: int = 0
-    """Of the newest request."""
+    """Revision of the newest request."""
     answered_revision: int = 0
     pending_s: float = 0.0
-    """Since the newest request was made, where the instance has not replied to it."""
+    """Age of the newest request while it has no reply; else 0."""
 
     engine: str = ""
     model: str = ""
     device: str = ""
-    """The first of its devices; `uses` has all."""
+    """Its first device; `uses` has all devices."""
     pid: int = 0
     uid: int = 0
     uuid: bytes = b""
     created: str | None = None
-    """UTC, ISO 8601."""
+    """Creation time in UTC, ISO 8601."""
     counters: Mapping[str, int] = field(default_factory=dict)
     shares: tuple[DeviceShare, ...] = ()
-    """Its places in ledgers; empty where it is in none, or in none that can be read."""
+    """Its ledger entries; empty without a readable ledger."""
     uses: tuple[DeviceUse, ...] = ()
     """Its memory on each device, the lowest rank's device first."""
     shown_tiers: TiersFigures | None = None
@@ -174,31 +176,31 @@ class InstanceStatus:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may still reply."""
+        """True if the instance may still reply."""
         return self.life not in ENDED
 
     @property
     def word(self) -> str:
-        """The state in one word, as tables show it.
+        """The state in one word, for tables.
 
-        `asleep` where memory or engine sleeps, so that requests wait, and nothing is left to do;
-        `stuck` where a request needs more than the limit allows.
+        `asleep`: the newest request is applied, and memory or engine sleeps, so requests wait.
+        `stuck`: a request needs more than the limit allows.
         """
         return state_word(self.state, sleeps=self.sleeps, is_limit_too_low=self.is_limit_too_low)
 
     @property
     def sleeps(self) -> bool:
-        """Whether its memory or its engine sleeps."""
+        """True if its memory or its engine sleeps."""
         return self.asleep or bool(self.engine_asleep)
 
     @property
     def allowed_bytes(self) -> int:
-        """What limit and device allow: whole pages, without a squeeze, also in sleep."""
+        """Memory within limit and device in whole pages, ignoring memory pressure and sleep."""
         return whole_pages(min(self.limit_bytes, self.capacity_bytes), self.page_bytes)
 
     @property
     def is_limit_too_low(self) -> bool:
-        """Whether the first request that waits needs more than limit and device allow."""
+        """True if the first waiting request needs more than limit and device allow."""
         return (
             bool(self.requests_waiting)
             and not self.asleep
@@ -207,9 +209,9 @@ class InstanceStatus:
 
     @property
     def is_limit_binding(self) -> bool:
-        """Whether it is the operator's limit that it keeps to, so that a higher one gives more.
+        """True if the operator's limit is the effective one, so a higher limit gives more memory.
 
-        Else it is the device, the addresses that it reserved at its start, or a squeeze.
+        Otherwise the device, the addresses reserved at the start, or memory pressure bounds it.
         """
         return self.is_limited and self.limit_bytes - self.effective_limit_bytes < max(
             self.page_bytes, 1
@@ -217,7 +219,7 @@ class InstanceStatus:
 
     @property
     def slack_bytes(self) -> int:
-        """Mapped, and none of the rest: free blocks on pages in use, and padding."""
+        """Mapped memory that is neither used nor spare: free blocks on used pages, and padding."""
         return max(0, self.mapped_bytes - self.in_use_bytes - self.spare_bytes)
 
     @property
@@ -227,17 +229,17 @@ class InstanceStatus:
 
     @property
     def used_bytes(self) -> int:
-        """Mapped and not parked."""
+        """Mapped memory that is not parked."""
         return max(0, self.mapped_bytes - self.parked_bytes)
 
     @property
     def room_bytes(self) -> int:
-        """What the effective limit still allows."""
+        """Memory that can still be mapped under the effective limit."""
         return max(0, self.effective_limit_bytes - self.mapped_bytes)
 
     @property
     def granted_bytes(self) -> int | None:
-        """What ledgers let it hold on all its devices; None where it is in no ledger."""
+        """Memory that ledgers grant it on all its devices; None without a ledger."""
         return sum(share.granted_bytes for share in self.shares) if self.shares else None
 
     @property
@@ -252,12 +254,12 @@ class InstanceStatus:
 
     @property
     def uuid_text(self) -> str | None:
-        """The UUID of its segment as text; None where it is not known."""
+        """The UUID of its segment as text; None if unknown."""
         return uuid_text(self.uuid) if self.uuid else None
 
 
 def state_word(state: str, *, sleeps: bool, is_limit_too_low: bool) -> str:
-    """What tables show as the state; see `InstanceStatus.word`."""
+    """Return the state for tables; see `InstanceStatus.word`."""
     if state != "applied":
         return state
     if sleeps:
@@ -272,7 +274,7 @@ def status_of(
     now_ns: int | None = None,
     shown_tiers: TiersFigures | None = None,
 ) -> InstanceStatus:
-    """Read a segment as it was found, with what its tiers show, if it has some.
+    """Return the status of a segment, with the statistics of its tiers, if any.
 
     `now_ns` (CLOCK_MONOTONIC) is needed for `pending_s` only.
     """
@@ -348,7 +350,7 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
 def _uses(
     devices: Iterable[tuple[str, int]], figures: Mapping[str, int], shares: Iterable[DeviceShare]
 ) -> Iterable[DeviceUse]:
-    """Every copy of a page is as large as the others, so bytes are divided by copies."""
+    """Yield the use of each device. All copies of a page have one size, so divide by copies."""
     devices, shares = list(devices), list(shares)
     whole = max(1, sum(copies for _, copies in devices))
     for device, copies in devices:
@@ -358,7 +360,7 @@ def _uses(
 
 
 def uuid_text(raw: bytes) -> str:
-    """The 16 bytes of a UUID as people write it."""
+    """Return the 16 bytes of a UUID in the usual notation."""
     digits = raw.hex()
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 

@@ -1,4 +1,4 @@
-"""Builds the Serve application: one deployment for each model, and the front before them.
+"""Builds the Serve application: one deployment per model, and the front before them.
 
 serve.run(build({"models": [{"name": "chat", "command": [...]}]}), name="kvelastic")
 # in Serve's file:   import_path: kvelastic.integration.ray.app:build    and   args: {models: ...}
@@ -23,9 +23,9 @@ _LET_GO_S = 5.0
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """Turn a configuration (docs/cluster.md) into an application.
+    """Return the application for a configuration (docs/cluster.md). Starts nothing.
 
-    Raises `ClusterConfigError`. Starts nothing.
+    Raises `ClusterConfigError`.
     """
     settings = parse(args)
     models = {

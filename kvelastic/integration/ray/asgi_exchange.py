@@ -1,4 +1,4 @@
-"""One request to an ASGI application in the same process, and the pieces of its answer."""
+"""One request to an ASGI application in the same process, and the pieces of its response."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvelastic.controller.headers import Headers
 from kvelastic.integration.ray.messages import EngineRequest
 
 MOST_WAITING_BYTES: Final = 1 << 20
-"""That the application is ahead of who takes the pieces."""
+"""Response bytes that may be buffered before the application has to wait for the reader."""
 _END_S: Final = 5.0
 
 
 class AsgiExchange:
-    """Begins when it is made, in a task of the running loop. `end` it, whatever has happened."""
+    """Starts the request in a task of the running loop. The caller must always await `end`."""
 
     def __init__(
         self, app: Callable[[Any, Any, Any], Awaitable[None]], request: EngineRequest
     ) -> None:
         self.status = 0
-        """0: nothing has begun."""
+        """Status of the response; 0 before it has started."""
         self.headers: Headers = []
         self.is_whole = False
-        """The answer's end has come, too."""
+        """True if the response is complete."""
         self._body: bytes | None = request.body
         self._waiting = bytearray()
         self._has_news = asyncio.Event()
@@ -36,9 +36,9 @@ class AsgiExchange:
         self._task.add_done_callback(lambda _: self._has_news.set())
 
     async def next_piece(self) -> bytes:
-        """All that has come since the last call, or the next; empty at the answer's end.
+        """Return all bytes since the last call, waiting for some; empty at the response's end.
 
-        Raises what the application raised.
+        Raises the application's exception.
         """
         while not self._waiting and not self.is_whole and not self._task.done():
             self._has_news.clear()
@@ -51,7 +51,7 @@ class AsgiExchange:
         return piece
 
     async def end(self) -> None:
-        """Nobody takes any more: the application is told that its client has gone."""
+        """Report a disconnected client to the application and wait up to 5 s, then cancel it."""
         self._is_gone.set()
         self._was_taken.set()
         _, left = await asyncio.wait({self._task}, timeout=_END_S)

@@ -1,15 +1,15 @@
-"""Has a request served by some replica: tries again until one has begun to answer.
+"""Dispatches a request to a replica; retries until one has started to respond.
 
     answer = await dispatch(send, request, retry_for_s=120)       # raises Refusal
     answer.head.status, answer.head.headers
     async for piece in answer.pieces(): ...                       # raises ReplicaLostError
 
-`send` gives the request to the replica that the router chooses. What the router knows of sleep may
-be half a second old, so a replica wakes only for a request that knows of its sleep: a sleeper says
-`ASLEEP` first, and the request goes to one that is awake, or comes back.
+`send` passes the request to the replica that the router chooses. The router's sleep state may be
+half a second old. So a sleeping replica first refuses with `ASLEEP`, and the request is marked. It
+then goes to an awake replica, or returns to a sleeping one, which wakes for a marked request.
 
-An answer that is not a stream of events has begun only when all of it is here, so a replica that
-dies before costs time and nothing else. A stream that breaks off ends with an event that says so.
+A response that is not an event stream counts as started only when it is complete. So if its replica
+dies, the request is retried. An event stream that breaks off ends with an error event.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _log = logging.getLogger("kvelastic.ray")
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 1.0
 MOST_WHOLE_BYTES: Final = 8 << 20
-"""A larger answer goes on before its end has come, and cannot be tried again."""
+"""A larger response is forwarded before it is complete, and cannot be retried."""
 
 
 class ReplicaStream(Protocol):
-    """A replica's answer as it comes. Its `__anext__` raises `ReplicaLostError`."""
+    """A replica's response as it arrives. Its `__anext__` raises `ReplicaLostError`."""
 
     def __aiter__(self) -> AsyncIterator[Head | bytes | Unserved | Cut]:
-        """The parts of `messages`."""
+        """Iterate over the parts (see `messages`)."""
 
     def cancel(self) -> None:
-        """Nobody wants the rest."""
+        """End the request at the replica."""
 
 
 Send = Callable[[EngineRequest], ReplicaStream]
@@ -49,18 +49,18 @@ Send = Callable[[EngineRequest], ReplicaStream]
 
 @dataclass
 class Answer:
-    """An answer that has begun."""
+    """A response that has started."""
 
     head: Head
     tried: int
-    """Attempts that failed before."""
+    """Number of failed attempts before."""
     _parts: AsyncIterator[Head | bytes | Unserved | Cut]
     _stream: ReplicaStream
     _here: list[bytes] = field(default_factory=list)
-    """Pieces that have come already."""
+    """Pieces that have already arrived."""
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body. Raises `ReplicaLostError` where a broken answer cannot say so itself."""
+        """Yield the body. Raises `ReplicaLostError` if a response breaks off that is no stream."""
         try:
             for piece in self._here:
                 yield piece
@@ -70,7 +70,7 @@ class Answer:
                 elif isinstance(part, Cut):
                     raise ReplicaLostError(part.message)
         except Exception as error:
-            # A stream never just ends, whatever has happened.
+            # A stream always ends with an event, even after an error.
             if not isinstance(error, ReplicaLostError):
                 _log.exception("an answer of replica %s broke off", self.head.replica)
             if not self.head.is_stream:
@@ -81,9 +81,9 @@ class Answer:
 
 
 async def dispatch(send: Send, request: EngineRequest, *, retry_for_s: float) -> Answer:
-    """Wait until a replica has begun to answer. Raises `Refusal`: none has in that time.
+    """Wait until a replica has started to respond; return the response.
 
-    Cancelling it ends the request at the replica.
+    Raises `Refusal` if none has after `retry_for_s`. Cancellation ends the request at the replica.
     """
     end_s = time.monotonic() + retry_for_s
     tried: set[str] = set()

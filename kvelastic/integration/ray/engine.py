@@ -1,4 +1,4 @@
-"""Ray Serve's seam: a deployment whose replicas run one engine each (`replica`)."""
+"""The Ray Serve deployment whose replicas run one engine each (`replica`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KvEngine:
     async def __init__(  # type: ignore[misc] # Ray awaits it
         self, settings: ClusterSettings, name: str
     ) -> None:
-        """Returns when the engine is ready. Raises `ClusterError`, and Ray starts another."""
+        """Wait until the engine is ready. Raises `ClusterError`; Ray then starts a new replica."""
         context = serve.get_replica_context()
         self._replica = EngineReplica(settings, name, context.replica_id.unique_id)
         await self._replica.start()
@@ -35,19 +35,19 @@ class KvEngine:
             raise
 
     async def forward(self, request: EngineRequest) -> AsyncIterator[Head | bytes | Unserved | Cut]:
-        """Serve one request; see `messages`."""
+        """Forward one request to the engine; see `messages`."""
         async for part in self._replica.serve(request):
             yield part
 
     async def report(self) -> dict[str, Any]:
-        """How the replica is, with its node."""
+        """Return the replica's report with its node's address."""
         node = ray.util.get_node_ip_address()
         return {**await asyncio.to_thread(self._replica.report), "node": node}
 
     async def set_asleep(self, replica: str, asleep: bool) -> dict[str, Any] | None:
-        """Put this replica to sleep or wake it; None if another one is meant.
+        """Put this replica to sleep or wake it; return None if `replica` is another one.
 
-        Returns the report afterwards, or `error` with why it may not.
+        Returns the report afterwards, or `error` with the reason of a refusal or failure.
         """
         if replica != self._replica.replica:
             return None
@@ -55,20 +55,20 @@ class KvEngine:
         return await self.report() if error is None else {"error": error}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray every `report_every` seconds; routers get it."""
+        """Return the report for routers. Ray calls this every `report_every` seconds."""
         return await asyncio.to_thread(self._replica.report)
 
     def check_health(self) -> None:
-        """Called by Ray. Raises `ClusterError` if the engine has failed; returns at once."""
+        """Raise `ClusterError` if the engine has failed. Called by Ray; does not block."""
         if self._replica.problem is not None:
             raise ClusterError(self._replica.problem)
 
     async def __del__(self) -> None:
-        """Called by Ray when the replica ends in order."""
+        """Stop the engine. Ray calls this when the replica shuts down gracefully."""
         await self._replica.stop()
 
     def _check_node(self) -> None:
-        """Ray must not place more on a node than its ledgers hold. Raises `ClusterError`."""
+        """Raise `ClusterError` if Ray may place more on this node than its ledgers can hold."""
         mine = ray.get_runtime_context().get_node_id()
         resources = [node["Resources"] for node in ray.nodes() if node["NodeID"] == mine]
         placed_bytes = int(sum(each.get(RESOURCE, 0) for each in resources)) * _MIB

@@ -1,4 +1,4 @@
-"""Ray Serve's seam: the deployment that clients speak to, for all models of an application."""
+"""The Ray Serve deployment that receives clients' requests, for all models of an application."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ TRIED_HEADER: Final = b"x-kvelastic-tried"
 _FOR_THE_FRONT: Final = frozenset(
     (b"authorization", b"cookie", b"host", b"origin", b"sec-fetch-site", b"x-api-key")
 )
-"""Headers of a client that say who asks; its replica serves whatever the front sends."""
+"""The client's headers that only the front evaluates. Replicas trust the front."""
 REPLICAS: Final = "/kvelastic/replicas"
 _REPORT_S: Final = 5.0
 _SLEEP_S: Final = 180.0
-"""Beyond what an engine may take to sleep or wake, which the replica decides."""
+"""Longer than any engine's sleep or wake; the replica enforces the actual timeout."""
 _CLIENT_GONE: Final = 499
 
 
 class KvFront:
-    """Reads the model's name in a request, and has one of that model's replicas serve it."""
+    """Reads the model's name in a request, and dispatches it to a replica of that model."""
 
     def __init__(self, settings: ClusterSettings, models: Mapping[str, Any]) -> None:
-        """`models` are the handles of the models' deployments, by name."""
+        """Take the settings, and the handles of the models' deployments by name."""
         server = settings.front.server
         self._settings = settings
         self._server = server
@@ -59,7 +59,7 @@ class KvFront:
         self._began_s = int(time.time())
 
     async def __call__(self, request: Request) -> Response:
-        """Serve one request of a client."""
+        """Serve one client's request."""
         scope = request.scope
         headers: Headers = scope["headers"]
         preflight = self._origins.preflight(scope) if self._origins.allows_any else None
@@ -72,7 +72,7 @@ class KvFront:
             body = refusal.anthropic_body(None) if is_theirs else refusal.body()
             response = _response(body, refusal.status, refusal.headers())
         except ClientGoneError:
-            response = Response(status_code=_CLIENT_GONE)  # nobody reads it
+            response = Response(status_code=_CLIENT_GONE)  # never read
         response.raw_headers += self._origins.cors(headers)
         return response
 
@@ -143,7 +143,7 @@ class KvFront:
         return JSONResponse(found[0])
 
     async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """What all replicas of all models return, without models that do not answer in time."""
+        """Call all replicas of all models; return their results, without models that time out."""
         calls = [
             handle.broadcast(method, *arguments).results_async(
                 timeout_s=timeout_s, return_exceptions=True
@@ -158,7 +158,7 @@ class KvFront:
         return {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvelastic"}
 
     def __del__(self) -> None:
-        """Called by Ray when the replica ends in order."""
+        """Stop the body reader. Ray calls this when the replica shuts down gracefully."""
         self._reader.stop()
 
 

@@ -2,17 +2,16 @@
 
     python -m kvelastic.integration.ray.launcher PARENT_PID COMMAND [ARGUMENT ...]
 
-A replica starts this program and not the engine, for two reasons. A replica that is killed cannot
-end its engine; this program waits for the end of its parent. And nothing of Python may run between
-fork and exec in a Ray process (gRPC's threads hold locks), while here it may.
+A replica starts this program instead of the engine, for two reasons. A killed replica cannot end
+its engine, but this program waits for the end of its parent. And a Ray process must not run Python
+between fork and exec (gRPC's threads hold locks), but this program may.
 
     parent has ended         ->  SIGTERM to the engine, then the rest of the process group ends
     SIGTERM                  ->  SIGTERM to the engine; the parent ends the rest
     the engine has ended     ->  this program ends with the engine's exit code
     this program is killed   ->  the kernel sends the engine SIGTERM
 
-The engine gets the environment without Ray's own variables: an engine that uses Ray would join the
-replica's job.
+The engine's environment has no Ray variables: an engine that uses Ray would join the replica's job.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from pathlib import Path
 from typing import Final
 
 END_S: Final = 15.0
-"""How long an engine may take to end after its replica."""
+"""Time for an engine to end after its replica."""
 _REST_S: Final = 3.0
-"""How long an engine's helpers have afterwards: they remove its shared memory."""
+"""Time for an engine's helpers to end afterwards; they remove its shared memory."""
 _LOOK_EVERY_S: Final = 0.05
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _SIGNAL_CODE: Final = 128
-"""A shell's exit code for a program that a signal ended, without the signal's number."""
+"""A shell's exit code for a program killed by a signal, minus the signal's number."""
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run the command until it or the parent has ended; returns its exit code."""
+    """Run the command until it or the parent has ended; return its exit code. Blocks."""
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     replica = os.pidfd_open(parent)
-    if os.getppid() != parent:  # it ended before this program could look
+    if os.getppid() != parent:  # it ended before the pidfd was opened
         return 1
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     try:
@@ -81,7 +80,7 @@ def _end_with_launcher() -> None:
 
 
 def _end_group() -> None:
-    """End all of this process's group, itself included, where it leads one."""
+    """End this process's group including itself, if it is the group's leader."""
     if os.getpgrp() != os.getpid():
         return
     os.killpg(0, signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""What the front, the router and the replicas send to each other: plain values, pickled by Ray.
+"""Messages between the front, the router and the replicas: plain values, pickled by Ray.
 
-A replica's answer is a stream::
+A replica's response is a stream::
 
-    Unserved                        # nothing of an answer: another replica may have the request
-    Head, bytes, bytes, ...         # the engine's answer, whole
-    Head, bytes, ..., Cut           # the engine's answer, broken off
+    Unserved                        # no response: another replica may serve the request
+    Head, bytes, bytes, ...         # the engine's complete response
+    Head, bytes, ..., Cut           # the engine's response, broken off
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvelastic.controller.headers import Headers
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One client's request, as an engine is to get it."""
+    """One client's request for an engine."""
 
     method: str
     path: str
@@ -25,20 +25,20 @@ class EngineRequest:
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     prefix: tuple[bytes, ...] = ()
-    """Of its prompt (`prompt_prefix`)."""
+    """Hashes of its prompt's prefixes (`prompt_prefix`)."""
     tried: frozenset[str] = frozenset()
-    """Replicas that did not serve it."""
+    """Replicas that failed to serve it."""
     sleepers: frozenset[str] = frozenset()
-    """Replicas that have said that they sleep. Only these it wakes."""
+    """Replicas that refused it as asleep. The request wakes only these."""
 
 
 ASLEEP: Final = "replica_asleep"
-"""Code of `Unserved`: the replica sleeps, and the request did not know it."""
+"""Code of `Unserved`: the replica sleeps and is not in the request's `sleepers`."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of an answer, sent with the first piece of its body."""
+    """The start of a response, with the first piece of its body."""
 
     status: int
     headers: Headers
@@ -47,7 +47,7 @@ class Head:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the body is a stream of events."""
+        """True if the body is an event stream."""
         return any(
             name == b"content-type" and value.startswith(b"text/event-stream")
             for name, value in self.headers
@@ -56,7 +56,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Unserved:
-    """The replica has not begun to answer, and says why."""
+    """The replica has not started a response; `message` has the reason."""
 
     status: int
     code: str
@@ -67,6 +67,6 @@ class Unserved:
 
 @dataclass(frozen=True)
 class Cut:
-    """The answer ends here, and is not whole."""
+    """The response ends here and is incomplete."""
 
     message: str

@@ -1,11 +1,11 @@
-"""What a node brings to the cluster, for `ray start`:
+"""Prints the resources that a node adds to the cluster, for `ray start`:
 
     R=$(python -m kvelastic.integration.ray.node_resources)
     ray start --address=HEAD:6379 --resources="$R"
 
-Ray's resources do not change while a node runs, so this is the capacity of the node's ledgers, not
-what is free in them: of all GPUs, or of the host where there is none. Ledgers that exist already
-count with their own capacity.
+Ray's resources are constant while a node runs. So this is the capacity of the node's ledgers, not
+their free memory. It is the sum over all GPUs, or the host without a GPU. Existing ledgers count
+with their current capacity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIB: Final = 1 << 20
 
 
 def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], group: str) -> int:
-    """What instances of a group can hold on these devices together."""
+    """Return the memory that instances of a group can hold on these devices together."""
     shared = {
         devices.device_key(info.device): info.capacity_bytes
         for info in ledgers
@@ -40,7 +40,7 @@ def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], gr
 
 
 def main() -> int:
-    """Print them as JSON; returns the exit code."""
+    """Print the resources as JSON; return the exit code."""
     try:
         settings = config.load()
         found = devices.list_devices(settings)

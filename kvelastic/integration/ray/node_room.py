@@ -1,4 +1,4 @@
-"""What instances could still get of a node's memory, and how much a node has: from its ledgers."""
+"""Memory of a node that is still available to instances, from the node's ledgers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from kvelastic.ledger_facts import LedgerInfo, Member
 
 
 def room_bytes(info: LedgerInfo, member: Member) -> int:
-    """What a member could still get for requests, of its limit and of its device.
+    """Return the memory still available to a member's requests, within its limit and device.
 
-    Caches of others give way down to their guarantees, its own do altogether.
+    Other members' caches count as available down to their guarantees, its own completely.
     """
     firm_bytes = sum(
         max(other.guaranteed_bytes, _held_bytes(other))
@@ -20,5 +20,5 @@ def room_bytes(info: LedgerInfo, member: Member) -> int:
 
 
 def _held_bytes(member: Member) -> int:
-    """What of its grant no other instance can have."""
+    """Return the part of a member's grant that cannot be reclaimed."""
     return max(0, member.granted_bytes - member.evictable_bytes - member.parked_bytes)

@@ -1,9 +1,9 @@
-"""Names for the beginnings of a prompt, so that requests that share one go to the same replica.
+"""Hashes of a prompt's prefixes, so that requests with a common prefix go to the same replica.
 
-    prefix_of(body)      # one name for each 512 bytes that the prompt begins with, the longest last
+    prefix_of(body)      # a hash for each prefix of a multiple of 512 bytes, the longest last
 
-Two requests have a name in common if and only if their prompts begin with the same bytes (as the
-client wrote them). A prompt has 64 names at most: what follows does not decide where it goes.
+Two requests share a hash if and only if their prompts begin with the same bytes, as written by the
+client. A prompt has at most 64 hashes; the text after them does not affect routing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME_BYTES: Final = 8
 
 
 class _Prompt(msgspec.Struct):
-    """All that is read of a body; the rest is checked and skipped."""
+    """The keys of a body that are parsed. All others are validated and skipped."""
 
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -31,7 +31,7 @@ _decode: Final = msgspec.json.Decoder(_Prompt).decode
 
 
 def prefix_of(body: bytes) -> tuple[bytes, ...]:
-    """The names of what the body's prompt begins with; none where it has no prompt, or is short."""
+    """Return the hashes of the prompt's prefixes; empty if there is no prompt or it is short."""
     try:
         found = _decode(body)
     except (msgspec.DecodeError, RecursionError):

@@ -1,11 +1,11 @@
-"""Which replica gets a request: pure functions over what replicas report.
+"""Ranks the replicas for a request: pure functions over replicas' reports.
 
 for rank in ranks(standings): ...       # the best first; within a rank the shortest queue wins
 
 awake, with room, most of the prompt cached    rank 1, if its queue is not much longer
 awake, with room                               rank 2
 awake, memory is short                         rank 3
-waking or starting, then asleep                a rank each: of several, one is woken
+waking or starting, then asleep                a rank each, so that only one is woken
 failed, or already tried by this request       last
 """
 
@@ -19,29 +19,29 @@ from typing import Any, Final
 from kvelastic.controller.gate import State
 
 QUEUE_SLACK: Final = 4
-"""A prefix hit is worth waiting for so many more requests than the shortest queue has."""
+"""How much longer than the shortest queue a queue may be for a prefix hit, in requests."""
 _ROOM_PART: Final = 0.5
-"""A replica has room if it has this part of the roomiest one's."""
+"""A replica has room if it has at least this fraction of the largest room of a replica."""
 MOST_NAMES: Final = 8192
-"""Of prefixes remembered for one replica."""
+"""Maximum number of prefixes remembered per replica."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One replica, as it reported itself last, and as one request sees it."""
+    """The last report of one replica, and its relation to one request."""
 
     replica: str
     state: State = State.STARTING
     is_memory_asleep: bool = False
-    """Its instance sleeps, whatever its engine does."""
+    """True if its instance sleeps, independent of its engine."""
     room_bytes: int = 0
-    """What it could still get for requests, of its own limit and of its devices."""
+    """Memory still available to its requests, within its limit and its devices."""
     queue: int = 0
-    """Requests that run there or wait there."""
+    """Number of its running and waiting requests."""
     hits: int = 0
-    """Pieces of this request's prompt that the replica has seen."""
+    """Number of prefixes of this request's prompt that the replica has seen."""
     is_tried: bool = False
-    """It did not serve this request."""
+    """True if it has failed to serve this request."""
 
     @classmethod
     def of(
@@ -52,9 +52,9 @@ class Standing:
         is_tried: bool = False,
         is_asleep: bool = False,
     ) -> Standing:
-        """From `report`: what `EngineReplica.report` returned; empty before the first one.
+        """Build it from `report`, the result of `EngineReplica.report`, empty before the first one.
 
-        `is_asleep`: it has said so to this request, after the report.
+        `is_asleep`: the replica refused this request as asleep, after the report.
         """
         state = State(report.get("state", State.STARTING))
         return cls(
@@ -69,12 +69,12 @@ class Standing:
 
     @property
     def is_awake(self) -> bool:
-        """Whether a request would run at once."""
+        """True if a request would run without a wake-up."""
         return self.state is State.AWAKE and not self.is_memory_asleep
 
 
 def ranks(standings: Sequence[Standing]) -> list[list[str]]:
-    """The replicas' names, each once. Empty ranks are left out."""
+    """Return the ranks of replicas' names. Each name occurs once, and no rank is empty."""
     usable = [s for s in standings if not s.is_tried and s.state is not State.DOWN]
     awake = [s for s in usable if s.is_awake]
     most_bytes = max((s.room_bytes for s in awake), default=0)
@@ -102,19 +102,22 @@ def ranks(standings: Sequence[Standing]) -> list[list[str]]:
 
 
 def _order_of_sleepers(standing: Standing) -> tuple[bool, bool, int, str]:
-    """All requests agree on the sleeper to wake. One that an operator put to sleep comes last."""
+    """Sort key by which all requests choose the same replica to wake.
+
+    Replicas that an operator put to sleep come last.
+    """
     is_coming = standing.state in {State.WAKING, State.STARTING}
     return standing.is_memory_asleep, not is_coming, -standing.room_bytes, standing.replica
 
 
 class SeenPrefixes:
-    """Which prefixes were sent to which replica. Bounded; used by one loop only."""
+    """The prefixes sent to each replica. Bounded; used in one event loop only."""
 
     def __init__(self) -> None:
         self._names: dict[str, OrderedDict[bytes, None]] = {}
 
     def hits(self, replica: str, prefix: Sequence[bytes]) -> int:
-        """How many of the prefix's names, from its beginning, the replica has seen."""
+        """Return how many leading hashes of the prefix the replica has seen."""
         names = self._names.get(replica) or OrderedDict()
         for count, name in enumerate(prefix):
             if name not in names:
@@ -122,7 +125,7 @@ class SeenPrefixes:
         return len(prefix)
 
     def add(self, replica: str, prefix: Iterable[bytes]) -> None:
-        """A request with this prefix goes to the replica."""
+        """Record that a request with this prefix goes to the replica."""
         names = self._names.setdefault(replica, OrderedDict())
         for name in prefix:
             names[name] = None
@@ -131,7 +134,7 @@ class SeenPrefixes:
             names.popitem(last=False)
 
     def keep_only(self, replicas: Iterable[str]) -> None:
-        """Forget all others: their memory is gone."""
+        """Remove all other replicas, which have ended and lost their caches."""
         kept = set(replicas)
         for replica in [name for name in self._names if name not in kept]:
             del self._names[replica]

@@ -6,10 +6,10 @@
     replica.problem                                # None: the engine works
     await replica.stop()
 
-Gate, sleep, memory and launch are the controller's `Front` and `EngineProcess`. This module gives
-them the requests, and decides two things that the controller leaves to its clients: an answer has
-begun with its first piece of body, and an engine that reports its core's death has failed although
-its server still runs.
+Gate, sleep, memory and launch are the controller's `Front` and `EngineProcess`. This module passes
+them the requests, and decides two things that the controller leaves to its clients. A response has
+started with the first piece of its body. An engine that reports the death of its core has failed,
+although its server still runs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _log = logging.getLogger("kvelastic.ray")
 LOOK_EVERY_S: Final = 0.5
 _ANSWER_S: Final = 2.0
 FAILURES: Final = 2
-"""So many answers in a row that it cannot serve: the engine has failed."""
+"""Consecutive failed health checks after which the engine has failed."""
 SILENCES: Final = 10
-"""So many looks in a row without an answer: the engine has failed. A busy one may miss some."""
+"""Consecutive timeouts of health checks after which the engine has failed. A busy engine may miss
+some."""
 _LOG_LINES: Final = 15
 _RETRIED: Final = frozenset(
     (
@@ -61,21 +62,24 @@ _RETRIED: Final = frozenset(
         "wake_failed",
     )
 )
-"""Codes of the controller's refusals with which another replica may do better."""
+"""Codes of the controller's refusals after which another replica may serve the request."""
 _LARGEST_REFUSAL: Final = 4096
 _NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class EngineReplica:
-    """See the module. Made in the loop that serves, and used there only; `report` in any thread."""
+    """One engine with its controller. Create and use it in one event loop.
+
+    Any thread may call `report` and `device_capacity_bytes`.
+    """
 
     def __init__(self, settings: ClusterSettings, name: str, replica: str) -> None:
-        """`replica` is Ray's name of it, unique in the cluster."""
+        """Take the settings, the model's name, and Ray's replica id, unique in the cluster."""
         self.name = name
         self.replica = replica
         self.instance = instance_name(name, replica)
         self.problem: str | None = None
-        """Why the engine cannot serve any more; stays once it is set."""
+        """Why the engine has failed, or None. Once set it does not change."""
         self._settings = settings
         self._closing = ExitStack()
         self._front: Front | None = None
@@ -84,12 +88,15 @@ class EngineReplica:
 
     @property
     def model(self) -> ServedModel:
-        """The model as its controller has it."""
+        """The controller's model. Valid after `start`."""
         assert self._model is not None, "start() comes first"
         return self._model
 
     async def start(self) -> None:
-        """Start the engine and wait until it is ready. Raises `ClusterError`: nothing is left."""
+        """Start the engine and wait until it is ready.
+
+        Raises `ClusterError` if it does not start; everything is stopped then.
+        """
         writer = self._closing.enter_context(LogWriter(None))
         settings = self._settings.of_replica(self.name, self.instance, free_port())
         front = self._front = Front(
@@ -107,7 +114,7 @@ class EngineReplica:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
-        """End the engine and all its processes. More than once does no harm."""
+        """Stop the engine and all its processes. Idempotent."""
         if self._watcher is not None:
             self._watcher.cancel()
         front, self._front = self._front, None
@@ -116,10 +123,10 @@ class EngineReplica:
         self._closing.close()
 
     async def serve(self, request: EngineRequest) -> AsyncIterator[Head | bytes | Unserved | Cut]:
-        """Bring the request to the engine, and its answer back; see `messages`.
+        """Forward the request to the engine and yield the response; see `messages`.
 
-        A model that sleeps is woken first, if the request knows that it sleeps. Closing the
-        iterator ends the request at the engine.
+        A sleeping model is woken if `request.sleepers` names this replica, else the request is
+        refused. Closing the iterator ends the request at the engine.
         """
         is_asleep = self.model.state in {State.FALLING_ASLEEP, State.ASLEEP}
         if is_asleep and self.replica not in request.sleepers:
@@ -143,14 +150,14 @@ class EngineReplica:
             await exchange.end()
 
     async def _unserved(self, exchange: AsgiExchange, first: bytes) -> Unserved | None:
-        """What says that this is no answer; None: it is one."""
+        """Return the `Unserved` of a response that another replica should retry, else None."""
         if not exchange.status or (not first and not exchange.is_whole):
             return self._refused(502, "engine_failed", "The engine broke off before its answer.")
         if exchange.status >= 429 and len(first) <= _LARGEST_REFUSAL:
             refusal = _refusal_in(first)
             if refusal is not None:
                 return self._refused(exchange.status, *refusal)
-        # An engine whose core has died answers so to all requests that were waiting.
+        # An engine whose core has died sends such responses to all waiting requests.
         is_failure = exchange.status >= 500 or first.startswith(b'data: {"error"')
         if is_failure and await self._health() not in {200, None}:
             return self._refused(502, "engine_failed", "The engine has failed.")
@@ -160,7 +167,10 @@ class EngineReplica:
         return Unserved(status, code, message, self.replica)
 
     async def set_asleep(self, asleep: bool) -> str | None:
-        """By an operator's word; returns when it is done, or why it may not or could not."""
+        """Put the replica to sleep or wake it on an operator's request, and wait for the result.
+
+        Returns None, or why it was refused or failed.
+        """
         model = self.model
         now_s = time.monotonic()
         gate = model.gate
@@ -172,7 +182,7 @@ class EngineReplica:
         return None if model.state is wanted else model.last_problem or f"it is {model.state.value}"
 
     def report(self) -> dict[str, Any]:
-        """What routers are told, and people: plain values. Blocks for milliseconds."""
+        """Return the state for routers and operators, as plain values. Blocks for milliseconds."""
         model = self.model
         room = None
         found: dict[str, int] = {"guarantee_bytes": 0, "in_use_bytes": 0, "ask_bytes": 0}
@@ -203,7 +213,7 @@ class EngineReplica:
         }
 
     def device_capacity_bytes(self) -> int:
-        """What the ledgers that the instance is in may hold together."""
+        """Return the sum of the capacities of the instance's ledgers. Blocks for milliseconds."""
         return sum(
             info.capacity_bytes
             for info in ledger.list_ledgers()
@@ -228,7 +238,7 @@ class EngineReplica:
                 self._fail(f"the engine has not answered for {silences * _ANSWER_S:g} s")
 
     def _fail(self, problem: str) -> None:
-        """From now on it serves nothing: those that wait go to other replicas."""
+        """Mark the engine as failed and refuse all waiting requests, so others can serve them."""
         self.problem = problem
         _log.error("replica %s of %s: %s", self.replica, self.name, problem)
         why = Refusal(503, "model_down", f"The engine has failed: {problem}.", retry_after_s=1.0)
@@ -236,7 +246,7 @@ class EngineReplica:
         self.model.gate.refuse_all(why)
 
     async def _health(self) -> int | None:
-        """The status of the engine's health route; None: no answer in time. 0: no connection."""
+        """Return the status of the engine's health route; None: timeout; 0: no connection."""
         front, model = self._front, self.model
         if front is None:
             return 0
@@ -253,12 +263,12 @@ class EngineReplica:
 
 
 def instance_name(model: str, replica: str) -> str:
-    """The instance of a replica's engine: at most 64 characters that a segment's name may have."""
+    """Return the instance name of a replica's engine, at most 64 characters valid in a segment."""
     return f"ray-{_NAME.sub('_', model)[:32]}-{_NAME.sub('_', replica)[-24:]}"
 
 
 def free_port() -> int:
-    """A port of the loopback interface that no program has now."""
+    """Return a port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -266,7 +276,7 @@ def free_port() -> int:
 
 
 def _refusal_in(body: bytes) -> tuple[str, str] | None:
-    """Code and message of a refusal that another replica may do without."""
+    """Return code and message of a refusal after which another replica may serve the request."""
     try:
         error = json.loads(body)["error"]
         code, message = error["code"], error["message"]

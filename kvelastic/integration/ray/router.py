@@ -1,4 +1,4 @@
-"""Ray Serve's seam: which replica a request goes to, by `ranking`."""
+"""The Ray Serve router, which chooses a replica for a request by `ranking`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvelastic.integration.ray.ranking import SeenPrefixes, Standing, ranks
 
 
 class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
-    """One for each handle. Ray takes the shortest queue within a rank, so each rank is a list.
+    """Ranks the replicas, one router per handle. Within a rank Ray takes the shortest queue.
 
-    Without Ray's `FIFOMixin`: a replica that was chosen for one request is not given another.
+    It does not use Ray's `FIFOMixin`, so a replica chosen for one request is not used for another.
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Called by Ray once."""
+        """Initialize the state. Ray calls this once."""
         self._seen = SeenPrefixes()
         self._turn = 0
 
@@ -26,7 +26,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The candidates, by rank."""
+        """Return the candidates by rank."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         self._seen.keep_only(by_name)
         request = _request_of(pending_request)
@@ -40,7 +40,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
             )
             for name, replica in by_name.items()
         ]
-        self._turn += 1  # of equal queues Ray takes the first, which would get every request
+        self._turn += 1  # rotate: among equal queues Ray always takes the first
         found = []
         for rank in ranks(standings):
             first = self._turn % len(rank)
@@ -50,7 +50,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Remember which replica has the request's prefix from now on."""
+        """Record that the replica now has the request's prefix."""
         self._seen.add(replica_id.unique_id, _request_of(pending_request).prefix)
 
 

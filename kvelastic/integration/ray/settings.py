@@ -1,6 +1,7 @@
-"""The configuration of a Serve application: one frozen value, checked before anything starts.
+"""The configuration of a Serve application: one frozen value, validated before anything starts.
 
-Durations are seconds, sizes bytes; both may be written as in the controller's file ("2m", "512M").
+Durations are in seconds and sizes in bytes. Both may be written as in the controller's file ("2m",
+"512M").
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from kvelastic.controller.settings import (
 from kvelastic.errors import ClusterConfigError
 
 RESOURCE: Final = "kvelastic_mib"
-"""Ray's resource: of a node its ledgers' capacity, of a replica what it is guaranteed. In MiB."""
+"""Name of a Ray resource, in MiB. A node has its ledgers' capacity; a replica takes its guarantee
+and `reserved`."""
 LAUNCHER: Final = "kvelastic.integration.ray.launcher"
 _MIB: Final = 1 << 20
 
@@ -40,49 +42,49 @@ class _Section(BaseModel):
 
 
 class ClusterModel(_Section):
-    """One model, served by replicas that have an engine each."""
+    """One model, served by replicas with one engine each."""
 
     name: str = Field(min_length=1, max_length=256)
-    """What clients send as "model"."""
+    """The value that clients send as "model"."""
     engine: Literal["vllm", "sglang"] = "vllm"
     command: tuple[str, ...] = Field(min_length=1)
-    """The engine's server; `{port}` stands for the port that it is to listen on, at 127.0.0.1."""
+    """The engine's server. `{port}` is replaced by its port; it must listen on 127.0.0.1."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Of the engine, beside the replica's own: KVELASTIC_HOST_MEMORY, for one."""
+    """The engine's variables in addition to the replica's, such as KVELASTIC_HOST_MEMORY."""
     cwd: str | None = None
     served_name: str | None = None
-    """The engine's own name for it, where that differs from `name`."""
+    """The engine's name of the model, if it differs from `name`."""
     guarantee: Size = 0
-    """Of each replica: `KVELASTIC_MIN`, and its part of the node's resource `kvelastic_mib`."""
+    """Guarantee of each replica: its `KVELASTIC_MIN`, and part of its `kvelastic_mib`."""
     reserved: Size = 0
-    """What a replica holds beside its KV cache within the node's `kvelastic_mib` (weights)."""
+    """Memory of a replica besides its KV cache (weights), taken from the node's `kvelastic_mib`."""
     limit: Size | None = None
     priority: Priority | None = None
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     replicas_per_node: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """At most; None: as many as fit."""
+    """Maximum number of replicas per node; None: as many as fit."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
-    """A part of a GPU (0.1), so that several replicas can share one: its ledger divides it."""
+    """A fraction of a GPU (0.1) lets several replicas share one; its ledger divides the memory."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """More of Ray's, to choose nodes by."""
+    """Further Ray resources, to select nodes."""
     most_requests: Annotated[int, Field(ge=1)] = 256
-    """That one replica has at once; more wait in front of it."""
+    """Maximum number of requests at one replica; further requests wait."""
     ttl: Duration | None = None
-    """A replica without requests sleeps after so long; None: as `sleep` says."""
+    """Idle time after which a replica sleeps; None: `sleep` decides."""
     pin: bool = False
-    """Never put to sleep by itself."""
+    """Replicas are never put to sleep automatically."""
     ready_timeout: DurationAboveZero = 600.0
     stop_timeout: Duration = 15.0
     health: str = "/health"
 
     @property
     def placed_mib(self) -> int:
-        """What a replica takes of its node's resource."""
+        """Return the amount of `kvelastic_mib` that a replica takes from its node."""
         return math.ceil((self.guarantee + self.reserved) / _MIB)
 
     def of_replica(self, instance: str, port: int) -> ModelSettings:
-        """How the controller in the replica that this process is sees it."""
+        """Return the model's settings for the controller in this process's replica."""
         return ModelSettings(
             name=self.name,
             engine=self.engine,
@@ -93,7 +95,7 @@ class ClusterModel(_Section):
                 cwd=self.cwd,
                 ready_timeout=self.ready_timeout,
                 stop_timeout=self.stop_timeout,
-                restart=False,  # Ray puts another replica in its place
+                restart=False,  # Ray starts another replica instead
             ),
             served_name=self.served_name,
             instance=instance,
@@ -107,23 +109,23 @@ class ClusterModel(_Section):
 
 
 class FrontSettings(_Section):
-    """The deployment that clients speak to."""
+    """The deployment that receives clients' requests."""
 
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
     replicas_per_node: Annotated[int, Field(ge=1)] | None = None
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     resources: dict[str, float] = Field(default_factory=dict)
-    """Of Ray's, to choose nodes by."""
+    """Ray resources, to select nodes."""
     max_body: SizeAboveZero = 64 << 20
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    """Names beside localhost that clients without a key may use for this address."""
+    """Further Host names, beside localhost, accepted in requests without a key."""
     retry_for: Duration = 120.0
-    """How long a request that no replica has begun to answer is tried again."""
+    """How long a request is retried until a replica has started to respond."""
 
     @property
     def server(self) -> ServerSettings:
-        """The same, as the controller names it."""
+        """Return these settings as the controller's `ServerSettings`."""
         return ServerSettings(
             max_body=self.max_body,
             allowed_origins=self.allowed_origins,
@@ -133,15 +135,15 @@ class FrontSettings(_Section):
 
 
 class HealthSettings(_Section):
-    """How soon Ray takes a replica for dead: after three checks in a row that fail."""
+    """Ray's health checks. Ray considers a replica dead after three consecutive failed checks."""
 
     period: DurationAboveZero = 0.5
     timeout: DurationAboveZero = 1.0
-    """Of one check. A replica that works answers at once, whatever its engine does."""
+    """Timeout of one check. A working replica responds immediately, even if its engine is busy."""
 
 
 class ClusterSettings(_Section):
-    """All of it."""
+    """The whole configuration of a Serve application."""
 
     models: tuple[ClusterModel, ...] = Field(min_length=1)
     sleep: SleepSettings = Field(default_factory=SleepSettings)
@@ -149,7 +151,7 @@ class ClusterSettings(_Section):
     front: FrontSettings = FrontSettings()
     health: HealthSettings = HealthSettings()
     report_every: DurationAboveZero = 0.5
-    """How often replicas report room and sleep to routers."""
+    """Interval at which replicas report room and sleep to routers."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> ClusterSettings:
@@ -160,11 +162,11 @@ class ClusterSettings(_Section):
         return self
 
     def model(self, name: str) -> ClusterModel:
-        """One of the models. Raises `StopIteration` if there is none of the name."""
+        """Return the model with this name. Raises `StopIteration` if there is none."""
         return next(model for model in self.models if model.name == name)
 
     def of_replica(self, name: str, instance: str, port: int) -> Settings:
-        """How one replica's controller is configured. Keys are the front's business."""
+        """Return the configuration of one replica's controller. Only the front checks keys."""
         return Settings(
             server=self.front.server,
             sleep=self.sleep,
@@ -173,7 +175,10 @@ class ClusterSettings(_Section):
 
 
 def parse(raw: Mapping[str, Any]) -> ClusterSettings:
-    """Check a configuration. Raises `ClusterConfigError`, which names every key at fault."""
+    """Return the settings of a configuration.
+
+    Raises `ClusterConfigError`, which names every invalid key.
+    """
     try:
         return ClusterSettings.model_validate(dict(raw))
     except ValidationError as error:

@@ -219,7 +219,7 @@ class TokenStore:
         self._pages.close(is_unused=storage.expired())
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if tokens are outside the pages in use, or the pool's fails."""
+        """Raise `IntegrityError` if tokens are outside the used pages or the pool's check fails."""
         self._pages.pool.blocks.check_integrity()
         if self._rows is not None:
             needed = self._pages_for(self._rows, self.tokens)
