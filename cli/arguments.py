@@ -1,5 +1,4 @@
-"""The kinds of arguments that kvctl takes: names, tiers, sizes, percentages, times; and
-`--wait`."""
+"""The argument types of kvctl: names, tiers, sizes, percentages, times; and `--wait`."""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class NameType(click.ParamType):  # type: ignore[type-arg]
-    """A segment's name; the shell completes it from the live ones."""
+    """A segment's name. Shell completion offers the live segments."""
 
     name = "name"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Offer the names that begin as typed."""
+        """Return the names that begin with the typed text."""
         from kvelastic.segment import list_segments
 
         return offered((info.name for info in list_segments()), incomplete)
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]
-    """Bytes, as `kvelastic.sizes.parse_size` reads them."""
+    """A size in bytes, parsed by `kvelastic.sizes.parse_size`."""
 
     name = "size"
 
@@ -45,7 +44,7 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]
 
 
 class LimitType(SizeType):
-    """The same, or `none` for no limit."""
+    """A size, or `none` for no limit."""
 
     name = "size"
 
@@ -97,7 +96,7 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
 
 
 class AgeType(click.ParamType):  # type: ignore[type-arg]
-    """A time in seconds, or with s, m, h or d behind it; more than nothing."""
+    """A time above 0 in seconds, or with the suffix s, m, h or d."""
 
     name = "age"
 
@@ -118,14 +117,14 @@ class AgeType(click.ParamType):  # type: ignore[type-arg]
 
 
 class TierType(click.ParamType):  # type: ignore[type-arg]
-    """A tier of the instance that was named before; the shell completes it from that."""
+    """A tier of the instance in the preceding argument. Shell completion offers its tiers."""
 
     name = "tier"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Offer the tiers that begin as typed."""
+        """Return the tiers that begin with the typed text."""
         from kvelastic.errors import SegmentError
         from kvelastic.segment import inspect
         from kvelastic.tier_status import read
@@ -139,10 +138,10 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
 
 
 class ValueCommand(click.Command):
-    """A command whose value may begin with a minus by mistake: `-5` is a bad size, no option."""
+    """A command that reports `-5` as an invalid value instead of an unknown option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; say of `-5` what is wrong with it."""
+        """Parse the arguments. Raises `BadParameter` for a negative number such as `-5`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -154,10 +153,10 @@ class ValueCommand(click.Command):
 
 
 def offered(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
-    """Return those of `names` that begin as typed, for a shell to complete.
+    """Return the `names` that begin with the typed text, for shell completion.
 
-    Names that no instance can have are left out. Another user chooses the names of their files,
-    and bash inserts a completion into the command line as it is: `$(id)` would run.
+    Invalid instance names are omitted. Other users choose the names of their files, and bash
+    inserts completions unquoted into the command line, so `$(id)` would run.
     """
     from click.shell_completion import CompletionItem
 
@@ -167,7 +166,7 @@ def offered(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
 
 
 def wait_option(until: str) -> Callable[[_Command], _Command]:
-    """`--wait SECONDS`, as `wait_s`, of a command that requests something: `until` is its help."""
+    """Return the option `--wait SECONDS` (parameter `wait_s`); its help text contains `until`."""
     return click.option(
         "--wait",
         "wait_s",

@@ -1,4 +1,4 @@
-"""`kvctl capacity`: how much of a device its instances may hold together, changed live."""
+"""`kvctl capacity`: changes the capacity of a device for all its instances together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.01
 _BRIEF_LOOK_S: Final = 0.2
-"""Without --wait: most of what goes, goes in this time."""
+"""Wait without --wait, in which most memory is released."""
 
 
 @click.command(
@@ -63,7 +63,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
 
 
 def _choose(device: str, group: str | None) -> LedgerInfo:
-    """The ledger that is meant; ends the command where none or more than one is."""
+    """Return the ledger of a device. End the command with an error unless exactly one matches."""
     from kvelastic.devices import device_key
     from kvelastic.ledger import list_ledgers
 
@@ -71,7 +71,7 @@ def _choose(device: str, group: str | None) -> LedgerInfo:
     found, others = [], []
     for info in list_ledgers():
         if info.status != "readable":
-            # Only the file's name is known: group, underscore, device.
+            # An unreadable ledger has only its file name: group, underscore, device.
             name = device_key(info.device.rpartition("_")[2])
             wanted = group is None or info.device.startswith(f"{group}_")
             others += [info] if name == key and wanted else []
@@ -96,7 +96,7 @@ def _choose(device: str, group: str | None) -> LedgerInfo:
 
 
 def _look(found: LedgerInfo) -> LedgerInfo | None:
-    """The same ledger now; None where all its instances have ended."""
+    """Read a ledger again; return None if all its instances have ended."""
     from kvelastic.ledger import list_ledgers
 
     return next(

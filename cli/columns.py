@@ -1,4 +1,4 @@
-"""Columns of plain text, as wide as what stands in them; and parts of a bar, in whole cells."""
+"""Columns of plain text, as wide as their contents; and parts of a bar in whole cells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import pairwise
 
 
 def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Each line with its cells side by side; those of the columns in `left` begin at the left.
+    """Return each line with its cells aligned: left in the columns in `left`, else right.
 
-    All lines have the same number of cells. Nothing is cut off.
+    All lines have the same number of cells. No cell is truncated.
     """
     drawn = list(lines)
     widths = [max(map(len, column)) for column in zip(*drawn, strict=True)]
@@ -23,10 +23,10 @@ def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:
-    """How many of `width` cells each amount gets of `whole`, which is at least their sum.
+    """Return the cells of each amount in a bar of `width` cells for `whole`, at least their sum.
 
-    Rounded at each end, so that the parts add up; the least bit of something gets a cell while
-    there is one.
+    The ends of the parts are rounded, so that the parts add up. Every amount above 0 gets a cell if
+    one is left.
     """
     whole = max(whole, sum(amounts))
     ends, total = [0], 0

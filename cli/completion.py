@@ -1,4 +1,4 @@
-"""`kvctl completion`: the script by which a shell completes kvctl's commands, options and names."""
+"""`kvctl completion`: prints the shell script that completes commands, options and names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def completion_command(ctx: click.Context, shell: str) -> None:
     generator = get_completion_class(shell)
     if generator is None:
         raise click.UsageError(f"this version of click writes no script for {shell}.")
-    # The names are always kvctl's: the script is for the program, however this one was started.
+    # Always use kvctl's names, even if this process was started under another name.
     script = generator(ctx.find_root().command, {}, "kvctl", "_KVCTL_COMPLETE").source()
     say(*script.strip().split("\n"))

@@ -1,7 +1,7 @@
-"""A device and who holds its memory, as a row of plain values.
+"""A device and the holders of its memory, as a row of plain values.
 
-The keys of `DeviceRow` are the schema of `kvctl devices --json` (docs/kvctl.md); none is ever left
-out, and what is not known is None.
+The keys of `DeviceRow` are the schema of `kvctl devices --json` (docs/kvctl.md). No key is ever
+omitted, and unknown values are None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProcessRow(TypedDict):
 
 
 class InstanceRow(TypedDict):
-    """An instance on a device; each key as in `kvctl list`, and bytes mapped on this device."""
+    """An instance on a device. Keys are those of `kvctl list`; bytes are those on this device."""
 
     name: str
     pid: int | None
@@ -34,7 +34,7 @@ class InstanceRow(TypedDict):
     state: str
     mapped_bytes: int | None
     reserved_bytes: int | None
-    """On this device; None where it is in no ledger of it."""
+    """Reserved memory on this device; None without a ledger entry."""
     limit_bytes: int | None
 
 
@@ -42,7 +42,7 @@ class DeviceRow(TypedDict):
     """One device."""
 
     kind: str
-    """host, gpu, mig, or unknown: instances name it and it is not to be seen here."""
+    """host, gpu, mig, or unknown (named by instances but not visible to this process)."""
     name: str | None
     index: int | None
     uuid: str | None
@@ -53,9 +53,9 @@ class DeviceRow(TypedDict):
     free_bytes: int | None
     capacity_bytes: int | None
     mapped_bytes: int
-    """What its instances hold of it, as far as they say."""
+    """Memory that its instances report as mapped."""
     reserved_bytes: int | None
-    """What those who are awake hold of it besides KV caches; None where it has no ledger."""
+    """Memory of awake instances besides KV caches; None without a ledger."""
     driver_version: str | None
     problem: str
     instances: list[InstanceRow]
@@ -65,7 +65,7 @@ class DeviceRow(TypedDict):
 def device_rows(
     devices: Iterable[DeviceFacts], segments: Sequence[Row], ledgers: Iterable[LedgerInfo] = ()
 ) -> list[DeviceRow]:
-    """The rows of the devices with their instances, and of those that only instances know."""
+    """Return a row for each device with its instances, including devices that only they name."""
     from kvelastic.devices import DeviceFacts, device_key
 
     by_key: dict[str, list[tuple[Row, DeviceUseRow]]] = {}
@@ -74,7 +74,7 @@ def device_rows(
         if ledger.status == "readable":
             of_device.setdefault(device_key(ledger.device), []).append(ledger)
     for segment in segments:
-        # A dead instance's memory is back with the device, whatever its segment still says.
+        # A dead instance's memory is released, even if its segment still reports it.
         if segment["state"] != "dead":
             for use in segment["devices"] or []:
                 by_key.setdefault(device_key(use["device"]), []).append((segment, use))
@@ -144,7 +144,7 @@ def _row(
 
 
 def _capacity_bytes(facts: DeviceFacts, there: Sequence[tuple[Row, DeviceUseRow]]) -> int | None:
-    """Of an instance that is in no ledger, what it says itself: not what this environment says."""
+    """Return the capacity. Instances without a ledger report it; this environment may differ."""
     alone = [
         (segment["capacity_bytes"] or 0) * use["copies"] // _copies(segment)
         for segment, use in there
@@ -155,5 +155,5 @@ def _capacity_bytes(facts: DeviceFacts, there: Sequence[tuple[Row, DeviceUseRow]
 
 
 def _copies(segment: Row) -> int:
-    """Of each page of an instance, on all its devices."""
+    """Return the number of copies of each page of an instance on all its devices."""
     return max(1, sum(use["copies"] for use in segment["devices"] or []))

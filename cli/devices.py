@@ -1,4 +1,4 @@
-"""`kvctl devices`: what memory the machine has, and which instances hold how much of it."""
+"""`kvctl devices`: shows the memory of the machine's devices and the instances that hold it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def devices_command(as_json: bool) -> None:
 def with_ledgers(
     devices: Iterable[DeviceFacts], ledgers: Iterable[LedgerInfo], group: str | None
 ) -> list[DeviceFacts]:
-    """The devices with the capacity that their instances go by, where there are any.
+    """Return the devices with the capacity that their instances use, if there are any.
 
-    Of several groups of instances on one device, that of `group` counts; else none does.
+    If a device has several groups of instances, the capacity of `group` is used, else none.
     """
     from dataclasses import replace
 
@@ -78,7 +78,7 @@ def with_ledgers(
 
 
 def _own_group() -> str | None:
-    """`KVELASTIC_LEDGER`; None where the environment cannot be read, which the host's row says."""
+    """Return `KVELASTIC_LEDGER`; None if the environment is invalid (the host's row reports it)."""
     from kvelastic.config import load
     from kvelastic.errors import ConfigError
 
@@ -89,13 +89,13 @@ def _own_group() -> str | None:
 
 
 def plain_tables(rows: list[DeviceRow]) -> str:
-    """Columns of text: the devices, who holds their memory, and what is wrong with them."""
+    """Return columns of text: the devices, the holders of their memory, and their problems."""
     parts = [plain(_device_columns(rows)), plain(_holder_columns(rows)), "\n".join(_wrongs(rows))]
     return "\n\n".join(part for part in parts if part)
 
 
 def rich_tables(rows: list[DeviceRow], width: int) -> Group:
-    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    """Return the tables for a terminal of `width` columns, with fewer columns if it is narrow."""
     from rich.console import Group
     from rich.text import Text
 
@@ -108,7 +108,7 @@ def rich_tables(rows: list[DeviceRow], width: int) -> Group:
 
 
 def label(row: DeviceRow) -> str:
-    """A short name of a device in tables: `host`, `gpu:0`, `mig:0:1`, or `-`."""
+    """Return a device's short name for tables: `host`, `gpu:0`, `mig:0:1`, or `-`."""
     if row["kind"] == "mig":
         return f"mig:{_or_dash(row['parent_index'])}:{_or_dash(row['index'])}"
     if row["kind"] == "gpu":
@@ -132,7 +132,7 @@ def _device_columns(rows: list[DeviceRow]) -> list[Column]:
 
 
 def _holder_columns(rows: list[DeviceRow]) -> list[Column]:
-    """Instances first: they are what a limit can make smaller."""
+    """Return the columns of holders. Instances come first, because a limit can shrink them."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
         lines += [

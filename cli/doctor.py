@@ -1,6 +1,6 @@
-"""kvctl doctor and kvctl explain: what is wrong with this machine, why an instance holds memory.
+"""kvctl doctor and kvctl explain: problems of this machine, and an instance's memory use.
 
-Both show findings (`kvelastic.doctor`): for people, and as JSON.
+Both print findings (`kvelastic.doctor`), as text or as JSON.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _TITLES = {
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _STATE_CELLS = max(map(len, _COLOURS))
 _FEWEST_CELLS = 30
-"""Of a text of the doctor that is wrapped: on a narrower terminal it is left as it is."""
+"""Minimum width for wrapping the doctor's text; on a narrower terminal it is not wrapped."""
 _LEAST_COLUMNS: Final = 12
-"""For a sentence of an explanation, on a terminal of however few."""
+"""Minimum width of an explanation's sentence, on any terminal."""
 _NOT_SHOWN: Final = frozenset(
     {
         "shown_tiers", "uuid", "uid", "is_known", "created", "counters", "shares", "uses",
@@ -104,9 +104,9 @@ def explain_command(name: str, as_json: bool) -> None:
 
 
 def report(findings: Sequence[Finding], *, in_colour: bool, columns: int | None = None) -> str:
-    """The findings by topic: one line each, and under it what to do.
+    """Return the findings by topic: one line each, with the remedy below it.
 
-    With `columns` what is longer goes on below its beginning.
+    With `columns`, longer lines are wrapped with a hanging indent.
     """
     lines: list[str] = []
     width = max(len(finding.check) for finding in findings)
@@ -144,9 +144,9 @@ def explanation_text(
     columns: int | None = None,
     in_colour: bool = False,
 ) -> str:
-    """What each finding is about, its sentence, and under it what to do.
+    """Return the topic and sentence of each finding, with the remedy below it.
 
-    With `columns` sentences are wrapped to fit; without, each stays on one line.
+    With `columns`, sentences are wrapped; without it, each stays on one line.
     """
     on = " and ".join(use.device for use in status.uses)
     who = [status.engine, status.model, on and f"on {on}"]
@@ -168,7 +168,7 @@ def explanation_text(
 def explanation_json(
     status: InstanceStatus, ledger: LedgerInfo | None, findings: list[Finding]
 ) -> dict[str, Any]:
-    """The object of `kvctl explain --json` (docs/kvctl.md); no key is ever left out."""
+    """Return the object of `kvctl explain --json` (docs/kvctl.md). No key is ever omitted."""
     from kvelastic.doctor.judge_ledger import member_of
 
     me = member_of(status, ledger)
@@ -210,15 +210,15 @@ def _as_json(finding: Finding, *keys: str) -> dict[str, Any]:
 def _wrap(
     text: str, first: str, columns: int | None, *, more: str | None = None, fewest: int = 0
 ) -> list[str]:
-    """The lines of a text: the first begins with `first`, the others with as many blanks.
+    """Return the lines of a text: the first begins with `first`, the others with an equal indent.
 
-    One line with no `columns`, or with fewer than `fewest` for the text.
+    Returns one line without `columns`, or if fewer than `fewest` columns are left for the text.
     """
-    # Texts of others (a segment's name) must not steer the terminal.
+    # Text of other users (a segment's name) must not control the terminal.
     text, more = printable(text), " " * len(first) if more is None else more
     if columns is None or columns - len(more) < fewest:
         return [first + text]
-    # A name or a command that is longer than a line is not broken: it may be copied from there.
+    # Do not break long names or commands: users may copy them.
     return textwrap.wrap(
         text,
         max(columns, len(more) + _LEAST_COLUMNS),
@@ -230,7 +230,7 @@ def _wrap(
 
 
 def _columns() -> int | None:
-    """Of the terminal; None: this is a pipe, which gets one line each."""
+    """Return the terminal's width; None in a pipe, where lines are not wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -1,4 +1,4 @@
-"""Exit codes, and the line on stderr of a command that did not do what was asked."""
+"""Exit codes, and the error line of a command that failed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Final, NoReturn
 from kvelastic.cli.saying import say
 
 EXIT_FAILED: Final = 1
-"""No such segment, refused, or not possible."""
+"""The segment does not exist, or the request was refused or is not possible."""
 EXIT_USAGE: Final = 2
 """Wrong usage: nothing was changed."""
 EXIT_TIMED_OUT: Final = 3
-"""The time of --wait was over first."""
+"""The time of --wait ended first."""
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
-    """End the command with `Error: message` on stderr and that exit code (raises SystemExit)."""
+    """Print `Error: message` on stderr and raise SystemExit with the exit code."""
     say(f"Error: {message}", err=True)
     sys.exit(code)
 
 
 def say_pending(who: str, wait_s: float | None, *, as_json: bool) -> None:
-    """Say that a request to `who` has no answer: an error only to those who waited for one.
+    """Report that a request to `who` has no answer yet. It is an error only with --wait.
 
-    With `as_json` the object that was printed says so to the others.
+    With `as_json` and without --wait nothing is printed: the printed object has the state.
     """
     text = f"{who} has not answered yet; the request stays"
     if wait_s is not None:
@@ -34,7 +34,7 @@ def say_pending(who: str, wait_s: float | None, *, as_json: bool) -> None:
 
 
 def fall_short(message: str, wait_s: float | None, code: int) -> None:
-    """Say what was not reached: an error, with that exit code, only to those who waited for it."""
+    """Report an incomplete result. It is an error with the given exit code only with --wait."""
     if wait_s is None:
         say(f"{message}.")
         return

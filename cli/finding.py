@@ -1,6 +1,6 @@
-"""How commands find segments by name, and what they say of one that is not there.
+"""Finds segments by name, and reports missing ones.
 
-reaped = sweep()                  # every command that looks does it first
+reaped = sweep()                  # the first step of every command that reads segments
 info = readable("kvelastic_vLLM_4711", reaped)
 """
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def sweep(*, quiet: bool = False) -> list[str]:
-    """Remove what dead instances have left, say so on stderr, and return the segments' names.
+    """Remove the files of dead instances, report them on stderr, and return the segments' names.
 
-    Also their places in ledgers: who asks takes those by itself, but nobody may be asking.
+    Their ledger entries are removed too. A memory request would also remove these, but there may be
+    none.
     """
     from kvelastic import ledger, segment
 
@@ -32,9 +33,9 @@ def sweep(*, quiet: bool = False) -> list[str]:
 
 
 def rows(names: tuple[str, ...]) -> list[Row]:
-    """The rows of all segments, or of those named.
+    """Return the rows of all segments, or of the named ones.
 
-    Raises `SegmentNotFoundError` for names that are not there.
+    Raises `SegmentNotFoundError` for unknown names.
     """
     from kvelastic.instance.look import look_at_all
     from kvelastic.instance.row import row_of
@@ -50,9 +51,9 @@ def rows(names: tuple[str, ...]) -> list[Row]:
 
 
 def readable(name: str, reaped: list[str]) -> SegmentInfo:
-    """One segment whose values can be read; `reaped` is what `sweep` has just removed.
+    """Return one readable segment. `reaped` is the result of `sweep`.
 
-    Raises `SegmentNotFoundError`; `SegmentFormatError` if it is of another version or damaged.
+    Raises `SegmentNotFoundError`, and `SegmentFormatError` if it is damaged or of another version.
     """
     from kvelastic.errors import SegmentFormatError
     from kvelastic.segment import inspect
@@ -68,13 +69,13 @@ def readable(name: str, reaped: list[str]) -> SegmentInfo:
 
 
 def explain_reaped(name: str, reaped: list[str]) -> None:
-    """End the command if the name was there until `sweep` removed it."""
+    """End the command with an error if `sweep` has just removed the segment."""
     if name in reaped:
         fail(f"the instance of {name!r} has ended; its segment was removed just now.")
 
 
 def known_names() -> str:
-    """A sentence with the names that there are."""
+    """Return a sentence with the existing names."""
     from kvelastic.segment import list_segments
 
     names = [info.name for info in list_segments()]

@@ -1,4 +1,4 @@
-"""Tables that fit: every column in a pipe, and on a terminal those for which there is room.
+"""Tables with all columns in a pipe, and on a terminal as many columns as fit.
 
 columns = [Column("Name", ["a", "b"], 0, is_left=True), Column("Held", ["1", "2"], 1)]
 show(lambda: plain(columns), lambda width: rich_table(columns, width))
@@ -29,16 +29,16 @@ class Column(NamedTuple):
     title: str
     cells: Sequence[str]
     rank: int
-    """What a terminal too narrow for all shows first; 0 always. No two columns have the same."""
+    """Priority on a narrow terminal, lowest first; 0 is always shown. Ranks are unique."""
     is_left: bool = False
     most_cells: int = _SIZE_CELLS
-    """The width on a terminal beyond which a text is folded."""
+    """Maximum width on a terminal; longer text is folded."""
 
 
 def show(text: Callable[[], str], drawn: Callable[[int], RenderableType]) -> None:
-    """Print what `drawn` makes for the width of a terminal; in a pipe the lines of `text`."""
+    """Print the result of `drawn` for a terminal's width, or the lines of `text` in a pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name may hold what the terminal's encoding lacks: a question mark, and not the end.
+        # A name may have characters outside the terminal's encoding; print question marks.
         sys.stdout.reconfigure(errors="replace")
     if not sys.stdout.isatty():
         say(*text().split("\n"))
@@ -50,7 +50,7 @@ def show(text: Callable[[], str], drawn: Callable[[int], RenderableType]) -> Non
 
 
 def plain(columns: Sequence[Column]) -> str:
-    """Columns of text under headings that are one word each; empty where there is no line."""
+    """Return columns of text under one-word headings; empty without lines."""
     if not columns[0].cells:
         return ""
     cells = ([column.title.upper().replace(" ", "_"), *column.cells] for column in columns)
@@ -59,12 +59,12 @@ def plain(columns: Sequence[Column]) -> str:
 
 
 def rich_table(columns: Sequence[Column], width: int) -> Table:
-    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    """Return a table for a terminal of `width` columns, with fewer columns if it is narrow."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    # Where the terminal cannot show its line, rich itself takes another box.
+    # rich selects another box if the terminal cannot show this one.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown = _that_fit(columns, width)
     for column in shown:
@@ -75,19 +75,19 @@ def rich_table(columns: Sequence[Column], width: int) -> Table:
             max_width=column.most_cells,
         )
     for line in zip(*(column.cells for column in shown), strict=True):
-        # Text, not markup: a name may hold brackets.
+        # Text, not markup: a name may contain brackets.
         table.add_row(*(Text(cell, style="" if at else "bold") for at, cell in enumerate(line)))
     return table
 
 
 def _that_fit(columns: Sequence[Column], width: int) -> list[Column]:
-    """Those for which there is room, by rank, in the order in which they are drawn."""
+    """Return the columns that fit, chosen by rank, in the order in which they are drawn."""
     left = width - _EDGE_CELLS
     chosen: set[int] = set()
     for column in sorted(columns, key=lambda each: each.rank):
         widest = max(map(len, (column.title, *column.cells)))
         left -= min(widest, column.most_cells) + _GAP_CELLS
-        if left < 0 and len(chosen) > 1:  # two are shown in any case, folded
+        if left < 0 and len(chosen) > 1:  # always show two, folded if needed
             break
         chosen.add(column.rank)
     return [column for column in columns if column.rank in chosen]

@@ -1,4 +1,4 @@
-"""The commands that remove what nobody needs: delete, gc."""
+"""The commands that remove files: delete, gc."""
 
 from __future__ import annotations
 

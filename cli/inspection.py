@@ -1,4 +1,4 @@
-"""The commands that look and change nothing: list, watch, stats."""
+"""The commands that only read: list, watch, stats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def watch_command(
     On a terminal the table stays in place; in a pipe each interval prints a plain table.
     """
     sweep()
-    rows(names)  # an unknown name is an error now, not an empty table for ever
+    rows(names)  # an unknown name is an error now, instead of an empty table
 
     def look() -> list[Row]:
         sweep(quiet=True)
@@ -93,7 +93,7 @@ def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
 
 
 def show(rows: list[Row]) -> None:
-    """Print one table to stdout, in colour where that is a terminal."""
+    """Print one table to stdout, in colour on a terminal."""
     if not _is_terminal():
         say(*plain_table(rows).split("\n"))
         return
@@ -110,7 +110,7 @@ def watch(
     *,
     as_json: bool = False,
 ) -> None:
-    """Show what `look` finds every `interval_s` seconds, `count` times or until Ctrl-C."""
+    """Show the result of `look` every `interval_s` seconds, `count` times or until Ctrl-C."""
     try:
         if as_json:
             _watch_json(look, interval_s, count)
@@ -119,7 +119,7 @@ def watch(
         else:
             _watch_pipe(look, interval_s, count)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # Ctrl-C is the normal end
 
 
 def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
@@ -143,11 +143,11 @@ def _watch_terminal(look: Callable[[], list[Row]], interval_s: float, count: int
     from rich.live import Live
 
     console = Console(highlight=False)
-    ascii_only = _is_ascii()  # before Live puts a stdout of its own in place
+    ascii_only = _is_ascii()  # before Live replaces stdout
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
 
         def once() -> None:
-            # The width is asked for each time: the window may have been resized.
+            # Read the width each time: the window may have been resized.
             table = rich_table(look(), shutil.get_terminal_size().columns, ascii_only=ascii_only)
             live.update(table, refresh=True)
 
@@ -155,7 +155,7 @@ def _watch_terminal(look: Callable[[], list[Row]], interval_s: float, count: int
 
 
 def _repeat(once: Callable[[], None], interval_s: float, count: int | None) -> None:
-    """Call `once` at equal distances, however long it takes itself."""
+    """Call `once` at a fixed interval, independent of its duration."""
     start, done = time.monotonic(), 0
     while True:
         once()
@@ -171,7 +171,7 @@ def _is_terminal() -> bool:
 
 
 def _is_ascii() -> bool:
-    """Whether the terminal's encoding lacks the glyphs of the bars."""
+    """Return True if the terminal's encoding lacks the glyphs of the bars."""
     try:
         "█▓▒·".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,9 +1,9 @@
-"""kvctl: look at the instances of this machine and change their limits while they run.
+"""kvctl: shows the instances of this machine and changes their limits while they run.
 
-The group, and what is common to all commands; each topic's commands are in a file of their own.
-Exit codes: 0 done; 1 no such segment, refused, or not possible; 2 wrong usage, nothing changed;
-3 the time of --wait was over. What takes long to import is imported where it is used: every
-command is a process of its own.
+This module has the command group and the parts common to all commands. Each topic's commands are in
+their own file. Exit codes: 0 done; 1 no such segment, refused, or not possible; 2 wrong usage,
+nothing changed; 3 the time of --wait ended. Every command is a new process, so slow imports are
+made only where they are used.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _COMMANDS: Final = {
     "wake": "sleeping.wake_command",
     "watch": "inspection.watch_command",
 }
-"""Where each command is, in `kvelastic.cli`: only the one that runs is imported."""
+"""Each command's module and function in `kvelastic.cli`. Only the command that runs is imported."""
 
 
 class KvctlGroup(Program, click.Group):
-    """Finds commands when they are needed, and turns errors into a line and an exit code."""
+    """Imports commands on demand, and turns errors into an error line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in the order of the alphabet."""
+        """Return all names in alphabetical order."""
         return sorted({*super().list_commands(ctx), *_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command; None for an unknown name."""
+        """Import and return the command; None for an unknown name."""
         place = _COMMANDS.get(cmd_name)
         if place is None:
             return super().get_command(ctx, cmd_name)

@@ -1,4 +1,4 @@
-"""What kvctl does with ledgers: find the one of an instance, and reap what the dead have left."""
+"""Ledgers in kvctl: finds the ledger of an instance, and removes entries of dead instances."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> LedgerInfo | None:
-    """The one that has a member of that segment; else an unreadable one of that device; or None.
+    """Return the ledger with a member of that segment, else an unreadable one of the device.
 
-    What an unreadable one says, and whether the instance is in it, is not known.
-    Of an instance on several devices it is the one where it waits for most, else the fullest: what
-    it lacks there it can use nowhere.
+    Returns None without either. An unreadable ledger may or may not contain the instance. For an
+    instance on several devices, return the ledger where it waits for the most memory, else the
+    fullest one: memory that is missing there limits the instance on all devices.
     """
     own = [
         (-member.ask_bytes, ledger.free_bytes, index)
@@ -25,7 +25,7 @@ def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> Ledger
     if own:
         return ledgers[min(own)[-1]]
     for ledger in ledgers:
-        # Of one that cannot be read only the file's name is known: group, underscore, device.
+        # An unreadable ledger has only its file name: group, underscore, device.
         is_of_device = ledger.device == device or ledger.device.endswith(f"_{device}")
         if is_of_device and ledger.status != "readable":
             return ledger
@@ -34,18 +34,18 @@ def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> Ledger
 
 @dataclass(frozen=True)
 class FreedPlace:
-    """What a dead instance had of a device, and has no more."""
+    """The removed ledger entry of a dead instance."""
 
     name: str
-    """Of the segment that it had."""
+    """Name of the instance's segment."""
     device: str
     granted_bytes: int
 
 
 def reap_ledgers() -> tuple[list[str], list[FreedPlace]]:
-    """Free the places of the dead and remove ledgers that have no member.
+    """Remove the entries of dead instances, and ledgers without members.
 
-    Returns the files that were removed, and the places that were freed in those that stay.
+    Returns the removed files, and the entries removed from the remaining ledgers.
     """
     from kvelastic.ledger import list_ledgers, reap
 

@@ -1,6 +1,6 @@
-"""The commands that ask something of an instance: limit, limit-percent, set, trim.
+"""The commands that send a request to an instance: limit, limit-percent, set, trim.
 
-They write the request, wait for the reply as long as --wait says, and say what came of it.
+They write the request, wait for the reply for up to --wait, and print the outcome.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def trim_command(name: str, wait_s: float | None) -> None:
 
 
 def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
-    """Make a request, say what came of it, and leave with the exit code for that."""
+    """Send a request, print its outcome, and end the command with the matching exit code."""
     from kvelastic.cli.outcome_text import outcome_text
     from kvelastic.instance.row import printable
     from kvelastic.segment import Request
@@ -119,7 +119,7 @@ def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
 
 
 def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
-    """Make a request of an instance and judge the answer; ends the command if it has ended."""
+    """Send a request; return its outcome and answer. End the command if the instance has ended."""
     from kvelastic import segment
     from kvelastic.instance.outcome import outcome_of
 
@@ -133,10 +133,10 @@ def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, An
 
 
 def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
-    """Print what came of a request.
+    """Print the outcome of a request.
 
-    What holds, or may still come to hold where nobody waits for it, is said on stdout; everything
-    else is an error with the exit code for it (raises SystemExit).
+    Success goes to stdout, and without --wait a pending result too. Everything else is an error
+    with its exit code (raises SystemExit).
     """
     from kvelastic.instance.outcome import HOLDS, MAY_HOLD
 
@@ -173,7 +173,7 @@ def _end_trim(
     else:
         try:
             parked_bytes = inspect(name).usage.get("parked_bytes", 0)
-        except SegmentError:  # it has ended meanwhile, and with it all that was parked
+        except SegmentError:  # it has ended, and its parked pages are released
             parked_bytes = 0
         if parked_bytes:
             why = f": {printable(answer.reason)}" if answer.reason else ""

@@ -1,9 +1,9 @@
-"""`kvctl links`: which processes copy KV from one another, and the end of a link.
+"""`kvctl links`: shows the links over which processes copy KV, and cuts a link.
 
     kvctl links [NODE] [--json]               show
     kvctl links cut NODE PEER [--pid PID]     end a link
 
-A node need not be an instance: it is found by its status file.
+A node need not be an instance. It is found by its status file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvelastic.link_status import LinkFigures, NodeFigures
 
 _GLANCE_S: Final = 2.0
-"""How long an answer is looked for without --wait."""
+"""Wait for an answer without --wait."""
 
 
 class NodeIdType(click.ParamType):  # type: ignore[type-arg]
@@ -48,7 +48,7 @@ class NodeIdType(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Offer the ids that there are now."""
+        """Return the existing node ids that begin with the typed text."""
         from kvelastic.link_status import nodes
 
         return offered(dict.fromkeys(str(node.node_id) for node in nodes()), incomplete)
@@ -153,11 +153,11 @@ _HEADINGS: Final = (
 )  # fmt: skip
 _LEFT: Final = {0, 1, 2, 3, 4, 5, 6}
 _STALE_S: Final = 5.0
-"""A node says something each half second, unless it is stopped or has no time to."""
+"""Age from which a status is stale. A node publishes every 0.5 s unless stopped or overloaded."""
 
 
 def table(nodes: Sequence[NodeFigures]) -> str:
-    """One line a link, those that have ended last, and what is to be said of each node."""
+    """Return one line per link, ended links last, and the notes on each node."""
     if not nodes:
         return NOTHING
     lines = [_HEADINGS] + [_cells(node, link) for node in nodes for link in node.links]
@@ -209,7 +209,7 @@ def _counted(number: int, one: str, many: str = "") -> str:
 
 
 def _ago(realtime_ns: int) -> str:
-    """A short time: what it is for is which of them is new."""
+    """Return a short age, to tell new links from old ones."""
     seconds = max(time.time() - realtime_ns / 1e9, 0)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -1,4 +1,4 @@
-"""`kvctl metrics`: what instances and ledgers say, for Prometheus; printed once, or served."""
+"""`kvctl metrics`: prints or serves the metrics of instances and ledgers, for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Address(NamedTuple):
-    """Where to listen."""
+    """The address to listen on."""
 
     host: str
     port: int
-    """0: any that is free."""
+    """0: any free port."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it; False where that is not certain."""
+        """True if only this machine can reach it; False if that is uncertain."""
         if self.host == "localhost":
             return True
         try:
@@ -42,7 +42,7 @@ class Address(NamedTuple):
 
 
 class AddressType(click.ParamType):  # type: ignore[type-arg]
-    """ADDRESS:PORT, [IPv6]:PORT or PORT; without an address it is 127.0.0.1."""
+    """ADDRESS:PORT, [IPv6]:PORT or PORT. The default address is 127.0.0.1."""
 
     name = "address"
 
@@ -95,7 +95,7 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
     from kvelastic.cli.metrics_server import metrics_server
 
     endings = {signal.SIGINT, signal.SIGTERM}
-    # Before there are threads, which inherit it: a signal is waited for, and cuts nothing off.
+    # Block the signals before threads start and inherit the mask. The main thread waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     try:
         server = metrics_server(collector, address.host, address.port)

@@ -1,4 +1,4 @@
-"""The HTTP server of `kvctl metrics --listen`: figures on /metrics, 404 elsewhere.
+"""The HTTP server of `kvctl metrics --listen`: metrics at /metrics, 404 elsewhere.
 
 server = metrics_server(collector, "127.0.0.1", 9464)
 server.serve_forever()
@@ -22,16 +22,16 @@ _NOT_FOUND: Final = b"Not found. The figures are at /metrics.\n"
 
 
 class _Silent(WSGIRequestHandler):
-    """Writes no line for each request."""
+    """A handler without a log line per request."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Discard the message."""
 
 
 def metrics_server(collector: KvelasticCollector, host: str, port: int) -> WSGIServer:
-    """Listen there; `port` 0 is any that is free. A thread a request.
+    """Return a server that listens on the address, with one thread per request.
 
-    Raises `OSError` for an address that cannot be had, also for a name that is not known.
+    `port` 0 picks a free port. Raises `OSError` for an unavailable address or an unknown host name.
     """
     registry = CollectorRegistry()
     registry.register(collector)
@@ -47,7 +47,7 @@ def metrics_server(collector: KvelasticCollector, host: str, port: int) -> WSGIS
 
 
 def _only_metrics(app: Callable[..., Any]) -> Callable[..., Iterable[bytes]]:
-    """prometheus-client answers every path alike."""
+    """Serve /metrics only: prometheus-client would serve every path."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] == _PATH:

@@ -1,4 +1,4 @@
-"""What came of a request, in words: the same for kvctl and kvtop.
+"""The outcome of a request as text, for kvctl and kvtop.
 
 text = outcome_text("kvelastic_vLLM_4711", request, outcome_of(request, answer), answer)
 """
@@ -23,9 +23,9 @@ ENGINE_SLEEPS: Final = (
 
 
 def request_text(request: Request, *, exact: bool = True) -> str:
-    """What is asked for: `limit 8.00 GiB (8589934592 bytes), priority 3`.
+    """Return the request as text: `limit 8.00 GiB (8589934592 bytes), priority 3`.
 
-    Without `exact` the bytes are left out, for a screen with little room.
+    Without `exact` the bytes are omitted, for a narrow screen.
     """
     size = _exact if exact else format_size
     parts = []
@@ -47,7 +47,7 @@ def request_text(request: Request, *, exact: bool = True) -> str:
 def outcome_text(
     name: str, request: Request, outcome: Outcome, answer: Answer, *, exact: bool = True
 ) -> str:
-    """One sentence without its full stop. `name` is shown as it is: make it printable first."""
+    """Return one sentence without a full stop. The caller must make `name` printable."""
     if outcome.verdict is Verdict.FAILED:
         return f"{name} has failed: {printable(outcome.reason)}"
     beyond, in_force = _beyond(outcome, answer), _in_force(request, answer)
@@ -85,7 +85,7 @@ def _until(name: str, answer: Answer) -> str:
 
 
 def _in_pages(request: Request, answer: Answer) -> str:
-    """What limit and guarantee are in whole pages, where that is not what was asked for."""
+    """Return limit and guarantee in whole pages, if they differ from the request."""
     parts, page_bytes = [], answer.page_bytes
     asked_bytes = request.limit_bytes
     if asked_bytes is not None and asked_bytes <= answer.capacity_bytes:
@@ -100,7 +100,7 @@ def _in_pages(request: Request, answer: Answer) -> str:
 
 
 def _in_force(request: Request, answer: Answer) -> str:
-    """What holds instead, of the things that were asked for."""
+    """Return the values in force for the requested settings."""
     parts = []
     if request.limit_bytes is not None:
         parts.append(f"the limit is {format_size(answer.limit_bytes)}")

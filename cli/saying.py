@@ -1,11 +1,11 @@
-"""Prints what commands say: no text reaches a terminal but through here.
+"""Prints the output of commands. All text for a terminal goes through this module.
 
     say(f"Deleted {name}.")          # one line each, whatever is in it
     say(*table(rows).split("\\n"))
     say_json(answer)
 
-Names, models and reasons are other users' text. A character in it that is not printable, such as
-the ESC of a terminal's commands or a line's end, is replaced.
+Names, models and reasons may come from other users. Unprintable characters in them, such as the ESC
+of a terminal command or a newline, are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def say(*lines: str, err: bool = False) -> None:
 
 
 def say_styled(text: str) -> None:
-    """Print a text that has colours on stdout. The caller has made all text in it printable."""
+    """Print coloured text on stdout. The caller must have made all text in it printable."""
     click.echo(text)
 
 

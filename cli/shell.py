@@ -1,8 +1,7 @@
-"""`kvctl shell`: kvctl's commands one after another, and nothing but them.
+"""`kvctl shell`: runs kvctl's commands line by line, and no other commands.
 
-Each line is run as the same command would be on its own, in this process. There is no system shell
-behind the lines, so what would mean something to one is an error and never passed on: not as a
-command, and not as an argument either.
+Each line runs in this process like the same command on its own. There is no system shell, so syntax
+of system shells is an error. It is never passed on, neither as a command nor as an argument.
 
     words_of("limit 'my model' 2G") == ["limit", "my model", "2G"]
     words_of("list | wc")              # ShellSyntaxError: a pipe
@@ -27,7 +26,7 @@ from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
 from kvelastic.cli.saying import say
 
 EXIT_INTERRUPTED: Final = 130
-"""Of a command ended by Ctrl-C, as in other shells."""
+"""Exit code of a command ended by Ctrl-C, as in other shells."""
 
 _OWN_WORDS: Final = ("help", "exit", "quit")
 _OWN_HELP: Final = (
@@ -61,7 +60,7 @@ class Shell:
         self._group = group
 
     def run(self, source: Source, *, goes_on_after_ctrl_c: bool) -> int:
-        """Run the lines until they end, or `exit`; the exit code of the last that failed, or 0."""
+        """Run all lines, until `exit`; return the exit code of the last failed one, or 0."""
         failed = 0
         while True:
             try:
@@ -81,13 +80,13 @@ class Shell:
             failed = code or failed
 
     def run_line(self, line: str) -> int | None:
-        """Run one line and return its exit code; None where it says to leave."""
+        """Run one line and return its exit code; None if it ends the shell."""
         try:
             words = words_of(line)
         except ShellSyntaxError as error:
             say(f"Error: {error}", err=True)
             return EXIT_USAGE
-        # Lines are pasted from pages where they begin with the program's name.
+        # Users paste lines from documentation that begin with the program's name.
         if words[:1] == ["kvctl"]:
             words = words[1:]
         if not words:
@@ -106,9 +105,9 @@ class Shell:
         return self._run_command(words)
 
     def _run_command(self, words: list[str]) -> int:
-        """Run it as the program would, except that whatever happens ends only the command."""
+        """Run a command like the program, except that an error ends only the command."""
         try:
-            # A command that ends early by click's own means (--help) returns its exit code.
+            # If click ends the command early (--help), the result is the exit code.
             result = self._group.main(words, prog_name="kvctl", standalone_mode=False)
             code = result if isinstance(result, int) else 0
         except SystemExit as end:
@@ -120,21 +119,21 @@ class Shell:
             say("Interrupted.", err=True)
             code = EXIT_INTERRUPTED
         except BrokenPipeError:
-            raise  # nobody reads any more: the shell ends as every command does then
+            raise  # the reader of the output is gone: end the shell, as any command would
         except Exception as error:
             from kvelastic.program import is_of_output
 
             if isinstance(error, OSError) and is_of_output(error):
-                raise  # nothing that the next command prints can be read either
+                raise  # the output of the next command would be lost too
             import traceback
 
             traceback.print_exc()
             code = EXIT_FAILED
-        sys.stdout.flush()  # in step with stderr, also in a pipe
+        sys.stdout.flush()  # keep the order with stderr, in a pipe too
         return code
 
     def complete(self, before: str, word: str) -> list[str]:
-        """What `word`, typed after `before`, may become; completed as a shell's Tab would."""
+        """Return the completions of `word`, typed after `before`."""
         from click.shell_completion import ShellComplete
 
         try:
@@ -170,11 +169,11 @@ _QUOTED: Final = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|#.*""")
 
 
 class ShellSyntaxError(ValueError):
-    """The line is no command: it has a sign of system shells, or a quote that is not closed."""
+    """The line is not a command: it has system shell syntax, or an unclosed quote."""
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a line: quotes and backslash as in sh, `#` begins a comment.
+    """Return the words of a line. Quotes and backslash work as in sh; `#` begins a comment.
 
     Raises `ShellSyntaxError`.
     """
@@ -187,37 +186,37 @@ def words_of(line: str) -> list[str]:
         raise ShellSyntaxError(f"{str(error).lower()}.") from error
 
 
-# ------------------------------------------------------------------------ where lines come from
+# ------------------------------------------------------------------------ sources of lines
 
 _HISTORY_LINES: Final = 1000
 
 Complete = Callable[[str, str], list[str]]
-"""What the word that is being typed may become: `complete(line_before_it, word)`."""
+"""Returns the completions of a word: `complete(line_before_it, word)`."""
 
 
 def is_interactive() -> bool:
-    """Whether somebody types the lines and sees what comes of them."""
+    """Return True if stdin and stdout are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 class Source(Protocol):
-    """Where lines come from."""
+    """A source of lines."""
 
     def read(self) -> str | None:
-        """The next line without its end; None when there is no more."""
+        """Return the next line without its newline; None at the end."""
 
 
 class Piped:
     """The lines of stdin, without a prompt."""
 
     def read(self) -> str | None:
-        """The next line; None at the end."""
+        """Return the next line; None at the end."""
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
 
 class Typed:
-    """Lines typed at a prompt, edited with readline where this Python has it."""
+    """Lines typed at a prompt, edited with readline if this Python has it."""
 
     def __init__(self, prompt: str, complete: Complete) -> None:
         self._prompt = prompt
@@ -229,7 +228,7 @@ class Typed:
             import readline
         except ImportError:
             return
-        # Names may hold : @ + - . and are one word all the same.
+        # Names may contain : @ + - . and must be completed as one word.
         readline.set_completer_delims(" \t\n")
         readline.set_completer(self._match)
         is_libedit = "libedit" in (readline.__doc__ or "")
@@ -237,18 +236,18 @@ class Typed:
         self._start_history()
 
     def read(self) -> str | None:
-        """The next line; None at Ctrl-D. Raises `KeyboardInterrupt` at Ctrl-C."""
+        """Return the next line; None at Ctrl-D. Raises `KeyboardInterrupt` at Ctrl-C."""
         try:
             line = input(self._prompt)
         except EOFError:
-            say("")  # the prompt's line has no end yet
+            say("")  # end the prompt's line
             return None
         if line.strip():
             self._remember()
         return line
 
     def _match(self, word: str, state: int) -> str | None:
-        """The completer that readline asks for match after match."""
+        """Return the match number `state` for readline's completer."""
         import readline
 
         if state == 0:
@@ -269,7 +268,7 @@ class Typed:
                 os.fchmod(fd, 0o600)
             finally:
                 os.close(fd)
-            readline.set_history_length(_HISTORY_LINES)  # in the file
+            readline.set_history_length(_HISTORY_LINES)  # of the file
             readline.read_history_file(path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -289,7 +288,7 @@ class Typed:
         if lines == self._lines:
             return
         self._lines = lines
-        with suppress(OSError, AttributeError):  # libedit may have no append
+        with suppress(OSError, AttributeError):  # libedit may lack append_history_file
             readline.append_history_file(1, self._history)
 
 

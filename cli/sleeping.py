@@ -1,7 +1,7 @@
 """The commands that put an instance to sleep and wake it: sleep, wake.
 
-A sleeping instance hands out no block and holds no memory; its limit stays what it is. The commands
-write the request, wait for the reply as long as --wait says, and say what came of it.
+A sleeping instance allocates no block and holds no memory. Its limit does not change. The commands
+write the request, wait for the reply for up to --wait, and print the outcome.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvelastic.cli.limits import end, send
 from kvelastic.cli.saying import say
 
 _FIGURES_S: Final = 2.0
-"""How long figures of tiers from after the sleep are looked for: they come twice a second."""
+"""Maximum wait for tier statistics newer than the sleep. They are published every 0.5 s."""
 _LOOK_S: Final = 0.05
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> Non
 
 
 def _still_written(info: SegmentInfo) -> str:
-    """What farther tiers are still to be given, by figures of now; looks for these 2 s at most."""
+    """Return text on pending writes to farther tiers. Waits up to 2 s for current statistics."""
     import time
 
     from kvelastic.errors import SegmentError
@@ -117,7 +117,7 @@ def _still_written(info: SegmentInfo) -> str:
                 break
             time.sleep(_LOOK_S)
             shown = read(info)
-    except SegmentError:  # it has ended meanwhile, or is of another version
+    except SegmentError:  # it has ended, or is of another version
         return ""
     left = ", ".join(
         f"{format_size(tier.waiting_bytes)} to {tier.tier}"
@@ -135,7 +135,7 @@ def _in_use_bytes(name: str) -> int:
 
     try:
         in_use_bytes: int = inspect(name).usage.get("in_use_bytes", 0)
-    except SegmentError:  # it has ended meanwhile
+    except SegmentError:  # it has ended
         return 0
     return in_use_bytes
 

@@ -1,7 +1,7 @@
-"""Every figure of one instance, with rates where there are two looks at it.
+"""All statistics of one instance, with rates if it was read twice.
 
 The keys of `Stats` are the schema of `kvctl stats --json` (docs/kvctl.md): those of a row of `list`
-and some more. None is ever left out, and what is not known is None.
+and more. No key is ever omitted, and unknown values are None.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 class Stats(Row):
-    """One segment in full."""
+    """All values of one segment."""
 
     blocks_total: int
-    """Ids that the range has."""
+    """Number of block ids in the range."""
     blocks_in_use: int
     blocks_cached: int
     blocks_available: int
-    """That an alloc could have now."""
+    """Blocks that could be allocated now."""
     blocks_reserved: int
     pages_mapped: int
     pages_parked: int
     updated_s: float | None
-    """Since the usage was published last; None if it never was."""
+    """Seconds since the usage was last published; None if it never was."""
     answered_s: float | None
-    """Since the last answer to a request; None if there was none."""
+    """Seconds since the last answer to a request; None without one."""
     interval_s: float | None
-    """Between the two looks of the rates, as it was; None if there was one look."""
+    """Actual seconds between the two reads for the rates; None with one read."""
     rates: dict[str, float] | None
-    """Of every counter, a second."""
+    """Rate of every counter per second."""
 
 
 _TIER_COUNTS: Final = (
@@ -49,7 +49,7 @@ _TIER_COUNTS: Final = (
 
 @dataclass(frozen=True)
 class Look:
-    """A segment, and when it was looked at (CLOCK_MONOTONIC, as its own times)."""
+    """A segment, and the time of its read (CLOCK_MONOTONIC, like the segment's own times)."""
 
     info: SegmentInfo
     at_ns: int
@@ -57,7 +57,7 @@ class Look:
 
 
 def look(name: str, reaped: list[str]) -> Look:
-    """Look at one segment; raises as `kvelastic.cli.finding.readable`."""
+    """Read one segment. Raises the errors of `kvelastic.cli.finding.readable`."""
     from kvelastic.cli.finding import readable
 
     info = readable(name, reaped)
@@ -65,9 +65,9 @@ def look(name: str, reaped: list[str]) -> Look:
 
 
 def stats_of(now: Look, before: Look | None = None) -> Stats:
-    """The figures of a look, with rates since the one before.
+    """Return the statistics of a read, with rates since the previous one.
 
-    Another instance that has taken the name meanwhile has counters of its own, and no rates.
+    If another instance has taken the name since then, there are no rates.
     """
     usage, answer = now.info.usage, now.info.answer
     rates: dict[str, float] | None = None
@@ -100,7 +100,7 @@ def _age_s(then_ns: int, now_ns: int) -> float | None:
 
 
 def stats_text(stats: Stats) -> str:
-    """The same for people: one figure a line, by topic; plain text, also on a terminal."""
+    """Return the statistics as plain text: one value per line, by topic."""
     from kvelastic.cli.tier_tables import BLOCK_WORDS
     from kvelastic.sizes import format_size
 

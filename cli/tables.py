@@ -1,4 +1,4 @@
-"""Tables of segments: plain columns for pipes, a coloured one with bars for terminals."""
+"""Tables of segments: plain columns for pipes, and coloured ones with bars for terminals."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _BAR_GLYPHS_ASCII = "#=-."
 class _Column(NamedTuple):
     title: str
     width: int
-    """On a terminal: fixed, so that a watched table does not jump. 0: only in pipes."""
+    """Width on a terminal. It is fixed, so that a watched table does not jump. 0: only in pipes."""
     rank: int
-    """What a terminal too narrow for all shows first; equal ones come and go together."""
+    """Priority on a narrow terminal, lowest first. Equal ranks are shown or hidden together."""
     text: Callable[[Row], str]
     is_left: bool = False
     style: Callable[[Row], str] = lambda _: ""
@@ -56,7 +56,7 @@ def _figure(row: Row, key: str) -> int | None:
 
 
 def plain_table(rows: list[Row]) -> str:
-    """Columns of text: no colour, nothing cut off, one line a segment under one of headings."""
+    """Return plain columns: a heading and one line per segment, without colour or truncation."""
     if not rows:
         return NOTHING
     columns = [column for column in _COLUMNS if column.title != "Bar"]
@@ -67,7 +67,7 @@ def plain_table(rows: list[Row]) -> str:
 
 
 def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Table | Text:
-    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    """Return a table for a terminal of `width` columns, with fewer columns if it is narrow."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +86,7 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
             width=column.width,
         )
     for row in rows:
-        # Text, not markup: a name may hold brackets.
+        # Text, not markup: a name may contain brackets.
         cells = [
             _bar(row, ascii_only)
             if column.title == "Bar"
@@ -98,14 +98,14 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
 
 
 def _that_fit(rows: list[Row], width: int) -> list[_Column]:
-    """The columns beside Name for which there is room, in the order in which they are drawn."""
+    """Return the columns beside Name that fit, in the order in which they are drawn."""
     left = width - _EDGE_CELLS - max(len("Name"), *(len(row["name"]) for row in rows))
     has_tiers = any(row["tiers"] for row in rows)
     columns = [one for one in _COLUMNS if one.width and (has_tiers or one.title != "Tiers")]
     chosen: set[int] = set()
     for rank in sorted({column.rank for column in columns}):
         left -= sum(one.width + _GAP_CELLS for one in columns if one.rank == rank)
-        if left < 0 and chosen:  # one is shown in any case; the name is folded then
+        if left < 0 and chosen:  # always show one; the name is folded then
             break
         chosen.add(rank)
     return [column for column in columns if column.rank in chosen]
@@ -117,7 +117,10 @@ def _heading(ascii_only: bool) -> str:
 
 
 def bar_cells(row: Row, cells: int = _BAR_CELLS) -> list[int]:
-    """How many cells of the bar are in use, cached, parked and free, of the limit or more."""
+    """Return the cells of a bar that are in use, cached, parked and free within the limit.
+
+    If more than the limit is mapped, the bar shows all mapped memory.
+    """
     kinds = [row["in_use_bytes"] or 0, row["cached_bytes"] or 0, row["parked_bytes"] or 0]
     counts = shares(kinds, _allowed_bytes(row), cells)
     return [*counts, cells - sum(counts)]
@@ -134,7 +137,7 @@ def _bar(row: Row, ascii_only: bool) -> Text:
 
 
 def tiers_text(tiers: list[TierRow]) -> str:
-    """What each tier holds, nearest first, and which of them does not answer."""
+    """Return the contents of each tier as text, nearest first, with the tiers that are stalled."""
     return (
         ", ".join(
             f"{tier['tier']} {_size(tier['used_bytes'])}"
@@ -157,7 +160,7 @@ def _percent(row: Row) -> float | None:
 
 
 def _allowed_bytes(row: Row) -> int:
-    """What its limit allows, in whole pages: so much is the whole of a bar."""
+    """Return the limit in whole pages, which is the full length of a bar."""
     limit_bytes = row["limit_bytes"]
     return 0 if limit_bytes is None else whole_pages(limit_bytes, row["page_bytes"] or 0)
 
@@ -182,7 +185,7 @@ def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-# In the order in which they stand, behind the name.
+# In display order, after the name.
 _COLUMNS: Final = (
     _Column(
         "State", len("unreadable"), 2, shown_state, True,

@@ -1,4 +1,4 @@
-"""What `kvctl tiers` prints: a table of tiers and one of blocks, or objects for programs."""
+"""The output of `kvctl tiers`: a table of tiers and one of blocks, or JSON objects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK_WORDS: Final = {
     "late": "timed out",
     "lost": "changed",
 }
-"""What tables call the counts of `BlockCounts`, those that matter most first."""
+"""Labels of the counts of `BlockCounts` in tables, the most important first."""
 
 _NAME_CELLS: Final = 32
 _POLICY_CELLS: Final = len("write_through")
@@ -39,12 +39,12 @@ _WORD_CELLS: Final = max(map(len, BLOCK_WORDS.values()))
 
 
 def plain_tables(all_shown: Mapping[str, TiersFigures]) -> str:
-    """Columns of text: a line a tier, nearest first; then a line an instance, of its blocks."""
+    """Return plain columns: one line per tier, nearest first, then one per instance for blocks."""
     return "\n\n".join(map(plain, _tables(all_shown))) if all_shown else NOTHING
 
 
 def rich_tables(all_shown: Mapping[str, TiersFigures], width: int) -> RenderableType:
-    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    """Return the tables for a terminal of `width` columns, with fewer columns if it is narrow."""
     from rich.console import Group
 
     return (
@@ -90,7 +90,7 @@ def _tables(all_shown: Mapping[str, TiersFigures]) -> tuple[list[Column], list[C
 
 
 def as_object(name: str, shown: TiersFigures) -> dict[str, Any]:
-    """For --json: the figures as they are, the time as text."""
+    """Return the object for --json: the statistics, with times as text."""
     seconds = shown.published_realtime_ns / 1e9
     try:
         published = datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat()

@@ -1,10 +1,10 @@
-"""`kvctl tiers`: where what left a cache lies, and what an operator may do about it.
+"""`kvctl tiers`: shows the tiers of cached blocks, and sends requests to them.
 
     kvctl tiers [NAME]                        show
     kvctl tiers limit|trim|clear|erase|verify NAME ...
 
-Each of the second line writes a request to the instance's tier status file and waits for the
-answer to that very request. They need not be the only ones: every operator gets his own.
+The commands of the second line write a request to the instance's tier status file and wait for the
+answer to that request. Several operators may send requests concurrently; each gets its own answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvelastic.tier_status import TierAnswer, TierRequest, TiersFigures
 
 _GLANCE_S: Final = 2.0
-"""How long an answer is looked for without --wait: stores are asked, and may be slow."""
+"""Wait for an answer without --wait. Stores take part in a request, and may be slow."""
 _VERIFY_S: Final = 60.0
 
 
@@ -219,7 +219,7 @@ def _by_tier(name: str, answer: TierAnswer | None) -> str:
 def _end(
     message: str, answer: TierAnswer | None, name: str, wait_s: float | None, as_json: bool
 ) -> None:
-    """Print what came of it, with the exit code for that."""
+    """Print the outcome of a request, and end the command with its exit code."""
     if as_json:
         say_json(_answer_object(name, answer))
     if answer is None:
