@@ -150,7 +150,7 @@ class Shell:
         return sorted({*names, *(mine for mine in own if mine.startswith(word))})
 
 
-# ------------------------------------------------------------------------- what a line means
+# ------------------------------------------------------------------------- parsing of lines
 
 _REFUSED: Final = {
     "!": "no other program is started from here",
@@ -164,7 +164,7 @@ _REFUSED: Final = {
 }
 
 
-# What is between quotes, behind a backslash, or a comment is text to everybody.
+# Quoted text, escaped characters and comments, in which shell syntax has no meaning.
 _QUOTED: Final = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|#.*""")
 
 
@@ -278,12 +278,12 @@ class Typed:
         self._lines = readline.get_current_history_length()
 
     def _remember(self) -> None:
-        """Append the line at once, so that shells side by side lose nothing of each other's."""
+        """Append the line to the file immediately, so that concurrent shells keep each other's."""
         if self._history is None:
             return
         import readline
 
-        # readline has added the line, unless it is the same as the one before.
+        # readline has added the line, unless it equals the previous one.
         lines = readline.get_current_history_length()
         if lines == self._lines:
             return
@@ -293,8 +293,8 @@ class Typed:
 
 
 def history_path() -> Path:
-    """`kvctl_history` in `$XDG_STATE_HOME/kvelastic`, or in `~/.local/state/kvelastic`."""
+    """Return `kvctl_history` in `$XDG_STATE_HOME/kvelastic` or `~/.local/state/kvelastic`."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # A relative path counts as none, by the XDG base directory specification.
+    # The XDG base directory specification ignores a relative path.
     base = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
     return base / "kvelastic" / "kvctl_history"

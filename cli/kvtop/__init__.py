@@ -1,5 +1,5 @@
-"""kvtop: the devices and instances of this machine on one screen, and their limits at a key.
+"""kvtop: shows the devices and instances of this machine on one screen, with keys to set limits.
 
-What is on it is computed with no terminal: `scene` (values as found), `model` (rates, history),
-`view` (lines of styled text) and `keys` (what a key does). `app` alone knows a terminal.
+The modules that compute the screen need no terminal: `scene` (values read), `model` (rates,
+history), `view` (lines of styled text) and `keys` (effects of keys). Only `app` uses a terminal.
 """

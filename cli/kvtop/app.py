@@ -1,4 +1,4 @@
-"""kvtop itself: takes what happens, asks `keys` and `model` what it means, and draws the view.
+"""kvtop's main loop: receives events, updates the state by `keys` and `model`, and draws the view.
 
 run(names=(), interval_s=1.0)       # until q, Ctrl-C or SIGTERM
 """
@@ -18,7 +18,7 @@ from kvelastic.cli.kvtop.terminal import Terminal
 from kvelastic.cli.kvtop.view import screen
 
 _IDLE_S: Final = 3600.0
-"""Between two wake-ups for nothing: looks, keys and signals all end a wait."""
+"""Maximum wait for an event. Reads, keys and signals end a wait earlier."""
 
 
 def run(names: Sequence[str], interval_s: float) -> None:
@@ -30,7 +30,7 @@ def run(names: Sequence[str], interval_s: float) -> None:
 
 
 class App:
-    """The loop. All that is on the screen is `_scene` and `_ui`, and only this thread has them."""
+    """The main loop. `_scene` and `_ui` are the whole state of the screen, used by one thread."""
 
     def __init__(self, terminal: Terminal, outside: Outside) -> None:
         self._terminal = terminal
@@ -41,7 +41,7 @@ class App:
         self._is_over = False
 
     def run(self) -> None:
-        """Until the user, or a signal, ends it."""
+        """Run until the user or a signal ends it. Blocks."""
         while not self._is_over:
             for event in self._terminal.wait(_IDLE_S):
                 self._take(event)

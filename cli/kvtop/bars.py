@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
-    """In use, cached, parked, slack, reserved, others and free, of the device's capacity."""
+    """Return the parts of the capacity: in use, cached, parked, slack, reserved, others, free."""
     return _bar(
         [
             (device.in_use_bytes, glyphs.in_use, "in_use"),
@@ -34,7 +34,7 @@ def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
 
 
 def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
-    """In use, cached, parked and slack, of the instance's limit."""
+    """Return the parts of the instance's limit: in use, cached, parked, slack."""
     return _bar(
         [
             (instance.in_use_bytes or 0, glyphs.in_use, "in_use"),
@@ -49,7 +49,7 @@ def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
 
 
 def tier_bar(tier: TierFigures, width: int, glyphs: Glyphs) -> Line:
-    """What its records take, of the tier's limit; nothing where others decide that."""
+    """Return the used part of the tier's limit; empty if the tier has no limit of its own."""
     if tier.limit_bytes is None:
         return []
     return _bar([(tier.used_bytes, glyphs.cached, "cached")], tier.limit_bytes, width, glyphs.free)
@@ -69,10 +69,10 @@ def _bar(parts: list[tuple[int, str, Style]], whole: int, width: int, free: str)
 
 
 def sparkline(amounts: Sequence[int], width: int, glyphs: Glyphs) -> str:
-    """The newest `width` amounts, from 0 to the largest of them; spaces where there are fewer."""
+    """Return the newest `width` amounts, scaled from 0 to the largest, padded with spaces."""
     shown = amounts[-width:] if width > 0 else ()
     highest, top = max(shown, default=0), len(glyphs.levels) - 1
-    # Only 0 is at the bottom: something is told from nothing, however small it is.
+    # Only 0 gets the lowest level, so that every small amount differs from it.
     levels = [
         glyphs.levels[max(1, round(top * amount / highest)) if amount else 0] for amount in shown
     ]

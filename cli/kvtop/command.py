@@ -20,10 +20,10 @@ _USUAL_INTERVAL_S = 1.0
 
 
 class KvtopCommand(Program):
-    """Turns the errors of kvelastic into a line on stderr, as kvctl does."""
+    """Reports errors of kvelastic as a line on stderr, like kvctl."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except SegmentNotFoundError as error:
@@ -60,7 +60,7 @@ def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) 
     """
     if names:
         sweep()
-        rows(names)  # an unknown name is an error now, not an empty screen
+        rows(names)  # an unknown name is an error now, instead of an empty screen
     if once:
         say(*_once(names, interval_s).split("\n"))
         return

@@ -1,4 +1,4 @@
-"""The help page: what each key does, and what the bars and columns mean."""
+"""The help page: the keys, and the meaning of bars and columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 
 
 def help_lines(glyphs: Glyphs) -> list[Line]:
-    """All lines of it; the view shows as many as there is room for."""
+    """Return all lines of the help page. The view shows as many as fit."""
     parts: list[tuple[str, Style, str]] = [
         (glyphs.in_use, "in_use", "in use: blocks that requests refer to"),
         (glyphs.cached, "cached", "cached: blocks kept for prefix caching, evicted when needed"),

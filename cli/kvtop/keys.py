@@ -1,10 +1,10 @@
-"""What a key does: the state of the screen before and after it, and what is to be done outside.
+"""The effects of keys: the new state of the screen, and the actions for the caller.
 
     ui, effects = press(ui, "j", scene.instances)
-    for effect in effects: ...             # Quit, Look or Ask; nothing is done in here
+    for effect in effects: ...             # Quit, Look or Ask; the caller performs them
 
-A key is one character, or the name of one that has none: up, down, page_up, page_down, home, end,
-enter, escape, backspace.
+A key is one character, or a name: up, down, page_up, page_down, home, end, enter, escape,
+backspace.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Quit:
 
 @dataclass(frozen=True)
 class Look:
-    """Look now, before the interval is over."""
+    """Read the instances now, before the interval ends."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Request one thing of an instance: `value` is bytes, a priority, 1 to sleep or 0 to wake."""
+    """Request one setting of an instance. `value` is bytes, a priority, 1 (sleep) or 0 (wake)."""
 
     name: str
     label: str
@@ -54,36 +54,36 @@ Effect = Quit | Look | Ask
 
 @dataclass(frozen=True)
 class Ui:
-    """What the screen is like, apart from what was found."""
+    """The state of the screen, except for the values read."""
 
     mode: Mode = "list"
     order: str = ORDERS[0]
     is_reversed: bool = False
     filter_text: str = ""
     selected: str = ""
-    """The instance's key."""
+    """Key of the selected instance."""
     selected_at: int = 0
-    """Its place in the list: who ends leaves the selection to the next one there."""
+    """Its position in the list. If it ends, the next instance at this position is selected."""
     typed: str = ""
     setting: Setting = "limit"
     target: Instance | None = None
-    """Whose setting is being changed, as it was when that began."""
+    """The instance whose setting is being changed, as it was at the start of the change."""
     value: int = 0
     problem: str = ""
-    """What is wrong with what was typed."""
+    """The error in the typed text."""
     message: str = ""
     mood: Mood = "plain"
     help_from: int = 0
-    """The first line of the help page that is shown."""
+    """The first visible line of the help page."""
 
 
 def shown(ui: Ui, instances: Sequence[Instance]) -> list[Instance]:
-    """The instances as the list has them: filtered and sorted."""
+    """Return the instances of the list, filtered and sorted."""
     return ordered(instances, ui.order, is_reversed=ui.is_reversed, wanted=ui.filter_text)
 
 
 def selected_at(ui: Ui, rows: Sequence[Instance]) -> int:
-    """The place of the selected instance among `rows`; where it has ended, of the one there now."""
+    """Return the position of the selected instance in `rows`, or its old one if it has ended."""
     for at, one in enumerate(rows):
         if one.key == ui.selected:
             return at
@@ -91,18 +91,18 @@ def selected_at(ui: Ui, rows: Sequence[Instance]) -> int:
 
 
 def told(ui: Ui, message: str, mood: Mood = "plain") -> Ui:
-    """Show a message until the next key that does something else."""
+    """Return the state with a message, which the next key in the list removes."""
     return replace(ui, message=message, mood=mood)
 
 
 def found(ui: Ui, instances: Sequence[Instance]) -> Ui:
-    """Keep the selection on an instance that is there."""
+    """Return the state with an existing instance selected."""
     rows = shown(ui, instances)
     return _select(ui, rows, selected_at(ui, rows)) if rows else ui
 
 
 def press(ui: Ui, key: str, instances: Sequence[Instance]) -> tuple[Ui, list[Effect]]:
-    """Take one key. Any key takes away a message; one that means nothing here does nothing else."""
+    """Return the state and the effects after a key. In the list, any key removes a message."""
     if ui.mode == "help":
         return _press_help(ui, key), []
     if ui.mode == "filter":
@@ -127,7 +127,7 @@ def _press_list(ui: Ui, key: str, instances: Sequence[Instance]) -> tuple[Ui, li
 
 
 def _press_row(ui: Ui, key: str, rows: Sequence[Instance]) -> Ui:
-    """What a key does with the selected instance."""
+    """Return the state after a key that acts on the selected instance."""
     at = selected_at(ui, rows)
     if key in _SETTINGS:
         return _begin_entry(ui, rows[at], _SETTINGS[key])
@@ -139,7 +139,7 @@ def _press_row(ui: Ui, key: str, rows: Sequence[Instance]) -> Ui:
 
 
 def _arranged(ui: Ui, key: str) -> Ui | None:
-    """What a key makes of what is shown and how; None if it is about something else."""
+    """Return the state after a key that changes the view; None for other keys."""
     changes: dict[str, Callable[[], Ui]] = {
         "?": lambda: replace(ui, mode="help", help_from=0),
         "/": lambda: replace(ui, mode="filter", typed=ui.filter_text),
@@ -179,7 +179,7 @@ def _press_help(ui: Ui, key: str) -> Ui:
 
 
 def _press_filter(ui: Ui, key: str, instances: Sequence[Instance]) -> Ui:
-    """The list follows while one types; Esc brings back what was there before."""
+    """Update the list with each typed key. Esc restores the previous filter."""
     if key == "enter":
         return replace(ui, mode="list", typed="")
     if key == "escape":
@@ -194,7 +194,7 @@ def _begin_entry(ui: Ui, target: Instance, setting: Setting) -> Ui:
 
 
 def _begin_sleep(ui: Ui, target: Instance, *, asleep: bool) -> Ui:
-    """There is nothing to type: the question comes at once."""
+    """Ask for confirmation immediately: sleep and wake need no value."""
     if target.state in _ENDED:
         return told(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
     if target.asleep == asleep:
@@ -229,15 +229,15 @@ def _press_confirm(ui: Ui, key: str) -> tuple[Ui, list[Effect]]:
 def _type(text: str, key: str) -> str:
     if key == "backspace":
         return text[:-1]
-    if key == "\x15":  # Ctrl-U, which empties a line in a shell
+    if key == "\x15":  # Ctrl-U, which clears the line in a shell
         return ""
     return text + key if len(key) == 1 and key.isprintable() and len(text) < _MOST_TYPED else text
 
 
 def read_value(setting: Setting, text: str, target: Instance) -> int:
-    """Read what was typed: a priority, or a size, or a percentage of the target's device.
+    """Return the typed value: a priority, a size, or a percentage of the target's device.
 
-    Raises `InvalidArgumentError`, which says what to write.
+    Raises `InvalidArgumentError` with the accepted format.
     """
     if setting == "priority":
         try:
@@ -265,21 +265,21 @@ def read_value(setting: Setting, text: str, target: Instance) -> int:
 
 
 def value_text(setting: Setting, value: int | None) -> str:
-    """A setting's value for people."""
+    """Return a setting's value as text."""
     if value is None:
         return "unknown"
     return str(value) if setting == "priority" else format_size(value)
 
 
 def request_text(setting: Setting, value: int) -> str:
-    """What is requested, for people: `limit 1.00 GiB`, `sleep`."""
+    """Return a request as text: `limit 1.00 GiB`, `sleep`."""
     if setting == "sleep":
         return "sleep" if value else "wake"
     return f"{setting} {value_text(setting, value)}"
 
 
 def value_of(setting: Setting, instance: Instance) -> int | None:
-    """What an instance has for a setting now."""
+    """Return an instance's current value of a setting."""
     if setting == "sleep":
         return int(instance.asleep)
     if setting == "limit":

@@ -1,11 +1,11 @@
-"""What changes from look to look: rates from counters, and the latest amounts of each instance.
+"""The history over several reads: rates of counters, and the latest amounts of each instance.
 
     model = Model()
     scene = model.add(scene_of(...))      # the same scene, with rates and history
-    model.ended                           # the labels of those that the look before still had
+    model.ended                           # the labels of instances that have ended since then
 
-Nothing grows with time: an instance has `HISTORY_LOOKS` amounts at most, and is forgotten when a
-look does not find it.
+The state is bounded: an instance has at most `HISTORY_LOOKS` amounts, and is removed when a read
+does not find it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 from kvelastic.cli.kvtop.scene import Instance, Scene
 
 HISTORY_LOOKS: Final = 120
-"""More than the widest sparkline has cells."""
+"""More than the cells of the widest sparkline."""
 
 
 @dataclass
 class _Past:
-    """What is remembered of one instance."""
+    """The history of one instance."""
 
     at_s: float
     instance: Instance
@@ -30,16 +30,16 @@ class _Past:
 
 
 class Model:
-    """Remembers the looks so far. Does no input or output, and reads no clock."""
+    """The history of all instances. It does no input or output, and reads no clock."""
 
     def __init__(self) -> None:
         self.ended: tuple[str, ...] = ()
         self._past: dict[str, _Past] = {}
 
     def add(self, scene: Scene) -> Scene:
-        """Take the next look, and return it with what the earlier ones say about it.
+        """Add the next read, and return it with rates and history.
 
-        A rate is None where there is no earlier look, no time passed, or a counter went back.
+        A rate is None without an earlier read, if no time has passed, or if a counter decreased.
         """
         before, self._past = self._past, {}
         instances = tuple(

@@ -1,4 +1,4 @@
-"""The poller: looks at instances and makes requests on threads of its own, so no key ever waits.
+"""The poller: reads instances and makes requests on its own threads, so keys never wait.
 
 outside = Outside(names=(), interval_s=1.0, wake=terminal.wake)
 outside.start(); outside.look_soon(); outside.ask(ask)
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from kvelastic.segment import Answer
 
 ANSWER_WAIT_S: Final = 1.0
-"""How long an answer is awaited before it is said that there is none yet."""
+"""How long to wait for an answer before reporting that there is none yet."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What came of a request."""
+    """The outcome of a request as a message."""
 
     message: str
     mood: Mood
 
 
 def look(names: Sequence[str] = ()) -> Scene:
-    """Find everything once. What dead instances have left is removed first."""
+    """Read all instances and devices once, after removing files of dead instances. Blocks."""
     from kvelastic.cli.finding import sweep
     from kvelastic.instance.look import ledgers
     from kvelastic.segment import list_segments
@@ -50,7 +50,10 @@ def look(names: Sequence[str] = ()) -> Scene:
 
 
 def request(ask: Ask) -> Told:
-    """Request what is asked, and say what came of it; an error is an answer too."""
+    """Send the request and return the message of its outcome or error.
+
+    Blocks for up to `ANSWER_WAIT_S`.
+    """
     from kvelastic import segment
 
     request = request_of(ask)
@@ -69,7 +72,7 @@ def request(ask: Ask) -> Told:
 
 
 class Outside:
-    """Two threads: one looks every `interval_s`, one carries out requests in their order."""
+    """Two threads: one reads every `interval_s` seconds, one sends requests in order."""
 
     def __init__(
         self, *, names: Sequence[str], interval_s: float, wake: Callable[[], None]
@@ -82,20 +85,20 @@ class Outside:
         self._news: queue.SimpleQueue[Scene | Told] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Begin with a look. The threads end with the process: nothing waits for them."""
+        """Start the threads with an immediate read. They are daemons that end with the process."""
         for work in (self._look_again_and_again, self._request_one_after_another):
             threading.Thread(target=work, daemon=True, name=f"kvtop{work.__name__}").start()
 
     def look_soon(self) -> None:
-        """Do not wait for the rest of the interval."""
+        """Read again without waiting for the end of the interval."""
         self._look_now.set()
 
     def ask(self, ask: Ask) -> None:
-        """Carry out a request; `news` will tell the answer."""
+        """Queue a request. `news` returns its outcome later."""
         self._asks.put(ask)
 
     def news(self) -> list[Scene | Told]:
-        """What has come since the last call; never waits."""
+        """Return the scenes and outcomes since the last call. Never blocks."""
         found: list[Scene | Told] = []
         with suppress(queue.Empty):
             while True:
@@ -113,7 +116,7 @@ class Outside:
         while True:
             ask = self._asks.get()
             self._tell(request(ask))
-            self.look_soon()  # the answer has changed what is on the screen
+            self.look_soon()  # the request has changed the shown values
 
     def _tell(self, news: Scene | Told) -> None:
         self._news.put(news)
@@ -121,7 +124,7 @@ class Outside:
 
 
 def request_of(ask: Ask) -> Request:
-    """The request that a key makes."""
+    """Return the segment request for an `Ask`."""
     return Request(
         limit_bytes=ask.value if ask.setting == "limit" else None,
         min_bytes=ask.value if ask.setting == "min" else None,
@@ -131,7 +134,7 @@ def request_of(ask: Ask) -> Request:
 
 
 def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
-    """Say what came of it, and whether that is good."""
+    """Return the message of an outcome, and its mood (good, warn or bad)."""
     request = request_of(ask)
     outcome = outcome_of(request, answer)
     mood: Mood = "bad"

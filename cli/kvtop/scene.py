@@ -1,9 +1,9 @@
-"""What kvtop shows, as plain values: instances and devices as they were found at one moment.
+"""The values that kvtop shows: instances and devices read at one moment.
 
     scene = scene_of(list_segments(), list_ledgers(), at_s=time.monotonic())
 
-Devices come from their ledgers, and what is held there from the same records as the instances. One
-without a readable ledger is what its instances say of it.
+Devices come from their ledgers, and the memory held there from the instances' control blocks. A
+device without a readable ledger is derived from its instances.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _FIGURES: Final = (
     "pid", "limit_bytes", "min_bytes", "priority", "capacity_bytes", "mapped_bytes", "in_use_bytes",
     "cached_bytes", "parked_bytes", "over_bytes",
 )  # fmt: skip
-"""Fields of `Instance` that are those of `InstanceStatus`."""
+"""Fields that `Instance` has in common with `InstanceStatus`."""
 _PARTS: Final = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
 _OF_LEDGER: Final = (
     "capacity_bytes", "reserved_bytes", "reserved_of_capacity_bytes", "others_bytes",
     "others_of_capacity_bytes", "free_bytes", "guaranteed_bytes", "asked_bytes",
 )  # fmt: skip
-"""Fields of `Device`: sums over instances, and those of `LedgerInfo`."""
+"""Fields of `Device`: `_PARTS` are sums over instances, `_OF_LEDGER` are those of `LedgerInfo`."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance. What is not known is None; texts hold nothing that steers a terminal."""
+    """One instance. Unknown values are None. Texts other than `name` are printable."""
 
     key: str
-    """Tells it from an earlier one of the same name."""
+    """Unique key; differs from that of an earlier instance of the same name."""
     name: str
-    """Of its segment, as commands take it; it may hold anything that a file name may."""
+    """Name of its segment, for commands. It may contain any character of a file name."""
     label: str
-    """The same, to be shown."""
+    """The name in printable form."""
     state: str = "applied"
-    """As in the table of `kvctl list`."""
+    """The state shown by `kvctl list`."""
     asleep: bool = False
     reason: str = ""
     device: str = ""
@@ -63,73 +63,73 @@ class Instance:
     cached_bytes: int | None = None
     parked_bytes: int | None = None
     over_bytes: int | None = None
-    """Still to be given back to meet the limit."""
+    """Memory that must still be released to meet the limit."""
     reserved_bytes: int | None = None
-    """Held besides its KV cache while it is awake; None where it is in no ledger."""
+    """Memory held besides its KV cache while awake; None without a ledger."""
     pages_in: int | None = None
-    """Mapped since its start; `pages_out` were unmapped."""
+    """Pages mapped since its start; `pages_out` were unmapped."""
     pages_out: int | None = None
     blocks_evicted: int | None = None
     tiers: tuple[TierFigures, ...] = ()
-    """Nearest first; empty where it has none, or none that can be read."""
-    # What only a comparison with earlier looks can tell, filled in by the model:
+    """Its tiers, nearest first; empty without readable tiers."""
+    # Values that need earlier reads, set by the model:
     pages_in_per_s: float | None = None
     pages_out_per_s: float | None = None
     evicted_per_s: float | None = None
     history_bytes: tuple[int, ...] = ()
-    """Mapped at the latest looks, the newest last."""
+    """Mapped memory at the latest reads, the newest last."""
 
     @property
     def slack_bytes(self) -> int:
-        """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
+        """Mapped memory not used, cached or parked: free blocks of used pages, and padding."""
         parts_bytes = (self.in_use_bytes, self.cached_bytes, self.parked_bytes)
         return max(0, (self.mapped_bytes or 0) - sum(part or 0 for part in parts_bytes))
 
     @property
     def tiers_bytes(self) -> int | None:
-        """What all its tiers hold together; None where it has none."""
+        """Memory used in all its tiers together; None without tiers."""
         return sum(tier.used_bytes for tier in self.tiers) if self.tiers else None
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, or that part of it that a group of instances shares."""
+    """One device, or the part of it that a group of instances shares."""
 
     name: str
-    """`host` or a GPU's UUID, with the group where that is not the default."""
+    """`host` or a GPU's UUID, with the group unless it is the default."""
     capacity_bytes: int = 0
     in_use_bytes: int = 0
     cached_bytes: int = 0
     parked_bytes: int = 0
     slack_bytes: int = 0
-    """Mapped, and none of the three."""
+    """Mapped memory not used, cached or parked."""
     reserved_bytes: int = 0
-    """Held besides KV caches by instances that are awake; `reserved_of_capacity_bytes` of it come
-    out of the capacity, the rest lies outside."""
+    """Memory of awake instances besides KV caches. `reserved_of_capacity_bytes` of it count against
+    the capacity; the rest is outside of it."""
     reserved_of_capacity_bytes: int = 0
     others_bytes: int = 0
-    """Used by other processes; `others_of_capacity_bytes` as of what is reserved."""
+    """Memory of other processes. `others_of_capacity_bytes` of it count against the capacity."""
     others_of_capacity_bytes: int = 0
     free_bytes: int = 0
     guaranteed_bytes: int = 0
     asked_bytes: int = 0
-    """What instances wait for."""
+    """Memory that instances have requested and wait for."""
     has_ledger: bool = False
     problem: str = ""
-    """Why nothing is known of it; empty where that is not so."""
+    """Why its values are unknown; empty if they are known."""
 
     @property
     def held_bytes(self) -> int:
-        """What the instances hold."""
+        """Memory held by the instances."""
         return self.in_use_bytes + self.cached_bytes + self.parked_bytes + self.slack_bytes
 
 
 @dataclass(frozen=True)
 class Scene:
-    """All that was found at one moment."""
+    """All instances and devices at one moment."""
 
     at_s: float
-    """Of CLOCK_MONOTONIC."""
+    """Time of the read (CLOCK_MONOTONIC)."""
     devices: tuple[Device, ...] = ()
     instances: tuple[Instance, ...] = ()
 
@@ -141,9 +141,9 @@ def scene_of(
     names: Sequence[str] = (),
     all_shown: Mapping[str, TiersFigures] | None = None,
 ) -> Scene:
-    """Make the scene of what was found; with `names`, of those instances and their devices.
+    """Return the scene of all segments, or with `names` of these instances and their devices.
 
-    `all_shown` are those of tiers, by the names of segments.
+    `all_shown` has the statistics of tiers by the names of segments.
     """
     ledgers, all_shown = list(ledgers), all_shown or {}
     statuses = [status_of(info, ledgers, shown_tiers=all_shown.get(info.name)) for info in segments]
@@ -157,13 +157,13 @@ def scene_of(
 
 
 def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> list[LedgerInfo]:
-    """Those that the instances are members of, not another group's on the same device."""
+    """Return the instances' ledgers, without those of other groups on the same device."""
     names = {one.name for one in instances}
     return [ledger for ledger in ledgers if any(member.name in names for member in ledger.members)]
 
 
 def instance_of(status: InstanceStatus) -> Instance:
-    """Make an instance of its status."""
+    """Return the instance for a status."""
     counters, known = status.counters, status.is_known
     same: dict[str, Any] = {text: printable(getattr(status, text)) for text in _TEXTS}
     same |= {figure: getattr(status, figure) if known else None for figure in _FIGURES}
@@ -185,7 +185,7 @@ def instance_of(status: InstanceStatus) -> Instance:
 def _devices(
     instances: list[Instance], ledgers: list[LedgerInfo], statuses: list[InstanceStatus]
 ) -> list[Device]:
-    """Each ledger is a device, and so is what only instances know; unknown ones come last."""
+    """Return a device per ledger, and those only known from instances; unreadable ones last."""
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
     found = [_from_ledger(ledger, statuses) for ledger in readable]
     found += [
@@ -196,7 +196,7 @@ def _devices(
     known = {printable(ledger.device) for ledger in readable}
     by_device: dict[str, list[Instance]] = {}
     for instance in instances:
-        # A dead instance's memory is back with the device, whatever its segment still says.
+        # A dead instance's memory is released, even if its segment still reports it.
         if instance.device not in {"", *known} and instance.state != "dead":
             by_device.setdefault(instance.device, []).append(instance)
     found += [_from_instances(name, there) for name, there in by_device.items()]
@@ -229,7 +229,7 @@ def _from_instances(name: str, there: list[Instance]) -> Device:
     )
 
 
-# ---------------------------------------------------------------- which are shown, in what order
+# ---------------------------------------------------------------- filter and sort order
 
 _Value = Callable[[Instance], "int | float | None"]
 
@@ -245,13 +245,13 @@ _NUMBERS: Final[dict[str, _Value]] = {
     "tiers": lambda one: one.tiers_bytes,
 }
 ORDERS: Final = ("name", "state", *_NUMBERS)
-"""What one can sort by; numbers come largest first, and an unknown one last."""
+"""The sort orders. Numbers are sorted largest first, unknown values last."""
 
 
 def ordered(
     instances: Iterable[Instance], by: str, *, is_reversed: bool = False, wanted: str = ""
 ) -> list[Instance]:
-    """The instances in which `wanted` occurs, sorted; equal ones by name."""
+    """Return the instances that contain the text `wanted`, sorted; equal ones by name."""
     shown = sorted((one for one in instances if _has(one, wanted)), key=lambda one: one.label)
     if by == "name":
         return shown[::-1] if is_reversed else shown

@@ -1,4 +1,4 @@
-"""The table of instances: which columns a screen has room for, and a line for each instance."""
+"""The table of instances: the columns that fit on the screen, and a line per instance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LEAST_NAME_CELLS: Final = 8
 _USUAL_NAME_CELLS: Final = 20
-"""Enough for `kvelastic_vLLM_12345`; longer names get what is left over."""
+"""Enough for `kvelastic_vLLM_12345`. Longer names get the remaining cells."""
 _GAP: Final = " "
 
 _STATE_STYLES: Final[dict[str, Style]] = {
@@ -44,18 +44,18 @@ _STATE_STYLES: Final[dict[str, Style]] = {
 
 
 _TIERS: Final = "TIERS"
-"""The column that is there only where an instance has some."""
+"""Title of the column that is shown only if an instance has tiers."""
 
 
 class _Column(NamedTuple):
     title: str
     order: str
-    """What one sorts by for it; empty: nothing."""
+    """The sort order of the column; empty: not sortable."""
     width: int
     most: int
-    """As wide as it may grow where there is room."""
+    """Maximum width if there is room."""
     rank: int
-    """What a narrow screen keeps: lowest first."""
+    """Priority on a narrow screen, lowest first."""
     draw: Callable[[Instance, int, Glyphs], Line]
     is_left: bool = False
 
@@ -81,7 +81,7 @@ def _model(one: Instance, width: int, glyphs: Glyphs) -> Line:
     return [Span(fit(one.model or "-", width, glyphs.mark))]
 
 
-# In the order in which they stand.
+# In display order.
 _COLUMNS: Final = (
     _Column("STATE", "state", 9, 9, 3, _state, True),
     _Column("PRIO", "prio", 5, 5, 12, _number(lambda one: short_count(one.priority))),
@@ -100,9 +100,9 @@ _COLUMNS: Final = (
 
 
 class Table:
-    """The columns for a screen of `width` cells, laid out for these instances.
+    """The columns for a screen of `width` cells, laid out for the given instances.
 
-    A long name is cut off to make room for columns, unless `whole_names`.
+    Long names are truncated to make room for columns, unless `whole_names`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Table:
         self._grow(longest)
 
     def heading(self, order: str | None, *, is_reversed: bool) -> Line:
-        """The line above; the column that is sorted by has an arrow, none has without `order`."""
+        """Return the heading. The column of the sort order has an arrow, unless `order` is None."""
         line = [self._title("NAME", "name", self._name, True, order, is_reversed)]
         for column, width in zip(self._columns, self._widths, strict=True):
             line.append(Span(_GAP, "heading"))
@@ -136,7 +136,7 @@ class Table:
         return cut(line, self._width)
 
     def row(self, one: Instance, *, is_selected: bool) -> Line:
-        """The line of one instance."""
+        """Return the line of one instance."""
         line = [Span(fit(one.label, self._name, self._glyphs.mark), "strong")]
         for column, width in zip(self._columns, self._widths, strict=True):
             line.append(Span(_GAP))
@@ -160,7 +160,7 @@ class Table:
         return [column for column in columns if column in chosen]
 
     def _grow(self, longest_name: int) -> None:
-        """Give the room that is left to the name, then to the bar, the trend and the model."""
+        """Give the remaining cells to the name, then to the bar, the trend and the model."""
         left = self._width - self._name - sum(width + len(_GAP) for width in self._widths)
         more = max(0, min(left, longest_name - self._name))
         self._name += more
@@ -184,23 +184,23 @@ class Table:
     ) -> Span:
         if order is None or of != order:
             return Span(title.ljust(width) if is_left else title.rjust(width), "heading")
-        # Names and states begin with the least, numbers with the largest.
+        # Names and states sort ascending by default, numbers descending.
         is_rising = (order in {"name", "state"}) != is_reversed
         arrow = self._glyphs.up if is_rising else self._glyphs.down
-        # Outside of the title, which stays where it was; every column has room for it.
+        # Outside of the title, which does not move. Every column has room for the arrow.
         if is_left:
             return Span(fit(title + arrow, width), "title")
         return Span((arrow + title).rjust(width), "title")
 
 
-# ------------------------------------------- the selected instance: what the table has no room for
+# ------------------------------------------- the selected instance: details not in the table
 
 DETAIL_LINES: Final = 4
 _TIER_BAR_CELLS: Final = 10
 
 
 def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
-    """`DETAIL_LINES` lines about it, and one for each of its tiers."""
+    """Return `DETAIL_LINES` lines about an instance, and one per tier."""
     who: Line = [Span(one.label, "strong"), Span(f"  {one.state}")]
     if one.over_bytes:
         over = "to go until it sleeps" if one.asleep else "over its limit"
@@ -233,7 +233,7 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
 
 
 def _tier(tier: TierFigures, glyphs: Glyphs) -> Line:
-    """What it holds, and how it does; what matters most comes first, for a narrow screen."""
+    """Return a tier's contents and performance, the most important first for a narrow screen."""
     line: Line = [Span("tier ", "dim"), Span(f"{tier.tier}  ", "strong")]
     if tier.state != "ok":
         line.append(Span(f"{tier.state}  ", "bad"))

@@ -1,10 +1,10 @@
-"""The terminal under kvtop: curses, and the one place that waits for keys, sizes and signals.
+"""kvtop's terminal: curses, and the only place that waits for keys, resizes and signals.
 
     with Terminal.opened() as terminal:
         terminal.draw(lines)
         for event in terminal.wait(0.5): ...     # "key:j", "resize", "end", "wake"
 
-A wait ends at once for a key, a new size, a signal to end, or `wake()` from another thread.
+A key, a resize, a terminating signal, or `wake()` from another thread ends a wait immediately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHARACTER_NAMES: Final = {
     "\b": "backspace",
 }
 _ESCAPE_WAIT_MS: Final = 25
-"""How long an Esc may be the beginning of an arrow key; the usual second would be felt."""
+"""Time in which an Esc may be the start of an arrow key. curses' default of 1 s is too slow."""
 _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS: Final = {
     "good": curses.COLOR_GREEN,
@@ -66,20 +66,20 @@ _ATTRIBUTES: Final = {
 
 
 class Terminal:
-    """A screen in curses mode. Made by `opened`, which also puts everything back."""
+    """A screen in curses mode. `opened` creates it and restores the terminal."""
 
     @classmethod
     @contextmanager
     def opened(cls) -> Iterator[Terminal]:
-        """Take the terminal over; it is as it was afterwards, however this ends.
+        """Take over the terminal for the context, and always restore it afterwards.
 
-        Raises `TerminalError` if there is none, or none that can place text.
+        Raises `TerminalError` without a terminal, or if it cannot position text.
         """
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise TerminalError("kvtop needs a terminal; `kvtop --once` prints one plain screen")
         with suppress(locale.Error):
             locale.setlocale(locale.LC_ALL, "")
-        with _Signals() as signals:  # before curses, which leaves alone what is handled already
+        with _Signals() as signals:  # before curses, which keeps existing signal handlers
             try:
                 curses.setupterm(fd=sys.stdout.fileno())
                 if curses.tigetstr("cup") is None:
@@ -119,19 +119,19 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines."""
+        """Number of columns and lines."""
         lines, columns = self._window.getmaxyx()
         return columns, lines
 
     def wake(self) -> None:
-        """End a wait; for other threads."""
+        """End a wait. Any thread may call it."""
         self._signals.wake()
 
     def wait(self, timeout_s: float) -> list[str]:
-        """What has happened, as soon as something has, or nothing after `timeout_s`.
+        """Block until an event, for at most `timeout_s`; return the events.
 
-        `key:K` with K as `keys.press` takes it, `resize`, `wake`, or `end` (a signal, or the
-        terminal is gone).
+        An event is `key:K` (K for `keys.press`), `resize`, `wake`, or `end` (a signal, or the
+        terminal was closed).
         """
         ready = dict(self._poll.poll(max(0.0, timeout_s) * 1000))
         events: list[str] = []
@@ -147,13 +147,13 @@ class Terminal:
         return events
 
     def draw(self, lines: list[Line]) -> None:
-        """Show these lines, from the top; they fit, or what does not is left out."""
+        """Draw the lines from the top. Parts that do not fit are omitted."""
         self._window.erase()
         for y, line in enumerate(lines):
             x = 0
             for span in line:
-                # The last cell of the screen cannot be written without an error, nor can anything
-                # after the window has become smaller: the next draw is right again.
+                # Writing the last cell of the screen always raises an error, and so does writing
+                # after the window has shrunk. The next draw is correct again.
                 with suppress(curses.error):
                     self._window.addstr(y, x, span.text, self._attribute(span))
                 x += cells(span.text)
@@ -164,7 +164,7 @@ class Terminal:
         attribute = self._styles.get(span.style, curses.A_NORMAL)
         if not span.is_selected:
             return attribute
-        # No dim, nor colours, on the selected line: some terminals make them unreadable there.
+        # No dim and no colours on the selected line: some terminals make them unreadable there.
         return curses.A_REVERSE | (attribute & curses.A_BOLD)
 
     def _keys(self) -> list[str]:
@@ -210,7 +210,10 @@ def _styles() -> dict[str, int]:
 
 
 class _Signals:
-    """Signals as bytes in a pipe, next to which keys are waited for; the old handlers come back."""
+    """Writes signals as bytes to a pipe, to wait for them and keys together.
+
+    Restores the old handlers at its end.
+    """
 
     def __enter__(self) -> _Signals:
         self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -225,12 +228,12 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         reader, writer = self.reader, self._writer
-        self._writer = -1  # a thread that wakes us later wakes nobody
+        self._writer = -1  # a later `wake` does nothing
         os.close(reader)
         os.close(writer)
 
     def wake(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway
+        with suppress(OSError):  # a full pipe already causes a wake-up
             os.write(self._writer, b"w")
 
     def take(self) -> list[str]:

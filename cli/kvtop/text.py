@@ -1,11 +1,11 @@
-"""Styled text and short numbers in terminal cells: what the view is made of. No terminal is known.
+"""Styled text and short numbers in terminal cells, the parts of the view. Needs no terminal.
 
     line = [Span("host ", "strong"), Span("###", "in_use")]
     line_cells(line) == 8; cut(line, 4) == [Span("host", "strong")]
     short_size(96 << 20) == "96.0M"; short_rate(1234.0) == "1.2k"
 
-A cell is one column. Some characters take two, some none; `cells` counts as the C library does,
-one character at a time, because that is what curses places them by.
+A cell is one column. Some characters take two cells, some none. `cells` counts each character like
+the C library, because curses positions text by these counts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Glyphs(NamedTuple):
     others: str
     free: str
     levels: str
-    """Of a sparkline, the lowest first."""
+    """The levels of a sparkline, the lowest first."""
     mark: str
-    """Where text was cut off."""
+    """Marks truncated text."""
     up: str
     down: str
 
@@ -55,7 +55,7 @@ ASCII: Final = Glyphs("#", "=", "-", "~", "%", "x", ".", "_.:-=+*#", "~", "^", "
 
 
 def has_blocks(encoding: str) -> bool:
-    """Whether an encoding has the glyphs of the bars."""
+    """Return True if an encoding has the glyphs of the bars."""
     try:
         "".join(UNICODE).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -64,17 +64,17 @@ def has_blocks(encoding: str) -> bool:
 
 
 def cells(text: str) -> int:
-    """How many cells `text` takes."""
+    """Return the number of cells of `text`."""
     return len(text) if text.isascii() else sum(map(get_character_cell_size, text))
 
 
 def line_cells(line: Iterable[Span]) -> int:
-    """How many cells a line takes."""
+    """Return the number of cells of a line."""
     return sum(cells(span.text) for span in line)
 
 
 def fit(text: str, width: int, mark: str = "") -> str:
-    """`text` in exactly `width` cells: spaces behind it, or cut off with `mark` at the end."""
+    """Return `text` in exactly `width` cells: padded with spaces, or truncated with `mark`."""
     missing = width - cells(text)
     if missing >= 0:
         return text + " " * missing
@@ -86,7 +86,7 @@ def fit(text: str, width: int, mark: str = "") -> str:
 
 
 def cut(line: Iterable[Span], width: int) -> Line:
-    """The first `width` cells of a line; a wide character that lies across the end is left out."""
+    """Return the first `width` cells of a line, without a wide character that crosses the end."""
     kept: Line = []
     left = width
     for span in line:
@@ -100,13 +100,13 @@ def cut(line: Iterable[Span], width: int) -> Line:
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
-    """Both ends of a line; the right one only where there is room for all of it."""
+    """Return a line with `left` and `right` at its ends; `right` only if it fits completely."""
     gap = width - line_cells(left) - line_cells(right)
     return [*left, Span(" " * gap), *right] if gap >= 1 else cut(left, width)
 
 
 def to_ascii(line: Line) -> Line:
-    """The same line for a terminal that knows ASCII only."""
+    """Return the line in ASCII."""
     return [span._replace(text=_ascii(span.text)) for span in line]
 
 
@@ -126,9 +126,9 @@ def _start(text: str, room: int) -> str:
 
 
 def wrap(text: str, width: int, most_lines: int, mark: str = "") -> list[str]:
-    """`text` on lines of at most `width` cells, broken between words where that is possible.
+    """Return `text` in lines of at most `width` cells, broken between words if possible.
 
-    What does not fit on `most_lines` is cut off with `mark`.
+    Text beyond `most_lines` is truncated with `mark`.
     """
     if width <= 0 or most_lines <= 0:
         return []
@@ -154,12 +154,12 @@ def wrap(text: str, width: int, most_lines: int, mark: str = "") -> list[str]:
 
 
 CELLS: Final = 5
-"""A short number has at most so many, so that columns stay in place while values change."""
+"""Maximum length of a short number, so that columns do not move when values change."""
 UNKNOWN: Final = "-"
 
 
 def short_size(size_bytes: int | None) -> str:
-    """Bytes with three digits or so: `0`, `512B`, `4.00G`, `1023M`; powers of 1024."""
+    """Return a size with about three digits: `0`, `512B`, `4.00G`, `1023M`; powers of 1024."""
     if size_bytes is None:
         return UNKNOWN
     if size_bytes < 1000:
@@ -177,7 +177,7 @@ def short_size(size_bytes: int | None) -> str:
 
 
 def short_rate(per_s: float | None) -> str:
-    """Times a second: `0`, `0.3`, `12`, `1.2k`; powers of 1000."""
+    """Return a rate per second: `0`, `0.3`, `12`, `1.2k`; powers of 1000."""
     if per_s is None:
         return UNKNOWN
     if per_s < 0.05:
@@ -194,12 +194,12 @@ def short_rate(per_s: float | None) -> str:
 
 
 def short_total(total: int) -> str:
-    """How often something has happened: itself, from 10,000 on `12k`; powers of 1000."""
+    """Return a total: the number itself, from 10,000 on `12k`; powers of 1000."""
     return str(total) if total < 10_000 else short_rate(float(total))
 
 
 def short_count(count: int | None) -> str:
-    """A whole number, as a priority: itself where it fits, else its sign and size."""
+    """Return a whole number such as a priority: itself if it fits, else its sign and magnitude."""
     if count is None:
         return UNKNOWN
     text = str(count)

@@ -1,4 +1,4 @@
-"""The screen as lines of styled text: pure, and right for every size down to one cell.
+"""The screen as lines of styled text. Pure; supports every size down to one cell.
 
 lines = screen(scene, ui, width=80, height=24, glyphs=UNICODE, clock="12:30:01")
 len(lines) == 24; every line is at most 80 cells wide
@@ -40,7 +40,7 @@ _HINTS_SHORT: Final = "? help  q quit"
 def screen(
     scene: Scene, ui: Ui, *, width: int, height: int, glyphs: Glyphs, clock: str
 ) -> list[Line]:
-    """Exactly `height` lines of at most `width` cells each."""
+    """Return exactly `height` lines of at most `width` cells each."""
     if width <= 0 or height <= 0:
         return []
     if ui.mode == "help":
@@ -48,14 +48,14 @@ def screen(
     else:
         footer = _footer(ui, width, min(_MOST_FOOTER_LINES, height), glyphs)
         if height <= len(footer) and ui.mode == "list" and not ui.message:
-            footer = []  # one line: an instance says more than the hints
+            footer = []  # with one line, show an instance instead of the hints
         body = _body(scene, ui, width, height - len(footer), glyphs, clock)
         lines = [*body, *footer]
     return [to_ascii(line) for line in lines] if glyphs is ASCII else lines
 
 
 def plain_screen(scene: Scene, width: int, glyphs: Glyphs) -> str:
-    """Devices and all instances as text for a pipe: `width` cells wide, and as long as needed."""
+    """Return devices and all instances as text for a pipe: `width` cells wide, of any length."""
     lines = device_lines(scene.devices, width, 2 * len(scene.devices), glyphs, detailed=True)
     rows = shown(Ui(), scene.instances)
     if lines:
@@ -71,12 +71,12 @@ def plain_screen(scene: Scene, width: int, glyphs: Glyphs) -> str:
     return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
 
 
-# ---------------------------------------------------------------------------- what goes where
+# ---------------------------------------------------------------------------- layout
 
 
 @dataclass
 class _Plan:
-    """How many lines each part gets of those above the footer."""
+    """The number of lines of each part above the footer."""
 
     rows: int = 1
     heading: int = 0
@@ -88,9 +88,9 @@ class _Plan:
 
 
 def _plan(height: int, devices: int, amounts: int, rows: int, tiers: int) -> _Plan:
-    """Give out the lines: first a bit of everything, by importance, then all of it.
+    """Distribute the lines: first a few for each part by importance, then the rest.
 
-    `tiers` is the most that an instance has: what is selected moves nothing else.
+    `tiers` is the largest number of tiers of an instance, so that selection does not move parts.
     """
     plan = _Plan()
     left = height - plan.rows
@@ -220,7 +220,7 @@ def _wrapped(text: str, style: Style, width: int, most: int, glyphs: Glyphs) -> 
 
 
 def _prompt(question: str, typed: str, width: int) -> Line:
-    """A line that is typed in: on a narrow screen its end, for that is where one types."""
+    """Return an input line. A narrow screen shows its end, where the user types."""
     answer = f"{typed}_"
     while cells(answer) > width:
         answer = answer[1:]
@@ -247,7 +247,7 @@ _LEAST_BAR_CELLS: Final = 8
 def device_lines(
     devices: Sequence[Device], width: int, most_lines: int, glyphs: Glyphs, *, detailed: bool
 ) -> list[Line]:
-    """One line a device, or two with the amounts (`detailed`); at most `most_lines`."""
+    """Return one line per device, or two with the amounts (`detailed`); at most `most_lines`."""
     names = max((cells(device.name) for device in devices), default=0)
     names = min(names, _MOST_NAME_CELLS, max(4, width // 4))
     lines: list[Line] = []
@@ -270,7 +270,7 @@ def _device_line(device: Device, names: int, width: int, glyphs: Glyphs) -> Line
     asked: Line = []
     if device.asked_bytes:
         asked = [Span(f"  {short_size(device.asked_bytes)} asked", "bad")]
-    # The more there is to say, the more room it takes from the bar; what is left out comes last.
+    # Text takes cells from the bar. Try the complete texts first, then fewer.
     for texts in ([*held, *free, *asked], [*held, *asked], held):
         room = width - names - 1 - line_cells(texts)
         if room >= _LEAST_BAR_CELLS:
@@ -295,7 +295,7 @@ def _amounts(device: Device, width: int, glyphs: Glyphs) -> Line:
     for glyph, style, title, amount_bytes in parts:
         mark = [Span(glyph, style), Span(" ")] if glyph else []
         amount = [Span("  "), *mark, Span(f"{title} {short_size(amount_bytes)}")]
-        if line_cells([*line, *amount]) > width:  # whole ones only
+        if line_cells([*line, *amount]) > width:  # only complete amounts
             break
         line += amount
     return line
