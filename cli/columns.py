@@ -23,7 +23,9 @@ def aligned(lines: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:
-    """Return the cells of each amount in a bar of `width` cells for `whole`, at least their sum.
+    """Return the cells of each amount in a bar of `width` cells.
+
+    The bar stands for `whole`, or for the sum of the amounts if that is larger.
 
     The ends of the parts are rounded, so that the parts add up. Every amount above 0 gets a cell if
     one is left.

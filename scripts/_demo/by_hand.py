@@ -1,4 +1,4 @@
-"""The lines with which a user goes on after the demo. README has the same; a test compares."""
+"""The commands to try after the demo. A test checks that README has the same lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's side of the HTTP API: a question, and a burst of them."""
+"""The demo's HTTP client: one question, or a burst of questions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ REQUEST_DEADLINE_S = 900.0
 
 
 class RequestFailedError(Exception):
-    """The server answered, and not with an answer."""
+    """The server returned an error."""
 
 
 def ask(port: int, question: str, max_tokens: int, model: str) -> str:
-    """The model's answer at temperature 0.
+    """Return the model's answer at temperature 0.
 
-    Raises RequestFailedError for a status other than 200, OSError or HTTPException where the server
-    cannot be reached or goes away.
+    Raises RequestFailedError for a status other than 200, and OSError or HTTPException if the
+    server is unreachable or disconnects.
     """
     body = {
         "model": model,
@@ -47,11 +47,11 @@ def ask(port: int, question: str, max_tokens: int, model: str) -> str:
 
 
 class Burst:
-    """`count` stories of different lengths, sixteen at once; all under way once it is entered.
+    """Requests `count` stories of different lengths, sixteen at a time, when the block is entered.
 
     with Burst(port, 40, "m") as burst:
         stories = burst.wait()
-    Leaving the block early (Ctrl-C) waits for nothing: what has not been sent is not sent.
+    Leaving the block early (Ctrl-C) does not wait, and cancels requests that are not sent yet.
     """
 
     def __init__(self, port: int, count: int, model: str) -> None:
@@ -79,10 +79,10 @@ class Burst:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, count: int | None = None) -> list[str]:
-        """The first `count` answers, or all; raises what `ask` raised."""
+        """Wait for the first `count` answers, or all; return them. Raises the errors of `ask`."""
         return [future.result() for future in self._futures[:count]]
 
     @property
     def done(self) -> int:
-        """How many answers are there."""
+        """Number of answers so far."""
         return sum(future.done() for future in self._futures)

@@ -1,4 +1,4 @@
-"""`scripts/demo`: what kvelastic does, on a real model, as a person would see it."""
+"""`scripts/demo`: shows what kvelastic does, with a real model."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ TRIM_DEADLINE_S = 10.0
 ASLEEP_S = 3.0
 LOG_LINES = 40
 ENGINES_OWN = "sglang_"
-"""Files that SGLang makes; it ends its processes by SIGKILL and leaves them."""
+"""Prefix of SGLang's own files, which it leaves because it ends its processes by SIGKILL."""
 
 
 class DemoError(Exception):
-    """The demo cannot go on; its text is for the person who started it."""
+    """The demo cannot continue. The message is for the user."""
 
 
 FAILURES = (
     DemoError,
     RequestFailedError,
     KvelasticError,
-    AssertionError,  # of the servers
+    AssertionError,  # from the servers
     OSError,
     http.client.HTTPException,
     subprocess.TimeoutExpired,
@@ -70,7 +70,7 @@ def title(text: str) -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the demo is about: an engine, the model that it serves, and a server of it."""
+    """The subject of the demo: an engine, its model, and a server."""
 
     engine: DemoEngine
     model: Path
@@ -92,14 +92,14 @@ class Shown:
         return ask_long(Where(self.server.port, name, NAME, BLOCK_TOKENS), what, prompt)
 
     def held(self) -> str:
-        """What the instance says, and what the operating system says."""
+        """Return the memory reported by the instance and by the operating system, as text."""
         said = Memory.of(NAME).mapped
         real = self.engine.held_bytes(self.server)
         return f"{megabytes(said)} held by its own account, {megabytes(real)} by the kernel's"
 
 
 def pids(server: Server) -> list[int]:
-    """The server and all its processes, as far as they still run."""
+    """Return the ids of the server's running processes."""
     try:
         leader = psutil.Process(server.process.pid)
         return [leader.pid, *(child.pid for child in leader.children(recursive=True))]
@@ -108,7 +108,7 @@ def pids(server: Server) -> list[int]:
 
 
 def kvctl(*arguments: str) -> str:
-    """Run the real command; answers the lines to show, as on a screen."""
+    """Run kvctl; return the lines to show, with the command."""
     done = subprocess.run([KVCTL, *arguments], capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr).strip().replace("\n", "\n    ")
     if done.returncode:
@@ -201,7 +201,7 @@ def start(shown: Shown) -> None:
 
 
 def sleep(shown: Shown) -> None:
-    """For engines that have no tiers."""
+    """Show sleep and wake, for engines without tiers."""
     title("6. Asleep: it holds nothing, and a request waits until it wakes")
     print(f"  {shown.engine.without_tiers} (docs/tiers.md)")
     print(kvctl("limit", NAME, megabytes(shown.kv_bytes), "--wait", "10"))
@@ -226,9 +226,9 @@ def sleep(shown: Shown) -> None:
 
 
 def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> Shown:
-    """A long prompt after a limit and after kills, and another one that is killed too early.
+    """Show a long prompt that survives a limit and kills, and one that is killed too early.
 
-    Returns the last server, which is not the one that was given.
+    Returns the last server, which replaces the given one.
     """
 
     def again(policy: str) -> Shown:
@@ -237,7 +237,7 @@ def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> 
         started = restart(policy)
         start(started)
         files.update(shared_files.in_use_by(pids(started.server)))
-        started.ask(QUESTIONS[0])  # what an engine does but once
+        started.ask(QUESTIONS[0])  # trigger the engine's one-time work
         return started
 
     title("6. KV that survives: a long prompt after a limit, and after kills")
@@ -326,7 +326,7 @@ def _facts(name: str) -> dict[str, int]:
 
 
 def _mapped_bytes(name: str) -> int:
-    """0 of one that has been stopped."""
+    """Return the mapped bytes of an instance; 0 after it has stopped."""
     try:
         return _facts(name)["mapped_bytes"]
     except SegmentError:
@@ -369,8 +369,8 @@ def by_hand() -> None:
 
 
 def clean_up(servers: list[Server], files: set[Path]) -> None:
-    """After Ctrl-C or a failure: nothing of ours runs on, nothing stays in shared memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
+    """After Ctrl-C or a failure: end all our processes, and remove our shared memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
     for server in servers:
         files |= shared_files.in_use_by(pids(server))
         server.kill()
@@ -417,7 +417,7 @@ def main(engine: DemoEngine, model: Path) -> None:
         except FAILURES as error:
             lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
-            # What VllmServer says goes on with the log, which stands above.
+            # VllmServer's message contains the log, which is already printed above.
             reason = str(error).partition(":")[0] if isinstance(error, AssertionError) else error
             raise SystemExit(f"\nThe demo failed: {reason or type(error).__name__}") from None
         finally:

@@ -1,4 +1,4 @@
-"""The engines that the demo can show, each with what is its own: how it is started, and counted.
+"""The demo's engines, with the differences between them: how each is started and measured.
 
     engine = ENGINES["sglang"]
     server = engine.serve(model, log, environment)
@@ -24,44 +24,44 @@ from vllm_server import VLLM, VllmServer
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4
-"""Of SmolLM2-135M: 30 layers, K and V, 3 heads of 64 numbers."""
+"""Block size of SmolLM2-135M: 30 layers, K and V, 3 heads of 64 numbers."""
 SECOND_KV_BYTES = 256 << 20
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
-"""More wait for each other where others use the cores too. vLLM chooses its own."""
+"""More threads would wait for each other if other programs use the cores. vLLM sets its own."""
 
 
 class Server(Protocol):
-    """A server, its processes in one group."""
+    """A server with its processes in one group."""
 
     process: Popen[bytes]
     port: int
     log: Path
 
     def wait_until_ready(self) -> object:
-        """Raises AssertionError where it ends or takes too long."""
+        """Wait until the server is ready. Raises AssertionError if it ends or takes too long."""
 
     def stop(self) -> int:
-        """SIGTERM; returns when it has ended."""
+        """Send SIGTERM; return the exit status when the server has ended."""
 
     def kill(self) -> None:
-        """Nothing of it runs on. Safe at any time."""
+        """Kill all processes of the server. Safe at any time."""
 
 
 class DemoEngine(ABC):
-    """One engine. It is not asked whether it is installed: `scripts/setup` has seen to it."""
+    """One engine. It must be installed, which `scripts/setup` does."""
 
     title: str
     kv_bytes: int
-    """What its cache may hold without a limit."""
+    """Maximum size of its cache without a limit."""
     burst_requests: int
     without_tiers: str = ""
-    """Why the part about tiers is left out; empty: it is not."""
+    """Why the part about tiers is skipped; empty if it is shown."""
     gives_way: str = "preemptions by vLLM"
-    """What `preempted` counts."""
+    """The events that `preempted` counts, as text."""
     without_sleep: str = ""
-    """What the controller does where it cannot put the engine to sleep; empty: it can."""
+    """What the controller does if the engine cannot sleep, as text; empty if it can."""
     kind: ClassVar[dict[str, Any]]
-    """What the controller's configuration says of it."""
+    """Its keys in the controller's configuration."""
 
     @abstractmethod
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> Any:
@@ -69,18 +69,18 @@ class DemoEngine(ABC):
 
     @abstractmethod
     def launch(self, model: Path, folder: Path) -> dict[str, Any]:
-        """`command` and `env` by which the controller starts the second one."""
+        """Return `command` and `env` with which the controller starts the second server."""
 
     def model_name(self, model: Path) -> str:
-        """By which clients ask for the model."""
+        """Return the model's name for clients."""
         return "m"
 
     def held_bytes(self, server: Any) -> int:
-        """What the operating system holds for the first server's KV cache."""
+        """Return the operating system's memory for the first server's KV cache."""
         return held_bytes(server.process.pid)
 
     def preempted(self, server: Any) -> int | None:
-        """Requests that gave their memory up for others, since the start; None: it does not say."""
+        """Return the number of preempted requests since the start; None if it is unknown."""
         return None
 
 
@@ -92,11 +92,11 @@ class Vllm(DemoEngine):
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> VllmServer:
         own = {
-            "VLLM_SERVER_DEV_MODE": "1",  # the controller needs it: vLLM has /sleep only then
-            "VLLM_RPC_BASE_PATH": str(log.parent),  # its sockets go with the folder
+            "VLLM_SERVER_DEV_MODE": "1",  # the controller needs /sleep, which vLLM has only then
+            "VLLM_RPC_BASE_PATH": str(log.parent),  # its sockets are removed with the folder
         }
         arguments = [
-            # float32: fast on every CPU, where bfloat16 is only on those with instructions for it.
+            # float32 is fast on every CPU, bfloat16 only on those with instructions for it.
             "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16",
             "--kv-cache-memory-bytes", str(self.kv_bytes), "--enable-prompt-tokens-details",
         ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""The demo's last part: two models behind one address, one of them asleep and woken by a request.
+"""The demo's last part: two models behind one address; a request wakes the sleeping one.
 
     with Front(folder, engine, first, model, (NAME, second_instance)) as front:
         front.wait_until_ready()
         front.ask("sun", "What is 2 + 3?", 16)
 
-The first model runs already and is named by its address; the second one is launched, watched and
-ended by the controller.
+The first model already runs and is configured by its address. The controller launches, monitors and
+stops the second one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def settings_of(
     instances: tuple[str, str],
     log: Path,
 ) -> dict[str, Any]:
-    """The controller's configuration: one model runs at `first_port`, one is to be launched."""
+    """Return the controller's configuration: a model running at `first_port`, and one to launch."""
     launch = engine.launch(model, log.parent)
     launch["env"] = {
         "ENABLE_KVELASTIC": "true",
@@ -65,7 +65,7 @@ def settings_of(
 
 
 class Front:
-    """The controller as a program of its own."""
+    """The controller as a separate process."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Front:
             )
 
     def wait_until_ready(self) -> None:
-        """Until both models are awake. Raises RequestFailedError where one does not become so."""
+        """Wait until both models are awake. Raises RequestFailedError if one does not wake."""
         deadline = time.monotonic() + START_DEADLINE_S
         states: dict[str, str] = {}
         while time.monotonic() < deadline:
@@ -107,17 +107,17 @@ class Front:
         raise RequestFailedError(f"the models were not ready in time: {states}")
 
     def states(self) -> dict[str, str]:
-        """Of each model: awake, asleep, starting, ..."""
+        """Return each model's state: awake, asleep, starting, ..."""
         return {
             name: facts["state"] for name, facts in self.call("GET", "/models")["models"].items()
         }
 
     def ask(self, model: str, question: str, max_tokens: int) -> str:
-        """The same as to an engine, with the model's name."""
+        """Return a model's answer to a question. Raises the errors of `client.ask`."""
         return ask(self.port, question, max_tokens, model)
 
     def call(self, method: str, path: str) -> Any:
-        """A route of the controller. Raises RequestFailedError for another status than 200."""
+        """Call a route of the controller. Raises RequestFailedError for a status other than 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_DEADLINE_S)
         try:
             connection.request(method, path)
@@ -130,7 +130,7 @@ class Front:
         return json.loads(text)
 
     def pids(self) -> list[int]:
-        """The controller and every process that it started, as far as they still run."""
+        """Return the ids of the controller and its descendants that still run."""
         try:
             controller = psutil.Process(self.process.pid)
             return [self.process.pid, *(c.pid for c in controller.children(recursive=True))]
@@ -138,7 +138,7 @@ class Front:
             return []
 
     def log_end(self, lines: int) -> str:
-        """The last lines of the controller's log and of the engine's that it launched."""
+        """Return the last lines of the logs of the controller and its launched engine."""
         parts = []
         for log in (self.log, self._engine_log):
             if log.exists():
@@ -147,7 +147,7 @@ class Front:
         return "\n".join(parts)
 
     def stop(self) -> int:
-        """SIGTERM: it ends what it launched, and itself; answers its exit code."""
+        """Send SIGTERM, which stops the launched engine too; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_DEADLINE_S)
 

@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Write under a private name first: a folder that is there is whole."""
+    """Write the folder under a private name and rename it, so that `folder` is always complete."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         sys.exit(f"the package {PACKAGE} is not installed; run scripts/setup")
@@ -31,7 +31,7 @@ def make(folder: Path) -> None:
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     if not sys.stderr.isatty():
-        os.environ["TQDM_DISABLE"] = "1"  # a bar that is repainted is one endless line in a log
+        os.environ["TQDM_DISABLE"] = "1"  # a progress bar would be one endless line in a log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

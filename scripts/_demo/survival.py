@@ -1,11 +1,11 @@
-"""The demo's part about tiers: a long prompt whose blocks outlive the cache, and the server.
+"""The demo's part about tiers: a long prompt whose blocks survive in a tier.
 
     asked = [ask_long(where, "cold", LOG), ask_long(where, "own prefix cache", LOG)]
     print(table(asked))
 
-Each answer is asked for as a stream, so that its first token has a time. The engine says in it how
-many tokens of the prompt it has not computed, and the instance's tier board how many of these came
-from a tier.
+Each answer is streamed, to measure the time to the first token. The engine reports in it how many
+prompt tokens it did not compute, and the instance's tier status file how many of these came from a
+tier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvelastic import segment, tier_status
 BOARD_DEADLINE_S = 10.0
 COPIED_DEADLINE_S = 120.0
 IDLE_S = 5.0
-"""`KVELASTIC_TIER_IDLE_SECONDS`, as it is without the variable."""
+"""The default of `KVELASTIC_TIER_IDLE_SECONDS`."""
 QUIET_S = 2.0
 DAYS = 64
 ANSWER_TOKENS = 24
@@ -31,7 +31,7 @@ PORTS = ["Aldmouth", "Brine Cove", "Cedar Quay", "Dunmere", "Eastholm"]
 
 
 class Where(NamedTuple):
-    """Who is asked."""
+    """The server, model and instance to use."""
 
     port: int
     model: str
@@ -40,7 +40,7 @@ class Where(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """How one answer came about; tokens are of the prompt."""
+    """The measurements of one answer, in tokens of the prompt."""
 
     what: str
     answer: str
@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
 
 def _prompt(first: str) -> str:
-    """About 1,600 tokens that were in no question before."""
+    """Return a prompt of about 1,600 tokens that no other question contains."""
     days = [
         f"Day {day}: the ship carried {7 * day % 90 + 3} barrels of {CARGO[day * 5 % 8]}"
         f" to {PORTS[day * 3 % 5]}; the crew slept well."
@@ -68,13 +68,13 @@ def _prompt(first: str) -> str:
 
 LOG = _prompt("This is the log of a ship.")
 DIARY = _prompt("This is the diary of a sailor.")
-"""It begins otherwise, so no block of the log is one of its own."""
+"""It begins differently, so it shares no block with `LOG`."""
 
 
 def ask_long(where: Where, what: str, prompt: str) -> Asked:
-    """Ask, and say how it came about.
+    """Ask a question and return its measurements.
 
-    Raises as `client.ask`, and RequestFailedError where the tiers say nothing.
+    Raises the errors of `client.ask`, and RequestFailedError if the tiers publish nothing.
     """
     before = _loaded_tokens(where)
     answer, first_token_s, tokens, cached = _stream(where, prompt)
@@ -83,9 +83,9 @@ def ask_long(where: Where, what: str, prompt: str) -> Asked:
 
 
 def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float:
-    """Wait `least_s` at least, and until no tier got a record for `QUIET_S`.
+    """Wait for at least `least_s`, and until no tier received an object for `QUIET_S`.
 
-    Returns the seconds until the last record came, or `least_s`. Raises RequestFailedError.
+    Returns the seconds until the last object arrived, or `least_s`. Raises RequestFailedError.
     """
     begun_s = last_s = time.monotonic()
     records = -1
@@ -101,7 +101,7 @@ def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float
 
 
 def _loaded_tokens(where: Where) -> int:
-    """What tiers have given so far, by a board that was published after this was asked."""
+    """Return the tokens loaded from tiers so far, by statistics published after this call."""
     now_ns = time.time_ns()
     end_s = time.monotonic() + BOARD_DEADLINE_S
     while time.monotonic() < end_s:
@@ -113,7 +113,7 @@ def _loaded_tokens(where: Where) -> int:
 
 
 def _stream(where: Where, question: str) -> tuple[str, float, int, int]:
-    """The answer, seconds to its first token, tokens of the prompt and those not computed."""
+    """Return the answer, seconds to its first token, prompt tokens, and those not computed."""
     body = {
         "model": where.model,
         "messages": [{"role": "user", "content": question}],
@@ -150,7 +150,7 @@ def _stream(where: Where, question: str) -> tuple[str, float, int, int]:
 
 
 def table(asked: list[Asked]) -> str:
-    """A line an answer: when its first token came, and what was computed for it."""
+    """Return a line per answer: the time of its first token, and the tokens computed for it."""
     widest = max(len(one.what) for one in asked)
     lines = [f"  {'':{widest}}  first token  of the prompt: computed  own cache  from the disk"]
     lines += [

@@ -1,4 +1,4 @@
-"""`transformers serve` in a process group of its own, as far as the demo needs it."""
+"""`transformers serve` in its own process group, for the demo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 32
 
 
 def command_of(model: Path, port: str, blocks: int) -> list[str]:
-    """Starts a server; `port` may be a controller's `{port}`."""
+    """Return the command that starts a server. `port` may be a controller's `{port}`."""
     program = str(Path(sys.executable).with_name("transformers"))
     return [
         program, "serve", str(model), "--continuous-batching", "--device", "cpu",
@@ -31,7 +31,7 @@ def command_of(model: Path, port: str, blocks: int) -> list[str]:
 
 
 class TransformersServer:
-    """Runs until `stop` or `kill`; what it says is in `log`."""
+    """A server that runs until `stop` or `kill`. Its output is in `log`."""
 
     def __init__(self, model: Path, log: Path, environment: Mapping[str, str], blocks: int) -> None:
         self.log = log
@@ -47,7 +47,7 @@ class TransformersServer:
             )
 
     def wait_until_ready(self) -> None:
-        """Its cache is made with the first request, so it is asked something."""
+        """Wait until the server has served a request, because the first one makes its cache."""
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -61,10 +61,10 @@ class TransformersServer:
         raise AssertionError(f"transformers serve was not ready in {START_DEADLINE_S:g} s")
 
     def stop(self) -> int:
-        """SIGTERM, as an operator does it; answers its exit status."""
+        """Send SIGTERM, as an operator would; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_DEADLINE_S)
 
     def kill(self) -> None:
-        """SIGKILL to every process of the server. Safe at any time."""
+        """Send SIGKILL to every process of the server. Safe at any time."""
         kill_group(self.process)

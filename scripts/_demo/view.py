@@ -1,7 +1,7 @@
-"""What the demo shows while something goes on: where the memory is, or how long it takes.
+"""The demo's live views: the use of memory, or the elapsed time.
 
-On a terminal one picture stays in place. Into a pipe a line goes out when the bar has changed, at
-most `MOST_LINES` for each view: each line needs a larger change than the one before it.
+A terminal shows one picture that stays in place. A pipe gets a line when the bar has changed, at
+most `MOST_LINES` per view: each line needs a larger change than the previous one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ASCII_CELLS = {"█": "#", "▓": "=", "░": "-", "│": "|", "·": "."}
 
 
 def megabytes(size_bytes: int) -> str:
-    """A size in the unit in which the demo types limits."""
+    """Return a size in the unit of the limits in the demo."""
     return "none" if size_bytes == UNLIMITED_BYTES else f"{(size_bytes + (1 << 19)) >> 20}M"
 
 
 class Memory(NamedTuple):
-    """One look at an instance; all in bytes."""
+    """The memory of an instance at one moment, in bytes."""
 
     in_use: int
     cached: int
@@ -56,21 +56,21 @@ PARTS = (("in use", "█", "green"), ("cached", "▓", "yellow"), ("parked", "�
 
 
 def legend(full_bytes: int) -> str:
-    """What the lines of a pipe mean, said once."""
+    """Return the explanation of the lines in a pipe, printed once."""
     cells = [f"{_printable([(cell, style)])} {what}" for what, cell, style in PARTS]
     cells += [f"{_printable([('·', '')])} the rest", f"{_printable([('│', '')])} the limit"]
     return f"  a bar is {megabytes(full_bytes)}: {'  '.join(cells)}"
 
 
 class Sieve:
-    """Which of many looks are worth a line: `MOST_LINES` at most, two of them for wanted looks."""
+    """Selects the reads that get a line: at most `MOST_LINES`, two of them for wanted reads."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[str, str]] | None = None
         self._lines = 0
 
     def is_worth_a_line(self, cells: list[tuple[str, str]], *, is_wanted: bool = False) -> bool:
-        """Whether a bar differs enough from the last one that was shown."""
+        """Return True if a bar differs enough from the last one shown."""
         if self._shown is None:
             changed = len(cells)
         else:
@@ -83,15 +83,15 @@ class Sieve:
 
 
 def bar(memory: Memory, full_bytes: int, width: int) -> list[tuple[str, str]]:
-    """(text, style) pieces, `width` cells together; `full_bytes` is the whole bar.
+    """Return (text, style) pieces of `width` cells in total; the whole bar is `full_bytes`.
 
-    A mark stands where the limit is, if that is inside the bar.
+    A mark shows the limit, if that is within the bar.
     """
     cells: list[tuple[str, str]] = []
     upto_bytes = 0
     for part_bytes, (_, cell, style) in zip(memory[:3], PARTS, strict=True):
         upto_bytes += part_bytes
-        # Up to rounded ends, so that the parts' rounding errors do not add up.
+        # Round the ends of the parts, so that rounding errors do not accumulate.
         end = min(round(width * upto_bytes / full_bytes), width)
         cells += [(cell, style)] * (end - len(cells))
     cells += [("·", "dim")] * (width - len(cells))
@@ -102,7 +102,7 @@ def bar(memory: Memory, full_bytes: int, width: int) -> list[tuple[str, str]]:
 
 
 class LiveView:
-    """Shows an instance's memory from a thread of its own while the `with` block runs.
+    """Shows an instance's memory in a separate thread while the `with` block runs.
 
     with LiveView(name, "burst", full_bytes=1 << 30) as view:
         ...
@@ -151,7 +151,7 @@ class LiveView:
             self._live.console.print(line, markup=False, soft_wrap=True)
 
     def show(self) -> None:
-        """Show what there is now, into a pipe too; for one moment of a view besides its end."""
+        """Show the current state, in a pipe too. Use it once per view, besides its end."""
         with self._lock:
             self._look(is_wanted=True)
 
@@ -164,7 +164,7 @@ class LiveView:
         try:
             memory = Memory.of(self._name)
         except KvelasticError:
-            return  # the server has gone; whoever waits for it says so
+            return  # the server has ended; the code that waits for it reports that
         self.most_mapped_bytes = max(self.most_mapped_bytes, memory.mapped)
         if self._live is None:
             self._plain(memory, is_wanted=is_wanted)
@@ -206,7 +206,7 @@ class LiveView:
 
 
 class Waiting:
-    """Shows that something is still going on, and for how long, while the `with` block runs."""
+    """Shows the elapsed time while the `with` block runs."""
 
     PLAIN_S = 10.0
 
@@ -238,7 +238,7 @@ class Waiting:
 
 
 def _printable(pieces: list[tuple[str, str]]) -> str:
-    """The pieces' text in what stdout can show."""
+    """Return the pieces' text in the characters that stdout supports."""
     text = "".join(cell for cell, _ in pieces)
     try:
         text.encode(sys.stdout.encoding or "ascii")

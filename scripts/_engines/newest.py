@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def installed(engine: str) -> Path | None:
-    """The packages among which the engine is that kvelastic was written for; None: it is not."""
+    """Return the folder of packages with the supported version of the engine, or None."""
     folders = [Path(sysconfig.get_paths()["purelib"])]
     folders += sorted(ROOT.glob(".venv-sglang/lib/python*/site-packages"))
     return next((each for each in folders if (each / engine).is_dir()), None)
 
 
 def fetch(engine: str, folder: Path) -> Path:
-    """The newest wheel on the index."""
+    """Download the engine's newest wheel from the index; return its path."""
     command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "download"]
     arguments = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), engine]
     subprocess.run([*command, *arguments], check=True)
@@ -33,7 +33,7 @@ def fetch(engine: str, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Its Python files, and nothing else."""
+    """Extract only the Python files of a wheel; return their folder."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name.endswith(".py"):
@@ -42,7 +42,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def compare(engine: str, ours: Path, theirs: Path) -> list[str]:
-    """A line for each thing that is gone or has changed."""
+    """Return a line for each name that has been removed or changed."""
     lines = []
     for name in touched(engine):
         before, after = signature(ours, name), signature(theirs, name)

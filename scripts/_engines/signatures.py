@@ -1,4 +1,4 @@
-"""Signatures of functions and fields of classes, read from a folder; nothing is imported.
+"""Reads signatures of functions and fields of classes from a folder, without importing it.
 
 signature(Path("site-packages"), "vllm.v1.core.block_pool:BlockPool.touch") -> "(self, blocks)"
 """
@@ -45,7 +45,7 @@ def _fields(node: ast.ClassDef) -> str:
 
 
 def signature(packages: Path, name: str) -> str | None:
-    """What stands at `module:Name.attribute`; None where that is not defined, or is inherited."""
+    """Return the signature of `module:Name.attribute`; None if it is undefined or inherited."""
     module, _, path = name.partition(":")
     tree = _module(packages / module.replace(".", "/"))
     if tree is None:

@@ -1,9 +1,9 @@
-"""What an integration touches in its engine, by reading its sources.
+"""Lists the names of an engine that its integration uses, from the integration's sources.
 
     touched("vllm") -> ["vllm.v1.core.block_pool:BlockPool.touch", ...]
 
-The integrations name everything as `module:Name.attribute`, in probes and hooks; those texts are
-collected, with the names of modules in f-strings put in.
+The integrations name everything as `module:Name.attribute` in probes and hooks. These texts are
+collected, with the module names in f-strings substituted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _text(node: ast.AST, constants: dict[str, str]) -> str | None:
 
 
 def touched(engine: str) -> list[str]:
-    """Every `module:Name.attribute` of the engine that its integration names, sorted."""
+    """Return every `module:Name.attribute` of the engine that its integration names, sorted."""
     trees = [ast.parse(path.read_text()) for path in sorted((INTEGRATIONS / engine).glob("*.py"))]
     constants = _constants(trees)
     pattern = re.compile(rf"{engine}(\.\w+)*:\w+(\.\w+)*")

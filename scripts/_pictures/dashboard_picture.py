@@ -1,4 +1,4 @@
-"""The controller's dashboard in Chromium, with two engines that answer requests."""
+"""Draws the controller's dashboard in Chromium, with two engines under load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 1280, 900
 
 @contextmanager
 def front(chat: Instance, code: Instance) -> Iterator[Controller]:
-    """A controller before two fake engines, whose memory is that of the two instances."""
+    """Yield a controller with two fake engines, whose memory is that of the two instances."""
     with Engine("vllm", "chat") as first, Engine("vllm", "code") as second:
         models = [
             {"name": engine.model, "engine": "vllm", "url": engine.url, "instance": instance.name}
@@ -30,7 +30,7 @@ def front(chat: Instance, code: Instance) -> Iterator[Controller]:
 
 @contextmanager
 def requests(controller: Controller) -> Iterator[None]:
-    """Clients that ask one model after the other, and wait for the end of each answer."""
+    """Run clients that alternate between the models and wait for the end of each response."""
     ended = threading.Event()
 
     def ask(number: int) -> None:
@@ -54,7 +54,7 @@ def requests(controller: Controller) -> Iterator[None]:
 
 
 def draw(path: Path, controller: Controller, seconds: float) -> None:
-    """Show the dashboard for so long, and write what it shows then."""
+    """Show the dashboard for `seconds`, then write a picture of it to `path`."""
     with (
         Browser() as browser,
         browser.page(controller.url, width=WIDTH, height=HEIGHT) as shown,

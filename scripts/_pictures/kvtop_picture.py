@@ -1,4 +1,4 @@
-"""What kvtop shows on a terminal of 110 columns, as SVG."""
+"""Draws kvtop on a terminal of 110 columns as SVG."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.text import Text
 
 COLUMNS, LINES = 110, 16
 _COLOURS = {"brown": "yellow", "default": None}
-"""pyte's names where rich has others."""
+"""pyte's colour names, with rich's names for them."""
 
 
 def style_of(cell: Char) -> Style:
-    """A terminal cell's look, as rich says it."""
+    """Return a terminal cell's style for rich."""
     foreground, background = (_COLOURS.get(name, name) for name in (cell.fg, cell.bg))
     return Style(color=foreground, bgcolor=background, bold=cell.bold, reverse=cell.reverse)
 
 
 def draw(path: Path, seconds: float) -> None:
-    """Run kvtop for so long, and write the screen that it has then."""
+    """Run kvtop for `seconds`, then write a picture of its screen to `path`."""
     end = time.monotonic() + seconds
     with OnTerminal("-n", "0.5", columns=COLUMNS, lines=LINES) as top:
         top.wait_for("code")

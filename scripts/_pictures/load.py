@@ -1,10 +1,10 @@
-"""Two instances over host memory that share a ledger, and bursts of requests that take turns.
+"""Two instances over host memory that share a ledger, and alternating bursts of requests.
 
     with two_instances() as (chat, code), Bursts(chat, code):
-        ...                       # both hold more and less, each in its turn
+        ...                       # the memory of both rises and falls in turn
 
-What pictures show is what these hold. No engine computes anything; the memory, the ledger and the
-asks between the two are real.
+The pictures show the memory of these instances. No engine computes anything. The memory, the ledger
+and the memory requests between the two are real.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PERIOD_S = 24.0
 STEP_S = 0.25
 BLOCKS_OF_A_REQUEST = 8
 MOST_REQUESTS = 88  # 352 MiB of 512 in use at the top of a burst
-CACHED_REQUESTS = 40  # what a prefix cache is bounded to here
+CACHED_REQUESTS = 40  # bound of the prefix cache
 
 
 @contextmanager
 def two_instances() -> Iterator[tuple[Instance, Instance]]:
-    """`chat`, with a guarantee and a higher priority, and `code`."""
+    """Yield the instances `chat`, with a guarantee and a higher priority, and `code`."""
     shared = {"KVELASTIC_HOST_MEMORY": BUDGET, "KVELASTIC_LEDGER": "pictures"}
     chat = {"KVELASTIC_IPC_NAME": "chat", "KVELASTIC_MIN": "128M", "KVELASTIC_PRIORITY": "10"}
     code = {"KVELASTIC_IPC_NAME": "code", "KVELASTIC_LIMIT": "384M"}
@@ -36,7 +36,7 @@ def two_instances() -> Iterator[tuple[Instance, Instance]]:
 
 
 class Bursts:
-    """A thread that has both instances hold requests, as many as a burst has under way."""
+    """A thread that allocates and frees the blocks of requests in both instances, in bursts."""
 
     def __init__(self, chat: Instance, code: Instance) -> None:
         self._instances = (chat, code)
@@ -60,7 +60,7 @@ class Bursts:
             (instance.cache if len(held) < CACHED_REQUESTS else instance.free)(ids)
         while len(held) < wanted:
             new = instance.alloc(BLOCKS_OF_A_REQUEST)
-            if new is None:  # the other instance has the memory: a request waits, as in an engine
+            if new is None:  # the other instance has the memory: the request waits
                 return
             held.append(new)
 

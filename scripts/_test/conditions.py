@@ -1,4 +1,4 @@
-"""The machine that a run meets: as it is, busy, or with one core.
+"""Conditions of the machine for a run: unchanged, busy, or with one core.
 
 with busy(workspace.folder): ...     # eight loops and a disk writer compete with the run
 with one_core(): ...                 # this process and its children have one core
@@ -19,7 +19,7 @@ from kvelastic.host_capacity import machine_memory_bytes
 
 LOOPS = 8
 MEMORY_NEEDED_BYTES = 8 << 30
-"""The most that the tests use, with two lanes."""
+"""Maximum memory of the tests with two lanes."""
 
 _WRITER = """
 import os, sys

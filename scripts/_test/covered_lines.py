@@ -1,4 +1,4 @@
-"""Which lines of the product a run covers, in all its Python processes.
+"""Measures the lines of the product that a run covers, in all its Python processes.
 
 with measured(workspace.folder): ...      # every process that starts in the body is measured
 print_report(workspace.folder)            # also writes build/coverage.json

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from run_end import Traces
 
 PREFIX = "kvt-"
-"""Of temporary folders. Short, since a path of a Unix socket has at most 107 bytes."""
+"""Prefix of temporary folders. It is short, because a Unix socket's path has at most 107 bytes."""
 RESULTS = Path("build/test")
 """Events and output of each lane of the last run."""
 
@@ -71,7 +71,7 @@ class Lane:
             yield from map(json.loads, lines.split(b"\n"))
 
     def kill(self) -> None:
-        """SIGKILL its processes. Safe at any time; blocks until the first process is reaped."""
+        """Kill its processes. Safe at any time. Blocks until the first process is reaped."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,4 +1,4 @@
-"""What the events of lanes mean: results of tests, and whether a run has passed.
+"""Evaluates the events of lanes: results of tests, and whether a run has passed.
 
 results = Results()
 results.add(event)                 # each event of each lane, see tests/programs/lane.py
@@ -41,7 +41,7 @@ class Results:
     collected: set[str] = field(default_factory=set)
     end_to_end: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    """Failures outside of any test. None of them can be mended by running a test again."""
+    """Failures outside of any test. Running a test again cannot fix them."""
     flaky: list[str] = field(default_factory=list)
     too_slow: list[str] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class Results:
         return self.collected - self.tests.keys()
 
     def passed_again(self, name: str) -> None:
-        """A failed test has passed when it was run alone: it counts as passed, and as flaky."""
+        """Record that a failed test passed when run alone: it counts as passed, and as flaky."""
         self.tests[name].outcome = "passed"
         self.flaky.append(name)
 

@@ -30,7 +30,7 @@ FLAKY = Path("build/flaky")
 RUNS = Path("build/test-runs.jsonl")
 TRIES = 2
 MOST_RUN_AGAIN = 10
-"""More failures than this are no flakiness, and running all of them again would take long."""
+"""More failures than this are not flakiness, and running all again would take too long."""
 _LOOK_S = 0.2
 
 
@@ -153,7 +153,7 @@ class Run:
         claims.mkdir()
         first = {"engines": "engine", "others": "other"}
         if not self._workspace.is_isolated:
-            # Tests look at all that runs on the machine, so two lanes would disturb each other.
+            # These tests inspect the whole machine, so two lanes would disturb each other.
             first = {"all": "other"}
         shared = ["tests", f"--tier={self.tier}", f"--lane-claims={claims.resolve()}"]
         lanes = [

@@ -1,7 +1,7 @@
-"""Checks a wheel as a user meets it: in a clean environment, away from the checkout.
+"""Checks a wheel like a user would: in a clean environment, away from the checkout.
 
-It is installed with its dependencies and with the extra `controller`, the commands run, README's
-Python example runs, and after `pip uninstall` nothing is there that was not there before.
+It installs the wheel with its dependencies and the extra `controller`, and runs the commands and
+README's Python example. After `pip uninstall` no new file may be left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORBIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class CleanEnvironment:
-    """A new virtual environment in a folder of its own, with nothing of the caller's."""
+    """A new virtual environment in its own folder, without packages of the caller."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         subprocess.run([python, "-m", "venv", folder], check=True)
@@ -30,7 +30,10 @@ class CleanEnvironment:
         }
 
     def run(self, program: str, *arguments: str | Path, **variables: str) -> str:
-        """Run a program of the environment; its stdout. Raises SystemExit, with all it said."""
+        """Run a program of the environment; return its stdout.
+
+        Raises SystemExit with the whole output if it fails.
+        """
         done = subprocess.run(
             [self.folder / "bin" / program, *arguments],
             cwd=self.folder,
@@ -49,23 +52,23 @@ class CleanEnvironment:
         self.run("pip", "--disable-pip-version-check", "-qq", *arguments)
 
     def files(self) -> set[str]:
-        """Every file and link, also of compiled Python."""
+        """Return every file and link, including compiled Python."""
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
 
     @property
     def packages(self) -> Path:
-        """Its site-packages."""
+        """Its site-packages folder."""
         return next(self.folder.glob("lib/python*/site-packages"))
 
 
 def dependencies(wheel: Path) -> list[str]:
-    """What a wheel says that it, and its extra `controller`, need."""
+    """Return the requirements of a wheel and its extra `controller`."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         fields = HeaderParser().parsestr(archive.read(name).decode())
     found = []
     for need in fields.get_all("Requires-Dist") or []:
-        # pip takes a marker as it is, but not one about an extra.
+        # pip accepts markers, but not those about an extra.
         wanted = re.sub(r"""(\s+and)?\s+extra\s*==\s*['"]controller['"]""", "", need)
         if not re.search(r"\bextra\b", wanted):
             found.append(wanted.rstrip("; "))
@@ -73,7 +76,7 @@ def dependencies(wheel: Path) -> list[str]:
 
 
 def python_example(readme: Path = README) -> str:
-    """The example in README's section about Python."""
+    """Return the example of README's section about Python."""
     found = re.search(r"^## From Python$.*?^```python\n(.*?)^```", readme.read_text(), re.M | re.S)
     if found is None:
         raise SystemExit("README.md has no example under `## From Python`")
@@ -81,14 +84,17 @@ def python_example(readme: Path = README) -> str:
 
 
 def check_install(python: Path, wheel: Path, folder: Path, torch_of: Path | None) -> None:
-    """Raises SystemExit with what did not work. torch comes from `torch_of`, or is installed."""
+    """Check a wheel with a Python. Raises SystemExit with the failure.
+
+    torch is taken from `torch_of`, or installed if that is None.
+    """
     clean = CleanEnvironment(python, folder)
     clean.pip("install", *dependencies(wheel))
     if torch_of is None:
         clean.pip("install", "torch>=2.6", "numpy")
     before = clean.files()
     clean.pip("install", "--no-index", wheel)
-    clean.pip("install", "--no-index", "kvelastic[controller]")  # as README says it
+    clean.pip("install", "--no-index", "kvelastic[controller]")  # the command of README
 
     clean.run("kvctl", "list")
     findings = json.loads(clean.run("kvctl", "doctor", "--json"))

@@ -1,4 +1,4 @@
-"""The Pythons of this machine that kvelastic supports, one of each version."""
+"""Finds the Pythons of this machine that kvelastic supports, one of each version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 OLDEST = 10
 NEWEST = 20
-"""Minor versions of Python 3 that are looked for; those that do not exist are not found."""
+"""Minor versions of Python 3 from `OLDEST` up to, but not including, `NEWEST` are looked for."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Interpreter:
 
 
 def look_at(path: Path) -> Interpreter:
-    """Ask a Python for its version. Raises SystemExit where it is none or too old."""
+    """Return a Python with its version. Raises SystemExit if it is not a Python or too old."""
     code = "import sys; print(*sys.version_info[:2])"
     try:
         done = subprocess.run([path, "-c", code], capture_output=True, text=True, check=True)
@@ -37,13 +37,13 @@ def look_at(path: Path) -> Interpreter:
 
 
 def find_all() -> list[Interpreter]:
-    """Those of PATH and of pyenv, oldest first."""
+    """Return the Pythons of PATH and of pyenv, oldest first."""
     found = []
     for minor in range(OLDEST, NEWEST):
         of_pyenv = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
         named = shutil.which(f"python3.{minor}")
         for candidate in [*reversed(of_pyenv), *([Path(named)] if named else [])]:
-            # pyenv's shims are on PATH also for versions that are not switched on.
+            # pyenv's shims are on PATH even for versions that are not enabled.
             try:
                 python = look_at(candidate)
             except SystemExit:

