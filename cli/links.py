@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvelastic.link_status import LinkFigures, NodeFigures
 
 _GLANCE_S: Final = 2.0
-"""Wait for an answer without --wait."""
+"""Maximum wait for an answer if --wait is not given."""
 
 
 class NodeIdType(click.ParamType):  # type: ignore[type-arg]

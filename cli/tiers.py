@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvelastic.tier_status import TierAnswer, TierRequest, TiersFigures
 
 _GLANCE_S: Final = 2.0
-"""Wait for an answer without --wait. Stores take part in a request, and may be slow."""
+"""Maximum wait for an answer if --wait is not given. Stores take part, and may be slow."""
 _VERIFY_S: Final = 60.0
 
 

@@ -1,4 +1,4 @@
-"""kvelastic-controller: `python -m kvelastic.controller --config FILE` is the same."""
+"""The command kvelastic-controller, also `python -m kvelastic.controller --config FILE`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ those whose write buffer is not empty, and compares the bytes that their peers h
 
 A client has made progress if it has taken all bytes pending at the last mark, or `LEAST_BYTES` of
 them. Without progress for `send_timeout` the connection is cut. So a client that keeps up with its
-response is never cut, nor one that takes 64 KiB in that time. A client that reads a byte now and
-then is cut.
+response is never cut, and neither is a client that takes 64 KiB in that time. A client that reads
+only a few bytes is cut.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Place(Enum):
     REFUSED = "refused"
     """Its first request gets a 503."""
     CLOSED = "closed"
-    """It is closed immediately: too many connections are already being refused."""
+    """Closed immediately, because too many connections are already being refused."""
 
 
 class Connection(Protocol):

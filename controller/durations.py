@@ -1,4 +1,4 @@
-"""Durations as people write them: `90s`, `5m`, `1h30m`, `250ms`, or plain seconds.
+"""Parses durations: `90s`, `5m`, `1h30m`, `250ms`, or plain seconds.
 
 parse_duration_s("5m") == 300.0 == parse_duration_s(300)
 """
@@ -19,7 +19,7 @@ _PLAIN: Final = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,12})?")
 
 
 def parse_duration_s(value: object) -> float:
-    """Read a duration; returns seconds. Raises `InvalidArgumentError` for anything else."""
+    """Return a duration in seconds. Raises `InvalidArgumentError` for anything else."""
     seconds = _seconds(value)
     if seconds is None or not 0 <= seconds <= MAX_DURATION_S:
         raise InvalidArgumentError(f"duration {value!r} is not understood; write {DURATION_FORMS}.")
@@ -28,7 +28,7 @@ def parse_duration_s(value: object) -> float:
 
 def _seconds(value: object) -> float | None:
     if isinstance(value, int | float):
-        # Compared as it is: a whole number of 400 digits is no float.
+        # Compare before the conversion: an int of 400 digits does not fit a float.
         is_number = not isinstance(value, bool) and 0 <= value <= MAX_DURATION_S
         return float(value) if is_number else None
     if not isinstance(value, str):

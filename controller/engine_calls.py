@@ -47,7 +47,7 @@ _VLLM_CALLS: Final = frozenset((KINDS["vllm"].sleep, KINDS["vllm"].wake))
 NEEDS_DEV_MODE: Final = (
     "vLLM has /sleep and /wake_up only with VLLM_SERVER_DEV_MODE=1 in its environment (launch.env)"
 )
-"""Cause of a 404 for one of these paths."""
+"""Cause of a 404 for a path in `_VLLM_CALLS`."""
 
 
 class EngineCalls:

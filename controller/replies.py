@@ -1,4 +1,4 @@
-"""Answers of the controller's own: JSON, and refusals, also below starlette."""
+"""The controller's own responses: JSON and refusals, with or without starlette."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvelastic.controller.refusal import Refusal
 
 
 class Json(Response):
-    """JSON, strictly: a number that JSON cannot say is a bug here and raises."""
+    """A JSON response. A number that JSON cannot represent (NaN) is a bug and raises."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Write it."""
+        """Return the body."""
         return json.dumps(content, allow_nan=False).encode()
 
 
 def refusal_response(refusal: Refusal) -> Response:
-    """A refusal as a response of starlette."""
+    """Return a refusal as a starlette response."""
     response = Response(refusal.body(), refusal.status)
     response.raw_headers.extend(refusal.headers())
     return response
 
 
 async def on_refusal(_request: Request, error: Exception) -> Response:
-    """Starlette's handler of `Refusal`."""
+    """Handle `Refusal` in starlette."""
     assert isinstance(error, Refusal)
     return refusal_response(error)
 
@@ -39,13 +39,13 @@ async def on_refusal(_request: Request, error: Exception) -> Response:
 def refusal_parts(
     refusal: Refusal, path: str, request_id: str | None = None
 ) -> tuple[Headers, bytes]:
-    """A refusal's headers and body, in the shape that the clients of a path know."""
+    """Return a refusal's headers and body, in the API format of the path's clients."""
     headers = refusal.headers()
     if request_id is not None:
         headers.append((b"x-request-id", request_id.encode()))
     if is_anthropic(path):
         body = refusal.anthropic_body(request_id)
-        if request_id is not None:  # where Anthropic's clients look for it
+        if request_id is not None:  # the header that Anthropic's clients read
             headers.append((b"request-id", request_id.encode()))
     elif is_ollama(path):
         body = refusal.ollama_body()
@@ -58,7 +58,7 @@ def refusal_parts(
 async def send_refusal(
     send: Any, refusal: Refusal, path: str, request_id: str | None = None
 ) -> None:
-    """Answer a request for `path` with it, in a plain ASGI callable."""
+    """Send a refusal of a request for `path`, in a plain ASGI callable."""
     headers, body = refusal_parts(refusal, path, request_id)
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

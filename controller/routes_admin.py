@@ -1,4 +1,4 @@
-"""What only an operator may do to the controller itself: /admin."""
+"""Operators' requests to the controller itself: /admin."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [route(front, "/admin/reload", "POST", Who.ADMIN, reload_settings)]
 
 
 async def reload_settings(front: Front, _: Request) -> Any:
-    """Read the configuration file again; 400 if it has a fault, and then nothing has changed."""
+    """Reload the configuration file; 400 if it is invalid, and then nothing changes."""
     return await front.reload()

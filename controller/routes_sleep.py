@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def routes(front: Front) -> list[Route]:
-    """Of this page."""
+    """Return the routes of this module."""
     return [
         route(front, "/sleep/status", "GET", Who.API, sleep_status),
         route(front, "/sleep/candidates", "GET", Who.API, sleep_candidates),
@@ -31,7 +31,7 @@ def routes(front: Front) -> list[Route]:
 
 
 async def sleep_status(front: Front, _: Request) -> Any:
-    """Which models sleep, and which may be put to sleep."""
+    """Models that sleep, and models that may be put to sleep."""
     sleep = front.settings.sleep
     return {
         "sleeping_models": {
@@ -50,7 +50,7 @@ async def sleep_status(front: Front, _: Request) -> Any:
 
 
 async def sleep_candidates(front: Front, _: Request) -> Any:
-    """Models that may be put to sleep now, the idlest first."""
+    """Models that may be put to sleep now, the longest idle first."""
     sleep = front.settings.sleep
     found = reports.candidates(list(front.fleet), sleep.idle_after)
     return {
@@ -65,7 +65,7 @@ async def sleep_candidates(front: Front, _: Request) -> Any:
 
 
 async def put_to_sleep(front: Front, request: Request) -> Any:
-    """Put a model to sleep; answers when it sleeps. 409 while anything is in flight."""
+    """Put a model to sleep and wait until it sleeps. 409 while requests are in flight."""
     model = front.fleet.need(request.path_params["model"])
     if not model.can_sleep:
         message = (
@@ -82,7 +82,7 @@ async def put_to_sleep(front: Front, request: Request) -> Any:
     await model.settled()
     if model.sleeps > slept or model.state is State.ASLEEP:
         return _told(model, 200, True, "The model is asleep.")
-    # The whole problem has the engine's address in it.
+    # Do not return the whole problem, because it contains the engine's address.
     is_known = NEEDS_DEV_MODE in (model.last_problem or "")
     why = NEEDS_DEV_MODE if is_known else "GET /models says why (last_problem)"
     message = f"The engine could not be put to sleep; it serves as before. {why}."
@@ -90,10 +90,10 @@ async def put_to_sleep(front: Front, request: Request) -> Any:
 
 
 async def wake_up(front: Front, request: Request) -> Any:
-    """Wake a model; answers when it can serve."""
+    """Wake a model and wait until it can serve."""
     model = front.fleet.need(request.path_params["model"])
     if model.gate.state is State.AWAKE:
-        problem = await model.wake_memory()  # which kvctl may have put to sleep
+        problem = await model.wake_memory()  # kvctl may have put the memory to sleep
         if problem is not None:
             return _told(model, 502, False, f"Its memory could not be woken: {problem}")
         return _told(model, 200, True, "The model is awake already.")

@@ -1,6 +1,6 @@
-"""What the controller serves at present: settings, models, keys. A reload replaces the parts.
+"""The current state of the controller: settings, models, keys. A reload replaces the parts.
 
-All of it belongs to the loop. `Front` owns it and changes it; forwarding and upkeep only read it.
+Use it in the event loop. `Front` owns and changes it; forwarding and the maintenance loop read it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvelastic.controller.settings import Settings
 
 
 class Serving:
-    """See the module."""
+    """The current settings, models and keys, shared by the parts of the controller."""
 
     def __init__(self, settings: Settings, files: OpenFiles) -> None:
         self.settings = settings
@@ -27,4 +27,4 @@ class Serving:
         self.memory_history = MemoryHistory()
         self.started_at = time.time()
         self.unrouted = 0
-        """Requests that named no model that is served here."""
+        """Number of requests without a served model."""

@@ -89,7 +89,7 @@ class _Section(BaseModel):
 
 
 class ServerSettings(_Section):
-    """Where the controller listens, and what it accepts."""
+    """The address that the controller listens on, and the bounds of requests."""
 
     host: str = "127.0.0.1"
     """An address other than loopback needs `auth.api_keys`."""

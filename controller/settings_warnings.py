@@ -1,4 +1,4 @@
-"""What a configuration allows and its author may not have meant: pure functions over it."""
+"""Warnings about valid but probably unintended configurations: pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvelastic.controller.settings import AuthSettings, ModelSettings, Settings,
 
 
 def warnings_of(settings: Settings) -> list[str]:
-    """One sentence each, with what to do."""
+    """Return one sentence per warning, with the remedy."""
     found = list(_of_keys(settings.auth))
     for model in settings.models:
         found += _of_launch(model)

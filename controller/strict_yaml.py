@@ -40,7 +40,7 @@ _UNNAMED: Final = "it cannot be read from here on"
 
 
 class YamlFaultError(ValueError):
-    """A text is not valid YAML. The message has the position and what is expected there."""
+    """A text is not valid YAML. The message has the position and the expected syntax."""
 
 
 def read_yaml(text: str) -> Any:

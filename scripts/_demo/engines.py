@@ -59,7 +59,7 @@ class DemoEngine(ABC):
     gives_way: str = "preemptions by vLLM"
     """The events that `preempted` counts, as text."""
     without_sleep: str = ""
-    """What the controller does if the engine cannot sleep, as text; empty if it can."""
+    """Text on the controller's behaviour if the engine cannot sleep; empty if it can."""
     kind: ClassVar[dict[str, Any]]
     """Its keys in the controller's configuration."""
 

@@ -182,7 +182,7 @@ def tokens_of_a_batch(cache: Any, config: Any, capacity_tokens: int) -> int:
 def can_store(
     original: Callable[..., bool], cache: Any, state: Any, request_len: int, dry_run: bool = False
 ) -> bool:
-    """Map memory for a request's blocks before transformers checks what is free."""
+    """Map memory for a request's blocks before transformers checks the free blocks."""
     batches = batches_of(cache)
     if batches is None or dry_run:
         return original(cache, state, request_len, dry_run)
