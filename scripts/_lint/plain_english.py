@@ -3,8 +3,8 @@
     plain_english.py               fails if the score is above MOST
     plain_english.py FILE ...      lists the phrases to replace
 
-The score is the number of phrases of `phrases.txt` in 1,000 words of docstrings, comments, messages and
-pages. Other code bases have 0.0 to 0.8; the aim is 2.0. Lower MOST whenever the score falls.
+The score is the number of phrases of `phrases.txt` in 1,000 words of docstrings, comments, messages
+and pages. Other code bases have 0.0 to 0.8; the aim is 2.0. Lower MOST whenever the score falls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-MOST: Final = 8.7
+MOST: Final = 1.2
 ROOTS: Final = (
     "kvelastic", "cli", "controller", "vmm_csrc", "docs", "README.md", "CONTRIBUTING.md",
     "scripts", "examples",
@@ -35,9 +35,8 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
     source = path.read_text(errors="ignore")
     if path.suffix in {".py", ".pyi"}:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
-            elif token.type == tokenize.STRING and token.string.count(" ") >= 3:
+            is_text = token.type == tokenize.STRING and token.string.count(" ") >= 3
+            if is_text or token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
         return
     pattern = {".md": r"(.+)", ".h": r"//+<?\s?(.*)", ".cpp": r"//+<?\s?(.*)", ".js": r"//\s?(.*)"}

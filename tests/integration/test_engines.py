@@ -130,7 +130,8 @@ def test_every_row_has_its_folder(engine: Engine) -> None:
 def test_every_folder_has_its_row() -> None:
     made = (ROOT / "kvelastic" / "integration").glob("*/__init__.py")
     folders = {path.parent.name for path in made}
-    assert folders == {engine.name for engine in engines.ENGINES}
+    # Ray Serve runs engines, and is none.
+    assert folders - {"ray"} == {engine.name for engine in engines.ENGINES}
 
 
 def test_an_engine_without_kvcacheds_functions_is_not_accepted_by_them() -> None:
