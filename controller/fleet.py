@@ -27,9 +27,9 @@ class Fleet:
         return self._names.get(name)
 
     def need(self, name: str) -> ServedModel:
-        """Return the model with this name or alias, percent-encoded or not.
+        """Return the model with this name or alias from a path. Raises `Refusal` (404).
 
-        Raises `Refusal` (404).
+        In the client's request the name may be percent-encoded once, twice, or not at all.
         """
         for candidate in (name, unquote(name)):
             model = self._names.get(candidate)

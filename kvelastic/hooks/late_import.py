@@ -1,8 +1,9 @@
 """Calls a function right after a module has been imported, without importing it now.
 
-kvelastic is loaded long before an engine is: while vLLM still parses its command line, in small
-helper processes that never run one, or (for transformers) when Python itself starts. Importing an
-engine there to patch it would cost each of them seconds. For the last, this module imports nothing.
+kvelastic is loaded long before an engine: while vLLM parses its command line, in small helper
+processes that never run an engine, or (for transformers) when Python itself starts. Importing an
+engine there to patch it would cost each process seconds. Because of the start of Python, this
+module imports almost nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ else:
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call `action(module)` once `name` has been imported; at once if it is already.
+    """Call `action(module)` after `name` is imported; immediately if it already is.
 
-    An error of `action` becomes the error of the import statement that brought the module in, and
-    the module is not left behind half patched: a second import tries again. One action a name.
+    An error of `action` is raised by the import statement. The module is then removed, so it is
+    never left partly patched, and a second import tries again. There is one action per name.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -38,7 +39,7 @@ def when_imported(name: str, action: Action) -> None:
 
 
 def armed() -> tuple[str, ...]:
-    """The names that an action waits for, or has waited for, in this process."""
+    """Names of modules with a pending or completed action in this process."""
     finders = [known for known in sys.meta_path if isinstance(known, _Finder)]
     return tuple(name for finder in finders for name in finder.actions)
 
@@ -53,7 +54,7 @@ def _finder() -> _Finder:
 
 
 class _Finder(MetaPathFinder):
-    """First in `sys.meta_path`: lets the others find the module, and wraps its loader."""
+    """The first finder in `sys.meta_path`. Other finders find the module; it wraps the loader."""
 
     def __init__(self) -> None:
         self.actions: dict[str, Action] = {}
@@ -64,7 +65,7 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """The others' spec with a loader that acts after it has loaded."""
+        """Return the other finders' spec with a loader that runs the action after loading."""
         action = self.actions.get(fullname)
         if action is None:
             return None
@@ -81,14 +82,14 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Does what the wrapped loader does, then acts on the module."""
+    """Delegates to the wrapped loader, then runs the action on the module."""
 
     def __init__(self, inner: Loader, action: Action) -> None:
         self._inner = inner
         self._action = action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the wrapped loader does it."""
+        """Delegate to the wrapped loader."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

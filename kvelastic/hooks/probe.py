@@ -22,10 +22,10 @@ from kvelastic.errors import UnsupportedEngineError
 
 
 class Probe:
-    """Collects what does not fit; not thread-safe, used once."""
+    """Collects failed requirements. Not thread-safe; used once."""
 
     def __init__(self, engine: str, *, page: str) -> None:
-        """`engine` is its name and version; `page` of docs/ names the versions that were tried."""
+        """`engine` is its name and version; `page` of docs/ names the tested versions."""
         self._engine = engine
         self._page = page
         self._broken: list[str] = []
@@ -40,7 +40,7 @@ class Probe:
             return None
 
     def parameters(self, path: str, expected: tuple[str, ...]) -> None:
-        """The function's parameters have these names in this order; further ones have defaults."""
+        """Require parameters with these names in this order. Further ones must have defaults."""
         function = self.get(path)
         if function is None:
             return
@@ -70,7 +70,7 @@ class Probe:
             self._broken.append(f"{path}: expected the parameters {missing}, found {found}")
 
     def fields(self, path: str, expected: Iterable[str]) -> None:
-        """The dataclass has (at least) these fields."""
+        """Require a dataclass with at least these fields."""
         cls = self.get(path)
         if cls is None:
             return

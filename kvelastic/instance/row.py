@@ -1,4 +1,4 @@
-"""One instance as a flat row of plain values, the same for people and programs.
+"""One instance as a flat row of plain values, for tables and for JSON.
 
 The keys of `Row` are the schema of `kvctl list --json` (docs/kvctl.md); none is ever omitted, and
 unknown values are None.
@@ -20,7 +20,7 @@ class DeviceUseRow(TypedDict):
 
     device: str
     copies: int
-    """Of each page: one for each rank whose pages lie there."""
+    """Copies of each page on this device: one per rank."""
     mapped_bytes: int
     granted_bytes: int | None
     reserved_bytes: int | None
@@ -32,7 +32,7 @@ TierRow = dict[str, Any]
 
 
 class Row(TypedDict):
-    """One instance; the meanings are those of `InstanceStatus`."""
+    """One instance. The keys mean the same as in `InstanceStatus`."""
 
     name: str
     ipc: str
@@ -71,12 +71,12 @@ class Row(TypedDict):
     engine: str | None
     model: str | None
     device: str | None
-    """The first of `devices`."""
+    """The name of the first of `devices`."""
     devices: list[DeviceUseRow] | None
     tiers: list[TierRow] | None
-    """Nearest first; empty where it has none, or none that can be read."""
+    """Its tiers, nearest first; empty without readable tiers."""
     tier_policy: str | None
-    """When blocks are copied to them; None where `tiers` is empty."""
+    """When blocks are copied to the tiers; None if `tiers` is empty."""
     tier_blocks: dict[str, int] | None
     """Counts of its blocks since the tiers were opened (`BlockCounts`)."""
     pid: int | None
@@ -92,12 +92,12 @@ _ATTRIBUTES: Final = {
     "ask_bytes": "asked_bytes",
     "uuid": "uuid_text",
 }
-"""Where a key is not the name of an attribute of `InstanceStatus`."""
+"""Keys that differ from the name of the attribute of `InstanceStatus`."""
 _ALWAYS_KNOWN: Final = {"name", "ipc", "alive", "state", "reason"}
 
 
 def row_of(status: InstanceStatus) -> Row:
-    """Lay an instance's status out flat."""
+    """Return the row of an instance's status."""
     shown = status.shown_tiers
     values = {
         "devices": use_rows(status),
@@ -131,7 +131,7 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
 
 
 def tier_rows(shown: TiersFigures | None) -> list[TierRow]:
-    """Its tiers, nearest first; None has none."""
+    """Return the rows of an instance's tiers, nearest first; empty for None."""
     tiers = () if shown is None else shown.tiers
     return [
         {"tier": tier.tier, "kind": tier.kind, "state": tier.state, **asdict(tier)}
@@ -140,7 +140,7 @@ def tier_rows(shown: TiersFigures | None) -> list[TierRow]:
 
 
 def shown_state(row: Row) -> str:
-    """What tables show as its state; see `InstanceStatus.word`."""
+    """Return the state for tables; see `InstanceStatus.word`."""
     from kvelastic.instance.status import state_word
 
     return state_word(
@@ -151,7 +151,7 @@ def shown_state(row: Row) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that another user may have chosen, without the characters that steer a terminal."""
+    """Return text of another user without the characters that control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else "\ufffd" for c in text)

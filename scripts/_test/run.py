@@ -250,7 +250,7 @@ class Run:
 
 
 class Progress:
-    """Prints one line a group of a lane, and each failure at once."""
+    """Prints one line per group of a lane, and each failure immediately."""
 
     def __init__(self) -> None:
         self._of_group = Results()
