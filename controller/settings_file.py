@@ -111,7 +111,7 @@ def parse(
 
 
 def _shown(part: int | str) -> str:
-    """Return one part of a fault's path. A text that is no valid name may be secret, so hide it."""
+    """Return one part of a fault's path. Text other than a valid name may be secret, so hide it."""
     return str(part) if isinstance(part, int) or _NAME.fullmatch(part) else "(no name)"
 
 

@@ -71,7 +71,7 @@ class StoreStatistics:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records to erase. A field that is None does not restrict the selection."""
+    """Which records to erase. None in a field does not restrict the selection."""
 
     namespace: Namespace | None = None
     model: str | None = None

@@ -86,7 +86,7 @@ def python_example(readme: Path = README) -> str:
 def check_install(python: Path, wheel: Path, folder: Path, torch_of: Path | None) -> None:
     """Check a wheel with a Python. Raises SystemExit with the failure.
 
-    torch is taken from `torch_of`, or installed if that is None.
+    torch is taken from `torch_of`, or installed if it is None.
     """
     clean = CleanEnvironment(python, folder)
     clean.pip("install", *dependencies(wheel))

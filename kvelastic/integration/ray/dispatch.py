@@ -60,7 +60,7 @@ class Answer:
     """Pieces that have already arrived."""
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body. Raises `ReplicaLostError` if a response breaks off that is no stream."""
+        """Yield the body. Raises `ReplicaLostError` if a response without streaming breaks off."""
         try:
             for piece in self._here:
                 yield piece
