@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -101,6 +101,15 @@ async def end_group(leader: Leader, stop_timeout_s: float) -> None:
     await leader.wait()
 
 
+def running_in_group(group: int) -> Iterator[int]:
+    """Yield the ids of the group's processes that run. Zombies do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_bytes().rpartition(b")")[2].split()
+            if int(fields[_GROUP_FIELD]) == group and fields[_STATE_FIELD] not in {b"Z", b"X"}:
+                yield int(stat.parent.name)
+
+
 async def end_processes(
     first: ProcessIdentity | None, others: Iterable[ProcessIdentity], stop_timeout_s: float
 ) -> None:
@@ -152,9 +161,4 @@ def _group_runs(group: int) -> bool:
         return False
     except PermissionError:
         return True
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = stat.read_bytes().rpartition(b")")[2].split()
-            if int(fields[_GROUP_FIELD]) == group and fields[_STATE_FIELD] not in {b"Z", b"X"}:
-                return True
-    return False
+    return any(running_in_group(group))

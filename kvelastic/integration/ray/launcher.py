@@ -24,8 +24,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
+
+from kvelastic.controller.process_group import running_in_group
 
 END_S: Final = 15.0
 """Time for an engine to end after its replica."""
@@ -81,23 +82,14 @@ def _end_with_launcher() -> None:
 
 def _end_group() -> None:
     """End this process's group including itself, if it is the group's leader."""
-    if os.getpgrp() != os.getpid():
+    group = os.getpid()
+    if os.getpgrp() != group:
         return
     os.killpg(0, signal.SIGTERM)
     end_s = time.monotonic() + _REST_S
-    while _others_run() and time.monotonic() < end_s:
+    while any(pid != group for pid in running_in_group(group)) and time.monotonic() < end_s:
         time.sleep(_LOOK_EVERY_S)
     os.killpg(0, signal.SIGKILL)
-
-
-def _others_run() -> bool:
-    mine = os.getpid()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, group = stat.read_bytes().rpartition(b")")[2].split()[:3]
-            if int(group) == mine and int(stat.parent.name) != mine and state not in {b"Z", b"X"}:
-                return True
-    return False
 
 
 if __name__ == "__main__":
