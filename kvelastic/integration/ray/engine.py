@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any
 
 import ray
 from ray import serve
@@ -13,9 +13,7 @@ from kvelastic.errors import ClusterError
 from kvelastic.integration.ray.messages import Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import RESOURCE, ClusterSettings
-from kvelastic.sizes import format_size
-
-_MIB: Final = 1 << 20
+from kvelastic.sizes import MIB_BYTES, format_size
 
 
 class KvEngine:
@@ -71,11 +69,11 @@ class KvEngine:
         """Raise `ClusterError` if Ray may place more on this node than its ledgers can hold."""
         mine = ray.get_runtime_context().get_node_id()
         resources = [node["Resources"] for node in ray.nodes() if node["NodeID"] == mine]
-        placed_bytes = int(sum(each.get(RESOURCE, 0) for each in resources)) * _MIB
+        placed_bytes = int(sum(each.get(RESOURCE, 0) for each in resources)) * MIB_BYTES
         held_bytes = self._replica.device_capacity_bytes()
         if placed_bytes > held_bytes > 0:
             raise ClusterError(
                 f"Ray counts {format_size(placed_bytes)} on this node, and its ledgers hold"
                 f" {format_size(held_bytes)}: start Ray there with --resources="
-                f"'{{\"{RESOURCE}\": {held_bytes // _MIB}}}', or raise KVELASTIC_HOST_MEMORY"
+                f"'{{\"{RESOURCE}\": {held_bytes // MIB_BYTES}}}', or raise KVELASTIC_HOST_MEMORY"
             )

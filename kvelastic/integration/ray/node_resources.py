@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Final
 
 from kvelastic import config, devices, ledger
 from kvelastic.devices import DeviceFacts
 from kvelastic.errors import KvelasticError
 from kvelastic.integration.ray.settings import RESOURCE
 from kvelastic.ledger_facts import LedgerInfo
-
-_MIB: Final = 1 << 20
+from kvelastic.sizes import MIB_BYTES
 
 
 def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], group: str) -> int:
@@ -48,7 +46,7 @@ def main() -> int:
     except KvelasticError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({RESOURCE: capacity // _MIB}))
+    print(json.dumps({RESOURCE: capacity // MIB_BYTES}))
     return 0
 
 

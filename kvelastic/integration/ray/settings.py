@@ -29,12 +29,12 @@ from kvelastic.controller.settings import (
     SleepSettings,
 )
 from kvelastic.errors import ClusterConfigError
+from kvelastic.sizes import MIB_BYTES
 
 RESOURCE: Final = "kvelastic_mib"
 """Name of a Ray resource, in MiB. A node has its ledgers' capacity; a replica takes its guarantee
 and `reserved`."""
 LAUNCHER: Final = "kvelastic.integration.ray.launcher"
-_MIB: Final = 1 << 20
 
 
 class _Section(BaseModel):
@@ -81,7 +81,7 @@ class ClusterModel(_Section):
     @property
     def placed_mib(self) -> int:
         """Return the amount of `kvelastic_mib` that a replica takes from its node."""
-        return math.ceil((self.guarantee + self.reserved) / _MIB)
+        return math.ceil((self.guarantee + self.reserved) / MIB_BYTES)
 
     def of_replica(self, instance: str, port: int) -> ModelSettings:
         """Return the model's settings for the controller in this process's replica."""
