@@ -45,8 +45,8 @@ def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ends == "stuck" else close)
     worker.start()
     if ends == "late":
+        starter = os.getppid()  # before the starter may be killed
         answers.send([os.getpid(), worker.pid])
-        starter = os.getppid()
         while os.getppid() == starter:
             time.sleep(0.001)
     end_with_starter(lambda: float(grace_s))
