@@ -23,7 +23,7 @@ class NameType(click.ParamType):  # type: ignore[type-arg]
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Return the names that begin with the typed text."""
-        from kvelastic.segment import list_segments
+        from kvelastic.shared.segment import list_segments
 
         return offered((info.name for info in list_segments()), incomplete)
 
@@ -126,8 +126,8 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
     ) -> list[CompletionItem]:
         """Return the tiers that begin with the typed text."""
         from kvelastic.errors import SegmentError
-        from kvelastic.segment import inspect
-        from kvelastic.tier_status import read
+        from kvelastic.shared.segment import inspect
+        from kvelastic.shared.tier_status import read
 
         try:
             shown = read(inspect(str(ctx.params.get("name", ""))))
@@ -160,7 +160,7 @@ def offered(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
     """
     from click.shell_completion import CompletionItem
 
-    from kvelastic.segment import is_name
+    from kvelastic.shared.segment import is_name
 
     return [CompletionItem(one) for one in names if is_name(one) and one.startswith(incomplete)]
 

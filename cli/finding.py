@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.exit_codes import fail
-from kvelastic.cli.saying import say
+from kvelastic.cli.rendering.exit_codes import fail
+from kvelastic.cli.rendering.saying import say
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
     from kvelastic.instance.row import Row
-    from kvelastic.segment import SegmentInfo
+    from kvelastic.shared.segment import SegmentInfo
 
 
 def sweep(*, quiet: bool = False) -> list[str]:
@@ -23,7 +23,7 @@ def sweep(*, quiet: bool = False) -> list[str]:
     Their ledger entries are removed too. A memory request would also remove these, but there may be
     none.
     """
-    from kvelastic import ledger, segment
+    from kvelastic.shared import ledger, segment
 
     reaped = segment.reap()
     ledger.reap()
@@ -56,7 +56,7 @@ def readable(name: str, reaped: list[str]) -> SegmentInfo:
     Raises `SegmentNotFoundError`, and `SegmentFormatError` if it is damaged or of another version.
     """
     from kvelastic.errors import SegmentFormatError
-    from kvelastic.segment import inspect
+    from kvelastic.shared.segment import inspect
 
     try:
         info = inspect(name)
@@ -76,7 +76,7 @@ def explain_reaped(name: str, reaped: list[str]) -> None:
 
 def known_names() -> str:
     """Return a sentence with the existing names."""
-    from kvelastic.segment import list_segments
+    from kvelastic.shared.segment import list_segments
 
     names = [info.name for info in list_segments()]
     return f"Known names: {', '.join(names)}." if names else "There are no segments."

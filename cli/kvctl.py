@@ -14,9 +14,9 @@ from typing import Any, Final
 import click
 
 from kvelastic import __version__
-from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
-from kvelastic.cli.saying import say, say_json
+from kvelastic.cli.rendering.exit_codes import EXIT_USAGE, fail
+from kvelastic.cli.rendering.saying import say, say_json
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 from kvelastic.program import Program
 

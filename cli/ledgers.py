@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvelastic.ledger_facts import LedgerInfo
+    from kvelastic.shared.ledger_facts import LedgerInfo
 
 
 def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> LedgerInfo | None:
@@ -47,7 +47,7 @@ def reap_ledgers() -> tuple[list[str], list[FreedPlace]]:
 
     Returns the removed files, and the entries removed from the remaining ledgers.
     """
-    from kvelastic.ledger import list_ledgers, reap
+    from kvelastic.shared.ledger import list_ledgers, reap
 
     before = _dead_places(list_ledgers())
     removed = [str(path) for path in reap()]

@@ -34,8 +34,8 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
     Exit codes: 0 ended as asked; 1 it could not listen; 2 the configuration is wrong.
     """
     try:
-        from kvelastic.controller import settings_file
-        from kvelastic.controller.settings_warnings import warnings_of
+        from kvelastic.controller.settings import settings_file
+        from kvelastic.controller.settings.settings_warnings import warnings_of
     except ImportError as error:
         _fail(f"{error}: the controller needs `pip install kvelastic[controller]`", EXIT_FAILED)
     if schema:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvelastic.controller import (
+from kvelastic.controller.api import (
     metrics,
     openapi,
     routes_admin,
@@ -22,20 +22,20 @@ from kvelastic.controller import (
     routes_sleep,
     routes_tiers,
 )
-from kvelastic.controller.engine_paths import (
+from kvelastic.controller.front import Front
+from kvelastic.controller.http.engine_paths import (
     ENGINE_METHODS,
     is_crooked,
     is_for_engines,
     is_ollama,
     is_upstream,
 )
-from kvelastic.controller.front import Front
-from kvelastic.controller.headers import Headers
-from kvelastic.controller.ollama import OllamaApi
-from kvelastic.controller.realtime import Realtime
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
-from kvelastic.controller.upstream import to_upstream
+from kvelastic.controller.http.headers import Headers
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.http.replies import on_refusal, refusal_response, send_refusal
+from kvelastic.controller.routing.ollama import OllamaApi
+from kvelastic.controller.routing.realtime import Realtime
+from kvelastic.controller.routing.upstream import to_upstream
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 

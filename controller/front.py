@@ -15,22 +15,22 @@ from collections.abc import Callable
 
 import aiohttp
 
-from kvelastic.controller import launch_record
-from kvelastic.controller.connections import Connections
-from kvelastic.controller.engine_calls import EngineCalls
-from kvelastic.controller.engine_process import EngineProcess, end_orphan
-from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN
-from kvelastic.controller.forward import BoundedResponse, Forwarder
-from kvelastic.controller.keys import Keys
-from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.origins import Origins
-from kvelastic.controller.request_log import RequestLog
-from kvelastic.controller.served_model import ServedModel
-from kvelastic.controller.serving import Serving
-from kvelastic.controller.settings import LaunchSettings, ModelSettings, Settings
-from kvelastic.controller.settings_warnings import warnings_of
-from kvelastic.controller.turns import Turns
-from kvelastic.controller.upkeep import Upkeep
+from kvelastic.controller.http.connections import Connections
+from kvelastic.controller.http.keys import Keys
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.origins import Origins
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.launch import launch_record
+from kvelastic.controller.launch.engine_process import EngineProcess, end_orphan
+from kvelastic.controller.models.engine_calls import EngineCalls
+from kvelastic.controller.models.fleet import NOT_SERVED, SHUTTING_DOWN
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.models.serving import Serving
+from kvelastic.controller.models.turns import Turns
+from kvelastic.controller.models.upkeep import Upkeep
+from kvelastic.controller.routing.forward import BoundedResponse, Forwarder
+from kvelastic.controller.settings.settings import LaunchSettings, ModelSettings, Settings
+from kvelastic.controller.settings.settings_warnings import warnings_of
 from kvelastic.errors import ControllerError
 
 _log = logging.getLogger("kvelastic.controller")

@@ -16,22 +16,22 @@ from pathlib import Path
 import uvicorn
 
 from kvelastic.controller.application import make_application
-from kvelastic.controller.audit import audit
 from kvelastic.controller.front import Front
-from kvelastic.controller.headers import Headers
-from kvelastic.controller.http_protocol import bounded_protocol
-from kvelastic.controller.listeners import listeners
-from kvelastic.controller.log_writer import LogWriter
-from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.request_log import RequestLog, set_up_logging
-from kvelastic.controller.settings import ServerSettings, Settings
-from kvelastic.controller.settings_file import load
-from kvelastic.controller.settings_warnings import warnings_of
-from kvelastic.controller.websocket_protocol import (
+from kvelastic.controller.http.audit import audit
+from kvelastic.controller.http.headers import Headers
+from kvelastic.controller.http.http_protocol import bounded_protocol
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.request_log import RequestLog, set_up_logging
+from kvelastic.controller.http.websocket_protocol import (
     MESSAGE_BYTES,
     PING_EVERY_S,
     bounded_websocket,
 )
+from kvelastic.controller.launch.listeners import listeners
+from kvelastic.controller.settings.settings import ServerSettings, Settings
+from kvelastic.controller.settings.settings_file import load
+from kvelastic.controller.settings.settings_warnings import warnings_of
 from kvelastic.errors import KvelasticError
 
 _log = logging.getLogger("kvelastic.controller")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvelastic.config import Config
     from kvelastic.config import load as load_config
     from kvelastic.errors import KvelasticError
-    from kvelastic.layout import PageLayout
+    from kvelastic.pool.layout import PageLayout
     from kvelastic.sizes import format_size, parse_size
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ __all__ = [
 _HOMES = {
     "Config": ("kvelastic.config", "Config"),
     "KvelasticError": ("kvelastic.errors", "KvelasticError"),
-    "PageLayout": ("kvelastic.layout", "PageLayout"),
+    "PageLayout": ("kvelastic.pool.layout", "PageLayout"),
     "format_size": ("kvelastic.sizes", "format_size"),
     "load_config": ("kvelastic.config", "load"),
     "parse_size": ("kvelastic.sizes", "parse_size"),

@@ -215,7 +215,7 @@ class NvmlError(DriverError):
     def __init__(self, message: str, status: int = 999) -> None:
         super().__init__(message)
         self.status = status
-        """NVML's error number; 999 means unknown. See `kvelastic.nvml.Status`."""
+        """NVML's error number; 999 means unknown. See `kvelastic.device.nvml.Status`."""
 
 
 class SegmentError(KvelasticError, OSError):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from kvelastic.engines import Engine
-    from kvelastic.hooks.late_import import Action
+    from kvelastic.integration.hooks.late_import import Action
 
 _TRUE = ("true", "1", "yes", "on")
 
@@ -59,7 +59,7 @@ def arm() -> None:
     if not (os.environ.get("ENABLE_KVELASTIC") or os.environ.get("ENABLE_KVCACHED")):
         return
     from kvelastic.engines import ENGINES
-    from kvelastic.hooks.late_import import when_imported
+    from kvelastic.integration.hooks.late_import import when_imported
 
     for engine in ENGINES:
         if engine.loaded_by:

@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm, embedded
+from kvelastic import _vmm
 from kvelastic.config import Config, load
-from kvelastic.device import Device, means_host, resolve
+from kvelastic.device.selection import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
-from kvelastic.hand_mapped import HandMapped, open_hand_mapped
-from kvelastic.places import page_size_bytes as default_page_size
+from kvelastic.kvcached import embedded
+from kvelastic.pool.hand_mapped import HandMapped, open_hand_mapped
+from kvelastic.shared.places import page_size_bytes as default_page_size
 from kvelastic.sizes import GRANULARITY_BYTES
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def create_kv_tensors(
     Raises `InvalidArgumentError` if a number is not positive or the group already has tensors, and
     the errors of `open_hand_mapped`.
     """
-    from kvelastic.tensors import name_streams, whole_range
+    from kvelastic.pool.tensors import name_streams, whole_range
 
     if _setup is None and not embedded.is_initialized():
         init_kvelastic(str(device))

@@ -141,7 +141,7 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
     new = _files() - before
     if not new:
         return
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     # A living process renames such a file in the next moment.
     unnamed = {name for name in new if name.startswith(".kvelastic_new_")}

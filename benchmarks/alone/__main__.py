@@ -40,7 +40,7 @@ from benchmarks.sglang.__main__ import ask as ask_sglang
 from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK, headings, row
 from benchmarks.transformers.engines import SERIES
 from benchmarks.vllm.models import ROOT, prepare
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 ENGINES = ("vllm", "sglang", "transformers")
 ROUNDS = 5

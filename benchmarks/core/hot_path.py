@@ -15,8 +15,8 @@ def nothing() -> None:
 
 def figures() -> list[Figure]:
     os.environ["KVELASTIC_HOST_MEMORY"] = "2G"
-    from kvelastic import embedded
     from kvelastic.integration.vllm import interfaces
+    from kvelastic.kvcached import embedded
 
     interfaces.init_kvelastic(device="cpu")
     manager = interfaces.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)

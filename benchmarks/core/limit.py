@@ -43,7 +43,7 @@ def memfd_bytes(pid: int) -> int:
 
 
 def figures() -> list[Figure]:
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     environment = os.environ | {
         "KVELASTIC_IPC_NAME": NAME,

@@ -1,8 +1,8 @@
 """What the figures of a run decide; "not measured" where there are none.
 
-The rules are those of the product and of its documents: `kvelastic.page_size` for what a page may
-cost, 1.2 of the bare calls for a page's cycle, 1 % of a dense cache for attention, 5 ms for a
-limit.
+The rules are those of the product and of its documents: `kvelastic.device.page_size` for what a
+page may cost, 1.2 of the bare calls for a page's cycle, 1 % of a dense cache for attention, 5 ms
+for a limit.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import os
 import time
 
 from benchmarks.ledger.instance import Instance
-from kvelastic import _vmm, ledger, segment
-from kvelastic.ledger_facts import LedgerInfo
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.ledger_facts import LedgerInfo
 
 
 class Group:

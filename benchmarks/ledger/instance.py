@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvelastic.config import Config
-    from kvelastic.pool import ElasticPool
+    from kvelastic.pool.pool import ElasticPool
 
 BLOCKS_PER_PAGE = 8
 RETRY_S = 0.001
@@ -166,9 +166,9 @@ def serve(
 ) -> None:
     """Until stdin is closed. `more` answers verbs of its own, for as long as the pool serves."""
     from kvelastic.config import load
-    from kvelastic.device import resolve
-    from kvelastic.layout import PageLayout
-    from kvelastic.pool import local_range, open_pool
+    from kvelastic.device.selection import resolve
+    from kvelastic.pool.layout import PageLayout
+    from kvelastic.pool.pool import local_range, open_pool
 
     settings = load()
     page_bytes = page_mib << 20

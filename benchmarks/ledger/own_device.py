@@ -12,7 +12,8 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
 
 DEVICE = "host"
 

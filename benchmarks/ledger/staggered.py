@@ -236,9 +236,9 @@ def settle(pool: Any, quiet_s: float) -> float:
 def live(day: Day) -> Outcome:
     """The day, from start to idle."""
     from kvelastic.config import load
-    from kvelastic.device import host
-    from kvelastic.layout import PageLayout
-    from kvelastic.pool import local_range, open_pool
+    from kvelastic.device.selection import host
+    from kvelastic.pool.layout import PageLayout
+    from kvelastic.pool.pool import local_range, open_pool
 
     settings = load()
     block_bytes = PAGE_BYTES // day.blocks_per_page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 PAGE_BYTES = 2 << 20
 PAGES = 4

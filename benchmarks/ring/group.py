@@ -21,8 +21,9 @@ from pathlib import Path
 from benchmarks.ring import pickled
 from benchmarks.ring.channels import Library, SharedWords, streams_us
 from benchmarks.ring.geometry import LAYOUT, PAGE_BYTES, PAGES
-from kvelastic import _vmm, segment
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import segment
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from benchmarks.ring import pickled
 from benchmarks.ring.channels import Library, SharedWords, serve_stream
 from benchmarks.ring.geometry import LAYOUT, PAGES
-from kvelastic import _vmm, segment
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import segment
 
 
 def in_background(serve: Callable[..., None], *arguments: object) -> None:

@@ -30,7 +30,7 @@ from benchmarks.transformers.comparison import ELASTIC, NAMES
 from benchmarks.transformers.turns import Answered, Ask, measure
 from benchmarks.transformers.workload import TINY
 from benchmarks.vllm.models import prepare
-from kvelastic import segment
+from kvelastic.shared import segment
 
 INSTANCE = f"bench_sglang_{os.getpid()}"
 LOAD = replace(TINY, starts=2, turns=10)

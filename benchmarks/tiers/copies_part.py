@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.harness import Figure, per_call_us
 from kvelastic import _vmm
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 BLOCKS = 16
 ROUNDS = 15

@@ -18,7 +18,7 @@ from benchmarks.ledger.instance import Verbs, alloc_until, serve
 
 if TYPE_CHECKING:
     from kvelastic.config import Config
-    from kvelastic.pool import ElasticPool
+    from kvelastic.pool.pool import ElasticPool
 
 
 def written_bytes() -> int:

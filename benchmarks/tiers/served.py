@@ -19,8 +19,8 @@ from engine_server import Request
 from vllm_server import BLOCK_TOKENS, VllmServer
 
 from benchmarks.vllm.streams import stream_all
-from kvelastic import ledger, segment, tier_status
-from kvelastic.tier_status import TiersFigures
+from kvelastic.shared import ledger, segment, tier_status
+from kvelastic.shared.tier_status import TiersFigures
 
 PROMPT_TOKENS = 1600
 ANSWER_TOKENS = 24

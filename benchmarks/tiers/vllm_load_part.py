@@ -25,7 +25,7 @@ from benchmarks.harness import Figure
 from benchmarks.tiers.served import CACHE_BYTES, Served
 from benchmarks.vllm.models import Model, prepare
 from benchmarks.vllm.streams import stream_all
-from kvelastic import segment
+from kvelastic.shared import segment
 
 WITHOUT_HITS_TURNS = 10
 PREEMPTED_TURNS = 4

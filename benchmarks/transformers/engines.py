@@ -19,8 +19,8 @@ from transformers_process import TransformersEngine
 
 from benchmarks.transformers.comparison import ELASTIC, NAMES
 from benchmarks.transformers.turns import Answered, Ask
-from kvelastic import segment
 from kvelastic.errors import SegmentNotFoundError
+from kvelastic.shared import segment
 
 SERIES = "5.19"
 """Of transformers, as it comes with the environment."""

@@ -15,7 +15,7 @@ from transformers_process import environment_of
 from benchmarks.pages import ROOT, Table
 from benchmarks.transformers.comparison import headings, row
 from benchmarks.transformers.engines import LEDGER, SERIES
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 ROUNDS, QUICK_ROUNDS = 12, 2
 NEW_TOKENS, QUICK_NEW_TOKENS = 96, 8

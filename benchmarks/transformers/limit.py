@@ -28,7 +28,7 @@ from benchmarks.pages import Table
 from benchmarks.transformers.comparison import ELASTIC
 from benchmarks.transformers.engines import BLOCK_TOKENS, INSTANCE, environment, started
 from benchmarks.transformers.workload import AT_ONCE
-from kvelastic import segment
+from kvelastic.shared import segment
 
 ROUNDS, QUICK_ROUNDS = 20, 2
 GIVEN_BACK_BYTES = 128 << 20

@@ -12,7 +12,7 @@ from benchmarks.pages import Table
 from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK
 from benchmarks.transformers.engines import BLOCK_TOKENS, started
 from benchmarks.transformers.workload import AT_ONCE
-from kvelastic.process_memory import anonymous_bytes
+from kvelastic.device.process_memory import anonymous_bytes
 
 ROUNDS, QUICK_ROUNDS = 5, 1
 STOCK_TOKENS, ELASTIC_TOKENS = 1 << 14, 1 << 20

@@ -24,7 +24,7 @@ import shared_files
 from vllm_server import VllmServer
 
 from benchmarks.two_models.workload import BLOCK_TOKENS, MODELS, Workload
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 HALVES, SHARED = WAYS = ("halves", "shared")
 MOST_REQUESTS_AT_ONCE = 32

@@ -15,7 +15,7 @@ from vllm_server import VllmServer
 from benchmarks.two_models.client import make_burst, run_burst
 from benchmarks.two_models.servers import SHARED, Servers, instance_name
 from benchmarks.two_models.workload import MODELS, Workload
-from kvelastic import segment
+from kvelastic.shared import segment
 
 BAR_RATIO = 1.5
 _PROMPT_TOKENS = 16

@@ -24,7 +24,7 @@ from vllm_server import VllmServer
 
 from benchmarks.vllm.models import Model
 from benchmarks.vllm.workload import Load
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 STOCK, ELASTIC = ORDER = ("stock", "kvelastic")
 ROLES = ("api", "core", "worker")

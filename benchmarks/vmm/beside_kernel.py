@@ -39,7 +39,8 @@ def measure(kind: str, *, side: int, kernels: int, rounds: int) -> dict[str, Any
 
     if not torch.cuda.is_available():
         return {"skipped": f"torch {torch.__version__} finds no CUDA device"}
-    from kvelastic import _vmm, tensors
+    from kvelastic import _vmm
+    from kvelastic.pool import tensors
 
     layout = LLAMA_3_8B.paged()
     matrix_bytes = side * side * BF16_BYTES

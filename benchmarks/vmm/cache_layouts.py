@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.vmm import kvcached_calls, own_pages
 from benchmarks.vmm.models import BF16_BYTES, MIB, Model
-from kvelastic.layout import PageLayout
-from kvelastic.views import TensorView, block_view
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.views import TensorView, block_view
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def _mapped(
     driver: _vmm.Driver, layout: PageLayout, blocks: int, range_bytes: int
 ) -> tuple[torch.Tensor, int, list[int]]:
     """A range as flat bytes, its pages, and those with memory; the tensor keeps it alive."""
-    from kvelastic import tensors
+    from kvelastic.pool import tensors
 
     in_use = layout.pages_for_blocks(blocks)
     pages = max(in_use, range_bytes // layout.page_bytes)
@@ -167,7 +167,7 @@ def _cache(
 ) -> Cache:
     import torch
 
-    from kvelastic import tensors
+    from kvelastic.pool import tensors
 
     buffers = [tensors.view_of(flat, view, dtype or torch.bfloat16) for view in views]
     layers = list(zip(buffers[::2], buffers[1::2], strict=True))

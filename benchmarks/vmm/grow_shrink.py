@@ -27,7 +27,7 @@ from benchmarks.vmm.bare_cuda import BareCuda
 from benchmarks.vmm.models import GIB, LLAMA_3_8B, MIB
 from benchmarks.vmm.prices import PROFILES
 from benchmarks.vmm.section import Section, number
-from kvelastic import page_size
+from kvelastic.device import page_size
 
 TITLE = "Grow and shrink"
 FULL: dict[str, Any] = {"kv_bytes": 8 * GIB, "rounds": 7}

@@ -24,7 +24,9 @@ from benchmarks.vmm import driver_kinds, scarce_device
 from benchmarks.vmm.models import GIB, MIB
 from benchmarks.vmm.prices import PROFILES
 from benchmarks.vmm.section import Section, median_p99, number
-from kvelastic import _vmm, ledger, page_size, segment
+from kvelastic import _vmm
+from kvelastic.device import page_size
+from kvelastic.shared import ledger, segment
 
 TITLE = "Handed over between two models"
 FULL: dict[str, Any] = {"moved_bytes": 10 * GIB, "rounds": 10}

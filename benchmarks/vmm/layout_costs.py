@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.vmm import kvcached_calls
 from benchmarks.vmm.kvcached_calls import KvcachedLayout
 from benchmarks.vmm.models import GIB, MIB, Model
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 
 @dataclass(frozen=True)

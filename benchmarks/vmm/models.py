@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
-    from kvelastic.layout import PageLayout
+    from kvelastic.pool.layout import PageLayout
 
 
 def reserve(driver: _vmm.Driver, layout: PageLayout, pages: int) -> _vmm.Range:
     """Addresses for `pages` pages of this layout; no memory yet."""
     from kvelastic import _vmm
-    from kvelastic.pool import native_geometry
+    from kvelastic.pool.pool import native_geometry
 
     return _vmm.Range.reserve(driver, native_geometry(layout, pages))
 

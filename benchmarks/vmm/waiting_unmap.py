@@ -68,8 +68,9 @@ def _check(result: int) -> None:
 
 def measure(kind: str, *, rounds: int, kernel_s: float) -> dict[str, Any]:
     """Microseconds of the alloc: `local` and `ring`, each `quiet` and `beside` the kernel."""
-    from kvelastic import _vmm, segment
-    from kvelastic.pool import native_geometry
+    from kvelastic import _vmm
+    from kvelastic.pool.pool import native_geometry
+    from kvelastic.shared import segment
 
     layout = LLAMA_3_8B.paged()
     driver = driver_kinds.open_seam(kind)

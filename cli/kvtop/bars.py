@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.columns import shares
 from kvelastic.cli.kvtop.scene import Device, Instance
 from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
+from kvelastic.cli.rendering.columns import shares
 
 if TYPE_CHECKING:
-    from kvelastic.tier_status import TierFigures
+    from kvelastic.shared.tier_status import TierFigures
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:

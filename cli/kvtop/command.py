@@ -9,9 +9,9 @@ import click
 
 from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.exit_codes import fail
 from kvelastic.cli.finding import known_names, rows, sweep
-from kvelastic.cli.saying import say
+from kvelastic.cli.rendering.exit_codes import fail
+from kvelastic.cli.rendering.saying import say
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
 from kvelastic.program import Program
 

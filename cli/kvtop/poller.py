@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.cli.kvtop.keys import Ask, Mood
 from kvelastic.cli.kvtop.scene import Scene, scene_of
-from kvelastic.cli.outcome_text import outcome_text
+from kvelastic.cli.rendering.outcome_text import outcome_text
 from kvelastic.errors import KvelasticError
 from kvelastic.instance.outcome import HOLDS, MAY_HOLD, outcome_of
-from kvelastic.segment import Request
+from kvelastic.shared.segment import Request
 
 if TYPE_CHECKING:
-    from kvelastic.segment import Answer
+    from kvelastic.shared.segment import Answer
 
 ANSWER_WAIT_S: Final = 1.0
 """How long to wait for an answer before reporting that there is none yet."""
@@ -41,8 +41,8 @@ def look(names: Sequence[str] = ()) -> Scene:
     """Read all instances and devices once, after removing files of dead instances. Blocks."""
     from kvelastic.cli.finding import sweep
     from kvelastic.instance.look import ledgers
-    from kvelastic.segment import list_segments
-    from kvelastic.tier_status import tiers_of
+    from kvelastic.shared.segment import list_segments
+    from kvelastic.shared.tier_status import tiers_of
 
     sweep(quiet=True)
     found = list_segments()
@@ -54,7 +54,7 @@ def request(ask: Ask) -> Told:
 
     Blocks for up to `ANSWER_WAIT_S`.
     """
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     request = request_of(ask)
     try:

@@ -17,9 +17,9 @@ from kvelastic.instance.row import printable
 from kvelastic.instance.status import InstanceStatus, status_of
 
 if TYPE_CHECKING:
-    from kvelastic.ledger_facts import LedgerInfo
-    from kvelastic.segment import SegmentInfo
-    from kvelastic.tier_status import TierFigures, TiersFigures
+    from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.segment import SegmentInfo
+    from kvelastic.shared.tier_status import TierFigures, TiersFigures
 
 _DEFAULT_GROUP = "default"
 _TEXTS: Final = ("reason", "device", "engine", "model")

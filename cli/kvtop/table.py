@@ -24,7 +24,7 @@ from kvelastic.cli.kvtop.text import (
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvelastic.tier_status import TierFigures
+    from kvelastic.shared.tier_status import TierFigures
 
 _LEAST_NAME_CELLS: Final = 8
 _USUAL_NAME_CELLS: Final = 20

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvelastic import _vmm, places
+from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.datadist.memory_config import BufferTier, MemPool, round_up, tier_of
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.shared import places
 
 ENGINE: Final = "datadist"
 """Engine name of cache pools in `kvctl list`."""

@@ -16,7 +16,7 @@ from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.local_caches import ClaimedCaches, LocalCaches
 from kvelastic.errors import UnsupportedError
-from kvelastic.pool import ElasticPool, pool_at
+from kvelastic.pool.pool import ElasticPool, pool_at
 from kvelastic.transfer import Link, Node, Piece, Registered, register_pool
 
 

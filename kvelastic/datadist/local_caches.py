@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kvelastic import _vmm, device
+from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
@@ -29,7 +29,8 @@ from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.pieces import Run
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
-from kvelastic.device import Device
+from kvelastic.device import selection
+from kvelastic.device.selection import Device
 from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
 
 MAX_REGISTERED_ADDRESSES = 240
@@ -58,7 +59,7 @@ class LocalCaches:
             if options.device_pool is not None:
                 self._open(Placement.DEVICE, self.devices, settings)
             if options.host_pool is not None:
-                self._open(Placement.HOST, [device.host(settings)], settings)
+                self._open(Placement.HOST, [selection.host(settings)], settings)
         except BaseException:
             self.close()
             raise
@@ -423,10 +424,10 @@ class ClaimedCaches:
 def _device(settings: Config, device_id: int) -> Device:
     """Return the GPU of this number, or the host if there is no GPU."""
     if settings.device in {"host", "cpu"}:
-        return device.host(settings)
+        return selection.host(settings)
     try:
-        return device.resolve(f"cuda:{device_id}", settings)
+        return selection.resolve(f"cuda:{device_id}", settings)
     except DeviceUnavailableError:
-        if settings.device != device.AUTO:
+        if settings.device != selection.AUTO:
             raise
-        return device.host(settings)
+        return selection.host(settings)

@@ -136,7 +136,7 @@ import sys
 startup = sys.modules.get("kvelastic.startup")
 sys.path[:] = [place for place in sys.path if place]
 failure = startup.failure if startup else None
-late_import = sys.modules.get("kvelastic.hooks.late_import")
+late_import = sys.modules.get("kvelastic.integration.hooks.late_import")
 armed = late_import.armed() if late_import else ()
 if not startup:
     try:

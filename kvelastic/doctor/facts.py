@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvelastic import gpu_table
+from kvelastic.device import gpu_table
 from kvelastic.host_capacity import default_host_capacity_bytes
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.ledger_facts import LedgerInfo
+    from kvelastic.shared.ledger_facts import LedgerInfo
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from kvelastic.sizes import KIB_BYTES, MIB_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.ledger_facts import LedgerInfo
+    from kvelastic.shared.ledger_facts import LedgerInfo
 
 # Inode of the initial pid namespace (the kernel's PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
@@ -141,8 +141,8 @@ def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
 def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
     """Return segments that are dead, orphaned or not readable. Removes none."""
     try:
-        from kvelastic.engine_cores import has_lost_its_server
-        from kvelastic.segment_dir import list_segments
+        from kvelastic.shared.engine_cores import has_lost_its_server
+        from kvelastic.shared.segment_dir import list_segments
     except ImportError:
         return ()  # a check of its own reports a missing native module
     segments = list_segments()
@@ -172,7 +172,7 @@ def gather_instances() -> tuple[InstanceStatus, ...]:
 def gather_ledgers() -> tuple[LedgerInfo, ...]:
     """Return ledgers of other users, of other versions, or damaged ones. Changes nothing."""
     try:
-        from kvelastic.ledger import list_ledgers
+        from kvelastic.shared.ledger import list_ledgers
     except ImportError:
         return ()
     return tuple(info for info in list_ledgers() if info.status != "readable")

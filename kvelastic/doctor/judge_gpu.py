@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvelastic import gpu_table
+from kvelastic.device import gpu_table
 from kvelastic.doctor.facts import Facts, Gpu
 from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem
 from kvelastic.sizes import MIB_BYTES, format_size

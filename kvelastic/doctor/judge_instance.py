@@ -24,8 +24,8 @@ from kvelastic.sizes import (
 if TYPE_CHECKING:
     from kvelastic.doctor.facts import Facts
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.ledger_facts import LedgerInfo
-    from kvelastic.tier_status import TierFigures, TiersFigures
+    from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.tier_status import TierFigures, TiersFigures
 
 _PATIENCE_S: Final = 1.0
 """Seconds after which a request counts as late. Instances normally respond in about 1 ms."""

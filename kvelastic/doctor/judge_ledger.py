@@ -10,7 +10,7 @@ from kvelastic.sizes import format_size as _size
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.ledger_facts import LedgerInfo, Member
+    from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 _NAMES_SHOWN: Final = 3
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import DeviceUse, InstanceStatus
-    from kvelastic.ledger_facts import LedgerInfo, Member
+    from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 
 @dataclass(frozen=True)

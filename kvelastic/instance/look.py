@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvelastic import ledger, segment
 from kvelastic.errors import LedgerError
 from kvelastic.instance.status import InstanceStatus, status_of
-from kvelastic.ledger_facts import LedgerInfo
-from kvelastic.segment_dir import SegmentInfo
-from kvelastic.tier_status import tiers_of
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.ledger_facts import LedgerInfo
+from kvelastic.shared.segment_dir import SegmentInfo
+from kvelastic.shared.tier_status import tiers_of
 
 
 def look_at(name: str) -> InstanceStatus:

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Final
 
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.segment import Answer, Request
+from kvelastic.shared.segment import Answer, Request
 
 
 class Verdict(str, Enum):

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.tier_status import TiersFigures
+    from kvelastic.shared.tier_status import TiersFigures
 
 
 class DeviceUseRow(TypedDict):

@@ -26,9 +26,9 @@ from kvelastic import _vmm
 from kvelastic.sizes import whole_pages
 
 if TYPE_CHECKING:
-    from kvelastic.ledger_facts import LedgerInfo, Member
-    from kvelastic.segment_dir import SegmentInfo
-    from kvelastic.tier_status import TiersFigures
+    from kvelastic.shared.ledger_facts import LedgerInfo, Member
+    from kvelastic.shared.segment_dir import SegmentInfo
+    from kvelastic.shared.tier_status import TiersFigures
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
 """The limit of an instance without one; it may use its whole device."""

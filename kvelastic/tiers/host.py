@@ -25,12 +25,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvelastic import _vmm, device
+from kvelastic import _vmm
 from kvelastic.config import Config, load
-from kvelastic.device import Device
+from kvelastic.device import selection
+from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.sizes import MAX_PRIORITY, format_size
 from kvelastic.tiers.base import (
     KEY_BYTES,
@@ -94,7 +95,7 @@ class HostStore(Store):
             raise InvalidArgumentError(f"record_bytes={record_bytes!r}; it must be 1 or more")
         self.record_bytes = record_bytes
         settings = load() if settings is None else settings
-        place = device.host(settings) if on is None else on
+        place = selection.host(settings) if on is None else on
         self._layout = PageLayout.solve(
             -(-record_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
             1,

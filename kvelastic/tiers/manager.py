@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
-from kvelastic.tier_status import BlockCounts
+from kvelastic.shared.tier_status import BlockCounts
 from kvelastic.tiers.base import (
     KEY_BYTES,
     NO_KEY,

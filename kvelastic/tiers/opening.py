@@ -19,7 +19,7 @@ from typing import Final
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.logs import say_once
-from kvelastic.pool import ElasticPool
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.sizes import format_size
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store

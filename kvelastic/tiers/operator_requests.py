@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
-from kvelastic.sizes import format_size
-from kvelastic.tier_status import (
+from kvelastic.shared.tier_status import (
     MOST_REASON_BYTES,
     BadRequestError,
     TierAnswer,
@@ -21,6 +20,7 @@ from kvelastic.tier_status import (
     cut_text,
     received,
 )
+from kvelastic.sizes import format_size
 from kvelastic.tiers.base import Selection, Store
 from kvelastic.tiers.namespace import Namespace
 

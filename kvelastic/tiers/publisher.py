@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic.errors import KvelasticError
-from kvelastic.segment_dir import tier_status_name
-from kvelastic.status_file import StatusFile
-from kvelastic.tier_list import MOST_TIERS
-from kvelastic.tier_status import (
+from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.status_file import StatusFile
+from kvelastic.shared.tier_status import (
     KIND,
     MOST_PROBLEM_BYTES,
     TierAnswer,
@@ -30,6 +29,7 @@ from kvelastic.tier_status import (
     TiersFigures,
     cut_text,
 )
+from kvelastic.tier_list import MOST_TIERS
 from kvelastic.tiers.base import Capacity, Store, StoreStatistics
 from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.manager import Tiers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvelastic.tier_status import BlockCounts
+from kvelastic.shared.tier_status import BlockCounts
 from kvelastic.tiers.base import Capacity, StoreStatistics
 
 

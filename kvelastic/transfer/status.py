@@ -1,4 +1,4 @@
-"""Publishes a node's state in its status file and handles requests (`kvelastic.link_status`).
+"""Publishes a node's state in its status file and handles requests (`shared.link_status`).
 
 The node's own thread writes it twice a second. Errors are logged once; the node keeps working if
 its file cannot be written.
@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvelastic.errors import KvelasticError
-from kvelastic.link_status import (
+from kvelastic.shared.link_status import (
     KIND,
     MOST_ADDRESS,
     MOST_ENDED,
@@ -24,8 +24,8 @@ from kvelastic.link_status import (
     Way,
     text_of,
 )
-from kvelastic.segment_dir import link_status_name, reap
-from kvelastic.status_file import StatusFile
+from kvelastic.shared.segment_dir import link_status_name, reap
+from kvelastic.shared.status_file import StatusFile
 
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link

@@ -25,8 +25,8 @@ from front import FIRST, SECOND, Front
 from survival import DIARY, LOG, Asked, Where, ask_long, table, wait_until_copied
 from view import LiveView, Memory, Waiting, legend, megabytes
 
-from kvelastic import segment
 from kvelastic.errors import KvelasticError, SegmentError
+from kvelastic.shared import segment
 
 LOW_LIMIT = "96M"
 NAME = f"demo_{os.getpid()}"

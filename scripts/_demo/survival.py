@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from client import REQUEST_DEADLINE_S, RequestFailedError
 
-from kvelastic import segment, tier_status
+from kvelastic.shared import segment, tier_status
 
 BOARD_DEADLINE_S = 10.0
 COPIED_DEADLINE_S = 120.0

@@ -13,9 +13,9 @@ import time
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from kvelastic import segment
 from kvelastic.errors import KvelasticError
 from kvelastic.instance.status import UNLIMITED_BYTES
+from kvelastic.shared import segment
 
 REPAINT_S = 0.1
 PLAIN_LOOK_S = 0.5

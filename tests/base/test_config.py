@@ -433,7 +433,7 @@ def test_the_default_environment_is_the_process_environment() -> None:
     assert output_of(code, KVELASTIC_PAGE_SIZE_MB="8") == "8"
 
 
-@pytest.mark.parametrize("module", ["kvelastic", "kvelastic.config", "kvelastic.layout"])
+@pytest.mark.parametrize("module", ["kvelastic", "kvelastic.config", "kvelastic.pool.layout"])
 def test_imports_are_light(module: str) -> None:
     heavy = ("torch", "numpy", "difflib", "rich", "click", "kvelastic._vmm")
     code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"

@@ -15,7 +15,7 @@ from processes import PROGRAMS
 from segment_owner import until_replied
 from waiting import wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 PROGRAM = str(PROGRAMS / "ledger_instance.py")
 ENVIRON = {

@@ -10,9 +10,10 @@ import pytest
 from segment_owner import Owner
 from waiting import DEADLINE_S
 
-from kvelastic import _vmm, segment
-from kvelastic.lease import Liveness
-from kvelastic.segment_dir import SHM_DIR
+from kvelastic import _vmm
+from kvelastic.shared import segment
+from kvelastic.shared.liveness import Liveness
+from kvelastic.shared.segment_dir import SHM_DIR
 
 
 @pytest.fixture

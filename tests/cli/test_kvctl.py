@@ -20,11 +20,11 @@ from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from terminal import written_to_a_terminal
 from waiting import DEADLINE_S
 
-from kvelastic import segment
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.tables import bar_cells, plain_table, rich_table
+from kvelastic.cli.rendering.tables import bar_cells, plain_table, rich_table
 from kvelastic.instance.row import Row, printable, row_of
 from kvelastic.instance.status import status_of
+from kvelastic.shared import segment
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 from terminal import Terminal
 
+from kvelastic.cli.commands.shell import Shell
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.shell import Shell
-from kvelastic.segment_dir import SHM_DIR, list_segments
+from kvelastic.shared.segment_dir import SHM_DIR, list_segments
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,9 @@ def test_completion_offers_only_names_that_instances_can_have(owner, completed):
 
 def test_completion_offers_only_tiers_that_can_be(owner, completed, monkeypatch):
     figures = [SimpleNamespace(tier=tier) for tier in ("host", "disk2", *HOSTILE)]
-    monkeypatch.setattr("kvelastic.tier_status.read", lambda info: SimpleNamespace(tiers=figures))
+    monkeypatch.setattr(
+        "kvelastic.shared.tier_status.read", lambda info: SimpleNamespace(tiers=figures)
+    )
     assert sorted(completed("kvctl", "tiers", "trim", owner.name, "")) == ["disk2", "host"]
 
 

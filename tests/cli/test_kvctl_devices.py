@@ -17,13 +17,13 @@ from ledger_instance import Instance
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from terminal import written_to_a_terminal
 
-from kvelastic import segment
-from kvelastic.cli.device_rows import DeviceRow, InstanceRow, ProcessRow, device_rows
-from kvelastic.cli.devices import plain_tables
-from kvelastic.devices import DeviceFacts, ProcessMemory
+from kvelastic.cli.commands.devices import plain_tables
+from kvelastic.cli.rendering.device_rows import DeviceRow, InstanceRow, ProcessRow, device_rows
+from kvelastic.device.machine import DeviceFacts, ProcessMemory
 from kvelastic.instance.row import DeviceUseRow, Row
 from kvelastic.instance.status import uuid_text
-from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.shared import segment
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 WHOLE_GPU = "GPU-11111111-1111-1111-1111-111111111111"
@@ -313,7 +313,8 @@ def test_help_and_a_quick_start():
     assert "--json" in result.stdout
     program = (
         "import sys, kvelastic.cli.kvctl\n"
-        "late = {'kvelastic.devices', 'kvelastic.nvml', 'kvelastic.segment', 'rich'}\n"
+        "late = {'kvelastic.device.machine', 'kvelastic.device.nvml',"
+        " 'kvelastic.shared.segment', 'rich'}\n"
         "print(sorted(late & set(sys.modules)))"
     )
     imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

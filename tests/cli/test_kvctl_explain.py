@@ -16,12 +16,12 @@ from segment_owner import Owner
 from terminal import Terminal
 from waiting import wait_until
 
-from kvelastic import segment
-from kvelastic.cli.doctor import explanation_json, explanation_text
+from kvelastic.cli.commands.doctor import explanation_json, explanation_text
 from kvelastic.cli.ledgers import choose_ledger
 from kvelastic.doctor.judge_instance import explain
 from kvelastic.instance.status import InstanceStatus
-from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.shared import segment
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 

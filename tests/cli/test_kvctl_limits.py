@@ -9,7 +9,7 @@ from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from segment_owner import Owner
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 MIB = 1 << 20
 DEVICE = {

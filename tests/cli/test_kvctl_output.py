@@ -113,8 +113,8 @@ def test_a_reason_of_another_process_does_not_steer_the_terminal(monkeypatch):
     link = SimpleNamespace(peer_id=2, state="linked")
     node = SimpleNamespace(node_id=1, pid=7, links=[link])
     answer = SimpleNamespace(state="refused", reason=HOSTILE)
-    monkeypatch.setattr("kvelastic.link_status.nodes", lambda: [node])
-    monkeypatch.setattr("kvelastic.link_status.cut", lambda *_: answer)
+    monkeypatch.setattr("kvelastic.shared.link_status.nodes", lambda: [node])
+    monkeypatch.setattr("kvelastic.shared.link_status.cut", lambda *_: answer)
     result = CliRunner().invoke(main, ["links", "cut", "1", "2"])
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: node 1 has not cut it: ")

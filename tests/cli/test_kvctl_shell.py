@@ -13,9 +13,9 @@ from segment_owner import Owner
 from terminal import Terminal
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
+from kvelastic.cli.commands.shell import Shell, ShellSyntaxError, history_path, words_of
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.shell import Shell, ShellSyntaxError, history_path, words_of
+from kvelastic.shared import segment
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 PROMPT = "kvctl> "

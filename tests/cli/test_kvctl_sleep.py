@@ -16,14 +16,14 @@ from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from msgspec.structs import replace
 from segment_owner import Owner
 
-from kvelastic import segment
+from kvelastic.cli.commands.shell import Shell
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.shell import Shell
-from kvelastic.cli.tables import plain_table
+from kvelastic.cli.rendering.tables import plain_table
 from kvelastic.instance.row import Row, shown_state
-from kvelastic.segment_dir import tier_status_name
-from kvelastic.status_file import StatusFile
-from kvelastic.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
+from kvelastic.shared import segment
+from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.status_file import StatusFile
+from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 
 MIB = 1 << 20
 HOST = TierFigures(

@@ -14,9 +14,9 @@ from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from segment_owner import MAPPED_BYTES, Owner
 
-from kvelastic import segment
-from kvelastic.cli.stats import Look, Stats, stats_of
+from kvelastic.cli.commands.stats import Look, Stats, stats_of
 from kvelastic.instance.row import Row
+from kvelastic.shared import segment
 
 DEVICE = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
 

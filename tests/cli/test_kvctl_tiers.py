@@ -23,20 +23,19 @@ from segment_owner import Owner
 from tiers_instance import Instance
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment, tier_status
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.kvtop.poller import look
-from kvelastic.cli.tables import rich_table
-from kvelastic.cli.tier_tables import BLOCK_WORDS, plain_tables, rich_tables
-from kvelastic.controller import instance_memory
+from kvelastic.cli.rendering.tables import rich_table
+from kvelastic.cli.rendering.tier_tables import BLOCK_WORDS, plain_tables, rich_tables
+from kvelastic.controller.models import instance_memory
 from kvelastic.doctor.judge_instance import explain_tiers
 from kvelastic.errors import SegmentError
 from kvelastic.instance.look import look_at
 from kvelastic.instance.row import Row, row_of, tier_rows
 from kvelastic.instance.status import status_of
-from kvelastic.segment_dir import SHM_DIR
-from kvelastic.sizes import format_size
-from kvelastic.tier_status import (
+from kvelastic.shared import segment, tier_status
+from kvelastic.shared.segment_dir import SHM_DIR
+from kvelastic.shared.tier_status import (
     BlockCounts,
     TierAnswer,
     TierFigures,
@@ -45,6 +44,7 @@ from kvelastic.tier_status import (
     ask,
     read,
 )
+from kvelastic.sizes import format_size
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import yaml
 from kvelastic.errors import ClusterConfigError
 from kvelastic.integration.ray.replica import instance_name
 from kvelastic.integration.ray.settings import parse
-from kvelastic.segment import check_name
+from kvelastic.shared.segment import check_name
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.http.refusal import Refusal
 from kvelastic.errors import ReplicaLostError
 from kvelastic.integration.ray import dispatch as dispatching
 from kvelastic.integration.ray.dispatch import Answer, dispatch

@@ -9,10 +9,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from kvelastic.devices import DeviceFacts
+from kvelastic.device.machine import DeviceFacts
 from kvelastic.integration.ray.node_resources import capacity_bytes
 from kvelastic.integration.ray.node_room import room_bytes
-from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.controller.gate import State
+from kvelastic.controller.models.gate import State
 from kvelastic.integration.ray.ranking import (
     MOST_NAMES,
     QUEUE_SLACK,

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
-from kvelastic.controller.gate import State
+from kvelastic.controller.models.gate import State
 from kvelastic.errors import ClusterError
 from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import ClusterSettings, parse
+from kvelastic.shared import segment
 
 FAKE = Path(__file__).parents[1] / "fakes" / "engine.py"
 Result = TypeVar("Result")

@@ -115,15 +115,16 @@ def test_a_device_that_cannot_be_had(
 
 
 MIG_PROGRAM = """
-from kvelastic import _vmm, config, device
+from kvelastic import _vmm, config
+from kvelastic.device import selection
 drivers = [_vmm.CudaDriver(f"cuda:{i}") for i in range(4)]
 names = [driver.uuid for driver in drivers]
 assert len(set(names)) == 4, names
 assert all(name.startswith(PREFIX) for name in names), names
 assert [_vmm.CudaDriver(name).ordinal for name in names] == [0, 1, 2, 3]
 settings = config.load()
-assert [device.resolve(name, settings).name for name in names] == names
-assert device.means_host(names[3]) is False
+assert [selection.resolve(name, settings).name for name in names] == names
+assert selection.means_host(names[3]) is False
 drivers[1].create(drivers[1].granularity_bytes)
 free = [driver.free_bytes for driver in drivers]
 assert free[1] < free[0] == free[2] == free[3]
@@ -154,8 +155,8 @@ def test_mig_instances_are_devices_of_their_own(
 def test_no_driver_at_all_falls_back_to_the_host_with_one_line() -> None:
     program = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
-        "from kvelastic import config, device\n"
-        "print(device.resolve('auto', config.load()).name)\n"
+        "from kvelastic import config\nfrom kvelastic.device import selection\n"
+        "print(selection.resolve('auto', config.load()).name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

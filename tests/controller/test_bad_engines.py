@@ -18,13 +18,13 @@ import pytest
 from running import Controller, Engine, config_for, fake_launch
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller.engine_calls import KINDS, EngineCalls
-from kvelastic.controller.headers import SANDBOX, to_client
-from kvelastic.controller.launch_environment import engine_environment
-from kvelastic.controller.listeners import program_of
-from kvelastic.controller.ollama_request import Call, read
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.settings_file import parse
+from kvelastic.controller.http.headers import SANDBOX, to_client
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.launch.launch_environment import engine_environment
+from kvelastic.controller.launch.listeners import program_of
+from kvelastic.controller.models.engine_calls import KINDS, EngineCalls
+from kvelastic.controller.routing.ollama_request import Call, read
+from kvelastic.controller.settings.settings_file import parse
 
 pytestmark = pytest.mark.slow
 

@@ -145,7 +145,8 @@ def test_what_cannot_be_read_is_refused_as_openai_says_it(
 def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
     """Whatever is raised, and by whom: the connection lives, and the log has it."""
     sabotage = (
-        "import kvelastic.controller.forward as forward, kvelastic.controller.__main__ as main\n"
+        "import kvelastic.controller.__main__ as main\n"
+        "from kvelastic.controller.routing import forward\n"
         "def fails(*_, **__): raise ZeroDivisionError('on purpose')\n"
         "forward.to_engine = fails\n"
         "main.main()\n"

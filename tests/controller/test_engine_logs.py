@@ -16,7 +16,12 @@ from running import Controller, fake_launch
 from test_slow_clients import dial, metric
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller.engine_log import MOST_BEHIND_BYTES, PIECE_BYTES, LogReader, last_lines
+from kvelastic.controller.launch.engine_log import (
+    MOST_BEHIND_BYTES,
+    PIECE_BYTES,
+    LogReader,
+    last_lines,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from ports import free_port
 from running import FAKES, Controller
 from waiting import wait_until
 
-from kvelastic.controller.room import Claim, Device, Model, Room
-from kvelastic.controller.settings_file import load
-from kvelastic.controller.settings_warnings import warnings_of
+from kvelastic.controller.models.room import Claim, Device, Model, Room
+from kvelastic.controller.settings.settings_file import load
+from kvelastic.controller.settings.settings_warnings import warnings_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "three_models_on_one_gpu.yaml"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.controller.gate import Gate, Place, Rules, State, Ticket
-from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
 
 
 class Written:

@@ -13,7 +13,7 @@ from certificates import make_certificate
 from click.testing import CliRunner
 
 from kvelastic.controller.__main__ import main
-from kvelastic.controller.settings_file import MOST_BYTES
+from kvelastic.controller.settings.settings_file import MOST_BYTES
 
 SECRET = "hunter2"
 MODEL = "models: [{name: a, url: 'http://h:1', %s}]"

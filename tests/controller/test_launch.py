@@ -16,14 +16,14 @@ import pytest
 from running import FAKES, Controller, fake_launch
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller.engine_process import STEADY_S, Restarts
 from kvelastic.controller.front import Front
-from kvelastic.controller.gate import State, Ticket
-from kvelastic.controller.log_writer import LogWriter
-from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.request_log import RequestLog
-from kvelastic.controller.settings_file import parse
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.launch.engine_process import STEADY_S, Restarts
+from kvelastic.controller.models.gate import State, Ticket
+from kvelastic.controller.settings.settings_file import parse
 
 pytestmark = pytest.mark.slow
 

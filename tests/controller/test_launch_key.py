@@ -19,10 +19,10 @@ from running import FAKES, Controller
 from test_launch import launched
 from waiting import wait_until
 
-from kvelastic.controller.launch_environment import engine_environment, new_engine_key
-from kvelastic.controller.settings import Settings
-from kvelastic.controller.settings_file import parse
-from kvelastic.controller.settings_warnings import warnings_of
+from kvelastic.controller.launch.launch_environment import engine_environment, new_engine_key
+from kvelastic.controller.settings.settings import Settings
+from kvelastic.controller.settings.settings_file import parse
+from kvelastic.controller.settings.settings_warnings import warnings_of
 from kvelastic.errors import ControllerConfigError
 
 SECRET, ADMIN, OTHERS = "controller-key-1", "admin-key-1", "key-of-a-remote-engine"

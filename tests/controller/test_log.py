@@ -23,8 +23,8 @@ from processes import run_python
 from running import Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller.log_writer import LogWriter
-from kvelastic.controller.request_log import JsonFormatter, RequestLog
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.request_log import JsonFormatter, RequestLog
 
 SMALL_PIPE_BYTES = 4096
 F_SETPIPE_SZ = 1031
@@ -119,7 +119,7 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
     log = tmp_path / "log"
     program = (
         "import resource, signal, sys, threading\n"
-        "from kvelastic.controller.log_writer import LogWriter\n"
+        "from kvelastic.controller.http.log_writer import LogWriter\n"
         "import os\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND)\n"

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for, fake_launch
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None
     response = front.client.patch("/memory/org/m", json={"limit": "1M"})
     assert response.status_code in {404, 409}
     assert response.json()["error"]["code"] in {"SEGMENT_NOT_FOUND", "SEGMENT_DEAD"}
-    from kvelastic import ledger, segment
+    from kvelastic.shared import ledger, segment
 
     segment.reap()
     ledger.reap()
@@ -290,7 +290,7 @@ def test_with_every_pool_exhausted_others_are_served(
         (reader,) = (
             child
             for child in psutil.Process(front.process.pid).children()
-            if "kvelastic.controller.body_worker" in child.cmdline()
+            if "kvelastic.controller.routing.body_worker" in child.cmdline()
         )
         reader.suspend()
         ending.callback(instance.go_on)

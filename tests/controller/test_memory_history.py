@@ -12,8 +12,8 @@ from ledger_instance import Instance
 from running import Controller, Engine, config_for
 from waiting import wait_until
 
-from kvelastic.controller import memory_history
-from kvelastic.controller.memory_history import SAMPLES, MemoryHistory
+from kvelastic.controller.models import memory_history
+from kvelastic.controller.models.memory_history import SAMPLES, MemoryHistory
 from kvelastic.errors import IntegrityError
 
 pytestmark = pytest.mark.slow

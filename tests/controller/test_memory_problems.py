@@ -10,11 +10,11 @@ import pytest
 from ledger_instance import Instance
 from waiting import DEADLINE_S
 
-from kvelastic import segment
-from kvelastic.controller.gate import State
-from kvelastic.controller.served_model import ServedModel
-from kvelastic.controller.settings import MemorySettings, ModelSettings, SleepSettings
+from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.settings.settings import MemorySettings, ModelSettings, SleepSettings
 from kvelastic.instance.look import look_at
+from kvelastic.shared import segment
 
 MIB = 1 << 20
 NAME = f"problems-{os.getpid()}"

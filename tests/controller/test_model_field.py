@@ -17,8 +17,9 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from kvelastic.controller.body_worker import find_model
-from kvelastic.controller.model_field import (
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.routing.body_worker import find_model
+from kvelastic.controller.routing.model_field import (
     MAX_FIELDS,
     MAX_NAME_BYTES,
     Form,
@@ -27,13 +28,12 @@ from kvelastic.controller.model_field import (
     find_in_urlencoded,
     written,
 )
-from kvelastic.controller.multipart_field import (
+from kvelastic.controller.routing.multipart_field import (
     MAX_HEADER_BYTES,
     MAX_PARTS,
     boundary_of,
     find_in_multipart,
 )
-from kvelastic.controller.refusal import Refusal
 
 NEW = 'org/näme "q"&=+%\\'
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from waiting import DEADLINE_S
 
-from kvelastic.controller import ollama, ollama_answer
-from kvelastic.controller.forward import READ_BODY
 from kvelastic.controller.front import Front
-from kvelastic.controller.log_writer import LogWriter
-from kvelastic.controller.ollama import HERE_BYTES, OllamaApi
-from kvelastic.controller.ollama_request import Call, read, to_openai
-from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.request_log import RequestLog
-from kvelastic.controller.settings_file import parse
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.routing import ollama, ollama_answer
+from kvelastic.controller.routing.forward import READ_BODY
+from kvelastic.controller.routing.ollama import HERE_BYTES, OllamaApi
+from kvelastic.controller.routing.ollama_request import Call, read, to_openai
+from kvelastic.controller.settings.settings_file import parse
 
 SETTINGS = parse("models: [{name: m, engine: vllm, url: 'http://127.0.0.1:9'}]", {})
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.controller.ollama_answer import (
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.routing.ollama_answer import (
     EVENT_BYTES,
     BadAnswerError,
     Stream,
@@ -20,9 +21,8 @@ from kvelastic.controller.ollama_answer import (
     error_text,
     whole,
 )
-from kvelastic.controller.ollama_models import Listed, names_of, running, shown, tags
-from kvelastic.controller.ollama_request import Call, read, to_openai
-from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.routing.ollama_models import Listed, names_of, running, shown, tags
+from kvelastic.controller.routing.ollama_request import Call, read, to_openai
 
 NOW = "2026-01-01T00:00:00.000000Z"
 TIMES = Times(began_s=1.0, answered_s=3.0, first_s=3.5, ended_s=4.0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from running import Controller, Engine, config_for
 
-from kvelastic.controller.origins import Origins
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.settings import ServerSettings
-from kvelastic.controller.settings_file import parse
+from kvelastic.controller.http.origins import Origins
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.settings.settings import ServerSettings
+from kvelastic.controller.settings.settings_file import parse
 from kvelastic.errors import ControllerConfigError
 
 PAGE, APP = "http://localhost:3000", "app://obsidian.md"

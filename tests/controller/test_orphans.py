@@ -22,9 +22,9 @@ from running import FAKES, Controller, Engine
 from test_launch import launched, pid_of
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller import launch_record
-from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
-from kvelastic.lease import ProcessIdentity
+from kvelastic.controller.launch import launch_record
+from kvelastic.controller.launch.launch_record import LaunchedEngine, Mark, Record
+from kvelastic.shared.liveness import ProcessIdentity
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.slow
 

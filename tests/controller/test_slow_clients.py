@@ -23,9 +23,15 @@ from running import Controller, Engine, config_for
 from test_sleep import memory_mib
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller import connections
-from kvelastic.controller.connections import LEAST_BYTES, Connections, Sent, _sent, has_progressed
-from kvelastic.controller.open_files import OpenFiles
+from kvelastic.controller.http import connections
+from kvelastic.controller.http.connections import (
+    LEAST_BYTES,
+    Connections,
+    Sent,
+    _sent,
+    has_progressed,
+)
+from kvelastic.controller.http.open_files import OpenFiles
 
 pytestmark = pytest.mark.slow
 

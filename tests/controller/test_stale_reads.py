@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvelastic.controller.gate import State
-from kvelastic.controller.served_model import ServedModel
-from kvelastic.controller.settings import ModelSettings, SleepSettings
+from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 
 
 class SlowCalls:

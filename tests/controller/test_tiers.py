@@ -19,9 +19,9 @@ from running import Controller, Engine, config_for
 from tiers_instance import DISK_BYTES, Instance
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
-from kvelastic.status_file import requests_in
-from kvelastic.tier_status import KIND
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.status_file import requests_in
+from kvelastic.shared.tier_status import KIND
 
 pytestmark = pytest.mark.slow
 

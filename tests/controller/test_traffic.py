@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvelastic.controller.traffic import (
+from kvelastic.controller.models.traffic import (
     MAX_WINDOW_S,
     SLOT_S,
     Traffic,

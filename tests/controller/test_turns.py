@@ -22,7 +22,7 @@ from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 

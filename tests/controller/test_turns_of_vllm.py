@@ -17,7 +17,7 @@ from under_tiers import disk_tier
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 from waiting import wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = [pytest.mark.engine, needs.vllm]
 

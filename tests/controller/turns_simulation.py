@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvelastic.controller.gate import Gate, Place, Rules, State, Ticket
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.room import Claim, Device, Group, Model, Room
-from kvelastic.controller.turn_policy import SPARED_PART, Stand, Standing, Want, decide
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
+from kvelastic.controller.models.room import Claim, Device, Group, Model, Room
+from kvelastic.controller.models.turn_policy import SPARED_PART, Stand, Standing, Want, decide
 from tools.reclaim_simulator.instance import Instance, Request
 from tools.reclaim_simulator.simulation import Simulation
 from tools.reclaim_simulator.trace import Arrival, Trace

@@ -27,8 +27,9 @@ import pytest
 from stamped_instance import PAGE_BYTES, Stamped
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment, segment_dir
+from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.shared import ledger, segment, segment_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -18,7 +18,7 @@ from ledger_instance import Instance
 from processes import LineProgram
 from waiting import wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, kills):
 # steps of a grant.
 GRABBER = """
 import os, random, sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 dice = random.Random(os.getpid())
 with ledger.join("bare", group=sys.argv[1], capacity_bytes=int(sys.argv[2]), name="n",
                  uuid=bytes(16)) as place:

@@ -20,7 +20,7 @@ from ledger_instance import Instance
 from processes import run_python
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -118,7 +118,8 @@ def test_the_living_keep_what_they_have_wherever_they_are_looked_at_from(instanc
 
 FEW_DESCRIPTORS = """
 import os, resource, sys
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
 left = int(sys.argv[1])
 lowest = os.dup(0)
 os.close(lowest)
@@ -303,7 +304,7 @@ def test_memory_goes_before_the_lock(tmp_path, lock_first, threads, close_file):
 
 NO_TMPFS = """
 import json, os, signal, subprocess, sys
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 sys.path.insert(0, sys.argv[1])
 from ledger_instance import Instance
 with Instance(KVELASTIC_HOST_MEMORY="64M") as a, Instance(KVELASTIC_HOST_MEMORY="64M") as b:

@@ -13,8 +13,8 @@ from processes import LineProgram
 from segment_owner import Owner
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import lease, segment
 from kvelastic.errors import SegmentBusyError, SegmentNotFoundError
+from kvelastic.shared import liveness, segment
 
 SHM = Path("/dev/shm")
 
@@ -29,7 +29,7 @@ def name():
 # A writer that dies, or stops, in the middle of a request with the writers' lock in its hand.
 HALF_WRITER = """
 import sys
-from kvelastic import segment
+from kvelastic.shared import segment
 with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
     record._write_half_request(123)
     print("half", flush=True)
@@ -68,14 +68,14 @@ print("here", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 """
     with LineProgram("-c", program, str(with_thread)) as process:
-        ticks = lease.start_time_ticks(process.pid)
+        ticks = liveness.start_time_ticks(process.pid)
         assert process.read() == "here"
         stat = Path(f"/proc/{process.pid}/stat")
         wait_until(
             lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "Z",
             "the kernel has not carried the exit out",
         )
-        assert lease.start_time_ticks(process.pid) == (ticks if with_thread else None)
+        assert liveness.start_time_ticks(process.pid) == (ticks if with_thread else None)
 
 
 def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
@@ -141,7 +141,7 @@ def test_usage_is_whole_wherever_its_writer_was_killed_or_stopped(name):
 
 STARTER = """
 import sys
-from kvelastic import segment
+from kvelastic.shared import segment
 print("here", flush=True)
 while True:
     with segment.create(sys.argv[1], engine="loop"):

@@ -18,7 +18,7 @@ from ports import free_port
 from processes import PROGRAMS, LineProgram
 from waiting import wait_until
 
-from kvelastic import ledger, link_status, segment_dir
+from kvelastic.shared import ledger, link_status, segment_dir
 
 pytestmark = pytest.mark.slow
 

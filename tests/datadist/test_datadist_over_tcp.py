@@ -12,8 +12,8 @@ from datadist_cluster import Cluster
 from ports import free_port
 from waiting import wait_until
 
-from kvelastic import link_status, segment
-from kvelastic.link_status import NodeFigures
+from kvelastic.shared import link_status, segment
+from kvelastic.shared.link_status import NodeFigures
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from datadist_cluster import Cluster
 from ports import free_port
 from waiting import wait_until
 
-from kvelastic import link_status
+from kvelastic.shared import link_status
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,10 @@ from fake_nvml import (
     pynvml_module,
 )
 
-from kvelastic import config, devices, nvml
-from kvelastic.devices import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
-from kvelastic.nvml import Nvml, PynvmlNvml, Status, nvml_error
+from kvelastic import config
+from kvelastic.device import machine, nvml
+from kvelastic.device.machine import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
+from kvelastic.device.nvml import Nvml, PynvmlNvml, Status, nvml_error
 
 
 def by_itself(fake: FakeNvml) -> Nvml:
@@ -275,10 +276,10 @@ def test_a_process_that_starts_while_they_are_counted(times):
 
 def test_without_the_package_only_the_host_is_found(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", pynvml_module(FakeNvml([FakeGpu()])))
-    assert len(devices.list_devices().devices) == 2
+    assert len(machine.list_devices().devices) == 2
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
     assert nvml.find() is None
-    found = devices.list_devices()
+    found = machine.list_devices()
     assert [device.kind for device in found.devices] == ["host"]
     assert "pip install 'kvelastic[cuda]'" in found.gpu_problem
 
@@ -316,7 +317,7 @@ def test_a_host_that_cannot_be_read(meminfo):
 def test_the_host_of_this_machine(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    (host,) = devices.list_devices(config.Config(host_memory=5 << 30)).devices
+    (host,) = machine.list_devices(config.Config(host_memory=5 << 30)).devices
     assert host.capacity_bytes == 5 << 30
     assert host.total_bytes == os.sysconf("SC_PHYS_PAGES") * page_bytes
     assert 0 < host.free_bytes < host.total_bytes
@@ -326,7 +327,7 @@ def test_the_host_of_this_machine(monkeypatch):
 def test_a_bad_variable_is_said_and_hides_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "banana")
-    (host,) = devices.list_devices().devices
+    (host,) = machine.list_devices().devices
     assert "KVELASTIC_HOST_MEMORY" in host.problem
     assert host.capacity_bytes is None
     assert host.total_bytes
@@ -337,11 +338,11 @@ def test_names_are_read_where_pids_are_the_hosts(tmp_path, monkeypatch):
     (tmp_path / "self/ns/pid").touch()
     (tmp_path / "41").mkdir()
     (tmp_path / "41/comm").write_bytes(b"vllm \xff\n")
-    assert devices.process_name(41, tmp_path) is None  # in a container: 41 is somebody else
+    assert machine.process_name(41, tmp_path) is None  # in a container: 41 is somebody else
     inode = (tmp_path / "self/ns/pid").stat().st_ino
-    monkeypatch.setattr(devices, "_FIRST_PID_NAMESPACE", inode)
-    assert devices.process_name(41, tmp_path) == "vllm \ufffd"
-    assert devices.process_name(42, tmp_path) is None
+    monkeypatch.setattr(machine, "_FIRST_PID_NAMESPACE", inode)
+    assert machine.process_name(41, tmp_path) == "vllm \ufffd"
+    assert machine.process_name(42, tmp_path) is None
 
 
 def test_names_of_one_device_have_one_key():

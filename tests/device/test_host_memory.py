@@ -148,8 +148,8 @@ FILL = """
 import sys
 sys.path.insert(0, {programs!r})
 from kvelastic import _vmm
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 layout = PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=8, extent_bytes=2 << 20)
 pages = 1024
 memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(layout, pages))

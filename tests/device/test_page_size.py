@@ -13,8 +13,10 @@ import pytest
 from processes import LineProgram
 
 from benchmarks.vmm.prices import PROFILES
-from kvelastic import _vmm, config, ledger, page_size, places
-from kvelastic.device import Device
+from kvelastic import _vmm, config
+from kvelastic.device import page_size
+from kvelastic.device.selection import Device
+from kvelastic.shared import ledger, places
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -119,7 +121,9 @@ def test_a_ledger_that_cannot_be_read_leaves_each_its_own_size(group: str) -> No
 
 DECIDE = """
 import sys
-from kvelastic import config, device, page_size, places
+from kvelastic import config
+from kvelastic.device import selection, page_size
+from kvelastic.shared import places
 page_size.measured_price_us = lambda driver: float(sys.argv[1])
 settings = config.load()
 found = device.resolve("cuda", settings)
@@ -165,7 +169,8 @@ def on_simulator(program: str, tmp_path: Path, **environment: str) -> str:
 
 
 MEASURE = """
-from kvelastic import _vmm, page_size
+from kvelastic import _vmm
+from kvelastic.device import page_size
 driver = _vmm.CudaDriver("cuda")
 print(page_size.measured_price_us(driver), driver.total_bytes - driver.free_bytes)
 """
@@ -187,7 +192,7 @@ def test_where_it_cannot_be_measured_a_known_price_counts(call: str, tmp_path: P
 
 def test_an_embedded_cache_on_a_gpu_follows_the_prices(tmp_path: Path) -> None:
     program = """
-from kvelastic import embedded
+from kvelastic.kvcached import embedded
 embedded.init("vLLM", tp_rank=0, world_size=1, pp_rank=0, device="cuda")
 print(embedded.required().page_size_bytes >> 20)
 embedded.shutdown_kvelastic()

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import fields
 
+from kvelastic.device.gpu_table import ROWS, Row
 from kvelastic.doctor.facts import (
     ConfigFacts,
     Facts,
@@ -22,10 +23,9 @@ from kvelastic.doctor.facts import (
     StartupFacts,
     SystemFacts,
 )
-from kvelastic.gpu_table import ROWS, Row
 from kvelastic.instance.status import InstanceStatus
-from kvelastic.ledger_facts import LedgerInfo
-from kvelastic.tier_status import BlockCounts, TierFigures, TiersFigures
+from kvelastic.shared.ledger_facts import LedgerInfo
+from kvelastic.shared.tier_status import BlockCounts, TierFigures, TiersFigures
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -29,7 +29,7 @@ from kvelastic.doctor.gather import (
     gather_system,
 )
 from kvelastic.doctor.gather_config import gather_config
-from kvelastic.ledger import ledger_path
+from kvelastic.shared.ledger import ledger_path
 
 SHM = Path("/dev/shm")
 

@@ -12,7 +12,7 @@ import needs
 import pytest
 from terminal import written_to_a_terminal
 
-from kvelastic.cli.doctor import report
+from kvelastic.cli.commands.doctor import report
 from kvelastic.doctor.finding import Finding
 
 pytestmark = pytest.mark.slow

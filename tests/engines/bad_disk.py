@@ -16,8 +16,8 @@ from chaos import Operator
 from slow_disk import SlowDisk
 from under_tiers import board_of
 
-from kvelastic import segment, tier_status
-from kvelastic.tier_status import TierRequest
+from kvelastic.shared import segment, tier_status
+from kvelastic.shared.tier_status import TierRequest
 
 DISK_BYTES = 24 << 20
 """Less than what the requests have together."""

@@ -30,8 +30,8 @@ from engine_server import EngineServer
 from known_answers import Known, Times, ask
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.shared import ledger, segment
 
 SEED = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
 SOAK_S = float(os.environ.get("CHAOS_SECONDS") or 600)

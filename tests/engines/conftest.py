@@ -94,7 +94,7 @@ def elastic(servers: SharedServers, instance_name: str) -> Iterator[VllmServer]:
     """vLLM with kvelastic, running, without a limit; the limit is lifted again afterwards."""
     from vllm_server import KV_BYTES
 
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     server = servers[1]
     yield server

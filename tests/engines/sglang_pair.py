@@ -17,7 +17,7 @@ from open_memfds import held_bytes
 from sglang_server import PAGE_TOKENS, Answer, SglangServer
 from transformers_process import make_prompts
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MIB = 1 << 20

@@ -46,7 +46,7 @@ from sglang_pair import (
 from sglang_server import IN_CHUNKS, MAX_TOTAL_TOKENS, PAGE_TOKENS, SglangServer
 from vllm_server import make_requests
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = [needs.sglang, pytest.mark.timeout(2400)]
 

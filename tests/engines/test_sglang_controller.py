@@ -11,7 +11,7 @@ import pytest
 from sglang_pair import PAGED, PROMPTS, Pairs
 from waiting import wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 sys.path.append(str(Path(__file__).parents[1] / "controller"))
 from running import Controller

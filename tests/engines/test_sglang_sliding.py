@@ -14,7 +14,7 @@ from sglang_server import PAGE_TOKENS, SglangServer
 from transformers_process import make_prompts
 from vllm_server import zero_worker_memory
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = [needs.sglang, pytest.mark.soak, pytest.mark.timeout(600)]
 

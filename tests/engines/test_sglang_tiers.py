@@ -27,8 +27,8 @@ from transformers_process import make_prompts
 from under_tiers import board_of, changing_limits, disk_tier
 from waiting import DEADLINE_S, stopped_once, wait_until
 
-from kvelastic import segment
-from kvelastic.tier_status import TiersFigures
+from kvelastic.shared import segment
+from kvelastic.shared.tier_status import TiersFigures
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 

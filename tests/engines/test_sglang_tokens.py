@@ -29,7 +29,7 @@ from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
 from waiting import DEADLINE_S, stopped_once, wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 

@@ -20,7 +20,7 @@ from sglang_server import SglangServer
 from transformers_process import TransformersEngine, make_prompts
 from vllm_server import VllmServer
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from open_memfds import held_bytes
 from transformers_process import TransformersEngine, make_prompts
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 

@@ -14,9 +14,9 @@ from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from transformers_process import TransformersEngine, make_prompts
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
-from kvelastic.process_memory import anonymous_bytes
-from kvelastic.segment_dir import SegmentInfo, list_segments
+from kvelastic.device.process_memory import anonymous_bytes
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.segment_dir import SegmentInfo, list_segments
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 

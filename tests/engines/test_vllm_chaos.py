@@ -33,8 +33,8 @@ from known_answers import know
 from test_vllm_sleep_cycles import call, fall_asleep, held_bytes, wake_up, workers_of
 from vllm_server import KV_BYTES, VllmServer, make_requests
 
-from kvelastic import segment
 from kvelastic.errors import SegmentError
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(2400)
 

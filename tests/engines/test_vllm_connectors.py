@@ -13,9 +13,9 @@ import pytest
 from vllm_server import KV_BYTES, PAGE_BYTES, VllmServer, make_requests
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm.refusals import refuse_cache_configuration, refuse_configuration
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(900)
 

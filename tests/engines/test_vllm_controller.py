@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 sys.path.append(str(Path(__file__).parents[1] / "controller"))
 from running import Controller

@@ -15,7 +15,7 @@ import pytest
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
 from waiting import wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(900)
 

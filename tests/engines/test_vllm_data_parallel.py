@@ -9,7 +9,7 @@ import pytest
 from engine_server import Request
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,7 +16,7 @@ from engine_server import Request
 from memory_cgroup import MemoryCgroup
 from vllm_server import VllmServer, make_requests
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -21,7 +21,7 @@ from simulated_machine import SimulatedMachine
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -24,7 +24,7 @@ from vllm_server import (
     worker_memory_bytes,
 )
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(900)
 

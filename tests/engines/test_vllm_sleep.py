@@ -11,7 +11,7 @@ from ledger_instance import Instance
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
 from waiting import DEADLINE_S, stopped_once, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,7 +20,7 @@ from asking_threads import AskingThreads
 from known_answers import Answered, Known, Times, ask, know
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(1800)
 

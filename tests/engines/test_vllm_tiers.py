@@ -19,7 +19,7 @@ from tiered_server import NAME, Answer, TieredServer, check_found
 from under_tiers import changing_limits
 from vllm_server import KV_BYTES, PAGE_BYTES, make_requests
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -22,7 +22,7 @@ from known_answers import know
 from test_vllm_chaos import ENDS, ENVIRONMENT, GROUP, NAME, VllmOperator
 from vllm_server import VllmServer, make_requests
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(2400)
 

@@ -12,7 +12,7 @@ from engine_server import Request
 from vllm_server import KV_BYTES, PAGE_BYTES, make_requests, worker_memory_bytes, zero_worker_memory
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(900)
 

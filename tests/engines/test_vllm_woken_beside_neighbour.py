@@ -17,7 +17,7 @@ from engine_server import REQUEST_DEADLINE_S, Request
 from vllm_server import VllmServer, make_requests
 from waiting import wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -11,8 +11,8 @@ from engine_server import Request
 from under_tiers import board_of, disk_tier
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, VllmServer
 
-from kvelastic import segment
-from kvelastic.tier_status import TiersFigures
+from kvelastic.shared import segment
+from kvelastic.shared.tier_status import TiersFigures
 
 NAME = f"kvelastic_tiers_{os.getpid()}"
 """Of the instance; one of them runs at a time."""

@@ -15,14 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import Owner, until_replied
 from waiting import DEADLINE_S
 
-from kvelastic import ledger, segment
 from kvelastic.cli.kvtop.scene import scene_of
-from kvelastic.controller import instance_memory
+from kvelastic.controller.models import instance_memory
+from kvelastic.instance.metric_table import STATES
+from kvelastic.instance.metrics import render
 from kvelastic.instance.outcome import Verdict, outcome_of
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.metric_table import STATES
-from kvelastic.metrics import render
-from kvelastic.segment import Request
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.segment import Request
 
 pytestmark = pytest.mark.slow
 

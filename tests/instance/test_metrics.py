@@ -20,11 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from waiting import DEADLINE_S
 
-from kvelastic import metric_table, metrics
-from kvelastic.ledger_facts import LedgerInfo, Member
-from kvelastic.link_status import LinkFigures, NodeFigures
-from kvelastic.segment import SegmentInfo
-from kvelastic.tier_status import BlockCounts, TierFigures, TiersFigures
+from kvelastic.instance import metric_table, metrics
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
+from kvelastic.shared.link_status import LinkFigures, NodeFigures
+from kvelastic.shared.segment import SegmentInfo
+from kvelastic.shared.tier_status import BlockCounts, TierFigures, TiersFigures
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -211,7 +211,7 @@ def test_names_are_as_prometheus_wants_them():
 
 def test_counters_are_all_that_an_instance_counts():
     with Owner(f"metrics_{os.getpid()}_{random.randrange(1 << 40):x}") as owner:
-        from kvelastic import segment
+        from kvelastic.shared import segment
 
         counted = {one.field for one in metric_table.COUNTERS}
         assert set(segment.inspect(owner.name).counters) == counted
@@ -274,7 +274,7 @@ def test_any_names_make_a_text_that_can_be_read():
 
 def test_the_document_is_what_the_code_says():
     written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == metrics.document(), "python -m kvelastic.metrics >docs/metrics.md"
+    assert written == metrics.document(), "python -m kvelastic.instance.metrics >docs/metrics.md"
 
 
 # ---------------------------------------------------------------------------------- dashboard

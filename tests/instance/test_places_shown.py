@@ -13,12 +13,13 @@ from device_ledgers import Machine
 from native_pools import HUGE, LAYOUTS
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvelastic import _vmm, ledger, segment
-from kvelastic.cli.device_rows import device_rows
+from kvelastic import _vmm
 from kvelastic.cli.ledgers import choose_ledger
-from kvelastic.controller import instance_memory
-from kvelastic.metrics import render
-from kvelastic.pool import native_geometry
+from kvelastic.cli.rendering.device_rows import device_rows
+from kvelastic.controller.models import instance_memory
+from kvelastic.instance.metrics import render
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import ledger, segment
 
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvelastic import _vmm
 from kvelastic.errors import KvelasticError, PoolExhaustedError
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 # vLLM warns when it is imported; that is not what is tested here.
 pytestmark = [

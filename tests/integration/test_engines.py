@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvelastic import embedded, engines, segment
+from kvelastic import engines
 from kvelastic.doctor.facts import Facts, PackageFacts
 from kvelastic.doctor.judge import judge
 from kvelastic.engines import Engine
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
-from kvelastic.hooks.versions import series_for
-from kvelastic.views import BlocksOfShape, plan
+from kvelastic.integration.hooks.versions import series_for
+from kvelastic.kvcached import embedded
+from kvelastic.pool.views import BlocksOfShape, plan
+from kvelastic.shared import segment
 
 ROOT = Path(__file__).parents[2]
 NAMES = {name for engine in engines.ENGINES for name in (engine.name, engine.title)}

@@ -14,7 +14,7 @@ import pytest
 from test_starvation import Engine
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
-from kvelastic import ledger
+from kvelastic.shared import ledger
 
 pytestmark = [
     pytest.mark.slow,

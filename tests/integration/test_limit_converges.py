@@ -14,7 +14,7 @@ import pytest
 from simulated_scheduler import SimulatedRequest, SimulatedScheduler
 from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
-from kvelastic.scheduling.over_limit import OverLimit
+from kvelastic.pool.scheduling.over_limit import OverLimit
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,7 @@ from types import SimpleNamespace as Made
 import torch
 from kvelastic.integration.sglang import in_scheduler, making_way
 from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
-from kvelastic.scheduling.over_limit import NOTHING, choose_requests
+from kvelastic.pool.scheduling.over_limit import NOTHING, choose_requests
 
 PAGE_TOKENS = 32
 BLOCKS_A_PAGE = 4

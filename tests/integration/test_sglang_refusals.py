@@ -122,7 +122,7 @@ def look(cache, allocator=ElasticPagedAllocator, swa=False, ssm=False, tree=Elas
     scheduler = Made(is_hybrid_swa=swa, is_hybrid_ssm=ssm, tree_cache=tree.__new__(tree),
                      token_to_kv_pool_allocator=made)
     try:
-        refuse_cache(scheduler)
+        refuse_cache(scheduler, ElasticMHATokenToKVPool, ElasticPagedAllocator, ElasticRadixCache)
     except Exception as error:
         print(str(error).splitlines()[1])
     else:

@@ -29,8 +29,8 @@ CHEAP = {
     "kvelastic",
     "kvelastic.startup",
     "kvelastic.engines",
-    "kvelastic.hooks",
-    "kvelastic.hooks.late_import",
+    "kvelastic.integration.hooks",
+    "kvelastic.integration.hooks.late_import",
 }
 """All that a start with the variable set may import of ours."""
 OURS = ("KVELASTIC", "KVCACHED", "PYTHON")
@@ -39,7 +39,7 @@ ON = {"ENABLE_KVELASTIC": "true"}
 ARMED = tuple(engine.loading_module for engine in ENGINES if engine.loaded_by)
 SAY_ARMED = """
 import sys
-late_import = sys.modules.get("kvelastic.hooks.late_import")
+late_import = sys.modules.get("kvelastic.integration.hooks.late_import")
 print(late_import.armed() if late_import else ())
 """
 
@@ -232,7 +232,7 @@ def test_every_kind_of_child_is_armed(tmp_path: Path) -> None:
     program.write_text(
         f"""
 import multiprocessing, os, subprocess, sys
-from kvelastic.hooks.late_import import armed
+from kvelastic.integration.hooks.late_import import armed
 def answer(queue): queue.put(armed())
 if __name__ == "__main__":
     for method in ("fork", "spawn", "forkserver"):
@@ -278,7 +278,7 @@ arm()
 before = list(sys.meta_path)
 os.environ["ENABLE_KVELASTIC"] = "true"
 arm(); arm(); at_start()
-from kvelastic.hooks.late_import import armed
+from kvelastic.integration.hooks.late_import import armed
 print(armed(), len(sys.meta_path) - len(before))
 """
     assert said(program, "-S", PYTHONPATH=str(ROOT)) == f"{ARMED} 1"

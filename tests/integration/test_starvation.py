@@ -91,7 +91,7 @@ class Engine:
 @pytest.fixture
 def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause ends by its length: what is not told is never found."""
-    from kvelastic.scheduling import starvation
+    from kvelastic.pool.scheduling import starvation
 
     monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
@@ -151,7 +151,7 @@ def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
 
 def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times between one question to the scheduler and the next, in the course of 50 s."""
-    from kvelastic.scheduling import starvation
+    from kvelastic.pool.scheduling import starvation
 
     now_s = 0.0
     monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))

@@ -10,8 +10,8 @@ import needs
 import pytest
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
-from kvelastic.scheduling.blocks import SchedulerBlocks
-from kvelastic.scheduling.over_limit import OverLimit
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.over_limit import OverLimit
 
 pytestmark = [pytest.mark.slow, needs.transformers]
 

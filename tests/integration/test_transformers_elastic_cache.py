@@ -22,8 +22,9 @@ from open_memfds import open_memfds
 from simulated_machine import SimulatedMachine
 from waiting import wait_until
 
-from kvelastic import errors, ledger, segment
+from kvelastic import errors
 from kvelastic.instance.status import status_of
+from kvelastic.shared import ledger, segment
 from kvelastic.sizes import MIB_BYTES
 
 pytestmark = [pytest.mark.slow, needs.transformers, pytest.mark.filterwarnings("ignore")]

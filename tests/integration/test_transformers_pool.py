@@ -8,7 +8,7 @@ import needs
 import pytest
 from native_pools import LAYOUTS, Memory
 
-from kvelastic.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.prefix_ledger import PrefixLedger

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 PAGES = 5
 NUM_BLOCKS = 40

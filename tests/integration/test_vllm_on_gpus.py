@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvelastic import config, gpu_table
+from kvelastic import config
+from kvelastic.device import gpu_table
 from kvelastic.errors import ConfigError, UnsupportedEngineError
-from kvelastic.hooks import versions
+from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import scheduler_side, start_checks, start_reserve
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 from kvelastic.integration.vllm.refusals import (
@@ -18,7 +19,7 @@ from kvelastic.integration.vllm.refusals import (
     refuse_short_offsets,
 )
 from kvelastic.integration.vllm.worker_device import DeviceFacts
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 GIB = 1 << 30
 BESIDE = 128 << 20

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvelastic import _vmm
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
 from kvelastic.integration.vllm import scheduler_side
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 MIB = 1 << 20
 LAYOUT = PageLayout.solve(MIB // 8, 1, page_size_bytes=2 * MIB)

@@ -22,7 +22,7 @@ def test_not_enabled_it_imports_and_patches_nothing() -> None:
         register()
         new = {name for name in set(sys.modules) - before}
         assert not any(name.startswith(("torch", "vllm")) for name in new), new
-        assert "kvelastic._vmm" not in new and "kvelastic.hooks.versions" not in new
+        assert "kvelastic._vmm" not in new and "kvelastic.integration.hooks.versions" not in new
         import vllm.v1.engine.core as core
         from vllm.v1.core import block_pool, kv_cache_coordinator
         assert kv_cache_coordinator.BlockPool is block_pool.BlockPool

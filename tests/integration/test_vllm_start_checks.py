@@ -13,16 +13,17 @@ import pytest
 from segment_owner import Owner, engine_core
 from waiting import DEADLINE_S
 
-from kvelastic import ledger, segment, start_checks
 from kvelastic.errors import (
     ConfigError,
     GuaranteeError,
     SegmentExistsError,
     UnsupportedEngineError,
 )
+from kvelastic.integration import start_checks
 from kvelastic.integration.vllm import in_front_end, with_starter
 from kvelastic.integration.vllm import start_checks as vllm_checks
 from kvelastic.integration.vllm.start_checks import check_start
+from kvelastic.shared import ledger, segment
 
 GROUP = f"kvstartchecks-{os.getpid()}"
 NAME = f"kvtest_start_{os.getpid()}"

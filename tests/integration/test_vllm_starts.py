@@ -16,7 +16,7 @@ from processes import PROGRAMS
 from simulated_machine import SimulatedMachine
 from starting_server import StartingServer
 
-from kvelastic import nvml
+from kvelastic.device import nvml
 from kvelastic.errors import OutOfMemoryError
 from kvelastic.integration.vllm import in_engine_core, own_process, scheduler_side
 from kvelastic.integration.vllm.own_memory import LIBRARIES_BYTES, Seen, own_bytes

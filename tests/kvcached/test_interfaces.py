@@ -14,10 +14,11 @@ import torch
 from native_pools import alloc
 from waiting import DEADLINE_S
 
-from kvelastic import errors, segment
+from kvelastic import errors
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
-from kvelastic.ledger import list_ledgers
+from kvelastic.shared import segment
+from kvelastic.shared.ledger import list_ledgers
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 500, 16, 2, 64
 CELL_BYTES = HEADS * DIM * 2

@@ -13,10 +13,11 @@ import pytest
 import torch
 from native_pools import alloc
 
-from kvelastic import errors, segment, vmm_ops
+from kvelastic import errors, vmm_ops
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
-from kvelastic.manager import KVCacheManager
+from kvelastic.kvcached.manager import KVCacheManager
+from kvelastic.shared import segment
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvelastic import errors, ledger, segment, vmm_ops
+from kvelastic import errors, vmm_ops
+from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -11,8 +11,9 @@ import pytest
 from ledger_instance import BLOCKS_PER_PAGE, Instance
 from open_memfds import open_memfds
 
-from kvelastic import _vmm, errors, ledger, segment, vmm_ops
-from kvelastic.ledger_facts import Member
+from kvelastic import _vmm, errors, vmm_ops
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.ledger_facts import Member
 
 MIB = 1 << 20
 PAGE = 2 * MIB

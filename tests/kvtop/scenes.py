@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvelastic.cli.kvtop.scene import Device, Instance, Scene
-from kvelastic.tier_status import TierFigures
+from kvelastic.shared.tier_status import TierFigures
 
 MIB, GIB = 1 << 20, 1 << 30
 

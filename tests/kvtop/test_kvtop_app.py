@@ -99,7 +99,7 @@ def test_keys_are_taken_while_a_look_takes_long(terminal, monkeypatch):
 
 
 def test_a_look_needs_no_ledgers(monkeypatch):
-    from kvelastic import ledger
+    from kvelastic.shared import ledger
 
     def fail() -> None:
         raise OSError("no")

@@ -12,7 +12,7 @@ from kvelastic.cli.kvtop.poller import answer_line
 from kvelastic.cli.kvtop.scene import ORDERS, Instance
 from kvelastic.cli.kvtop.text import UNICODE
 from kvelastic.cli.kvtop.view import screen
-from kvelastic.segment import Answer
+from kvelastic.shared.segment import Answer
 
 THREE = tuple(instance(name, model="") for name in "abc")
 

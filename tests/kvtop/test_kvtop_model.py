@@ -9,8 +9,8 @@ from scenes import GIB, MIB, instance
 
 from kvelastic.cli.kvtop.model import HISTORY_LOOKS, Model
 from kvelastic.cli.kvtop.scene import ORDERS, Instance, Scene, ordered, scene_of
-from kvelastic.ledger_facts import LedgerInfo, Member
-from kvelastic.segment import SegmentInfo
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
+from kvelastic.shared.segment import SegmentInfo
 
 PARTS = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
 

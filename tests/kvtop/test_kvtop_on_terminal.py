@@ -22,8 +22,8 @@ from segment_owner import Owner
 from shown_instance import Shown
 from waiting import DEADLINE_S
 
-from kvelastic import segment
-from kvelastic.tier_status import TierFigures
+from kvelastic.shared import segment
+from kvelastic.shared.tier_status import TierFigures
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ from msgspec import structs
 from scenes import ALL, EMPTY, GIB, MANY, ONE, TIERS, WIDE, device, instance
 from wcwidth import wcwidth
 
-from kvelastic.cli.columns import shares
 from kvelastic.cli.kvtop.bars import device_bar, sparkline
 from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.keys import Ui, press
@@ -30,6 +29,7 @@ from kvelastic.cli.kvtop.text import (
     wrap,
 )
 from kvelastic.cli.kvtop.view import plain_screen, screen
+from kvelastic.cli.rendering.columns import shares
 
 SIZES = [(1, 1), (2, 1), (1, 5), (3, 3), (20, 5), (40, 10), (80, 24), (120, 40), (200, 50)]
 KEYS = {

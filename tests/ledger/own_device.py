@@ -15,7 +15,8 @@ from pathlib import Path
 from ledger_instance import PAGE_BYTES, Instance
 from waiting import wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
 
 DEVICE_PAGES = 32
 

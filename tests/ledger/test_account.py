@@ -13,10 +13,11 @@ from processes import LineProgram, run_python
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
 from kvelastic.host_capacity import machine_memory_bytes
-from kvelastic.process_memory import anonymous_bytes
+from kvelastic.shared import ledger, segment
 
 CAPACITY = PAGES * HUGE
 
@@ -210,7 +211,8 @@ def test_the_host_takes_reserves_from_what_is_outside_the_capacity() -> None:
 
 EMBEDDED = """
 import sys
-from kvelastic import embedded, errors
+from kvelastic import errors
+from kvelastic.kvcached import embedded
 from kvelastic.integration.vllm import interfaces as kvi
 kvi.init_kvelastic(device="cpu")
 try:
@@ -267,7 +269,7 @@ def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
 
 HOLDS = """
 import mmap, os
-from kvelastic.process_memory import anonymous_bytes
+from kvelastic.device.process_memory import anonymous_bytes
 before_bytes = anonymous_bytes(os.getpid())
 held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for at in range(0, len(held), 4096):

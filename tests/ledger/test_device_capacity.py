@@ -20,9 +20,9 @@ from own_device import DEVICE_PAGES, Device
 from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
+from kvelastic.shared import segment
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_the_guarantees_of_the_dead_do_not_count(device):
 
 SETTER = """
 import sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 print("ready", flush=True)
 while True:
     for pages in int(sys.argv[2]), int(sys.argv[3]):

@@ -18,7 +18,7 @@ from ledger_instance import Instance
 from processes import LineProgram, run_python
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
 from kvelastic.errors import (
     DeviceUnavailableError,
     GuaranteeError,
@@ -29,7 +29,8 @@ from kvelastic.errors import (
     SegmentBusyError,
     SegmentFormatError,
 )
-from kvelastic.lease import Liveness, ProcessIdentity
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.liveness import Liveness, ProcessIdentity
 from kvelastic.sizes import format_size
 
 MIB = 1 << 20
@@ -69,7 +70,7 @@ def found(device: str) -> ledger.LedgerInfo | None:
 
 MEMBER = """
 import sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 device, group, min_bytes = sys.argv[1:4]
 with ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16),
                  min_bytes=int(min_bytes), priority=3) as place:
@@ -195,7 +196,7 @@ def test_a_forked_child_takes_no_place_away(device):
 
 FORKER = """
 import os, sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 def main():
     place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="n",
                         uuid=bytes(16))
@@ -245,7 +246,7 @@ def test_no_file_stays_open(device):
 CHURN = """
 import os, sys
 from pathlib import Path
-from kvelastic import ledger
+from kvelastic.shared import ledger
 device, group, rounds, token = sys.argv[1:5]
 what = {"group": group, "capacity_bytes": 2 << 20, "name": "n", "uuid": bytes(16)}
 for _ in range(int(rounds)):
@@ -632,7 +633,7 @@ def test_a_member_that_is_seen_to_run_is_alive_without_a_lock(device):
 
 THREAD_GOES_ON = """
 import ctypes, sys, threading
-from kvelastic import ledger
+from kvelastic.shared import ledger
 device, group = sys.argv[1:3]
 place = ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16))
 assert place.member.grant(4, 2 << 20) == 4
@@ -659,7 +660,7 @@ def test_a_dead_main_thread_is_not_a_dead_member(device):
 
 WORKER = """
 import sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 lives = ledger.hold_as_worker(bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
 print(len(lives), flush=True)
 sys.stdin.read()
@@ -797,7 +798,7 @@ def test_the_place_after_the_last_is_refused_with_what_to_do(device):
 
 EXITS = """
 import sys
-from kvelastic import ledger
+from kvelastic.shared import ledger
 place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="other",
                     uuid=bytes(16))
 """

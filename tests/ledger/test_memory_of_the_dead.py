@@ -11,7 +11,7 @@ from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from simulated_machine import SimulatedMachine
 from waiting import wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 CAPACITY = 30
 """Pages: 0.95 of a device of 32."""

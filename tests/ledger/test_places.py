@@ -17,9 +17,9 @@ from native_pools import HUGE, LAYOUTS
 from processes import PROGRAMS, LineProgram
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
 from kvelastic.errors import (
     GuaranteeError,
     IntegrityError,
@@ -27,8 +27,9 @@ from kvelastic.errors import (
     LedgerError,
     ReserveError,
 )
-from kvelastic.places import capacity_bytes, copies_by_device, join_all
-from kvelastic.pool import local_range, native_geometry, open_pool
+from kvelastic.pool.pool import local_range, native_geometry, open_pool
+from kvelastic.shared import ledger, segment
+from kvelastic.shared.places import capacity_bytes, copies_by_device, join_all
 
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page

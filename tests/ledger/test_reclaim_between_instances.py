@@ -18,7 +18,7 @@ from ledger_instance import Instance
 from own_device import DEVICE_PAGES, Device
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,15 @@ from processes import PROGRAMS, run_python
 from simulated_machine import SimulatedMachine
 from waiting import wait_until
 
-from kvelastic import ledger
+from kvelastic.shared import ledger
 
 STRANGERS = 5
 PROGRAM = """
 from device_ledgers import Machine
 from native_pools import HUGE, LAYOUTS
-from kvelastic import _vmm, ledger
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm
+from kvelastic.shared import ledger
+from kvelastic.pool.pool import native_geometry
 
 driver = _vmm.CudaDriver("cuda")
 driver.use_streams([])

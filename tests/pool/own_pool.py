@@ -9,9 +9,9 @@ from typing import Any
 
 from kvelastic import config
 from kvelastic.config import Config
-from kvelastic.device import host
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.device.selection import host
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 
 BLOCKS_PER_PAGE = 8
 PAGES = 16

@@ -13,13 +13,14 @@ import pytest
 from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
 from waiting import DEADLINE_S
 
-from kvelastic import _vmm, config, segment
-from kvelastic.device import Device
-from kvelastic.engine_pool import EnginePool, device_for, open_engine_pool
+from kvelastic import _vmm, config
+from kvelastic.device.selection import Device
 from kvelastic.errors import ConfigError, ReserveError
 from kvelastic.integration.sglang import in_scheduler
 from kvelastic.integration.sglang.late_releases import LateReleases
-from kvelastic.layout import PageLayout
+from kvelastic.pool.engine_pool import EnginePool, device_for, open_engine_pool
+from kvelastic.pool.layout import PageLayout
+from kvelastic.shared import segment
 from kvelastic.sizes import MIB_BYTES
 
 PAGE_BYTES = 2 * MIB_BYTES

@@ -10,7 +10,7 @@ import needs
 import pytest
 from processes import run_python
 
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from native_pools import HUGE, LAYOUTS, Memory, alloc
 from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, errors, segment
+from kvelastic import _vmm, errors
+from kvelastic.shared import segment
 
 B = 8
 PAGES = 12
@@ -111,7 +112,7 @@ def test_idle_memory_is_back_when_the_answer_is_there():
 
 OPERATOR = """
 import sys
-from kvelastic import segment
+from kvelastic.shared import segment
 with segment.open_writable(sys.argv[1]) as operator:
     print("open", flush=True)
     sys.stdin.readline()

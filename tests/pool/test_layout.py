@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvelastic.errors import LayoutError
 from kvelastic.integration.vllm.cache_shape import place_layers
-from kvelastic.layout import (
+from kvelastic.pool.layout import (
     GRANULARITY_BYTES,
     MAX_PAGE_BYTES,
     PADDING_ACCEPTED,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory
 
-from kvelastic.scheduling import over_limit
-from kvelastic.scheduling.blocks import SchedulerBlocks
-from kvelastic.scheduling.over_limit import NOTHING, Choice, Holder, OverLimit, choose_requests
+from kvelastic.pool.scheduling import over_limit
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.over_limit import NOTHING, Choice, Holder, OverLimit, choose_requests
 
 A_PAGE = 10
 """Ids of a page in these tests: block 23 lies on page 2."""

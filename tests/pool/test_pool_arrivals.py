@@ -11,7 +11,8 @@ from native_pools import HUGE, alloc
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import wait_until
 
-from kvelastic import _vmm, ledger
+from kvelastic import _vmm
+from kvelastic.shared import ledger
 
 FOREVER_S = -1.0
 

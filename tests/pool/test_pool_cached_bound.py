@@ -8,9 +8,9 @@ import random
 import pytest
 
 from kvelastic import config
-from kvelastic.device import host
-from kvelastic.layout import PageLayout
-from kvelastic.pool import local_range, open_pool
+from kvelastic.device.selection import host
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import local_range, open_pool
 
 BLOCK_TOKENS = 128
 LAYOUT = PageLayout.solve(64 << 10, 4)

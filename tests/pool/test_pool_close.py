@@ -11,9 +11,10 @@ from open_memfds import open_memfds
 from own_pool import BLOCKS_PER_PAGE as B
 from own_pool import LAYOUT, PAGES, own_settings, start_pool
 
-from kvelastic import errors, ledger
-from kvelastic.pool import ElasticPool
-from kvelastic.tensors import whole_range
+from kvelastic import errors
+from kvelastic.pool.pool import ElasticPool
+from kvelastic.pool.tensors import whole_range
+from kvelastic.shared import ledger
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from own_pool import BLOCKS_PER_PAGE as B
 from own_pool import LAYOUT, make_pool, own_settings, start_pool
 from waiting import DEADLINE_S
 
-from kvelastic import ledger, segment
-from kvelastic.pool import ElasticPool
+from kvelastic.pool.pool import ElasticPool
+from kvelastic.shared import ledger, segment
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 
 PROGRAM = """
 from kvelastic import _vmm
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 def resident_bytes():
     for line in open("/proc/self/status"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native_pools import HUGE, LAYOUTS, Memory
 
 from kvelastic import errors
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 WHOLE = PageLayout(HUGE, 1, 1, HUGE)
 PAGES = 9

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvelastic import _vmm
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 MIB = 1 << 20
 PAGES = 8

@@ -6,7 +6,8 @@ from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
 
 
 def test_all_that_it_was_granted_can_be_had_by_others(shared: TwoPools) -> None:

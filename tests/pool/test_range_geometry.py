@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvelastic import _vmm, errors
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 HUGE = 2 << 20
 SOUND = {"pages": 8, "extent_bytes": HUGE, "block_bytes": 256 << 10, "blocks_per_page": 8}

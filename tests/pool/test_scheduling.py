@@ -1,4 +1,4 @@
-"""`kvelastic.scheduling`: the pool as a scheduler uses it, alone and under a toy engine."""
+"""`kvelastic.pool.scheduling`: the pool as a scheduler uses it, alone and under a toy engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
 from two_pools import PAGED, PAGES, TwoPools
 
 from kvelastic.errors import BlockError, IntegrityError
-from kvelastic.scheduling import starvation
-from kvelastic.scheduling.blocks import SchedulerBlocks
-from kvelastic.scheduling.starvation import Naps
+from kvelastic.pool.scheduling import starvation
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.starvation import Naps
 
 LAYOUT = LAYOUTS["paged"]
 A_PAGE = LAYOUT.blocks_per_page

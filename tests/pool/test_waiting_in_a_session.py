@@ -15,8 +15,9 @@ from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import wait_until
 
-from kvelastic import _vmm, ledger
-from kvelastic.scheduling.blocks import SchedulerBlocks
+from kvelastic import _vmm
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.shared import ledger
 
 LONGER_THAN_A_TEST_S = 3600.0
 A_PAGE_AND_MORE = BLOCKS_PER_PAGE + 1

@@ -11,12 +11,12 @@ from own_pool import BLOCKS_PER_PAGE as B
 from own_pool import LAYOUT, PAGES, own_settings, start_pool
 from waiting import DEADLINE_S
 
-from kvelastic import ledger, segment
 from kvelastic.instance.look import look_at
-from kvelastic.pool import ElasticPool
-from kvelastic.scheduling import waiting
-from kvelastic.scheduling.blocks import SchedulerBlocks
-from kvelastic.scheduling.waiting import WaitingRequests
+from kvelastic.pool.pool import ElasticPool
+from kvelastic.pool.scheduling import waiting
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.waiting import WaitingRequests
+from kvelastic.shared import ledger, segment
 
 PAGE = LAYOUT.page_bytes
 

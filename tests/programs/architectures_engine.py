@@ -60,7 +60,7 @@ def rounds(engine: Any, exact: bool) -> list[list[list[int]]]:
 
 
 def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool) -> None:
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     usage = segment.inspect(name).usage
     assert usage["mapped_bytes"] > 0, "the model has a cache of its own beside this"

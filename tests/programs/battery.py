@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from open_memfds import open_memfds
 from waiting import DEADLINE_S
 
-from kvelastic import _vmm, device, errors, page_size, segment
+from kvelastic import _vmm, errors
+from kvelastic.device import page_size, selection
+from kvelastic.shared import segment
 
 PAGES = 8
 EVERY_DRIVER = (
@@ -411,7 +413,7 @@ def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
         own = _vmm.CudaDriver("cuda")
         own.use_streams([0])
         page_size.measured_price_us(own)
-        memory = device.reserve_range(own, whole, guard_pages=False)
+        memory = selection.reserve_range(own, whole, guard_pages=False)
         with segment.create(f"kvtest_start_{os.getpid()}", engine="test", device="cuda") as seg:
             ring = _vmm.Ring.create(seg.record, whole, 30.0)
             worker = _vmm.RingWorker.start(seg.record, memory)

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_manager import FullAttentionCacheAllocator
 
 from kvelastic.integration.transformers.block_manager import TRASH_BLOCK, ElasticBlockManager
-from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 TOKENS = 4
 LAYOUT = LAYOUTS["block that divides no page"]

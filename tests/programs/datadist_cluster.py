@@ -86,7 +86,7 @@ class Cluster(LineProgram):
 
     def kill(self, *, wait: bool = True) -> None:
         """SIGKILL. The files that it leaves in shared memory are removed, as by any reader."""
-        from kvelastic import segment_dir
+        from kvelastic.shared import segment_dir
 
         super().kill(wait=wait)
         segment_dir.reap()

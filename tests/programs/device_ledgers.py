@@ -13,9 +13,10 @@ import random
 
 from native_pools import HUGE
 
-from kvelastic import _vmm, ledger
-from kvelastic.device import Device
-from kvelastic.places import JoinedPlaces, join_all
+from kvelastic import _vmm
+from kvelastic.device.selection import Device
+from kvelastic.shared import ledger
+from kvelastic.shared.places import JoinedPlaces, join_all
 
 
 class Machine:

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 from waiting import DEADLINE_S
 
-from kvelastic import _vmm, segment
+from kvelastic import _vmm
 from kvelastic.config import Config, load
-from kvelastic.device import host, resolve
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.device.selection import host, resolve
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.shared import segment
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.match import Load

@@ -4,9 +4,10 @@
     list_gpus(fake, name_of)
     assert fake.starts == fake.stops
 
-It is a `kvelastic.nvml.Nvml`. `cuda_module(fake)` and `pynvml_module(fake)` are the same behind the
-functions and errors of the two packages, as modules. As a program, `fake_nvml.py FOLDER` writes a
-`pynvml` and a `cuda` without nvml into FOLDER: with it first in PYTHONPATH a process sees MACHINE.
+It is a `kvelastic.device.nvml.Nvml`. `cuda_module(fake)` and `pynvml_module(fake)` are the same
+behind the functions and errors of the two packages, as modules. As a program, `fake_nvml.py FOLDER`
+writes a `pynvml` and a `cuda` without nvml into FOLDER: with it first in PYTHONPATH a process sees
+MACHINE.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from kvelastic.device.nvml import NOT_AVAILABLE_BYTES, ProcessKind, Status, nvml_error
 from kvelastic.errors import NvmlError
-from kvelastic.nvml import NOT_AVAILABLE_BYTES, ProcessKind, Status, nvml_error
 
 GIB = 1 << 30
 QUESTIONS = ("device", "name", "uuid", "memory", "processes", "is_mig_on", "mig_slots")

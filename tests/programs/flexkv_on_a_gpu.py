@@ -23,8 +23,8 @@ from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.storage.allocator import GPUAllocator
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 BLOCKS, TOKENS, LAYERS = 32, 4, 3
 

@@ -15,8 +15,9 @@ import pytest
 from gpu_kernels import GLOBAL, SUCCESS, THREAD_LOCAL, Gpu
 from native_pools import HUGE, LAYOUTS
 
-from kvelastic import _vmm, errors, segment
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm, errors
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import segment
 
 PAGES = 24
 B = 8

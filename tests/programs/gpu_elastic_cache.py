@@ -17,8 +17,8 @@ def main() -> None:
     import transformers
     from simulated_gpu import seams
 
-    from kvelastic import segment
     from kvelastic.integration.transformers import ElasticCache, token_store
+    from kvelastic.shared import segment
 
     token_store.whole_range = seams.whole_range
     torch.set_num_threads(1)

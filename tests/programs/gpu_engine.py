@@ -21,7 +21,7 @@ from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm_server import BLOCK_TOKENS, MAX_MODEL_TOKENS
 
-from kvelastic import segment
+from kvelastic.shared import segment
 
 NAME = os.environ["KVELASTIC_IPC_NAME"]
 READ_BYTES = 4096

@@ -23,8 +23,9 @@ def main() -> None:
     from gpu_kernels import Gpu
     from native_pools import LAYOUTS
 
-    from kvelastic import _vmm, segment
-    from kvelastic.pool import native_geometry
+    from kvelastic import _vmm
+    from kvelastic.pool.pool import native_geometry
+    from kvelastic.shared import segment
 
     name, layout, pages = sys.argv[1], LAYOUTS[sys.argv[2]], int(sys.argv[3])
     rank = int(sys.argv[4]) if len(sys.argv) > 4 else 0

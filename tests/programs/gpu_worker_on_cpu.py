@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from simulated_gpu import seams
 
-from kvelastic import _vmm, config, ledger, tensors
+from kvelastic import _vmm, config
 from kvelastic.integration.vllm import worker_device
+from kvelastic.pool import tensors
+from kvelastic.shared import ledger
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 NEIGHBOUR_BYTES = int(os.environ.get("TEST_NEIGHBOUR_BYTES", "0"))

@@ -30,7 +30,7 @@ def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
     )
     name = os.environ.get("KVELASTIC_IPC_NAME")
     if name is not None:
-        from kvelastic import ledger, segment
+        from kvelastic.shared import ledger, segment
 
         assert segment.inspect(name).usage["mapped_bytes"] > 0
         assert segment.inspect(name).header["pid"] == os.getpid()

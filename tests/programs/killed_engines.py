@@ -38,7 +38,7 @@ class LeftBehind:
 
     def remove(self) -> None:
         """Pre: the processes have ended."""
-        from kvelastic import ledger, segment
+        from kvelastic.shared import ledger, segment
 
         for name in self._names:
             (SHM / name).unlink(missing_ok=True)

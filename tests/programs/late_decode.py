@@ -24,8 +24,8 @@ from gpu_kernels import Gpu
 from simulated_gpu import seams
 
 from benchmarks.gpu.kernels import decode, runtime
-from kvelastic import tensors
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
+from kvelastic.pool import tensors
 
 LATE_EVERY = 16
 LATE_S = 0.02

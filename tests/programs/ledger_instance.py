@@ -74,10 +74,10 @@ class Instance(LineProgram):
 def serve() -> None:
     from kvelastic import _vmm
     from kvelastic.config import configure_logging, load
-    from kvelastic.device import HOST, reserve_range, resolve
+    from kvelastic.device.selection import HOST, reserve_range, resolve
     from kvelastic.errors import KvelasticError
-    from kvelastic.layout import PageLayout
-    from kvelastic.pool import open_pool
+    from kvelastic.pool.layout import PageLayout
+    from kvelastic.pool.pool import open_pool
 
     def answer(value: object) -> None:
         print(json.dumps(value), flush=True)

@@ -13,8 +13,8 @@ from typing import Protocol
 from open_memfds import open_memfds
 
 from kvelastic import _vmm
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 MIB = 1 << 20
 HUGE = 2 * MIB

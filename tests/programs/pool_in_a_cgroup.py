@@ -28,7 +28,8 @@ class Instance:
     def __init__(self) -> None:
         from native_pools import LAYOUTS, Memory
 
-        from kvelastic import _vmm, segment
+        from kvelastic import _vmm
+        from kvelastic.shared import segment
 
         self.page_blocks = LAYOUTS["paged"].blocks_per_page
         self.pool = Memory(LAYOUTS["paged"], PAGES).pool()

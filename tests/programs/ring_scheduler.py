@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from native_pools import LAYOUTS
 from ring_worker import Worker
 
-from kvelastic import _vmm, errors, segment
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm, errors
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import segment
 
 PAGES = 8
 TIMEOUT_S = 3600.0

@@ -66,7 +66,8 @@ class Worker(LineProgram):
 def main() -> None:
     from native_pools import LAYOUTS, Memory
 
-    from kvelastic import _vmm, errors, segment
+    from kvelastic import _vmm, errors
+    from kvelastic.shared import segment
 
     name, layout, pages = sys.argv[1:4]
     rank = int(sys.argv[4]) if len(sys.argv) > 4 else 0

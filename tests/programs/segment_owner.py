@@ -31,7 +31,7 @@ MODES = {
 
 _ENGINE_CORE = """
 import sys
-from kvelastic import segment
+from kvelastic.shared import segment
 with segment.create(sys.argv[1], engine="vLLM"):
     print("ready", flush=True)
     sys.stdin.read()
@@ -54,7 +54,7 @@ def engine_core(name: str, *, has_server: bool) -> LineProgram:
 
 def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
     """Make a request of an instance, wait for the first answer to it and return that."""
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     revision = segment.request(name, wait_s=0, **wanted).requested_revision
     with segment.open_readonly(name) as seen:
@@ -81,7 +81,7 @@ class Owner(LineProgram):
 def main() -> None:
     import threading
 
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     name, mode = sys.argv[1:]
     assert mode in MODES, mode

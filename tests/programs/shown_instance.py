@@ -32,14 +32,14 @@ class Shown(LineProgram):
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        from kvelastic import segment
+        from kvelastic.shared import segment
 
         segment.reap()  # the status file of its tiers, too
         (Path("/dev/shm") / self.name).unlink(missing_ok=True)
 
 
 def main() -> None:
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     name, facts = sys.argv[1], json.loads(sys.argv[2])
     mine = segment.create(
@@ -56,9 +56,9 @@ def main() -> None:
         mapped_bytes=usage["mapped_bytes"],
     )
     if "tiers" in facts:
-        from kvelastic.segment_dir import tier_status_name
-        from kvelastic.status_file import StatusFile
-        from kvelastic.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
+        from kvelastic.shared.segment_dir import tier_status_name
+        from kvelastic.shared.status_file import StatusFile
+        from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 
         tiers = tuple(TierFigures(**tier) for tier in facts["tiers"])
         name = tier_status_name(record.read_header()["uuid"])

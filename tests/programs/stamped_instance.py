@@ -292,10 +292,10 @@ def serve(name: str, seed: int) -> None:
     """Until stdin closes."""
     from kvelastic import _vmm
     from kvelastic.config import load
-    from kvelastic.device import host
+    from kvelastic.device.selection import host
     from kvelastic.errors import KvelasticError
-    from kvelastic.layout import PageLayout
-    from kvelastic.pool import local_range, open_pool
+    from kvelastic.pool.layout import PageLayout
+    from kvelastic.pool.pool import local_range, open_pool
 
     settings = load()
     layout = PageLayout(BLOCK_BYTES, BUFFERS, BLOCKS_PER_PAGE, PAGE_BYTES)
@@ -361,7 +361,7 @@ def reserve_anew(pool: Any, dice: random.Random, counts: Counter[str]) -> None:
 def join_and_leave(name: str, seed: int) -> None:
     """Until stdin closes: a member without memory, again and again."""
     from kvelastic.config import load
-    from kvelastic.device import host
+    from kvelastic.device.selection import host
     from kvelastic.errors import KvelasticError
 
     settings = load()
@@ -381,7 +381,7 @@ def join_and_leave(name: str, seed: int) -> None:
 
 def stay_for_a_moment(name: str, group: str, capacity_bytes: int, dice: random.Random) -> None:
     """Nobody may take a live member's grant, or remove its segment."""
-    from kvelastic import ledger, segment
+    from kvelastic.shared import ledger, segment
 
     with (
         segment.create(name, engine="chaos") as mine,

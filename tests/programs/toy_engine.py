@@ -5,9 +5,9 @@
     engine.finish()
     assert engine.answers["a"] == answer_of([1, 2, 3], 20)
 
-It stands on `kvelastic.scheduling` as an integration does. What it answers is read from the memory
-of its blocks, and each block that a step reads must hold what its tokens say, also when the request
-was preempted or aborted after the step had begun. A block without memory would be a fault.
+It stands on `kvelastic.pool.scheduling` as an integration does. Its answers are read from its
+blocks, and each block that a step reads must hold what its tokens say, also when the request was
+preempted or aborted after the step had begun. A block without memory would be a fault.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
-from kvelastic.layout import PageLayout
-from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
-from kvelastic.scheduling.starvation import Naps
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
+from kvelastic.pool.scheduling.starvation import Naps
 
 BLOCK_TOKENS = 4
 

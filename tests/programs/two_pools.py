@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from native_pools import HUGE, LAYOUTS
 
-from kvelastic import _vmm, ledger, segment
-from kvelastic.pool import native_geometry
+from kvelastic import _vmm
+from kvelastic.pool.pool import native_geometry
+from kvelastic.shared import ledger, segment
 
 PAGES = 6
 PAGED = LAYOUTS["paged"]

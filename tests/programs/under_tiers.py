@@ -13,8 +13,8 @@ from pathlib import Path
 
 from asking_threads import beside
 
-from kvelastic import segment, tier_status
-from kvelastic.tier_status import TiersFigures
+from kvelastic.shared import segment, tier_status
+from kvelastic.shared.tier_status import TiersFigures
 
 
 def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:

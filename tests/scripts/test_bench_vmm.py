@@ -24,7 +24,7 @@ from benchmarks.vmm import (
 )
 from benchmarks.vmm.models import GIB, LLAMA_3_8B, MIB, QWEN3_4B, Model
 from benchmarks.vmm.section import Section, median_ratio
-from kvelastic import page_size
+from kvelastic.device import page_size
 
 DELAYS = Path(__file__).parents[1] / "sim" / "delays.cpp"
 

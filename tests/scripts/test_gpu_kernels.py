@@ -22,7 +22,7 @@ from simulated_machine import SimulatedMachine
 
 from benchmarks.gpu.kernels import schedule
 from benchmarks.gpu.kernels.schedule import Schedule, Sequence
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 

@@ -405,7 +405,8 @@ def test_a_machine_without_what_a_build_needs_is_told_what_is_missing(tmp_path: 
 SEGMENT_OF_A_STAND_IN = """
 import posix_ipc, stat
 from pathlib import Path
-from kvelastic import errors, segment
+from kvelastic import errors
+from kvelastic.shared import segment
 assert Path(posix_ipc.__file__).parent.name == "stand_ins"
 with segment.create("kvtest_stand_in", engine="test", device="cpu"):
     path = Path("/dev/shm/kvtest_stand_in")

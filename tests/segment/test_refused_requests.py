@@ -12,8 +12,8 @@ from ledger_instance import PAGE_BYTES, Instance
 from segment_owner import until_replied
 from waiting import DEADLINE_S
 
-from kvelastic import segment
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.shared import segment
 
 MIB = 1 << 20
 

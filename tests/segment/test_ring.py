@@ -14,7 +14,8 @@ from ring_scheduler import PAGES, TIMEOUT_S, Scheduler, with_a_short_timeout
 from ring_worker import Worker
 from waiting import wait_until
 
-from kvelastic import _vmm, errors, segment
+from kvelastic import _vmm, errors
+from kvelastic.shared import segment
 
 B = 8
 

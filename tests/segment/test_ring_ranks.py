@@ -12,7 +12,8 @@ from native_pools import HUGE, LAYOUTS, Memory, alloc
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
 
-from kvelastic import _vmm, errors, ledger, segment
+from kvelastic import _vmm, errors
+from kvelastic.shared import ledger, segment
 
 pytestmark = pytest.mark.slow
 

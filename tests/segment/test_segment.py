@@ -17,7 +17,7 @@ from processes import LineProgram, run_python
 from segment_owner import CAPACITY_BYTES, Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, lease, segment, segment_dir, sizes
+from kvelastic import _vmm, sizes
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentBusyError,
@@ -27,7 +27,8 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.segment_dir import temporary_name
+from kvelastic.shared import liveness, segment, segment_dir
+from kvelastic.shared.segment_dir import temporary_name
 
 SHM = Path("/dev/shm")
 
@@ -51,7 +52,7 @@ def found(name: str) -> segment.SegmentInfo | None:
 
 def forge(name: str, **changes: object) -> bytes:
     """A segment of an identity of our choice; returns its bytes."""
-    me = lease.ProcessIdentity.of_this_process()
+    me = liveness.ProcessIdentity.of_this_process()
     fields: dict[str, Any] = {
         "name": name,
         "engine": "forged",
@@ -81,7 +82,7 @@ def aligned(data: bytes) -> mmap.mmap:
 
 
 def test_the_header_says_who_made_it(name):
-    me = lease.ProcessIdentity.of_this_process()
+    me = liveness.ProcessIdentity.of_this_process()
     with segment.create(name, engine="vLLM", model="org/model", device="GPU-1") as made:
         header = made.record.read_header()
         assert made.is_owner
@@ -232,7 +233,7 @@ def test_a_segment_that_is_cut_while_it_is_read(name):
     forge(name, start_time_ticks=1)
     read = f"""
 import os
-from kvelastic import segment_dir
+from kvelastic.shared import segment_dir
 path = {str(SHM / name)!r}
 ask = segment_dir.liveness
 segment_dir.liveness = lambda fd, byte, *more: (os.truncate(path, 0), ask(fd, byte, *more))[1]
@@ -257,7 +258,7 @@ def test_what_lies_in_shared_memory_and_is_no_file(name):
 
 STARTER = """
 import sys
-from kvelastic import segment
+from kvelastic.shared import segment
 from kvelastic.errors import SegmentExistsError
 print("here", flush=True)
 sys.stdin.readline()
@@ -309,7 +310,7 @@ def test_a_forked_child_never_removes_its_parents_segment(name):
 
 
 def test_a_pid_that_was_given_to_another_process_is_dead(name):
-    me = lease.ProcessIdentity.of_this_process()
+    me = liveness.ProcessIdentity.of_this_process()
     forge(name, start_time_ticks=me.start_time_ticks + 1)
     assert segment.inspect(name).status == "dead"
     assert name in segment.reap()
@@ -343,7 +344,7 @@ def test_what_a_starter_left_half_made_is_reaped():
             for path in (left, begun, foreign):
                 path.write_bytes(b"")
             with begun.open("rb") as file:
-                life = lease.hold(begun, file.fileno(), lease.MAKER_BYTE)
+                life = liveness.hold(begun, file.fileno(), liveness.MAKER_BYTE)
             assert left.name in segment.reap()
             assert not left.exists()
             assert begun.exists()
@@ -367,10 +368,10 @@ def test_an_unfinished_file_that_is_reaped_too_early_is_made_anew(name, monkeypa
             if len(reaped) == 1:
                 path.unlink()
             else:
-                life = lease.hold(path, fd, byte)
+                life = liveness.hold(path, fd, byte)
                 path.unlink()
                 return life
-        return lease.hold(path, fd, byte)
+        return liveness.hold(path, fd, byte)
 
     monkeypatch.setattr(segment, "hold", hold_late)
     with segment.create(name, engine="test"):

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvelastic import _vmm, ledger
+from kvelastic import _vmm
 from kvelastic.errors import GuaranteeError, ReserveError
+from kvelastic.shared import ledger
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 from open_memfds import open_memfds
 
 from kvelastic import _vmm, errors
-from kvelastic.layout import PageLayout
-from kvelastic.pool import native_geometry
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import native_geometry
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from native_pools import LAYOUTS, Memory
 
 from kvelastic.integration.sglang.tree_blocks import TreeBlocks
-from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,10 @@ from failing_store import FailingStore
 from mooncake_stand_in import Server, StandIn
 from store_battery import RECORD_BYTES, ROOM, WORLD, Kind
 
-from kvelastic import _vmm, device
+from kvelastic import _vmm
 from kvelastic.config import load
-from kvelastic.device import Device
+from kvelastic.device import selection
+from kvelastic.device.selection import Device
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.folder import FolderStore
@@ -52,7 +53,7 @@ def open_host(_: Path) -> Store:
         return _drivers[0]
 
     settings = load()
-    machine = device.host(settings)
+    machine = selection.host(settings)
     place = Device(machine.name, machine.capacity_bytes, driver, machine.total_bytes)
     pages = -(-(ROOM + 1) * RECORD_BYTES // PAGE_BYTES)
     return HostStore(RECORD_BYTES, pages * PAGE_BYTES, settings=settings, on=place)

@@ -26,8 +26,8 @@ from processes import run_python
 from stamped_instance import Stamped
 from waiting import DEADLINE_S
 
-from kvelastic import ledger, segment
 from kvelastic.config import load
+from kvelastic.shared import ledger, segment
 from kvelastic.tiers.policy import Rules
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from fake_tiers import FakePool, FakeStaging
 from waiting import DEADLINE_S
 
 from kvelastic import _vmm
-from kvelastic.tier_status import TierRequest
+from kvelastic.shared.tier_status import TierRequest
 from kvelastic.tiers.base import Selection, Store
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.disk_erase import erase_at_rest

@@ -17,9 +17,10 @@ from store_battery import RECORD_BYTES, WORLD, Bench, keys_of, read, records_of
 from store_kinds import HOST, PAGE_BYTES
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
 from kvelastic.config import Config, load
 from kvelastic.errors import InvalidArgumentError, SegmentExistsError
+from kvelastic.shared import ledger, segment
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.host import HostStore
 

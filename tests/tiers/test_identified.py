@@ -13,11 +13,11 @@ import pytest
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.config import load
-from kvelastic.device import host
+from kvelastic.device.selection import host
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
-from kvelastic.tier_status import TierRequest
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.shared.tier_status import TierRequest
 from kvelastic.tiers import hash_cache, weights_fingerprint
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
 from kvelastic.tiers.disk import DiskStore

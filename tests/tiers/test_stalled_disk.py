@@ -18,10 +18,11 @@ import pytest
 from fake_tiers import FakePool, FakeStaging, FakeStore, keys_of, record_of
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, segment, tier_status
+from kvelastic import _vmm
 from kvelastic.errors import SegmentBusyError
-from kvelastic.segment_dir import SegmentInfo
-from kvelastic.tier_status import TierAnswer, TierRequest
+from kvelastic.shared import segment, tier_status
+from kvelastic.shared.segment_dir import SegmentInfo
+from kvelastic.shared.tier_status import TierAnswer, TierRequest
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.disk_file import DataFile

@@ -19,7 +19,6 @@ from msgspec.structs import astuple, replace
 from processes import LineProgram, run_python
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import segment
 from kvelastic.errors import (
     IntegrityError,
     InvalidArgumentError,
@@ -29,10 +28,10 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
-from kvelastic.status_file import CELL_BYTES, RING, Shown, StatusFile
-from kvelastic.tier_list import MOST_TIERS
-from kvelastic.tier_status import (
+from kvelastic.shared import segment
+from kvelastic.shared.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.shared.status_file import CELL_BYTES, RING, Shown, StatusFile
+from kvelastic.shared.tier_status import (
     KIND,
     MOST_AGE_S,
     MOST_BYTES,
@@ -52,6 +51,7 @@ from kvelastic.tier_status import (
     received,
     tiers_of,
 )
+from kvelastic.tier_list import MOST_TIERS
 from kvelastic.tiers.base import Capacity, Selection, Store
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
@@ -476,9 +476,9 @@ def test_a_closed_file_wakes_its_thread_and_a_child_leaves_it(
 
 WRITER = """
 import sys
-from kvelastic.segment_dir import tier_status_name
-from kvelastic.status_file import StatusFile
-from kvelastic.tier_status import KIND, BlockCounts, TiersFigures
+from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.status_file import StatusFile
+from kvelastic.shared.tier_status import KIND, BlockCounts, TiersFigures
 file = StatusFile.create(tier_status_name(bytes.fromhex(sys.argv[1])), KIND)
 number = 0
 while True:
@@ -513,7 +513,7 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_a_whole_snapshot(info: S
 def test_another_user_can_neither_read_nor_ask(info: SegmentInfo, board: TierStatusFile) -> None:
     program = f"""
 import os
-from kvelastic import segment, tier_status
+from kvelastic.shared import segment, tier_status
 info = segment.inspect({info.name!r})
 os.setuid(65534)
 assert tier_status.tiers_of([info]) == {{}}

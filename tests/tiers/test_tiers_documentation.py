@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from processes import run_python
 
-from kvelastic import ledger
 from kvelastic.config import VARIABLES
+from kvelastic.shared import ledger
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
 

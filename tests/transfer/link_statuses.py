@@ -12,17 +12,11 @@ from click.testing import CliRunner, Result
 from linked import address_of
 from waiting import DEADLINE_S
 
-from kvelastic import link_status
 from kvelastic.cli.kvctl import main
-from kvelastic.link_status import (
-    KIND,
-    LinkAnswer,
-    LinkFigures,
-    LinkRequest,
-    NodeFigures,
-)
-from kvelastic.segment_dir import link_status_name
-from kvelastic.status_file import StatusFile
+from kvelastic.shared import link_status
+from kvelastic.shared.link_status import KIND, LinkAnswer, LinkFigures, LinkRequest, NodeFigures
+from kvelastic.shared.segment_dir import link_status_name
+from kvelastic.shared.status_file import StatusFile
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_100_000_001, 7_100_000_002  # other tests' nodes are in the same folder

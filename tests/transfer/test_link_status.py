@@ -17,14 +17,15 @@ from processes import LineProgram
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
-from kvelastic import link_status, metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import (
     ChannelClosedError,
     KvelasticError,
     SegmentNotFoundError,
 )
-from kvelastic.link_status import (
+from kvelastic.instance import metrics
+from kvelastic.shared import link_status
+from kvelastic.shared.link_status import (
     KIND,
     MOST_ENDED,
     MOST_LINKS,
@@ -34,7 +35,7 @@ from kvelastic.link_status import (
     NodeFigures,
     text_of,
 )
-from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_000_000_001, 7_000_000_002  # other tests' nodes are in the same folder
@@ -273,7 +274,7 @@ sys.stdin.read()
 def test_a_node_that_cannot_be_shown_works_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvelastic.status_file.SHM_DIR", tmp_path / "nowhere")
+    monkeypatch.setattr("kvelastic.shared.status_file.SHM_DIR", tmp_path / "nowhere")
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         reader.link(address, timeout_s=DEADLINE_S).check(timeout_s=DEADLINE_S)

@@ -18,17 +18,13 @@ from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_S
 
-from kvelastic import link_status, metrics
-from kvelastic.cli.links import table
+from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentNotFoundError
-from kvelastic.link_status import (
-    KIND,
-    LinkFigures,
-    NodeFigures,
-    object_of,
-)
+from kvelastic.instance import metrics
 from kvelastic.messages import parse_address
-from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared import link_status
+from kvelastic.shared.link_status import KIND, LinkFigures, NodeFigures, object_of
+from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Node
 
 # --- lies -----------------------------------------------------------------------------------------

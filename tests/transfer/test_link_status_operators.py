@@ -23,16 +23,12 @@ from linked import address_of
 from processes import LineProgram, run_python
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import link_status
-from kvelastic.cli.links import table
+from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentBusyError, SegmentError
-from kvelastic.link_status import (
-    KIND,
-    LinkAnswer,
-    LinkRequest,
-)
-from kvelastic.segment_dir import SHM_DIR, link_status_name, reap
-from kvelastic.status_file import CELL_BYTES, MOST_REVISION, RING
+from kvelastic.shared import link_status
+from kvelastic.shared.link_status import KIND, LinkAnswer, LinkRequest
+from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared.status_file import CELL_BYTES, MOST_REVISION, RING
 from kvelastic.transfer import Node
 
 pytestmark = pytest.mark.slow
@@ -196,7 +192,7 @@ def test_one_is_not_called_many() -> None:
 LINKED = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING)
-from kvelastic import link_status
+from kvelastic.shared import link_status
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
 address = parse_address("unix://" + sys.argv[1] + "/s")

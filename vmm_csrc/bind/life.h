@@ -5,7 +5,7 @@
 
 namespace kvelastic {
 
-/// The values of kvelastic.lease.Liveness.
+/// The values of kvelastic.shared.liveness.Liveness.
 constexpr const char* life_name(Life life) {
   switch (life) {
     case Life::kAlive:

@@ -1,5 +1,5 @@
-// Maps block ids to pages, and pages to addresses of a range. kvelastic/layout.py computes these
-// numbers; this is the same arithmetic for native code.
+// Maps block ids to pages, and pages to addresses of a range. kvelastic/pool/layout.py computes
+// these numbers; this is the same arithmetic for native code.
 //
 //
 // Paged layout, one extent per page (n buffers of B blocks, contiguous):

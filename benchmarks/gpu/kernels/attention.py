@@ -117,7 +117,8 @@ def _free_bytes() -> int:
 
 def _default_page_bytes(model: Model, driver: _vmm.Driver) -> int:
     """What a pool on this device would start from, by its driver's prices."""
-    from kvelastic import _vmm, page_size
+    from kvelastic import _vmm
+    from kvelastic.device import page_size
 
     if not isinstance(driver, _vmm.CudaDriver):
         return model.paged().extent_bytes

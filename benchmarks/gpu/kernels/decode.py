@@ -42,7 +42,7 @@ from benchmarks.vmm.models import Model
 if TYPE_CHECKING:
     import torch
 
-    from kvelastic.device import Device
+    from kvelastic.device.selection import Device
 
 STALE_TABLE: Final = "stale-table"
 NO_FENCES: Final = "no-fences"
@@ -157,7 +157,7 @@ class Run:
     def _open(self, streams: list[int]) -> Device:
         """Where the pools lie; its driver is told of these streams, or, as a control, of none."""
         from kvelastic.config import load
-        from kvelastic.device import resolve
+        from kvelastic.device.selection import resolve
 
         own = resolve("cuda" if streams else "host", load())
         if streams:

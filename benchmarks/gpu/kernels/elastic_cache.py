@@ -10,7 +10,7 @@ from benchmarks.vmm.models import BF16_BYTES, MIB, Model
 if TYPE_CHECKING:
     import torch
 
-    from kvelastic.device import Device
+    from kvelastic.device.selection import Device
 
 PAGE_BYTES: Final = 2 * MIB
 """Small, so that many come and go."""
@@ -36,10 +36,10 @@ class ElasticCache:
         """Room for `blocks` blocks and `BESIDE_BLOCKS`."""
         import torch
 
-        from kvelastic import tensors
         from kvelastic.config import load
-        from kvelastic.pool import local_range, open_pool
-        from kvelastic.views import block_view
+        from kvelastic.pool import tensors
+        from kvelastic.pool.pool import local_range, open_pool
+        from kvelastic.pool.views import block_view
 
         settings = replace(
             load(),

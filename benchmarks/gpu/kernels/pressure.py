@@ -65,7 +65,7 @@ class Pressure:
             self._failure = failure
 
     def _change(self, part: float | None) -> None:
-        from kvelastic import segment
+        from kvelastic.shared import segment
 
         limit_bytes = self._cache.range_bytes
         if part is not None:

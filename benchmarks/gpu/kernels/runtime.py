@@ -51,7 +51,8 @@ class Runtime:
 
     def open_driver(self) -> _vmm.Driver:
         """kvelastic's own driver, told of this thread's stream."""
-        from kvelastic import _vmm, tensors
+        from kvelastic import _vmm
+        from kvelastic.pool import tensors
 
         if not self.is_gpu:
             return _vmm.HostDriver()

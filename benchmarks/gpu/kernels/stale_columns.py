@@ -53,11 +53,11 @@ def run_case(where: Runtime, case: str) -> int:
     """In this process; what the kernel runs into ends it, or is raised by torch."""
     import torch
 
-    from kvelastic import tensors
     from kvelastic.config import load
-    from kvelastic.device import reserve_range
-    from kvelastic.pool import native_geometry
-    from kvelastic.views import block_view
+    from kvelastic.device.selection import reserve_range
+    from kvelastic.pool import tensors
+    from kvelastic.pool.pool import native_geometry
+    from kvelastic.pool.views import block_view
 
     layout = MODEL.paged()
     guard = load().guard_pages

@@ -12,7 +12,7 @@ from kvelastic.datadist.byte_copies import copy_runs, copy_to_host
 from kvelastic.datadist.cache_memory import CacheMemory
 from kvelastic.datadist.memory_config import MemPool
 from kvelastic.datadist.pieces import Run
-from kvelastic.device import resolve
+from kvelastic.device.selection import resolve
 
 TENSORS = 4
 PATTERN, OTHER = 7, 9

@@ -29,7 +29,7 @@ from benchmarks.gpu.line_child import ChildError
 from benchmarks.gpu.steps.tokens import REHEARSAL_S, has_gpu, options_of
 from benchmarks.harness import number
 from benchmarks.vmm.section import Section
-from kvelastic import ledger
+from kvelastic.shared import ledger
 
 LONE, HALVES, ELASTIC = ARRANGEMENTS = ("lone", "halves", "elastic")
 ENGINES = {

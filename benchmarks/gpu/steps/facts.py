@@ -6,7 +6,8 @@ import ctypes
 
 from benchmarks.gpu.driver_calls import DriverCalls
 from benchmarks.gpu.findings import Findings
-from kvelastic import _vmm, page_size
+from kvelastic import _vmm
+from kvelastic.device import page_size
 from kvelastic.sizes import format_size
 
 ATTRIBUTES = {

@@ -9,7 +9,8 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.instances import Group
 from benchmarks.ledger.instance import BLOCKS_PER_PAGE
 from benchmarks.vmm import scarce_device
-from kvelastic import _vmm, ledger
+from kvelastic import _vmm
+from kvelastic.shared import ledger
 
 PAGE_MIB, INSTANCES = 16, 2
 PAGE_BYTES = PAGE_MIB << 20

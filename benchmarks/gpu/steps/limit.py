@@ -16,7 +16,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.instances import Group
 from benchmarks.ledger.instance import BLOCKS_PER_PAGE, Instance
 from benchmarks.vmm.section import Section, median_p99, p99
-from kvelastic import segment
+from kvelastic.shared import segment
 
 PAGE_MIB, PAGES = 16, 64
 PAGE_BYTES = PAGE_MIB << 20

@@ -22,7 +22,7 @@ from benchmarks.gpu.driver_calls import has_torch
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
 from benchmarks.vmm.section import Section
-from kvelastic import ledger, segment
+from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
 ARRANGEMENTS = {

@@ -15,7 +15,8 @@ import time
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.vmm.section import Section, median_p99
-from kvelastic import _vmm, segment
+from kvelastic import _vmm
+from kvelastic.shared import segment
 
 GRANULE = 2 << 20
 BLOCKS = 8
@@ -102,7 +103,7 @@ def _measure(found: Findings, mib: int) -> list[tuple[str, ...]]:
 def _serve(name: str, pages: str, mib: str) -> None:
     """The worker: a thread serves the ring; this one keeps a stream busy when told to."""
     from benchmarks.gpu.driver_calls import DriverCalls
-    from kvelastic.device import reserve_range
+    from kvelastic.device.selection import reserve_range
 
     cuda, driver = DriverCalls(), _vmm.CudaDriver("cuda")
     stream = cuda.new_stream()

@@ -11,7 +11,8 @@ import triton.language as tl
 from benchmarks.gpu.findings import Findings
 from benchmarks.vmm import own_pages
 from benchmarks.vmm.models import LLAMA_3_8B
-from kvelastic import _vmm, tensors
+from kvelastic import _vmm
+from kvelastic.pool import tensors
 
 COUNT = 1024
 

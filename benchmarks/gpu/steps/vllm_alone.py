@@ -23,7 +23,8 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.line_child import ChildError
 from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
 from benchmarks.vmm.section import Section
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm
+from kvelastic.shared import ledger, segment
 
 KINDS = STOCK, ELASTIC, AGAIN = ("stock", "kvelastic", "stock again")
 START_S, BURST_S, END_S = 90.0, 40.0, 10.0

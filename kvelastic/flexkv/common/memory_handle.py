@@ -127,7 +127,7 @@ class TensorSharedHandle:
         if getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda":
             raise UnsupportedError(
                 "memory that cudaMalloc gave has no file descriptor: let kvelastic allocate it"
-                " (kvelastic.embedded), and register its range"
+                " (kvelastic.kvcached.embedded), and register its range"
             )
         mapping, offset = process_mappings.behind(address, description.span_bytes)
         self.is_elastic = offset is None

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.device import resolve
+from kvelastic.device.selection import resolve
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import MOONCAKE_PREFIX, CacheConfig
 from kvelastic.flexkv.common.memory_handle import describe

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from kvelastic.controller.headers import Headers
+from kvelastic.controller.http.headers import Headers
 from kvelastic.integration.ray.messages import EngineRequest
 
 MOST_WAITING_BYTES: Final = 1 << 20

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.http.refusal import Refusal
 from kvelastic.errors import ReplicaLostError
 from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
 

@@ -13,14 +13,14 @@ from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvelastic.controller.body_reader import BodyReader
-from kvelastic.controller.engine_paths import is_anthropic, is_crooked
-from kvelastic.controller.headers import Headers, find
-from kvelastic.controller.keys import Keys
-from kvelastic.controller.model_name import find_name
-from kvelastic.controller.origins import Origins
-from kvelastic.controller.refusal import Refusal, unknown_model
-from kvelastic.controller.request_body import BodyBudget, ClientGoneError, read_body
+from kvelastic.controller.http.engine_paths import is_anthropic, is_crooked
+from kvelastic.controller.http.headers import Headers, find
+from kvelastic.controller.http.keys import Keys
+from kvelastic.controller.http.origins import Origins
+from kvelastic.controller.http.refusal import Refusal, unknown_model
+from kvelastic.controller.http.request_body import BodyBudget, ClientGoneError, read_body
+from kvelastic.controller.routing.body_reader import BodyReader
+from kvelastic.controller.routing.model_name import find_name
 from kvelastic.errors import ReplicaLostError
 from kvelastic.integration.ray.dispatch import dispatch
 from kvelastic.integration.ray.messages import Cut, EngineRequest, Head, Unserved

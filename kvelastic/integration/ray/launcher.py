@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from kvelastic.controller.process_group import running_in_group
+from kvelastic.controller.launch.process_group import running_in_group
 
 END_S: Final = 15.0
 """Time for an engine to end after its replica."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvelastic.controller.headers import Headers
+from kvelastic.controller.http.headers import Headers
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,20 @@ from __future__ import annotations
 import json
 import sys
 
-from kvelastic import config, devices, ledger
-from kvelastic.devices import DeviceFacts
+from kvelastic import config
+from kvelastic.device import machine
+from kvelastic.device.machine import DeviceFacts
 from kvelastic.errors import KvelasticError
 from kvelastic.integration.ray.settings import RESOURCE
-from kvelastic.ledger_facts import LedgerInfo
+from kvelastic.shared import ledger
+from kvelastic.shared.ledger_facts import LedgerInfo
 from kvelastic.sizes import MIB_BYTES
 
 
 def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], group: str) -> int:
     """Return the memory that instances of a group can hold on these devices together."""
     shared = {
-        devices.device_key(info.device): info.capacity_bytes
+        machine.device_key(info.device): info.capacity_bytes
         for info in ledgers
         if info.status == "readable" and info.group == group
     }
@@ -41,7 +43,7 @@ def main() -> int:
     """Print the resources as JSON; return the exit code."""
     try:
         settings = config.load()
-        found = devices.list_devices(settings)
+        found = machine.list_devices(settings)
         capacity = capacity_bytes(found.devices, ledger.list_ledgers(), settings.ledger)
     except KvelasticError as error:
         print(f"Error: {error}", file=sys.stderr)

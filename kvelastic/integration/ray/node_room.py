@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.shared.ledger_facts import LedgerInfo, Member
 
 
 def room_bytes(info: LedgerInfo, member: Member) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvelastic.controller.gate import State
+from kvelastic.controller.models.gate import State
 
 QUEUE_SLACK: Final = 4
 """How much longer than the shortest queue a queue may be for a prefix hit, in requests."""

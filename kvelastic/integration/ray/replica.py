@@ -24,20 +24,20 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any, Final
 
-from kvelastic import ledger
 from kvelastic.controller.application import make_application
 from kvelastic.controller.front import Front
-from kvelastic.controller.gate import State
-from kvelastic.controller.log_writer import LogWriter
-from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.request_log import RequestLog
-from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.http.log_writer import LogWriter
+from kvelastic.controller.http.open_files import OpenFiles
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.http.request_log import RequestLog
+from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.errors import ClusterError
 from kvelastic.integration.ray.asgi_exchange import AsgiExchange
 from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.node_room import room_bytes
 from kvelastic.integration.ray.settings import ClusterSettings
+from kvelastic.shared import ledger
 
 _log = logging.getLogger("kvelastic.ray")
 

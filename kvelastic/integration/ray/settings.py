@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvelastic.controller.settings import (
+from kvelastic.controller.settings.settings import (
     AuthSettings,
     Duration,
     DurationAboveZero,

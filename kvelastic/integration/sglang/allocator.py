@@ -29,8 +29,8 @@ from sglang.srt.utils import get_num_new_pages
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.late_releases import LateReleases
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
-    from kvelastic.scheduling.blocks import SchedulerBlocks
-    from kvelastic.scheduling.over_limit import OverLimit
+    from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+    from kvelastic.pool.scheduling.over_limit import OverLimit
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here

@@ -52,7 +52,9 @@ def _check_start() -> None:
     if _is_start_checked or multiprocessing.parent_process() is not None:
         return
     _is_start_checked = True
-    from kvelastic import config, engine_pool, start_checks
+    from kvelastic import config
+    from kvelastic.integration import start_checks
+    from kvelastic.pool import engine_pool
 
     settings = config.load()
     engine_pool.device_for(settings, "SGLang", gpu=None)  # only the CPU is supported

@@ -16,13 +16,13 @@ from kvelastic.integration.sglang import making_way
 from kvelastic.integration.sglang.kept_back import kept_back
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
-from kvelastic.scheduling.over_limit import OverLimit
-from kvelastic.scheduling.starvation import NAP_S
+from kvelastic.pool.scheduling.over_limit import OverLimit
+from kvelastic.pool.scheduling.starvation import NAP_S
 
 if TYPE_CHECKING:
-    from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
+    from kvelastic.pool.engine_pool import EnginePool
     from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _log = logging.getLogger("kvelastic.sglang")
@@ -91,9 +91,12 @@ def _weight_files(server_args: Any, *args: Any, **more: Any) -> WeightFiles | No
 @ends_process
 def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
     from kvelastic import config
-    from kvelastic.process_memory import anonymous_bytes
+    from kvelastic.device.process_memory import anonymous_bytes
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+    from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+    from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
 
-    refuse_cache(scheduler)
+    refuse_cache(scheduler, ElasticMHATokenToKVPool, ElasticPagedAllocator, ElasticRadixCache)
     settings = config.load()
     elastic = _elastic(scheduler)
     _radix_cache(scheduler).checks_integrity = settings.sanity_check

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import embedded
-from kvelastic.embedded import get_kv_cache_manager, shutdown_kvelastic
-from kvelastic.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.kvcached import embedded
+from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
+from kvelastic.kvcached.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
 
 if TYPE_CHECKING:
     import torch

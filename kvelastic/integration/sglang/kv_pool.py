@@ -9,9 +9,11 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvelastic import _vmm, config, engine_pool, places, tensors, views
-from kvelastic.engine_pool import EnginePool
+from kvelastic import _vmm, config
 from kvelastic.integration.sglang.refusals import ends_process, refuse_pool
+from kvelastic.pool import engine_pool, tensors, views
+from kvelastic.pool.engine_pool import EnginePool
+from kvelastic.shared import places
 
 
 class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang is untyped here

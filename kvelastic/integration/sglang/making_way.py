@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvelastic.scheduling.over_limit import Choice, Holder
+from kvelastic.pool.scheduling.over_limit import Choice, Holder
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator

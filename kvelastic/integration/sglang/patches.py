@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from kvelastic.hooks import table
-from kvelastic.hooks.probe import Probe
-from kvelastic.hooks.table import Hook
-from kvelastic.hooks.versions import installed_version
+from kvelastic.integration.hooks import table
+from kvelastic.integration.hooks.probe import Probe
+from kvelastic.integration.hooks.table import Hook
+from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.sglang import in_arguments, in_scheduler
 from kvelastic.integration.sglang.refusals import COVERED, ends_process
 

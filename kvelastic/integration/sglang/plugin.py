@@ -22,7 +22,7 @@ def register() -> None:
     if not settings.enabled:
         return
     config.configure_logging(settings)
-    from kvelastic.hooks.versions import installed_series
+    from kvelastic.integration.hooks.versions import installed_series
     from kvelastic.integration.sglang import patches
 
     patches.arm(installed_series("sglang", strict=settings.strict))

@@ -27,7 +27,7 @@ from kvelastic.integration.sglang.tree_blocks import TreeBlocks
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.prefix_loads import PrefixLoads
-    from kvelastic.scheduling.blocks import Changes
+    from kvelastic.pool.scheduling.blocks import Changes
 
 
 class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is untyped here

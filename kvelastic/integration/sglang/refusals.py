@@ -87,15 +87,13 @@ def refuse_arguments(resolved: Any) -> None:
     _refuse(found)
 
 
-def refuse_cache(scheduler: Any) -> None:
+def refuse_cache(
+    scheduler: Any, cache_class: type, allocator_class: type, tree_class: type
+) -> None:
     """Raise `UnsupportedEngineError` unless this scheduler's KV cache is entirely kvelastic's.
 
-    SGLang chooses the kind of cache only when it creates it.
+    SGLang chooses the kind of cache only when it creates it. The classes are the elastic ones.
     """
-    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
-    from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
-    from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
-
     found = []
     if scheduler.is_hybrid_swa:
         found.append("a model with sliding windows: its two caches are not one pool")
@@ -103,14 +101,14 @@ def refuse_cache(scheduler: Any) -> None:
         found.append("a model with recurrent states beside attention")
     allocator = scheduler.token_to_kv_pool_allocator
     cache = allocator.get_kvcache()
-    if not found and type(cache) is not ElasticMHATokenToKVPool:
+    if not found and type(cache) is not cache_class:
         found.append(
             f"a KV cache of the kind {type(cache).__name__}; supported are multi-head and"
             " grouped-query attention in bfloat16, float16 or float32"
         )
-    if not found and type(allocator) is not ElasticPagedAllocator:
+    if not found and type(allocator) is not allocator_class:
         found.append(f"a KV cache whose pages come from {type(allocator).__name__}")
-    if not found and type(scheduler.tree_cache) is not ElasticRadixCache:
+    if not found and type(scheduler.tree_cache) is not tree_class:
         found.append(f"a radix cache of the kind {type(scheduler.tree_cache).__name__}")
     _refuse(found)
 

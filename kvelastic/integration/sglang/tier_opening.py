@@ -14,10 +14,10 @@ import secrets
 from typing import Any, Final
 
 from kvelastic.config import Config
-from kvelastic.engine_pool import EnginePool
-from kvelastic.hooks.versions import installed_version
+from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.sglang.prefix_loads import PrefixLoads
 from kvelastic.integration.sglang.refusals import refuse_tiers
+from kvelastic.pool.engine_pool import EnginePool
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
 from kvelastic.tiers.weights_fingerprint import WeightFiles

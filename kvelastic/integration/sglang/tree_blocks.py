@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from kvelastic.errors import IntegrityError
-from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 from kvelastic.tiers.base import KEY_BYTES
 
 Node = TypeVar("Node", bound=Hashable)

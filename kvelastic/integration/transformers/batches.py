@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvelastic import _vmm, config
-from kvelastic.engine_pool import EnginePool
 from kvelastic.integration.transformers.cache_memory import held_of_gpu_bytes
-from kvelastic.scheduling.blocks import SchedulerBlocks
-from kvelastic.scheduling.over_limit import OverLimit
+from kvelastic.pool.engine_pool import EnginePool
+from kvelastic.pool.scheduling.blocks import SchedulerBlocks
+from kvelastic.pool.scheduling.over_limit import OverLimit
 
 _DEFAULT_STREAM: Final = 0
 

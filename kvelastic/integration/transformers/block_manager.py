@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.cache_manager import Block, Blo
 from kvelastic.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+    from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 TRASH_BLOCK: Final = 0
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from kvelastic import tensors, views
 from kvelastic.integration.transformers.cache_memory import TRASH_BLOCKS, Making
-from kvelastic.layout import PageLayout
+from kvelastic.pool import tensors, views
+from kvelastic.pool.layout import PageLayout
 
 
 class BlockMaking(Making):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvelastic.hooks.probe import Probe
-from kvelastic.hooks.table import Hook
+from kvelastic.integration.hooks.probe import Probe
+from kvelastic.integration.hooks.table import Hook
 from kvelastic.integration.transformers import in_block_cache
 from kvelastic.integration.transformers.hooked import (
     CACHE,

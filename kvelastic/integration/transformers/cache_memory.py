@@ -21,12 +21,14 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, engine_pool, places, tensors
+from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.engine_pool import EnginePool
+from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.errors import EngineError
-from kvelastic.layout import PageLayout
-from kvelastic.process_memory import anonymous_bytes
+from kvelastic.pool import engine_pool, tensors
+from kvelastic.pool.engine_pool import EnginePool
+from kvelastic.pool.layout import PageLayout
+from kvelastic.shared import places
 
 TRASH_BLOCKS: Final = 2
 """Blocks (5.18 and later: sectors) that transformers allocates beyond the number it was given."""

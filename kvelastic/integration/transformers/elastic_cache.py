@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from kvelastic import engines
 from kvelastic.config import Config, load
-from kvelastic.device import resolve
+from kvelastic.device.selection import resolve
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
 from kvelastic.integration.transformers.growing_pages import open_growing_pages
 from kvelastic.integration.transformers.token_store import TokenStore
@@ -146,7 +146,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     different shapes, training and offloading raise `UnsupportedError`. In a model compiled with
     `torch.compile` the cache's own code runs uncompiled. The constructor raises
     `UnsupportedEngineError` for an untested series of transformers (with `KVELASTIC_STRICT=false`
-    it warns), and the errors of `kvelastic.pool.open_pool`.
+    it warns), and the errors of `kvelastic.pool.pool.open_pool`.
 
     One thread at a time may use a cache; threads may use different caches concurrently. In a forked
     child a use raises `DeviceUnavailableError`. Tensors of `layers[i].keys` must not be used after

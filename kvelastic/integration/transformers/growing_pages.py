@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvelastic import _vmm, places, segment
+from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
 from kvelastic.errors import (
     DeviceUnavailableError,
     DriverError,
@@ -32,8 +32,9 @@ from kvelastic.errors import (
     SegmentError,
     SegmentExistsError,
 )
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.shared import places, segment
 from kvelastic.sizes import format_size
 
 _BLOCKS_A_PAGE: Final = 64

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.integration.transformers.in_cache import batches_of, blocks_of
-from kvelastic.scheduling.over_limit import Holder
+from kvelastic.pool.scheduling.over_limit import Holder
 
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.batches import Batches

@@ -18,9 +18,9 @@ from kvelastic.integration.transformers.in_cache import (
 )
 
 if TYPE_CHECKING:
-    from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.transformers.batches import Batches
     from kvelastic.integration.transformers.cache_memory import Making
+    from kvelastic.pool.engine_pool import EnginePool
 
 _ENDLESS: Final = 1 << 31
 """transformers' value for an unlimited number of children."""

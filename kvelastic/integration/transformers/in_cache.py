@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvelastic.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
-    from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.transformers.batches import Batches
     from kvelastic.integration.transformers.cache_memory import Making
+    from kvelastic.pool.engine_pool import EnginePool
 
 _log = logging.getLogger("kvelastic.transformers")
 

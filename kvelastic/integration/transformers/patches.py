@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from kvelastic.hooks import table
-from kvelastic.hooks.probe import Probe
-from kvelastic.hooks.table import Hook
-from kvelastic.hooks.versions import installed_version
+from kvelastic.integration.hooks import table
+from kvelastic.integration.hooks.probe import Probe
+from kvelastic.integration.hooks.table import Hook
+from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.transformers import in_batches, in_cache
 from kvelastic.integration.transformers.hooked import (
     CACHE,

@@ -15,7 +15,7 @@ def register() -> None:
     if not settings.enabled:
         return
     config.configure_logging(settings)
-    from kvelastic.hooks.versions import installed_series
+    from kvelastic.integration.hooks.versions import installed_series
     from kvelastic.integration.transformers import patches
 
     patches.arm(installed_series("transformers", strict=settings.strict))

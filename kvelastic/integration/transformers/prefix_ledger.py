@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from kvelastic.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+    from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 
 class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untyped here

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_pool imp
 from kvelastic.errors import PoolExhaustedError
 
 if TYPE_CHECKING:
-    from kvelastic.scheduling.blocks import SchedulerBlocks
+    from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 
 TRASH_SECTOR: Final = 0
 

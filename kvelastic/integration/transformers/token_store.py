@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvelastic import _vmm
-from kvelastic.device import Device
+from kvelastic.device.selection import Device
 from kvelastic.errors import (
     EngineError,
     IntegrityError,
@@ -28,7 +28,7 @@ from kvelastic.errors import (
 )
 from kvelastic.integration.transformers.growing_pages import GrowingPages
 from kvelastic.integration.transformers.token_rows import TokenRows
-from kvelastic.tensors import name_streams, whole_range
+from kvelastic.pool.tensors import name_streams, whole_range
 
 _MOVED_AT_ONCE_BYTES: Final = 16 << 20
 """Size of the temporary copy when rows change their size."""

@@ -5,8 +5,8 @@ The sequence, by vLLM process:
 1. Every process: vLLM's plugin loader calls `plugin.register`. It does nothing unless
    `ENABLE_KVELASTIC=true`. Otherwise it checks the version (`hooks.versions`) and arms the hooks.
 2. Every hooked process, on import of a hooked module: kvelastic probes everything that it touches,
-   then wraps it (`kvelastic.hooks`). `patches` lists the hooks. `in_front_end`, `in_engine_core`
-   and `in_worker` contain the wrappers.
+   then wraps it (`integration.hooks`). `patches` lists the hooks. `in_front_end`,
+   `in_engine_core` and `in_worker` contain the wrappers.
 3. Engine core, once the size of the KV cache is known: `scheduler_side` creates the segment, the
    pool and the ring. `cache_shape` rewrites the workers' cache configurations to the paged layout.
 4. Every worker: `worker_side` attaches to the segment and replaces vLLM's single KV cache

@@ -26,14 +26,14 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvelastic.errors import IntegrityError, PoolExhaustedError
-from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
+from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
     from kvelastic.integration.vllm.in_tiers import EngineTiers
-    from kvelastic.scheduling.over_limit import OverLimit
-    from kvelastic.scheduling.starvation import Naps
-    from kvelastic.scheduling.waiting import ShortRequest, WaitingRequests
+    from kvelastic.pool.scheduling.over_limit import OverLimit
+    from kvelastic.pool.scheduling.starvation import Naps
+    from kvelastic.pool.scheduling.waiting import ShortRequest, WaitingRequests
 
 _log = logging.getLogger("kvelastic.vllm")
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from kvelastic.errors import LayoutError, UnsupportedEngineError
-from kvelastic.layout import PageLayout
+from kvelastic.pool.layout import PageLayout
 
 _ALIGNMENT_BYTES = 64
 """Alignment of layers inside a packed `mixed` block: a cache line, a multiple of element sizes."""

@@ -21,9 +21,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.tier_connector import is_ours
-from kvelastic.scheduling.over_limit import Holder, OverLimit
-from kvelastic.scheduling.starvation import Naps
-from kvelastic.scheduling.waiting import ShortRequest, WaitingRequests
+from kvelastic.pool.scheduling.over_limit import Holder, OverLimit
+from kvelastic.pool.scheduling.starvation import Naps
+from kvelastic.pool.scheduling.waiting import ShortRequest, WaitingRequests
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
@@ -308,7 +308,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if pool.naps is None:
         from kvelastic import config
 
-        pool.naps = Naps(memory, partial(requests_of, scheduler))
+        pool.naps = Naps(memory, partial(_requests_of, scheduler))
         pool.over_limit = OverLimit(memory, config.load().limit_wait_s)
         pool.waiting = WaitingRequests(memory, pool.instance_name)
     pool.naps.look()
@@ -326,7 +326,9 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     output.kvelastic_step = memory.step_begins(works=works)
     pool.naps.has_looked(works=works)
     if pool.tiers is not None:
-        pool.tiers.step_is_made(scheduler, output, is_idle=not memory.is_at_work)
+        pool.tiers.step_is_made(
+            partial(_requests_of, scheduler), output, is_idle=not memory.is_at_work
+        )
     return output
 
 
@@ -394,7 +396,7 @@ def _has_blocks(scheduler: Any, request: Any) -> bool:
     return any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
 
-def requests_of(scheduler: Any) -> tuple[object, ...]:
+def _requests_of(scheduler: Any) -> tuple[object, ...]:
     """A value that changes when a request arrives, leaves or becomes runnable."""
     return (len(scheduler.requests), len(scheduler.finished_req_ids), scheduler.pause_state)
 

@@ -35,7 +35,8 @@ def shutdown_engine_cores(
     By default vLLM kills its engine core without delay (--shutdown-timeout 0). An engine core whose
     worker hangs also gets time, so that it can kill that worker.
     """
-    from kvelastic import config, segment
+    from kvelastic import config
+    from kvelastic.shared import segment
 
     try:
         settings = config.load()
@@ -50,7 +51,7 @@ def shutdown_engine_cores(
 
 
 def _lost_a_worker(engine_cores: set[int]) -> bool:
-    from kvelastic import segment
+    from kvelastic.shared import segment
 
     return any(
         info.header.get("pid") in engine_cores and info.answer.get("state") == "failed"
@@ -69,7 +70,7 @@ def _let_end(procs: list[Any], most_s: float) -> None:
 
 def _leave_ledgers(engine_cores: set[int]) -> None:
     """Wait for ledger members to leave: workers of a killed engine core end a moment after it."""
-    from kvelastic import ledger
+    from kvelastic.shared import ledger
 
     end_s = time.monotonic() + _KILLED_WAIT_S
     while True:

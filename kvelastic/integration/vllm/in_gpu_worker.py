@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvelastic import config, ledger
+from kvelastic import config
 from kvelastic.integration.vllm import own_process, start_reserve, worker_device
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
+from kvelastic.shared import ledger
 
 _FIRST = "kvelastic_first_look"
 """Worker attribute with its first `Seen`."""

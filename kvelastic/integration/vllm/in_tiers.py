@@ -22,15 +22,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvelastic.errors import IntegrityError
-from kvelastic.integration.vllm.in_engine_core import requests_of
 from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
 from kvelastic.integration.vllm.tier_namespace import key_of
-from kvelastic.scheduling.starvation import NAP_S
+from kvelastic.pool.scheduling.starvation import NAP_S
 from kvelastic.tiers.loads import LoadingTiers, Loads
 
 if TYPE_CHECKING:
@@ -244,9 +243,14 @@ class EngineTiers:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def step_is_made(self, scheduler: Any, output: Any, *, is_idle: bool) -> None:
-        """A step was scheduled. `is_idle`: no step in flight, this one included, has work."""
-        self._wait = _Wait(scheduler, self.loads) if is_idle and self.loads.open else None
+    def step_is_made(
+        self, read_requests: Callable[[], object], output: Any, *, is_idle: bool
+    ) -> None:
+        """A step was scheduled. `is_idle`: no step in flight, this one included, has work.
+
+        `read_requests` returns a value that changes when a request arrives or becomes runnable.
+        """
+        self._wait = _Wait(read_requests, self.loads) if is_idle and self.loads.open else None
         output.kvelastic_made_s = time.monotonic()
 
     @property
@@ -321,10 +325,10 @@ def _preempt_all(scheduler: Any) -> None:
 class _Wait:
     """A wait for loads while nothing can run. Created after a step that had no work."""
 
-    def __init__(self, scheduler: Any, loads: Loads) -> None:
-        self._scheduler = scheduler
+    def __init__(self, read_requests: Callable[[], object], loads: Loads) -> None:
+        self._read_requests = read_requests
         self._loads = loads
-        self._requests = requests_of(scheduler)
+        self._requests = read_requests()
         self._ends_s = time.monotonic() + _PAUSE_S
 
     def nap(self) -> bool:
@@ -336,7 +340,7 @@ class _Wait:
     def _is_over(self) -> bool:
         return (
             self._loads.has_finished
-            or requests_of(self._scheduler) != self._requests
+            or self._read_requests() != self._requests
             or time.monotonic() >= self._ends_s
         )
 

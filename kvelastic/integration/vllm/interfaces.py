@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import embedded
-from kvelastic.embedded import get_kv_cache_manager, shutdown_kvelastic
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.shapes import HYBRID
-from kvelastic.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
-from kvelastic.tensors import itemsize_of
-from kvelastic.views import plan
+from kvelastic.kvcached import embedded
+from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
+from kvelastic.kvcached.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.pool.tensors import itemsize_of
+from kvelastic.pool.views import plan
 
 if TYPE_CHECKING:
     import torch

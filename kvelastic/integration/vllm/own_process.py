@@ -16,8 +16,9 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from kvelastic import _vmm, nvml
-from kvelastic.devices import device_key, list_gpus
+from kvelastic import _vmm
+from kvelastic.device import nvml
+from kvelastic.device.machine import device_key, list_gpus
 from kvelastic.errors import DriverError
 
 _log = logging.getLogger("kvelastic.vllm")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from kvelastic.hooks import table
-from kvelastic.hooks.table import Hook
-from kvelastic.hooks.versions import installed_version
+from kvelastic.integration.hooks import table
+from kvelastic.integration.hooks.table import Hook
+from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm import (
     in_engine_core,
     in_front_end,

@@ -28,7 +28,7 @@ def register() -> None:
     if not settings.enabled:
         return
     config.configure_logging(settings)
-    from kvelastic.hooks.versions import installed_series
+    from kvelastic.integration.hooks.versions import installed_series
 
     series = installed_series("vllm", strict=settings.strict)
     from kvelastic.integration.vllm import patches

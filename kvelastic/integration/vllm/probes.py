@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvelastic.hooks.probe import Probe
+from kvelastic.integration.hooks.probe import Probe
 from kvelastic.integration.vllm.targets import (
     ADAPTER_KEYS,
     BLOCK_POOL,

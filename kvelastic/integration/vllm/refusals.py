@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.hooks import versions
+from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import tier_connector
 
 _SEVERAL: Final = "MultiConnector"

@@ -21,8 +21,10 @@ from functools import reduce
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm, config, gpu_table
-from kvelastic.device import HOST, Device, host
+from kvelastic import _vmm, config
+from kvelastic.device import gpu_table
+from kvelastic.device.process_memory import anonymous_bytes
+from kvelastic.device.selection import HOST, Device, host
 from kvelastic.errors import (
     DeviceUnavailableError,
     OutOfMemoryError,
@@ -33,11 +35,10 @@ from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
 from kvelastic.integration.vllm.start_checks import check_device, instance_name
 from kvelastic.integration.vllm.worker_device import DeviceFacts
-from kvelastic.layout import PageLayout
-from kvelastic.places import capacity_bytes, page_size_bytes
-from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
-from kvelastic.process_memory import anonymous_bytes
-from kvelastic.segment import Segment
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import FOREVER_S, ElasticPool, open_pool
+from kvelastic.shared.places import capacity_bytes, page_size_bytes
+from kvelastic.shared.segment import Segment
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from kvelastic import config, ledger
+from kvelastic import config
 from kvelastic.integration.vllm import worker_device
+from kvelastic.pool.step_reserve import first_step_bytes
+from kvelastic.shared import ledger
 from kvelastic.sizes import format_size
-from kvelastic.step_reserve import first_step_bytes
 
 _log = logging.getLogger("kvelastic.vllm")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvelastic.config import Config
-from kvelastic.hooks.versions import installed_version
+from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm.tier_namespace import namespace_of
-from kvelastic.pool import ElasticPool
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.opening import open_tiers
 from kvelastic.tiers.weights_fingerprint import WeightFiles

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvelastic import _vmm, config, page_size
-from kvelastic.device import HOST
+from kvelastic import _vmm, config
+from kvelastic.device import page_size
+from kvelastic.device.selection import HOST
 
 _KEPT = "kvelastic_worker_device"
 """Worker attribute that caches its `WorkerDevice`."""

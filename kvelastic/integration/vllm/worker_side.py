@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, config, ledger, segment, tensors
-from kvelastic.device import reserve_range
+from kvelastic import _vmm, config
+from kvelastic.device.selection import reserve_range
 from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.integration.vllm.worker_device import WorkerDevice
+from kvelastic.pool import tensors
+from kvelastic.shared import ledger, segment
 
 _log = logging.getLogger("kvelastic.vllm")
 

@@ -12,8 +12,8 @@ import os
 if os.environ.get("KVSIM_MACHINE"):
     import seams  # type: ignore[import-not-found]  # this folder is first in PYTHONPATH then
 
-    from kvelastic import tensors
     from kvelastic.integration.vllm import worker_device
+    from kvelastic.pool import tensors
 
     worker_device.open_driver = seams.open_driver
     worker_device.compute_streams = seams.compute_streams

@@ -1,0 +1,74 @@
+"""The commands that remove files: delete, gc."""
+
+from __future__ import annotations
+
+import click
+
+from kvelastic.cli.arguments import NameType
+from kvelastic.cli.rendering.exit_codes import fail
+from kvelastic.cli.rendering.saying import say, say_json
+
+
+@click.command("delete", short_help="Remove a segment's name.")
+@click.argument("name", type=NameType())
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Remove it even if the instance is running; the instance continues.",
+)
+def delete_command(name: str, force: bool) -> None:
+    """Remove a segment's name.
+
+    Without --force a live instance is refused. With it the instance keeps its memory and its
+    limit, but can no longer be seen or limited.
+    """
+    from kvelastic.errors import SegmentBusyError
+    from kvelastic.shared.segment import delete
+
+    try:
+        delete(name, force=force)
+    except SegmentBusyError as error:
+        fail(f"{error}. Nothing was removed; --force removes the name anyway.")
+    say(f"Deleted {name}.")
+
+
+@click.command("gc", short_help="Remove files of dead instances.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
+def gc_command(as_json: bool) -> None:
+    """Remove and list the files of dead instances.
+
+    Removes segments of dead instances, their grants in ledgers, and ledgers without members;
+    never another user's files.
+    """
+    from kvelastic.cli.ledgers import reap_ledgers
+    from kvelastic.shared.segment import list_segments, reap
+    from kvelastic.sizes import format_size
+
+    removed = reap()
+    ledgers, places = reap_ledgers()
+    left = []
+    for info in list_segments():
+        if info.status == "dead":
+            left.append((info.name, "dead, but not yours to remove"))
+        elif info.status == "unreadable":
+            left.append((info.name, info.problem))
+    if as_json:
+        from dataclasses import asdict
+
+        report = {
+            "removed": removed,
+            "places": [asdict(place) for place in places],
+            "ledgers": ledgers,
+            "left": [{"name": name, "why": why} for name, why in left],
+        }
+        say_json(report)
+        return
+    for name in removed:
+        say(f"Removed {name}.")
+    for place in places:
+        freed = f"{format_size(place.granted_bytes)} of {place.device}"
+        say(f"Freed {freed}, which {place.name} had when it died.")
+    for path in ledgers:
+        say(f"Removed {path}, a ledger without members.")
+    for name, why in left:
+        say(f"Left {name}: {why}.")

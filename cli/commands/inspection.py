@@ -1,0 +1,179 @@
+"""The commands that only read: list, watch, stats."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+
+import click
+
+from kvelastic.cli.arguments import NameType, SecondsType
+from kvelastic.cli.finding import rows, sweep
+from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.tables import plain_table, rich_table
+from kvelastic.instance.row import Row
+
+
+@click.command("list", short_help="Show every instance.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=NameType())
+@click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/kvctl.md).")
+def list_command(names: tuple[str, ...], as_json: bool) -> None:
+    """Show every instance: its limit and its memory."""
+    sweep()
+    found = rows(names)
+    if as_json:
+        say_json(found)
+        return
+    show(found)
+
+
+@click.command("watch", short_help="Repeat the list until Ctrl-C.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=NameType())
+@click.option(
+    "-n",
+    "--interval",
+    "interval_s",
+    type=SecondsType(0.1),
+    default=1.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="Time between two refreshes.",
+)
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N refreshes.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the array of `list`, one line for each refresh."
+)
+def watch_command(
+    names: tuple[str, ...], interval_s: float, count: int | None, as_json: bool
+) -> None:
+    """Show the instances repeatedly, until Ctrl-C.
+
+    On a terminal the table stays in place; in a pipe each interval prints a plain table.
+    """
+    sweep()
+    rows(names)  # an unknown name is an error now, instead of an empty table
+
+    def look() -> list[Row]:
+        sweep(quiet=True)
+        wanted = set(names)
+        return [row for row in rows(()) if not wanted or row["name"] in wanted]
+
+    watch(look, interval_s, count, as_json=as_json)
+
+
+@click.command("stats", short_help="Show all statistics of one instance.")
+@click.argument("name", type=NameType())
+@click.option(
+    "--interval",
+    "interval_s",
+    type=SecondsType(0.01),
+    metavar="SECONDS",
+    help="Read twice, this far apart, and show rates.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
+def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
+    """Show all statistics of one instance: limits, memory, blocks, pages, counters.
+
+    --interval adds the counters' rates per second.
+    """
+    from kvelastic.cli.commands.stats import look, stats_of, stats_text
+
+    first = look(name, sweep())
+    if interval_s is None:
+        stats = stats_of(first)
+    else:
+        time.sleep(interval_s)
+        stats = stats_of(look(name, []), before=first)
+    if as_json:
+        say_json(stats)
+    else:
+        say(*stats_text(stats).split("\n"))
+
+
+def show(rows: list[Row]) -> None:
+    """Print one table to stdout, in colour on a terminal."""
+    if not _is_terminal():
+        say(*plain_table(rows).split("\n"))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(rich_table(rows, console.width, ascii_only=_is_ascii()))
+
+
+def watch(
+    look: Callable[[], list[Row]],
+    interval_s: float,
+    count: int | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Show the result of `look` every `interval_s` seconds, `count` times or until Ctrl-C."""
+    try:
+        if as_json:
+            _watch_json(look, interval_s, count)
+        elif _is_terminal():
+            _watch_terminal(look, interval_s, count)
+        else:
+            _watch_pipe(look, interval_s, count)
+    except KeyboardInterrupt:
+        pass  # Ctrl-C is the normal end
+
+
+def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
+    def once() -> None:
+        say_json(look(), indent=None)
+        sys.stdout.flush()
+
+    _repeat(once, interval_s, count)
+
+
+def _watch_pipe(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
+    def once() -> None:
+        say(f"# {time.strftime('%H:%M:%S')}", *plain_table(look()).split("\n"), "")
+        sys.stdout.flush()
+
+    _repeat(once, interval_s, count)
+
+
+def _watch_terminal(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    ascii_only = _is_ascii()  # before Live replaces stdout
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+
+        def once() -> None:
+            # Read the width each time: the window may have been resized.
+            table = rich_table(look(), shutil.get_terminal_size().columns, ascii_only=ascii_only)
+            live.update(table, refresh=True)
+
+        _repeat(once, interval_s, count)
+
+
+def _repeat(once: Callable[[], None], interval_s: float, count: int | None) -> None:
+    """Call `once` at a fixed interval, independent of its duration."""
+    start, done = time.monotonic(), 0
+    while True:
+        once()
+        done += 1
+        if count is not None and done >= count:
+            return
+        passed_s = time.monotonic() - start
+        time.sleep(max(interval_s - passed_s % interval_s, 0.0))
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _is_ascii() -> bool:
+    """Return True if the terminal's encoding lacks the glyphs of the bars."""
+    try:
+        "█▓▒·".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False

@@ -1,0 +1,125 @@
+"""`kvctl metrics`: prints or serves the metrics of instances and ledgers, for Prometheus."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from kvelastic.cli.rendering.exit_codes import fail
+from kvelastic.cli.rendering.saying import say
+
+if TYPE_CHECKING:
+    from kvelastic.instance.metrics import KvelasticCollector
+    from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.segment import SegmentInfo
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Address(NamedTuple):
+    """The address to listen on."""
+
+    host: str
+    port: int
+    """0: any free port."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can reach it; False if that is uncertain."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class AddressType(click.ParamType):  # type: ignore[type-arg]
+    """ADDRESS:PORT, [IPv6]:PORT or PORT. The default address is 127.0.0.1."""
+
+    name = "address"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Address:
+        """Return the address; anything else is a usage error (exit code 2)."""
+        host, _, port = str(value).rpartition(":")
+        is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or is_bare_ipv6:
+            self.fail(
+                f"{value!r} is not understood; write 127.0.0.1:9464 or [::1]:9464", param, ctx
+            )
+        return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+@click.command("metrics", short_help="Print or serve metrics for Prometheus.")
+@click.option(
+    "--listen",
+    "address",
+    type=AddressType(),
+    metavar="ADDRESS:PORT",
+    help="Serve them on http://ADDRESS:PORT/metrics until Ctrl-C.",
+)
+@click.option("--public", is_flag=True, help="Also on an address that other machines can reach.")
+def metrics_command(address: Address | None, public: bool) -> None:
+    """Print the metrics of instances and ledgers in Prometheus' text format.
+
+    --listen serves them over HTTP, with fresh values for each request. Addresses that other
+    machines can reach need --public, because names of models are private.
+    """
+    try:
+        from kvelastic.instance.metrics import KvelasticCollector
+    except ImportError as error:
+        fail(f"metrics need prometheus-client ({error}): pip install 'kvelastic[metrics]'.")
+    collector = KvelasticCollector(_segments, _ledgers)
+    if address is None:
+        from prometheus_client import generate_latest
+
+        say(*generate_latest(collector).decode().removesuffix("\n").split("\n"))
+        return
+    if not (address.is_loopback or public):
+        raise click.UsageError(
+            f"other machines could reach {address}; listen on {_LOOPBACK}, or add --public."
+        )
+    _serve(collector, address)
+
+
+def _serve(collector: KvelasticCollector, address: Address) -> None:
+    from kvelastic.cli.commands.metrics_server import metrics_server
+
+    endings = {signal.SIGINT, signal.SIGTERM}
+    # Block the signals before threads start and inherit the mask. The main thread waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    try:
+        server = metrics_server(collector, address.host, address.port)
+    except OSError as error:
+        fail(f"cannot listen on {address}: {error.strerror or error}.")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    heard = Address(address.host, server.server_port)
+    say(f"Serving http://{heard}/metrics until Ctrl-C.")
+    signal.sigwait(endings)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _segments() -> list[SegmentInfo]:
+    from kvelastic.cli.finding import sweep
+    from kvelastic.shared.segment import list_segments
+
+    sweep(quiet=True)
+    return list_segments()
+
+
+def _ledgers() -> list[LedgerInfo]:
+    from kvelastic.shared.ledger import list_ledgers
+
+    return list_ledgers()

@@ -1,0 +1,156 @@
+"""The commands that put an instance to sleep and wake it: sleep, wake.
+
+A sleeping instance allocates no block and holds no memory. Its limit does not change. The commands
+write the request, wait for the reply for up to --wait, and print the outcome.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvelastic.cli.arguments import NameType, wait_option
+from kvelastic.cli.commands.limits import end, send
+from kvelastic.cli.finding import readable, sweep
+from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
+from kvelastic.cli.rendering.saying import say
+
+_FIGURES_S: Final = 2.0
+"""Maximum wait for tier statistics newer than the sleep. They are published every 0.5 s."""
+_LOOK_S: Final = 0.05
+
+if TYPE_CHECKING:
+    from kvelastic.instance.outcome import Outcome
+    from kvelastic.shared.segment import Answer, Request, SegmentInfo
+
+
+@click.command("sleep", short_help="Release an instance's memory until it is woken.")
+@click.argument("name", type=NameType())
+@wait_option("all memory is released")
+def sleep_command(name: str, wait_s: float | None) -> None:
+    """Put an instance to sleep: it allocates no block and releases its memory.
+
+    Cached blocks are evicted. With tiers they are copied first: to the nearest tier before the
+    command ends, to farther ones afterwards. Blocks in use are released when their requests end
+    (exit code 3 if that takes longer than --wait). The limit stays. `kvctl wake` ends the
+    sleep.
+    """
+    from kvelastic.instance.outcome import HOLDS, Verdict
+    from kvelastic.shared.segment import Request
+
+    before = readable(name, sweep())
+    request = Request(asleep=True)
+    outcome, answer = send(name, request, wait_s)
+    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
+        _end_sleep(before, answer, wait_s)
+    else:
+        _end_otherwise(name, request, outcome, answer, wait_s)
+
+
+@click.command("wake", short_help="Wake a sleeping instance.")
+@click.argument("name", type=NameType())
+@wait_option("it is awake")
+def wake_command(name: str, wait_s: float | None) -> None:
+    """Wake an instance: it allocates blocks again, within its limit.
+
+    Memory comes with the next request.
+    """
+    from kvelastic.instance.outcome import HOLDS, Verdict
+    from kvelastic.shared.segment import Request
+
+    before = readable(name, sweep())
+    request = Request(asleep=False)
+    outcome, answer = send(name, request, wait_s)
+    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
+        _end_wake(before, outcome, answer, wait_s)
+    else:
+        _end_otherwise(name, request, outcome, answer, wait_s)
+
+
+def _end_otherwise(
+    name: str, request: Request, outcome: Outcome, answer: Answer, wait_s: float | None
+) -> None:
+    from kvelastic.cli.rendering.outcome_text import outcome_text
+    from kvelastic.instance.row import printable
+
+    end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
+
+
+def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
+    from kvelastic.sizes import format_size
+
+    name, already = before.name, " already" if before.usage["asleep"] else ""
+    mapped = format_size(answer.mapped_bytes)
+    if answer.mapped_bytes:
+        in_use = format_size(_in_use_bytes(name))
+        why = f" ({answer.reason})" if answer.reason else ""
+        message = (
+            f"{name} hands out nothing{already}; {mapped} are held still{why}, {in_use} of that in"
+            " blocks that requests use, and go when those end"
+        )
+        if wait_s is not None:
+            message += "; it was not asleep"
+        fall_short(message, wait_s, EXIT_TIMED_OUT)
+        return
+    given_bytes = max(0, before.usage["mapped_bytes"] - answer.mapped_bytes)
+    given = f" {format_size(given_bytes)} ({given_bytes} bytes) were given back;"
+    say(
+        f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped."
+        + _still_written(before)
+    )
+
+
+def _still_written(info: SegmentInfo) -> str:
+    """Return text on pending writes to farther tiers. Waits up to 2 s for current statistics."""
+    import time
+
+    from kvelastic.errors import SegmentError
+    from kvelastic.shared.tier_status import read
+    from kvelastic.sizes import format_size
+
+    asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
+    try:
+        shown = read(info)
+        while shown is not None and shown.published_realtime_ns < asked_ns:
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_LOOK_S)
+            shown = read(info)
+    except SegmentError:  # it has ended, or is of another version
+        return ""
+    left = ", ".join(
+        f"{format_size(tier.waiting_bytes)} to {tier.tier}"
+        for tier in (() if shown is None else shown.tiers)
+        if tier.waiting_bytes
+    )
+    if not left:
+        return ""
+    return f" Still being written: {left}; `kvctl tiers {info.name}` shows what is left."
+
+
+def _in_use_bytes(name: str) -> int:
+    from kvelastic.errors import SegmentError
+    from kvelastic.shared.segment import inspect
+
+    try:
+        in_use_bytes: int = inspect(name).usage.get("in_use_bytes", 0)
+    except SegmentError:  # it has ended
+        return 0
+    return in_use_bytes
+
+
+def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
+    from kvelastic.cli.rendering.outcome_text import ENGINE_SLEEPS
+    from kvelastic.sizes import format_limit, format_size
+
+    already = "" if before.usage["asleep"] else " already"
+    limit = format_limit(answer.limit_bytes, answer.page_bytes)
+    message = f"{before.name} is awake{already}; its limit is {limit}"
+    if answer.over_bytes:
+        message += f", and {format_size(answer.over_bytes)} are still to be given back"
+    else:
+        message += f", and {format_size(answer.mapped_bytes)} are mapped"
+    if outcome.engine_asleep:
+        message += f"; {ENGINE_SLEEPS}"
+    end(message, outcome, wait_s)

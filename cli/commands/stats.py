@@ -1,0 +1,217 @@
+"""All statistics of one instance, with rates if it was read twice.
+
+The keys of `Stats` are the schema of `kvctl stats --json` (docs/kvctl.md): those of a row of `list`
+and more. No key is ever omitted, and unknown values are None.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvelastic.instance.look import ledgers
+from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
+from kvelastic.instance.status import status_of
+from kvelastic.shared.tier_status import tiers_of
+
+if TYPE_CHECKING:
+    from kvelastic.shared.segment import SegmentInfo
+    from kvelastic.shared.tier_status import TiersFigures
+
+
+class Stats(Row):
+    """All values of one segment."""
+
+    blocks_total: int
+    """Number of block ids in the range."""
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_available: int
+    """Blocks that could be allocated now."""
+    blocks_reserved: int
+    pages_mapped: int
+    pages_parked: int
+    updated_s: float | None
+    """Seconds since the usage was last published; None if it never was."""
+    answered_s: float | None
+    """Seconds since the last answer to a request; None without one."""
+    interval_s: float | None
+    """Actual seconds between the two reads for the rates; None with one read."""
+    rates: dict[str, float] | None
+    """Rate of every counter per second."""
+
+
+_TIER_COUNTS: Final = (
+    "records", "puts", "refused", "hits", "misses", "torn", "evicted", "errors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """A segment, and the time of its read (CLOCK_MONOTONIC, like the segment's own times)."""
+
+    info: SegmentInfo
+    at_ns: int
+    shown: TiersFigures | None = None
+
+
+def look(name: str, reaped: list[str]) -> Look:
+    """Read one segment. Raises the errors of `kvelastic.cli.finding.readable`."""
+    from kvelastic.cli.finding import readable
+
+    info = readable(name, reaped)
+    return Look(info, time.monotonic_ns(), tiers_of([info]).get(info.name))
+
+
+def stats_of(now: Look, before: Look | None = None) -> Stats:
+    """Return the statistics of a read, with rates since the previous one.
+
+    If another instance has taken the name since then, there are no rates.
+    """
+    usage, answer = now.info.usage, now.info.answer
+    rates: dict[str, float] | None = None
+    interval_s: float | None = None
+    if before is not None and before.info.header["uuid"] == now.info.header["uuid"]:
+        interval_s = (now.at_ns - before.at_ns) / 1e9
+        rates = {
+            counter: round((count - before.info.counters[counter]) / interval_s, 3)
+            for counter, count in now.info.counters.items()
+        }
+    status = status_of(now.info, ledgers(), now_ns=now.at_ns, shown_tiers=now.shown)
+    return Stats(
+        **row_of(status),
+        blocks_total=status.blocks_total,
+        blocks_in_use=status.blocks_in_use,
+        blocks_cached=status.blocks_cached,
+        blocks_available=status.blocks_available,
+        blocks_reserved=status.blocks_reserved,
+        pages_mapped=status.pages_mapped,
+        pages_parked=status.pages_parked,
+        updated_s=_age_s(usage["updated_ns"], now.at_ns),
+        answered_s=_age_s(answer["answered_ns"], now.at_ns),
+        interval_s=None if interval_s is None else round(interval_s, 6),
+        rates=rates,
+    )
+
+
+def _age_s(then_ns: int, now_ns: int) -> float | None:
+    return round(max(0, now_ns - then_ns) / 1e9, 3) if then_ns else None
+
+
+def stats_text(stats: Stats) -> str:
+    """Return the statistics as plain text: one value per line, by topic."""
+    from kvelastic.cli.rendering.tier_tables import BLOCK_WORDS
+    from kvelastic.sizes import format_size
+
+    def size(size_bytes: int | None) -> str:
+        return "-" if size_bytes is None else format_size(size_bytes)
+
+    def ago(seconds: float | None) -> str:
+        return "never" if seconds is None else f"{seconds:.1f} s ago"
+
+    def on_device(use: DeviceUseRow) -> str:
+        name = printable(use["device"] or "-")
+        if len(stats["devices"] or []) == 1:
+            return name
+        parts = [f"{size(use['mapped_bytes'])} mapped", f"{size(use['granted_bytes'])} granted"]
+        parts += [f"{size(use['reserved_bytes'])} reserved"] * bool(use["reserved_bytes"])
+        return f"{name}: {', '.join(parts)}"
+
+    requested = stats["requested_limit_bytes"]
+    reserved = size(stats["reserved_bytes"])
+    if stats["reserved_bytes"]:
+        reserved += " when it wakes" if stats["asleep"] else " besides the KV cache"
+    state = stats["state"] + (f" ({printable(stats['reason'])})" if stats["reason"] else "")
+    topics: dict[str, list[tuple[str, str]]] = {
+        f"{printable(stats['name'])}": [
+            ("engine", printable(stats["engine"] or "-")),
+            ("model", printable(stats["model"] or "-")),
+            *(("device", on_device(use)) for use in stats["devices"] or []),
+            ("process", f"{stats['pid']} of user {stats['uid']}"),
+            ("created", stats["created"] or "-"),
+            ("segment", stats["uuid"] or "-"),
+        ],
+        "Limits": [
+            ("state", state),
+            ("asleep", "yes" if stats["asleep"] else "no"),
+            ("limit", size(stats["limit_bytes"])),
+            ("in effect", size(stats["effective_limit_bytes"])),
+            ("last request", "none" if requested is None else size(requested)),
+            ("still over", size(stats["over_bytes"])),
+            ("guarantee", size(stats["min_bytes"])),
+            ("priority", str(stats["priority"])),
+            ("revision", f"{stats['answered_revision']} of {stats['revision']} answered"),
+            ("answered", ago(stats["answered_s"])),
+        ],
+        "Memory": [
+            ("capacity", size(stats["capacity_bytes"])),
+            ("mapped", size(stats["mapped_bytes"])),
+            ("  in use", size(stats["in_use_bytes"])),
+            ("  set aside", size(stats["set_aside_bytes"])),
+            ("  cached", size(stats["cached_bytes"])),
+            ("  parked", size(stats["parked_bytes"])),
+            ("  slack", size(stats["slack_bytes"])),
+            ("used", size(stats["used_bytes"])),
+            ("granted", size(stats["granted_bytes"])),
+            ("reserved", reserved),
+            ("updated", ago(stats["updated_s"])),
+        ],
+        "Pages": [
+            ("one page", size(stats["page_bytes"])),
+            ("mapped now", str(stats["pages_mapped"])),
+            ("parked now", str(stats["pages_parked"])),
+        ],
+        "Blocks": [
+            ("in range", str(stats["blocks_total"])),
+            ("in use", str(stats["blocks_in_use"])),
+            ("cached", str(stats["blocks_cached"])),
+            ("reserved", str(stats["blocks_reserved"])),
+            ("available", str(stats["blocks_available"])),
+        ],
+    }
+    for tier in stats["tiers"] or []:
+        topics[f"Tier {tier['tier']}"] = _tier_lines(tier)
+    if stats["tier_blocks"] is not None:
+        topics[f"Blocks and tiers, {stats['tier_policy']}"] = [
+            (word, str(stats["tier_blocks"][count])) for count, word in BLOCK_WORDS.items()
+        ]
+    counters, rates = stats["counters"] or {}, stats["rates"]
+    if rates is None:
+        heading = "Counters since its start"
+        counted = [(name, str(count)) for name, count in counters.items()]
+    else:
+        heading = f"Counters since its start, and rates over {stats['interval_s']:.3g} s"
+        digits = max(len(str(count)) for count in counters.values())
+        counted = [
+            (name, f"{count:>{digits}}  {rates[name]:g}/s") for name, count in counters.items()
+        ]
+    topics[heading] = [(name.replace("_", " "), text) for name, text in counted]
+    width = max(len(label) for lines in topics.values() for label, _ in lines)
+    return "\n\n".join(
+        "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in lines)])
+        for title, lines in topics.items()
+    )
+
+
+def _tier_lines(tier: TierRow) -> list[tuple[str, str]]:
+    from kvelastic.sizes import format_size
+
+    def size(size_bytes: int | None, none: str) -> str:
+        return none if size_bytes is None else format_size(size_bytes)
+
+    load_us = tier["load_us"]
+    left = size(tier["write_left_bytes"], "no bound")
+    if tier["write_budget_bytes"] is not None:
+        left += f" of {format_size(tier['write_budget_bytes'])}"
+    return [
+        ("state", tier["state"]),
+        ("used", format_size(tier["used_bytes"])),
+        ("limit", size(tier["limit_bytes"], "others decide")),
+        *((what, str(tier[what])) for what in _TIER_COUNTS),
+        ("written", format_size(tier["bytes_written"])),
+        ("read", format_size(tier["bytes_read"])),
+        ("may be written today", left),
+        ("still to be written", format_size(tier["waiting_bytes"])),
+        ("to load a block", "not known" if load_us is None else f"{load_us / 1000:.2f} ms"),
+    ]

@@ -1,0 +1,93 @@
+"""Tables with all columns in a pipe, and on a terminal as many columns as fit.
+
+columns = [Column("Name", ["a", "b"], 0, is_left=True), Column("Held", ["1", "2"], 1)]
+show(lambda: plain(columns), lambda width: rich_table(columns, width))
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvelastic.cli.rendering.columns import aligned
+from kvelastic.cli.rendering.saying import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_SIZE_CELLS = len("1023.99 MiB")
+_EDGE_CELLS, _GAP_CELLS = 2, 3
+
+
+class Column(NamedTuple):
+    """One column, for both kinds of table."""
+
+    title: str
+    cells: Sequence[str]
+    rank: int
+    """Priority on a narrow terminal, lowest first; 0 is always shown. Ranks are unique."""
+    is_left: bool = False
+    most_cells: int = _SIZE_CELLS
+    """Maximum width on a terminal; longer text is folded."""
+
+
+def show(text: Callable[[], str], drawn: Callable[[int], RenderableType]) -> None:
+    """Print the result of `drawn` for a terminal's width, or the lines of `text` in a pipe."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name may have characters outside the terminal's encoding; print question marks.
+        sys.stdout.reconfigure(errors="replace")
+    if not sys.stdout.isatty():
+        say(*text().split("\n"))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(drawn(console.width))
+
+
+def plain(columns: Sequence[Column]) -> str:
+    """Return columns of text under one-word headings; empty without lines."""
+    if not columns[0].cells:
+        return ""
+    cells = ([column.title.upper().replace(" ", "_"), *column.cells] for column in columns)
+    left = {index for index, column in enumerate(columns) if column.is_left}
+    return "\n".join(aligned(zip(*cells, strict=True), left))
+
+
+def rich_table(columns: Sequence[Column], width: int) -> Table:
+    """Return a table for a terminal of `width` columns, with fewer columns if it is narrow."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    # rich selects another box if the terminal cannot show this one.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = _that_fit(columns, width)
+    for column in shown:
+        table.add_column(
+            column.title,
+            justify="left" if column.is_left else "right",
+            overflow="fold",
+            max_width=column.most_cells,
+        )
+    for line in zip(*(column.cells for column in shown), strict=True):
+        # Text, not markup: a name may contain brackets.
+        table.add_row(*(Text(cell, style="" if at else "bold") for at, cell in enumerate(line)))
+    return table
+
+
+def _that_fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """Return the columns that fit, chosen by rank, in the order in which they are drawn."""
+    left = width - _EDGE_CELLS
+    chosen: set[int] = set()
+    for column in sorted(columns, key=lambda each: each.rank):
+        widest = max(map(len, (column.title, *column.cells)))
+        left -= min(widest, column.most_cells) + _GAP_CELLS
+        if left < 0 and len(chosen) > 1:  # always show two, folded if needed
+            break
+        chosen.add(column.rank)
+    return [column for column in columns if column.rank in chosen]

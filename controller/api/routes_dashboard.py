@@ -1,0 +1,107 @@
+"""The dashboard's files at / and /dashboard, and its data: /devices/history.
+
+The files contain no secret and need no key. The routes that they call need their usual keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvelastic.controller.api.routes import Who, route, seconds_of
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.models.memory_history import MAX_WINDOW_S
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    # Trusted types: the browser blocks scripts that insert text as HTML.
+    "content-security-policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # Cached but revalidated each time, so a page never runs scripts of another version.
+    "cache-control": "no-cache",
+}
+
+
+def routes(front: Front) -> list[Route]:
+    """Return the routes that the OpenAPI document lists."""
+    return [route(front, "/devices/history", "GET", Who.API, devices_history)]
+
+
+def pages(front: Front) -> list[Route]:
+    """Return the routes of the dashboard's files. Reads the files once, here."""
+    files = _read_files()
+
+    async def index(_front: Front, request: Request) -> Any:
+        return _answer(request, files["index.html"])
+
+    async def file(_front: Front, request: Request) -> Any:
+        found = files.get(request.path_params["name"])
+        if found is None:
+            raise Refusal(404, "not_found", "The dashboard has no such file.")
+        return _answer(request, found)
+
+    return [
+        route(front, "/", "GET", Who.ALL, index),
+        route(front, "/dashboard/{name}", "GET", Who.ALL, file),
+    ]
+
+
+async def devices_history(front: Front, request: Request) -> Any:
+    """Memory of every device, by instance, in the last `seconds` (default and maximum 10 minutes).
+
+    There is one sample every `interval_seconds`. Sample numbers restart when
+    `controller_started_at` changes. A value is null if the instance did not exist.
+    """
+    seconds = min(seconds_of(request, "seconds", MAX_WINDOW_S), MAX_WINDOW_S)
+    history = front.memory_history.window(seconds, now_s=time.monotonic(), wall_s=time.time())
+    models = {model.settings.instance: model.name for model in front.fleet}
+    for device in history["devices"]:
+        for instance in device["instances"]:
+            instance["model"] = models.get(instance["name"])
+    return {"controller_started_at": front.started_at, **history}
+
+
+class _File:
+    """One file with its headers, which are constant."""
+
+    def __init__(self, name: str, body: bytes) -> None:
+        self.body = body
+        self.etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        kind = _TYPES["." + name.rpartition(".")[2]]
+        self.headers = {**_HEADERS, "content-type": kind, "etag": self.etag}
+
+
+def _read_files() -> dict[str, _File]:
+    folder = resources.files("kvelastic.controller").joinpath("dashboard")
+    return {
+        each.name: _File(each.name, each.read_bytes())
+        for each in folder.iterdir()
+        if "." + each.name.rpartition(".")[2] in _TYPES
+    }
+
+
+def _answer(request: Request, file: _File) -> Response:
+    known = request.headers.get("if-none-match", "")
+    if any(tag.strip().removeprefix("W/") == file.etag for tag in known.split(",")):
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.body, headers=file.headers)

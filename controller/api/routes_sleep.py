@@ -1,0 +1,120 @@
+"""Sleep and wake: /sleep, /action."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from kvelastic.controller.api import reports
+from kvelastic.controller.api.routes import Who, route
+from kvelastic.controller.http.replies import Json
+from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE
+from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.served_model import ServedModel
+from kvelastic.controller.models.upkeep import candidate_of
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+
+def routes(front: Front) -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        route(front, "/sleep/status", "GET", Who.API, sleep_status),
+        route(front, "/sleep/candidates", "GET", Who.API, sleep_candidates),
+        route(front, "/action/sleep/{model:path}", "POST", Who.ADMIN, put_to_sleep),
+        route(front, "/action/wakeup/{model:path}", "POST", Who.ADMIN, wake_up),
+    ]
+
+
+async def sleep_status(front: Front, _: Request) -> Any:
+    """Models that sleep, and models that may be put to sleep."""
+    sleep = front.settings.sleep
+    return {
+        "sleeping_models": {
+            model.name: reports.sleep_detail(model)
+            for model in front.fleet
+            if reports.is_sleeping(model)
+        },
+        "sleep_candidates": [
+            model.name for model in reports.candidates(list(front.fleet), sleep.idle_after)
+        ],
+        "auto_sleep_enabled": sleep.auto,
+        "idle_threshold_seconds": sleep.idle_after,
+        "wakeup_on_request": sleep.wake_on_request,
+        "min_sleep_seconds": sleep.min_sleep,
+    }
+
+
+async def sleep_candidates(front: Front, _: Request) -> Any:
+    """Models that may be put to sleep now, the longest idle first."""
+    sleep = front.settings.sleep
+    found = reports.candidates(list(front.fleet), sleep.idle_after)
+    return {
+        "sleep_candidates": [model.name for model in found],
+        "candidate_details": {
+            model.name: {**reports.idle_detail(model), "can_sleep": candidate_of(model).may_sleep}
+            for model in found
+        },
+        "idle_threshold_seconds": sleep.idle_after,
+        "auto_sleep_enabled": sleep.auto,
+    }
+
+
+async def put_to_sleep(front: Front, request: Request) -> Any:
+    """Put a model to sleep and wait until it sleeps. 409 while requests are in flight."""
+    model = front.fleet.need(request.path_params["model"])
+    if not model.can_sleep:
+        message = (
+            f"An engine of the kind {model.settings.engine!r} cannot sleep, and is not launched on"
+            " demand."
+        )
+        return _told(model, 400, False, message)
+    if model.gate.state is State.ASLEEP:
+        return _told(model, 200, True, "The model is asleep already.")
+    refusal = model.gate.ask_sleep(time.monotonic(), by_hand=True)
+    if refusal is not None:
+        return _told(model, refusal.status, False, refusal.message)
+    slept = model.sleeps
+    await model.settled()
+    if model.sleeps > slept or model.state is State.ASLEEP:
+        return _told(model, 200, True, "The model is asleep.")
+    # Do not return the whole problem, because it contains the engine's address.
+    is_known = NEEDS_DEV_MODE in (model.last_problem or "")
+    why = NEEDS_DEV_MODE if is_known else "GET /models says why (last_problem)"
+    message = f"The engine could not be put to sleep; it serves as before. {why}."
+    return _told(model, 502, False, message)
+
+
+async def wake_up(front: Front, request: Request) -> Any:
+    """Wake a model and wait until it can serve."""
+    model = front.fleet.need(request.path_params["model"])
+    if model.gate.state is State.AWAKE:
+        problem = await model.wake_memory()  # kvctl may have put the memory to sleep
+        if problem is not None:
+            return _told(model, 502, False, f"Its memory could not be woken: {problem}")
+        return _told(model, 200, True, "The model is awake already.")
+    if model.gate.state is State.FALLING_ASLEEP:
+        await model.settled()
+    refusal = model.ask_wake(time.monotonic())
+    if refusal is not None:
+        return _told(model, refusal.status, False, refusal.message)
+    await model.settled()
+    if model.state is State.AWAKE:
+        return _told(model, 200, True, "The model is awake.")
+    why = f" {model.last_problem}" if model.last_problem else ""
+    return _told(model, 502, False, f"The model could not be woken; it is asleep as before.{why}")
+
+
+def _told(model: ServedModel, status: int, success: bool, message: str) -> Json:
+    body = {
+        "model_name": model.name,
+        "success": success,
+        "message": message,
+        "state": model.gate.state.value,
+    }
+    headers = {"retry-after": "1"} if status in {409, 503} else None
+    return Json(body, status, headers)

@@ -1,0 +1,168 @@
+"""Requests to the tiers of a model's instance: /memory/{model}/tiers/...
+
+/memory and /memory/{model} report the contents of tiers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from kvelastic.controller.api.json_body import (
+    check_keys,
+    duration_of,
+    json_object,
+    size_of,
+    wait_of,
+)
+from kvelastic.controller.api.routes import Who, instance_of, route
+from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.http.replies import Json
+from kvelastic.shared import segment, tier_status
+from kvelastic.shared.status_file import POLL_S, Asked
+from kvelastic.shared.tier_status import TierAnswer, TierRequest
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_USUAL_WAIT_S: Final = 2.0
+"""Stores take part in a request, and may be slow."""
+_VERIFY_WAIT_S: Final = 60.0
+_STATUS_OF: Final = {"done": 200, "pending": 202, "refused": 409, "failed": 409}
+
+
+def routes(front: Front) -> list[Route]:
+    """Return the routes of this module.
+
+    They must precede those of /memory, which would match them as a model's name with slashes.
+    """
+    path = "/memory/{model:path}/tiers"
+    return [
+        route(front, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
+        route(front, f"{path}/{{tier}}/trim", "POST", Who.ADMIN, trim_tier),
+        route(front, f"{path}/clear", "POST", Who.ADMIN, clear_tiers),
+        route(front, f"{path}/erase", "POST", Who.ADMIN, erase_records),
+        route(front, f"{path}/verify", "POST", Who.ADMIN, verify_tiers),
+    ]
+
+
+async def change_tier(front: Front, request: Request) -> Any:
+    """Set the `limit` of a tier until its engine ends, and `wait` for the result.
+
+    The tier's policy evicts what exceeds the limit. 200: done. 202: no result yet. 409: refused.
+    """
+    return await _ask_about_size(front, request, "limit", "limit")
+
+
+async def trim_tier(front: Front, request: Request) -> Any:
+    """Shrink a tier to `size` once; its limit does not change."""
+    return await _ask_about_size(front, request, "trim", "size")
+
+
+async def clear_tiers(front: Front, request: Request) -> Any:
+    """Erase every tier object of this model and its settings, in all its tiers."""
+    body = await json_object(front, request)
+    check_keys(body, "wait")
+    return await _ask(front, request, body, TierRequest("clear"), {})
+
+
+async def erase_records(front: Front, request: Request) -> Any:
+    """Erase the tier objects of a `model`, or `older_than` an age, or both, in all its tiers."""
+    body = await json_object(front, request)
+    check_keys(body, "model", "older_than", "wait")
+    model, age_s = body.get("model"), duration_of(body, "older_than")
+    if model is not None and not isinstance(model, str):
+        raise Refusal(400, "invalid_value", "model is a text.", param="model")
+    if model is None and age_s is None:
+        raise Refusal(400, "nothing_requested", "Give one of model and older_than at least.")
+    asked = TierRequest("erase", model=model, older_than_s=age_s)
+    return await _ask(
+        front, request, body, asked, {"model": model and model[:256], "older_than": age_s}
+    )
+
+
+async def verify_tiers(front: Front, request: Request) -> Any:
+    """Compare each tier's index with its accounting and its medium; 409 if they disagree."""
+    body = await json_object(front, request)
+    check_keys(body, "wait")
+    return await _ask(front, request, body, TierRequest("verify"), {}, _VERIFY_WAIT_S)
+
+
+async def _ask_about_size(front: Front, request: Request, kind: str, key: str) -> Json:
+    body = await json_object(front, request)
+    check_keys(body, key, "wait")
+    size_bytes = size_of(body, key)
+    if size_bytes is None:
+        raise Refusal(400, "nothing_requested", f"Give a {key}: bytes, or text like 512M.")
+    asked = TierRequest(kind, tier=request.path_params["tier"], size_bytes=size_bytes)
+    return await _ask(front, request, body, asked, {key: size_bytes})
+
+
+async def _ask(
+    front: Front,
+    request: Request,
+    body: dict[str, Any],
+    asked: TierRequest,
+    audited: dict[str, Any],
+    usual_wait_s: float = _USUAL_WAIT_S,
+) -> Json:
+    model = front.fleet.need(request.path_params["model"])
+    name, wait_s = instance_of(model), wait_of(body)
+    request.state.asked = audited
+    answer = await ask(
+        name,
+        asked,
+        usual_wait_s if wait_s is None else wait_s,
+        lambda: model.gate.closing is not None,
+    )
+    return Json(
+        {"model": model.name, "instance": name, "answer": answer}, _STATUS_OF[answer["state"]]
+    )
+
+
+async def ask(
+    name: str, request: TierRequest, wait_s: float, is_over: Callable[[], bool]
+) -> dict[str, Any]:
+    """Send a request to an instance's tiers; wait for `wait_s` seconds, or until `is_over()`.
+
+    In the result, `state` is done, refused, failed or pending (no result yet; the request remains
+    posted). `records` has the number of tier objects erased (clear, erase) or held (other
+    requests), by tier. Raises `Refusal` (404) for an unknown tier, and the errors of
+    `tier_status.post`.
+    """
+    tiers, asked = await asyncio.to_thread(_post, name, request)
+    deadline_s = time.monotonic() + wait_s
+    with asked:
+        while True:
+            answer = asked.look()
+            if answer is not None or asked.is_lost:
+                break
+            if time.monotonic() >= deadline_s or is_over():
+                break
+            await asyncio.sleep(POLL_S)
+    if answer is None:
+        return {"state": "pending", "records": {}, "reason": ""}
+    return {
+        "state": answer.state,
+        "records": dict(zip(tiers, answer.counts, strict=False)),
+        "reason": answer.reason,
+    }
+
+
+def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
+    info = segment.inspect(name)
+    shown = tier_status.read(info)
+    tiers = [] if shown is None else [one.tier for one in shown.tiers]
+    if shown is not None and request.tier and request.tier not in tiers:
+        raise Refusal(
+            404,
+            "tier_not_found",
+            f"{name!r} has no tier {request.tier[:100]!r}; it has {', '.join(tiers)}.",
+            param="tier",
+        )
+    return tiers, tier_status.post(info, request)

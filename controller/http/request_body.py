@@ -1,0 +1,258 @@
+"""A request's body: read within bounds, and kept until it is sent to the engine.
+
+A small body is kept as bytes. A large one is written in pieces to an anonymous memory file
+(memfd_create) and sent from there in pieces. Joining, copying or sending 64 MiB in one step would
+stall the loop. Another process can read such a file too (`body_reader`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+
+from kvelastic.controller.http.refusal import Refusal
+
+Receive = Callable[[], Awaitable[Any]]
+
+SMALL_BYTES: Final = 1 << 20
+"""A larger body is kept in a memory file."""
+_PIECE_BYTES: Final = 256 << 10
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before its request was complete."""
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies that are held at the same time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    def take(self, count: int) -> None:
+        """Reserve `count` bytes. Raises `Refusal` (503) if that exceeds the limit."""
+        if self.held_bytes + count > self.limit_bytes:
+            raise _full("as many requests as server.max_buffered allows")
+        self.held_bytes += count
+
+    def give(self, count: int) -> None:
+        """Release `count` bytes."""
+        self.held_bytes -= count
+
+
+class Body:
+    """One request's body. Its reader must call `release`, which is idempotent.
+
+    Use it in the event loop. No method waits, but `pieces` and `to_file` copy.
+    """
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held_bytes = 0
+        self._pieces: list[bytes] = []
+        self._file: int | None = None
+        self._file_bytes = 0
+        self._old = (0, 0)
+        self._new = b""
+        """Sent instead of the file's bytes in the range `_old`."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are sent to an engine."""
+        if self._file is not None:
+            return self._file_bytes - (self._old[1] - self._old[0]) + len(self._new)
+        return sum(map(len, self._pieces))
+
+    @property
+    def in_memory(self) -> bytes | None:
+        """The whole body if it is small; None if it is in a file."""
+        if self._file is not None:
+            return None
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
+
+    def append(self, piece: bytes) -> None:
+        """Append the next piece. Raises `Refusal` (503)."""
+        self._budget.take(len(piece))
+        self._held_bytes += len(piece)
+        if self._file is not None:
+            self._write(piece)
+            return
+        self._pieces.append(piece)
+        if self._held_bytes > SMALL_BYTES:
+            self.to_file()
+
+    def begins_with(self, start: bytes) -> bool:
+        """Return True if the body begins with `start`, ignoring leading white space."""
+        if self._file is not None:
+            head = os.pread(self._file, 256, 0)
+        else:
+            head = (self.in_memory or b"")[:256]
+        return head.lstrip(b" \t\r\n").startswith(start)
+
+    def to_file(self) -> int:
+        """Return the descriptor of its file, moving it there if needed. Raises `Refusal` (503)."""
+        if self._file is None:
+            try:
+                self._file = os.memfd_create("kvelastic-body", os.MFD_CLOEXEC)
+            except OSError as error:
+                raise _full(f"as many bodies as it can ({error.strerror})") from None
+            pieces, self._pieces = self._pieces, []
+            for piece in pieces:
+                self._write(piece)
+        return self._file
+
+    def take_written(self) -> None:
+        """Account for bytes that another process wrote to its file. Raises `Refusal` (503)."""
+        size = os.fstat(self.to_file()).st_size
+        self._budget.take(size)
+        self._held_bytes, self._file_bytes = size, size
+
+    def replace(self, start: int, end: int, new: bytes) -> None:
+        """Replace the bytes `start` to `end` by `new`. Call it at most once.
+
+        Raises `Refusal` (503).
+        """
+        added = max(0, len(new) - (end - start))
+        self._budget.take(added)
+        self._held_bytes += added
+        data = self.in_memory
+        if data is not None:
+            self._pieces = [b"".join((data[:start], new, data[end:]))]
+        else:
+            self._old, self._new = (start, end), new
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes to send, in pieces of up to 256 KiB. Raises `OSError` after `release`."""
+        if self._file is None:
+            yield from self._pieces
+            return
+        start, end = self._old
+        yield from self._read(0, start)
+        if self._new:
+            yield self._new
+        yield from self._read(end, self._file_bytes)
+
+    def release(self) -> None:
+        """Release its memory and budget. Idempotent."""
+        self._budget.give(self._held_bytes)
+        self._held_bytes = 0
+        self._pieces = []
+        if self._file is not None and self._file >= 0:
+            os.close(self._file)
+            self._file = -1  # a late read fails instead of reading a file that reuses the number
+
+    def _write(self, piece: bytes) -> None:
+        assert self._file is not None
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise _full(f"as many bodies as there is memory for ({error.strerror})") from None
+        self._file_bytes += len(piece)
+
+    def _read(self, start: int, end: int) -> Iterator[bytes]:
+        while start < end:
+            assert self._file is not None
+            piece = os.pread(self._file, min(_PIECE_BYTES, end - start), start)
+            if not piece:
+                raise OSError("the body's file is shorter than it was")
+            start += len(piece)
+            yield piece
+
+
+class Upload(aiohttp.Payload):
+    """aiohttp's payload of a body in a file. Releases the body when all of it is sent."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self._body = body
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Raise `TypeError`: a body has no text."""
+        raise TypeError("a body is not text")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Send the body in pieces. Waits for a slow engine."""
+        for piece in self._body.pieces():
+            await writer.write(piece)
+        self._consumed = True
+        self._body.release()
+
+
+async def read_body(
+    receive: Receive, declared: bytes | None, limit_bytes: int, timeout_s: float, budget: BodyBudget
+) -> Body:
+    """Read the whole body; the caller releases it.
+
+    `declared` is the Content-Length header. `timeout_s` bounds the wait for each piece. Raises
+    `Refusal` (413 too large, 408 too slow, 503 no budget) or `ClientGoneError`.
+    """
+    if declared is not None and declared.isdigit() and int(declared[:20]) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = Body(budget)
+    size = 0
+    is_late = False
+    task = asyncio.current_task()
+
+    def late() -> None:
+        nonlocal is_late
+        is_late = True
+        if task is not None:
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    # asyncio.wait_for would start a task for every request.
+    timer = loop.call_later(timeout_s, late)
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            piece = message.get("body", b"")
+            if piece:
+                size += len(piece)
+                if size > limit_bytes:
+                    raise _too_large(limit_bytes)
+                body.append(piece)
+            if not message.get("more_body", False):
+                return body
+            timer.cancel()
+            timer = loop.call_later(timeout_s, late)
+    except asyncio.CancelledError:
+        body.release()
+        if not is_late:
+            raise
+        if task is not None and hasattr(task, "uncancel"):
+            task.uncancel()
+        raise Refusal(
+            408, "request_timeout", f"No piece of the body came for {timeout_s:g} s."
+        ) from None
+    except BaseException:
+        body.release()
+        raise
+    finally:
+        timer.cancel()
+
+
+def _too_large(limit_bytes: int) -> Refusal:
+    return Refusal(
+        413,
+        "body_too_large",
+        f"The body is larger than {limit_bytes} bytes (server.max_body).",
+    )
+
+
+def _full(held: str) -> Refusal:
+    return Refusal(
+        503, "controller_full", f"The controller holds {held}; try again.", retry_after_s=1.0
+    )

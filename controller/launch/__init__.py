@@ -1,0 +1,1 @@
+"""Engines that the controller starts."""

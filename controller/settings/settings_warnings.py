@@ -1,0 +1,62 @@
+"""Warnings about valid but probably unintended configurations: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvelastic.controller.settings.settings import (
+    AuthSettings,
+    ModelSettings,
+    Settings,
+    is_loopback,
+)
+
+
+def warnings_of(settings: Settings) -> list[str]:
+    """Return one sentence per warning, with the remedy."""
+    found = list(_of_keys(settings.auth))
+    for model in settings.models:
+        found += _of_launch(model)
+    return found
+
+
+def _of_keys(auth: AuthSettings) -> Iterator[str]:
+    for name, keys in (("api_keys", auth.api_keys), ("admin_keys", auth.admin_keys)):
+        count = sum(key.is_in_file for key in keys)
+        if count:
+            yield (
+                f"auth.{name}: every reader of the configuration file has {count} of the"
+                f" {len(keys)} keys; write sha256:HEX of a key (printf %s KEY | sha256sum), or"
+                " ${ENV_NAME}"
+            )
+
+
+def _of_launch(model: ModelSettings) -> Iterator[str]:
+    if model.launch is None:
+        return
+    command = model.launch.command
+    host = _value_of("--host", command)
+    if host is not None and not is_loopback(host):
+        yield (
+            f"model {model.name!r}: its engine listens on {host}, where others can reach it past"
+            " the controller; write --host 127.0.0.1"
+        )
+    is_hidden = any("--host" in word or "--uds" in word for word in command)  # sh -c '...'
+    if host is None and not is_hidden and model.engine == "vllm":
+        yield (
+            f"model {model.name!r}: without --host vLLM listens on all interfaces, where others can"
+            " reach it past the controller; write --host 127.0.0.1"
+        )
+    if _value_of("--api-key", command) is not None:
+        yield (
+            f"model {model.name!r}: every user of this machine can read the --api-key of its"
+            " command (ps); vLLM gets its key in its environment, so leave it out"
+        )
+
+
+def _value_of(option: str, command: tuple[str, ...]) -> str | None:
+    for word, after in zip(command, (*command[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else after
+    return None

@@ -1,0 +1,1 @@
+"""The memory that exists: GPUs, the host, page sizes."""

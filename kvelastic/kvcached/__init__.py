@@ -1,0 +1,1 @@
+"""kvcached's interface in one process."""

@@ -1,0 +1,1 @@
+"""The pool of one model: layout, native pool, tensors, scheduling helpers for engines."""

@@ -1,0 +1,1 @@
+"""What processes share: segments, ledgers, liveness, status files."""

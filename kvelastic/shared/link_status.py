@@ -1,0 +1,264 @@
+"""Links between processes: reads the status files of nodes, and cuts links.
+
+    for node in nodes(): print(node.node_id, [link.peer_id for link in node.links])
+    answer = cut(node, link, wait_s=2.0)
+
+A node is a process that copies to and from others (`kvelastic.transfer`). A node need not be an
+instance. So its file is named after 16 random bytes, and found by its prefix.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvelastic.errors import (
+    SegmentError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+    is_out_of_descriptors,
+)
+from kvelastic.shared import status_file
+from kvelastic.shared.liveness import MAKER_BYTE, Liveness, liveness
+from kvelastic.shared.segment_dir import LINK_STATUS, SHM_DIR
+from kvelastic.shared.status_file import Count, Shown, StatusKind, newest, reading
+
+MOST_LINKS: Final = 512
+MOST_ENDED: Final = 16
+MOST_TEXT: Final = 64
+"""Maximum characters of a `Text`."""
+MOST_ADDRESS: Final = 128
+
+Id = Annotated[int, Meta(ge=0)]
+"""Id of a node. msgspec rejects integers that need more than 64 bits."""
+Way = Literal["memory", "unix stream", "tcp"]
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
+
+
+class LinkFigures(Shown, frozen=True):
+    """One link, as its node sees it. Counts start when the link is made."""
+
+    number: Count
+    """Sequence number among this node's links; requests refer to it."""
+    peer_id: Id
+    peer: Text
+    """The peer's process on this host, or its address."""
+    side: Literal["client", "server"]
+    """client: this node opened the link."""
+    way: Way
+    """How bytes reach this node: copied by the kernel (memory), or over streams."""
+    state: Literal["linked", "ended"]
+    reason: Text
+    """Why it ended: unlinked, cut (by an operator), crossed, or a code of kvelastic/errors.py."""
+    since_realtime_ns: Count
+    """Creation time, in nanoseconds since 1970."""
+    pulled_bytes: Count
+    """Bytes that this node has read from the peer."""
+    pushed_bytes: Count
+    """Bytes that the peer has read because this node pushed them."""
+    peer_pulled_bytes: Count
+    """Bytes that the peer has read from this node."""
+    peer_pushed_bytes: Count
+    """Bytes that this node has read because the peer pushed them."""
+    leases: Count
+    """Leases that the peer holds now, one for each running copy of memory of this node."""
+    retries: Count
+    """Copies that were repeated because they lost a race."""
+    failures: Count
+    """Failed copies that this node started."""
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the link is open."""
+        return self.state == "linked"
+
+    @property
+    def in_bytes(self) -> int:
+        """Bytes received over the link."""
+        return self.pulled_bytes + self.peer_pushed_bytes
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes sent over the link."""
+        return self.pushed_bytes + self.peer_pulled_bytes
+
+
+class NodeFigures(Shown, frozen=True):
+    """A node with its open links and the last links that have ended."""
+
+    node_id: Id
+    pid: Count
+    role: Text
+    """The node's role, as its user set it; "" if unset."""
+    addresses: Annotated[
+        tuple[Annotated[str, Meta(max_length=MOST_ADDRESS)], ...], Meta(max_length=8)
+    ]
+    """Addresses on which it listens."""
+    data_port: Annotated[int, Meta(ge=0, le=65535)]
+    """TCP port for data streams; 0 if none."""
+    published_realtime_ns: Count
+    started_realtime_ns: Count
+    answered_revision: Count
+    """Revision of the last request with a result."""
+    ranges: Count
+    """Number of registered memory ranges that peers may access."""
+    registered_bytes: Count
+    leases: Count
+    """Leases in force."""
+    leases_expired: Count
+    """Leases that expired because a peer was late."""
+    copies_lost: Count
+    """Copies by peers that failed because the memory changed during the copy."""
+    strangers_refused: Count
+    """Refused connections."""
+    links: Annotated[tuple[LinkFigures, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
+
+    @property
+    def standing_links(self) -> int:
+        """Number of open links."""
+        return sum(link.is_linked for link in self.links)
+
+
+class LinkRequest(Shown, frozen=True):
+    """A request of an operator."""
+
+    kind: Literal["cut"]
+    link: Count
+    """Number of the link."""
+    peer_id: Id
+
+
+class LinkAnswer(Shown, frozen=True):
+    """The node's result of a request."""
+
+    revision: Count
+    state: Literal["done", "refused"]
+    reason: Annotated[str, Meta(max_length=200)] = ""
+
+
+KIND: Final = StatusKind(
+    "link status file", b"KVLINKS\0", 2, 192 << 10, NodeFigures, LinkRequest, LinkAnswer
+)
+
+
+def text_of(text: object, most: int = MOST_TEXT) -> str:
+    """Replace unprintable characters of `text` and truncate it to `most` characters."""
+    return "".join(one if one.isprintable() else "?" for one in str(text)[:most])
+
+
+def nodes() -> list[NodeFigures]:
+    """Return the live nodes whose status files this user can read, sorted by id and pid.
+
+    Leaves out unreadable files; `look` reports them. Raises `SegmentError` if this process is out
+    of file descriptors, because the list would wrongly be empty.
+    """
+    return look()[0]
+
+
+def look() -> tuple[list[NodeFigures], list[str]]:
+    """Return the list of `nodes`, and the problems of unreadable files: other version, damage."""
+    looks = [found for _, found in _looks()]
+    found = [figures for figures in looks if isinstance(figures, NodeFigures)]
+    problems = [problem for problem in looks if isinstance(problem, str)]
+    return sorted(found, key=lambda node: (node.node_id, node.pid)), sorted(problems)
+
+
+def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | None:
+    """Request that a node end one of its links immediately, on both sides.
+
+    Transfers over the link fail. The users of both nodes see that the peer is gone; they may link
+    again. Blocks for at most `wait_s` seconds. Returns None on timeout; the request remains in
+    force. Raises `SegmentNotFoundError` if the node is gone, `SegmentBusyError`, `SegmentDeadError`
+    or `SegmentError`.
+    """
+
+    def identity(of: NodeFigures) -> tuple[int, int, int]:
+        return of.node_id, of.pid, of.started_realtime_ns
+
+    for name, found in _looks():
+        if isinstance(found, NodeFigures) and identity(found) == identity(node):
+            asked = status_file.post(
+                name,
+                KIND,
+                LinkRequest("cut", link.number, link.peer_id),
+                owner_uid=_owner_of(name),
+                title=KIND.subject,
+                lock_name=name,
+                subject="links of the node",
+            )
+            if asked is not None:
+                with asked:
+                    return asked.wait(wait_s)
+    raise SegmentNotFoundError(f"node {node.node_id} of process {node.pid} has gone")
+
+
+def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
+    """Yield the name of every file, and its content or its problem."""
+    try:
+        with os.scandir(SHM_DIR) as entries:
+            names = [entry.name for entry in entries if LINK_STATUS.fullmatch(entry.name)]
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            raise SegmentError(f"cannot list {SHM_DIR}: {error.strerror}") from error
+        return
+    for name in names:
+        found: NodeFigures | str
+        try:
+            with reading(name, KIND, KIND.subject, _owner_of(name)) as fd:
+                if fd is None or liveness(fd, MAKER_BYTE) is Liveness.DEAD:
+                    continue
+                found = newest(fd, KIND, KIND.subject)
+        except SegmentFormatError as error:
+            found = f"{SHM_DIR / name}: {error}"
+        except SegmentError as error:  # the file is gone or belongs to another user
+            if is_out_of_descriptors(error):
+                raise
+            continue
+        yield name, found
+
+
+def _owner_of(name: str) -> int:
+    """Return the owner of the file. Root may read the files of every user."""
+    try:
+        return (SHM_DIR / name).stat(follow_symlinks=False).st_uid
+    except OSError as error:
+        raise SegmentNotFoundError("the node has gone") from error
+
+
+def object_of(node: NodeFigures) -> dict[str, Any]:
+    """Return a node as JSON-compatible values: the schema of `kvctl links --json` and `/links`.
+
+    Times are text (UTC), and the sums of bytes in and out are added. Ids have 64 bits; `name` and
+    `peer_name` repeat them as text, for readers whose numbers have fewer bits.
+    """
+    found: dict[str, Any] = {"name": str(node.node_id), **msgspec.structs.asdict(node)}
+    del found["answered_revision"]
+    found["addresses"] = list(node.addresses)
+    for name in ("published", "started"):
+        found[name] = utc(found.pop(f"{name}_realtime_ns"))
+    found["links"] = [
+        {
+            **msgspec.structs.asdict(link),
+            "peer_name": str(link.peer_id),
+            "since": utc(link.since_realtime_ns),
+            "in_bytes": link.in_bytes,
+            "out_bytes": link.out_bytes,
+        }
+        for link in node.links
+    ]
+    for link in found["links"]:
+        del link["since_realtime_ns"]
+    return found
+
+
+def utc(realtime_ns: int) -> str | None:
+    """Return a time as ISO text in UTC; None if it is out of range."""
+    try:
+        return datetime.fromtimestamp(realtime_ns / 1e9, tz=timezone.utc).isoformat()
+    except (OverflowError, ValueError, OSError):
+        return None
