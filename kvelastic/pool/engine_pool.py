@@ -166,7 +166,7 @@ def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str
     """Return the device of the engine's model: the host, or this process's GPU number `gpu`.
 
     Raises `ConfigError` if KVELASTIC_DEVICE names another kind of device, and the errors of
-    `device.resolve`.
+    `device.selection.resolve`.
     """
     on_gpu = gpu is not None
     if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:

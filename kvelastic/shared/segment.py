@@ -204,7 +204,7 @@ class Segment:
         """Mark this process as the live worker of that rank.
 
         Holds a lock until it is released or the process ends. Raises the same errors as
-        `lease.hold`.
+        `liveness.hold`.
         """
         return hold(self.path, self._fd, FIRST_WORKER_BYTE + rank)
 

@@ -87,7 +87,7 @@ class HostStore(Store):
         `max_records` bounds the number of records, in addition to the limit in whole pages.
         `settings` provides the ledger's group, the host's capacity and the engine's priority.
         `name` is the instance's name (None: automatic). `on` replaces the default device
-        `device.host(settings)`. Raises `InvalidArgumentError` for an invalid size or policy, and
+        `device.selection.host(settings)`. Raises `InvalidArgumentError` for an invalid size or policy, and
         whatever `open_pool` raises.
         """
         _refuse_negative("limit_bytes", limit_bytes)

@@ -126,7 +126,7 @@ from kvelastic.device import selection, page_size
 from kvelastic.shared import places
 page_size.measured_price_us = lambda driver: float(sys.argv[1])
 settings = config.load()
-found = device.resolve("cuda", settings)
+found = selection.resolve("cuda", settings)
 sys.stdin.readline()
 print(places.page_size_bytes(settings, [found]) >> 20, flush=True)
 sys.stdin.readline()

@@ -142,7 +142,7 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
 def test_variables_exist(page: Path) -> None:
     known = {variable.name for variable in VARIABLES}
     sources = "\n".join(path.read_text() for path in ROOT.glob("kvelastic/**/*.py"))
-    sources += "\n".join(path.read_text() for path in ROOT.glob("controller/*.py"))
+    sources += "\n".join(path.read_text() for path in ROOT.glob("controller/**/*.py"))
     used = set(re.findall(r"\bKVELASTIC_[A-Z_]*[A-Z]\b", page.read_text()))
     own = {"KVELASTIC_API_KEY", "KVELASTIC_ADMIN_KEY"}  # examples of names that a user chooses
     missing = {name for name in used - known - own if name not in sources}

@@ -170,7 +170,7 @@ def test_a_name_that_is_taken_says_who_has_it_and_what_to_do(name, has_server, w
 @needs.root
 def test_a_name_that_another_user_has(name, mine):
     code = (
-        "import os, sys; from kvelastic import segment; from kvelastic.errors import *;"
+        "import os, sys; from kvelastic.shared import segment; from kvelastic.errors import *;"
         "segment.create(None, engine='test').close()\n"  # it may not read Python's files later
         "os.setuid(65534)\n"
         "for take in (segment.check_free, lambda name: segment.create(name, engine='test')):\n"

@@ -195,7 +195,7 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
         assert [node.node_id for node in shown()] == [ONE]
         os.chown(made._path, 0, 0)
         program = (
-            "import os; from kvelastic import link_status; os.setuid(65534);"
+            "import os; from kvelastic.shared import link_status; os.setuid(65534);"
             " print(link_status.look())"
         )
         assert str(ONE) not in run_python("-c", program).stdout
