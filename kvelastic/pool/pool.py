@@ -51,7 +51,7 @@ def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
 
 
 def local_range(device: Device, *, guard_pages: bool = False) -> MemoryMaker:
-    """Return a maker of memory in this process's address space; see `device.selection.reserve_range`."""
+    """Return a maker of memory in this process's address space (`selection.reserve_range`)."""
     return lambda _, geometry: reserve_range(device.driver(), geometry, guard_pages=guard_pages)
 
 

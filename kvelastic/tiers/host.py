@@ -87,8 +87,8 @@ class HostStore(Store):
         `max_records` bounds the number of records, in addition to the limit in whole pages.
         `settings` provides the ledger's group, the host's capacity and the engine's priority.
         `name` is the instance's name (None: automatic). `on` replaces the default device
-        `device.selection.host(settings)`. Raises `InvalidArgumentError` for an invalid size or policy, and
-        whatever `open_pool` raises.
+        `device.selection.host(settings)`. Raises `InvalidArgumentError` for an invalid size or
+        policy, and whatever `open_pool` raises.
         """
         _refuse_negative("limit_bytes", limit_bytes)
         if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
