@@ -14,9 +14,9 @@ from typing import Any, Final
 import click
 
 from kvelastic import __version__
-from kvelastic.cli.finding import known_names
 from kvelastic.cli.rendering.exit_codes import EXIT_USAGE, fail
-from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.segment_lookup import known_names
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 from kvelastic.program import Program
 
@@ -26,23 +26,23 @@ _COMMANDS: Final = {
     "delete": "commands.housekeeping.delete_command",
     "devices": "commands.devices.devices_command",
     "doctor": "commands.doctor.doctor_command",
-    "explain": "commands.doctor.explain_command",
+    "explain": "commands.explain.explain_command",
     "gc": "commands.housekeeping.gc_command",
     "kvtop": "kvtop.command.kvtop_command",
     "limit": "commands.limits.limit_command",
     "limit-percent": "commands.limits.limit_percent_command",
     "links": "commands.links.links_command",
-    "list": "commands.inspection.list_command",
+    "list": "commands.listing.list_command",
     "metrics": "commands.metrics.metrics_command",
     "serve": "commands.serve.serve_command",
     "set": "commands.limits.set_command",
     "shell": "commands.shell.shell_command",
     "sleep": "commands.sleeping.sleep_command",
-    "stats": "commands.inspection.stats_command",
+    "stats": "commands.stats.stats_command",
     "tiers": "commands.tiers.tiers_command",
     "trim": "commands.limits.trim_command",
     "wake": "commands.sleeping.wake_command",
-    "watch": "commands.inspection.watch_command",
+    "watch": "commands.listing.watch_command",
 }
 """Each command's module and function in `kvelastic.cli`. Only the command that runs is imported."""
 

@@ -1,5 +1,6 @@
-"""The HTTP front over several instances; installed as `kvelastic.controller`.
+"""The REST controller of several instances; installed as `kvelastic.controller`.
 
-`front.Front` holds everything, `application` is its ASGI face, `server.run` the whole program. It
-speaks to instances through segments, ledgers and HTTP only, and needs `kvelastic[controller]`.
+`app_state.AppState` holds everything, `application` is the ASGI application, `server.run` the whole
+program. It speaks to instances through segments, ledgers and HTTP only, and needs
+`kvelastic[controller]`.
 """

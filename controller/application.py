@@ -22,7 +22,7 @@ from kvelastic.controller.api import (
     routes_sleep,
     routes_tiers,
 )
-from kvelastic.controller.front import Front
+from kvelastic.controller.app_state import AppState
 from kvelastic.controller.http.engine_paths import (
     ENGINE_METHODS,
     is_crooked,
@@ -40,24 +40,24 @@ from kvelastic.controller.routing.upstream import to_upstream
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def make_application(front: Front) -> Asgi:
-    """Return the ASGI application of a front. Call `front.start()` before its first request."""
+def make_application(app_state: AppState) -> Asgi:
+    """Return the ASGI application. Call `app_state.start()` before its first request."""
     described = [
-        *routes_models.routes(front),
-        *routes_logs.routes(front),
-        *routes_sleep.routes(front),
-        *routes_tiers.routes(front),
-        *routes_links.routes(front),
-        *routes_memory.routes(front),
-        *routes_dashboard.routes(front),
-        *routes_admin.routes(front),
-        *metrics.routes(front),
+        *routes_models.routes(app_state),
+        *routes_logs.routes(app_state),
+        *routes_sleep.routes(app_state),
+        *routes_tiers.routes(app_state),
+        *routes_links.routes(app_state),
+        *routes_memory.routes(app_state),
+        *routes_dashboard.routes(app_state),
+        *routes_admin.routes(app_state),
+        *metrics.routes(app_state),
     ]
     pages = Starlette(
         routes=[
             *described,
-            *openapi.routes(front, described),
-            *routes_dashboard.pages(front),
+            *openapi.routes(app_state, described),
+            *routes_dashboard.pages(app_state),
         ],
         exception_handlers={
             HTTPException: _on_http_exception,
@@ -66,8 +66,8 @@ def make_application(front: Front) -> Asgi:
         },
     )
     pages.router.redirect_slashes = False
-    ollama = OllamaApi(front)
-    realtime = Realtime(front)
+    ollama = OllamaApi(app_state)
+    realtime = Realtime(app_state)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
@@ -76,9 +76,9 @@ def make_application(front: Front) -> Asgi:
             await http(scope, receive, send)
 
     async def http(scope: Any, receive: Any, send: Any) -> None:
-        if front.origins.allows_any:
-            allowed = front.origins.preflight(scope)
-            send = _sending(send, front.origins.cors(scope["headers"]))
+        if app_state.origins.allows_any:
+            allowed = app_state.origins.preflight(scope)
+            send = _sending(send, app_state.origins.cors(scope["headers"]))
             if allowed is not None:
                 await send({"type": "http.response.start", "status": 204, "headers": allowed})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -92,7 +92,7 @@ def make_application(front: Front) -> Asgi:
                 refusal = Refusal(400, "invalid_path", "The path has dots or escapes in it.")
                 await send_refusal(send, refusal, path)
             else:
-                await front.forwarder(scope, receive, send)
+                await app_state.forwarder(scope, receive, send)
         elif is_upstream(path):
             await upstream(scope, receive, send)
         elif is_ollama(path):
@@ -102,11 +102,11 @@ def make_application(front: Front) -> Asgi:
 
     async def upstream(scope: Any, receive: Any, send: Any) -> None:
         try:
-            asked = to_upstream(scope, front.fleet, front.keys)
+            asked = to_upstream(scope, app_state.fleet, app_state.keys)
         except Refusal as refusal:
             await send_refusal(send, refusal, scope["path"])
         else:
-            await front.forwarder(asked, receive, send)
+            await app_state.forwarder(asked, receive, send)
 
     return application
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import uvicorn
 
+from kvelastic.controller.app_state import AppState
 from kvelastic.controller.application import make_application
-from kvelastic.controller.front import Front
 from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.headers import Headers
 from kvelastic.controller.http.http_protocol import bounded_protocol
@@ -66,10 +66,10 @@ def run(path: Path) -> int:
 async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFiles) -> int:
     for warning in warnings_of(settings):
         _log.warning("%s", warning)
-    front = Front(
+    app_state = AppState(
         settings, log, files, source=str(path.resolve()), read_settings=lambda: load(path)
     )
-    server = _Server(make_config(front))
+    server = _Server(make_config(app_state))
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
@@ -77,46 +77,48 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
         if server.should_exit:
             server.force_exit = True  # the second signal ends it immediately
         server.should_exit = True
-        front.refuse_new()
+        app_state.refuse_new()
 
     def reload() -> None:
-        task = loop.create_task(_reload(front))
+        task = loop.create_task(_reload(app_state))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    await front.start()
+    await app_state.start()
     # All current objects live on. Exclude them from collections: scanning them each time would
     # delay every stream by tens of milliseconds.
     gc.collect()
     gc.freeze()
     try:
-        announcer = loop.create_task(_announce(server, front))
+        announcer = loop.create_task(_announce(server, app_state))
         try:
             await server.serve()
         except SystemExit:  # uvicorn cannot listen; it uses an exit code of its own
             await _say_who_listens(settings.server)
         announcer.cancel()
     finally:
-        await front.stop()
+        await app_state.stop()
     return 0 if server.started else 1
 
 
-def make_config(front: Front) -> uvicorn.Config:
+def make_config(app_state: AppState) -> uvicorn.Config:
     """Return uvicorn's configuration: no headers added to responses, bounds on requests."""
-    server = front.settings.server
+    server = app_state.settings.server
 
     def cors(headers: Headers) -> Headers:
-        return front.origins.cors(headers)  # a reload replaces `front.origins`
+        return app_state.origins.cors(headers)  # a reload replaces `front.origins`
 
     return uvicorn.Config(
-        make_application(front),
+        make_application(app_state),
         host=server.host,
         port=server.port,
-        http=bounded_protocol(server.max_headers, server.header_timeout, front.connections, cors),
-        ws=bounded_websocket(front.connections),
+        http=bounded_protocol(
+            server.max_headers, server.header_timeout, app_state.connections, cors
+        ),
+        ws=bounded_websocket(app_state.connections),
         ws_max_size=MESSAGE_BYTES,
         ws_ping_interval=PING_EVERY_S,
         ws_ping_timeout=PING_EVERY_S,
@@ -127,7 +129,7 @@ def make_config(front: Front) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        backlog=front.files.backlog,
+        backlog=app_state.files.backlog,
         timeout_keep_alive=int(max(1, server.keep_alive)),
         timeout_graceful_shutdown=int(max(1, server.drain_timeout)),
         ssl_certfile=server.tls_cert,
@@ -146,7 +148,7 @@ async def _say_who_listens(server: ServerSettings) -> None:
     )
 
 
-async def _announce(server: _Server, front: Front) -> None:
+async def _announce(server: _Server, app_state: AppState) -> None:
     """Log the addresses when the server listens: with port 0 the log is the only source."""
     while not server.started:
         await asyncio.sleep(0.01)
@@ -156,11 +158,11 @@ async def _announce(server: _Server, front: Front) -> None:
             _log.info("listening on %s port %d", host, port)
 
 
-async def _reload(front: Front) -> None:
+async def _reload(app_state: AppState) -> None:
     status, code = 200, ""
     try:
-        await front.reload()
+        await app_state.reload()
     except KvelasticError as error:
         status, code = 400, error.code
         _log.error("the configuration is as before: %s", error)
-    audit(front.log, action="SIGHUP", status=status, error=code)
+    audit(app_state.log, action="SIGHUP", status=status, error=code)

@@ -80,7 +80,7 @@ class Engine:
         return self.loaded_by.partition(":")[2]
 
     def shapes(self) -> Any:
-        """Import and return the module with the engine's `kvelastic.pool.views.EngineShapes`."""
+        """Import and return the module with the engine's `tensor_views.EngineShapes`."""
         return _module_of(self.name, "shapes")
 
     def plugin(self) -> Any:

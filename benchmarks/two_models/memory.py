@@ -18,8 +18,8 @@ from vllm_server import worker_memory_bytes
 
 from benchmarks.two_models.servers import WAYS, Servers, instance_name, ledger_name
 from benchmarks.two_models.workload import MODELS
-from kvelastic.instance.device import member_uses
-from kvelastic.instance.look import ledgers, look_at_all
+from kvelastic.instance.device_usage import member_uses
+from kvelastic.instance.reading import ledgers, look_at_all
 
 EVERY_S = 0.5
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from benchmarks.vmm import kvcached_calls, own_pages
 from benchmarks.vmm.models import BF16_BYTES, MIB, Model
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.views import TensorView, block_view
+from kvelastic.pool.tensor_views import TensorView, block_view
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import click
 
 from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo
@@ -33,7 +33,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
     to their guarantees; a capacity below the sum of the guarantees is refused. --wait waits for
     the release (exit code 3 if that takes longer).
     """
-    from kvelastic.cli.finding import sweep
+    from kvelastic.cli.segment_lookup import sweep
     from kvelastic.shared.ledger import set_capacity
     from kvelastic.sizes import format_size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 
 @click.command("completion", short_help="Print the completion script of a shell.")

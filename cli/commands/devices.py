@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
-from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 
@@ -32,7 +32,7 @@ def devices_command(as_json: bool) -> None:
     from kvelastic.cli.rendering.device_rows import device_rows
     from kvelastic.cli.rendering.fitting_table import show
     from kvelastic.device.machine import list_devices
-    from kvelastic.instance.look import look_at_all
+    from kvelastic.instance.reading import look_at_all
     from kvelastic.instance.row import row_of
     from kvelastic.shared.ledger import list_ledgers
 

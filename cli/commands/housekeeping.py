@@ -6,7 +6,7 @@ import click
 
 from kvelastic.cli.arguments import NameType
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.printing import say, say_json
 
 
 @click.command("delete", short_help="Remove a segment's name.")

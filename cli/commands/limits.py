@@ -17,9 +17,9 @@ from kvelastic.cli.arguments import (
     ValueCommand,
     wait_option,
 )
-from kvelastic.cli.finding import explain_reaped, readable, sweep
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.segment_lookup import explain_reaped, readable, sweep
 from kvelastic.errors import SegmentNotFoundError
 from kvelastic.sizes import MAX_PRIORITY
 

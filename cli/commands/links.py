@@ -17,8 +17,8 @@ import click
 from kvelastic.cli.arguments import offered, wait_option
 from kvelastic.cli.rendering.columns import aligned
 from kvelastic.cli.rendering.exit_codes import fail, say_pending
-from kvelastic.cli.rendering.saying import say, say_json
-from kvelastic.cli.rendering.showing import ShowingGroup
+from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 

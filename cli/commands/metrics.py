@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 if TYPE_CHECKING:
     from kvelastic.instance.metrics import KvelasticCollector
@@ -112,7 +112,7 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
 
 
 def _segments() -> list[SegmentInfo]:
-    from kvelastic.cli.finding import sweep
+    from kvelastic.cli.segment_lookup import sweep
     from kvelastic.shared.segment import list_segments
 
     sweep(quiet=True)

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import click
 
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_USAGE
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 EXIT_INTERRUPTED: Final = 130
 """Exit code of a command ended by Ctrl-C, as in other shells."""

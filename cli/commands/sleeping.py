@@ -12,9 +12,9 @@ import click
 
 from kvelastic.cli.arguments import NameType, wait_option
 from kvelastic.cli.commands.limits import end, send
-from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.segment_lookup import readable, sweep
 
 _FIGURES_S: Final = 2.0
 """Maximum wait for tier statistics newer than the sleep. They are published every 0.5 s."""

@@ -1,4 +1,4 @@
-"""All statistics of one instance, with rates if it was read twice.
+"""kvctl stats: all statistics of one instance, with rates if it was read twice.
 
 The keys of `Stats` are the schema of `kvctl stats --json` (docs/kvctl.md): those of a row of `list`
 and more. No key is ever omitted, and unknown values are None.
@@ -10,7 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.instance.look import ledgers
+import click
+
+from kvelastic.cli.arguments import NameType, SecondsType
+from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.segment_lookup import sweep
+from kvelastic.instance.reading import ledgers
 from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
 from kvelastic.instance.status import status_of
 from kvelastic.shared.tier_status import tiers_of
@@ -18,6 +23,33 @@ from kvelastic.shared.tier_status import tiers_of
 if TYPE_CHECKING:
     from kvelastic.shared.segment import SegmentInfo
     from kvelastic.shared.tier_status import TiersFigures
+
+
+@click.command("stats", short_help="Show all statistics of one instance.")
+@click.argument("name", type=NameType())
+@click.option(
+    "--interval",
+    "interval_s",
+    type=SecondsType(0.01),
+    metavar="SECONDS",
+    help="Read twice, this far apart, and show rates.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
+def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
+    """Show all statistics of one instance: limits, memory, blocks, pages, counters.
+
+    --interval adds the counters' rates per second.
+    """
+    first = look(name, sweep())
+    if interval_s is None:
+        stats = stats_of(first)
+    else:
+        time.sleep(interval_s)
+        stats = stats_of(look(name, []), before=first)
+    if as_json:
+        say_json(stats)
+    else:
+        say(*stats_text(stats).split("\n"))
 
 
 class Stats(Row):
@@ -57,8 +89,8 @@ class Look:
 
 
 def look(name: str, reaped: list[str]) -> Look:
-    """Read one segment. Raises the errors of `kvelastic.cli.finding.readable`."""
-    from kvelastic.cli.finding import readable
+    """Read one segment. Raises the errors of `kvelastic.cli.segment_lookup.readable`."""
+    from kvelastic.cli.segment_lookup import readable
 
     info = readable(name, reaped)
     return Look(info, time.monotonic_ns(), tiers_of([info]).get(info.name))

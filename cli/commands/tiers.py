@@ -22,10 +22,10 @@ from kvelastic.cli.arguments import (
     ValueCommand,
     wait_option,
 )
-from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.rendering.exit_codes import fail, say_pending
-from kvelastic.cli.rendering.saying import say, say_json
-from kvelastic.cli.rendering.showing import ShowingGroup
+from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.show_group import ShowingGroup
+from kvelastic.cli.segment_lookup import readable, sweep
 
 if TYPE_CHECKING:
     from kvelastic.shared.tier_status import TierAnswer, TierRequest, TiersFigures

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvelastic.cli.kvtop import keys
-from kvelastic.cli.kvtop.model import Model
+from kvelastic.cli.kvtop.history import Model
 from kvelastic.cli.kvtop.poller import Outside, Told
 from kvelastic.cli.kvtop.scene import Scene
 from kvelastic.cli.kvtop.terminal import Terminal

@@ -9,9 +9,9 @@ import click
 
 from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.finding import known_names, rows, sweep
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.segment_lookup import known_names, rows, sweep
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
 from kvelastic.program import Program
 
@@ -73,7 +73,7 @@ def _once(names: tuple[str, ...], interval_s: float | None) -> str:
     import shutil
     import time
 
-    from kvelastic.cli.kvtop.model import Model
+    from kvelastic.cli.kvtop.history import Model
     from kvelastic.cli.kvtop.poller import look
     from kvelastic.cli.kvtop.text import ASCII, UNICODE, has_blocks
     from kvelastic.cli.kvtop.view import plain_screen

@@ -39,8 +39,8 @@ class Told:
 
 def look(names: Sequence[str] = ()) -> Scene:
     """Read all instances and devices once, after removing files of dead instances. Blocks."""
-    from kvelastic.cli.finding import sweep
-    from kvelastic.instance.look import ledgers
+    from kvelastic.cli.segment_lookup import sweep
+    from kvelastic.instance.reading import ledgers
     from kvelastic.shared.segment import list_segments
     from kvelastic.shared.tier_status import tiers_of
 

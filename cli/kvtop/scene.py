@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.instance.device import member_uses
+from kvelastic.instance.device_usage import member_uses
 from kvelastic.instance.row import printable
 from kvelastic.instance.status import InstanceStatus, status_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final, NoReturn
 
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 EXIT_FAILED: Final = 1
 """The segment does not exist, or the request was refused or is not possible."""

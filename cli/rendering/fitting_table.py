@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvelastic.cli.rendering.columns import aligned
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Reads the JSON body of requests to the controller's own routes, key by key.
 
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     check_keys(body, "limit", "wait")
     size_of(body, "limit"), wait_of(body)
 
@@ -21,20 +21,20 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 MOST_WAIT_S: Final = 600.0
 
 
-async def json_object(front: Front, request: Request) -> dict[str, Any]:
+async def json_object(app_state: AppState, request: Request) -> dict[str, Any]:
     """Return the request's body as a JSON object; an empty body is {}. Raises `Refusal`."""
-    server = front.settings.server
+    server = app_state.settings.server
     body = await read_body(
         request.receive,
         None,
         min(server.max_body, 1 << 20),
         server.body_timeout,
-        front.forwarder.budget,
+        app_state.forwarder.budget,
     )
     data = body.in_memory or b""
     body.release()

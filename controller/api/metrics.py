@@ -26,18 +26,18 @@ from kvelastic.instance.metrics import KvelasticCollector
 from kvelastic.shared import ledger, segment
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 _EVERY = 8
 """Every eighth of the traffic's buckets is exported: 20 bounds, each about twice the previous."""
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
-    return [route(front, "/metrics", "GET", Who.API, metrics)]
+    return [route(app_state, "/metrics", "GET", Who.API, metrics)]
 
 
-async def metrics(front: Front, _: Request) -> Response:
+async def metrics(app_state: AppState, _: Request) -> Response:
     """Counters and gauges for Prometheus: the controller's own, and those of `kvctl metrics`."""
     try:
         memory = await asyncio.to_thread(
@@ -46,16 +46,16 @@ async def metrics(front: Front, _: Request) -> Response:
     except (SegmentError, LedgerError) as error:
         if not is_out_of_descriptors(error):
             raise
-        front.files.note("reading segments for /metrics")
+        app_state.files.note("reading segments for /metrics")
         memory = []  # absent instead of zero; `kvelastic_descriptor_shortages` has the cause
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(front, memory))
+    registry.register(_Collector(app_state, memory))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class _Collector:
-    def __init__(self, front: Front, memory: list[Metric]) -> None:
-        self._front = front
+    def __init__(self, app_state: AppState, memory: list[Metric]) -> None:
+        self._app_state = app_state
         self._memory = memory
 
     def collect(self) -> Iterable[Metric]:
@@ -64,21 +64,21 @@ class _Collector:
         yield from self._states()
         yield from self._instances()
         yield from self._memory
-        front = self._front
+        app_state = self._app_state
         yield CounterMetricFamily(
-            "kvelastic_unrouted_requests", "Requests that no model got.", value=front.unrouted
+            "kvelastic_unrouted_requests", "Requests that no model got.", value=app_state.unrouted
         )
         yield GaugeMetricFamily(
             "kvelastic_buffered_bytes",
             "Bodies that are held now.",
-            value=front.forwarder.budget.held_bytes,
+            value=app_state.forwarder.budget.held_bytes,
         )
         yield CounterMetricFamily(
             "kvelastic_log_dropped_lines",
             "Lines of the log that stderr did not take.",
-            value=front.log.dropped_lines,
+            value=app_state.log.dropped_lines,
         )
-        connections, files = front.connections, front.files
+        connections, files = app_state.connections, app_state.files
         yield GaugeMetricFamily(
             "kvelastic_connections", "Clients' connections.", value=connections.open
         )
@@ -90,7 +90,7 @@ class _Collector:
         yield GaugeMetricFamily(
             "kvelastic_log_followers",
             "Clients that follow an engine's log.",
-            value=front.log_followers,
+            value=app_state.log_followers,
         )
         yield CounterMetricFamily(
             "kvelastic_refused_connections",
@@ -125,7 +125,7 @@ class _Collector:
         total = HistogramMetricFamily(
             "kvelastic_request_seconds", "Until an answer ended.", labels=["model"]
         )
-        for model in self._front.fleet:
+        for model in self._app_state.fleet:
             traffic, name = model.traffic, model.name
             failed = traffic.failed - traffic.cancelled - traffic.refused
             for outcome, count in (
@@ -150,7 +150,7 @@ class _Collector:
         queued = GaugeMetricFamily("kvelastic_queued", "Requests that wait.", labels=["model"])
         wakes = CounterMetricFamily("kvelastic_wakes", "Times woken.", labels=["model"])
         sleeps = CounterMetricFamily("kvelastic_sleeps", "Times put to sleep.", labels=["model"])
-        for model in self._front.fleet:
+        for model in self._app_state.fleet:
             for each in State:
                 state.add_metric([model.name, each.value], float(model.state is each))
             in_flight.add_metric([model.name], model.gate.in_flight)
@@ -164,7 +164,7 @@ class _Collector:
         instance = GaugeMetricFamily(
             "kvelastic_model_instance", "1; the segment of a model.", labels=["model", "name"]
         )
-        for model in self._front.fleet:
+        for model in self._app_state.fleet:
             if model.settings.instance is not None:
                 instance.add_metric([model.name, model.settings.instance], 1)
         return (instance,)

@@ -14,7 +14,7 @@ from kvelastic.controller.api.routes import Who, route
 from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 _ERROR = {
     "type": "object",
@@ -112,15 +112,15 @@ _OLLAMA_ROUTES = {
 }
 
 
-def routes(front: Front, described: list[Route]) -> list[BaseRoute]:
+def routes(app_state: AppState, described: list[Route]) -> list[BaseRoute]:
     """Return the routes of this module, which describe the routes in `described`."""
     document = describe(described)
 
-    async def openapi(_front: Front, _: Request) -> Any:
+    async def openapi(_app_state: AppState, _: Request) -> Any:
         """OpenAPI document of the controller's routes."""
         return document
 
-    async def docs(_front: Front, _: Request) -> Any:
+    async def docs(_app_state: AppState, _: Request) -> Any:
         """The controller's routes as a web page."""
         return HTMLResponse(
             _page(document),
@@ -128,8 +128,8 @@ def routes(front: Front, described: list[Route]) -> list[BaseRoute]:
         )
 
     return [
-        route(front, "/openapi.json", "GET", Who.ALL, openapi),
-        route(front, "/docs", "GET", Who.ALL, docs),
+        route(app_state, "/openapi.json", "GET", Who.ALL, openapi),
+        route(app_state, "/docs", "GET", Who.ALL, docs),
     ]
 
 

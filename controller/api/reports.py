@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.upkeep import candidate_of
 
 
 def traffic_of(model: ServedModel, window_s: float, idle_threshold_s: float) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from kvelastic.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
     from kvelastic.controller.models.served_model import ServedModel
 
-Handler = Callable[["Front", Request], Awaitable[Any]]
+Handler = Callable[["AppState", Request], Awaitable[Any]]
 
 
 class Who(Enum):
@@ -50,7 +50,7 @@ _STATUS_OF: dict[type[KvelasticError], int] = {
 }
 
 
-def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> Route:
+def route(app_state: AppState, path: str, method: str, who: Who, handler: Handler) -> Route:
     """Return a route for `handler`, which returns plain values (sent as JSON) or a response.
 
     `Refusal`, `KvelasticError` and `OSError` from the handler become refusals where possible.
@@ -64,46 +64,46 @@ def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> R
         status, error = 500, "internal_error"
         try:
             if who is Who.API:
-                front.keys.check_api(headers)
+                app_state.keys.check_api(headers)
             elif who is Who.ADMIN:
-                front.keys.check_admin(headers)
-            answer = await handler(front, request)
+                app_state.keys.check_admin(headers)
+            answer = await handler(app_state, request)
             response = answer if isinstance(answer, Response) else Json(answer)
             status, error = response.status_code, ""
         except (Refusal, KvelasticError, OSError) as failure:
-            refusal = _as_refusal(front, failure, path)
+            refusal = _as_refusal(app_state, failure, path)
             response = refusal_response(refusal)
             status, error = refusal.status, refusal.code
         finally:
             if is_audited:
-                _audit(front, request, status, error)
+                _audit(app_state, request, status, error)
         return response
 
     endpoint.__doc__ = handler.__doc__
     return Route(path, endpoint, methods=[method], name=handler.__name__)
 
 
-def _audit(front: Front, request: Request, status: int, error: str) -> None:
+def _audit(app_state: AppState, request: Request, status: int, error: str) -> None:
     named = request.path_params.get("model")
-    model = None if named is None else front.fleet.find(named)
+    model = None if named is None else app_state.fleet.find(named)
     audit(
-        front.log,
+        app_state.log,
         action=f"{request.method} {request.url.path}",
         status=status,
         error=error,
         model=named if model is None else model.name,
-        key=front.keys.identify(request.scope["headers"]),
+        key=app_state.keys.identify(request.scope["headers"]),
         client=request.scope["client"],
         asked=getattr(request.state, "asked", None),
     )
 
 
-def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
+def _as_refusal(app_state: AppState, error: Exception, path: str) -> Refusal:
     """Return the refusal for an error. Raises an `OSError` that has no refusal again."""
     if isinstance(error, Refusal):
         return error
     if is_out_of_descriptors(error):
-        return front.files.refusal(f"serving {path}")
+        return app_state.files.refusal(f"serving {path}")
     if not isinstance(error, KvelasticError):
         raise error
     for kind, status in _STATUS_OF.items():

@@ -10,14 +10,14 @@ from starlette.routing import Route
 from kvelastic.controller.api.routes import Who, route
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
-    return [route(front, "/admin/reload", "POST", Who.ADMIN, reload_settings)]
+    return [route(app_state, "/admin/reload", "POST", Who.ADMIN, reload_settings)]
 
 
-async def reload_settings(front: Front, _: Request) -> Any:
+async def reload_settings(app_state: AppState, _: Request) -> Any:
     """Reload the configuration file; 400 if it is invalid, and then nothing changes."""
-    return await front.reload()
+    return await app_state.reload()

@@ -19,7 +19,7 @@ from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.memory_history import MAX_WINDOW_S
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -42,43 +42,43 @@ _HEADERS: Final = {
 }
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes that the OpenAPI document lists."""
-    return [route(front, "/devices/history", "GET", Who.API, devices_history)]
+    return [route(app_state, "/devices/history", "GET", Who.API, devices_history)]
 
 
-def pages(front: Front) -> list[Route]:
+def pages(app_state: AppState) -> list[Route]:
     """Return the routes of the dashboard's files. Reads the files once, here."""
     files = _read_files()
 
-    async def index(_front: Front, request: Request) -> Any:
+    async def index(_app_state: AppState, request: Request) -> Any:
         return _answer(request, files["index.html"])
 
-    async def file(_front: Front, request: Request) -> Any:
+    async def file(_app_state: AppState, request: Request) -> Any:
         found = files.get(request.path_params["name"])
         if found is None:
             raise Refusal(404, "not_found", "The dashboard has no such file.")
         return _answer(request, found)
 
     return [
-        route(front, "/", "GET", Who.ALL, index),
-        route(front, "/dashboard/{name}", "GET", Who.ALL, file),
+        route(app_state, "/", "GET", Who.ALL, index),
+        route(app_state, "/dashboard/{name}", "GET", Who.ALL, file),
     ]
 
 
-async def devices_history(front: Front, request: Request) -> Any:
+async def devices_history(app_state: AppState, request: Request) -> Any:
     """Memory of every device, by instance, in the last `seconds` (default and maximum 10 minutes).
 
     There is one sample every `interval_seconds`. Sample numbers restart when
     `controller_started_at` changes. A value is null if the instance did not exist.
     """
     seconds = min(seconds_of(request, "seconds", MAX_WINDOW_S), MAX_WINDOW_S)
-    history = front.memory_history.window(seconds, now_s=time.monotonic(), wall_s=time.time())
-    models = {model.settings.instance: model.name for model in front.fleet}
+    history = app_state.memory_history.window(seconds, now_s=time.monotonic(), wall_s=time.time())
+    models = {model.settings.instance: model.name for model in app_state.fleet}
     for device in history["devices"]:
         for instance in device["instances"]:
             instance["model"] = models.get(instance["name"])
-    return {"controller_started_at": front.started_at, **history}
+    return {"controller_started_at": app_state.started_at, **history}
 
 
 class _File:

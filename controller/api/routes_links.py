@@ -13,15 +13,15 @@ from kvelastic.shared import link_status
 from kvelastic.shared.link_status import object_of
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
-    return [route(front, "/links", "GET", Who.API, links)]
+    return [route(app_state, "/links", "GET", Who.API, links)]
 
 
-async def links(_: Front, __: Request) -> Any:
+async def links(_: AppState, __: Request) -> Any:
     """Every node of this machine and its links, as `kvctl links --json` lists them."""
     nodes = await asyncio.to_thread(link_status.nodes)
     return {"nodes": [object_of(node) for node in nodes]}

@@ -18,7 +18,7 @@ from kvelastic.controller.launch.engine_process import EngineProcess
 from kvelastic.controller.models.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 MOST_LINES: Final = 5000
 MOST_FOLLOWERS: Final = 32
@@ -26,17 +26,17 @@ LOOK_S: Final = 0.2
 """Poll interval of a log that has not grown."""
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
     return [
-        route(front, "/admin/models/{model:path}/logs", "GET", Who.ADMIN, engine_logs),
-        route(front, "/models/{model:path}/logs", "GET", Who.ADMIN, follow_log),
+        route(app_state, "/admin/models/{model:path}/logs", "GET", Who.ADMIN, engine_logs),
+        route(app_state, "/models/{model:path}/logs", "GET", Who.ADMIN, follow_log),
     ]
 
 
-async def engine_logs(front: Front, request: Request) -> Any:
+async def engine_logs(app_state: AppState, request: Request) -> Any:
     """The last `lines` (default 200, at most 5000) of a launched engine's output."""
-    model, process = _launched(front, request)
+    model, process = _launched(app_state, request)
     lines = _lines_of(request)
     return {
         "model": model.name,
@@ -48,18 +48,18 @@ async def engine_logs(front: Front, request: Request) -> Any:
     }
 
 
-async def follow_log(front: Front, request: Request) -> Any:
+async def follow_log(app_state: AppState, request: Request) -> Any:
     """The last `lines` as text; with `follow=true` also new output, until the client disconnects.
 
     Following continues while the engine is stopped and restarted.
     """
-    model, process = _launched(front, request)
+    model, process = _launched(app_state, request)
     lines = _lines_of(request)
     text = request.query_params.get("follow", "false")
     if text not in {"true", "false"}:
         raise Refusal(400, "invalid_value", "follow is true or false.", param="follow")
     follows = text == "true" and request.method != "HEAD"
-    if front.log_followers >= MOST_FOLLOWERS:
+    if app_state.log_followers >= MOST_FOLLOWERS:
         raise Refusal(
             503,
             "too_many_followers",
@@ -67,23 +67,25 @@ async def follow_log(front: Front, request: Request) -> Any:
             retry_after_s=5.0,
         )
     reader = LogReader(process.log_path)
-    front.log_followers += 1  # before the first await, so that concurrent requests are counted
+    app_state.log_followers += 1  # before the first await, so that concurrent requests are counted
     try:
         end = await asyncio.to_thread(reader.begin, lines)
     except BaseException:
-        front.log_followers -= 1
+        app_state.log_followers -= 1
         reader.close()
         raise
-    return _Followed(front, reader, _written(model, reader, end, follows=follows))
+    return _Followed(app_state, reader, _written(model, reader, end, follows=follows))
 
 
 class _Followed(StreamingResponse):
     """A response that is already counted. It releases its count and its file when it ends."""
 
-    def __init__(self, front: Front, reader: LogReader, written: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, app_state: AppState, reader: LogReader, written: AsyncIterator[bytes]
+    ) -> None:
         headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
         super().__init__(written, media_type="text/plain", headers=headers)
-        self._front = front
+        self._app_state = app_state
         self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +93,7 @@ class _Followed(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._front.log_followers -= 1
+            self._app_state.log_followers -= 1
             self._reader.close()
 
 
@@ -110,9 +112,9 @@ async def _written(
         data = await asyncio.to_thread(reader.more)
 
 
-def _launched(front: Front, request: Request) -> tuple[ServedModel, EngineProcess]:
-    model = front.fleet.need(request.path_params["model"])
-    process = front.processes.get(model)
+def _launched(app_state: AppState, request: Request) -> tuple[ServedModel, EngineProcess]:
+    model = app_state.fleet.need(request.path_params["model"])
+    process = app_state.processes.get(model)
     if process is None:
         raise Refusal(404, "not_launched", "This model's engine is not launched here.")
     return model, process

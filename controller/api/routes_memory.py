@@ -20,21 +20,21 @@ from kvelastic.shared import segment
 from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
     return [
-        route(front, "/memory", "GET", Who.API, all_memory),
-        route(front, "/memory/{model:path}/trim", "POST", Who.ADMIN, trim),
-        route(front, "/memory/{model:path}", "GET", Who.API, memory_of),
-        route(front, "/memory/{model:path}", "PATCH", Who.ADMIN, change_memory),
-        route(front, "/devices", "GET", Who.API, devices),
+        route(app_state, "/memory", "GET", Who.API, all_memory),
+        route(app_state, "/memory/{model:path}/trim", "POST", Who.ADMIN, trim),
+        route(app_state, "/memory/{model:path}", "GET", Who.API, memory_of),
+        route(app_state, "/memory/{model:path}", "PATCH", Who.ADMIN, change_memory),
+        route(app_state, "/devices", "GET", Who.API, devices),
     ]
 
 
-async def all_memory(front: Front, _: Request) -> Any:
+async def all_memory(app_state: AppState, _: Request) -> Any:
     """Every model with an instance, every instance of this machine as kvctl lists it, and devices.
 
     All values come from one read of every control block, so a device's parts are the sums of its
@@ -42,14 +42,14 @@ async def all_memory(front: Front, _: Request) -> Any:
     """
     rows, devices = await asyncio.to_thread(instance_memory.rows_and_devices)
     by_name = {row["name"]: row for row in rows}
-    models = {model.settings.instance: model.name for model in front.fleet}
+    models = {model.settings.instance: model.name for model in app_state.fleet}
     for device in devices:
         for member in device["members"]:
             member["model"] = models.get(member["name"])
     return {
         "models": {
             model.name: by_name.get(model.settings.instance)
-            for model in front.fleet
+            for model in app_state.fleet
             if model.settings.instance is not None
         },
         "instances": rows,
@@ -57,14 +57,14 @@ async def all_memory(front: Front, _: Request) -> Any:
     }
 
 
-async def memory_of(front: Front, request: Request) -> Any:
+async def memory_of(app_state: AppState, request: Request) -> Any:
     """Memory of one model's instance."""
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     row = await asyncio.to_thread(instance_memory.row, instance_of(model))
     return {"model": model.name, "memory": row}
 
 
-async def change_memory(front: Front, request: Request) -> Any:
+async def change_memory(app_state: AppState, request: Request) -> Any:
     """Set a model's `min`, `limit` and `priority`, and `wait` until they are applied.
 
     A `limit` of null removes the limit.
@@ -72,9 +72,9 @@ async def change_memory(front: Front, request: Request) -> Any:
     200: applied or seen. 202: accepted and not yet in force, also if the controller ends or the
     model is removed while the request waits. 409: refused or superseded.
     """
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     name = instance_of(model)
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     check_keys(body, "min", "limit", "priority", "wait")
     min_bytes, limit_bytes = size_of(body, "min"), size_of(body, "limit")
     if "limit" in body and body["limit"] is None:
@@ -103,15 +103,15 @@ async def change_memory(front: Front, request: Request) -> Any:
     return await _request(model, name, asked, wait_s)
 
 
-async def trim(front: Front, request: Request) -> Any:
+async def trim(app_state: AppState, request: Request) -> Any:
     """Have a model's instance release every parked page."""
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     name = instance_of(model)
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     return await _request(model, name, segment.Request(trim=True), wait_of(body))
 
 
-async def devices(front: Front, _: Request) -> Any:
+async def devices(app_state: AppState, _: Request) -> Any:
     """Every device that instances share: its capacity, and the grants of its instances."""
     return {"devices": await asyncio.to_thread(instance_memory.devices)}
 

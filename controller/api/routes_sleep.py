@@ -13,34 +13,34 @@ from kvelastic.controller.api.routes import Who, route
 from kvelastic.controller.http.replies import Json
 from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE
 from kvelastic.controller.models.gate import State
+from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.upkeep import candidate_of
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module."""
     return [
-        route(front, "/sleep/status", "GET", Who.API, sleep_status),
-        route(front, "/sleep/candidates", "GET", Who.API, sleep_candidates),
-        route(front, "/action/sleep/{model:path}", "POST", Who.ADMIN, put_to_sleep),
-        route(front, "/action/wakeup/{model:path}", "POST", Who.ADMIN, wake_up),
+        route(app_state, "/sleep/status", "GET", Who.API, sleep_status),
+        route(app_state, "/sleep/candidates", "GET", Who.API, sleep_candidates),
+        route(app_state, "/action/sleep/{model:path}", "POST", Who.ADMIN, put_to_sleep),
+        route(app_state, "/action/wakeup/{model:path}", "POST", Who.ADMIN, wake_up),
     ]
 
 
-async def sleep_status(front: Front, _: Request) -> Any:
+async def sleep_status(app_state: AppState, _: Request) -> Any:
     """Models that sleep, and models that may be put to sleep."""
-    sleep = front.settings.sleep
+    sleep = app_state.settings.sleep
     return {
         "sleeping_models": {
             model.name: reports.sleep_detail(model)
-            for model in front.fleet
+            for model in app_state.fleet
             if reports.is_sleeping(model)
         },
         "sleep_candidates": [
-            model.name for model in reports.candidates(list(front.fleet), sleep.idle_after)
+            model.name for model in reports.candidates(list(app_state.fleet), sleep.idle_after)
         ],
         "auto_sleep_enabled": sleep.auto,
         "idle_threshold_seconds": sleep.idle_after,
@@ -49,10 +49,10 @@ async def sleep_status(front: Front, _: Request) -> Any:
     }
 
 
-async def sleep_candidates(front: Front, _: Request) -> Any:
+async def sleep_candidates(app_state: AppState, _: Request) -> Any:
     """Models that may be put to sleep now, the longest idle first."""
-    sleep = front.settings.sleep
-    found = reports.candidates(list(front.fleet), sleep.idle_after)
+    sleep = app_state.settings.sleep
+    found = reports.candidates(list(app_state.fleet), sleep.idle_after)
     return {
         "sleep_candidates": [model.name for model in found],
         "candidate_details": {
@@ -64,9 +64,9 @@ async def sleep_candidates(front: Front, _: Request) -> Any:
     }
 
 
-async def put_to_sleep(front: Front, request: Request) -> Any:
+async def put_to_sleep(app_state: AppState, request: Request) -> Any:
     """Put a model to sleep and wait until it sleeps. 409 while requests are in flight."""
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     if not model.can_sleep:
         message = (
             f"An engine of the kind {model.settings.engine!r} cannot sleep, and is not launched on"
@@ -89,9 +89,9 @@ async def put_to_sleep(front: Front, request: Request) -> Any:
     return _told(model, 502, False, message)
 
 
-async def wake_up(front: Front, request: Request) -> Any:
+async def wake_up(app_state: AppState, request: Request) -> Any:
     """Wake a model and wait until it can serve."""
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     if model.gate.state is State.AWAKE:
         problem = await model.wake_memory()  # kvctl may have put the memory to sleep
         if problem is not None:

@@ -28,7 +28,7 @@ from kvelastic.shared.status_file import POLL_S, Asked
 from kvelastic.shared.tier_status import TierAnswer, TierRequest
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 _USUAL_WAIT_S: Final = 2.0
 """Stores take part in a request, and may be slow."""
@@ -36,44 +36,44 @@ _VERIFY_WAIT_S: Final = 60.0
 _STATUS_OF: Final = {"done": 200, "pending": 202, "refused": 409, "failed": 409}
 
 
-def routes(front: Front) -> list[Route]:
+def routes(app_state: AppState) -> list[Route]:
     """Return the routes of this module.
 
     They must precede those of /memory, which would match them as a model's name with slashes.
     """
     path = "/memory/{model:path}/tiers"
     return [
-        route(front, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
-        route(front, f"{path}/{{tier}}/trim", "POST", Who.ADMIN, trim_tier),
-        route(front, f"{path}/clear", "POST", Who.ADMIN, clear_tiers),
-        route(front, f"{path}/erase", "POST", Who.ADMIN, erase_records),
-        route(front, f"{path}/verify", "POST", Who.ADMIN, verify_tiers),
+        route(app_state, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
+        route(app_state, f"{path}/{{tier}}/trim", "POST", Who.ADMIN, trim_tier),
+        route(app_state, f"{path}/clear", "POST", Who.ADMIN, clear_tiers),
+        route(app_state, f"{path}/erase", "POST", Who.ADMIN, erase_records),
+        route(app_state, f"{path}/verify", "POST", Who.ADMIN, verify_tiers),
     ]
 
 
-async def change_tier(front: Front, request: Request) -> Any:
+async def change_tier(app_state: AppState, request: Request) -> Any:
     """Set the `limit` of a tier until its engine ends, and `wait` for the result.
 
     The tier's policy evicts what exceeds the limit. 200: done. 202: no result yet. 409: refused.
     """
-    return await _ask_about_size(front, request, "limit", "limit")
+    return await _ask_about_size(app_state, request, "limit", "limit")
 
 
-async def trim_tier(front: Front, request: Request) -> Any:
+async def trim_tier(app_state: AppState, request: Request) -> Any:
     """Shrink a tier to `size` once; its limit does not change."""
-    return await _ask_about_size(front, request, "trim", "size")
+    return await _ask_about_size(app_state, request, "trim", "size")
 
 
-async def clear_tiers(front: Front, request: Request) -> Any:
+async def clear_tiers(app_state: AppState, request: Request) -> Any:
     """Erase every tier object of this model and its settings, in all its tiers."""
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     check_keys(body, "wait")
-    return await _ask(front, request, body, TierRequest("clear"), {})
+    return await _ask(app_state, request, body, TierRequest("clear"), {})
 
 
-async def erase_records(front: Front, request: Request) -> Any:
+async def erase_records(app_state: AppState, request: Request) -> Any:
     """Erase the tier objects of a `model`, or `older_than` an age, or both, in all its tiers."""
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     check_keys(body, "model", "older_than", "wait")
     model, age_s = body.get("model"), duration_of(body, "older_than")
     if model is not None and not isinstance(model, str):
@@ -82,36 +82,36 @@ async def erase_records(front: Front, request: Request) -> Any:
         raise Refusal(400, "nothing_requested", "Give one of model and older_than at least.")
     asked = TierRequest("erase", model=model, older_than_s=age_s)
     return await _ask(
-        front, request, body, asked, {"model": model and model[:256], "older_than": age_s}
+        app_state, request, body, asked, {"model": model and model[:256], "older_than": age_s}
     )
 
 
-async def verify_tiers(front: Front, request: Request) -> Any:
+async def verify_tiers(app_state: AppState, request: Request) -> Any:
     """Compare each tier's index with its accounting and its medium; 409 if they disagree."""
-    body = await json_object(front, request)
+    body = await json_object(app_state, request)
     check_keys(body, "wait")
-    return await _ask(front, request, body, TierRequest("verify"), {}, _VERIFY_WAIT_S)
+    return await _ask(app_state, request, body, TierRequest("verify"), {}, _VERIFY_WAIT_S)
 
 
-async def _ask_about_size(front: Front, request: Request, kind: str, key: str) -> Json:
-    body = await json_object(front, request)
+async def _ask_about_size(app_state: AppState, request: Request, kind: str, key: str) -> Json:
+    body = await json_object(app_state, request)
     check_keys(body, key, "wait")
     size_bytes = size_of(body, key)
     if size_bytes is None:
         raise Refusal(400, "nothing_requested", f"Give a {key}: bytes, or text like 512M.")
     asked = TierRequest(kind, tier=request.path_params["tier"], size_bytes=size_bytes)
-    return await _ask(front, request, body, asked, {key: size_bytes})
+    return await _ask(app_state, request, body, asked, {key: size_bytes})
 
 
 async def _ask(
-    front: Front,
+    app_state: AppState,
     request: Request,
     body: dict[str, Any],
     asked: TierRequest,
     audited: dict[str, Any],
     usual_wait_s: float = _USUAL_WAIT_S,
 ) -> Json:
-    model = front.fleet.need(request.path_params["model"])
+    model = app_state.fleet.need(request.path_params["model"])
     name, wait_s = instance_of(model), wait_of(body)
     request.state.asked = audited
     answer = await ask(

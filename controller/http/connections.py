@@ -1,6 +1,6 @@
 """Bounds the number of clients' connections, and cuts those whose clients do not read.
 
-connections = Connections(files, lambda: front.settings.server.send_timeout)
+connections = Connections(files, lambda: app_state.settings.server.send_timeout)
 place = connections.enter(connection)     # when it is made
 connections.leave(connection)             # when it is lost
 connections.start()                       # in the loop: check periodically for stuck clients

@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from kvelastic import config
-from kvelastic.controller.models.room import Claim
+from kvelastic.controller.models.admission import Claim
 from kvelastic.controller.models.sleep_policy import Ask
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
 from kvelastic.host_capacity import machine_memory_bytes
-from kvelastic.instance.device import MemberUse, member_uses
-from kvelastic.instance.look import ledgers, look_at, look_at_all
+from kvelastic.instance.device_usage import MemberUse, member_uses
 from kvelastic.instance.outcome import outcome_of
+from kvelastic.instance.reading import ledgers, look_at, look_at_all
 from kvelastic.instance.row import row_of
 from kvelastic.instance.status import InstanceStatus, uuid_text
 from kvelastic.shared import ledger, segment
 from kvelastic.shared.ledger_facts import LedgerInfo
 from kvelastic.shared.segment import Request
-from kvelastic.shared.segment_dir import LOCK_WAIT_S
+from kvelastic.shared.segment_listing import LOCK_WAIT_S
 from kvelastic.shared.status_file import POLL_S
 
 _DEVICE_KEYS: Final = (

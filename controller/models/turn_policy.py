@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from kvelastic.controller.models.room import Model, Room
+from kvelastic.controller.models.admission import Model, Room
 
 SPARED_PART: Final = 0.75
 """As a part of `min_awake`: how long a model that has made room spares models in use. Of nine

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models import instance_memory
+from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.instance_memory import DeviceClaims
-from kvelastic.controller.models.room import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.models.turn_policy import (

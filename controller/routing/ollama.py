@@ -29,8 +29,8 @@ from kvelastic.controller.http.replies import send_refusal
 from kvelastic.controller.http.request_body import Body, ClientGoneError, Receive, read_body
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.gate import State, Ticket
+from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
-from kvelastic.controller.models.upkeep import candidate_of
 from kvelastic.controller.routing import ollama_models
 from kvelastic.controller.routing.body_worker import FromOpenAI, ToOpenAI
 from kvelastic.controller.routing.forward import ASKED_PATH, NAMED_MODEL, READ_BODY
@@ -49,7 +49,7 @@ from kvelastic.controller.routing.ollama_request import BODY_BYTES, Call, Head, 
 from kvelastic.errors import KvelasticError
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
     from kvelastic.controller.routing.body_reader import BodyReader
 
 ANSWER_BYTES: Final = 64 << 20
@@ -67,10 +67,10 @@ Handler = Callable[["OllamaApi", bytes], Awaitable[dict[str, Any]]]
 
 
 class OllamaApi:
-    """The ASGI callable for paths under /api/; one per front. Use it in the event loop."""
+    """The ASGI callable for paths under /api/; one per application. Use it in the event loop."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Serve one request under /api/. Refusals are sent in Ollama's format."""
@@ -83,7 +83,7 @@ class OllamaApi:
             if method != wanted and (method, wanted) != ("HEAD", "GET"):
                 raise Refusal(405, "method_not_allowed", f"{path} takes {wanted}.")
             if path != "/api/version":
-                self._front.keys.check_api(scope["headers"])
+                self._app_state.keys.check_api(scope["headers"])
             body = await self._body(scope, receive, BODY_BYTES if call is not None else HERE_BYTES)
             try:
                 if call is not None:
@@ -108,11 +108,11 @@ class OllamaApi:
 
     async def tags(self, _: bytes) -> dict[str, Any]:
         """Return all models."""
-        return ollama_models.tags(await self._listed(list(self._front.fleet)))
+        return ollama_models.tags(await self._listed(list(self._app_state.fleet)))
 
     async def running(self, _: bytes) -> dict[str, Any]:
         """Return the models that are awake."""
-        awake = [model for model in self._front.fleet if model.state is State.AWAKE]
+        awake = [model for model in self._app_state.fleet if model.state is State.AWAKE]
         return ollama_models.running(await self._listed(awake), _now())
 
     async def show(self, body: bytes) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class OllamaApi:
 
     async def _listed(self, models: list[ServedModel]) -> list[Listed]:
         memory = await asyncio.to_thread(instance_memory.claims)
-        since = datetime.fromtimestamp(self._front.started_at, timezone.utc)
+        since = datetime.fromtimestamp(self._app_state.started_at, timezone.utc)
         found = []
         for model in models:
             idle_after_s = candidate_of(model).idle_after_s
@@ -156,7 +156,7 @@ class OllamaApi:
     # ------------------------------------------------------------------------ inference
 
     async def _ask(self, scope: Any, receive: Receive, send: Any, call: Call, body: Body) -> None:
-        made = Body(self._front.forwarder.budget)
+        made = Body(self._app_state.forwarder.budget)
         try:
             model, asked, path = await self._translate(call, body, made)
             body.release()
@@ -166,10 +166,10 @@ class OllamaApi:
                 text = loaded(call, asked.model, timestamp(_now()), is_unload=is_unload)
                 await _send(send, 200, [text])
                 return
-            answer = _Answer(send, asked, self._front)
+            answer = _Answer(send, asked, self._app_state)
             try:
                 given = {NAMED_MODEL: model, READ_BODY: made}
-                await self._front.forwarder(
+                await self._app_state.forwarder(
                     {**_scope_of(scope, path, made.size), **given}, receive, answer
                 )
                 await answer.cut()
@@ -190,7 +190,7 @@ class OllamaApi:
                 path, text = to_openai(asked, model.settings.upstream_name, model.settings.engine)
                 made.append(text)
             return model, asked.head, path
-        reader = self._front.forwarder.reader
+        reader = self._app_state.forwarder.reader
         field = await reader.find_model(body.to_file(), Form.JSON, b"")
         if field is None or not field.name:
             raise Refusal(400, "model_missing", "model is required", param="model")
@@ -226,18 +226,18 @@ class OllamaApi:
             await model.settled()
 
     async def _body(self, scope: Any, receive: Receive, most_bytes: int) -> Body:
-        server = self._front.settings.server
+        server = self._app_state.settings.server
         return await read_body(
             receive,
             find(scope["headers"], b"content-length"),
             min(server.max_body, most_bytes),
             server.body_timeout,
-            self._front.forwarder.budget,
+            self._app_state.forwarder.budget,
         )
 
     def _need(self, name: str) -> ServedModel:
         for each in ollama_models.names_of(name):
-            model = self._front.fleet.find(each)
+            model = self._app_state.fleet.find(each)
             if model is not None:
                 return model
         raise Refusal(404, "model_not_found", f"model {name[:200]!r} not found", param="model")
@@ -253,7 +253,7 @@ class _Named(msgspec.Struct):
 class _Answer:
     """The forwarder's `send`: translates the engine's response to Ollama's API and sends it."""
 
-    def __init__(self, send: Any, asked: Head, front: Front) -> None:
+    def __init__(self, send: Any, asked: Head, app_state: AppState) -> None:
         self._send = send
         self._asked = asked
         self._began_s = self._answered_s = time.monotonic()
@@ -262,11 +262,11 @@ class _Answer:
         self._headers: Headers = []
         self._stream: Stream | None = None
         """The translator of a streamed response whose headers are sent; else None."""
-        self._reader: BodyReader = front.forwarder.reader
-        self._data = Body(front.forwarder.budget)
+        self._reader: BodyReader = app_state.forwarder.reader
+        self._data = Body(app_state.forwarder.budget)
         """A response that is translated as a whole; `_made` is its translation."""
         self._room_bytes = 0
-        self._made = Body(front.forwarder.budget)
+        self._made = Body(app_state.forwarder.budget)
         self._is_over = False
 
     async def __call__(self, message: Any) -> None:

@@ -48,7 +48,7 @@ from kvelastic.controller.routing.upstream import to_upstream
 from kvelastic.errors import is_out_of_descriptors
 
 if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
+    from kvelastic.controller.app_state import AppState
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -85,10 +85,10 @@ class Closed(Exception):  # noqa: N818 - an end, not an accident
 
 
 class Realtime:
-    """An ASGI callable for scopes of the type `websocket`; one per front."""
+    """An ASGI callable for scopes of the type `websocket`; one per application."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one WebSocket until it is closed.
@@ -96,7 +96,7 @@ class Realtime:
         A failure becomes an HTTP response or a close. Raises only for an error in the controller,
         and `CancelledError` if the server shuts down.
         """
-        forwarder = self._front.forwarder
+        forwarder = self._app_state.forwarder
         scope = {**scope, "method": "GET"}
         exchange = forwarder.begin(scope)
         await receive()  # `websocket.connect`
@@ -122,15 +122,15 @@ class Realtime:
             forwarder.end(exchange, scope)
 
     async def _serve(self, scope: Any, receive: Any, send: Any, exchange: Exchange) -> None:
-        front = self._front
-        if front.keys:
+        app_state = self._app_state
+        if app_state.keys:
             _take_key_of_protocols(scope)
         if is_upstream(scope["path"]):
-            scope.update(to_upstream(scope, front.fleet, front.keys))
+            scope.update(to_upstream(scope, app_state.fleet, app_state.keys))
             exchange.path = scope["path"]
             if exchange.path != REALTIME:
                 raise Refusal(400, "invalid_path", f"Of an engine's WebSockets only {REALTIME}.")
-        key = exchange.key = front.keys.check_api(scope["headers"])
+        key = exchange.key = app_state.keys.check_api(scope["headers"])
         model = scope.get(NAMED_MODEL) or self._find_model(scope)
         exchange.model = model
         ticket = Ticket(priority=min(priority_of(scope["headers"]), key.max_priority))
@@ -159,7 +159,7 @@ class Realtime:
         """Return the model named in the query, and rewrite the query to the engine's name."""
         query: bytes = scope["query_string"]
         field = name_in_query(query)
-        model = self._front.fleet.find(field.name)
+        model = self._app_state.fleet.find(field.name)
         if model is None:
             raise unknown_model(field.name)
         if field.name != model.settings.upstream_name:
@@ -173,7 +173,7 @@ class Realtime:
 
         Raises `Refusal` if no engine accepts the connection.
         """
-        headers, target = request_to_engine(scope, exchange, self._front.keys, model)
+        headers, target = request_to_engine(scope, exchange, self._app_state.keys, model)
         headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
         tried: set[str] = set()
         while True:
@@ -182,7 +182,7 @@ class Realtime:
                 raise engine_unreachable()
             replica.in_flight += 1
             try:
-                connecting = self._front.session.ws_connect(
+                connecting = self._app_state.session.ws_connect(
                     URL(replica.address + target, encoded=True),
                     headers=headers,
                     protocols=scope["subprotocols"],
@@ -195,7 +195,7 @@ class Realtime:
             except aiohttp.ClientConnectorError as error:
                 replica.in_flight -= 1
                 if is_out_of_descriptors(error):
-                    raise self._front.files.refusal("connecting to an engine") from None
+                    raise self._app_state.files.refusal("connecting to an engine") from None
                 model.rest(replica)
                 tried.add(replica.address)
             except BaseException as error:

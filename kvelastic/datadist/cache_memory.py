@@ -24,7 +24,7 @@ from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.shared import places
+from kvelastic.shared import placement
 
 ENGINE: Final = "datadist"
 """Engine name of cache pools in `kvctl list`."""
@@ -82,7 +82,7 @@ class CacheMemory:
         self._tiers = tuple(tiers)
         self._tier_lock = threading.Lock()
         self._tier_bytes = [0] * len(self._tiers)
-        page = places.page_size_bytes(settings, [device])
+        page = placement.page_size_bytes(settings, [device])
         self._page_bytes = page
         layout = PageLayout(page, 1, 1, page)
         most_bytes = device.capacity_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvelastic.device import gpu_table
+from kvelastic.device import tested_gpus
 from kvelastic.host_capacity import default_host_capacity_bytes
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Facts:
     startup: StartupFacts = StartupFacts()
     probes: tuple[ProbeFact, ...] | None = None
     """None: not requested."""
-    gpus_that_ran: tuple[gpu_table.Row, ...] = gpu_table.ROWS
+    gpus_that_ran: tuple[tested_gpus.Row, ...] = tested_gpus.ROWS
 
     @property
     def is_host_device(self) -> bool:

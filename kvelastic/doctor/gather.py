@@ -142,7 +142,7 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
     """Return segments that are dead, orphaned or not readable. Removes none."""
     try:
         from kvelastic.shared.engine_cores import has_lost_its_server
-        from kvelastic.shared.segment_dir import list_segments
+        from kvelastic.shared.segment_listing import list_segments
     except ImportError:
         return ()  # a check of its own reports a missing native module
     segments = list_segments()
@@ -163,7 +163,7 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
 def gather_instances() -> tuple[InstanceStatus, ...]:
     """Return the running instances. Changes nothing."""
     try:
-        from kvelastic.instance.look import look_at_all
+        from kvelastic.instance.reading import look_at_all
     except ImportError:
         return ()  # a check of its own reports a missing native module
     return tuple(status for status in look_at_all() if status.is_alive)

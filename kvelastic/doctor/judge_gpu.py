@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvelastic.device import gpu_table
+from kvelastic.device import tested_gpus
 from kvelastic.doctor.facts import Facts, Gpu
 from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem
 from kvelastic.sizes import MIB_BYTES, format_size
@@ -119,10 +119,10 @@ def _vmm(gpu: Gpu, facts: Facts) -> Said:
 
 
 @check("gpu.seen")
-def _seen(gpu: Gpu, table: Sequence[gpu_table.Row]) -> Said:
+def _seen(gpu: Gpu, table: Sequence[tested_gpus.Row]) -> Said:
     name = f"cuda:{gpu.ordinal} {gpu.name}"
-    if gpu_table.has_run(gpu.name, table):
-        return ok(f"{name}: {gpu_table.experience(gpu.name, table)}")
+    if tested_gpus.has_run(gpu.name, table):
+        return ok(f"{name}: {tested_gpus.experience(gpu.name, table)}")
     rows = "; ".join(f"{row.gpu} ({row.attention}): {row.how}" for row in table)
     return note(
         f"{name}: no GPU of this model has run kvelastic yet. What has: {rows}",

@@ -23,7 +23,7 @@ from kvelastic.instance.status import status_of
 from kvelastic.shared import link_status
 from kvelastic.shared.ledger_facts import LedgerInfo
 from kvelastic.shared.link_status import NodeFigures
-from kvelastic.shared.segment_dir import SegmentInfo
+from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.shared.tier_status import TiersFigures, tiers_of
 
 

@@ -27,7 +27,7 @@ from kvelastic.sizes import whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo, Member
-    from kvelastic.shared.segment_dir import SegmentInfo
+    from kvelastic.shared.segment_listing import SegmentInfo
     from kvelastic.shared.tier_status import TiersFigures
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES

@@ -29,8 +29,8 @@ from kvelastic.kvcached.snapshots import SCHEMA_VERSION, KVCachePoolSnapshot, Ru
 from kvelastic.logs import say_once
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.pool.views import CachePlan, plan, plan_states, state_view
-from kvelastic.shared import places
+from kvelastic.pool.tensor_views import CachePlan, plan, plan_states, state_view
+from kvelastic.shared import placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ class _State:
     @property
     def page_size_bytes(self) -> int:
         """Page size in bytes from which layouts start."""
-        return places.page_size_bytes(self.settings, [self.device])
+        return placement.page_size_bytes(self.settings, [self.device])
 
 
 _lock = threading.RLock()

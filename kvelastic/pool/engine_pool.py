@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvelastic.config import Config
-from kvelastic.device import gpu_table
+from kvelastic.device import tested_gpus
 from kvelastic.device.selection import AUTO, Device, resolve
 from kvelastic.errors import ConfigError
 from kvelastic.logs import say_once
@@ -182,7 +182,7 @@ def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str
         "The KV cache is on %s (%s). %s",
         device.name,
         gpu_model,
-        gpu_table.experience(gpu_model),
+        tested_gpus.experience(gpu_model),
     )
     return device
 

@@ -23,7 +23,7 @@ from kvelastic.device.selection import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.shared import segment
-from kvelastic.shared.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
+from kvelastic.shared.placement import JoinedPlaces, capacity_bytes, copies_by_device, join_all
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvelastic import _vmm
-    from kvelastic.pool.views import TensorView
+    from kvelastic.pool.tensor_views import TensorView
 
 
 def itemsize_of(dtype: torch.dtype) -> int:

@@ -38,7 +38,7 @@ from kvelastic.errors import (
 )
 from kvelastic.shared.ledger_facts import LedgerInfo, Member
 from kvelastic.shared.liveness import MAKER_BYTE, Liveness, ProcessIdentity, boot_id, hold, liveness
-from kvelastic.shared.segment_dir import (
+from kvelastic.shared.segment_listing import (
     READ_FLAGS,
     SHM_DIR,
     WRITE_FLAGS,

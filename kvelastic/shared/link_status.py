@@ -25,7 +25,7 @@ from kvelastic.errors import (
 )
 from kvelastic.shared import status_file
 from kvelastic.shared.liveness import MAKER_BYTE, Liveness, liveness
-from kvelastic.shared.segment_dir import LINK_STATUS, SHM_DIR
+from kvelastic.shared.segment_listing import LINK_STATUS, SHM_DIR
 from kvelastic.shared.status_file import Count, Shown, StatusKind, newest, reading
 
 MOST_LINKS: Final = 512

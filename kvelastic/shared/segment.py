@@ -44,7 +44,7 @@ from kvelastic.shared.liveness import (
     liveness,
     pid_namespace,
 )
-from kvelastic.shared.segment_dir import (
+from kvelastic.shared.segment_listing import (
     LOCK_WAIT_S,
     READ_FLAGS,
     SHM_DIR,

@@ -21,7 +21,7 @@ write.
 Files are read and written with pread() and pwrite(). Only the kernel uses the mapping of page 0, to
 wait on the futex words; it reports a missing page as an error. Any process of the user may truncate
 the file, and a load from the mapping would then raise SIGBUS. `close` removes the file; after a
-crash, `segment_dir.reap` does.
+crash, `segment_listing.reap` does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.shared.liveness import MAKER_BYTE, Liveness, hold, liveness
-from kvelastic.shared.segment_dir import (
+from kvelastic.shared.segment_listing import (
     LOCK_WAIT_S,
     READ_FLAGS,
     SHM_DIR,

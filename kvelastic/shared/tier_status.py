@@ -24,7 +24,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.shared import status_file
-from kvelastic.shared.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.shared.segment_listing import SHM_DIR, SegmentInfo, tier_status_name
 from kvelastic.shared.status_file import Asked, Count, Shown, StatusKind, newest, reading
 from kvelastic.tier_list import MOST_TIERS
 

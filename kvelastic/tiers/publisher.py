@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic.errors import KvelasticError
-from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.segment_listing import tier_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.shared.tier_status import (
     KIND,

@@ -24,7 +24,7 @@ from kvelastic.shared.link_status import (
     Way,
     text_of,
 )
-from kvelastic.shared.segment_dir import link_status_name, reap
+from kvelastic.shared.segment_listing import link_status_name, reap
 from kvelastic.shared.status_file import StatusFile
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from waiting import DEADLINE_S
 from kvelastic import _vmm
 from kvelastic.shared import segment
 from kvelastic.shared.liveness import Liveness
-from kvelastic.shared.segment_dir import SHM_DIR
+from kvelastic.shared.segment_listing import SHM_DIR
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from terminal import Terminal
 
 from kvelastic.cli.commands.shell import Shell
 from kvelastic.cli.kvctl import main
-from kvelastic.shared.segment_dir import SHM_DIR, list_segments
+from kvelastic.shared.segment_listing import SHM_DIR, list_segments
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from kvelastic.cli.kvctl import main
 from kvelastic.cli.rendering.tables import plain_table
 from kvelastic.instance.row import Row, shown_state
 from kvelastic.shared import segment
-from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.segment_listing import tier_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 

@@ -30,11 +30,11 @@ from kvelastic.cli.rendering.tier_tables import BLOCK_WORDS, plain_tables, rich_
 from kvelastic.controller.models import instance_memory
 from kvelastic.doctor.judge_instance import explain_tiers
 from kvelastic.errors import SegmentError
-from kvelastic.instance.look import look_at
+from kvelastic.instance.reading import look_at
 from kvelastic.instance.row import Row, row_of, tier_rows
 from kvelastic.instance.status import status_of
 from kvelastic.shared import segment, tier_status
-from kvelastic.shared.segment_dir import SHM_DIR
+from kvelastic.shared.segment_listing import SHM_DIR
 from kvelastic.shared.tier_status import (
     BlockCounts,
     TierAnswer,

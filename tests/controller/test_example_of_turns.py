@@ -16,7 +16,7 @@ from ports import free_port
 from running import FAKES, Controller
 from waiting import wait_until
 
-from kvelastic.controller.models.room import Claim, Device, Model, Room
+from kvelastic.controller.models.admission import Claim, Device, Model, Room
 from kvelastic.controller.settings.settings_file import load
 from kvelastic.controller.settings.settings_warnings import warnings_of
 

@@ -16,7 +16,7 @@ import pytest
 from running import FAKES, Controller, fake_launch
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.controller.front import Front
+from kvelastic.controller.app_state import AppState
 from kvelastic.controller.http.log_writer import LogWriter
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.refusal import Refusal
@@ -126,7 +126,7 @@ def test_a_launch_that_fails_in_any_way_is_a_problem_that_is_shown(
     async def serve() -> None:
         settings = parse(json.dumps(launched(tmp_path, on_demand=on_demand, restart=False)), {})
         with LogWriter(None) as writer:
-            front = Front(settings, RequestLog(writer), OpenFiles.raised())
+            front = AppState(settings, RequestLog(writer), OpenFiles.raised())
             monkeypatch.setattr(asyncio, "create_subprocess_exec", failed)
             await front.start()
             model = front.fleet.need("m")

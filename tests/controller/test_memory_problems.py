@@ -13,7 +13,7 @@ from waiting import DEADLINE_S
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.settings.settings import MemorySettings, ModelSettings, SleepSettings
-from kvelastic.instance.look import look_at
+from kvelastic.instance.reading import look_at
 from kvelastic.shared import segment
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import DEADLINE_S
 
-from kvelastic.controller.front import Front
+from kvelastic.controller.app_state import AppState
 from kvelastic.controller.http.log_writer import LogWriter
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.request_log import RequestLog
@@ -26,7 +26,7 @@ SETTINGS = parse("models: [{name: m, engine: vllm, url: 'http://127.0.0.1:9'}]",
 class Engine:
     """In the forwarder's place: keeps a request, and answers with these pieces."""
 
-    def __init__(self, front: Front, *pieces: bytes) -> None:
+    def __init__(self, front: AppState, *pieces: bytes) -> None:
         self.budget, self.reader = front.forwarder.budget, front.forwarder.reader
         self.stop = front.forwarder.stop
         self._pieces = pieces
@@ -72,7 +72,7 @@ def asked(call: Call, body: bytes, *answer: bytes) -> tuple[int, bytes, Engine]:
 
     async def serve() -> Engine:
         with LogWriter(None) as writer:
-            front = Front(SETTINGS, RequestLog(writer), OpenFiles.raised())
+            front = AppState(SETTINGS, RequestLog(writer), OpenFiles.raised())
             await front.start()
             engine = Engine(front, *answer)
             front.forwarder = engine  # type: ignore[assignment]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.controller.models.room import Claim, Device, Group, Model, Room
+from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.turn_policy import Decision, Stand, Standing, Want, decide
 
 GIB = 1 << 30

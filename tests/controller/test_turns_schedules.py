@@ -7,7 +7,7 @@ import random
 import pytest
 from turns_simulation import SECOND_NS, Engine, TurnSimulation
 
-from kvelastic.controller.models.room import Group
+from kvelastic.controller.models.admission import Group
 from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvelastic.controller.http.refusal import Refusal
+from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
-from kvelastic.controller.models.room import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.turn_policy import SPARED_PART, Stand, Standing, Want, decide
 from tools.reclaim_simulator.instance import Instance, Request
 from tools.reclaim_simulator.simulation import Simulation

@@ -29,7 +29,7 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.shared import ledger, segment, segment_dir
+from kvelastic.shared import ledger, segment, segment_listing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -202,7 +202,7 @@ class Chaos:
         with suppress(FileNotFoundError), (SHM / name).open("rb") as file:
             if os.fstat(file.fileno()).st_ino != inode:
                 return
-            with segment_dir.locked(file.fileno(), name, DEADLINE_S):
+            with segment_listing.locked(file.fileno(), name, DEADLINE_S):
                 if self._is_there(name, inode):
                     self.counts["left to a person"] += 1
                     (SHM / name).unlink()

@@ -18,7 +18,7 @@ from ports import free_port
 from processes import PROGRAMS, LineProgram
 from waiting import wait_until
 
-from kvelastic.shared import ledger, link_status, segment_dir
+from kvelastic.shared import ledger, link_status, segment_listing
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ class Fleet:
     def close(self) -> None:
         for cluster in self.clusters.values():
             cluster.kill()
-        segment_dir.reap()
+        segment_listing.reap()
         ledger.reap()
 
 

@@ -16,7 +16,7 @@ from benchmarks.vmm.prices import PROFILES
 from kvelastic import _vmm, config
 from kvelastic.device import page_size
 from kvelastic.device.selection import Device
-from kvelastic.shared import ledger, places
+from kvelastic.shared import ledger, placement
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -91,7 +91,7 @@ def group() -> Iterator[str]:
 def chosen(devices: list[Device], group: str, **environment: str) -> int:
     """In MiB."""
     settings = config.load({"KVELASTIC_LEDGER": group} | environment)
-    return places.page_size_bytes(settings, devices) // MIB
+    return placement.page_size_bytes(settings, devices) // MIB
 
 
 def test_what_is_set_counts_and_the_host_has_its_own(group: str) -> None:
@@ -123,7 +123,7 @@ DECIDE = """
 import sys
 from kvelastic import config
 from kvelastic.device import selection, page_size
-from kvelastic.shared import places
+from kvelastic.shared import placement
 page_size.measured_price_us = lambda driver: float(sys.argv[1])
 settings = config.load()
 found = selection.resolve("cuda", settings)

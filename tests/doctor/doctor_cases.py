@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import fields
 
-from kvelastic.device.gpu_table import ROWS, Row
+from kvelastic.device.tested_gpus import ROWS, Row
 from kvelastic.doctor.facts import (
     ConfigFacts,
     Facts,

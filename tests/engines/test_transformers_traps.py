@@ -16,7 +16,7 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.shared import ledger, segment
-from kvelastic.shared.segment_dir import SegmentInfo, list_segments
+from kvelastic.shared.segment_listing import SegmentInfo, list_segments
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ from engine_server import Request
 from vllm_server import KV_BYTES, PAGE_BYTES, VllmServer
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic.instance.look import look_at
+from kvelastic.instance.reading import look_at
 from kvelastic.shared import segment
 
 pytestmark = pytest.mark.timeout(600)

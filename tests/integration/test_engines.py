@@ -17,7 +17,7 @@ from kvelastic.engines import Engine
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
 from kvelastic.integration.hooks.versions import series_for
 from kvelastic.kvcached import embedded
-from kvelastic.pool.views import BlocksOfShape, plan
+from kvelastic.pool.tensor_views import BlocksOfShape, plan
 from kvelastic.shared import segment
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvelastic.integration.sglang.kept_back import kept_back
+from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.integration.sglang.late_releases import LateReleases
 
 
@@ -40,14 +40,14 @@ class Scheduler(SimpleNamespace):
         return not self.waiting_queue and not self.running_batch.reqs
 
 
-def test_those_kept_back_are_back_in_their_places() -> None:
+def test_hidden_requests_return_to_their_places() -> None:
     scheduler = Scheduler(waiting_queue=[request(rid) for rid in "abcd"])
     b, d = scheduler.waiting_queue[1::2]
-    with kept_back(scheduler, [b, d]):
+    with hidden_requests(scheduler, [b, d]):
         assert scheduler.waiting == ["a", "c"]
         scheduler.waiting_queue = [*scheduler.waiting_queue[1:], request("new")]  # a runs
     assert scheduler.waiting == ["b", "c", "d", "new"]
-    with pytest.raises(ValueError, match="of SGLang's"), kept_back(scheduler, [b]):
+    with pytest.raises(ValueError, match="of SGLang's"), hidden_requests(scheduler, [b]):
         raise ValueError("of SGLang's")
     assert scheduler.waiting == ["b", "c", "d", "new"]
 

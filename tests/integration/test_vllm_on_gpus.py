@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvelastic import config
-from kvelastic.device import gpu_table
+from kvelastic.device import tested_gpus
 from kvelastic.errors import ConfigError, UnsupportedEngineError
 from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import scheduler_side, start_checks, start_reserve
@@ -154,8 +154,8 @@ def test_a_device_that_vllm_does_not_compute_on_is_refused(device: str, facts: D
 
 def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    assert gpu_table.markdown() in text
-    assert not gpu_table.has_run("the simulated driver")
+    assert tested_gpus.markdown() in text
+    assert not tested_gpus.has_run("the simulated driver")
 
 
 def test_the_log_says_what_a_gpu_has_run_and_what_none_has(

@@ -20,7 +20,7 @@ from kvelastic.errors import (
     UnsupportedEngineError,
 )
 from kvelastic.integration import start_checks
-from kvelastic.integration.vllm import in_front_end, with_starter
+from kvelastic.integration.vllm import end_with_starter, in_front_end
 from kvelastic.integration.vllm import start_checks as vllm_checks
 from kvelastic.integration.vllm.start_checks import check_start
 from kvelastic.shared import ledger, segment
@@ -40,7 +40,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the front end has started."""
     begun: list[str] = []
-    monkeypatch.setattr(with_starter, "start_engine_cores", lambda *_, **__: begun.append("core"))
+    monkeypatch.setattr(
+        end_with_starter, "start_engine_cores", lambda *_, **__: begun.append("core")
+    )
     yield begun
     assert ledger.list_ledgers() == [], "looking has left nothing"
 

@@ -11,7 +11,7 @@ import pytest
 from processes import PROGRAMS, LineProgram
 from waiting import DEADLINE_S
 
-from kvelastic.integration.vllm import with_starter
+from kvelastic.integration.vllm import end_with_starter
 
 FOREVER_S = 10 * DEADLINE_S
 
@@ -72,11 +72,11 @@ def test_a_starter_that_has_ended_before_counts(method: str, log: Path) -> None:
 
 
 def test_how_long_an_engine_core_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_starter, "_has_started", False)
+    monkeypatch.setattr(end_with_starter, "_has_started", False)
     monkeypatch.setenv("KVELASTIC_TIERS", "host:64M")
     monkeypatch.setenv("KVELASTIC_TIER_EXIT_SECONDS", "60")
-    assert with_starter._grace_now_s() == 3.0, "it goes on to load, and has nothing to keep"
-    with_starter.note_start()
-    assert with_starter._grace_now_s() == 75.0
+    assert end_with_starter._grace_now_s() == 3.0, "it goes on to load, and has nothing to keep"
+    end_with_starter.note_start()
+    assert end_with_starter._grace_now_s() == 75.0
     monkeypatch.setenv("KVELASTIC_TIERS", "none")
-    assert with_starter._grace_now_s() == 15.0
+    assert end_with_starter._grace_now_s() == 15.0

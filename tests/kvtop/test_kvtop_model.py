@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from scenes import GIB, MIB, instance
 
-from kvelastic.cli.kvtop.model import HISTORY_LOOKS, Model
+from kvelastic.cli.kvtop.history import HISTORY_LOOKS, Model
 from kvelastic.cli.kvtop.scene import ORDERS, Instance, Scene, ordered, scene_of
 from kvelastic.shared.ledger_facts import LedgerInfo, Member
 from kvelastic.shared.segment import SegmentInfo

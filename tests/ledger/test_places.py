@@ -29,7 +29,7 @@ from kvelastic.errors import (
 )
 from kvelastic.pool.pool import local_range, native_geometry, open_pool
 from kvelastic.shared import ledger, segment
-from kvelastic.shared.places import capacity_bytes, copies_by_device, join_all
+from kvelastic.shared.placement import capacity_bytes, copies_by_device, join_all
 
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page

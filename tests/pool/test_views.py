@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
 from kvelastic.integration.vllm.cache_shape import place_layers
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.views import CachePlan, TensorView, block_view, plan
+from kvelastic.pool.tensor_views import CachePlan, TensorView, block_view, plan
 
 GRANULE = 64
 

@@ -11,7 +11,7 @@ from own_pool import BLOCKS_PER_PAGE as B
 from own_pool import LAYOUT, PAGES, own_settings, start_pool
 from waiting import DEADLINE_S
 
-from kvelastic.instance.look import look_at
+from kvelastic.instance.reading import look_at
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.pool.scheduling import waiting
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks

@@ -86,10 +86,10 @@ class Cluster(LineProgram):
 
     def kill(self, *, wait: bool = True) -> None:
         """SIGKILL. The files that it leaves in shared memory are removed, as by any reader."""
-        from kvelastic.shared import segment_dir
+        from kvelastic.shared import segment_listing
 
         super().kill(wait=wait)
-        segment_dir.reap()
+        segment_listing.reap()
 
     @contextlib.contextmanager
     def wait_at_most(self, seconds: float) -> Iterator[None]:

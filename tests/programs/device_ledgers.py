@@ -16,7 +16,7 @@ from native_pools import HUGE
 from kvelastic import _vmm
 from kvelastic.device.selection import Device
 from kvelastic.shared import ledger
-from kvelastic.shared.places import JoinedPlaces, join_all
+from kvelastic.shared.placement import JoinedPlaces, join_all
 
 
 class Machine:

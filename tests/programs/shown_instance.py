@@ -56,7 +56,7 @@ def main() -> None:
         mapped_bytes=usage["mapped_bytes"],
     )
     if "tiers" in facts:
-        from kvelastic.shared.segment_dir import tier_status_name
+        from kvelastic.shared.segment_listing import tier_status_name
         from kvelastic.shared.status_file import StatusFile
         from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
 

@@ -33,7 +33,7 @@ def sleep_for_ever() -> None:
 
 
 def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
-    from kvelastic.integration.vllm.with_starter import end_with_starter
+    from kvelastic.integration.vllm.end_with_starter import end_with_starter
 
     worker = context_of(method).Process(target=sleep_for_ever)
 

@@ -20,7 +20,7 @@ from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.shared import segment, tier_status
-from kvelastic.shared.segment_dir import SHM_DIR, tier_status_name
+from kvelastic.shared.segment_listing import SHM_DIR, tier_status_name
 
 DISK_BYTES = 32 << 20
 

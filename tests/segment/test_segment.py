@@ -27,8 +27,8 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.shared import liveness, segment, segment_dir
-from kvelastic.shared.segment_dir import temporary_name
+from kvelastic.shared import liveness, segment, segment_listing
+from kvelastic.shared.segment_listing import temporary_name
 
 SHM = Path("/dev/shm")
 
@@ -233,11 +233,11 @@ def test_a_segment_that_is_cut_while_it_is_read(name):
     forge(name, start_time_ticks=1)
     read = f"""
 import os
-from kvelastic.shared import segment_dir
+from kvelastic.shared import segment_listing
 path = {str(SHM / name)!r}
-ask = segment_dir.liveness
-segment_dir.liveness = lambda fd, byte, *more: (os.truncate(path, 0), ask(fd, byte, *more))[1]
-print(segment_dir.inspect({name!r}).header["engine"])
+ask = segment_listing.liveness
+segment_listing.liveness = lambda fd, byte, *more: (os.truncate(path, 0), ask(fd, byte, *more))[1]
+print(segment_listing.inspect({name!r}).header["engine"])
 """
     ended = run_python("-c", read)
     assert (ended.stdout, ended.stderr) == ("forged\n", "")
@@ -699,7 +699,7 @@ def test_a_name_that_was_taken_anew_while_its_former_owner_was_judged_is_left(
     """The owner leaves, and another one starts, while somebody holds the lock to look at it."""
     name = f"kvelastic_anew_{os.getpid()}"
     made = []
-    look = segment_dir._inspect
+    look = segment_listing._inspect
 
     with Owner(name) as former:
 
@@ -709,7 +709,7 @@ def test_a_name_that_was_taken_anew_while_its_former_owner_was_judged_is_left(
             made.append(segment.create(name, engine="b"))
             return look(fd, name)
 
-        monkeypatch.setattr(segment_dir, "_inspect", look_late)
-        segment_dir.remove_if_reapable(name)
+        monkeypatch.setattr(segment_listing, "_inspect", look_late)
+        segment_listing.remove_if_reapable(name)
         with made[0]:
             assert segment.inspect(name).header["engine"] == "b"

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from native_pools import HUGE
 
 from kvelastic.errors import GuaranteeError, ReserveError
-from kvelastic.shared.places import JoinedPlaces
+from kvelastic.shared.placement import JoinedPlaces
 
 pytestmark = pytest.mark.slow
 

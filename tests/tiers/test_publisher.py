@@ -12,7 +12,7 @@ import pytest
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.shared import segment
-from kvelastic.shared.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.shared.segment_listing import SHM_DIR, SegmentInfo, tier_status_name
 from kvelastic.shared.tier_status import BlockCounts, TierRequest, ask, read
 from kvelastic.tiers.base import Capacity, StoreStatistics
 from kvelastic.tiers.namespace import Namespace

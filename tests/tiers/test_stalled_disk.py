@@ -21,7 +21,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic import _vmm
 from kvelastic.errors import SegmentBusyError
 from kvelastic.shared import segment, tier_status
-from kvelastic.shared.segment_dir import SegmentInfo
+from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.shared.tier_status import TierAnswer, TierRequest
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.disk import DiskStore

@@ -29,7 +29,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.shared import segment
-from kvelastic.shared.segment_dir import SHM_DIR, SegmentInfo, tier_status_name
+from kvelastic.shared.segment_listing import SHM_DIR, SegmentInfo, tier_status_name
 from kvelastic.shared.status_file import CELL_BYTES, RING, Shown, StatusFile
 from kvelastic.shared.tier_status import (
     KIND,
@@ -476,7 +476,7 @@ def test_a_closed_file_wakes_its_thread_and_a_child_leaves_it(
 
 WRITER = """
 import sys
-from kvelastic.shared.segment_dir import tier_status_name
+from kvelastic.shared.segment_listing import tier_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.shared.tier_status import KIND, BlockCounts, TiersFigures
 file = StatusFile.create(tier_status_name(bytes.fromhex(sys.argv[1])), KIND)

@@ -15,7 +15,7 @@ from waiting import DEADLINE_S
 from kvelastic.cli.kvctl import main
 from kvelastic.shared import link_status
 from kvelastic.shared.link_status import KIND, LinkAnswer, LinkFigures, LinkRequest, NodeFigures
-from kvelastic.shared.segment_dir import link_status_name
+from kvelastic.shared.segment_listing import link_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.transfer import Link, Node
 

@@ -35,7 +35,7 @@ from kvelastic.shared.link_status import (
     NodeFigures,
     text_of,
 )
-from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_000_000_001, 7_000_000_002  # other tests' nodes are in the same folder

@@ -24,7 +24,7 @@ from kvelastic.instance import metrics
 from kvelastic.messages import parse_address
 from kvelastic.shared import link_status
 from kvelastic.shared.link_status import KIND, LinkFigures, NodeFigures, object_of
-from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Node
 
 # --- lies -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentBusyError, SegmentError
 from kvelastic.shared import link_status
 from kvelastic.shared.link_status import KIND, LinkAnswer, LinkRequest
-from kvelastic.shared.segment_dir import SHM_DIR, link_status_name, reap
+from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.shared.status_file import CELL_BYTES, MOST_REVISION, RING
 from kvelastic.transfer import Node
 

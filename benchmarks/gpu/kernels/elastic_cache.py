@@ -39,7 +39,7 @@ class ElasticCache:
         from kvelastic.config import load
         from kvelastic.pool import tensors
         from kvelastic.pool.pool import local_range, open_pool
-        from kvelastic.pool.views import block_view
+        from kvelastic.pool.tensor_views import block_view
 
         settings = replace(
             load(),

@@ -57,7 +57,7 @@ def run_case(where: Runtime, case: str) -> int:
     from kvelastic.device.selection import reserve_range
     from kvelastic.pool import tensors
     from kvelastic.pool.pool import native_geometry
-    from kvelastic.pool.views import block_view
+    from kvelastic.pool.tensor_views import block_view
 
     layout = MODEL.paged()
     guard = load().guard_pages

@@ -125,7 +125,7 @@ def _generate(new_tokens: int) -> dict[str, Any]:
 def _own_instances() -> list[str]:
     if "kvelastic" not in sys.modules:
         return []
-    from kvelastic.shared.segment_dir import list_segments
+    from kvelastic.shared.segment_listing import list_segments
 
     return [info.name for info in list_segments() if info.header.get("pid") == os.getpid()]
 

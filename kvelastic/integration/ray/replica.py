@@ -6,10 +6,10 @@
     replica.problem                                # None: the engine works
     await replica.stop()
 
-Gate, sleep, memory and launch are the controller's `Front` and `EngineProcess`. This module passes
-them the requests, and decides two things that the controller leaves to its clients. A response has
-started with the first piece of its body. An engine that reports the death of its core has failed,
-although its server still runs.
+The controller's `AppState` and `EngineProcess` do gate, sleep, memory and launch. This module
+passes them the requests, and decides two things that the controller leaves to its clients. A
+response has started with the first piece of its body. An engine that reports the death of its core
+has failed, although its server still runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any, Final
 
+from kvelastic.controller.app_state import AppState
 from kvelastic.controller.application import make_application
-from kvelastic.controller.front import Front
 from kvelastic.controller.http.log_writer import LogWriter
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.refusal import Refusal
@@ -82,7 +82,7 @@ class EngineReplica:
         """Why the engine has failed, or None. Once set it does not change."""
         self._settings = settings
         self._closing = ExitStack()
-        self._front: Front | None = None
+        self._front: AppState | None = None
         self._model: ServedModel | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -99,7 +99,7 @@ class EngineReplica:
         """
         writer = self._closing.enter_context(LogWriter(None))
         settings = self._settings.of_replica(self.name, self.instance, free_port())
-        front = self._front = Front(
+        front = self._front = AppState(
             settings, RequestLog(writer), OpenFiles.raised(), source=f"ray:{self.replica}"
         )
         self._app = make_application(front)

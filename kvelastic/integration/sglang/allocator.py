@@ -46,7 +46,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     over_limit: OverLimit
     """Measures how long requests have kept the pool over its limit."""
-    making_way: tuple[Any, ...] = ()
+    to_retract: tuple[Any, ...] = ()
     """Requests to retract in this round because of the limit."""
 
     late_releases: LateReleases
@@ -199,7 +199,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
         Also returns False if one of `requests` was chosen to be retracted for the limit.
         """
-        if any(one is request for one in self.making_way for request in requests or ()):
+        if any(one is request for one in self.to_retract for request in requests or ()):
             return False
         self.evict_to_free_tokens(tree_cache, num_tokens)
         pages = -(-num_tokens // self.page_size)

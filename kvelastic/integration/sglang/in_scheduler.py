@@ -12,8 +12,8 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import KvelasticError
-from kvelastic.integration.sglang import making_way
-from kvelastic.integration.sglang.kept_back import kept_back
+from kvelastic.integration.sglang import retraction
+from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
 from kvelastic.pool.scheduling.over_limit import OverLimit
@@ -144,11 +144,13 @@ def get_next_batch(
     behind = allocator.late_releases.behind(scheduler)
     allocator.prefill_budget = None
     with blocks.session():
-        choice = making_way.choose(allocator, scheduler, running_batch, last_batch)
+        choice = retraction.choose(allocator, scheduler, running_batch, last_batch)
         with (
             # While pages drain, admit no request: one could find its old blocks in the tree.
-            kept_back(scheduler, list(scheduler.waiting_queue) if choice.is_enough else behind),
-            nullcontext() if loads is None else loads.kept_back(scheduler),
+            hidden_requests(
+                scheduler, list(scheduler.waiting_queue) if choice.is_enough else behind
+            ),
+            nullcontext() if loads is None else loads.hidden_requests(scheduler),
         ):
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
         is_idle = plan.batch_to_run is None and last_batch is None
@@ -226,12 +228,12 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
     The last request waits for memory too; stock SGLang fails it with status 500.
     """
     allocator: ElasticPagedAllocator = batch.token_to_kv_pool_allocator
-    gone = making_way.retract(batch, allocator.making_way)
-    allocator.making_way = ()
+    gone = retraction.retract(batch, allocator.to_retract)
+    allocator.to_retract = ()
     if gone:
         _log.info("Retracted %d requests to meet the limit.", len(gone))
         if batch.is_empty() or batch.check_decode_mem():
-            return gone, making_way.ratio_after(batch), []
+            return gone, retraction.ratio_after(batch), []
     retracted, ratio, aborted = original(batch)
     retracted[:0] = gone
     kept = []

@@ -11,9 +11,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from kvelastic import _vmm, config
 from kvelastic.integration.sglang.refusals import ends_process, refuse_pool
-from kvelastic.pool import engine_pool, tensors, views
+from kvelastic.pool import engine_pool, tensor_views, tensors
 from kvelastic.pool.engine_pool import EnginePool
-from kvelastic.shared import places
+from kvelastic.shared import placement
 
 
 class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang is untyped here
@@ -37,13 +37,13 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
         settings = config.load()
         device = engine_pool.device_for(settings, "SGLang", gpu=None)
         blocks = self.size // self.page_size
-        plan = views.plan(
+        plan = tensor_views.plan(
             ((blocks + 1) * self.page_size, self.head_num, self.head_dim),
             engine="sglang",
             block_size=self.page_size,
             itemsize=self.store_dtype.itemsize,
             num_layers=self.layer_num,
-            page_size_bytes=places.page_size_bytes(settings, [device]),
+            page_size_bytes=placement.page_size_bytes(settings, [device]),
             per_buffer=not settings.contiguous_layout,
         )
         self.elastic = engine_pool.open_engine_pool(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvelastic.integration.sglang.kept_back import kept_back
+from kvelastic.integration.sglang.hidden_requests import hidden_requests
 
 
 class LateReleases:
@@ -42,7 +42,7 @@ class LateReleases:
         """Execute pending calls if no earlier request runs."""
         if not self._calls:
             return
-        with kept_back(scheduler, self.behind(scheduler)):
+        with hidden_requests(scheduler, self.behind(scheduler)):
             while self._calls and may_release():
                 call, release = self._calls.pop(0)
                 scheduler.send_control_output(release(), call)

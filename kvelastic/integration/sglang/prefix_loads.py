@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
 
-from kvelastic.integration.sglang.kept_back import kept_back
+from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.loads import Load, Loads
 
@@ -92,7 +92,7 @@ class PrefixLoads:
     # --- rounds --------------------------------------------------------------------------------
 
     @contextmanager
-    def kept_back(self, scheduler: Any) -> Iterator[None]:
+    def hidden_requests(self, scheduler: Any) -> Iterator[None]:
         """Hide requests whose prefixes are loading from SGLang's queue in the body.
 
         Call in a session of the pool.
@@ -103,7 +103,7 @@ class PrefixLoads:
         if not queue:
             self._looked_up.clear()
             self._lacked.clear()
-        with kept_back(scheduler, back):
+        with hidden_requests(scheduler, back):
             yield
 
     def wait_for_any(self, timeout_s: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvelastic.pool.views import BlocksOfShape, Form
+from kvelastic.pool.tensor_views import BlocksOfShape, Form
 
 ATTENTION_TYPES: Final = ("MHA", "GQA", "MLA")
 BLOCK_SIZE: Final = "page_size"
@@ -19,7 +19,7 @@ def accepted(attention_type: str) -> str:
 
 
 def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
-    """Implements `kvelastic.pool.views.EngineShapes.read`. A partial last block counts as whole."""
+    """Implements `tensor_views.EngineShapes.read`. A partial last block counts as whole."""
     is_latent = attention_type == "MLA"
     is_good = len(shape) == 2 or shape[1:-1] == (1,) if is_latent else len(shape) == 3
     if not is_good:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvelastic.integration.transformers.cache_memory import TRASH_BLOCKS, Making
-from kvelastic.pool import tensors, views
+from kvelastic.pool import tensor_views, tensors
 from kvelastic.pool.layout import PageLayout
 
 
@@ -65,7 +65,9 @@ class BlockMaking(Making):
         return [
             tensors.view_of(
                 self._whole_range,
-                views.token_view(layout, pages, buffer, self._block_shape, self._dtype.itemsize),
+                tensor_views.token_view(
+                    layout, pages, buffer, self._block_shape, self._dtype.itemsize
+                ),
                 self._dtype,
             )
             for buffer in range(layout.buffers)

@@ -34,7 +34,7 @@ from kvelastic.errors import (
 )
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.shared import places, segment
+from kvelastic.shared import placement, segment
 from kvelastic.sizes import format_size
 
 _BLOCKS_A_PAGE: Final = 64
@@ -216,7 +216,7 @@ def open_growing_pages(
     automatic name. Raises the errors of `open_pool`.
     """
     global _reserving
-    extent_bytes = places.page_size_bytes(settings, [device])
+    extent_bytes = placement.page_size_bytes(settings, [device])
     layout = PageLayout(
         block_bytes=extent_bytes // _BLOCKS_A_PAGE,
         buffers=lanes,

@@ -113,11 +113,11 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
     From then on the instance maps pages ahead, handles requests and gives memory to others. Not
     earlier: a driver call during CUDA graph capture can abort the capture.
     """
-    from kvelastic.integration.vllm import with_starter
+    from kvelastic.integration.vllm import end_with_starter
 
     instance = _instance_of(executor)
     original(executor)
-    with_starter.note_start()
+    end_with_starter.note_start()
     if instance is None:
         return
     try:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvelastic.integration.vllm import with_starter
-from kvelastic.integration.vllm.with_starter import CLOSE_S
+from kvelastic.integration.vllm import end_with_starter
+from kvelastic.integration.vllm.end_with_starter import CLOSE_S
 
 _KILLED_WAIT_S = 5.0
 """How long to wait for a killed process to disappear."""
@@ -24,7 +24,7 @@ def start_engine_cores(
     given = inspect.signature(original).bind(manager, *args, **kwargs).arguments
     first = given["start_index"]
     check_start(given["vllm_config"], range(first, first + given["local_engine_count"]))
-    with_starter.start_engine_cores(original, manager, *args, **kwargs)
+    end_with_starter.start_engine_cores(original, manager, *args, **kwargs)
 
 
 def shutdown_engine_cores(

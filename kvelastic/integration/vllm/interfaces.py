@@ -21,8 +21,8 @@ from kvelastic.integration.vllm.shapes import HYBRID
 from kvelastic.kvcached import embedded
 from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
 from kvelastic.kvcached.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.pool.tensor_views import plan
 from kvelastic.pool.tensors import itemsize_of
-from kvelastic.pool.views import plan
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from kvelastic.integration.vllm import (
     tier_connector,
     tier_hooks,
 )
-from kvelastic.integration.vllm.targets import (
+from kvelastic.integration.vllm.wrapped_names import (
     ADAPTER_KEYS,
     ARGUMENTS,
     BLOCK_TABLE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvelastic.integration.hooks.probe import Probe
-from kvelastic.integration.vllm.targets import (
+from kvelastic.integration.vllm.wrapped_names import (
     ADAPTER_KEYS,
     BLOCK_POOL,
     BLOCK_TABLE,

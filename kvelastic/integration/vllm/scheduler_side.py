@@ -22,7 +22,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm, config
-from kvelastic.device import gpu_table
+from kvelastic.device import tested_gpus
 from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.device.selection import HOST, Device, host
 from kvelastic.errors import (
@@ -37,7 +37,7 @@ from kvelastic.integration.vllm.start_checks import check_device, instance_name
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import FOREVER_S, ElasticPool, open_pool
-from kvelastic.shared.places import capacity_bytes, page_size_bytes
+from kvelastic.shared.placement import capacity_bytes, page_size_bytes
 from kvelastic.shared.segment import Segment
 from kvelastic.sizes import format_size
 
@@ -343,7 +343,7 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
             "The KV cache is on %s (%s). %s",
             device.name,
             device.model,
-            gpu_table.experience(device.model),
+            tested_gpus.experience(device.model),
         )
     return [
         Device(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvelastic.pool.views import BlocksOfShape
+from kvelastic.pool.tensor_views import BlocksOfShape
 
 HYBRID: Final = "HYBRID_LINEAR"
 """Full attention beside linear attention: K and V of a layer share a buffer, as states do."""
@@ -24,7 +24,7 @@ def accepted(attention_type: str) -> str:
 
 
 def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
-    """Implements `kvelastic.pool.views.EngineShapes.read`."""
+    """Implements `kvelastic.pool.tensor_views.EngineShapes.read`."""
     if attention_type == "MLA":
         return BlocksOfShape("latent", shape[0], shape[1:], shape[1]) if len(shape) == 3 else None
     if len(shape) != 5 or 2 not in shape[:2]:

@@ -14,8 +14,8 @@ from kvelastic.device.selection import AUTO
 from kvelastic.errors import ConfigError
 from kvelastic.integration.start_checks import check_guarantee, check_names
 from kvelastic.integration.vllm import tier_refusals
+from kvelastic.integration.vllm.end_with_starter import grace_s
 from kvelastic.integration.vllm.refusals import refuse_configuration
-from kvelastic.integration.vllm.with_starter import grace_s
 
 _NOTICED_S = 5.0
 """How long an engine core may take to end, in addition to its grace period."""

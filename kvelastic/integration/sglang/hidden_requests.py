@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextmanager
-def kept_back(scheduler: Any, requests: Sequence[Any]) -> Iterator[None]:
+def hidden_requests(scheduler: Any, requests: Sequence[Any]) -> Iterator[None]:
     """Remove these requests from SGLang's queue in the body; then restore them to their places.
 
     Requests that SGLang has queued in the body are at the end afterwards.

@@ -26,7 +26,7 @@ def choose(
 
     Skips beam groups and partly computed prompts: SGLang cannot retract them there.
     """
-    allocator.making_way = ()
+    allocator.to_retract = ()
     running: list[Any] = []
 
     def holders() -> list[Holder]:
@@ -45,7 +45,7 @@ def choose(
         return [_holder(allocator, scheduler, one) for one in running]
 
     choice = allocator.over_limit.choose(holders)
-    allocator.making_way = tuple(running[index] for index in choice.requests)
+    allocator.to_retract = tuple(running[index] for index in choice.requests)
     return choice
 
 
@@ -58,9 +58,9 @@ def _holder(allocator: ElasticPagedAllocator, scheduler: Any, request: Any) -> H
     )
 
 
-def retract(batch: Any, making_way: Sequence[Any]) -> list[Any]:
-    """Retract the requests of `making_way` that are in the batch; return them."""
-    chosen = {id(request) for request in making_way}
+def retract(batch: Any, to_retract: Sequence[Any]) -> list[Any]:
+    """Retract the requests of `to_retract` that are in the batch; return them."""
+    chosen = {id(request) for request in to_retract}
     going = [index for index, one in enumerate(batch.reqs) if id(one) in chosen]
     if not going:
         return []

@@ -1,4 +1,4 @@
-"""The commands that only read: list, watch, stats."""
+"""kvctl list and kvctl watch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.finding import rows, sweep
-from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.cli.rendering.tables import plain_table, rich_table
+from kvelastic.cli.segment_lookup import rows, sweep
 from kvelastic.instance.row import Row
 
 
@@ -61,35 +61,6 @@ def watch_command(
         return [row for row in rows(()) if not wanted or row["name"] in wanted]
 
     watch(look, interval_s, count, as_json=as_json)
-
-
-@click.command("stats", short_help="Show all statistics of one instance.")
-@click.argument("name", type=NameType())
-@click.option(
-    "--interval",
-    "interval_s",
-    type=SecondsType(0.01),
-    metavar="SECONDS",
-    help="Read twice, this far apart, and show rates.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
-def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
-    """Show all statistics of one instance: limits, memory, blocks, pages, counters.
-
-    --interval adds the counters' rates per second.
-    """
-    from kvelastic.cli.commands.stats import look, stats_of, stats_text
-
-    first = look(name, sweep())
-    if interval_s is None:
-        stats = stats_of(first)
-    else:
-        time.sleep(interval_s)
-        stats = stats_of(look(name, []), before=first)
-    if as_json:
-        say_json(stats)
-    else:
-        say(*stats_text(stats).split("\n"))
 
 
 def show(rows: list[Row]) -> None:

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, needs.sglang, pytest.mark.timeout(300)]
 PROGRAM = """
 from types import SimpleNamespace as Made
 import torch
-from kvelastic.integration.sglang import in_scheduler, making_way
+from kvelastic.integration.sglang import in_scheduler, retraction
 from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
 from kvelastic.pool.scheduling.over_limit import NOTHING, choose_requests
 
@@ -68,7 +68,7 @@ class OverLimit:
             used[block // BLOCKS_A_PAGE] = used.get(block // BLOCKS_A_PAGE, 0) + 1
         return choose_requests(self.excess, used, (), holders, lambda b: b // BLOCKS_A_PAGE)
 
-allocator = Made(page_size=PAGE_TOKENS, over_limit=OverLimit(), making_way=(),
+allocator = Made(page_size=PAGE_TOKENS, over_limit=OverLimit(), to_retract=(),
                  evict_to_free_tokens=lambda tree, tokens: None,
                  blocks=Made(prepare=lambda pages: pages))
 a = Request("a", 1, [4, 8], 50)      # on pages 1 and 2
@@ -82,20 +82,20 @@ def round_of(excess):
     allocator.over_limit.excess = excess
     running = Batch(allocator, a, b, c)
     last = Batch(allocator, d, e, extend=True)
-    choice = making_way.choose(allocator, scheduler, running, last)
+    choice = retraction.choose(allocator, scheduler, running, last)
     merged = Batch(allocator, *running.reqs, *last.reqs)
     if merged.check_decode_mem():
         return choice.is_enough, "nobody"
     gone, _, aborted = in_scheduler.retract_decode(stock, merged)
     assert not aborted and merged.released == gone
-    assert allocator.making_way == ()
+    assert allocator.to_retract == ()
     return choice.is_enough, sorted(map(repr, gone)), merged.reqs
 
 for excess in (0, 1, 2, 3, 9):
     print(round_of(excess))
 allocator.over_limit.excess = 1
 batch = Batch(allocator, a, c)
-making_way.choose(allocator, scheduler, batch, None)
+retraction.choose(allocator, scheduler, batch, None)
 allocator.blocks = Made(prepare=lambda pages: 0)
 print(in_scheduler.retract_decode(stock, batch)[0])
 """

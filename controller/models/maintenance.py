@@ -21,7 +21,7 @@ LOOK_AT_ENGINES_S = 5.0
 """Interval at which idle engines are polled, in case another client put them to sleep."""
 
 
-class Upkeep:
+class MaintenanceLoop:
     """Two asyncio tasks: one checks models, one samples the devices' memory."""
 
     def __init__(self, serving: Serving) -> None:

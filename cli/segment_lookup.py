@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.saying import say
+from kvelastic.cli.rendering.printing import say
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def rows(names: tuple[str, ...]) -> list[Row]:
 
     Raises `SegmentNotFoundError` for unknown names.
     """
-    from kvelastic.instance.look import look_at_all
+    from kvelastic.instance.reading import look_at_all
     from kvelastic.instance.row import row_of
 
     found = [row_of(status) for status in look_at_all()]

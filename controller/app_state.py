@@ -1,9 +1,9 @@
 """The application's state: everything that routes use, created in the event loop and owned by it.
 
-front = Front(settings, RequestLog(writer), OpenFiles.raised())
-await front.start()      # finds the engines' states, starts those to be launched
-...                      # front.app is the ASGI application
-await front.stop()       # drains, then ends the processes it has started
+app_state = AppState(settings, RequestLog(writer), OpenFiles.raised())
+await app_state.start()  # finds the engines' states, starts those to be launched
+...                      # app_state.app is the ASGI application
+await app_state.stop()   # drains, then ends the processes it has started
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvelastic.controller.launch import launch_record
 from kvelastic.controller.launch.engine_process import EngineProcess, end_orphan
 from kvelastic.controller.models.engine_calls import EngineCalls
 from kvelastic.controller.models.fleet import NOT_SERVED, SHUTTING_DOWN
+from kvelastic.controller.models.maintenance import MaintenanceLoop
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.models.turns import Turns
-from kvelastic.controller.models.upkeep import Upkeep
 from kvelastic.controller.routing.forward import BoundedResponse, Forwarder
 from kvelastic.controller.settings.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.settings.settings_warnings import warnings_of
@@ -40,7 +40,7 @@ ENGINE_KEEP_ALIVE_S = 3.0
 the engine is just closing."""
 
 
-class Front(Serving):
+class AppState(Serving):
     """The application's state and its life cycle."""
 
     def __init__(
@@ -79,14 +79,14 @@ class Front(Serving):
         )
         self.calls = EngineCalls(self.session)
         self.forwarder = Forwarder(self, self.session, self.log)
-        self.upkeep = Upkeep(self)
+        self.maintenance = MaintenanceLoop(self)
         models = [self._make(model) for model in self.settings.models]
         self.fleet.put(models)
         await asyncio.gather(
             *(model.look_at_first() for model in models if model.settings.launch is None)
         )
         self._launch([model for model in models if model.settings.launch is not None])
-        self.upkeep.start()
+        self.maintenance.start()
         self.connections.start()
         self._start(self._end_left_behind())
 
@@ -98,7 +98,7 @@ class Front(Serving):
 
     async def stop(self) -> None:
         """End everything that was started. Running requests lose their engines' connections."""
-        await self.upkeep.stop()
+        await self.maintenance.stop()
         await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
         if self._tasks:
             await asyncio.wait(set(self._tasks))

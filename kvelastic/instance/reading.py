@@ -14,7 +14,7 @@ from kvelastic.errors import LedgerError
 from kvelastic.instance.status import InstanceStatus, status_of
 from kvelastic.shared import ledger, segment
 from kvelastic.shared.ledger_facts import LedgerInfo
-from kvelastic.shared.segment_dir import SegmentInfo
+from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.shared.tier_status import tiers_of
 
 
