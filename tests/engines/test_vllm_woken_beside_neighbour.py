@@ -1,4 +1,4 @@
-"""A woken model whose memory an idle neighbour holds: what comes ends the nap, and nothing else.
+"""A woken model whose memory an idle neighbour holds: only arriving memory ends its pause.
 
 The order of events is read from the engine's own log; nothing is timed.
 """

@@ -14,9 +14,9 @@ from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
 from two_pools import PAGED, PAGES, TwoPools
 
 from kvelastic.errors import BlockError, IntegrityError
-from kvelastic.pool.scheduling import starvation
+from kvelastic.pool.scheduling import memory_wait
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
-from kvelastic.pool.scheduling.starvation import Naps
+from kvelastic.pool.scheduling.memory_wait import Backoff
 
 LAYOUT = LAYOUTS["paged"]
 A_PAGE = LAYOUT.blocks_per_page
@@ -234,7 +234,7 @@ def test_a_reader_outlives_steps_and_may_end_with_one() -> None:
     assert not room.blocks.held_back
 
 
-# --- naps ---------------------------------------------------------------------------------------
+# --- backoff ------------------------------------------------------------------------------------
 
 
 def test_what_is_given_back_here_is_no_arrival_and_a_page_of_others_is(shared: TwoPools) -> None:
@@ -262,24 +262,24 @@ def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
 ) -> None:
     """One that gave something back is asked again at once, for another may have that."""
     room = Room(pages=1)
-    naps = Naps(room.blocks, lambda: 0)
+    backoff = Backoff(room.blocks, lambda: 0)
     now_s = 0.0
-    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(room.blocks, "wait_for_arrival", lambda *_: None)
     room.take(1)
     asked_s = []
     for tick in range(5000):
         now_s = tick * 0.01
-        if naps.starvation is not None and naps.starvation.nap():
+        if backoff.memory_wait is not None and backoff.memory_wait.pause():
             continue
         asked_s.append(now_s)
-        naps.look()
+        backoff.look()
         with room.blocks.session():
             room.blocks.prepare(A_PAGE)
             if gives_back:
                 room.blocks.give_back(room.blocks.take(1) or [])
         room.blocks.step_ends(room.blocks.step_begins(works=False))
-        naps.has_looked(works=False)
+        backoff.has_looked(works=False)
     gaps = [later - sooner for sooner, later in pairwise(asked_s)]
     expected = [0.01, 0.01, 0.02, 0.04] if gives_back else [0.01, 0.02, 0.04, 0.08]
     assert gaps[:4] == pytest.approx(expected, abs=0.011)
@@ -360,7 +360,7 @@ def test_a_prefix_that_moved_is_found_by_a_toy_engine() -> None:
 def test_a_toy_engine_naps_until_a_neighbour_gives_memory(
     shared: TwoPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: 0.0))
     mine, other = shared.pools
     theirs = other.alloc(PAGES * PAGED.blocks_per_page - 1)
     assert theirs is not None
@@ -372,6 +372,6 @@ def test_a_toy_engine_naps_until_a_neighbour_gives_memory(
     other.free(theirs)
     other.trim()
     mine.ensure(1)  # as the keeper does when the neighbour rings
-    assert engine.turn(), "memory is there, and it naps"
+    assert engine.turn(), "memory is there, and it pauses"
     engine.finish()
     assert engine.answers["a"] == answer_of([1, 2, 3], 10)

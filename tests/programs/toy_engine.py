@@ -20,7 +20,7 @@ from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
-from kvelastic.pool.scheduling.starvation import Naps
+from kvelastic.pool.scheduling.memory_wait import Backoff
 
 BLOCK_TOKENS = 4
 
@@ -93,7 +93,7 @@ class ToyEngine:
     ) -> None:
         self.blocks = blocks
         self.blocks.on_changes = self._follow
-        self.naps = Naps(blocks, lambda: len(self.requests))
+        self.backoff = Backoff(blocks, lambda: len(self.requests))
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.preemptions = self.found = self.evicted = self.moved = 0
@@ -131,17 +131,17 @@ class ToyEngine:
             self._id_of.clear()
 
     def turn(self) -> bool:
-        """A turn of its loop; False: it took a nap in the place of a step."""
-        starvation = self.naps.starvation
-        if starvation is not None and not self.blocks.waits_for_steps and starvation.nap():
+        """A turn of its loop; False: it paused in the place of a step."""
+        memory_wait = self.backoff.memory_wait
+        if memory_wait is not None and not self.blocks.waits_for_steps and memory_wait.pause():
             return False
-        self.naps.look()
+        self.backoff.look()
         with self.blocks.session():
             work = self._schedule()
         step = self.blocks.step_begins(works=bool(work))
         for part in work:
             part.request.step = step
-        self.naps.has_looked(works=bool(work))
+        self.backoff.has_looked(works=bool(work))
         self._on_their_way.append((step, work))
         while len(self._on_their_way) > self._depth:
             self.end_a_step()

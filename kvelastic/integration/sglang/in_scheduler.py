@@ -16,8 +16,8 @@ from kvelastic.integration.sglang import retraction
 from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+from kvelastic.pool.scheduling.memory_wait import PAUSE_S
 from kvelastic.pool.scheduling.over_limit import OverLimit
-from kvelastic.pool.scheduling.starvation import NAP_S
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
@@ -121,7 +121,7 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     """Once per round, busy, idle or paused: return unlocked blocks to the pool."""
     requests = original(scheduler, *args, **more)
     if _allocator(scheduler).wakes_later:
-        _wake(scheduler, NAP_S)
+        _wake(scheduler, PAUSE_S)
     updater = scheduler.weight_updater
     _allocator(scheduler).late_releases.carry_out(scheduler, lambda: _may_release(updater))
     _radix_cache(scheduler).settle()
@@ -161,9 +161,9 @@ def get_next_batch(
     blocks.report_busy(plan.batch_to_run is not None or _has_requests(scheduler, plan))
     gave_back = blocks.given_back != given_back  # a waiting request may fit now
     if (is_idle and _waits(scheduler) and not gave_back) and (
-        loads is None or not loads.wait_for_any(NAP_S)
+        loads is None or not loads.wait_for_any(PAUSE_S)
     ):
-        blocks.wait_for_arrival(seen, NAP_S)
+        blocks.wait_for_arrival(seen, PAUSE_S)
     return plan
 
 

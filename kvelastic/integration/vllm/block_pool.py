@@ -31,8 +31,8 @@ from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
 if TYPE_CHECKING:
     from kvelastic import _vmm
     from kvelastic.integration.vllm.in_tiers import EngineTiers
+    from kvelastic.pool.scheduling.memory_wait import Backoff
     from kvelastic.pool.scheduling.over_limit import OverLimit
-    from kvelastic.pool.scheduling.starvation import Naps
     from kvelastic.pool.scheduling.waiting import ShortRequest, WaitingRequests
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -100,7 +100,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.memory = SchedulerBlocks(memory)
         """Sessions, steps, pins and block counts."""
         self.memory.on_changes = self._follow
-        self.naps: Naps | None = None
+        self.backoff: Backoff | None = None
         self.over_limit: OverLimit | None = None
         self.waiting: WaitingRequests | None = None
         """Set by the engine's loop (`in_engine_core`)."""

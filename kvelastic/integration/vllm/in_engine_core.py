@@ -21,8 +21,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.tier_connector import is_ours
+from kvelastic.pool.scheduling.memory_wait import Backoff
 from kvelastic.pool.scheduling.over_limit import Holder, OverLimit
-from kvelastic.pool.scheduling.starvation import Naps
 from kvelastic.pool.scheduling.waiting import ShortRequest, WaitingRequests
 
 if TYPE_CHECKING:
@@ -305,13 +305,13 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         return original(scheduler, *args, **kwargs)
     memory = pool.memory
     memory.headroom = scheduler.kv_cache_manager.watermark_blocks
-    if pool.naps is None:
+    if pool.backoff is None:
         from kvelastic import config
 
-        pool.naps = Naps(memory, partial(_requests_of, scheduler))
+        pool.backoff = Backoff(memory, partial(_requests_of, scheduler))
         pool.over_limit = OverLimit(memory, config.load().limit_wait_s)
         pool.waiting = WaitingRequests(memory, pool.instance_name)
-    pool.naps.look()
+    pool.backoff.look()
     pool.short = None
     memory.report_busy(scheduler.has_unfinished_requests())
     with pool.session():
@@ -324,7 +324,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
             pool.tiers.give_back_loaded(scheduler)
         _report_waiting(pool, scheduler)
     output.kvelastic_step = memory.step_begins(works=works)
-    pool.naps.has_looked(works=works)
+    pool.backoff.has_looked(works=works)
     if pool.tiers is not None:
         pool.tiers.step_is_made(
             partial(_requests_of, scheduler), output, is_idle=not memory.is_at_work
@@ -420,15 +420,15 @@ def update_from_output(
 
 def step(original: Callable[..., Any], core: Any) -> Any:
     """While all requests wait for memory, back off instead of running an empty step."""
-    return ({}, False) if _naps(core) else original(core)
+    return ({}, False) if _backs_off(core) else original(core)
 
 
 def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
     """Like `step`. The queue then holds only empty steps, which end with later ones."""
-    return (None, False) if _naps(core) else original(core)
+    return (None, False) if _backs_off(core) else original(core)
 
 
-def _naps(core: Any) -> bool:
+def _backs_off(core: Any) -> bool:
     """Return True if all requests wait for memory, still after a backoff.
 
     False if only a step can free blocks: with a connector that completes transfers in steps
@@ -438,13 +438,13 @@ def _naps(core: Any) -> bool:
     if pool is None:
         return False
     if pool.tiers is not None and pool.tiers.waits:
-        return bool(pool.tiers.nap())
-    if pool.naps is None or pool.naps.starvation is None:
+        return bool(pool.tiers.pause())
+    if pool.backoff is None or pool.backoff.memory_wait is None:
         return False
     moves_in_steps = core.scheduler.connector is not None and pool.tiers is None
     if pool.memory.waits_for_steps and not moves_in_steps:
         return False
-    still: bool = pool.naps.starvation.nap()
+    still: bool = pool.backoff.memory_wait.pause()
     return still and not moves_in_steps
 
 

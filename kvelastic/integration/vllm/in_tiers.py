@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from kvelastic.errors import IntegrityError
 from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
 from kvelastic.integration.vllm.tier_namespace import key_of
-from kvelastic.pool.scheduling.starvation import NAP_S
+from kvelastic.pool.scheduling.memory_wait import PAUSE_S
 from kvelastic.tiers.loads import LoadingTiers, Loads
 
 if TYPE_CHECKING:
@@ -258,10 +258,10 @@ class EngineTiers:
         """True if nothing can run until a load completes."""
         return self._wait is not None
 
-    def nap(self) -> bool:
+    def pause(self) -> bool:
         """If `waits`, wait briefly for a load. Returns True if the engine can skip the step."""
         self.loads.give_up_slow()
-        return self._wait is not None and self._wait.nap()
+        return self._wait is not None and self._wait.pause()
 
     def step_has_run(self, output: Any) -> None:
         """Record the time per computed block, which loading from a tier has to beat.
@@ -331,10 +331,10 @@ class _Wait:
         self._requests = read_requests()
         self._ends_s = time.monotonic() + _PAUSE_S
 
-    def nap(self) -> bool:
-        """Wait up to `NAP_S`. Returns True if the engine can skip the step."""
+    def pause(self) -> bool:
+        """Wait up to `PAUSE_S`. Returns True if the engine can skip the step."""
         if not self._is_over():
-            self._loads.wait_for_any(NAP_S)
+            self._loads.wait_for_any(PAUSE_S)
         return not self._is_over()
 
     def _is_over(self) -> bool:

@@ -3,17 +3,17 @@
 An engine loop that runs while all requests wait keeps its core busy with empty steps. If a step
 found no block and had no other work, the engine backs off until blocks become available::
 
-    look | the step finds no block | has_looked | nap until something has come | the next step
-         ^ what comes from here on, also in the midst of the step, ends the nap
+    look | the step finds no block | has_looked | pause until blocks arrive | the next step
+         ^ blocks that arrive from here on, also during the step, end the pause
 
 The availability epoch is read *before* the step. An epoch read after it would already include
 blocks that arrived during the step, and the engine would sleep although memory is available.
 
-    naps.look()
+    backoff.look()
     with blocks.session(): ...
-    naps.has_looked(works=...)
+    backoff.has_looked(works=...)
     ...
-    if naps.starvation is not None and naps.starvation.nap(): continue   # in the place of a step
+    if backoff.memory_wait is not None and backoff.memory_wait.pause(): continue   # no step
 
 Used by the one thread of the engine's loop.
 """
@@ -26,8 +26,8 @@ from collections.abc import Callable
 
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 
-NAP_S = 0.01
-"""How long a nap keeps an engine from its input and from a shutdown, at most."""
+PAUSE_S = 0.01
+"""Longest time that a pause keeps an engine from its input and from a shutdown."""
 _LONGEST_PAUSE_S = 10.0
 """Upper bound of the pause after which the scheduler runs again; pauses double up to it.
 
@@ -39,12 +39,13 @@ run per second would keep its core busy.
 _log = logging.getLogger("kvelastic")
 
 
-class Starvation:
-    """Made when a step found no block; `former` is the one before, if nothing has come since.
+class MemoryWait:
+    """A wait for memory, created when a step found no block.
 
-    `seen` is `SchedulerBlocks.arrivals` as it was before that step. `gave_back`: the step has
-    preempted a request, whose blocks another may have, so it is asked again at once. A request that
-    does not fit runs in pieces and is preempted, again and again: with a former one it pauses too.
+    `seen` is the value of `SchedulerBlocks.arrivals` before that step. `former` is the previous
+    wait, if no block has arrived since. `gave_back`: the step preempted a request, whose blocks may
+    be enough for another request, so the next step follows without a pause. A request that does not
+    fit runs in pieces and is preempted again and again; with a `former` wait it pauses too.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Starvation:
         blocks: SchedulerBlocks,
         read_requests: Callable[[], object],
         seen: int,
-        former: Starvation | None,
+        former: MemoryWait | None,
         *,
         gave_back: bool,
     ) -> None:
@@ -61,26 +62,26 @@ class Starvation:
         self._seen = seen
         self._read_requests = read_requests
         self._requests = read_requests()
-        self._pause_s: float = 0.0 if gave_back else NAP_S
+        self._pause_s: float = 0.0 if gave_back else PAUSE_S
         if former is not None:
-            self._pause_s = min(max(2 * former._pause_s, NAP_S), _LONGEST_PAUSE_S)
+            self._pause_s = min(max(2 * former._pause_s, PAUSE_S), _LONGEST_PAUSE_S)
         self._pause_ends_s = time.monotonic() + self._pause_s
 
     def has_news(self) -> bool:
-        """Whether blocks have come, or requests have come or gone."""
+        """Return whether blocks have arrived, or requests have arrived or left."""
         return self._blocks.arrivals != self._seen or self._read_requests() != self._requests
 
-    def nap(self) -> bool:
-        """Wait for blocks, `NAP_S` at most; whether to go on without a step."""
+    def pause(self) -> bool:
+        """Wait up to `PAUSE_S` for blocks. Return True if the engine can skip the step."""
         if not self._is_over():
-            self._blocks.wait_for_arrival(self._seen, NAP_S)
+            self._blocks.wait_for_arrival(self._seen, PAUSE_S)
         return not self._is_over()
 
     def _is_over(self) -> bool:
         return self.has_news() or time.monotonic() >= self._pause_ends_s
 
 
-class Naps:
+class Backoff:
     """The backoff state of one engine.
 
     `read_requests` returns a value that changes when a request arrives, leaves, or becomes runnable
@@ -89,29 +90,29 @@ class Naps:
     """
 
     def __init__(self, blocks: SchedulerBlocks, read_requests: Callable[[], object]) -> None:
-        self.starvation: Starvation | None = None
-        """Of the last step; None: it found blocks, or has work."""
+        self.memory_wait: MemoryWait | None = None
+        """Wait of the last step; None if the step found blocks or has work."""
         self._blocks = blocks
         self._read_requests = read_requests
-        self._last: Starvation | None = None
-        """The newest one, also when it is over."""
+        self._last: MemoryWait | None = None
+        """The newest wait, even if it has ended."""
         self._is_asked_for_nothing = False
         self._seen = 0
         self._given_back = 0
 
     def look(self) -> None:
-        """A step is about to look for blocks: what comes from here on counts as news."""
-        now = self.starvation
+        """Call before a step looks for blocks: blocks that arrive from now on end its wait."""
+        now = self.memory_wait
         self._is_asked_for_nothing = now is not None and not (now.gave_back or now.has_news())
         self._given_back = self._blocks.given_back
         self._seen = self._blocks.arrivals
 
     def has_looked(self, *, works: bool) -> None:
-        """It was scheduled, and has begun; `works`: it has something to do."""
+        """Call when the step is scheduled. `works`: the step has work."""
         blocks = self._blocks
-        former, self.starvation = self.starvation, None
+        former, self.memory_wait = self.memory_wait, None
         if blocks.fell_short and not blocks.is_at_work:
-            self.starvation = self._last = Starvation(
+            self.memory_wait = self._last = MemoryWait(
                 blocks,
                 self._read_requests,
                 self._seen,

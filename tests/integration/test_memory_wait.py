@@ -91,9 +91,9 @@ class Engine:
 @pytest.fixture
 def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause ends by its length: what is not told is never found."""
-    from kvelastic.pool.scheduling import starvation
+    from kvelastic.pool.scheduling import memory_wait
 
-    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_page_that_comes_in_the_midst_of_the_step_that_missed_it_ends_the_nap(
     assert engine.turn()
     engine.in_the_step = lambda: None
     assert engine.looked == [0]
-    assert engine.turn(), "memory is there, and the engine naps"
+    assert engine.turn(), "memory is there, and the engine pauses"
     assert engine.looked == [0, 1]
 
 
@@ -151,10 +151,10 @@ def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
 
 def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times between one question to the scheduler and the next, in the course of 50 s."""
-    from kvelastic.pool.scheduling import starvation
+    from kvelastic.pool.scheduling import memory_wait
 
     now_s = 0.0
-    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: now_s))
     assert engine.turn()
     asked_s = [0.0]
     monkeypatch.setattr(engine.pool.memory, "wait_for_arrival", lambda *_: None)
@@ -203,11 +203,11 @@ def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
     engine, _ = starved
     number = engine.pool.memory.step_begins(works=True)
     assert engine.turn()
-    assert engine.pool.naps.starvation is None
+    assert engine.pool.backoff.memory_wait is None
     engine.pool.memory.step_ends(number)
     assert engine.turn()
-    assert engine.pool.naps.starvation is not None
-    assert in_engine_core._naps(engine.core)
+    assert engine.pool.backoff.memory_wait is not None
+    assert in_engine_core._backs_off(engine.core)
 
 
 # --- what the engine gives back itself ----------------------------------------------------------
@@ -285,7 +285,7 @@ def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
     assert engine.turn()
     engine.pool.memory.pool = memory
     assert engine.looked == [0, 0]
-    assert engine.turn(), "memory is there, and the engine naps"
+    assert engine.turn(), "memory is there, and the engine pauses"
     assert engine.looked == [0, 0, 1]
 
 
