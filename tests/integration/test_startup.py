@@ -29,6 +29,7 @@ CHEAP = {
     "kvelastic",
     "kvelastic.startup",
     "kvelastic.engines",
+    "kvelastic.integration",
     "kvelastic.integration.hooks",
     "kvelastic.integration.hooks.late_import",
 }
