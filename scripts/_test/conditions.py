@@ -2,16 +2,20 @@
 
 with busy(workspace.folder): ...     # eight loops and a disk writer compete with the run
 with one_core(): ...                 # this process and its children have one core
+
+others = OtherPrograms()             # what other programs take of the processors from here on
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -20,6 +24,8 @@ from kvelastic.host_capacity import machine_memory_bytes
 LOOPS = 8
 MEMORY_NEEDED_BYTES = 8 << 30
 """Maximum memory of the tests with two lanes."""
+QUIET_SHARE = 0.1
+"""Of the processors: if others use more, how long a test takes says little about the test."""
 
 _WRITER = """
 import os, sys
@@ -52,6 +58,45 @@ def one_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+class CpuTimes(NamedTuple):
+    """Seconds since the machine started, over the processors that this process may use."""
+
+    all_s: float
+    busy_s: float
+    own_s: float
+    """Of this process and its reaped descendants."""
+
+    @classmethod
+    def now(cls) -> CpuTimes:
+        cores = os.sched_getaffinity(0)
+        all_s = idle_s = 0.0
+        for number, times in enumerate(psutil.cpu_times(percpu=True)):
+            if number in cores:
+                # The time of guests is in that of users, too.
+                all_s += sum(times) - times.guest - times.guest_nice
+                idle_s += times.idle + times.iowait
+        used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_s = sum(each.ru_utime + each.ru_stime for each in used)
+        return cls(all_s, all_s - idle_s, own_s)
+
+
+class OtherPrograms:
+    """Measures the CPU time that others use from now on.
+
+    Others are all processes but this one and those of its descendants that have been reaped.
+    """
+
+    def __init__(self) -> None:
+        self._before = CpuTimes.now()
+
+    def share(self) -> float:
+        """The part of the processors that they had, from 0 to 1."""
+        now = CpuTimes.now()
+        all_s = now.all_s - self._before.all_s
+        others_s = now.busy_s - self._before.busy_s - (now.own_s - self._before.own_s)
+        return max(0.0, others_s / all_s) if all_s > 0 else 0.0
 
 
 def available_memory_bytes() -> int:

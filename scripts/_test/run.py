@@ -3,7 +3,8 @@
 A failed test is run again, alone, in a fresh process, twice at most. If it passes then, it is
 flaky: its outputs are kept in build/flaky, and the run passes unless more than three tests are
 flaky. A test of the default tier whose body takes over 10 seconds is run again in the same way; if
-it takes as long each time, the run fails. Each run appends a line to build/test-runs.jsonl.
+it takes as long each time, the run fails, unless other programs kept the processors busy each time.
+Each run appends a line to build/test-runs.jsonl.
 """
 
 from __future__ import annotations
@@ -197,17 +198,29 @@ class Run:
 
     def _run_slow_again(self, name: str) -> None:
         in_lane_s = self.results.tests[name].body_s
-        alone_s = in_lane_s
+        tries: list[tuple[float, float]] = []
         for _ in range(TRIES):
+            others = conditions.OtherPrograms()
             alone, _ = self._run_alone(name)
+            share = others.share()
             again = alone.tests.get(name)
             if again is None or again.outcome != "passed":
                 continue
-            alone_s = min(alone_s, again.body_s)
-            if alone_s <= SLOW_S:
-                print(f"slow: {name} took {in_lane_s:.1f} s, and {alone_s:.1f} s alone", flush=True)
+            if again.body_s <= SLOW_S:
+                took = f"took {in_lane_s:.1f} s, and {again.body_s:.1f} s alone"
+                print(f"slow: {name} {took}", flush=True)
                 return
-        self.results.too_slow.append(f"{name} takes {alone_s:.1f} s")
+            tries.append((again.body_s, share))
+        judged = [body_s for body_s, share in tries if share <= conditions.QUIET_SHARE]
+        if tries and not judged:
+            least = min(share for _, share in tries)
+            print(
+                f"slow, not judged: {name} took {in_lane_s:.1f} s. When it ran alone, other"
+                f" programs used {least:.0%} of the processors; end them to have it judged.",
+                flush=True,
+            )
+            return
+        self.results.too_slow.append(f"{name} takes {min([in_lane_s, *judged]):.1f} s")
 
     def _run_alone(self, name: str) -> tuple[Results, str]:
         count = sum(1 for _ in RESULTS.glob("alone-*.jsonl"))

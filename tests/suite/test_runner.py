@@ -229,10 +229,13 @@ def test_slow_test_of_default_tier_is_reported(monkeypatch: pytest.MonkeyPatch) 
     assert results.slow() == ["slow"]
 
 
-def test_test_that_is_slow_alone_too_fails_the_run(project: Path) -> None:
+def run_of_slow_test(project: Path, most_of_others: float) -> tuple[int, str]:
+    """One whose test takes longer than its bound on a machine of any speed."""
     (project / "tests" / "test_inner.py").write_text("def test_a(): pass")
-    bound_s = -1  # on a machine of any speed it takes longer
-    program = f"import results; results.SLOW_S = {bound_s}; import run, sys; sys.exit(run.main())"
+    program = (
+        "import conditions, results, sys; results.SLOW_S = -1;"
+        f" conditions.QUIET_SHARE = {most_of_others}; import run; sys.exit(run.main())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=project,
@@ -241,9 +244,48 @@ def test_test_that_is_slow_alone_too_fails_the_run(project: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert re.search(r"TOO SLOW tests/test_inner.py::test_a takes \S+ s, alone too", done.stdout)
+    return done.returncode, done.stdout
+
+
+def test_test_that_is_slow_alone_too_fails_the_run(project: Path) -> None:
+    exit_code, output = run_of_slow_test(project, most_of_others=1)
+    assert exit_code == 1
+    assert re.search(r"TOO SLOW tests/test_inner.py::test_a takes \S+ s, alone too", output)
     assert not last_run(project)["passed"]
+
+
+def test_slow_test_is_not_judged_while_other_programs_use_the_processors(project: Path) -> None:
+    exit_code, output = run_of_slow_test(project, most_of_others=-1)
+    assert exit_code == 0, output
+    assert re.search(
+        r"slow, not judged: tests/test_inner.py::test_a took \S+ s. When it ran alone, other"
+        r" programs used \d+% of the processors",
+        output,
+    )
+    assert last_run(project)["too_slow"] == []
+
+
+def test_reaped_children_are_not_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RUNNER.parent)
+    from conditions import CpuTimes
+
+    computed_s = 0.5
+    before = CpuTimes.now()
+    program = f"import time\nwhile time.process_time() < {computed_s}: pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    after = CpuTimes.now()
+    assert after.own_s - before.own_s >= computed_s
+    assert after.all_s - before.all_s >= after.busy_s - before.busy_s > 0
+
+
+def test_share_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processors for ten seconds, the run used six and others three."""
+    monkeypatch.syspath_prepend(RUNNER.parent)
+    from conditions import CpuTimes, OtherPrograms
+
+    times = iter([CpuTimes(100, 50, 7), CpuTimes(120, 59, 13)])
+    monkeypatch.setattr(CpuTimes, "now", lambda: next(times))
+    assert OtherPrograms().share() == pytest.approx(3 / 20)
 
 
 def test_help_names_every_tier() -> None:
