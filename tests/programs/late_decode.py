@@ -3,11 +3,15 @@
     late_decode.py TOKENS              prints what came of it as JSON
     late_decode.py TOKENS no-fences    the same where nothing waits for kernels
 
-The processor computes what the kernels would, in a thread of its own, behind the host; a kernel of
-the simulated stream lasts as long as each of them is not done. So a page that is unmapped without
-waiting for that stream is gone when its kernel runs. That kernel reads the scratch of a guard page;
-one that reads just between the page and the scratch ends the process, as it would lose a GPU's
+The processor computes what the kernels would, in a thread behind the host. A kernel runs as late as
+it may: when the host is as far ahead as it gets, or when the driver has asked whether the stream is
+done, as an unmap does that waits for kernels. A kernel of the simulated stream lasts until then. So
+a page that is unmapped without waiting for the stream is gone when its kernel runs. That kernel
+reads the scratch of a guard page; without guard pages it ends the process, as it would lose a GPU's
 context.
+
+No speed decides what happens. The host waits for a lower limit until the pool is over it, and, when
+it has freed the last block of a page over the limit, until a page is unmapped.
 """
 
 from __future__ import annotations
@@ -16,29 +20,35 @@ import json
 import queue
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
 
 import torch
 from gpu_kernels import Gpu
 from simulated_gpu import seams
+from waiting import DEADLINE_S, wait_until
 
 from benchmarks.gpu.kernels import decode, runtime
+from benchmarks.gpu.kernels.pressure import Pressure
 from kvelastic.device.selection import Device
 from kvelastic.pool import tensors
 
-LATE_EVERY = 16
-LATE_S = 0.02
-"""How long every sixteenth kernel lasts besides what it computes."""
+WORK: Final = replace(decode.ON_HOST, steps_a_limit=36)
+"""At the first lower limit its slots have more blocks than a page has: one has to go."""
 
 
 class LateRun(decode.Run):
     """Kernels run in a thread, in order; a gate of the simulated stream stands for each."""
 
+    _answer_s = DEADLINE_S
+
     def _open(self, streams: list[int]) -> Device:
         assert not streams
         self._gpu = Gpu()
         self._kernels: queue.Queue[Callable[[], None] | None] = queue.Queue(decode.STEPS_AHEAD)
+        self._is_over = False
+        self._looks_seen = 0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()
@@ -50,22 +60,50 @@ class LateRun(decode.Run):
 
     def _compute(self) -> None:
         self._gpu.enter()
-        done = 0
+        wait_until(self._is_kernel_due)
         while (kernels := self._kernels.get()) is not None:
-            if done % LATE_EVERY == 0:
-                time.sleep(LATE_S)
             try:
                 kernels()
             except BaseException as failure:
                 self._failure = failure
             self._gpu.release()
-            done += 1
+            wait_until(self._is_kernel_due)
+
+    def _is_kernel_due(self) -> bool:
+        if self._kernels.empty():
+            self._looks_seen = self._gpu.count("cuEventQuery")
+            return False
+        return (
+            self._is_over
+            or self._kernels.full()
+            or self._gpu.count("cuEventQuery") > self._looks_seen
+        )
 
     def _wait_for_kernels(self) -> None:
+        self._is_over = True
         self._kernels.put(None)
         self._thread.join()
         if self._failure is not None:
             raise self._failure
+
+    def _change_limit(self, under: Pressure) -> None:
+        if under.is_settled:
+            under.next()
+            wait_until(lambda: under.is_settled or self._cache.pool.blocks.is_over_limit)
+
+    def _release(self, ids: list[int]) -> None:
+        unmapped = self._pages_unmapped()
+        super()._release(ids)
+        used = self._pages_of(block for each in self._schedule.running for block in each.ids)
+        if self._pages_of(ids) - used - {0}:
+            blocks = self._cache.pool.blocks
+            wait_until(lambda: not blocks.is_over_limit or self._pages_unmapped() > unmapped)
+
+    def _pages_of(self, ids: Iterable[int]) -> set[int]:
+        return {block // self._cache.blocks_per_page for block in ids}
+
+    def _pages_unmapped(self) -> int:
+        return self._cache.pool.blocks.stats()["pages_unmapped_ever"]
 
 
 def main() -> None:
@@ -73,7 +111,7 @@ def main() -> None:
     tensors.whole_range = seams.whole_range
     where = runtime.eager()
     control = sys.argv[2] if len(sys.argv) > 2 else None
-    told = decode.run(where, decode.ON_HOST, int(sys.argv[1]), control=control, kind=LateRun)
+    told = decode.run(where, WORK, int(sys.argv[1]), control=control, kind=LateRun)
     print(json.dumps(told))
 
 

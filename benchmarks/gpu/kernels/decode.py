@@ -34,7 +34,7 @@ from benchmarks.gpu.kernels import runtime, schedule
 from benchmarks.gpu.kernels.decoder import VOCABULARY, Decoder, Layers, Trajectory
 from benchmarks.gpu.kernels.elastic_cache import BESIDE_BLOCKS, ElasticCache
 from benchmarks.gpu.kernels.paged_attention import EagerAttention, PagedAttention
-from benchmarks.gpu.kernels.pressure import Pressure
+from benchmarks.gpu.kernels.pressure import ANSWER_S, Pressure
 from benchmarks.gpu.kernels.runtime import NEEDS_GPU, NeedsGpuError, Runtime
 from benchmarks.gpu.kernels.schedule import Schedule, Sequence
 from benchmarks.vmm.models import Model
@@ -124,6 +124,8 @@ class Inputs:
 class Run:
     """Both decoders, and the pool under one of them."""
 
+    _answer_s = ANSWER_S
+
     def __init__(self, where: Runtime, work: Work, tokens: int, control: str | None) -> None:
         import torch
 
@@ -167,6 +169,10 @@ class Run:
     def _queue(self, kernels: Callable[[], None]) -> None:
         """Kernels, in the order of the decoders' stream."""
         kernels()
+
+    def _change_limit(self, under: Pressure) -> None:
+        """The new limit holds some time later, while steps go on."""
+        under.next()
 
     def _wait_for_kernels(self) -> None:
         self._where.synchronize()
@@ -259,6 +265,7 @@ class Run:
                 self._neighbour,
                 self._work.columns + BESIDE_BLOCKS,
                 self._streams[1] if self._streams else None,
+                self._answer_s,
             )
             try:
                 self._loop(step, under)
@@ -281,7 +288,7 @@ class Run:
                 empty_looks += 1
                 if empty_looks > MOST_EMPTY_LOOKS:
                     raise RuntimeError(f"no block has come for {MOST_EMPTY_LOOKS} s")
-                under.next()
+                self._change_limit(under)
                 blocks.wait_for_arrival(seen, ARRIVAL_S)
                 continue
             empty_looks = 0
@@ -292,7 +299,7 @@ class Run:
             self._schedule.advance()
             self.steps += 1
             if self.steps % self._work.steps_a_limit == 0:
-                under.next()
+                self._change_limit(under)
             if self._where.is_gpu:
                 ahead.append(self._streams[0].record_event())
                 if len(ahead) > STEPS_AHEAD:

@@ -25,7 +25,12 @@ class Pressure:
     """A thread that changes the limit once for each `next()`. Any failure is raised by `stop()`."""
 
     def __init__(
-        self, cache: ElasticCache, neighbour: ElasticCache, least_blocks: int, stream: Any
+        self,
+        cache: ElasticCache,
+        neighbour: ElasticCache,
+        least_blocks: int,
+        stream: Any,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """`stream` is the neighbour's, a torch stream; None where kernels run at once.
 
@@ -33,6 +38,7 @@ class Pressure:
         """
         self._least_bytes = cache.page_bytes * -(-least_blocks // cache.blocks_per_page)
         self._cache, self._neighbour, self._stream = cache, neighbour, stream
+        self._answer_s = answer_s
         self._limits = itertools.cycle(LIMITS)
         self._changes: queue.Queue[tuple[float | None] | None] = queue.Queue(maxsize=1)
         self._failure: Exception | None = None
@@ -40,11 +46,19 @@ class Pressure:
         self.requests = 0
         self.applied = 0
         self.pages_poisoned = 0
+        self._begun = 0
+        self._ended = 0
         self._thread.start()
 
     def next(self) -> None:
         """Change the limit; waits where the change before the last one is still on its way."""
+        self._begun += 1
         self._changes.put((next(self._limits),))
+
+    @property
+    def is_settled(self) -> bool:
+        """No change is on its way."""
+        return self._begun == self._ended
 
     def stop(self) -> None:
         """Wait for what was begun. Raises what a change has run into."""
@@ -57,6 +71,7 @@ class Pressure:
         while (change := self._changes.get()) is not None:
             if self._failure is None:
                 self._try(*change)
+            self._ended += 1
 
     def _try(self, part: float | None) -> None:
         try:
@@ -72,7 +87,9 @@ class Pressure:
             # Below what one sequence needs nobody could compute.
             mapped_bytes = self._cache.pool.blocks.mapped_bytes
             limit_bytes = max(int(part * mapped_bytes), self._least_bytes)
-        answer = segment.request(self._cache.pool.name, limit_bytes=limit_bytes, wait_s=ANSWER_S)
+        answer = segment.request(
+            self._cache.pool.name, limit_bytes=limit_bytes, wait_s=self._answer_s
+        )
         self.requests += 1
         if answer.state == "applied":
             self.applied += 1
