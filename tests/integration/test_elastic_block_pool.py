@@ -10,14 +10,12 @@ import itertools
 
 import needs
 import pytest
+from elastic_pools import LAYOUT, PAGES, key_of, make_memory, make_pool
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvelastic import _vmm
 from kvelastic.errors import KvelasticError, PoolExhaustedError
-from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import native_geometry
 
 # vLLM warns when it is imported; that is not what is tested here.
 pytestmark = [
@@ -27,43 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-LAYOUT = PageLayout.solve(32 << 10, 4)
-PAGES = 6
 BLOCKS = PAGES * LAYOUT.blocks_per_page
 COUNTS = st.integers(0, 2 * LAYOUT.blocks_per_page)
-
-
-def make_memory(max_cached_blocks: int = -1, pages: int = PAGES) -> tuple[_vmm.Range, _vmm.Pool]:
-    arena = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, pages))
-    pool = _vmm.Pool(
-        arena,
-        max_blocks=pages * LAYOUT.blocks_per_page,
-        limit_bytes=pages * LAYOUT.page_bytes,
-        capacity_bytes=pages * LAYOUT.page_bytes,
-        min_reserved_pages=0,
-        max_reserved_pages=0,
-        max_cached_blocks=max_cached_blocks,
-        movable=True,
-    )
-    return arena, pool
-
-
-def make_pool(memory: _vmm.Pool, pages: int = PAGES, **options):
-    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
-
-    settings_of_vllm = {"enable_caching": True, "hash_block_size": 32, **options}
-    return ElasticBlockPool(
-        pages * LAYOUT.blocks_per_page,
-        memory=memory,
-        id_span=LAYOUT.id_span(pages),
-        **settings_of_vllm,
-    )
-
-
-def key_of(number: int) -> bytes:
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
-    return make_block_hash_with_group_id(number.to_bytes(8, "big"), 0)
 
 
 def cache_a_block(pool):
@@ -298,6 +261,7 @@ class Scheduler(RuleBasedStateMachine):
         assert self.memory.stats()["blocks_used"] == 0
         self.memory.trim()
         assert self.memory.mapped_bytes <= LAYOUT.page_bytes
+        self.memory.close(discard=True)
 
 
 Scheduler.TestCase.settings = settings(

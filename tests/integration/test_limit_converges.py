@@ -11,8 +11,8 @@ from typing import Any
 
 import needs
 import pytest
+from elastic_pools import LAYOUT, key_of, make_memory, make_pool
 from simulated_scheduler import SimulatedRequest, SimulatedScheduler
-from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
 from kvelastic.pool.scheduling.over_limit import OverLimit
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import needs
 import pytest
+from elastic_pools import LAYOUT, key_of, make_memory, make_pool
 from simulated_scheduler import SimulatedScheduler
-from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
 pytestmark = [
     pytest.mark.slow,
