@@ -6,13 +6,13 @@ signature(Path("site-packages"), "vllm.v1.core.block_pool:BlockPool.touch") -> "
 from __future__ import annotations
 
 import ast
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-@cache
+@lru_cache(maxsize=2)  # names come sorted, so of each side the last module is enough
 def _module(path: Path) -> ast.Module | None:
     for candidate in (path.with_suffix(".py"), path / "__init__.py"):
         if candidate.is_file():
