@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 import pytest
+from open_memfds import open_memfds
 
 from kvelastic import _vmm, errors
 
@@ -32,13 +34,23 @@ BATCHES = [[3], [1, 2, 5], [0, 2, 4, 6], [7, 6, 5, 4]]
 
 
 class Bench:
-    """A range over a driver that fails on demand, with pages 2 and 3 or none mapped before."""
+    """A range over a driver that fails on demand. Leaving the block ends the failures."""
 
     def __init__(self, geometry: _vmm.Geometry) -> None:
+        before = open_memfds()
         self.real = _vmm.HostDriver()
+        (self._memfd,) = (fd for inode, fd in open_memfds().items() if inode not in before)
         self.driver = _vmm.FaultDriver(self.real)
         self.memory = _vmm.Range.reserve(self.driver, geometry)
         self.geometry = geometry
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.arm(0)
+        if self.memory.failed:  # it keeps its pages until the process ends
+            os.truncate(self._memfd, 0)
 
     def mapped(self) -> list[int]:
         return [page for page in range(PAGES) if self.memory.is_mapped(page)]
@@ -82,30 +94,30 @@ def test_a_map_that_fails_at_any_call(
         return Bench(geometry)
 
     for fail_at in range(1, each_failure(lambda b: b.memory.map(batch), make) + 1):
-        bench = make()
-        bench.driver.arm(fail_at, fail_count)
-        with pytest.raises(errors.DriverError):
-            bench.memory.map(batch)
-        assert bench.mapped() == []
-        bench.driver.arm(0)
-        if bench.memory.failed:
-            assert fail_count > 1, "one failure can always be undone"
-            with pytest.raises(errors.PoolFailedError):
+        with make() as bench:
+            bench.driver.arm(fail_at, fail_count)
+            with pytest.raises(errors.DriverError):
                 bench.memory.map(batch)
-            continue
-        bench.memory.check_integrity()
-        assert bench.memory.held_bytes == bench.alive_handles() * PAGE
-        if fail_count == 1:
-            assert bench.memory.held_bytes == 0, "pages created for nothing stay held"
-        bench.memory.map(batch)
-        assert bench.mapped() == sorted(batch)
-        for page in batch:
-            bench.mark(page)
-            assert bench.marked(page)
-        bench.memory.unmap(batch, destroy=True)
-        bench.memory.trim()
-        assert bench.alive_handles() == 0
-        assert bench.memory.held_bytes == 0
+            assert bench.mapped() == []
+            bench.driver.arm(0)
+            if bench.memory.failed:
+                assert fail_count > 1, "one failure can always be undone"
+                with pytest.raises(errors.PoolFailedError):
+                    bench.memory.map(batch)
+                continue
+            bench.memory.check_integrity()
+            assert bench.memory.held_bytes == bench.alive_handles() * PAGE
+            if fail_count == 1:
+                assert bench.memory.held_bytes == 0, "pages created for nothing stay held"
+            bench.memory.map(batch)
+            assert bench.mapped() == sorted(batch)
+            for page in batch:
+                bench.mark(page)
+                assert bench.marked(page)
+            bench.memory.unmap(batch, destroy=True)
+            bench.memory.trim()
+            assert bench.alive_handles() == 0
+            assert bench.memory.held_bytes == 0
 
 
 @pytest.mark.parametrize("destroy", [True, False], ids=["destroy", "keep"])
@@ -126,25 +138,25 @@ def test_an_unmap_that_fails_at_any_call(
         bench.memory.unmap(batch, destroy=destroy)
 
     for fail_at in range(1, each_failure(unmap, make) + 1):
-        bench = make()
-        bench.driver.arm(fail_at, fail_count)
-        try:
-            unmap(bench)
-        except errors.DriverError:
+        with make() as bench:
+            bench.driver.arm(fail_at, fail_count)
+            try:
+                unmap(bench)
+            except errors.DriverError:
+                bench.driver.arm(0)
+                if bench.memory.failed:
+                    assert fail_count > 1, "one failure can always be undone"
+                    continue
+                assert bench.mapped() == sorted(batch), "all or nothing"
+                assert all(bench.marked(page) for page in batch), "the contents are what they were"
+                unmap(bench)
             bench.driver.arm(0)
-            if bench.memory.failed:
-                assert fail_count > 1, "one failure can always be undone"
-                continue
-            assert bench.mapped() == sorted(batch), "all or nothing"
-            assert all(bench.marked(page) for page in batch), "the contents are what they were"
-            unmap(bench)
-        bench.driver.arm(0)
-        assert bench.mapped() == []
-        bench.memory.check_integrity()
-        # A handle that could not be destroyed is kept and counted; the next trim gets rid of it.
-        assert bench.memory.held_bytes == bench.alive_handles() * PAGE
-        bench.memory.trim()
-        assert bench.alive_handles() == 0
+            assert bench.mapped() == []
+            bench.memory.check_integrity()
+            # A handle that could not be destroyed is kept and counted until the next trim.
+            assert bench.memory.held_bytes == bench.alive_handles() * PAGE
+            bench.memory.trim()
+            assert bench.alive_handles() == 0
 
 
 @pytest.mark.parametrize("fail_count", [1, 3, 10**6], ids=["once", "three times", "for ever"])
@@ -183,6 +195,6 @@ def test_a_pool_survives_every_failure(geometry: _vmm.Geometry, fail_count: int)
             assert len(set(held)) == len(held)
 
     for fail_at in range(1, each_failure(use, lambda: Bench(geometry)) + 1):
-        bench = Bench(geometry)
-        bench.driver.arm(fail_at, fail_count)
-        use(bench)
+        with Bench(geometry) as bench:
+            bench.driver.arm(fail_at, fail_count)
+            use(bench)

@@ -144,3 +144,4 @@ def test_a_pool_whose_memory_is_not_known_hands_out_none_of_it(name: str) -> Non
         memory.write(block, 5)
     pool.free(mine)  # what is the caller's can still be given back
     pool.check_integrity()
+    memory.give_up()

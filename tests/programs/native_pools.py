@@ -8,6 +8,7 @@ memory.write(alloc(pool, 1)[0], 7)
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Protocol
 
 from open_memfds import open_memfds
@@ -73,6 +74,11 @@ class Memory:
     def held_at_the_os(self) -> int:
         """Bytes of memory behind the driver's file."""
         return self.memfd.stat().st_blocks * 512
+
+    def give_up(self) -> None:
+        """Return the pages that a failed range keeps until the process ends."""
+        assert self.range.failed
+        os.truncate(self.memfd, 0)
 
     def page_of(self, block: int) -> int:
         return self.layout.page_of(block)
