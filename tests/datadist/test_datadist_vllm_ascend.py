@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import needs
 import pytest
 from processes import LineProgram, run_python
 
-pytestmark = pytest.mark.slow
-
-
-pytest.importorskip("torch")
+pytestmark = [pytest.mark.slow, needs.torch]
 
 WORKER = r"""
 import json, sys, threading

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from native_pools import LAYOUTS, Memory
 from waiting import DEADLINE_S
 
@@ -27,6 +26,8 @@ CACHE = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=256)
 
 class Elastic:
     def __init__(self, folder: Path) -> None:
+        import torch
+
         kvi.init_kvelastic(device="cpu")
         self.kv = kvi.alloc_kv_cache(
             (2, BLOCKS, TOKENS, HEADS, SIZE), TOKENS, torch.bfloat16, "cpu", num_layers=LAYERS
@@ -74,6 +75,8 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
 
 @pytest.mark.slow
 def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
+    import torch
+
     count = 70  # more than a page
     prompt = np.arange(count * TOKENS)
     ids = elastic.alloc(count)
@@ -110,6 +113,8 @@ def process_range(elastic: Elastic) -> range:
 
 
 def test_a_range_whose_pages_are_all_there_is_elastic_nevertheless() -> None:
+    import torch
+
     memory = Memory(LAYOUTS["paged"], 2)
     memory.range.map([0, 1])
     flat = torch.from_dlpack(memory.range.tensor())

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import (
@@ -58,6 +57,8 @@ def manager(ends: ExitStack, model: ModelConfig, **more: Any) -> KVManager:
 
 
 def put(one: KVManager, kv: Any) -> None:
+    import torch
+
     kv[...] = np.random.default_rng(1).random(kv.shape)
     task, mask = one.put_match(torch.from_numpy(PROMPT))
     assert mask.all()

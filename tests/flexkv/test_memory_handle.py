@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import DEADLINE_S, wait_until
@@ -92,6 +91,8 @@ def test_a_handle_is_not_pickled_with_the_number_of_its_descriptor(duplicate: An
 
 
 def test_torch_over_shared_memory_and_torchs_own() -> None:
+    import torch
+
     flat = shared_zeros(64, "bfloat16")
     kv = torch.from_numpy(flat).view(torch.bfloat16).reshape(4, 16)
     kv[1] = 1.5
@@ -106,6 +107,8 @@ def test_torch_over_shared_memory_and_torchs_own() -> None:
 
 
 def test_memory_with_a_name_and_no_descriptor_is_found_by_its_name(tmp_path: Path) -> None:
+    import torch
+
     named = torch.from_file(str(tmp_path / "kv"), shared=True, size=16, dtype=torch.int32)
     named[3] = 7
     handle = TensorSharedHandle(named)
@@ -119,6 +122,8 @@ def test_memory_with_a_name_and_no_descriptor_is_found_by_its_name(tmp_path: Pat
 
 
 def test_memory_of_this_process_alone_is_refused() -> None:
+    import torch
+
     for tensor in (np.zeros(1 << 20), torch.zeros(1 << 20), np.zeros(3)):
         with pytest.raises(InvalidArgumentError, match="shared_zeros"):
             TensorSharedHandle(tensor)
@@ -150,6 +155,8 @@ def test_two_files_side_by_side_are_not_one() -> None:
 
 
 def test_a_gpus_memory_without_a_descriptor_is_refused() -> None:
+    import torch
+
     class OnAGpu:
         dtype, shape = torch.float16, (4, 4)
         device = torch.device("cuda:0")
@@ -255,6 +262,8 @@ def test_blocks_come_out_and_go_in_byte_by_byte(name: str) -> None:
 
 
 def test_heads_before_tokens_is_the_same_run_of_bytes() -> None:
+    import torch
+
     kv = shared_zeros((6, 4, 3, 8), "float16")  # blocks, tokens, heads, size
     seen = TensorSharedHandle(torch.from_numpy(kv).permute(0, 2, 1, 3))
     assert seen.description.buffers(0) == [Buffer(0, 192, 192)]

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from native_pools import alloc
 from waiting import DEADLINE_S
 
@@ -19,6 +18,9 @@ from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
 from kvelastic.shared import segment
 from kvelastic.shared.ledger import list_ledgers
+
+if TYPE_CHECKING:
+    import torch
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 500, 16, 2, 64
 CELL_BYTES = HEADS * DIM * 2
@@ -38,6 +40,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
 def test_nothing_works_before_init(engine: ModuleType) -> None:
+    import torch
+
     calls = [
         lambda: engine.alloc_kv_cache((64, 2, 8), torch.float16, "cpu", 1),
         lambda: engine.get_kv_cache_manager(10, 16, 512, 2),
@@ -76,6 +80,8 @@ def write_and_read_back(tensors: list[torch.Tensor], parts: Any, ids: list[int])
 def test_blocks_of_all_layers_are_memory_of_their_own(
     form: str, contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
     monkeypatch.setenv("KVELASTIC_CONTIGUOUS_LAYOUT", contiguous)
     vllm.init_kvelastic(device="cpu")
     kind = "MLA" if form == "latent" else "MHA"
@@ -100,6 +106,8 @@ def test_blocks_of_all_layers_are_memory_of_their_own(
 
 @pytest.mark.parametrize("page_size", [1, 32])
 def test_sglang_indexes_by_token(page_size: int) -> None:
+    import torch
+
     sglang.init_kvelastic(device="cpu", async_sched=True)
     tokens = page_size * 64
     k, v = sglang.alloc_kv_cache(
@@ -118,6 +126,8 @@ def test_sglang_indexes_by_token(page_size: int) -> None:
 
 
 def test_sglang_mla_is_one_list() -> None:
+    import torch
+
     sglang.init_kvelastic(device="cpu")
     latent = sglang.alloc_kv_cache(
         (128, 1, 72), torch.float16, "cpu", LAYERS, page_size=16, attention_type="MLA"
@@ -128,6 +138,8 @@ def test_sglang_mla_is_one_list() -> None:
 
 
 def small() -> tuple[list[torch.Tensor], Any]:
+    import torch
+
     vllm.init_kvelastic(device="cpu")
     tensors = vllm.alloc_kv_cache(SHAPES["split"], TOKENS, torch.bfloat16, "cpu", LAYERS)
     return tensors, vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
@@ -210,6 +222,8 @@ def test_clear_and_trim_leave_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_manager_first_then_tensors_is_the_same_cache() -> None:
+    import torch
+
     vllm.init_kvelastic(device="cpu")
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
     tensors = vllm.alloc_kv_cache(SHAPES["split"], TOKENS, torch.bfloat16, "cpu", LAYERS)
@@ -218,6 +232,8 @@ def test_manager_first_then_tensors_is_the_same_cache() -> None:
 
 
 def test_groups_are_instances_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     monkeypatch.setenv("KVELASTIC_IPC_NAME", "groups_test")
     small()
     vllm.alloc_kv_cache(SHAPES["fused"], TOKENS, torch.float16, "cpu", LAYERS, group_id=1)
@@ -244,6 +260,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_wrong_arguments_are_named(
     change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
+    import torch
+
     vllm.init_kvelastic(device="cpu")
     arguments: dict[str, Any] = {
         "kvcache_shape": SHAPES["split"],

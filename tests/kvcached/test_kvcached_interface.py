@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from native_pools import alloc
 
 from kvelastic import errors, vmm_ops
@@ -18,6 +18,9 @@ from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
 from kvelastic.kvcached.manager import KVCacheManager
 from kvelastic.shared import segment
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -46,6 +49,8 @@ def test_the_documents_initialization(engine: ModuleType) -> None:
 
 
 def test_the_documents_allocation_manager_and_shutdown() -> None:
+    import torch
+
     vllm.init_kvcached(device="cpu")
     kv_tensors = vllm.alloc_kv_cache(
         (2, BLOCKS, TOKENS, HEADS, DIM),
@@ -68,6 +73,8 @@ def test_the_documents_allocation_manager_and_shutdown() -> None:
 
 
 def test_the_documents_allocation_for_sglang() -> None:
+    import torch
+
     sglang.init_kvcached(device="cpu")
     k_tensors, v_tensors = sglang.alloc_kv_cache(
         (BLOCKS, HEADS, DIM),
@@ -99,6 +106,8 @@ def test_the_documents_manual_integration() -> None:
 
 
 def test_the_documents_errors() -> None:
+    import torch
+
     with pytest.raises(RuntimeError, match="not initialized"):
         vllm.alloc_kv_cache((2, 4, 16, 2, 8), 16, torch.float16, "cpu", 1)
     with pytest.raises(FileNotFoundError) as missing:
@@ -160,6 +169,8 @@ def test_a_second_init_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def made() -> tuple[list[torch.Tensor], KVCacheManager]:
+    import torch
+
     vllm.init_kvelastic(device="cpu")
     tensors = vllm.alloc_kv_cache(
         (2, BLOCKS, TOKENS, HEADS, DIM), TOKENS, torch.float16, "cpu", LAYERS
@@ -234,6 +245,8 @@ def test_views_over_a_cache_that_is_there(
     shape: tuple[int, ...], kind: str, contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice the tokens of half the heads are the same bytes; kernels may count smaller blocks."""
+    import torch
+
     monkeypatch.setenv("KVELASTIC_CONTIGUOUS_LAYOUT", contiguous)
     vllm.init_kvelastic(device="cpu")
     tensors, meta = vllm.alloc_kv_cache(
@@ -279,6 +292,8 @@ def test_views_over_a_cache_that_is_there(
 def test_hybrid_models_have_k_and_v_of_a_block_side_by_side(
     shape: tuple[int, ...], kernel: int | None
 ) -> None:
+    import torch
+
     vllm.init_kvelastic(device="cpu")
     tensors, info = vllm.alloc_kv_cache(
         shape,
@@ -309,6 +324,8 @@ def test_hybrid_models_have_k_and_v_of_a_block_side_by_side(
 def test_states_of_mamba_have_slots_that_a_manager_hands_out(
     contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
     monkeypatch.setenv("KVELASTIC_CONTIGUOUS_LAYOUT", contiguous)
     sglang.init_kvelastic(device="cpu")
     params = SimpleNamespace(

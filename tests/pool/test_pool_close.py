@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from open_memfds import open_memfds
 from own_pool import BLOCKS_PER_PAGE as B
 from own_pool import LAYOUT, PAGES, own_settings, start_pool
@@ -70,6 +69,8 @@ def test_all_is_given_back_by_a_close_that_discards(device: Device) -> None:
 
 def test_what_is_in_use_keeps_its_memory_and_its_grant(device: Device) -> None:
     """Tensors over it stay valid, so no other instance may be granted what is behind them."""
+    import torch
+
     before = set(open_memfds())
     pool = device.pool()
     ids = pool.blocks.alloc(2 * B)
