@@ -15,7 +15,6 @@
 #include "bind/pool_tiers.h"
 #include "bind/record.h"
 #include "pool/keeper.h"
-#include "pool/waking.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
 
@@ -86,8 +85,8 @@ nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   std::optional<std::vector<BlockId>> ids;
   // The common case takes no page. To give the GIL away in it would cost far more than it takes: a
   // thread that wants it has it for up to 5 ms then, and the engine's step stands still.
-  if (!own(pool).try_alloc(count, ids, reuse)) {
-    ids = unwrap(without_gil([&] { return pool.alloc(count, reuse); }));
+  if (!own(pool).allocator.try_alloc(count, ids, reuse)) {
+    ids = unwrap(without_gil([&] { return pool.allocator.alloc(count, reuse); }));
   }
   return ids ? list_of(*ids) : nb::none();
 }
@@ -95,19 +94,34 @@ nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
 nb::object alloc_run(Pool& pool, std::uint64_t pages) {
   own(pool);
   const std::optional<std::vector<BlockId>> ids =
-      unwrap(without_gil([&] { return pool.alloc_run(pages); }));
+      unwrap(without_gil([&] { return pool.allocator.alloc_run(pages); }));
   return ids ? list_of(*ids) : nb::none();
 }
 
+/// One of the lock-free values.
+template <auto method>
+auto from_state(const Pool& pool) {
+  return (pool.state.*method)();
+}
+
+void report_busy(Pool& pool, bool busy) {
+  if (own(pool).state.places) pool.state.places->report_busy(busy);
+}
+
 /// free and touch only block where they have to give memory back.
-template <Status (Pool::*method)(std::span<const BlockId>)>
+template <Status (Allocator::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
-  if (own(pool).is_over_limit()) {
-    check(without_gil([&] { return (pool.*method)(ids); }));
+  if (own(pool).state.is_over_limit()) {
+    check(without_gil([&] { return (pool.allocator.*method)(ids); }));
   } else {
-    check((pool.*method)(ids));
+    check((pool.allocator.*method)(ids));
   }
+}
+
+std::vector<BlockId> pinned(const PoolState& pool) {
+  const PoolState::Look state(pool);
+  return state->accounting.blocks().waiting_ids();
 }
 
 PinKind pin_kind(std::string_view name) {
@@ -119,8 +133,8 @@ PinKind pin_kind(std::string_view name) {
 
 /// As free, it only blocks where it has to give memory back.
 bool unpin(Pool& pool, PinTicket ticket) {
-  if (!own(pool).is_over_limit()) return pool.unpin(ticket);
-  return without_gil([&] { return pool.unpin(ticket); });
+  if (!own(pool).state.is_over_limit()) return pool.allocator.unpin(ticket);
+  return without_gil([&] { return pool.allocator.unpin(ticket); });
 }
 
 nb::dict limit_dict(const LimitState& state) {
@@ -136,13 +150,13 @@ nb::dict limit_dict(const LimitState& state) {
 nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
   own(pool);
   return limit_dict(unwrap(without_gil([&] {
-    (void)pool.set_limit(limit_bytes);
-    return pool.enforce_limit();
+    (void)pool.limits.set(limit_bytes);
+    return pool.limits.enforce();
   })));
 }
 
 nb::dict stats_dict(const Pool& pool) {
-  const PoolStats stats = own(pool).stats();
+  const PoolStats stats = own(pool).state.stats();
   nb::dict out;
   out["page_bytes"] = stats.page_bytes;
   out["pages_total"] = stats.pages_total;
@@ -171,16 +185,19 @@ nb::dict stats_dict(const Pool& pool) {
 }
 
 nb::dict occupancy(const Pool& pool, nb::object pages) {
-  own(pool);
+  const PoolState& state = own(pool).state;
+  const auto occupancy_of = [&](PageIndex page) {
+    return PoolState::Look(state)->accounting.blocks().occupancy(page);
+  };
   nb::dict out;
   if (!pages.is_none()) {
     for (const std::uint32_t page : pages_of(pages)) {
-      if (const auto count = pool.occupancy(page)) out[nb::int_(page)] = *count;
+      if (const auto count = occupancy_of(page)) out[nb::int_(page)] = *count;
     }
     return out;
   }
-  for (PageIndex page = 0; page < pool.geometry().pages; ++page) {
-    if (const auto count = pool.occupancy(page)) out[nb::int_(page)] = *count;
+  for (PageIndex page = 0; page < pool.state.geometry.pages; ++page) {
+    if (const auto count = occupancy_of(page)) out[nb::int_(page)] = *count;
   }
   return out;
 }
@@ -250,14 +267,14 @@ void bind_pool(nb::module_& m) {
            "Ids of all blocks of `pages` pages side by side, one run of addresses, or None when "
            "they "
            "cannot be had; nothing has changed then. Blocks.")
-      .def("free", &with_ids<&Pool::free>, "ids"_a,
+      .def("free", &with_ids<&Allocator::free>, "ids"_a,
            "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
            "UnknownBlockError, NullBlockError.")
-      .def("touch", &with_ids<&Pool::touch>, "ids"_a, "Use cached blocks again.")
+      .def("touch", &with_ids<&Allocator::touch>, "ids"_a, "Use cached blocks again.")
       .def(
           "pin",
           [](Pool& pool, nb::handle ids, std::string_view kind) {
-            return unwrap(own(pool).pin(integers_of(ids), pin_kind(kind)));
+            return unwrap(own(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
           },
           "ids"_a, nb::kw_only(), "kind"_a = "strict",
           "Keep used or cached blocks where they are, and from being handed out, until unpin(), "
@@ -269,27 +286,28 @@ void bind_pool(nb::module_& m) {
       .def("unpin", &unpin, "ticket"_a,
            "End a pin: what was given back meanwhile is free or cached now. False: it had ended.")
       .def(
-          "pinned", [](const Pool& pool) { return list_of(own(pool).pinned()); },
+          "pinned", [](const Pool& pool) { return list_of(pinned(own(pool).state)); },
           "Ids of blocks that were given back and are still pinned.")
-      .def_prop_ro("reusable", &Pool::reusable,
+      .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
                    "How many of these alloc(reuse=True) could use again.")
-      .def("available_size", &Pool::available, "Blocks that alloc could give now.")
-      .def("available_mapped", &Pool::available_mapped,
+      .def("available_size", &from_state<&PoolState::available>,
+           "Blocks that alloc could give now.")
+      .def("available_mapped", &from_state<&PoolState::available_mapped>,
            "Blocks that alloc could give now without mapping a page.")
       .def(
           "ensure",
           [](Pool& pool, std::uint64_t count, std::uint64_t needed) {
             std::uint64_t mapped = 0;
-            if (own(pool).try_ensure(count, needed, mapped)) return mapped;
-            return unwrap(without_gil([&] { return pool.ensure(count, needed); }));
+            if (own(pool).allocator.try_ensure(count, needed, mapped)) return mapped;
+            return unwrap(without_gil([&] { return pool.allocator.ensure(count, needed); }));
           },
           "count"_a, nb::kw_only(), "needed"_a = 0,
           "Map pages until `count` blocks are free, as far as the limit goes; never evicts. In a "
           "session it waits for other instances only while fewer than `needed` could be had. "
           "Returns available_mapped().")
-      .def_prop_ro("given_back_arrivals", &Pool::given_back_arrivals,
+      .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_arrivals>,
                    "How many of the arrivals came of free and cache.")
-      .def_prop_ro("arrivals", &Pool::arrivals,
+      .def_prop_ro("arrivals", &from_state<&PoolState::arrivals>,
                    "Goes up whenever blocks can be had that could not be had before. Read it "
                    "before a try that may fail.")
       .def(
@@ -297,24 +315,23 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
             const std::chrono::nanoseconds timeout = duration(timeout_s);
             return without_gil([&pool = own(pool), seen, timeout] {
-              return pool.wait_for_arrival(seen, timeout);
+              return pool.allocator.wait_for_arrival(seen, timeout);
             });
           },
           "seen"_a, "timeout_s"_a,
           "Block until arrivals is another than `seen`, timeout_s at most; returns it. The keeper "
           "goes on asking for what is missing as long as this is called.")
-      .def(
-          "report_busy", [](Pool& pool, bool busy) { own(pool).report_busy(busy); }, "busy"_a,
-          "Report to the ledgers whether the engine has unfinished requests: without any, others "
-          "may take its cache at once. Until the first call that is judged by the time since the "
-          "last alloc or free.")
+      .def("report_busy", &report_busy, "busy"_a,
+           "Report to the ledgers whether the engine has unfinished requests: without any, others "
+           "may take its cache at once. Until the first call that is judged by the time since the "
+           "last alloc or free.")
       .def(
           "report_waiting",
           [](Pool& pool, std::uint64_t requests, std::uint64_t first_blocks,
              std::uint64_t first_may_blocks) {
             const Waiting waiting{requests, first_blocks, first_may_blocks};
-            const WaitingBytes bytes =
-                without_gil([&pool = own(pool), &waiting] { return pool.report_waiting(waiting); });
+            const WaitingBytes bytes = without_gil(
+                [&pool = own(pool), &waiting] { return pool.allocator.report_waiting(waiting); });
             return nb::make_tuple(bytes.first_needs, bytes.first_may_need, bytes.allowed);
           },
           "requests"_a, nb::kw_only(), "first_blocks"_a = 0, "first_may_blocks"_a = 0,
@@ -327,18 +344,19 @@ void bind_pool(nb::module_& m) {
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
             own(pool);
-            return unwrap(without_gil([&] { return pool.try_to_reserve(count); }));
+            return unwrap(without_gil([&] { return pool.allocator.try_to_reserve(count); }));
           },
           "count"_a,
           "Set blocks aside for the next allocs; False when there are not as many. They make way "
           "for a lower limit, sleep and other instances.")
-      .def("free_reserved", [](Pool& p) { without_gil([&p = own(p)] { p.free_reserved(); }); })
-      .def_prop_ro("has_evicted", &Pool::has_evicted)
+      .def("free_reserved",
+           [](Pool& p) { without_gil([&p = own(p)] { p.allocator.free_reserved(); }); })
+      .def_prop_ro("has_evicted", &from_state<&PoolState::has_changes>)
       .def(
           "take_changes",
           [](Pool& pool) {
             nb::list out;
-            for (const BlockChange& change : own(pool).take_changes()) {
+            for (const BlockChange& change : own(pool).allocator.take_changes()) {
               out.append(nb::make_tuple(change.id, change.to));
             }
             return out;
@@ -349,22 +367,23 @@ void bind_pool(nb::module_& m) {
       .def(
           "compact",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.compact(); }));
+            return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.compact(); }));
           },
           "Move the cached blocks of one page into holes of others; returns how many moved.")
       .def(
           "enter",
           [](Pool& pool) {
-            if (!own(pool).try_enter()) without_gil([&] { pool.enter(); });
+            if (!own(pool).state.session.try_lock())
+              without_gil([&] { pool.state.session.lock(); });
           },
           "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
       .def(
           "exit",
           [](Pool& pool) {
-            if (!own(pool).is_entered()) {
+            if (!own(pool).state.session.is_mine()) {
               raise_code("INVALID_ARGUMENT", "exit() without enter() in this thread");
             }
-            pool.exit();
+            pool.state.session.unlock();
           },
           "End the session. Raises InvalidArgumentError where this thread has begun none.")
       .def("set_limit", &set_limit, "limit_bytes"_a,
@@ -374,8 +393,8 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool) {
             own(pool);
             return limit_dict(unwrap(without_gil([&]() -> Result<LimitState> {
-              pool.set_asleep(true);
-              return pool.settle_limit();
+              pool.limits.set_asleep(true);
+              return pool.limits.settle();
             })));
           },
           "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
@@ -385,7 +404,7 @@ void bind_pool(nb::module_& m) {
           "wake",
           [](Pool& pool, std::optional<double> timeout_s) {
             const auto timeout = timeout_s ? duration(*timeout_s) : reserve_wait();
-            check(without_gil([&pool = own(pool), timeout] { return wake(pool, timeout); }));
+            check(without_gil([&pool = own(pool), timeout] { return pool.limits.wake(timeout); }));
           },
           "timeout_s"_a = nb::none(),
           "Hand out blocks again; the next alloc or ensure maps the null block's page. Its "
@@ -395,52 +414,55 @@ void bind_pool(nb::module_& m) {
           "seconds unless `timeout_s` says otherwise. Raises GuaranteeError, ReserveError; it "
           "sleeps\n"
           "on then.")
-      .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
-      .def_prop_ro("is_over_limit", &Pool::is_over_limit,
+      .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).state.is_asleep(); })
+      .def_prop_ro("is_over_limit", &from_state<&PoolState::is_over_limit>,
                    "Whether more is held than the limit allows.")
       .def(
           "excess",
           [](const Pool& pool) {
-            const Pool::Excess excess = own(pool).excess();
+            const Limits::Excess excess = own(pool).limits.excess();
             nb::dict used;
             for (const auto& [page, blocks] : excess.used) used[nb::int_(page)] = blocks;
             return nb::make_tuple(excess.pages, used);
           },
           "How many pages have to be emptied for the limit to hold, and of each page that could "
           "be how many of its blocks are in use, those that are pinned included.")
-      .def("limit_state", [](const Pool& pool) { return limit_dict(own(pool).limit_state()); })
+      .def("limit_state",
+           [](const Pool& pool) { return limit_dict(own(pool).state.limit_state()); })
       .def(
           "trim",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.trim(); })) *
-                   pool.page_cost_bytes();
+            return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.trim(); })) *
+                   pool.state.page_bytes();
           },
           "Give every parked page back; returns the bytes.")
       .def(
-          "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.clear(); }); },
+          "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.allocator.clear(); }); },
           "Free every block and every reservation.")
       .def(
           "close",
           [](Pool& pool, bool discard) {
             own(pool);
             return unwrap(without_gil([&] { return pool.close(discard); })) *
-                   pool.page_cost_bytes();
+                   pool.state.page_bytes();
           },
           nb::kw_only(), "discard"_a = false,
           "Hand out nothing any more and give all back that is not in use, or all; returns the "
           "bytes that are still held.")
-      .def_prop_ro("mapped_bytes", [](const Pool& pool) { return own(pool).mapped_bytes(); })
-      .def_prop_ro("geometry", &Pool::geometry)
+      .def_prop_ro("mapped_bytes",
+                   [](const Pool& pool) { return own(pool).state.limit_state().mapped_bytes; })
+      .def_prop_ro("geometry", [](const Pool& pool) { return pool.state.geometry; })
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
            "Blocks in use or cached, by page; only mapped pages.")
       .def("stats", &stats_dict)
       .def_prop_ro(
-          "max_cached_blocks", [](const Pool& pool) { return own(pool).max_cached_blocks(); },
+          "max_cached_blocks",
+          [](const Pool& pool) { return own(pool).state.options.max_cached_blocks; },
           "How many blocks the pool keeps cached; -1: no bound.")
       .def_prop_ro(
           "oldest_copyable_s",
           [](Pool& pool) {
-            return std::chrono::duration<double>(own(pool).oldest_copyable()).count();
+            return std::chrono::duration<double>(own(pool).writeback.oldest_copyable()).count();
           },
           "For how long the oldest block that a tier can copy has been cached; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });

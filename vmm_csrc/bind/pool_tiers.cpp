@@ -47,7 +47,7 @@ void copy(Pool& pool, nb::handle ids, const std::shared_ptr<Staging>& staging, n
           CopyTo to) {
   const std::vector<BlockSlot> blocks = block_slots_of(ids, slots);
   check(without_gil([&pool = own(pool), &blocks, &staging, to] {
-    return pool.copy_records(blocks, staging, to);
+    return pool.writeback.copy_records(blocks, staging, to);
   }));
 }
 
@@ -66,8 +66,10 @@ std::vector<BlockKey> keys_of(const nb::bytes& keys, std::size_t count) {
 void cache(Pool& pool, nb::handle sequence, const std::optional<nb::bytes>& keys) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
   const std::vector<BlockKey> named = keys ? keys_of(*keys, ids.size()) : std::vector<BlockKey>();
-  const auto run = [&] { return keys ? pool.cache(ids, named) : pool.cache(ids); };
-  check(own(pool).is_over_limit() ? without_gil(run) : run());
+  const auto run = [&] {
+    return keys ? pool.allocator.cache(ids, named) : pool.allocator.cache(ids);
+  };
+  check(own(pool).state.is_over_limit() ? without_gil(run) : run());
 }
 
 const char* name_of(DemotionReason reason) {
@@ -87,12 +89,13 @@ double seconds(std::chrono::nanoseconds time) {
 }
 
 void bind_results(nb::module_& m) {
-  nb::class_<Pool::Demotion>(m, "Demotion", "What is to be copied before it is evicted.")
+  nb::class_<Writeback::Demotion>(m, "Demotion", "What is to be copied before it is evicted.")
       .def_prop_ro(
-          "reason", [](const Pool::Demotion& want) { return name_of(want.reason); },
+          "reason", [](const Writeback::Demotion& want) { return name_of(want.reason); },
           "reclaim, limit or sleep.")
-      .def_ro("blocks", &Pool::Demotion::blocks, "Cached blocks that have no copy.")
-      .def_prop_ro("seconds_left", [](const Pool::Demotion& want) { return seconds(want.left); });
+      .def_ro("blocks", &Writeback::Demotion::blocks, "Cached blocks that have no copy.")
+      .def_prop_ro("seconds_left",
+                   [](const Writeback::Demotion& want) { return seconds(want.left); });
   nb::class_<Leaving>(m, "Leaving", "Blocks of which a copy is being made.")
       .def_ro("ticket", &Leaving::ticket)
       .def_prop_ro("ids", [](const Leaving& leaving) { return list_of(leaving.ids); })
@@ -104,7 +107,7 @@ void bind_results(nb::module_& m) {
 std::uint64_t end_leaving(Pool& pool, std::uint32_t ticket, nb::handle copied) {
   std::vector<std::uint8_t> flags;
   for (const std::int64_t flag : integers_of(copied)) flags.push_back(flag != 0 ? 1 : 0);
-  return unwrap(own(pool).end_leaving(ticket, flags));
+  return unwrap(own(pool).writeback.end(ticket, flags));
 }
 
 }  // namespace
@@ -119,7 +122,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "name_blocks",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
-            check(own(self).name(ids, keys_of(keys, ids.size())));
+            check(own(self).writeback.name(ids, keys_of(keys, ids.size())));
           },
           "ids"_a, "keys"_a,
           "Give blocks in use or cached their keys; one with another key than before has no copy "
@@ -127,7 +130,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
       .def(
           "use_tiers",
           [](Pool& self, double reclaim_wait_s, double limit_wait_s, double sleep_wait_s) {
-            own(self).use_tiers(
+            own(self).writeback.use_tiers(
                 {wait_of(reclaim_wait_s), wait_of(limit_wait_s), wait_of(sleep_wait_s)});
           },
           nb::kw_only(), "reclaim_wait_s"_a = 0.02, "limit_wait_s"_a = 2.0, "sleep_wait_s"_a = 30.0,
@@ -137,20 +140,20 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "mark_clean",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
-            return own(self).mark_clean(ids, keys_of(keys, ids.size()));
+            return own(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
           },
           "ids"_a, "keys"_a,
           "Say that a tier has these blocks; those that still have these keys are clean. Returns "
           "how many.")
       .def(
-          "forget_copies", [](Pool& self) { return own(self).forget_copies(); },
+          "forget_copies", [](Pool& self) { return own(self).writeback.forget_copies(); },
           "Say that no tier has any block; returns how many were clean.")
       .def(
           "next_demotion",
           [](Pool& self, double timeout_s) {
             const std::chrono::nanoseconds timeout = wait_of(timeout_s);
             return without_gil(
-                [&self = own(self), timeout] { return self.next_demotion(timeout); });
+                [&self = own(self), timeout] { return self.writeback.next_demotion(timeout); });
           },
           "timeout_s"_a,
           "Block until what shrinks the pool wants blocks copied, timeout_s at most, or until "
@@ -159,17 +162,18 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "clean",
           [](Pool& self, double timeout_s) {
             const std::chrono::nanoseconds timeout = wait_of(timeout_s);
-            return without_gil([&self = own(self), timeout] { return self.clean(timeout); });
+            return without_gil(
+                [&self = own(self), timeout] { return self.writeback.clean(timeout); });
           },
           "timeout_s"_a,
           "Have everything cached copied that has a key, and keep it cached; blocks, timeout_s at "
           "most. Returns how many cached blocks have no copy then.")
       .def(
-          "stop_demotions", [](Pool& self) { own(self).stop_demotions(); },
+          "stop_demotions", [](Pool& self) { own(self).writeback.stop_demotions(); },
           "Nobody serves next_demotion() any more, and nothing waits for copies.")
       .def(
           "begin_leaving",
-          [](Pool& self, std::uint64_t most) { return own(self).begin_leaving(most); }, "most"_a,
+          [](Pool& self, std::uint64_t most) { return own(self).writeback.begin(most); }, "most"_a,
           "Choose at most `most` dirty cached blocks that have keys: the oldest, or those that "
           "would go first while somebody shrinks the pool. They can be copied, and their pages "
           "stay, until end_leaving().")
@@ -177,7 +181,8 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "still_leaving",
           [](const Pool& self, std::uint32_t ticket) {
             nb::list out;
-            for (const std::uint8_t flag : own(self).still_leaving(ticket)) out.append(flag != 0);
+            for (const std::uint8_t flag : own(self).writeback.still_leaving(ticket))
+              out.append(flag != 0);
             return out;
           },
           "ticket"_a,
@@ -187,8 +192,9 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
       .def("end_leaving", &end_leaving, "ticket"_a, "copied"_a,
            "A flag for each block that left: whether a tier has its copy now. Blocks that were "
            "used by others or renamed meanwhile are passed over. Returns how many are clean now.")
-      .def_prop_ro("record_bytes", &Pool::record_bytes,
-                   "Bytes of one block in all buffers and all ranks.")
+      .def_prop_ro(
+          "record_bytes", [](const Pool& self) { return self.writeback.record_bytes(); },
+          "Bytes of one block in all buffers and all ranks.")
       .def(
           "copy_out",
           [](Pool& self, nb::handle ids, const std::shared_ptr<Staging>& staging,

@@ -52,6 +52,9 @@ class Demotions {
   /// (a token bucket).
   static constexpr std::chrono::seconds kReclaimRefill{1};
 
+  /// How often a call that waits for copies checks for interruption and releases clean pages.
+  static constexpr std::chrono::milliseconds kLookInterval{5};
+
   void use(const DemotionWaits& waits) {
     waits_ = waits;
     reclaim_left_ = waits.reclaim;
@@ -85,9 +88,9 @@ class Demotions {
     bool goes_on() const {
       return demotions_.attended_ && !want_->given_up && Clock::now() < want_->until;
     }
-    /// Waits for progress, at most for `most`.
-    void wait(Lock& lock, std::chrono::nanoseconds most) const {
-      const Clock::time_point until = std::min(want_->until, Clock::now() + most);
+    /// Waits for progress, at most for kLookInterval.
+    void wait(Lock& lock) const {
+      const Clock::time_point until = std::min(want_->until, Clock::now() + kLookInterval);
       const std::uint64_t seen = demotions_.progress_;
       (void)demotions_.changed_.wait_until(
           lock, until, [&] { return demotions_.progress_ != seen || !demotions_.attended_; });

@@ -60,15 +60,15 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
                                       const KeeperOptions& options) {
   std::unique_ptr<Keeper> keeper(new Keeper(std::move(pool), std::move(record), options));
   if (options.watch_memory) {
-    std::vector<pid_t> processes = keeper->pool_->other_processes();
+    std::vector<pid_t> processes = keeper->pool_->state.backing->other_processes();
     processes.push_back(::getpid());
     keeper->watch_ = std::make_unique<MemoryWatch>(processes);
   }
   keeper->pool_->publish_to(keeper->record_);
-  keeper->answer(keeper->pool_->limit_state(), {});
-  keeper->pool_->on_wanted([bell = keeper->record_] { bell->ring_bell(); });
+  keeper->answer(keeper->pool_->state.limit_state(), {});
+  keeper->pool_->maintenance.on_work([bell = keeper->record_] { bell->ring_bell(); });
   keeper->thread_ = std::thread(&Keeper::run, keeper.get());
-  if (const std::shared_ptr<Places>& places = keeper->pool_->places()) {
+  if (const std::shared_ptr<Places>& places = keeper->pool_->state.places) {
     for (const Place& place : places->all()) {
       keeper->bell_threads_.emplace_back(&Keeper::pass_bells_on, keeper.get(),
                                          std::cref(*place.member));
@@ -89,11 +89,11 @@ void Keeper::stop() {
   record_->ring_bell();
   thread_.join();
   for (std::size_t i = 0; i < bell_threads_.size(); ++i) {
-    pool_->places()->all()[i].member->ring();
+    pool_->state.places->all()[i].member->ring();
     bell_threads_[i].join();
   }
   // The pool continues to publish, so memory released by its close() is counted.
-  pool_->on_wanted(nullptr);
+  pool_->maintenance.on_work(nullptr);
 }
 
 /// A round that runs out of memory for its lists is abandoned and retried later: an escaping
@@ -114,21 +114,21 @@ void Keeper::run() {
 void Keeper::go_round(std::uint32_t seen) {
   const bool read = read_request();
   look_at_devices();
-  if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
+  if (pool_->state.has_failed() && !failure_told_) answer(pool_->state.limit_state(), {});
   see_capacity();
-  const bool over_capacity = pool_->places() && pool_->places()->ask_for_excess();
+  const bool over_capacity = pool_->state.places && pool_->state.places->ask_for_excess();
   serve_asks();
   finish_shrinking();
   watch_memory();
   const bool waking = !finish_waking();
-  const bool missing = pool_->pursue();
-  pursuing_ = pool_->expire_squeeze() || missing || over_capacity || waking;
+  const bool missing = pool_->maintenance.pursue();
+  pursuing_ = pool_->limits.expire_pressure() || missing || over_capacity || waking;
   // The begin or end of memory pressure changes the limit in effect, too.
-  if (pool_->limit_state().effective_bytes != answered_effective_bytes_) {
-    answer(pool_->limit_state(), {});
+  if (pool_->state.limit_state().effective_bytes != answered_effective_bytes_) {
+    answer(pool_->state.limit_state(), {});
   }
-  (void)pool_->provision();  // out of memory: the next alloc reports it
-  pursuing_ = pursuing_ || pool_->is_provision_due();
+  (void)pool_->maintenance.provision();  // out of memory: the next alloc reports it
+  pursuing_ = pursuing_ || pool_->maintenance.is_provision_due();
   decay();
   evict_idle();
   (void)record_->wait_bell(seen, sleep_ns(!read));
@@ -151,7 +151,7 @@ bool Keeper::read_request() {
     }
   } while (revision_ != request->revision);
   finish_shrinking();
-  if (told_ && !waking_) log_outcome(AnswerState::kShrinking, pool_->limit_state(), {});
+  if (told_ && !waking_) log_outcome(AnswerState::kShrinking, pool_->state.limit_state(), {});
   return true;
 }
 
@@ -169,17 +169,17 @@ void Keeper::pass_bells_on(const LedgerMember& member) {
 /// Measures other processes' memory on GPUs: periodically, and soon after a large move, an
 /// uncertain measurement, or a refused page. Also notes when memory is available again.
 void Keeper::look_at_devices() {
-  const bool moved = pool_->take_large_move();
+  const bool moved = pool_->maintenance.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
-  const Sight sight = pool_->see_devices();
+  const Sight sight = pool_->maintenance.see_devices();
   device_is_shared_ = sight != Sight::kNone;
-  Refusals refusals = pool_->refusals();
+  Refusals refusals = PoolState::Look(pool_->state)->refusals;
   if (!device_is_shared_) refusals.is_unanswered = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
-  if (refusals.is_unanswered && !moved && pool_->places()->room() > 0) {
-    pool_->note_memory();
+  if (refusals.is_unanswered && !moved && pool_->state.places->room() > 0) {
+    pool_->maintenance.note_memory();
     refusals.is_unanswered = false;
   }
   const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
@@ -192,17 +192,17 @@ void Keeper::look_at_devices() {
 
 /// Acknowledges a change of the capacity, which changes the limit in effect.
 void Keeper::see_capacity() {
-  if (pool_->see_capacity()) answer(pool_->limit_state(), {});
+  if (pool_->limits.see_capacity()) answer(pool_->state.limit_state(), {});
 }
 
 /// Releases memory that other instances request, as far as possible.
 void Keeper::serve_asks() {
-  const std::shared_ptr<Places>& places = pool_->places();
+  const std::shared_ptr<Places>& places = pool_->state.places;
   if (!places) return;
   for (Places::Wanted wanted = places->wanted(); wanted.pages > 0 && !stopping_;
        wanted = places->wanted()) {
     const Result<std::uint64_t> given =
-        pool_->give_up(wanted.pages, wanted.depth, places->min_pages());
+        pool_->maintenance.give_up(wanted.pages, wanted.depth, places->min_pages());
     if (debug_logging()) {
       debug_log("ledger: was asked for %s, gave %s",
                 size_text(wanted.pages * places->page_bytes()).c_str(),
@@ -214,7 +214,7 @@ void Keeper::serve_asks() {
 
 /// Sets guarantee and priority, all or nothing. Without a ledger there is no other instance.
 Status Keeper::change_standing(const Request& request) {
-  const std::shared_ptr<Places>& places = pool_->places();
+  const std::shared_ptr<Places>& places = pool_->state.places;
   const bool min = request.min_revision == revision_;
   const bool priority = request.priority_revision == revision_;
   if (!min && !priority) return ok();
@@ -253,7 +253,7 @@ void Keeper::log_request(const Request& request) {
 /// Logs the result of a request once it is known, or at the end of a round that it is still in
 /// progress.
 void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason) {
-  const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->page_cost_bytes(), 1);
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->state.page_bytes(), 1);
   const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
   std::string sizes = size_text(state.mapped_bytes) + " of KV cache held";
   if (state.limit_bytes != kUnlimitedBytes) {
@@ -271,7 +271,7 @@ void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std
 void Keeper::carry_out(const Request& request) {
   refusal_.clear();
   log_request(request);
-  const std::shared_ptr<Places>& places = pool_->places();
+  const std::shared_ptr<Places>& places = pool_->state.places;
   const std::uint64_t min_before_bytes = places ? places->min_bytes() : 0;
   const std::int64_t priority_before = places ? places->priority() : 0;
   if (Status standing = change_standing(request); !standing)
@@ -279,7 +279,7 @@ void Keeper::carry_out(const Request& request) {
   if (request.asleep_revision != revision_) return apply(request, revision_);
   if (request.asleep != 0 || !places) {
     waking_.reset();
-    pool_->set_asleep(request.asleep != 0);
+    pool_->limits.set_asleep(request.asleep != 0);
     return apply(request, revision_);
   }
   const Result<Places::Claimed> asked = places->ask_to_wake();
@@ -296,7 +296,7 @@ void Keeper::carry_out(const Request& request) {
 /// Returns true if no wake is waiting.
 bool Keeper::finish_waking() {
   if (!waking_) return true;
-  const std::shared_ptr<Places>& places = pool_->places();
+  const std::shared_ptr<Places>& places = pool_->state.places;
   if (!places->claim_is_met()) {
     if (Clock::now() < waking_->until) return false;
     if (Status failed = places->fail_claim(); !failed) {
@@ -305,7 +305,7 @@ bool Keeper::finish_waking() {
     }
   }
   // Another thread may have withdrawn it: the pool then sleeps, and that is acknowledged.
-  pool_->set_asleep(false);
+  pool_->limits.set_asleep(false);
   Waking waking = *std::exchange(waking_, std::nullopt);
   // A limit that was set after the wake is already in effect.
   const std::optional<Request> newest = record_->read_request();
@@ -318,7 +318,7 @@ bool Keeper::finish_waking() {
 /// No part of that request has been applied.
 void Keeper::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
-  const std::shared_ptr<Places>& places = pool_->places();
+  const std::shared_ptr<Places>& places = pool_->state.places;
   if (waking.request.min_revision == waking.revision)
     (void)places->set_min(waking.min_before_bytes);
   if (waking.request.priority_revision == waking.revision) {
@@ -329,7 +329,7 @@ void Keeper::refuse_waking(std::string reason) {
 
 void Keeper::refuse(std::string reason) {
   refusal_ = std::move(reason);
-  answer(pool_->limit_state(), {});
+  answer(pool_->state.limit_state(), {});
 }
 
 /// Applies the limit and trim of a request, and acknowledges it.
@@ -337,26 +337,26 @@ void Keeper::apply(const Request& request, std::uint64_t revision) {
   // Two acknowledgements if memory must be released: first received, then applied. A trim is
   // acknowledged only when it is complete.
   const LimitState state = request.limit_revision == revision
-                               ? pool_->set_limit(request.limit_bytes)
-                               : pool_->limit_state();
+                               ? pool_->limits.set(request.limit_bytes)
+                               : pool_->state.limit_state();
   const bool trim = request.trim_revision == revision;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
-    Result<std::uint64_t> trimmed = pool_->trim();
-    answer(pool_->limit_state(), trimmed ? std::string() : trimmed.error().message);
+    Result<std::uint64_t> trimmed = pool_->maintenance.trim();
+    answer(pool_->state.limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
   record_->add(Counter::kRequestsApplied);
 }
 
 void Keeper::finish_shrinking() {
   shrink_again_ = false;
-  if (answered_over_bytes_ == 0 && pool_->limit_state().over_bytes == 0) return;
+  if (answered_over_bytes_ == 0 && pool_->state.limit_state().over_bytes == 0) return;
   // A new request must not wait for copies made for the last one.
-  Result<LimitState> state = pool_->enforce_limit(
+  Result<LimitState> state = pool_->limits.enforce(
       [this] { return stopping_ || record_->request_revision() != revision_; });
-  const LimitState now = state ? *state : pool_->limit_state();
+  const LimitState now = state ? *state : pool_->state.limit_state();
   const std::string reason = state ? std::string() : state.error().message;
-  shrink_again_ = !state && !pool_->failed();
+  shrink_again_ = !state && !pool_->state.has_failed();
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
@@ -364,23 +364,24 @@ void Keeper::finish_shrinking() {
 /// then memory of requests.
 void Keeper::watch_memory() {
   if (!watch_) return;
-  watching_ = pool_->arm_memory_watch();
+  watching_ = pool_->maintenance.arm_memory_watch();
   const Clock::time_point now = Clock::now();
   if (!watching_ || now < next_look_) return;
-  const std::uint64_t activity = pool_->activity();
+  const std::uint64_t activity = pool_->state.activity();
   const bool at_work = std::exchange(looked_at_activity_, activity) != activity;
   const MemoryWatch::Look look = watch_->look(at_work);
   next_look_ = now + look.again_in;
-  pool_->keep_free(look.keep_free_bytes);
+  pool_->state.backing->keep_free(look.keep_free_bytes);
   ++memory_looks_;
-  const std::uint64_t page_bytes = pool_->page_cost_bytes();
-  if (look.spare_bytes / 2 >= page_bytes) pool_->note_memory();
+  const std::uint64_t page_bytes = pool_->state.page_bytes();
+  if (look.spare_bytes / 2 >= page_bytes) pool_->maintenance.note_memory();
   const auto pages = [&](std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes; };
   if (look.relief.bytes == 0) return;
-  const Result<std::uint64_t> given = pool_->give_up(pages(look.relief.bytes), Depth::kCached, 0);
+  const Result<std::uint64_t> given =
+      pool_->maintenance.give_up(pages(look.relief.bytes), Depth::kCached, 0);
   const std::uint64_t there = given ? *given * page_bytes : 0;
   if (look.relief.urgent_bytes <= there) return;
-  (void)pool_->give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
+  (void)pool_->maintenance.give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
 }
 
 void Keeper::answer(const LimitState& state, std::string reason) {
@@ -390,7 +391,7 @@ void Keeper::answer(const LimitState& state, std::string reason) {
     outcome = AnswerState::kRefused;
     reason = refusal_;
   }
-  if (const std::optional<Error> failure = pool_->failure()) {
+  if (const std::optional<Error> failure = pool_->state.failure()) {
     failure_told_ = true;
     outcome = AnswerState::kFailed;
     reason = failure->message;
@@ -407,7 +408,7 @@ void Keeper::answer(const LimitState& state, std::string reason) {
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;
   answer.state = outcome;
-  if (const std::shared_ptr<Places>& places = pool_->places()) {
+  if (const std::shared_ptr<Places>& places = pool_->state.places) {
     answer.min_bytes = places->min_bytes();
     answer.priority = places->priority();
   }
@@ -433,34 +434,35 @@ void Keeper::decay() {
   if (options_.idle_trim.count() < 0) return;
   const Clock::time_point now = Clock::now();
   if (now < decay_.due() && decay_.is_running()) return;
-  const std::uint64_t activity = pool_->activity();
+  const std::uint64_t activity = pool_->state.activity();
   if (!decay_.is_running()) {
-    if (pool_->arm_decay()) decay_.begin(now, pool_->take_parked_use(), activity);
+    if (pool_->maintenance.arm_decay())
+      decay_.begin(now, pool_->maintenance.take_parked_use(), activity);
     return;
   }
   const bool idle = decay_.is_idle(activity);
   // Page by page, so that a waking engine waits for one page at most.
-  while (idle && pool_->activity() == activity && !stopping_) {
-    Result<std::uint64_t> moved = pool_->compact();
+  while (idle && pool_->state.activity() == activity && !stopping_) {
+    Result<std::uint64_t> moved = pool_->maintenance.compact();
     if (!moved || *moved == 0) break;
   }
-  const std::uint64_t unneeded = decay_.step(now, pool_->take_parked_use());
-  if (unneeded > 0) (void)pool_->trim(unneeded);
+  const std::uint64_t unneeded = decay_.step(now, pool_->maintenance.take_parked_use());
+  if (unneeded > 0) (void)pool_->maintenance.trim(unneeded);
   if (options_.sanity_check && idle) {
     if (Status sound = pool_->check_integrity(); !sound) {
       std::fprintf(stderr, "kvelastic: sanity check failed: %s\n", sound.error().message.c_str());
     }
   }
-  if (!pool_->arm_decay()) decay_.end();
+  if (!pool_->maintenance.arm_decay()) decay_.end();
 }
 
 /// Evicts blocks unused for cache_idle, at most a hundred times in that interval.
 void Keeper::evict_idle() {
   const Clock::time_point now = Clock::now();
   if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;
-  const std::optional<std::chrono::milliseconds> again = pool_->evict_idle();
-  next_eviction_ =
-      again ? now + std::max(*again, pool_->cache_idle() / 100) : Clock::time_point::max();
+  const std::optional<std::chrono::milliseconds> again = pool_->maintenance.evict_idle();
+  next_eviction_ = again ? now + std::max(*again, pool_->state.options.cache_idle / 100)
+                         : Clock::time_point::max();
 }
 
 std::int64_t Keeper::sleep_ns(bool request_unreadable) {

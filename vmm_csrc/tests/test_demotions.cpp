@@ -23,7 +23,8 @@ std::unique_ptr<Pool> pool_of(const std::shared_ptr<Range>& range) {
   options.preallocate = false;
   auto pool = Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options);
   CHECK(static_cast<bool>(pool));
-  (*pool)->use_tiers({std::chrono::milliseconds(20), std::chrono::hours(1), std::chrono::hours(1)});
+  (*pool)->writeback.use_tiers(
+      {std::chrono::milliseconds(20), std::chrono::hours(1), std::chrono::hours(1)});
   return *std::move(pool);
 }
 
@@ -41,14 +42,15 @@ std::shared_ptr<Range> range_of_blocks() {
 /// Serves demotions until told to stop.
 class Demoter {
  public:
-  explicit Demoter(Pool& pool) : pool_(pool), staging_(*Staging::create(4, pool.record_bytes())) {
-    (void)pool_.next_demotion(std::chrono::nanoseconds(0));
+  explicit Demoter(Pool& pool)
+      : pool_(pool), staging_(*Staging::create(4, pool.writeback.record_bytes())) {
+    (void)pool_.writeback.next_demotion(std::chrono::nanoseconds(0));
     thread_ = std::thread([this] { serve(); });
   }
   ~Demoter() {
     ending_ = true;
     while (!ended_) {
-      pool_.stop_demotions();
+      pool_.writeback.stop_demotions();
       std::this_thread::yield();
     }
     thread_.join();
@@ -57,13 +59,13 @@ class Demoter {
  private:
   void serve() {
     while (!ending_) {
-      if (!pool_.next_demotion(std::chrono::seconds(10))) continue;
-      const Leaving leaving = pool_.begin_leaving(4);
+      if (!pool_.writeback.next_demotion(std::chrono::seconds(10))) continue;
+      const Leaving leaving = pool_.writeback.begin(4);
       std::vector<BlockSlot> blocks;
       for (std::size_t i = 0; i < leaving.ids.size(); ++i) blocks.push_back({leaving.ids[i], i});
-      CHECK(static_cast<bool>(pool_.copy_records(blocks, staging_, CopyTo::kHost)));
+      CHECK(static_cast<bool>(pool_.writeback.copy_records(blocks, staging_, CopyTo::kHost)));
       const std::vector<std::uint8_t> copied(leaving.ids.size(), 1);
-      CHECK(static_cast<bool>(pool_.end_leaving(leaving.ticket, copied)));
+      CHECK(static_cast<bool>(pool_.writeback.end(leaving.ticket, copied)));
     }
     ended_ = true;
   }
@@ -83,44 +85,44 @@ TEST(a_pool_is_shrunk_used_and_copied_at_once) {
       std::mt19937 random(1);
       std::uint64_t name = 0;
       for (int step = 0; step < 3000; ++step) {
-        auto ids = pool->alloc(1 + random() % 6);
+        auto ids = pool->allocator.alloc(1 + random() % 6);
         if (!CHECK(static_cast<bool>(ids))) return;
         if (*ids) {
           std::vector<BlockKey> keys;
           for (std::size_t i = 0; i < (*ids)->size(); ++i) keys.push_back({++name, 7});
-          CHECK(static_cast<bool>(pool->cache(**ids, keys)));
+          CHECK(static_cast<bool>(pool->allocator.cache(**ids, keys)));
         }
-        if (step % 16 == 0) (void)pool->take_changes();
+        if (step % 16 == 0) (void)pool->allocator.take_changes();
       }
     });
     std::thread limits([&] {
       std::mt19937 random(2);
       for (int step = 0; step < 200; ++step) {
         if (random() % 4 == 0) {
-          pool->set_asleep(true);
-          CHECK(static_cast<bool>(pool->settle_limit()));
-          pool->set_asleep(false);
+          pool->limits.set_asleep(true);
+          CHECK(static_cast<bool>(pool->limits.settle()));
+          pool->limits.set_asleep(false);
         }
-        (void)pool->set_limit((1 + random() % kPages) * HostDriver::kGranularityBytes);
-        CHECK(static_cast<bool>(pool->enforce_limit()));
-        CHECK(static_cast<bool>(pool->give_up(1 + random() % 3, Depth::kCached, 1)));
+        (void)pool->limits.set((1 + random() % kPages) * HostDriver::kGranularityBytes);
+        CHECK(static_cast<bool>(pool->limits.enforce()));
+        CHECK(static_cast<bool>(pool->maintenance.give_up(1 + random() % 3, Depth::kCached, 1)));
       }
     });
     engine.join();
     limits.join();
-    (void)pool->set_limit(kPages * HostDriver::kGranularityBytes);
-    CHECK(static_cast<bool>(pool->enforce_limit()));
-    auto ids = pool->alloc(kPages * kBlocksPerPage - 1);
+    (void)pool->limits.set(kPages * HostDriver::kGranularityBytes);
+    CHECK(static_cast<bool>(pool->limits.enforce()));
+    auto ids = pool->allocator.alloc(kPages * kBlocksPerPage - 1);
     REQUIRE(static_cast<bool>(ids) && ids->has_value());
     const std::vector<BlockKey> keys((*ids)->size(), BlockKey{1, 1});
-    CHECK(static_cast<bool>(pool->cache(**ids, keys)));
-    const std::uint64_t before = pool->stats().blocks_demoted;
-    pool->set_asleep(true);
-    CHECK(static_cast<bool>(pool->settle_limit()));
-    CHECK(pool->stats().blocks_demoted == before + keys.size());
+    CHECK(static_cast<bool>(pool->allocator.cache(**ids, keys)));
+    const std::uint64_t before = pool->state.stats().blocks_demoted;
+    pool->limits.set_asleep(true);
+    CHECK(static_cast<bool>(pool->limits.settle()));
+    CHECK(pool->state.stats().blocks_demoted == before + keys.size());
   }
   CHECK(static_cast<bool>(pool->check_integrity()));
-  const PoolStats stats = pool->stats();
+  const PoolStats stats = pool->state.stats();
   CHECK(stats.blocks_leaving == 0);
   CHECK(stats.blocks_demoted + stats.blocks_dropped == stats.blocks_evicted);
 }
@@ -128,29 +130,29 @@ TEST(a_pool_is_shrunk_used_and_copied_at_once) {
 TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
   const std::shared_ptr<Range> range = range_of_blocks();
   const std::unique_ptr<Pool> pool = pool_of(range);
-  auto ids = pool->alloc(kPages * kBlocksPerPage - 1);
+  auto ids = pool->allocator.alloc(kPages * kBlocksPerPage - 1);
   REQUIRE(static_cast<bool>(ids) && ids->has_value());
   std::vector<BlockKey> keys;
   for (const BlockId id : **ids) keys.push_back({static_cast<std::uint64_t>(id), 1});
-  CHECK(static_cast<bool>(pool->cache(**ids, keys)));
-  (void)pool->next_demotion(std::chrono::nanoseconds(0));
-  (void)pool->set_limit(HostDriver::kGranularityBytes);
+  CHECK(static_cast<bool>(pool->allocator.cache(**ids, keys)));
+  (void)pool->writeback.next_demotion(std::chrono::nanoseconds(0));
+  (void)pool->limits.set(HostDriver::kGranularityBytes);
   std::atomic<bool> request{false};
   std::thread keeper(
-      [&] { CHECK(static_cast<bool>(pool->enforce_limit([&] { return request.load(); }))); });
-  const auto want = pool->next_demotion(std::chrono::seconds(60));
+      [&] { CHECK(static_cast<bool>(pool->limits.enforce([&] { return request.load(); }))); });
+  const auto want = pool->writeback.next_demotion(std::chrono::seconds(60));
   CHECK(want && want->reason == DemotionReason::kLimit);
-  const Leaving leaving = pool->begin_leaving(kBlocksPerPage);
+  const Leaving leaving = pool->writeback.begin(kBlocksPerPage);
   CHECK(static_cast<bool>(
-      pool->end_leaving(leaving.ticket, std::vector<std::uint8_t>(leaving.ids.size(), 1))));
+      pool->writeback.end(leaving.ticket, std::vector<std::uint8_t>(leaving.ids.size(), 1))));
   // A page that is clean goes at once, the dirty ones stay: the wait has an hour to go.
-  while (pool->limit_state().mapped_bytes == kPages * HostDriver::kGranularityBytes) {
+  while (pool->state.limit_state().mapped_bytes == kPages * HostDriver::kGranularityBytes) {
     std::this_thread::yield();
   }
-  CHECK(pool->stats().blocks_dropped == 0);
+  CHECK(pool->state.stats().blocks_dropped == 0);
   request = true;
   keeper.join();
-  CHECK(pool->limit_state().over_bytes == 0 && pool->stats().blocks_dropped > 0);
+  CHECK(pool->state.limit_state().over_bytes == 0 && pool->state.stats().blocks_dropped > 0);
 }
 
 TEST(asks_that_follow_one_another_wait_once_together) {

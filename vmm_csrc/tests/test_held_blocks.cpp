@@ -69,7 +69,7 @@ struct Held {
     pool = *std::move(made);
   }
   std::vector<BlockId> take(std::uint64_t count) const {
-    auto ids = pool->alloc(count);
+    auto ids = pool->allocator.alloc(count);
     return ids && ids->has_value() ? **ids : std::vector<BlockId>{};
   }
   std::vector<Piece> pieces_of(const std::vector<BlockId>& ids) const {
@@ -89,10 +89,10 @@ TEST(blocks_that_are_held_are_given_out_when_nobody_holds_them) {
   const auto ids = one.take(3);
   auto held = one.hold({ids[2], ids[0], ids[2]});
   REQUIRE(bool(held));
-  CHECK(bool(one.pool->free(ids)));
-  CHECK(one.pool->pinned().size() == 2 && (*held)->is_whole());
+  CHECK(bool(one.pool->allocator.free(ids)));
+  CHECK(one.pool->state.stats().blocks_pinned == 2 && (*held)->is_whole());
   (*held)->release();
-  CHECK(one.pool->pinned().empty());
+  CHECK(one.pool->state.stats().blocks_pinned == 0);
   (*held)->release();  // once is enough
   CHECK(bool(one.pool->check_integrity()));
 }
@@ -102,18 +102,20 @@ TEST(blocks_are_held_no_longer_than_whoever_holds_them_lives) {
   const auto ids = one.take(2);
   {
     auto held = one.hold(ids);
-    CHECK(held && bool(one.pool->free(ids)) && one.pool->pinned().size() == 2);
+    CHECK(held && bool(one.pool->allocator.free(ids)) &&
+          one.pool->state.stats().blocks_pinned == 2);
   }
-  CHECK(one.pool->pinned().empty());
+  CHECK(one.pool->state.stats().blocks_pinned == 0);
 }
 
 TEST(blocks_that_are_not_in_use_are_not_held) {
   const Held one;
   const auto ids = one.take(2);
-  CHECK(bool(one.pool->free({&ids[1], 1})));
+  CHECK(bool(one.pool->allocator.free({&ids[1], 1})));
   CHECK(one.hold(ids).error().code == Errc::kUnknownBlock);
   CHECK(one.hold({0}).error().code == Errc::kNullBlock);
-  CHECK(one.pool->pinned().empty() && bool(one.pool->free({ids.data(), 1})));
+  CHECK(one.pool->state.stats().blocks_pinned == 0 &&
+        bool(one.pool->allocator.free({ids.data(), 1})));
 }
 
 TEST(blocks_of_a_pool_that_has_closed_were_not_held_all_the_time) {
@@ -137,8 +139,8 @@ TEST(blocks_are_held_by_some_threads_while_others_give_them_back) {
       if (ids.empty()) continue;
       auto held = one.hold(ids);
       REQUIRE(bool(held));
-      CHECK(bool(one.pool->free(ids)));
-      if (round % 3 == 0) CHECK(bool(one.pool->trim()));
+      CHECK(bool(one.pool->allocator.free(ids)));
+      if (round % 3 == 0) CHECK(bool(one.pool->maintenance.trim()));
       CHECK((*held)->is_whole());
       ++held_so_far;
     }
@@ -146,7 +148,7 @@ TEST(blocks_are_held_by_some_threads_while_others_give_them_back) {
   std::thread beside(work, 1);
   work(2);
   beside.join();
-  CHECK(held_so_far > 0 && one.pool->pinned().empty());
+  CHECK(held_so_far > 0 && one.pool->state.stats().blocks_pinned == 0);
   CHECK(bool(one.pool->check_integrity()));
 }
 

@@ -59,7 +59,7 @@ std::shared_ptr<Pool> make_pool() {
 
 /// None where the pool has too few.
 std::vector<BlockId> take(Pool& pool, std::uint64_t count, bool reuse = false) {
-  Result<std::optional<std::vector<BlockId>>> ids = pool.alloc(count, reuse);
+  Result<std::optional<std::vector<BlockId>>> ids = pool.allocator.alloc(count, reuse);
   if (!ids || !ids->has_value()) return {};
   return **ids;
 }
@@ -161,15 +161,15 @@ TEST(a_page_that_somebody_reads_stays_over_a_lower_limit_and_in_sleep) {
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, 3 * kBlocksPerPage - 1);
   const std::vector<BlockId> last(ids.end() - 1, ids.end());
-  const PinTicket ticket = *pool->pin(last, PinKind::kStrict);
-  CHECK(static_cast<bool>(pool->cache(ids)));
-  pool->set_asleep(true);
-  CHECK(pool->enforce_limit()->mapped_bytes == 2 * kPage);  // the null block's, and the read one
-  CHECK(pool->stats().blocks_pinned == 1 && pool->stats().blocks_used == 0);
-  CHECK(pool->trim() && *pool->compact() == 0);
-  CHECK(pool->available() == 0 && static_cast<bool>(pool->check_integrity()));
-  CHECK(pool->unpin(ticket));
-  CHECK(pool->mapped_bytes() == 0);
+  const PinTicket ticket = *pool->allocator.pin(last, PinKind::kStrict);
+  CHECK(static_cast<bool>(pool->allocator.cache(ids)));
+  pool->limits.set_asleep(true);
+  CHECK(pool->limits.enforce()->mapped_bytes == 2 * kPage);  // the null block's, and the read one
+  CHECK(pool->state.stats().blocks_pinned == 1 && pool->state.stats().blocks_used == 0);
+  CHECK(pool->maintenance.trim() && *pool->maintenance.compact() == 0);
+  CHECK(pool->state.available() == 0 && static_cast<bool>(pool->check_integrity()));
+  CHECK(pool->allocator.unpin(ticket));
+  CHECK(pool->state.limit_state().mapped_bytes == 0);
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
@@ -178,11 +178,11 @@ TEST(a_closed_pool_gives_a_read_page_back_when_its_pin_ends) {
     auto pool = make_pool();
     REQUIRE(pool != nullptr);
     const std::vector<BlockId> ids = take(*pool, 4);
-    const PinTicket ticket = *pool->pin(ids, PinKind::kOrdered);
-    CHECK(static_cast<bool>(pool->free(ids)));
+    const PinTicket ticket = *pool->allocator.pin(ids, PinKind::kOrdered);
+    CHECK(static_cast<bool>(pool->allocator.free(ids)));
     CHECK(*pool->close(discard) == (discard ? 0U : 1U));
-    CHECK(pool->unpin(ticket) == !discard);
-    CHECK(pool->mapped_bytes() == 0);
+    CHECK(pool->allocator.unpin(ticket) == !discard);
+    CHECK(pool->state.limit_state().mapped_bytes == 0);
     CHECK(static_cast<bool>(pool->check_integrity()));
   }
 }
@@ -191,26 +191,26 @@ TEST(a_reserved_block_is_not_pinned) {
   auto pool = make_pool();
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, 1);
-  CHECK(static_cast<bool>(pool->free(ids)));
-  CHECK(*pool->try_to_reserve(kBlocksPerPage - 1));
-  CHECK(pool->pin(ids, PinKind::kStrict).error().code == Errc::kDoubleFree);
+  CHECK(static_cast<bool>(pool->allocator.free(ids)));
+  CHECK(*pool->allocator.try_to_reserve(kBlocksPerPage - 1));
+  CHECK(pool->allocator.pin(ids, PinKind::kStrict).error().code == Errc::kDoubleFree);
 }
 
 TEST(an_alloc_with_reuse_takes_pinned_blocks_before_it_maps_a_page) {
   auto pool = make_pool();
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, kBlocksPerPage - 1);
-  const PinTicket ticket = *pool->pin(ids, PinKind::kOrdered);
-  CHECK(static_cast<bool>(pool->free(ids)));
-  CHECK(pool->reusable() == kBlocksPerPage - 1 && pool->available_mapped() == 0);
+  const PinTicket ticket = *pool->allocator.pin(ids, PinKind::kOrdered);
+  CHECK(static_cast<bool>(pool->allocator.free(ids)));
+  CHECK(pool->state.reusable() == kBlocksPerPage - 1 && pool->state.available_mapped() == 0);
   const std::vector<BlockId> again = take(*pool, 2, true);
-  CHECK(again.size() == 2 && pool->mapped_bytes() == kPage &&
-        pool->reusable() == kBlocksPerPage - 3);
+  CHECK(again.size() == 2 && pool->state.limit_state().mapped_bytes == kPage &&
+        pool->state.reusable() == kBlocksPerPage - 3);
   const std::vector<BlockId> fresh = take(*pool, 2);
-  CHECK(fresh.size() == 2 && pool->mapped_bytes() == 2 * kPage);
+  CHECK(fresh.size() == 2 && pool->state.limit_state().mapped_bytes == 2 * kPage);
   for (const BlockId id : fresh) CHECK(std::find(ids.begin(), ids.end(), id) == ids.end());
-  CHECK(pool->unpin(ticket));
-  CHECK(pool->stats().blocks_used == 4 && static_cast<bool>(pool->check_integrity()));
+  CHECK(pool->allocator.unpin(ticket));
+  CHECK(pool->state.stats().blocks_used == 4 && static_cast<bool>(pool->check_integrity()));
 }
 
 }  // namespace kvelastic

@@ -106,7 +106,7 @@ void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners,
   std::vector<BlockId> mine;
   for (int step = 0; step < steps; ++step) {
     if (random() % 2 == 0) {
-      auto ids = pool.alloc(1 + random() % 12);
+      auto ids = pool.allocator.alloc(1 + random() % 12);
       CHECK(static_cast<bool>(ids));
       if (!ids || !*ids) continue;
       for (const BlockId id : **ids) {
@@ -119,18 +119,19 @@ void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners,
       mine.resize(mine.size() - some.size());
       for (const BlockId id : some) owners[static_cast<std::size_t>(id)] = 0;
       if (random() % 3 == 0) {
-        CHECK(static_cast<bool>(pool.cache(some)));  // nobody's from here on: evicted some time
+        CHECK(static_cast<bool>(
+            pool.allocator.cache(some)));  // nobody's from here on: evicted some time
       } else {
-        CHECK(static_cast<bool>(pool.free(some)));
+        CHECK(static_cast<bool>(pool.allocator.free(some)));
       }
     }
     if (step % 64 == 0) {
-      (void)pool.trim();
-      (void)pool.take_changes();
+      (void)pool.maintenance.trim();
+      (void)pool.allocator.take_changes();
     }
   }
   for (const BlockId id : mine) owners[static_cast<std::size_t>(id)] = 0;
-  CHECK(static_cast<bool>(pool.free(mine)));
+  CHECK(static_cast<bool>(pool.allocator.free(mine)));
 }
 
 void hammer(Pool& pool, int threads, int steps) {
@@ -140,19 +141,19 @@ void hammer(Pool& pool, int threads, int steps) {
     workers.emplace_back([&, i] { work(pool, static_cast<std::uint32_t>(i + 1), owners, steps); });
   }
   for (int i = 0; i < 50; ++i) {
-    (void)pool.set_limit((1 + i % kPages) * kPage);
-    (void)pool.enforce_limit();
-    (void)pool.provision();
-    pool.enter();
-    const std::uint64_t there = pool.available_mapped();
+    (void)pool.limits.set((1 + i % kPages) * kPage);
+    (void)pool.limits.enforce();
+    (void)pool.maintenance.provision();
+    pool.state.session.lock();
+    const std::uint64_t there = pool.state.available_mapped();
     CHECK(there <= kPages * kBlocksPerPage);
-    pool.exit();
+    pool.state.session.unlock();
   }
-  (void)pool.set_limit(kPages * kPage);
+  (void)pool.limits.set(kPages * kPage);
   for (std::thread& worker : workers) worker.join();
   const Status sound = pool.check_integrity();
   CHECK(static_cast<bool>(sound));
-  CHECK(pool.stats().blocks_used == 0);
+  CHECK(pool.state.stats().blocks_used == 0);
 }
 
 }  // namespace
@@ -163,7 +164,7 @@ TEST(pool_threads_over_local_memory) {
   auto pool = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
   REQUIRE(static_cast<bool>(pool));
   hammer(**pool, 4, 300);
-  CHECK((*pool)->mapped_bytes() == range->mapped_pages() * kPage);
+  CHECK((*pool)->state.limit_state().mapped_bytes == range->mapped_pages() * kPage);
   CHECK(static_cast<bool>(range->check_integrity()));
 }
 
@@ -190,7 +191,7 @@ TEST(pool_threads_over_a_ring_with_a_keeper) {
     hammer(*pool, 3, 200);
     keeper->stop();
   }
-  CHECK(pool->mapped_bytes() == range->mapped_pages() * kPage);
+  CHECK(pool->state.limit_state().mapped_bytes == range->mapped_pages() * kPage);
   (*worker)->stop();
 }
 
@@ -202,31 +203,31 @@ TEST(pages_that_land_over_the_limit_call_the_keeper) {
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
   std::atomic<int> calls = 0;
-  pool.on_wanted([&] { ++calls; });
+  pool.maintenance.on_work([&] { ++calls; });
   // A parked page before, so that the keeper has been called for decay already; with the idle trim
   // off it never asks to be called for that again.
   backing->let_it_go_on();
-  CHECK(static_cast<bool>(pool.ensure(2 * kBlocksPerPage - 1)));
+  CHECK(static_cast<bool>(pool.allocator.ensure(2 * kBlocksPerPage - 1)));
   backing->wait_for_a_map();
-  std::thread engine([&] { (void)pool.ensure(kPages * kBlocksPerPage - 1); });
+  std::thread engine([&] { (void)pool.allocator.ensure(kPages * kBlocksPerPage - 1); });
   backing->wait_for_a_map();
   // The keeper lowers the limit while the others are on their way: they cannot be given back yet.
-  (void)pool.set_limit(kPage);
-  Result<LimitState> meanwhile = pool.enforce_limit();
+  (void)pool.limits.set(kPage);
+  Result<LimitState> meanwhile = pool.limits.enforce();
   REQUIRE(static_cast<bool>(meanwhile));
   CHECK(meanwhile->over_bytes == (kPages - 2) * kPage);
   const int before = calls;
   backing->let_it_go_on();
   engine.join();
-  CHECK(pool.stats().pages_parked == kPages - 2);
+  CHECK(pool.state.stats().pages_parked == kPages - 2);
   CHECK(calls > before);
-  Result<LimitState> done = pool.enforce_limit();
+  Result<LimitState> done = pool.limits.enforce();
   CHECK(done && done->over_bytes == 0);
   // Nothing is left to do: another look does not call the keeper again, or it would never rest.
   const int rest = calls;
-  CHECK(static_cast<bool>(pool.enforce_limit()));
+  CHECK(static_cast<bool>(pool.limits.enforce()));
   CHECK(calls == rest);
-  pool.on_wanted(nullptr);
+  pool.maintenance.on_work(nullptr);
 }
 
 /// Its loads wait until the test lets them go on.
@@ -269,25 +270,28 @@ TEST(pages_ahead_of_demand_come_after_loads) {
   auto made = Pool::create(large, backing, wants);
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
-  auto staged = Staging::create(1, pool.record_bytes());
+  auto staged = Staging::create(1, pool.writeback.record_bytes());
   REQUIRE(static_cast<bool>(staged));
   const std::shared_ptr<Staging> staging = *std::move(staged);
-  pool.on_wanted([] {});
-  const auto ids = pool.alloc(kBlocksPerPage);
+  pool.maintenance.on_work([] {});
+  const auto ids = pool.allocator.alloc(kBlocksPerPage);
   REQUIRE(ids && *ids);
-  CHECK(pool.is_provision_due());
-  const std::uint64_t before = pool.mapped_bytes();
-  const auto came = [&] { return (pool.mapped_bytes() - before) / large.extent_bytes; };
+  CHECK(pool.maintenance.is_provision_due());
+  const std::uint64_t before = pool.state.limit_state().mapped_bytes;
+  const auto came = [&] {
+    return (pool.state.limit_state().mapped_bytes - before) / large.extent_bytes;
+  };
   const auto provision_after_loads = [&] {
-    Result<std::uint64_t> mapped = pool.provision();
-    while (mapped && *mapped == 0) mapped = pool.provision();  // more loads might follow the last
+    Result<std::uint64_t> mapped = pool.maintenance.provision();
+    while (mapped && *mapped == 0)
+      mapped = pool.maintenance.provision();  // more loads might follow the last
     CHECK(static_cast<bool>(mapped));
   };
   std::thread loading;
   const auto load = [&] {
     loading = std::thread([&] {
       const BlockSlot one{(*ids)->front(), 0};
-      CHECK(static_cast<bool>(pool.copy_records({&one, 1}, staging, CopyTo::kDevice)));
+      CHECK(static_cast<bool>(pool.writeback.copy_records({&one, 1}, staging, CopyTo::kDevice)));
     });
     backing->wait_for_a_load();
   };
@@ -297,18 +301,18 @@ TEST(pages_ahead_of_demand_come_after_loads) {
   };
 
   load();
-  const Result<std::uint64_t> mapped = pool.provision();
-  CHECK(mapped && *mapped == 0 && pool.is_provision_due() && came() == 0);
+  const Result<std::uint64_t> mapped = pool.maintenance.provision();
+  CHECK(mapped && *mapped == 0 && pool.maintenance.is_provision_due() && came() == 0);
   end_load();
   // A load that comes in the midst waits for one batch, and the rest is left for later.
   backing->at_map = load;
   provision_after_loads();
-  CHECK(came() == 1 && pool.is_provision_due());
+  CHECK(came() == 1 && pool.maintenance.is_provision_due());
   end_load();
   provision_after_loads();
-  CHECK(came() == 3 && !pool.is_provision_due());
+  CHECK(came() == 3 && !pool.maintenance.is_provision_due());
   CHECK(static_cast<bool>(pool.check_integrity()));
-  pool.on_wanted(nullptr);
+  pool.maintenance.on_work(nullptr);
 }
 
 /// A device that works behind the calls, which counts the pages of each.
@@ -343,11 +347,11 @@ TEST(a_call_to_a_gpu_has_16_handles_at_most) {
   wants.preallocate = false;
   auto made = Pool::create(many, backing, wants);
   REQUIRE(static_cast<bool>(made));
-  const auto ids = (*made)->alloc((many.pages - 1) * kBlocksPerPage);
+  const auto ids = (*made)->allocator.alloc((many.pages - 1) * kBlocksPerPage);
   REQUIRE(ids && *ids);
   CHECK(std::ranges::max(backing->mapped) == 16);
-  CHECK(static_cast<bool>((*made)->free(**ids)));
-  CHECK(static_cast<bool>((*made)->trim()));
+  CHECK(static_cast<bool>((*made)->allocator.free(**ids)));
+  CHECK(static_cast<bool>((*made)->maintenance.trim()));
   CHECK(std::ranges::max(backing->unmapped) == 16);
 }
 
@@ -376,7 +380,7 @@ TEST(a_keeper_without_memory_for_its_lists_goes_on) {
   auto made = Pool::create(geometry(), backing, options());
   REQUIRE(static_cast<bool>(made));
   std::shared_ptr<Pool> pool = *std::move(made);
-  CHECK(static_cast<bool>(pool->ensure(kPages * kBlocksPerPage - 1)));
+  CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
   std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
   auto keeper = Keeper::start(pool, record, {});
   backing->throws = 3;
@@ -389,7 +393,7 @@ TEST(a_keeper_without_memory_for_its_lists_goes_on) {
   REQUIRE(static_cast<bool>(view));
   CHECK(view->wait_answer(revision, true, 60'000'000'000));
   CHECK(backing->throws == 0);
-  CHECK(pool->mapped_bytes() == kPage);
+  CHECK(pool->state.limit_state().mapped_bytes == kPage);
   CHECK(static_cast<bool>(pool->check_integrity()));
   keeper->stop();
 }
@@ -400,14 +404,14 @@ TEST(reservations_make_way_for_others_who_need_the_memory) {
   auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
-  Result<bool> reserved = pool.try_to_reserve(kPages * kBlocksPerPage - 1);
+  Result<bool> reserved = pool.allocator.try_to_reserve(kPages * kBlocksPerPage - 1);
   REQUIRE(reserved && *reserved);
-  Result<std::uint64_t> parked = pool.give_up(2, Depth::kParked, 0);
+  Result<std::uint64_t> parked = pool.maintenance.give_up(2, Depth::kParked, 0);
   CHECK(parked && *parked == 0);
-  CHECK(pool.stats().blocks_reserved > 0);
-  Result<std::uint64_t> given = pool.give_up(2, Depth::kCached, 0);
+  CHECK(pool.state.stats().blocks_reserved > 0);
+  Result<std::uint64_t> given = pool.maintenance.give_up(2, Depth::kCached, 0);
   CHECK(given && *given == 2);
-  CHECK(pool.stats().blocks_reserved == 0);
+  CHECK(pool.state.stats().blocks_reserved == 0);
   CHECK(static_cast<bool>(pool.check_integrity()));
 }
 
@@ -421,20 +425,20 @@ TEST(a_keeper_whose_driver_refuses_is_not_called_without_end) {
   auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
-  CHECK(static_cast<bool>(pool.ensure(kPages * kBlocksPerPage - 1)));
+  CHECK(static_cast<bool>(pool.allocator.ensure(kPages * kBlocksPerPage - 1)));
   std::atomic<int> calls = 0;
-  pool.on_wanted([&] { ++calls; });
-  (void)pool.set_limit(kPage);
+  pool.maintenance.on_work([&] { ++calls; });
+  (void)pool.limits.set(kPage);
   driver->arm(1, 1U << 30);
-  (void)pool.enforce_limit();
+  (void)pool.limits.enforce();
   const int before = calls;
   CHECK(before > 0);
-  for (int i = 0; i < 10; ++i) CHECK(!pool.enforce_limit());
+  for (int i = 0; i < 10; ++i) CHECK(!pool.limits.enforce());
   CHECK(calls == before);  // the keeper tries again in its own time
   driver->arm(0, 0);
-  Result<LimitState> done = pool.enforce_limit();
+  Result<LimitState> done = pool.limits.enforce();
   CHECK(done && done->over_bytes == 0);
-  pool.on_wanted(nullptr);
+  pool.maintenance.on_work(nullptr);
 }
 
 TEST(ring_refuses_what_does_not_fit) {

@@ -94,49 +94,51 @@ TEST(session_keeps_what_it_saw) {
   for (int i = 0; i < 3; ++i) {
     others.emplace_back([&, i] {
       for (int round = 0; !stop; ++round) {
-        auto ids = pool->alloc(1 + (round + i) % 7);
+        auto ids = pool->allocator.alloc(1 + (round + i) % 7);
         if (!ids || !*ids) continue;
-        CHECK(static_cast<bool>(round % 3 == 0 ? pool->cache(**ids) : pool->free(**ids)));
-        if (round % 5 == 0) (void)pool->trim();
+        CHECK(static_cast<bool>(round % 3 == 0 ? pool->allocator.cache(**ids)
+                                               : pool->allocator.free(**ids)));
+        if (round % 5 == 0) (void)pool->maintenance.trim();
       }
     });
   }
   others.emplace_back([&] {
     for (std::uint64_t round = 0; !stop; ++round) {
-      (void)pool->set_limit((1 + round % kPages) * kPage);
-      (void)pool->enforce_limit();
+      (void)pool->limits.set((1 + round % kPages) * kPage);
+      (void)pool->limits.enforce();
     }
   });
   int kept = 0;
   for (int round = 0; round < 400; ++round) {
-    auto mine = pool->alloc(3);
+    auto mine = pool->allocator.alloc(3);
     if (!mine || !*mine) {
       std::this_thread::yield();
       continue;
     }
-    pool->enter();
-    CHECK(pool->is_entered());
-    (void)pool->take_changes();
-    CHECK(static_cast<bool>(pool->cache(**mine)));  // the session's own call: this may evict
+    pool->state.session.lock();
+    CHECK(pool->state.session.is_mine());
+    (void)pool->allocator.take_changes();
+    CHECK(static_cast<bool>(
+        pool->allocator.cache(**mine)));  // the session's own call: this may evict
     bool whole = true;
-    for (const auto [id, to] : pool->take_changes()) {
+    for (const auto [id, to] : pool->allocator.take_changes()) {
       for (const BlockId own : **mine) whole = whole && own != id;
     }
     std::this_thread::yield();
     if (whole) {
       ++kept;
-      CHECK(static_cast<bool>(pool->touch(**mine)));
-      pool->exit();
-      CHECK(static_cast<bool>(pool->free(**mine)));
+      CHECK(static_cast<bool>(pool->allocator.touch(**mine)));
+      pool->state.session.unlock();
+      CHECK(static_cast<bool>(pool->allocator.free(**mine)));
     } else {
-      (void)pool->free(**mine);
-      pool->exit();
+      (void)pool->allocator.free(**mine);
+      pool->state.session.unlock();
     }
   }
   stop = true;
   for (std::thread& other : others) other.join();
   CHECK(kept > 0);
-  CHECK(!pool->is_entered());
+  CHECK(!pool->state.session.is_mine());
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
@@ -147,24 +149,24 @@ TEST(pool_over_a_backing_that_failed_hands_out_nothing) {
     REQUIRE(pool != nullptr);
     backing->fail_after = fail_after;
     std::vector<BlockId> held;
-    for (int round = 0; round < 20 && !pool->failed(); ++round) {
-      auto ids = pool->alloc(5);
+    for (int round = 0; round < 20 && !pool->state.has_failed(); ++round) {
+      auto ids = pool->allocator.alloc(5);
       if (ids && *ids) held.insert(held.end(), (**ids).begin(), (**ids).end());
       if (round % 3 == 2) {
-        CHECK(static_cast<bool>(pool->free(held)));
+        CHECK(static_cast<bool>(pool->allocator.free(held)));
         held.clear();
-        (void)pool->trim();
+        (void)pool->maintenance.trim();
       }
     }
-    REQUIRE(pool->failed());
-    CHECK(pool->available() == 0 && pool->available_mapped() == 0);
-    auto none = pool->alloc(1);
+    REQUIRE(pool->state.has_failed());
+    CHECK(pool->state.available() == 0 && pool->state.available_mapped() == 0);
+    auto none = pool->allocator.alloc(1);
     CHECK(!none && none.error().code == Errc::kChannelClosed);
-    CHECK(pool->ensure(1).error().code == Errc::kChannelClosed);
-    CHECK(pool->try_to_reserve(1).error().code == Errc::kChannelClosed);
+    CHECK(pool->allocator.ensure(1).error().code == Errc::kChannelClosed);
+    CHECK(pool->allocator.try_to_reserve(1).error().code == Errc::kChannelClosed);
     std::optional<std::vector<BlockId>> at_once;
-    CHECK(!pool->try_alloc(1, at_once));
-    CHECK(static_cast<bool>(pool->free(held)));
+    CHECK(!pool->allocator.try_alloc(1, at_once));
+    CHECK(static_cast<bool>(pool->allocator.free(held)));
     CHECK(static_cast<bool>(pool->check_integrity()));
   }
 }
@@ -173,17 +175,36 @@ TEST(who_is_put_to_sleep_waits_for_pages_that_others_unmap) {
   auto backing = std::make_shared<LateGpu>();
   auto pool = make_pool(backing);
   REQUIRE(pool != nullptr);
-  CHECK(static_cast<bool>(pool->ensure(kPages * kBlocksPerPage - 1)));
-  std::thread keeper([&] { (void)pool->trim(); });
+  CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
+  std::thread keeper([&] { (void)pool->maintenance.trim(); });
   backing->wait_for_a_wait();
-  pool->set_asleep(true);
-  auto asleep = std::async(std::launch::async, [&] { return pool->settle_limit(); });
+  pool->limits.set_asleep(true);
+  auto asleep = std::async(std::launch::async, [&] { return pool->limits.settle(); });
   (void)asleep.wait_for(std::chrono::milliseconds(50));  // long enough to answer too early
   backing->end_kernels();
   Result<LimitState> state = asleep.get();
   keeper.join();
   CHECK(state && state->mapped_bytes == 0);
   CHECK(static_cast<bool>(pool->check_integrity()));
+}
+
+TEST(each_release_of_the_lock_publishes_the_state) {
+  auto pool = make_pool(std::make_shared<NoMemory>());
+  REQUIRE(pool != nullptr);
+  PoolState& state = pool->state;
+  CHECK(state.available() == kPages * kBlocksPerPage - 1);
+  const std::uint32_t arrivals = state.arrivals();
+  {
+    PoolState::Change change(state);
+    change->accounting.limit.request(2 * kPage, kPages * kPage);
+    {
+      const PoolState::Change::Unlocked unlocked(change);
+      CHECK(state.available() == 2 * kBlocksPerPage - 1 && unlocked.arrivals() == arrivals);
+    }
+    change->accounting.limit.request(3 * kPage, kPages * kPage);
+    CHECK(state.available() == 2 * kBlocksPerPage - 1);
+  }
+  CHECK(state.available() == 3 * kBlocksPerPage - 1 && state.arrivals() == arrivals + 1);
 }
 
 }  // namespace kvelastic

@@ -274,17 +274,17 @@ TEST(strangers_are_what_they_were_at_each_step_of_a_pool_that_grows_and_shrinks)
   const auto is_exact_now = [&] {
     return gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages);
   };
-  auto ids = pool->alloc(40);
+  auto ids = pool->allocator.alloc(40);
   REQUIRE(static_cast<bool>(ids) && *ids && looks > 0);
   CHECK(is_exact_now());
   backing->fails = true;
-  (void)pool->ensure(50);
+  (void)pool->allocator.ensure(50);
   CHECK(is_exact_now());
-  CHECK(static_cast<bool>(pool->free(**ids)));
-  CHECK(!pool->trim());
+  CHECK(static_cast<bool>(pool->allocator.free(**ids)));
+  CHECK(!pool->maintenance.trim());
   CHECK(is_exact_now());
   backing->fails = false;
-  auto trimmed = pool->trim();
+  auto trimmed = pool->maintenance.trim();
   CHECK(trimmed && *trimmed >= 39);
   CHECK(is_exact_now());
 }
@@ -296,18 +296,19 @@ TEST(strangers_are_looked_for_after_every_large_change) {
   auto pool = make_pool(std::make_shared<LookedAt>(gpu, [] {}), ledger.join(), kLargePage);
   REQUIRE(pool != nullptr);
   int calls = 0;
-  pool->on_wanted([&] { ++calls; });
-  auto ids = pool->alloc(2);  // and the null block's page
+  pool->maintenance.on_work([&] { ++calls; });
+  auto ids = pool->allocator.alloc(2);  // and the null block's page
   REQUIRE(static_cast<bool>(ids) && *ids);
-  CHECK(!pool->take_large_move());
+  CHECK(!pool->maintenance.take_large_move());
   const int before = calls;
-  auto more = pool->alloc(1);
+  auto more = pool->allocator.alloc(1);
   REQUIRE(static_cast<bool>(more) && *more);
   CHECK(calls > before);
-  CHECK(pool->take_large_move() && !pool->take_large_move());
-  CHECK(static_cast<bool>(pool->free(**ids)) && static_cast<bool>(pool->free(**more)));
-  CHECK(pool->trim() && !pool->take_large_move());
-  pool->on_wanted(nullptr);
+  CHECK(pool->maintenance.take_large_move() && !pool->maintenance.take_large_move());
+  CHECK(static_cast<bool>(pool->allocator.free(**ids)) &&
+        static_cast<bool>(pool->allocator.free(**more)));
+  CHECK(pool->maintenance.trim() && !pool->maintenance.take_large_move());
+  pool->maintenance.on_work(nullptr);
 }
 
 TEST(strangers_are_looked_for_by_a_worker_that_may_be_late) {

@@ -45,7 +45,7 @@ Result<std::unique_ptr<HeldBlocks>> HeldBlocks::hold(std::shared_ptr<Range> rang
   const auto base = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(range->address()));
   const Result<std::vector<BlockId>> ids = blocks_in(geometry, base, pieces);
   if (!ids) return ids.error();
-  const Result<PinTicket> ticket = pool->pin(*ids, PinKind::kStrict);
+  const Result<PinTicket> ticket = pool->allocator.pin(*ids, PinKind::kStrict);
   if (!ticket) return ticket.error();
   std::unique_ptr<HeldBlocks> held(new HeldBlocks(std::move(range), std::move(pool), *ticket));
   // Pinned first: a page of a pinned block is not unmapped by anything but a close.
@@ -69,7 +69,7 @@ bool HeldBlocks::is_whole() const {
 }
 
 void HeldBlocks::release() {
-  if (std::exchange(is_held_, false)) (void)pool_->unpin(ticket_);
+  if (std::exchange(is_held_, false)) (void)pool_->allocator.unpin(ticket_);
 }
 
 }  // namespace kvelastic

@@ -27,7 +27,7 @@ Result<std::vector<BlockId>> blocks_in(const Geometry& geometry, std::uint64_t b
 /// Any thread, one at a time.
 class HeldBlocks {
  public:
-  /// Pins the blocks that the pieces belong to. Fails as blocks_in and Pool::pin.
+  /// Pins the blocks that the pieces belong to. Fails as blocks_in and Allocator::pin.
   /// Pre: the pool's memory is the range.
   static Result<std::unique_ptr<HeldBlocks>> hold(std::shared_ptr<Range> range,
                                                   std::shared_ptr<Pool> pool,
@@ -39,7 +39,7 @@ class HeldBlocks {
   /// Whether every page has been there all the time.
   bool is_whole() const;
 
-  /// Ends the pin. May block as Pool::unpin. Safe to repeat.
+  /// Ends the pin. May block as Allocator::unpin. Safe to repeat.
   void release();
 
  private:
