@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +68,13 @@ def run(path: Path) -> int:
 async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFiles) -> int:
     for warning in warnings_of(settings):
         _log.warning("%s", warning)
+    # First, because `app_state` starts engines and requests memory limits: a controller that cannot
+    # listen must not replace those of another one.
+    try:
+        sockets = await _listen(settings.server, files.backlog)
+    except OSError as error:
+        await _say_who_listens(settings.server, error)
+        return 1
     app_state = AppState(
         settings, log, files, source=str(path.resolve()), read_settings=lambda: load(path)
     )
@@ -93,15 +102,12 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     gc.collect()
     gc.freeze()
     try:
-        announcer = loop.create_task(_announce(server, app_state))
-        try:
-            await server.serve()
-        except SystemExit:  # uvicorn cannot listen; it uses an exit code of its own
-            await _say_who_listens(settings.server)
+        announcer = loop.create_task(_announce(server))
+        await server.serve(sockets)
         announcer.cancel()
     finally:
         await app_state.stop()
-    return 0 if server.started else 1
+    return 0
 
 
 def make_config(app_state: AppState) -> uvicorn.Config:
@@ -109,7 +115,7 @@ def make_config(app_state: AppState) -> uvicorn.Config:
     server = app_state.settings.server
 
     def cors(headers: Headers) -> Headers:
-        return app_state.origins.cors(headers)  # a reload replaces `front.origins`
+        return app_state.origins.cors(headers)  # a reload replaces it
 
     return uvicorn.Config(
         make_application(app_state),
@@ -137,18 +143,32 @@ def make_config(app_state: AppState) -> uvicorn.Config:
     )
 
 
-async def _say_who_listens(server: ServerSettings) -> None:
-    found = await asyncio.to_thread(listeners, server.port)
-    why = f"it is taken by {found[0]}" if found else "the line above says why"
-    _log.error(
-        "cannot listen on %s port %d: %s; end that program, or choose another server.port",
-        server.host,
-        server.port,
-        why,
+async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
+    """Return a listening socket for each address of the host. Raises `OSError`."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in dict.fromkeys((each[0], each[4]) for each in found):
+            sockets.append(socket.create_server(address, family=family, backlog=backlog))
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
 
 
-async def _announce(server: _Server, app_state: AppState) -> None:
+async def _say_who_listens(server: ServerSettings, error: OSError) -> None:
+    found = await asyncio.to_thread(listeners, server.port)
+    if error.errno == errno.EADDRINUSE and found:
+        why = f"it is taken by {found[0]}; end that program, or choose another server.port"
+    else:
+        why = f"{error.strerror}; choose another server.host or server.port"
+    _log.error("cannot listen on %s port %d: %s", server.host, server.port, why)
+
+
+async def _announce(server: _Server) -> None:
     """Log the addresses when the server listens: with port 0 the log is the only source."""
     while not server.started:
         await asyncio.sleep(0.01)

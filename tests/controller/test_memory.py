@@ -8,13 +8,17 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import yaml
 from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for, fake_launch
@@ -241,6 +245,24 @@ def test_what_is_configured_is_requested_at_the_start(engine: Engine, instance: 
         row = front.get("/memory/org/m").json()["memory"]
         assert row["requested_limit_bytes"] == 32 * MIB
         assert (row["min_bytes"], row["priority"]) == (4 * MIB, 3)
+
+
+def test_a_controller_that_cannot_listen_changes_nothing(
+    engine: Engine, instance: Instance, tmp_path: Path
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        config = config_for(
+            engine,
+            model={"instance": instance.name, "memory": {"limit": 8 * PAGE_BYTES}},
+            server={"port": taken.getsockname()[1]},
+        )
+        path = tmp_path / "controller.yaml"
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "kvelastic.controller", "--config", str(path)]
+        ended = subprocess.run(command, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 1
+    first = segment.request(instance.name, priority=0, wait_s=DEADLINE_S)
+    assert first.requested_revision == 1
 
 
 def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
