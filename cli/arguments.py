@@ -96,7 +96,7 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
 
 
 class AgeType(click.ParamType):  # type: ignore[type-arg]
-    """A time above 0 in seconds, or with the suffix s, m, h or d."""
+    """A time above 0 with the suffix s, m, h or d. Without one it is refused: 7 may mean days."""
 
     name = "age"
 
@@ -105,10 +105,9 @@ class AgeType(click.ParamType):  # type: ignore[type-arg]
     ) -> float:
         """Return seconds; anything else is a usage error (exit code 2)."""
         text = str(value).strip().lower()
-        unit_s = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
-        number = text[:-1] if unit_s else text
+        unit_s = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:], math.nan)
         try:
-            age_s = float(number) * (unit_s or 1)
+            age_s = float(text[:-1]) * unit_s
         except ValueError:
             age_s = math.nan
         if not (math.isfinite(age_s) and age_s > 0):

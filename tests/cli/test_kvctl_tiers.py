@@ -177,6 +177,7 @@ def test_clear_erases_all_and_asks_first(one: Instance) -> None:
         (("limit", "NAME", "disk", "1"), 1, "1 B holds no record; the least that does is"),
         (("limit", "NAME", "disk", "0"), 1, "0 B holds no record; the least that does is"),
         (("erase", "NAME"), 2, "say what to erase"),
+        (("erase", "NAME", "--older-than", "7"), 2, "is not an age; write 90s, 15m, 12h or 7d"),
         (("erase", "NAME", "--older-than", "-1"), 2, "is not an age"),
         (("erase", "NAME", "--older-than", "0"), 2, "is not an age"),
         (("erase", "NAME", "--older-than", "nan"), 2, "is not an age"),
