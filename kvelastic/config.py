@@ -20,7 +20,14 @@ from typing import Any, Final, NamedTuple
 from kvelastic.errors import ConfigError, InvalidArgumentError
 from kvelastic.host_capacity import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.logs import configure_logging, say_once
-from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
+from kvelastic.sizes import (
+    MAX_PRIORITY,
+    MIB_BYTES,
+    SIZE_FORMS,
+    format_size,
+    parse_percent,
+    parse_size,
+)
 from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
 
 __all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
@@ -337,7 +344,7 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Limit at the start of an instance; kvctl limit changes it while it runs."),
     Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
              "Guarantee: memory that the instance gets as soon as it needs it. Others may use it"
-             " before."),
+             " before. Not above KVELASTIC_LIMIT."),
     Variable("KVELASTIC_RESERVE", None, "reserve", parse_size, "(measured)", f"0, or {SIZE_FORMS}",
              "Memory of the engine on its device besides KV cache (weights, activations). By"
              " default measured: in vLLM's workers after their start, in transformers and SGLang"
@@ -438,6 +445,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         if text is not None:
             values[variable.field] = _parsed(variable, name, text)
     _settle_reserved_pages(values)
+    _check_guarantee(values)
     if values.get("enabled"):
         values["autopatch"] = True
     if environ.get("NO_COLOR"):  # https://no-color.org: any non-empty value
@@ -485,6 +493,16 @@ def _parsed(variable: Variable, name: str, text: str) -> object:
         raise ConfigError(
             f"{name}={text!r} is not accepted; set it to {variable.accepts}."
         ) from None
+
+
+def _check_guarantee(values: dict[str, Any]) -> None:
+    """Raise `ConfigError` if the guarantee is above a limit in bytes, as `kvctl set` does."""
+    limit: object = values.get("limit")
+    if isinstance(limit, int) and limit < values.get("minimum", 0):
+        raise ConfigError(
+            f"KVELASTIC_MIN={format_size(values['minimum'])} is above KVELASTIC_LIMIT; set it to"
+            f" {format_size(limit)} or less."
+        )
 
 
 def _settle_reserved_pages(values: dict[str, Any]) -> None:

@@ -273,6 +273,13 @@ def test_contradicting_reserves_are_refused() -> None:
         load({"KVELASTIC_MIN_RESERVED_PAGES": "4", "KVELASTIC_MAX_RESERVED_PAGES": "3"})
 
 
+def test_a_guarantee_above_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"MIN=4.00 GiB is above KVELASTIC_LIMIT; set it to 2.00"):
+        load({"KVELASTIC_MIN": "4G", "KVELASTIC_LIMIT": "2G"})
+    assert load({"KVELASTIC_MIN": "2G", "KVELASTIC_LIMIT": "2G"}).minimum == 2 << 30
+    assert load({"KVELASTIC_MIN": "2G", "KVELASTIC_LIMIT": "1%"}).minimum == 2 << 30
+
+
 def test_limit_resolves_against_a_capacity() -> None:
     assert load({}).limit_bytes(1000) is None
     assert load({"KVELASTIC_LIMIT": "80%"}).limit_bytes(1000) == 800
