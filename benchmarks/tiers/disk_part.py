@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.harness import Figure
 from kvelastic.errors import DeviceUnavailableError
-from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 RECORD_BYTES = 1 << 20
 RECORDS = 256

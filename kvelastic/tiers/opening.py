@@ -24,11 +24,11 @@ from kvelastic.sizes import format_size
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.hash_cache import HashCache, default_folder
-from kvelastic.tiers.identified import IdentifiedStore
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Copies, Deadlines, Rules, WritePolicy
 from kvelastic.tiers.publisher import show
+from kvelastic.tiers.stores.identified import IdentifiedStore
 from kvelastic.tiers.weights_fingerprint import CancelledError, WeightFiles
 
 
@@ -98,7 +98,7 @@ def _open_store(
     # Import late, so that one kind of tier does not need the dependencies of another.
     record_bytes, limit_bytes = namespace.record_bytes, spec.limit_bytes
     if spec.kind == "host":
-        from kvelastic.tiers.host import HostStore
+        from kvelastic.tiers.stores.host.store import HostStore
 
         assert limit_bytes is not None
         own_name = f"{name}_tier"[:64]
@@ -106,7 +106,7 @@ def _open_store(
             record_bytes, limit_bytes, settings=settings, name=own_name, model=namespace.model
         )
     if spec.kind == "disk":
-        from kvelastic.tiers.disk import DiskStore
+        from kvelastic.tiers.stores.disk.store import DiskStore
 
         assert limit_bytes is not None
         return DiskStore(
@@ -117,10 +117,10 @@ def _open_store(
             daily_write_bytes=asked.daily_write_bytes,
         )
     if spec.kind == "folder":
-        from kvelastic.tiers.folder import FolderStore
+        from kvelastic.tiers.stores.folder.store import FolderStore
 
         return FolderStore(spec.folders[0], record_bytes, namespace, limit_bytes=limit_bytes)
-    from kvelastic.tiers.remote import MooncakeStore
+    from kvelastic.tiers.stores.mooncake.store import MooncakeStore
 
     return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes or 0)
 

@@ -58,8 +58,8 @@ from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
 from kvelastic.flexkv.storage.allocator import tensor_memory
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
-from kvelastic.tiers.host import HostStore
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.host.store import HostStore
 
 # --- keys -----------------------------------------------------------------------------------------
 

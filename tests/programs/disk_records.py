@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvelastic.tiers.base import NO_KEY, Store
-from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 NUMBERS = 3000
 """What `anything` puts and erases begins below this, and ends 30 above it at most."""

@@ -393,11 +393,11 @@ def open_engine(
     namespace = Namespace("embedded", block_tokens=1, record_bytes=pool.blocks.record_bytes)
     stores: list[Store] = []
     if host_bytes:
-        from kvelastic.tiers.host import HostStore
+        from kvelastic.tiers.stores.host.store import HostStore
 
         stores.append(HostStore(RECORD_BYTES, host_bytes, settings=settings, name=f"{name}_tier"))
     if disk is not None:
-        from kvelastic.tiers.disk import DiskStore
+        from kvelastic.tiers.stores.disk.store import DiskStore
 
         stores.append(DiskStore([disk], RECORD_BYTES, disk_bytes, namespace))
     staging = _vmm.Staging(SLOTS, pool.blocks.record_bytes)

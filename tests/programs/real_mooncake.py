@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
 from store_battery import ALL, RECORD_BYTES, WORLD, Bench, Kind, read, records_of, split
 from waiting import wait_until
 
-from kvelastic.tiers.mooncake_client import connect
-from kvelastic.tiers.remote import MooncakeStore
-from kvelastic.tiers.remote_record import server_key
+from kvelastic.tiers.stores.mooncake.client import connect
+from kvelastic.tiers.stores.mooncake.format import server_key
+from kvelastic.tiers.stores.mooncake.store import MooncakeStore
 
 SEGMENT_BYTES = 64 << 20
 

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 
-from kvelastic.tiers.mooncake_client import NO_ROOM, NOT_FOUND
+from kvelastic.tiers.stores.mooncake.client import NO_ROOM, NOT_FOUND
 
 RPC_FAIL = -900
 

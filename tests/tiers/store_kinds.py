@@ -21,11 +21,11 @@ from kvelastic.config import load
 from kvelastic.device import selection
 from kvelastic.device.selection import Device
 from kvelastic.tiers.base import Store
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.folder import FolderStore
-from kvelastic.tiers.host import HostStore
-from kvelastic.tiers.identified import IdentifiedStore
-from kvelastic.tiers.remote import MooncakeStore
+from kvelastic.tiers.stores.disk.store import DiskStore
+from kvelastic.tiers.stores.folder.store import FolderStore
+from kvelastic.tiers.stores.host.store import HostStore
+from kvelastic.tiers.stores.identified import IdentifiedStore
+from kvelastic.tiers.stores.mooncake.store import MooncakeStore
 
 PAGE_BYTES = 2 << 20
 DISK_BYTES = 10 << 20

@@ -15,7 +15,7 @@ from disk_records import MODEL, disk_bytes, key, keys, open_store, put, record, 
 from kvelastic import _vmm
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.disk import DiskStore
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 MIB = 1 << 20
 RECORD = 64 * 1024

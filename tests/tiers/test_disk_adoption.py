@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvelastic.tiers import disk_adoption, disk_folder
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_adoption import Adoption
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_folder import Folder
-from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.tiers.stores.disk import adoption
+from kvelastic.tiers.stores.disk import folder as disk_folder
+from kvelastic.tiers.stores.disk.adoption import Adoption
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.folder import Folder
+from kvelastic.tiers.stores.disk.slots import SlotTable
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 RECORD_BYTES = 4096
 COUNT = 200
@@ -50,7 +51,7 @@ def left(tmp_path: Path) -> Path:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Parts of ten; how many entries each step restored."""
-    monkeypatch.setattr(disk_adoption, "PART", 10)
+    monkeypatch.setattr(adoption, "PART", 10)
     done: list[int] = []
     original = Adoption.step
 

@@ -16,8 +16,8 @@ import pytest
 from disk_records import MODEL, keys, open_store, put, whole
 
 from kvelastic.tiers.base import NO_KEY
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_format import Entry, Geometry, pack_entry, pack_header
+from kvelastic.tiers.stores.disk.format import Entry, Geometry, pack_entry, pack_header
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 RECORD = 16 * 1024
 COUNT = 100

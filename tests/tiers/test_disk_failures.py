@@ -19,8 +19,8 @@ from waiting import DEADLINE_S
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_file import DataFile
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 MIB = 1 << 20
 RECORD = 16 * 1024
@@ -82,7 +82,7 @@ def test_writes_that_fail_are_refused_and_tried_again_later(folder: Path, code: 
     seen = store.statistics()
     assert (seen.puts, seen.refused, seen.errors) == (6, 2, 2)
     calls = files.calls
-    assert put(store, range(20, 22)) == [False] * 2  # quiet
+    assert put(store, range(20, 22)) == [False] * 2  # circuit breaker open
     assert files.calls == calls
     assert whole(store, range(30)) == [0, 1, 2, 3, 4, 11]
     for _ in range(10):  # it is asked again and again, ever more rarely
@@ -106,7 +106,7 @@ def test_reads_that_fail_are_misses_and_tried_again_later(folder: Path) -> None:
     assert whole(store, range(5)) == [0, 2, 3, 4]
     seen = store.statistics()
     assert (seen.hits, seen.misses, seen.torn, seen.errors) == (4, 1, 0, 1)
-    assert store.has(keys(range(5))) == [False] * 5  # quiet
+    assert store.has(keys(range(5))) == [False] * 5  # circuit breaker open
     assert store.lease(keys(range(5))).count == 0
     files.fails = lambda way, at: 0
     clock.now_s += 1
@@ -182,7 +182,7 @@ def test_a_medium_that_is_full_keeps_what_fits(folder: Path) -> None:
         assert put(store, range(3)) == [False] * 3
         assert store.statistics().errors == 1
         assert put(store, range(3)) == [False] * 3
-        assert store.statistics().errors == 1  # quiet
+        assert store.statistics().errors == 1  # circuit breaker open
         clock.now_s += 61
         store.capacity()  # the folder can be looked at, which is not what fails
         assert "File too large" in store.problem()
@@ -391,7 +391,7 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
     store = open_store(folder, RECORD, LIMIT, clock=clock)
     assert put(store, range(9)) == [False] * 9  # it does not know what lies there
     os.close(stopped)
-    assert put(store, range(9)) == [False] * 9  # quiet
+    assert put(store, range(9)) == [False] * 9  # circuit breaker open
     clock.now_s += 61
     assert put(store, range(9)) == [True] * 9
     assert store.statistics().puts == 4  # the others were there

@@ -16,8 +16,8 @@ from disk_records import MODEL, NUMBERS, disk_bytes, keys, open_store, put, reco
 from waiting import DEADLINE_S
 
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_erase import ErasedAtRest, erase_at_rest
+from kvelastic.tiers.stores.disk.erase import ErasedAtRest, erase_at_rest
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 MIB = 1 << 20
 RECORD = 16 * 1024

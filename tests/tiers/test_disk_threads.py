@@ -10,7 +10,7 @@ import pytest
 from disk_records import MODEL, disk_bytes, keys, open_store, put, whole
 
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.disk import DiskStore
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 pytestmark = pytest.mark.slow
 

@@ -19,14 +19,14 @@ from waiting import DEADLINE_S
 from kvelastic import _vmm
 from kvelastic.shared.tier_status import TierRequest
 from kvelastic.tiers.base import Selection, Store
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_erase import erase_at_rest
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.folder import FolderStore
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out
 from kvelastic.tiers.policy import Rules
+from kvelastic.tiers.stores.disk.erase import erase_at_rest
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.store import DiskStore
+from kvelastic.tiers.stores.folder.store import FolderStore
 
 RECORD = 8192
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.folder import FolderStore
 from kvelastic.tiers.parallel_calls import ParallelCalls
+from kvelastic.tiers.stores.folder.store import FolderStore
 
 RECORD = 5000
 COUNT = 20
@@ -220,12 +220,12 @@ def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
 
 HANGING = """
 import sys, threading
-from kvelastic.tiers import folder_record
-from kvelastic.tiers.folder import FolderStore
+from kvelastic.tiers.stores.folder import format as folder_format
+from kvelastic.tiers.stores.folder.store import FolderStore
 from kvelastic.tiers.lookup import Lookup
 store = FolderStore(sys.argv[1], 4096)
 looking = Lookup([store])
-folder_record.is_there = lambda *_: threading.Event().wait()
+folder_format.is_there = lambda *_: threading.Event().wait()
 assert looking.has(0, bytes(range(64))) == [False] * 4
 print("ends")
 """

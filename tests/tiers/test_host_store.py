@@ -22,7 +22,7 @@ from kvelastic.config import Config, load
 from kvelastic.errors import InvalidArgumentError, SegmentExistsError
 from kvelastic.shared import ledger, segment
 from kvelastic.tiers.base import NO_KEY
-from kvelastic.tiers.host import HostStore
+from kvelastic.tiers.stores.host.store import HostStore
 
 DEVICE_PAGES = 16
 PER_PAGE = PAGE_BYTES // RECORD_BYTES

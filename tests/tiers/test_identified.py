@@ -20,12 +20,12 @@ from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.shared.tier_status import TierRequest
 from kvelastic.tiers import hash_cache, weights_fingerprint
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.identified import IdentifiedStore
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
 from kvelastic.tiers.operator_requests import carry_out
+from kvelastic.tiers.stores.disk.store import DiskStore
+from kvelastic.tiers.stores.identified import IdentifiedStore
 from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 RECORD_BYTES = 4096

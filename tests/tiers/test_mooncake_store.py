@@ -26,9 +26,9 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.deadline_worker import DeadlineWorker
-from kvelastic.tiers.mooncake_client import check_address
-from kvelastic.tiers.remote import STAGED_RECORDS, MooncakeStore
-from kvelastic.tiers.remote_record import HEADER_BYTES, server_key
+from kvelastic.tiers.stores.mooncake.client import check_address
+from kvelastic.tiers.stores.mooncake.format import HEADER_BYTES, server_key
+from kvelastic.tiers.stores.mooncake.store import STAGED_RECORDS, MooncakeStore
 
 LATE_S = 0.05
 """After it a call that hangs is left to itself."""

@@ -24,13 +24,13 @@ from kvelastic.shared import segment, tier_status
 from kvelastic.shared.segment_listing import SegmentInfo
 from kvelastic.shared.tier_status import TierAnswer, TierRequest
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_pieces import Answers
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.publisher import show
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.pieces import Answers
+from kvelastic.tiers.stores.disk.store import DiskStore
 
 OPERATORS = 20
 MIB = 1 << 20

@@ -18,12 +18,12 @@ from kvelastic.flexkv.common.memory_handle import describe
 from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle, StorageHandleType
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.tiers.base import Store
-from kvelastic.tiers.disk import DiskStore
-from kvelastic.tiers.disk_format import aligned
-from kvelastic.tiers.folder import FolderStore
-from kvelastic.tiers.host import HostStore
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.remote import MooncakeStore
+from kvelastic.tiers.stores.disk.format import aligned
+from kvelastic.tiers.stores.disk.store import DiskStore
+from kvelastic.tiers.stores.folder.store import FolderStore
+from kvelastic.tiers.stores.host.store import HostStore
+from kvelastic.tiers.stores.mooncake.store import MooncakeStore
 
 _PER_FILE_BYTES = 4 << 20
 """Space for the tables of a disk's files."""

@@ -2,8 +2,8 @@
 
 The namespace is everything besides its tokens that changes a block's bytes. SGLang's block hash
 covers all tokens up to its end, a salt and an extra key. The contents of the weight files are
-hashed in the background, and stores add them (`kvelastic.tiers.identified`). Without files the
-namespace is unique to this process: no later process finds its records.
+hashed in the background, and stores add them (`kvelastic.tiers.stores.identified`). Without files
+the namespace is unique to this process: no later process finds its records.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 vLLM's block hash covers the tokens up to the block's end, multi-modal inputs, a salt and a LoRA's
 name. The namespace covers the rest, except the contents of the weight files: these are hashed in
-the background, and stores add them (`kvelastic.tiers.identified`). If the weights are neither files
-nor of a known commit, the namespace is unique to this process: no later process finds its records.
+the background, and stores add them (`kvelastic.tiers.stores.identified`). If the weights are
+neither files nor of a known commit, the namespace is unique to this process: no later process finds
+its records.
 
 Reads fields of vLLM's configuration; imports neither vLLM nor torch.
 """

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.slots import SlotTable
 
 PART: Final = 1 << 12
 """Entries per step. A step of a million entries would block other calls for seconds."""

@@ -41,7 +41,9 @@ from kvelastic.tiers.base import (
     Unerased,
 )
 from kvelastic.tiers.deadline_worker import DeadlineWorker
-from kvelastic.tiers.mooncake_client import (
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
+from kvelastic.tiers.stores.mooncake.client import (
     NO_ROOM,
     NOT_FOUND,
     Client,
@@ -49,9 +51,7 @@ from kvelastic.tiers.mooncake_client import (
     connect,
     require_library,
 )
-from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.quiet import Quiet
-from kvelastic.tiers.remote_record import HEADER_BYTES, is_whole, server_key, write_header
+from kvelastic.tiers.stores.mooncake.format import HEADER_BYTES, is_whole, server_key, write_header
 
 Value = TypeVar("Value")
 
@@ -124,7 +124,7 @@ class MooncakeStore(Store):
         self._transfers = DeadlineWorker("kvelastic-mooncake-transfers")
         self._staging = threading.Lock()  # taken before _lock; guards the slots
         self._lock = threading.Lock()
-        self._quiet = Quiet(clock)
+        self._breaker = CircuitBreaker(clock)
         self._problem = ""
         self._client: Client | None = None
         self._is_setting_up = False
@@ -148,7 +148,7 @@ class MooncakeStore(Store):
             with self._lock:
                 if code == 0 and not self._closed:
                     self._client = client
-                    self._quiet.worked()
+                    self._breaker.worked()
                     self._problem = ""
                     return
             client.close()
@@ -163,13 +163,13 @@ class MooncakeStore(Store):
     def _failed(self, error: Exception) -> None:
         with self._lock:
             self._counts["errors"] += 1
-            self._quiet.failed()
+            self._breaker.failed()
             self._problem = str(error) or type(error).__name__
 
     def _ready(self) -> bool:
         """Whether the server may be called now. Creates a client if necessary."""
         with self._lock:
-            if self._closed or not self._quiet.is_over:
+            if self._closed or not self._breaker.allows_calls:
                 return False
             if self._client is not None:
                 return True
@@ -205,10 +205,10 @@ class MooncakeStore(Store):
         with self._lock:
             self._counts["errors"] += failures
             if failures == len(codes) > 0:
-                self._quiet.failed()
+                self._breaker.failed()
                 self._problem = f"Mooncake's client refuses every record: its code is {min(codes)}"
             else:
-                self._quiet.worked()
+                self._breaker.worked()
                 self._problem = ""
 
     # --- records ---------------------------------------------------------------------------------

@@ -42,11 +42,11 @@ from kvelastic.tiers.base import (
     Store,
     StoreStatistics,
 )
-from kvelastic.tiers.displacing import displace, unlikely_keys
-from kvelastic.tiers.host_blocks import HostBlocks
-from kvelastic.tiers.host_places import HostPlaces, HostReservation
-from kvelastic.tiers.host_slots import GONE
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.displacing import displace, unlikely_keys
+from kvelastic.tiers.stores.host.blocks import HostBlocks
+from kvelastic.tiers.stores.host.reservations import HostPlaces, HostReservation
+from kvelastic.tiers.stores.host.slots import GONE
 
 _log = logging.getLogger("kvelastic")
 

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_folder import Folder
-from kvelastic.tiers.disk_format import entries
-from kvelastic.tiers.record_owner import Owner, Wanted, wanted_by
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.folder import Folder
+from kvelastic.tiers.stores.disk.format import entries
+from kvelastic.tiers.stores.object_owner import Owner, Wanted, wanted_by
 
 
 @dataclass(frozen=True)

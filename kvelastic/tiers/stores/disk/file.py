@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.tiers.disk_format import (
+from kvelastic.tiers.owned_files import open_file
+from kvelastic.tiers.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY_BYTES,
     FILE_ID_BYTES,
@@ -24,7 +25,6 @@ from kvelastic.tiers.disk_format import (
     pack_header,
     unpack_header,
 )
-from kvelastic.tiers.owned_files import open_file
 
 SUFFIX: Final = ".kv"
 _RangeCall = Callable[[int, int, int], int]

@@ -30,7 +30,6 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers import folder_record
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
@@ -40,13 +39,14 @@ from kvelastic.tiers.base import (
     StoreStatistics,
     Unerased,
 )
-from kvelastic.tiers.folder_erase import erase
-from kvelastic.tiers.folder_record import HEAD_BYTES
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.owned_files import lock_within, reason_of
 from kvelastic.tiers.parallel_calls import ParallelCalls
-from kvelastic.tiers.quiet import Quiet
-from kvelastic.tiers.record_owner import Owner, owner_of, wanted_by
+from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
+from kvelastic.tiers.stores.folder import format as folder_format
+from kvelastic.tiers.stores.folder.erase import erase
+from kvelastic.tiers.stores.folder.format import HEAD_BYTES
+from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
 
 _log = logging.getLogger("kvelastic")
 
@@ -109,7 +109,7 @@ class FolderStore(Store):
         self._owner = owner_of(namespace or Namespace(model=""))
         self._lock = threading.RLock()
         self._figures = StoreStatistics()
-        self._quiet = Quiet(clock)
+        self._breaker = CircuitBreaker(clock)
         self._problem = ""
         self._closed = False
         self._records: int | None = None  # as of the last listing, plus this engine's changes
@@ -138,7 +138,7 @@ class FolderStore(Store):
             return [False] * count
         with self._medium(), self._root() as root:
             return self._at_once(
-                lambda key: folder_record.is_there(root, key, self.record_bytes), _each(keys)
+                lambda key: folder_format.is_there(root, key, self.record_bytes), _each(keys)
             )
         return [False] * count
 
@@ -272,7 +272,7 @@ class FolderStore(Store):
             return
         with self._medium(), self._root() as root:
             for name, _ in self._files(root):
-                entry = folder_record.head(root, name)
+                entry = folder_format.head(root, name)
                 if entry is not None and entry.key.hex() != name:
                     raise IntegrityError(f"folder store: {name} has the record {entry.key.hex()}")
 
@@ -287,10 +287,10 @@ class FolderStore(Store):
     def _put_one(self, root: int, key: bytes, record: memoryview, owner: Owner) -> str:
         """Return "stored", "there" if the key was present before, or "" on failure."""
         try:
-            if folder_record.is_there(root, key, self.record_bytes):
+            if folder_format.is_there(root, key, self.record_bytes):
                 return "there"
             now_ns = max(0, int(self._wall_clock() * 1e9))
-            folder_record.write(root, key, record, owner, now_ns)
+            folder_format.write(root, key, record, owner, now_ns)
         except OSError as error:
             self._failed(error)
             return ""
@@ -302,7 +302,7 @@ class FolderStore(Store):
     def _get_one(self, root: int, key: bytes, view: memoryview) -> str:
         """Return "whole", "torn" (file removed), or "" if the record is absent or unreadable."""
         try:
-            if folder_record.read(root, key, view):
+            if folder_format.read(root, key, view):
                 return "whole"
         except FileNotFoundError:
             return ""
@@ -315,7 +315,7 @@ class FolderStore(Store):
 
     def _remove(self, root: int, name: str) -> bool:
         try:
-            removed = folder_record.remove(root, name)
+            removed = folder_format.remove(root, name)
         except OSError as error:
             self._failed(error)
             return False
@@ -325,7 +325,7 @@ class FolderStore(Store):
         return removed
 
     def _files(self, root: int) -> Iterator[tuple[str, os.stat_result]]:
-        return folder_record.files(root, self._wall_clock() - ABANDONED_S)
+        return folder_format.files(root, self._wall_clock() - ABANDONED_S)
 
     # --- sweeping ---------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class FolderStore(Store):
     # --- the medium -------------------------------------------------------------------------------
 
     def _may_call(self) -> bool:
-        return not self._closed and self._quiet.is_over
+        return not self._closed and self._breaker.allows_calls
 
     def _open_root(self) -> int:
         try:
@@ -427,7 +427,7 @@ class FolderStore(Store):
         with self._lock:
             self._count(errors=1)
             self._problem = reason_of(error)
-            self._quiet.failed()
+            self._breaker.failed()
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -443,7 +443,7 @@ class FolderStore(Store):
         with self._lock:
             if self._figures.errors == errors:
                 self._problem = ""
-                self._quiet.worked()
+                self._breaker.worked()
         return answers
 
 

@@ -9,7 +9,7 @@ FIRST_S: Final = 0.25
 MOST_S: Final = 60.0
 
 
-class Quiet:
+class CircuitBreaker:
     """The circuit breaker for one kind of call to one medium. Guarded by its owner's lock.
 
     After each failure in a row, the backoff doubles, from `first_s` up to `most_s`. So a medium
@@ -26,13 +26,13 @@ class Quiet:
         self._until_s = float("-inf")
 
     @property
-    def is_over(self) -> bool:
+    def allows_calls(self) -> bool:
         """Whether the medium may be called now."""
         return self._clock() >= self._until_s
 
     def failed(self) -> None:
         """Record a failure. Failures of concurrent calls count once."""
-        if self.is_over:
+        if self.allows_calls:
             self._until_s = self._clock() + self._next_s
             self._next_s = min(2 * self._next_s, self._most_s)
 

@@ -12,18 +12,18 @@ from dataclasses import replace
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import Selection, StoreStatistics, Unerased
-from kvelastic.tiers.disk_erase import erase_left_behind
-from kvelastic.tiers.disk_folder import Folder, FolderBusyError
-from kvelastic.tiers.disk_format import entries
-from kvelastic.tiers.disk_pieces import Answers, each_key
-from kvelastic.tiers.disk_quota import Quotas
-from kvelastic.tiers.disk_room import Room
-from kvelastic.tiers.disk_slots import SlotTable
 from kvelastic.tiers.owned_files import reason_of
-from kvelastic.tiers.passing_lock import PassingLock
-from kvelastic.tiers.quiet import Quiet
-from kvelastic.tiers.record_owner import model_hash
-from kvelastic.tiers.write_budget import WriteBudget
+from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
+from kvelastic.tiers.stores.disk.erase import erase_left_behind
+from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
+from kvelastic.tiers.stores.disk.format import entries
+from kvelastic.tiers.stores.disk.passing_lock import PassingLock
+from kvelastic.tiers.stores.disk.pieces import Answers, each_key
+from kvelastic.tiers.stores.disk.quota import Quotas
+from kvelastic.tiers.stores.disk.room import Room
+from kvelastic.tiers.stores.disk.slots import SlotTable
+from kvelastic.tiers.stores.disk.write_budget import WriteBudget
+from kvelastic.tiers.stores.object_owner import model_hash
 
 _log = logging.getLogger("kvelastic")
 
@@ -52,10 +52,10 @@ class DiskState:
         self.reading = 0
         self.writing = 0
         self.closed = False
-        self.reads = Quiet(clock)
-        self.writes = Quiet(clock)
-        self.growth = Quiet(clock)
-        self.opening = Quiet(clock)
+        self.reads = CircuitBreaker(clock)
+        self.writes = CircuitBreaker(clock)
+        self.growth = CircuitBreaker(clock)
+        self.opening = CircuitBreaker(clock)
         """Backoff for folders that could not be opened; the other folders still grow."""
         self.quotas = Quotas({model_hash(model): share for model, share in quotas.items()})
         self.table = SlotTable(self.quotas)
@@ -136,28 +136,28 @@ class DiskState:
 
     # --- the medium -------------------------------------------------------------------------------
 
-    def judge(self, quiet: Quiet, answers: Answers) -> None:
+    def judge(self, breaker: CircuitBreaker, answers: Answers) -> None:
         """Count the failures of a call; after any failure, suspend I/O of this kind for a while."""
         failed = [-moved for moved, _ in answers if moved < 0]
         if failed:
-            self.failed(quiet, OSError(failed[0], os.strerror(failed[0])), len(failed))
+            self.failed(breaker, OSError(failed[0], os.strerror(failed[0])), len(failed))
         else:
             with self.changed:
-                quiet.worked()
-                self._problems.pop(quiet, None)
+                breaker.worked()
+                self._problems.pop(breaker, None)
 
     def failed(
-        self, quiet: Quiet, error: OSError, calls: int = 1, *, what: object | None = None
+        self, breaker: CircuitBreaker, error: OSError, calls: int = 1, *, what: object | None = None
     ) -> None:
         """Record a failure of `what`, or of every call of this kind if None."""
         _log.debug("disk tier: %s", error)
         with self.changed:
             self.count(errors=calls)
-            quiet.failed()
-            self._problems[what or quiet] = reason_of(error)
+            breaker.failed()
+            self._problems[what or breaker] = reason_of(error)
 
     @contextmanager
-    def medium(self, quiet: Quiet, what: object | None = None) -> Iterator[None]:
+    def medium(self, breaker: CircuitBreaker, what: object | None = None) -> Iterator[None]:
         """Catch and count errors of the file system, and suspend calls of this kind for a while.
 
         The suspension avoids repeated waits for a neighbour that was stopped while it held a
@@ -167,9 +167,9 @@ class DiskState:
         try:
             yield
         except FolderBusyError as error:
-            self.failed(quiet, error, 0, what=what)
+            self.failed(breaker, error, 0, what=what)
         except OSError as error:
-            self.failed(quiet, error, what=what)
+            self.failed(breaker, error, what=what)
         else:
             self._problems.pop(what, None)
 
@@ -178,7 +178,7 @@ class DiskState:
 
         The caller holds the lock.
         """
-        if not self.closed and self.growth.is_over:
+        if not self.closed and self.growth.allows_calls:
             with self.medium(self.growth, "look"):
                 if self._open_folders(again=True):
                     self.room.begin_to_adopt()
@@ -189,7 +189,7 @@ class DiskState:
         """Try to allocate space for `wanted` more records. The caller holds the lock."""
         stats = self.index.stats()
         missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
-        if missing > 0 and self.growth.is_over:
+        if missing > 0 and self.growth.allows_calls:
             with self.medium(self.growth, "grow"):
                 self.room.grow(missing)
 
@@ -206,7 +206,7 @@ class DiskState:
         there = len(self._folders)
         open_paths = {folder.path for folder in self._folders}
         missing = [path for path in self._paths if path not in open_paths]
-        for path in missing if self.opening.is_over else ():
+        for path in missing if self.opening.allows_calls else ():
             self._open_or_go_without(path, again=again)
         if len(self._folders) == len(self._paths):
             self.opening.worked()

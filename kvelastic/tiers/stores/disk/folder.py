@@ -2,7 +2,7 @@
 
 ::
 
-    <number>.kv      records; its writer holds flock() on it (disk_file.py)
+    <number>.kv      records; its writer holds flock() on it (file.py)
     <number>.live    a running engine holds flock() on it. It has no contents: its *length* is
                      the number of bytes of space its engine waits for
     .lock            flock() while allocating space, creating or taking over files, or scanning
@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from kvelastic.tiers.disk_file import SUFFIX, DataFile, held_bytes
 from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
+from kvelastic.tiers.stores.disk.file import SUFFIX, DataFile, held_bytes
 
 _LIVE_SUFFIX: Final = ".live"
 _LOCK: Final = ".lock"

@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvelastic.tiers.base import KEY_BYTES
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_format import Entry
-from kvelastic.tiers.disk_quota import Quotas
-from kvelastic.tiers.record_owner import Owner
+from kvelastic.tiers.stores.disk.file import DataFile
+from kvelastic.tiers.stores.disk.format import Entry
+from kvelastic.tiers.stores.disk.quota import Quotas
+from kvelastic.tiers.stores.object_owner import Owner
 
 
 class SlotTable:

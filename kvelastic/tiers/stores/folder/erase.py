@@ -15,8 +15,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvelastic.tiers import folder_record
-from kvelastic.tiers.record_owner import Owner, Wanted
+from kvelastic.tiers.stores.folder import format as folder_format
+from kvelastic.tiers.stores.object_owner import Owner, Wanted
 
 _NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
 """A file or a link instead of a folder, or a name that was removed during the scan."""
@@ -29,8 +29,8 @@ def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
     """
     removed = 0
     problems: list[OSError] = []
-    for shard in folder_record.shards(root):
-        with _noting(problems), folder_record.opened_shard(root, shard) as fd:
+    for shard in folder_format.shards(root):
+        with _noting(problems), folder_format.opened_shard(root, shard) as fd:
             here = _erase_in(fd, shard, wanted, problems)
             removed += here
             if here:
@@ -40,8 +40,8 @@ def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
 
 def _erase_in(shard_fd: int, shard: str, wanted: Wanted, problems: list[OSError]) -> int:
     removed = 0
-    for name in folder_record.names(shard_fd):
-        if not folder_record.is_ours(shard, name):
+    for name in folder_format.names(shard_fd):
+        if not folder_format.is_ours(shard, name):
             continue
         with _noting(problems):
             if _is_wanted(shard_fd, name, wanted):
@@ -60,13 +60,13 @@ def _noting(problems: list[OSError]) -> Iterator[None]:
 
 
 def _is_wanted(shard_fd: int, name: str, wanted: Wanted) -> bool:
-    with folder_record.opened(shard_fd, name) as fd:
+    with folder_format.opened(shard_fd, name) as fd:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             return False
-        if state.st_size == 0 and folder_record.is_new(name):
+        if state.st_size == 0 and folder_format.is_new(name):
             return False  # just created or abandoned: it has no bytes
-        entry = folder_record.read_entry(fd, name)
+        entry = folder_format.read_entry(fd, name)
     if entry is None:
         return True
     return wanted(Owner(entry.namespace, entry.model, entry.generation), entry.stored_ns)

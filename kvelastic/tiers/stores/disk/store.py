@@ -16,7 +16,7 @@ bytes until the file system reuses their blocks.
 
 The engines of a machine share the folders, and the limit applies to the folders, not to one engine.
 Space is given out first come, first served. With n live engines, an engine that has less than 1/n
-of the limit gets the difference from engines that have more (disk_room.py). An engine finds its own
+of the limit gets the difference from engines that have more (room.py). An engine finds its own
 records. It also finds records of engines that have exited, when it opens the store or needs space.
 It does not read the records of running engines.
 """
@@ -42,13 +42,13 @@ from kvelastic.tiers.base import (
     StoreStatistics,
     Unerased,
 )
-from kvelastic.tiers.disk_file import map_bytes, room_for
-from kvelastic.tiers.disk_format import Entry, Geometry, aligned, largest_within
-from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
-from kvelastic.tiers.disk_state import DiskState
-from kvelastic.tiers.displacing import displace
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.record_owner import Owner, owner_of, wanted_by
+from kvelastic.tiers.stores.disk.file import map_bytes, room_for
+from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
+from kvelastic.tiers.stores.disk.pieces import Piece, RecordFiles, carry, keys_at
+from kvelastic.tiers.stores.disk.state import DiskState
+from kvelastic.tiers.stores.displacing import displace
+from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
 
 _log = logging.getLogger("kvelastic")
 
@@ -149,7 +149,7 @@ class DiskStore(Store):
         Returns False for all keys while reads are suspended after errors.
         """
         count = self._count_of(keys)
-        if self._state.closed or not self._state.reads.is_over:
+        if self._state.closed or not self._state.reads.allows_calls:
             return [False] * count
         return self._state.index.has(keys)
 
@@ -159,7 +159,7 @@ class DiskStore(Store):
         The lease is empty while reads are suspended after errors.
         """
         self._count_of(keys)
-        if self._state.closed or not self._state.reads.is_over:
+        if self._state.closed or not self._state.reads.allows_calls:
             return _DiskLease(self._state, None, 0)
         ticket, slots = self._state.index.lease(keys)
         return _DiskLease(self._state, ticket, len(slots))
@@ -317,7 +317,7 @@ class DiskStore(Store):
             state.wait_for_erasing()
             there = state.index.has(keys)
             new = count - sum(there)
-            if state.closed or not state.writes.is_over:
+            if state.closed or not state.writes.allows_calls:
                 state.count(refused=new)
                 return nothing, self._owner
             if new == 0:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvelastic import _vmm
 from kvelastic.errors import BlockError, IntegrityError
-from kvelastic.tiers.host_slots import GONE, HostSlots
+from kvelastic.tiers.stores.host.slots import GONE, HostSlots
 
 EVICTED = -1
 """Block number that `take_changes` reports for an evicted block: any number below 0."""

@@ -1,0 +1,1 @@
+"""Stores: where evicted blocks are kept, each kind behind `tiers.base.Store`."""

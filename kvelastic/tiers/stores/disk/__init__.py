@@ -1,0 +1,1 @@
+"""The disk store: records in segments of files on a local disk, with an index in memory."""

@@ -1,0 +1,1 @@
+"""The folder store: a file for each record, shared by engines and machines."""

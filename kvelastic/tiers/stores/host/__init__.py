@@ -1,0 +1,1 @@
+"""The host store: records in an elastic pool of host memory."""

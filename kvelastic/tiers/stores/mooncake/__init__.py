@@ -1,0 +1,1 @@
+"""The Mooncake store: records on servers of Mooncake's store."""
