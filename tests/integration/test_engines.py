@@ -93,8 +93,8 @@ def test_no_engine_is_named_outside_of_its_folder_and_the_table() -> None:
     """But in texts: what a comment, a docstring or a message says of one is no dependency."""
     folder = ROOT / "kvelastic"
     core = [*folder.glob("*.py")]
-    for name in ("device", "shared", "pool", "instance", "doctor"):
-        core += (folder / name).rglob("*.py")
+    for inner in ("device", "shared", "pool", "instance", "doctor"):
+        core += (folder / inner).rglob("*.py")
     assert len(core) > 60
     found = []
     for path in core:

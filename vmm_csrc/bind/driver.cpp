@@ -178,7 +178,8 @@ void bind_driver(nb::module_& m) {
           },
           "inner"_a, "page_bytes"_a, "Pages of `inner` are of `page_bytes`, all.");
 
-  nb::class_<Geometry>(m, "Geometry", "Where ids lie in pages; kvelastic.pool.layout solves for it.")
+  nb::class_<Geometry>(m, "Geometry",
+                       "Where ids lie in pages; kvelastic.pool.layout solves for it.")
       .def(
           "__init__",
           [](Geometry* self, std::uint64_t pages, std::uint64_t extent_bytes,

@@ -4,7 +4,8 @@
 //   restore(index, most)                            the oldest of all files, `most` at a time
 //
 // Each call does a bounded part of the work, so that its caller can let others have the lock in
-// between. For one thread at a time. The layout of an entry is kvelastic/tiers/stores/disk/format.py's.
+// between. For one thread at a time. The layout of an entry is
+// kvelastic/tiers/stores/disk/format.py's.
 #pragma once
 
 #include <array>
