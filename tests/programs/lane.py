@@ -11,6 +11,8 @@ group, and for what is left behind.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -60,6 +62,7 @@ class Lane:
                 raise session.Interrupted(session.shouldstop)
             if following is None or group_of[following.path] != group_of[item.path]:
                 self.write({"group": group_of[item.path]})
+                _return_free_memory()
             item = following
         return True
 
@@ -110,6 +113,12 @@ class Lane:
             captured = "".join(f"\n--- {title}\n{text}" for title, text in report.sections)
             event["text"] = report.longreprtext + captured
         self.write(event)
+
+
+def _return_free_memory() -> None:
+    """To the system: a lane runs for long, and the C library would keep it for this process."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _groups(items: list[pytest.Item]) -> dict[Path, str]:
