@@ -54,6 +54,6 @@ def key_of(number: int) -> bytes:
 
 
 def close_all() -> None:
-    """Return the memory of every pool. vLLM's objects refer to one another, and so live on."""
+    """Return the memory of every pool: vLLM keeps pools in reference cycles, which end late."""
     while _open:
         _open.pop().close(discard=True)

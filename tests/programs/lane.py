@@ -116,7 +116,7 @@ class Lane:
 
 
 def _return_free_memory() -> None:
-    """To the system: a lane runs for long, and the C library would keep it for this process."""
+    """To the system: else the C library keeps it, and a lane runs for long."""
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
