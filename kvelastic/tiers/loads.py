@@ -1,6 +1,6 @@
 """Asynchronous loads from the tiers into blocks of requests, concurrent with the engine's steps.
 
-    loads.begin("req", job, match, ids)          # in the step in which the engine requests it
+    loads.begin(load.assign("req", job, ids))    # in the step in which the engine requests it
     for load in loads.take_finished(): ...       # before the next step
     loads.wait_for_any(0.01)                     # instead of empty steps
 
@@ -14,11 +14,14 @@ Not thread-safe: only the scheduler's thread may use it. Threads of the tiers ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
+from kvelastic.tiers.load import Load
 from kvelastic.tiers.policy import averaged
+
+if TYPE_CHECKING:
+    from kvelastic.tiers.manager import Tiers
 
 _LOOK_S: Final = 0.002
 _FIRST_LOOK: Final = 0.08
@@ -28,68 +31,6 @@ _PATIENCE: Final = 4.0
 """Multiple of the recent load time during which a load may stall, for example behind a write."""
 _UNMEASURED_S: Final = 0.1
 """Assumed time to compute a block before one was measured. An upper estimate."""
-
-
-class Loading(Protocol):
-    """A load that the tiers carry out."""
-
-    @property
-    def done(self) -> bool:
-        """Whether no thread accesses the load's blocks now or later."""
-
-    @property
-    def arrived(self) -> int:
-        """Number of records read from their tiers so far."""
-
-    @property
-    def count(self) -> int:
-        """Number of leading blocks loaded so far. Final when the load is done."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the load is done, for at most `timeout_s`. Returns whether it is done."""
-
-    def cancel(self) -> None:
-        """Start no further operation of the load. Idempotent."""
-
-
-class LoadingTiers(Protocol):
-    """The part of the tiers that loading needs."""
-
-    def load(self, match: Any, ids: Sequence[int]) -> Loading:
-        """Load the first keys of a match into blocks that are in use. Never blocks.
-
-        Holds the match until the load is done.
-        """
-
-    def computed(self, blocks: int, seconds: float) -> None:
-        """Report that the engine computed `blocks` blocks in `seconds`."""
-
-    @property
-    def compute_s(self) -> float | None:
-        """Seconds to compute one block; None before the first measurement."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One load of one request."""
-
-    request: str
-    job: int
-    """The engine's number for this load."""
-    blocks: int
-    loading: Loading | None
-    """None: the load was refused or had nothing to load."""
-    began_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no thread accesses the load's blocks now or later."""
-        return self.loading is None or self.loading.done
-
-    @property
-    def leading(self) -> int:
-        """Number of leading blocks that were loaded. Valid once the load is over."""
-        return 0 if self.loading is None else self.loading.count
 
 
 def is_too_slow(
@@ -118,7 +59,7 @@ class Loads:
 
     def __init__(
         self,
-        tiers: LoadingTiers,
+        tiers: Tiers,
         *,
         compares: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -134,20 +75,20 @@ class Loads:
         self._load_s: float | None = None
         """Moving average of the seconds per block, over loads that loaded all their blocks."""
 
-    def begin(self, request: str, job: int, match: Any, ids: Sequence[int]) -> None:
-        """Start loading the keys of a match into these blocks, and release the match.
-
-        The match may have fewer keys than there are blocks.
-        """
+    def begin(self, load: Load) -> None:
+        """Start a load with its assigned blocks, of which more may exist than keys were found."""
+        load.began_s = self._clock()
         try:
-            loading = self._tiers.load(match, ids[: match.count]) if match.count else None
+            if load.count:
+                self._tiers.load(load, load.ids[: load.count])
         finally:
-            match.release()
-        self._open.append(Load(request, job, len(ids), loading, self._clock()))
+            load.release()
+        self._open.append(load)
 
-    def refuse(self, request: str, job: int, blocks: int) -> None:
-        """Add a load that is already over, with no block loaded."""
-        self._open.append(Load(request, job, blocks, None))
+    def refuse(self, load: Load) -> None:
+        """Release a load, which is then over with no block loaded."""
+        load.release()
+        self._open.append(load)
 
     def computed(self, blocks: int, seconds: float) -> None:
         """Report that the engine computed `blocks` blocks in `seconds`.
@@ -163,16 +104,14 @@ class Loads:
             return
         now_s, compute_s = self._clock(), self._tiers.compute_s
         for load in self._open:
-            if load.loading is None or load.is_over:
-                continue
-            if is_too_slow(
+            if not load.done and is_too_slow(
                 now_s - load.began_s,
-                load.blocks,
-                load.loading.arrived,
+                len(load.ids),
+                load.arrived,
                 compute_s=compute_s,
                 load_s=self._load_s,
             ):
-                load.loading.cancel()
+                load.cancel()
 
     @property
     def open(self) -> int:
@@ -182,17 +121,17 @@ class Loads:
     @property
     def has_finished(self) -> bool:
         """Whether `take_finished` would return a load."""
-        return any(load.is_over for load in self._open)
+        return any(load.done for load in self._open)
 
     def take_finished(self) -> list[Load]:
         """Return the loads that are over, each exactly once."""
-        finished = [load for load in self._open if load.is_over]
+        finished = [load for load in self._open if load.done]
         if finished:
             self._open = [load for load in self._open if load not in finished]
         for load in finished:
-            if load.leading == load.blocks:
+            if load.ids and load.leading == len(load.ids):
                 took_s = self._clock() - load.began_s
-                self._load_s = averaged(self._load_s, took_s / load.blocks)
+                self._load_s = averaged(self._load_s, took_s / len(load.ids))
         return finished
 
     def wait_for_any(self, timeout_s: float) -> bool:
@@ -205,9 +144,7 @@ class Loads:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
-            loading = self._open[0].loading
-            if loading is not None:
-                loading.wait(left_s if len(self._open) == 1 else min(left_s, _LOOK_S))
+            self._open[0].wait(left_s if len(self._open) == 1 else min(left_s, _LOOK_S))
         return self.has_finished
 
     def cancel_all(self, timeout_s: float) -> bool:
@@ -216,7 +153,6 @@ class Loads:
         Returns whether all are over.
         """
         end_s = time.monotonic() + timeout_s
-        loadings = [load.loading for load in self._open if load.loading is not None]
-        for loading in loadings:
-            loading.cancel()
-        return all(loading.wait(max(0.0, end_s - time.monotonic())) for loading in loadings)
+        for load in self._open:
+            load.cancel()
+        return all(load.wait(max(0.0, end_s - time.monotonic())) for load in self._open)

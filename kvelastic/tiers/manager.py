@@ -1,9 +1,9 @@
 """Tiers of one pool: look up, load and demote blocks.
 
     tiers = open_tiers(pool, settings, namespace, staging)      # see `opening`
-    with tiers.match(keys) as match:
-        ids = blocks.alloc(match.count)
-        load = tiers.load(match, ids)
+    with tiers.match(keys) as load:
+        ids = blocks.alloc(load.count)
+        tiers.load(load, ids)
     load.wait(1.0)                                       # load.failed: indices to compute
     tiers.close()
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
@@ -39,8 +40,8 @@ from kvelastic.tiers.demoter import Demoter, DemotionCounts
 from kvelastic.tiers.executor import STUCK_S, Executor
 from kvelastic.tiers.graph import NO_TIER, Graph, Kind
 from kvelastic.tiers.lineage import Lineage
+from kvelastic.tiers.load import Load
 from kvelastic.tiers.lookup import Lookup
-from kvelastic.tiers.match import Load, Match
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.plan import Segment, load_graph
 from kvelastic.tiers.policy import Rules
@@ -185,13 +186,13 @@ class Tiers:
         with self._lock:
             return self._namespace
 
-    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Match:
+    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Load:
         """Find and hold the leading keys that are in tiers, each in the nearest tier that has it.
 
         Each key continues the previous one. The first key continues `chain_after`; NO_KEY means
-        that it begins a prompt. Release the match when the step ends. A tier is skipped if it is
-        stalled or if computing the blocks is faster. Raises `InvalidArgumentError` if the length
-        of `keys` is not a multiple of `KEY_BYTES`.
+        that it begins a prompt. Release what is not loaded when the step ends. A tier is skipped
+        if it is stalled or if computing the blocks is faster. Raises `InvalidArgumentError` if the
+        length of `keys` is not a multiple of `KEY_BYTES`.
         """
         count, rest = divmod(len(keys), KEY_BYTES)
         if rest:
@@ -202,11 +203,11 @@ class Tiers:
         with self._lock:
             epoch = self._epoch
         held, leases = self._lookup.hold_leading(keys, self._may_ask)
-        match = Match(keys, held, leases, chain_after, epoch)
+        load = Load(keys, held, leases, chain_after, epoch)
         with self._lock:
-            self._matched += match.count
-            self._unmatched += count - match.count
-        return match
+            self._matched += load.count
+            self._unmatched += count - load.count
+        return load
 
     def _may_ask(self, tier: int) -> bool:
         return (
@@ -215,21 +216,30 @@ class Tiers:
             and self._costs.worth_asking(tier)
         )
 
-    def load(self, match: Match, ids: Sequence[int]) -> Load:
-        """Start loading the first `len(ids)` keys of a match into these blocks. Never blocks.
+    def load(self, load: Load, ids: Sequence[int]) -> Load:
+        """Start loading the first `len(ids)` keys that were found into these blocks. Never blocks.
 
-        The blocks must be in use. They receive the keys of the match, and loaded blocks are marked
-        clean. The match stays held until the load is done. If `erase` or `forget` was called since
-        the match was made, the load loads nothing. Raises `InvalidArgumentError` if there are more
-        blocks than the match has keys.
+        The blocks must be in use. They receive these keys, and loaded blocks are marked clean. The
+        records stay held until the load is done. If `erase` or `forget` was called since they were
+        found, the load loads nothing. Returns the load. Raises `InvalidArgumentError` if there are
+        more blocks than keys were found, or if the load was started or released before.
         """
-        if len(ids) > match.count:
-            raise InvalidArgumentError(
-                f"{len(ids)} blocks were given for a match of {match.count}; give no more"
-            )
+        load.starts(ids)
+        try:
+            run = self._start(load, ids)
+        except BaseException:
+            load.end()
+            raise
+        load.runs(run)
+        run.on_complete(partial(self._end_load, load))
+        if not self._is_current(load.epoch):  # an erasure in between did not see this run
+            run.cancel()
+        return load
+
+    def _start(self, load: Load, ids: Sequence[int]) -> Run:
         segments = [
             Segment(s.tier, s.first, min(s.count, len(ids) - s.first))
-            for s in match.segments
+            for s in load.segments
             if s.first < len(ids)
         ]
         nearest_kept = self._tiers_that_take()[:1]
@@ -239,33 +249,22 @@ class Tiers:
             promote_to=nearest_kept[0] if nearest_kept else NO_TIER,
             copies=self._rules.copies,
         )
-        if not self._is_current(match.epoch):
+        if not self._is_current(load.epoch):
             # A load also promotes records to a nearer tier, where others would find them again.
             graph = Graph((), len(ids))
-        keys = match.keys[: len(ids) * KEY_BYTES]
-        parents = [match.chain_after, *(_key(keys, at) for at in range(len(ids) - 1))]
-        let_go = match.hold()
+        keys = load.keys[: len(ids) * KEY_BYTES]
+        # Name the blocks now, while they are certainly in use. The engine computes blocks that
+        # fail to load, under the same key.
+        self._blocks.name_blocks(ids, keys)
+        return self._executor.submit(
+            Transfer(graph, keys, tuple(ids), load.parents[: len(ids)]), Priority.LOAD
+        )
+
+    def _end_load(self, load: Load, run: Run) -> None:
         try:
-            # Name the blocks now, while they are certainly in use. The engine computes blocks that
-            # fail to load, under the same key.
-            self._blocks.name_blocks(ids, keys)
-            run = self._executor.submit(
-                Transfer(graph, keys, tuple(ids), parents[: len(ids)]), Priority.LOAD
-            )
-        except BaseException:
-            let_go()
-            raise
-
-        def note(run: Run) -> None:
-            try:
-                self._note_load(run, match.epoch)
-            finally:
-                let_go()
-
-        run.on_complete(note)
-        if not self._is_current(match.epoch):  # an erasure in between did not see this run
-            run.cancel()
-        return Load(ids, run)
+            self._note_load(run, load.epoch)
+        finally:
+            load.end()
 
     def _load_batch(self, count: int) -> int:
         """Return the number of blocks in one read of a load of `count` blocks.
@@ -618,7 +617,3 @@ def _problem_of(store: Store) -> KvelasticError | None:
     except KvelasticError as error:
         return error
     return None
-
-
-def _key(keys: bytes, at: int) -> bytes:
-    return keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]

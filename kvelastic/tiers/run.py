@@ -11,29 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.graph import Graph, Kind, Operation, State, States
 
+if TYPE_CHECKING:
+    from kvelastic.tiers.executor import Executor
+
 _log = logging.getLogger("kvelastic")
-
-
-class RunOwner(Protocol):
-    """The executor, as far as a run uses it."""
-
-    def look(self) -> None:
-        """Fail the operations of stores that hang."""
-
-    def wait(self, run: Run, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
-        """Block until `is_reached` returns true, for at most `timeout_s`.
-
-        Returns whether it did. `is_reached` is called with the executor's lock held.
-        """
-
-    def cancel(self, run: Run) -> None:
-        """Cancel a run; see `Run.cancel`."""
 
 
 class Priority(IntEnum):
@@ -104,7 +91,7 @@ class Run:
 
     def __init__(
         self,
-        executor: RunOwner,
+        executor: Executor,
         transfer: Transfer,
         priority: Priority,
         changed: threading.Condition,

@@ -31,8 +31,8 @@ from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.shared import segment
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
+from kvelastic.tiers.load import Load
 from kvelastic.tiers.manager import Tiers
-from kvelastic.tiers.match import Load
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 from kvelastic.tiers.publisher import show

@@ -80,7 +80,7 @@ def test_a_load_holds_what_it_reads_until_it_is_done(world) -> None:
     release.set()
     assert load.wait(DEADLINE_S)
     assert load.failed == []
-    assert load.count == 9
+    assert load.leading == 9
     assert [world.pool.blocks[50 + n] for n in range(9)] == [record_of(n) for n in range(9)]
     assert world.tiers.drain(DEADLINE_S)
     assert not match.is_held
@@ -98,8 +98,10 @@ def test_a_part_of_a_match_may_be_loaded_and_no_more(world) -> None:
         assert sorted(world.pool.blocks) == [50, 51]
         with pytest.raises(InvalidArgumentError, match="no more"):
             world.tiers.load(match, list(range(6)))
-        with pytest.raises(BlockError):
-            world.tiers.load(match, [-1])
+        with pytest.raises(InvalidArgumentError, match="started or released before"):
+            world.tiers.load(match, [52])
+    with world.tiers.match(keys_of(range(5))) as match, pytest.raises(BlockError):
+        world.tiers.load(match, [-1])
     assert not match.is_held
     with pytest.raises(InvalidArgumentError, match="whole keys"):
         world.tiers.match(b"abc")
@@ -112,7 +114,7 @@ def test_what_cannot_be_read_is_a_miss(world) -> None:
         load = world.tiers.load(match, [50, 51, 52, 53])
     assert load.wait(DEADLINE_S)
     assert load.failed == [2, 3]
-    assert load.count == 2
+    assert load.leading == 2
     assert world.tiers.drain(DEADLINE_S)
     assert world.pool.clean_ids == {50, 51}
     counts = world.tiers.statistics().blocks
@@ -142,7 +144,7 @@ def test_a_load_of_small_blocks_reads_many_at_once(count: int, batches: int) -> 
     with world.tiers.match(keys_of(range(count))) as match:
         load = world.tiers.load(match, list(range(1000, 1000 + count)))
     assert load.wait(DEADLINE_S)
-    assert load.count == count
+    assert load.leading == count
     assert not load.failed
     assert (world.near.calls, world.pool.calls) == (batches, batches)
     assert world.tiers.close(DEADLINE_S) == []

@@ -179,7 +179,7 @@ def test_the_tier_in_front_goes_on_beside_a_stalled_disk(world: World, kind: str
             assert match.count == 8
             load = world.tiers.load(match, list(range(first + 8, first + 16)))
         assert load.wait(DEADLINE_S)
-        assert load.count == 8
+        assert load.leading == 8
     stall.release.set()
     assert world.tiers.drain(DEADLINE_S)
     world.tiers.check_integrity()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease
+from kvelastic.tiers.load import Load, each_key
 from kvelastic.tiers.loads import Loads, is_too_slow
+from kvelastic.tiers.plan import Segment
+
+if TYPE_CHECKING:
+    from kvelastic.tiers.manager import Tiers
+    from kvelastic.tiers.run import Run
 
 
 def key(name: str) -> bytes:
@@ -17,63 +24,80 @@ def key(name: str) -> bytes:
     return name.encode().ljust(KEY_BYTES, b".")
 
 
-class Match:
-    def __init__(self, tiers: Tiers, keys: Sequence[bytes]) -> None:
-        self.keys = keys
-        self.count = len(keys)
+class Held(Lease):
+    """Keys that fake tiers hold for a load."""
+
+    def __init__(self, tiers: FakeTiers, count: int) -> None:
+        self.count = count
         self._tiers = tiers
         tiers.held.append(self)
 
     def release(self) -> None:
-        if self in self._tiers.held:
-            self._tiers.held.remove(self)
+        self._tiers.held.remove(self)
 
 
-class Loading:
-    def __init__(self, ids: Sequence[int]) -> None:
+class FakeRun:
+    """A transfer that ends when the test says so."""
+
+    def __init__(self, load: Load, ids: Sequence[int]) -> None:
+        self.load = load
         self.ids = ids
-        self.done = False
-        self.count = self.arrived = len(ids)
+        self.is_complete = False
+        self.staged = [True] * len(ids)
+        self.loaded = [True] * len(ids)
         self.is_cancelled = False
 
+    def end(self) -> None:
+        self.is_complete = True
+        self.load.end()
+
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self.done
+        return self.is_complete
 
     def cancel(self) -> None:
-        self.is_cancelled = self.done = True
-        self.count = 0
+        self.is_cancelled = True
+        self.loaded = [False] * len(self.ids)
+        self.end()
 
 
-class Tiers:
+class FakeTiers:
     """Has some keys; loads end when the test says so."""
 
     def __init__(self, *names: str) -> None:
         self.has = {key(name) for name in names}
         self.asked: list[tuple[bytes, list[bytes]]] = []
-        self.held: list[Match] = []
-        self.loadings: list[Loading] = []
+        self.held: list[Held] = []
+        self.runs: list[FakeRun] = []
         self.refuses = False
         self.compute_s: float | None = 0.5
 
     def computed(self, blocks: int, seconds: float) -> None:
         self.compute_s = seconds / blocks
 
-    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Match:
-        wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Load:
+        wanted = each_key(keys)
         self.asked.append((chain_after, wanted))
         missing = next((at for at, one in enumerate(wanted) if one not in self.has), len(wanted))
-        return Match(self, wanted[:missing])
+        segments = [Segment(0, 0, missing)] if missing else []
+        leases = [Held(self, missing)] if missing else []
+        return Load(keys, segments, leases, chain_after)
 
-    def load(self, match: Match, ids: Sequence[int]) -> Loading:
-        assert match in self.held, "what is loaded must be held"
+    def load(self, load: Load, ids: Sequence[int]) -> Load:
+        assert load.is_held, "what is loaded must be held"
         if self.refuses:
             raise InvalidArgumentError("no")
-        self.loadings.append(Loading(ids))
-        return self.loadings[-1]
+        load.starts(ids)
+        self.runs.append(FakeRun(load, ids))
+        load.runs(cast("Run", self.runs[-1]))
+        return load
 
 
-def lookups_of(tiers: Tiers) -> Lookups:
-    return Lookups(tiers, lambda engine_key: key(engine_key.decode()))
+def loads_of(tiers: FakeTiers, **options: Any) -> Loads:
+    return Loads(cast("Tiers", tiers), **options)
+
+
+def lookups_of(tiers: FakeTiers) -> Lookups:
+    return Lookups(cast("Tiers", tiers), lambda engine_key: key(engine_key.decode()))
 
 
 def chain(before: str | None, *names: str) -> Chain:
@@ -85,7 +109,7 @@ def ask(lookups: Lookups, name: str, of: Chain, request: str = "r") -> bool:
 
 
 def test_all_blocks_that_may_follow_are_asked_for_at_once() -> None:
-    tiers = Tiers("b", "c")
+    tiers = FakeTiers("b", "c")
     lookups = lookups_of(tiers)
     of = chain("a", "b", "c", "d", "e")
     assert [ask(lookups, name, of) for name in "bcde"] == [True, True, False, False]
@@ -98,7 +122,7 @@ def test_all_blocks_that_may_follow_are_asked_for_at_once() -> None:
 
 
 def test_windows_are_asked_from_their_end() -> None:
-    tiers = Tiers("b", "c", "d")
+    tiers = FakeTiers("b", "c", "d")
     lookups = lookups_of(tiers)
     answers = [ask(lookups, name, chain(None, *"abcd"["abcd".index(name) :])) for name in "dcba"]
     assert answers == [True, True, True, False]
@@ -106,18 +130,41 @@ def test_windows_are_asked_from_their_end() -> None:
 
 
 def test_what_is_taken_stays_held_and_the_rest_of_the_step_goes() -> None:
-    tiers = Tiers("a", "b")
+    tiers = FakeTiers("a", "b")
     lookups = lookups_of(tiers)
     assert ask(lookups, "a", chain(None, "a", "b"))
     assert ask(lookups, "a", chain(None, "a", "b"), request="other")
-    match = lookups.take("r", [b"a", b"b"])
+    load = lookups.take("r", [b"a", b"b"])
     lookups.end_step()
-    assert tiers.held == [match]
-    assert match.count == 2
+    assert (load.count, load.is_held, len(tiers.held)) == (2, True, 1)
+    assert len(tiers.asked) == 2, "what is loaded is not looked up again"
+    load.release()
+    assert tiers.held == []
+
+
+def test_a_load_of_several_windows_knows_what_each_key_continues() -> None:
+    tiers = FakeTiers("b", "c", "x")
+    lookups = lookups_of(tiers)
+    assert ask(lookups, "b", chain("a", "b", "c", "d"))
+    assert ask(lookups, "x", chain("w", "x"))
+    load = lookups.take("r", [b"b", b"c", b"x"])
+    assert load.keys == key("b") + key("c") + key("x")
+    assert load.parents == [key("a"), key("b"), key("w")]
+    assert load.segments == (Segment(0, 0, 3),)
+    load.release()
+    assert tiers.held == []
+
+
+def test_a_load_ends_before_the_first_key_that_was_not_found() -> None:
+    tiers = FakeTiers("a", "c")
+    lookups = lookups_of(tiers)
+    assert [ask(lookups, name, chain(None, name)) for name in "abc"] == [True, False, True]
+    assert lookups.take("r", [b"a", b"b", b"c"]).count == 1
+    assert lookups.take("r", [b"a"]).count == 0, "the records were taken before"
 
 
 def test_after_a_failed_load_a_request_finds_nothing_more() -> None:
-    lookups = lookups_of(Tiers("a"))
+    lookups = lookups_of(FakeTiers("a"))
     lookups.find_nothing_more("r")
     assert not ask(lookups, "a", chain(None, "a"))
     assert ask(lookups, "a", chain(None, "a"), request="other")
@@ -126,65 +173,66 @@ def test_after_a_failed_load_a_request_finds_nothing_more() -> None:
 
 
 def test_keys_are_made_anew_in_another_namespace() -> None:
-    tiers, prefix = Tiers("1a"), ["0"]
-    lookups = Lookups(tiers, lambda engine_key: key(prefix[0] + engine_key.decode()))
+    tiers, prefix = FakeTiers("1a"), ["0"]
+    lookups = Lookups(cast("Tiers", tiers), lambda engine_key: key(prefix[0] + engine_key.decode()))
     assert not ask(lookups, "a", chain(None, "a"))
     prefix[0] = "1"
     lookups.forget_keys()
     assert ask(lookups, "a", chain(None, "a"))
 
 
-def test_a_load_is_told_once_when_it_is_over_and_its_match_goes_at_once() -> None:
-    tiers = Tiers("a", "b")
-    loads = Loads(tiers)
-    loads.begin("r", 7, tiers.match(key("a") + key("b")), [4, 5])
-    assert tiers.held == [], "a load holds for itself what it reads"
+def test_a_load_is_told_once_when_it_is_over_and_then_holds_nothing() -> None:
+    tiers = FakeTiers("a", "b")
+    loads = loads_of(tiers)
+    loads.begin(tiers.match(key("a") + key("b")).assign("r", 7, [4, 5]))
+    assert len(tiers.held) == 1, "a load holds what it reads"
     assert (loads.open, loads.has_finished, loads.take_finished()) == (1, False, [])
     assert not loads.wait_for_any(0.0)
-    tiers.loadings[0].done = True
+    tiers.runs[0].end()
     assert loads.wait_for_any(0.0)
     (load,) = loads.take_finished()
-    assert (load.request, load.job, load.blocks, load.leading) == ("r", 7, 2, 2)
+    assert (load.request, load.job, load.ids, load.leading) == ("r", 7, (4, 5), 2)
+    assert tiers.held == []
     assert (loads.open, loads.take_finished()) == (0, [])
 
 
 def test_what_is_not_there_any_more_is_no_part_of_the_load() -> None:
-    tiers = Tiers("a")
-    loads = Loads(tiers)
-    loads.begin("r", 1, tiers.match(key("a") + key("b")), [4, 5])
-    assert tiers.loadings[0].ids == [4]
-    tiers.loadings[0].done = True
+    tiers = FakeTiers("a")
+    loads = loads_of(tiers)
+    loads.begin(tiers.match(key("a") + key("b")).assign("r", 1, [4, 5]))
+    assert tiers.runs[0].ids == (4,)
+    tiers.runs[0].end()
     (load,) = loads.take_finished()
-    assert (load.blocks, load.leading) == (2, 1)
-    loads.begin("r", 2, tiers.match(key("b")), [4])
+    assert (len(load.ids), load.leading) == (2, 1)
+    loads.begin(tiers.match(key("b")).assign("r", 2, [4]))
     (load,) = loads.take_finished()
-    assert (load.blocks, load.leading) == (1, 0)
+    assert (len(load.ids), load.leading) == (1, 0)
 
 
 def test_a_refused_load_is_over_with_nothing_loaded() -> None:
-    loads = Loads(Tiers())
-    loads.refuse("r", 3, 5)
+    loads = loads_of(FakeTiers())
+    loads.refuse(Load().assign("r", 3, range(5)))
     assert loads.has_finished
     (load,) = loads.take_finished()
-    assert (load.job, load.blocks, load.leading) == (3, 5, 0)
+    assert (load.job, len(load.ids), load.leading) == (3, 5, 0)
 
 
 def test_tiers_that_refuse_a_load_hold_nothing_for_it() -> None:
-    tiers = Tiers("a")
+    tiers = FakeTiers("a")
     tiers.refuses = True
     with pytest.raises(InvalidArgumentError):
-        Loads(tiers).begin("r", 1, tiers.match(key("a")), [4])
+        loads_of(tiers).begin(tiers.match(key("a")).assign("r", 1, [4]))
     assert tiers.held == []
 
 
 def test_all_can_be_ended() -> None:
-    tiers = Tiers("a", "b")
-    loads = Loads(tiers)
+    tiers = FakeTiers("a", "b")
+    loads = loads_of(tiers)
     for name in "ab":
-        loads.begin(name, ord(name), tiers.match(key(name)), [4])
+        loads.begin(tiers.match(key(name)).assign(name, ord(name), [4]))
     assert loads.cancel_all(0.0)
     assert [load.leading for load in loads.take_finished()] == [0, 0]
-    assert all(loading.is_cancelled for loading in tiers.loadings)
+    assert all(loading.is_cancelled for loading in tiers.runs)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +260,13 @@ def test_a_tier_that_was_quick_of_late_may_get_nowhere_a_little_longer() -> None
 
 def test_what_a_slow_load_has_brought_stays() -> None:
     now_s = [0.0]
-    tiers = Tiers("a", "b")
-    loads = Loads(tiers, clock=lambda: now_s[0])
-    loads.begin("slow", 1, tiers.match(key("a") + key("b")), [4, 5])
-    loads.begin("quick", 2, tiers.match(key("a")), [6])
-    slow, quick = tiers.loadings
-    slow.arrived, quick.done = 0, True
+    tiers = FakeTiers("a", "b")
+    loads = loads_of(tiers, clock=lambda: now_s[0])
+    loads.begin(tiers.match(key("a") + key("b")).assign("slow", 1, [4, 5]))
+    loads.begin(tiers.match(key("a")).assign("quick", 2, [6]))
+    slow, quick = tiers.runs
+    slow.staged = [False, False]
+    quick.end()
     loads.give_up_slow()
     assert not slow.is_cancelled
     now_s[0] = 0.4
@@ -228,14 +277,14 @@ def test_what_a_slow_load_has_brought_stays() -> None:
 @pytest.mark.parametrize("compares", [True, False])
 def test_who_does_not_compare_waits_for_a_slow_load(compares: bool) -> None:
     now_s = [0.0]
-    tiers = Tiers("a")
+    tiers = FakeTiers("a")
     tiers.compute_s = None
-    loads = Loads(tiers, compares=compares, clock=lambda: now_s[0])
+    loads = loads_of(tiers, compares=compares, clock=lambda: now_s[0])
     loads.computed(10, 1.0)
     assert tiers.compute_s == (0.1 if compares else None)
-    loads.begin("slow", 1, tiers.match(key("a")), [4])
-    (loading,) = tiers.loadings
-    loading.arrived = 0
+    loads.begin(tiers.match(key("a")).assign("slow", 1, [4]))
+    (loading,) = tiers.runs
+    loading.staged = [False]
     now_s[0] = 60.0
     loads.give_up_slow()
     assert loading.is_cancelled is compares
@@ -244,11 +293,11 @@ def test_who_does_not_compare_waits_for_a_slow_load(compares: bool) -> None:
 def test_a_load_whose_records_have_arrived_waits_for_its_copies() -> None:
     """They may stand behind pages that are being mapped: that says nothing of the tier."""
     now_s = [0.0]
-    tiers = Tiers("a", "b")
-    loads = Loads(tiers, clock=lambda: now_s[0])
-    loads.begin("req", 1, tiers.match(key("a") + key("b")), [4, 5])
-    (loading,) = tiers.loadings
-    loading.count = 0
+    tiers = FakeTiers("a", "b")
+    loads = loads_of(tiers, clock=lambda: now_s[0])
+    loads.begin(tiers.match(key("a") + key("b")).assign("req", 1, [4, 5]))
+    (loading,) = tiers.runs
+    loading.loaded = [False, False]
     now_s[0] = 0.9
     loads.give_up_slow()
     assert not loading.is_cancelled

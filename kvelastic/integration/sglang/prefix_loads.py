@@ -19,7 +19,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -29,11 +28,12 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_has
 
 from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
-from kvelastic.tiers.loads import Load, Loads
+from kvelastic.tiers.loads import Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
+    from kvelastic.tiers.load import Load
     from kvelastic.tiers.manager import Tiers
 
 _log = logging.getLogger("kvelastic.sglang")
@@ -76,15 +76,13 @@ class PrefixLoads:
         self._sleep_wait_s = sleep_wait_s
         self._exit_wait_s = exit_wait_s
         self._loads = Loads(tiers, compares=compares)
-        self._waiting: dict[int, _Waiting] = {}
-        """By load number."""
-        self._job_of: dict[str, int] = {}
-        """Load numbers by request."""
+        self._waiting: dict[Load, _Waiting] = {}
+        self._loading: set[str] = set()
+        """Requests whose prefixes are loaded."""
         self._looked_up: set[str] = set()
         """Queued requests that have been looked up."""
         self._lacked: dict[str, int] = {}
         """Requests whose prefixes lacked memory when looked up, with the tokens needed."""
-        self._jobs = count()
         self._keeps_copies = False
         cache.tree_blocks.keys_of = self._keys_of
         cache.prefix_loads = self
@@ -139,7 +137,7 @@ class PrefixLoads:
         is_short = False
         for request in queue:
             rid = request.rid
-            if rid in self._job_of:
+            if rid in self._loading:
                 back.append(request)
             if rid in self._looked_up or is_short or self._loads.open >= most:
                 continue
@@ -152,7 +150,7 @@ class PrefixLoads:
                 is_short = True
             else:
                 self._looked_up.add(rid)
-                if rid in self._job_of:
+                if rid in self._loading:
                     back.append(request)
         return back
 
@@ -191,24 +189,21 @@ class PrefixLoads:
         first = rest[:KEY_BYTES]
         if any(first == each.first for each in self._waiting.values()):
             return False
-        match = self._tiers.match(
-            rest, chain_after=keys[: there * KEY_BYTES][-KEY_BYTES:] or NO_KEY
-        )
-        if match.count == 0:
-            match.release()
+        load = self._tiers.match(rest, chain_after=keys[: there * KEY_BYTES][-KEY_BYTES:] or NO_KEY)
+        if load.count == 0:
+            load.release()
             return True
         lock = cache.lock(found.last_device_node)
-        ids = self._take(match.count)
+        ids = self._take(load.count)
         if ids is None:
-            self._lacked[request.rid] = match.count * page
+            self._lacked[request.rid] = load.count * page
             cache.unlock(lock)
-            match.release()
+            load.release()
             return True
-        job = next(self._jobs)
-        whole = key[: (there + match.count) * page]
-        self._waiting[job] = _Waiting(whole, request.priority or 0, there, lock, ids, first)
-        self._job_of[request.rid] = job
-        self._loads.begin(request.rid, job, match, ids)
+        whole = key[: (there + load.count) * page]
+        self._waiting[load] = _Waiting(whole, request.priority or 0, there, lock, ids, first)
+        self._loading.add(request.rid)
+        self._loads.begin(load.assign(request.rid, 0, ids))
         return True
 
     def _take(self, blocks: int) -> list[int] | None:
@@ -223,19 +218,19 @@ class PrefixLoads:
         """Insert loaded blocks into the tree."""
         self._loads.give_up_slow()
         for load in self._loads.take_finished():
-            self._job_of.pop(load.request, None)
-            waiting = self._waiting.pop(load.job, None)
+            self._loading.discard(load.request)
+            waiting = self._waiting.pop(load, None)
             if waiting is not None:  # else the cache was reset before the load ended
                 self._put(load, waiting)
 
     def _put(self, load: Load, waiting: _Waiting) -> None:
-        if load.leading < load.blocks:
+        if load.leading < len(load.ids):
             self._cache.blocks.give_back(waiting.ids[load.leading :])
             _log.info(
                 "Request %s: %d of %d blocks could not be read from the tiers and are computed.",
                 load.request,
-                load.blocks - load.leading,
-                load.blocks,
+                len(load.ids) - load.leading,
+                len(load.ids),
             )
         page = int(self._cache.page_size)
         self._insert(
@@ -309,7 +304,7 @@ class PrefixLoads:
             _log.warning("Loads from the tiers have not ended for %.0f s.", _END_LOADS_S)
         self._loads.take_finished()
         self._waiting.clear()
-        self._job_of.clear()
+        self._loading.clear()
         self._looked_up.clear()
         self._lacked.clear()
         if not self._keeps_copies:

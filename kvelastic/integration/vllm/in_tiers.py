@@ -24,17 +24,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import IntegrityError
-from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
+from kvelastic.integration.vllm.tier_lookups import Lookups
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
-from kvelastic.tiers.loads import LoadingTiers, Loads
+from kvelastic.tiers.loads import Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
-    from kvelastic.tiers.namespace import Namespace
+    from kvelastic.tiers.load import Load
+    from kvelastic.tiers.manager import Tiers
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -49,36 +50,6 @@ _LEAST_BLOCKS: Final = 4
 _KEEPS_WEIGHTS: Final = frozenset({"compute_weight_checksums"})
 _CHANGES_WEIGHTS: Final = ("weight", "load", "update")
 """A worker method whose name contains one of the strings may change the weights."""
-
-
-class Tiers(MatchingTiers, LoadingTiers, Protocol):
-    """The operations that an engine needs from its tiers."""
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace of the keys."""
-
-    def forget(self) -> Namespace:
-        """Start a new generation: nothing stored so far is found. Returns its namespace."""
-
-    def clean_all(self, timeout_s: float) -> int:
-        """Copy cached blocks. Returns how many have no copy yet. Blocks up to `timeout_s`."""
-
-    def clean_before_exit(self, timeout_s: float) -> int:
-        """As `clean_all`, and wait until farther tiers have their copies."""
-
-    def close(self) -> object:
-        """Release everything. Idempotent."""
-
-
-class _Behind(NamedTuple):
-    """A load that starts when a step has ended."""
-
-    step: int
-    request: str
-    job: int
-    match: Found
-    ids: list[int]
 
 
 class EngineTiers:
@@ -97,7 +68,8 @@ class EngineTiers:
         self.lookups = Lookups(tiers, self.key_of)
         self.loads = Loads(tiers, compares=compares)
         self._pool: ElasticBlockPool | None = None
-        self._behind: deque[_Behind] = deque()
+        self._behind: deque[tuple[int, Load]] = deque()
+        """Loads that start when a step has ended, with the number of the step."""
         self._wait: _Wait | None = None
         self._last_step_s = 0.0
         self.sleeps = False
@@ -145,11 +117,11 @@ class EngineTiers:
         for job, entry in list(made.load_jobs.items()):
             del made.load_jobs[job]
             source, ids = entry.src_spec, entry.dst_spec.block_ids.tolist()
+            load: Load = source.load.assign(entry.req_id, job, ids)
             if source.count == len(ids) and 0 not in ids:
-                self._behind.append(_Behind(step, entry.req_id, job, source.match, ids))
+                self._behind.append((step, load))
                 continue
-            source.match.release()
-            self.loads.refuse(entry.req_id, job, len(ids))
+            self.loads.refuse(load)
             _log.error(
                 "vLLM wants to load %d records into the blocks %s, which do not match. The tokens "
                 "are computed instead. Please report this with the model's name.",
@@ -159,9 +131,8 @@ class EngineTiers:
         self._begin_behind()
 
     def _begin_behind(self) -> None:
-        while self._behind and self.pool.memory.has_ended(self._behind[0].step):
-            _, request, job, match, ids = self._behind.popleft()
-            self.loads.begin(request, job, match, ids)
+        while self._behind and self.pool.memory.has_ended(self._behind[0][0]):
+            self.loads.begin(self._behind.popleft()[1])
 
     def deliver(self, scheduler: Any) -> None:
         """Report completed loads to vLLM."""
@@ -183,7 +154,7 @@ class EngineTiers:
             request = scheduler.requests.get(load.request)
             if request is None:
                 continue
-            if load.leading < load.blocks and not request.is_finished():
+            if load.leading < len(load.ids) and not request.is_finished():
                 self._compute_rest(scheduler, connector, request, load.leading)
             scheduler._update_from_kv_xfer_finished(
                 KVConnectorOutput(finished_recving={load.request})
@@ -234,9 +205,7 @@ class EngineTiers:
     def end_loads(self, scheduler: Any) -> None:
         """Cancel loads and report them to vLLM. Blocks until running copies complete."""
         while self._behind:
-            _, request, job, match, ids = self._behind.popleft()
-            match.release()
-            self.loads.refuse(request, job, len(ids))
+            self.loads.refuse(self._behind.popleft()[1])
         if not self.loads.cancel_all(_END_LOADS_S):
             _log.warning("Loads from the tiers have not ended for %.0f s.", _END_LOADS_S)
         self.deliver(scheduler)
@@ -361,22 +330,7 @@ def of_this_engine() -> EngineTiers | None:
 
 def lookups_of_this_engine() -> Lookups:
     """Return the lookups of this process's engine core; without tiers they find nothing."""
-    return Lookups(_NoTiers(), bytes) if _of_this_engine is None else _of_this_engine.lookups
-
-
-class _NothingFound:
-    count = 0
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-class _NoTiers:
-    """Stands for tiers that have no use here: a host tier for a cache in host memory."""
-
-    def match(self, keys: bytes, *, chain_after: bytes = b"") -> Found:
-        """Find nothing."""
-        return _NothingFound()
+    return Lookups(None, bytes) if _of_this_engine is None else _of_this_engine.lookups
 
 
 def _warn_of_lost(blocks: int, why: str) -> None:

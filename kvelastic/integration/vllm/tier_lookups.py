@@ -5,7 +5,7 @@ step looks up all blocks of the request that may follow::
 
     lookups.find("req", b"k3", chain)        # chain: k2, and k3 with its successors
     ...                                       # k4, k5: taken from the first result
-    match = lookups.take("req", [b"k3", b"k4"])   # it loads: the found records stay held
+    load = lookups.take("req", [b"k3", b"k4"])    # it loads: the found records stay held
     lookups.end_step()                        # releases all that no request has taken
 
 Between lookup and load, vLLM evicts blocks to make room. Their demotion displaces records. Without
@@ -19,26 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvelastic.tiers.base import NO_KEY
+from kvelastic.tiers.load import Load, merged
 
-
-class Found(Protocol):
-    """Leading keys that were found, held until `release`."""
-
-    count: int
-    """How many of the requested keys were found."""
-
-    def release(self) -> None:
-        """Release the records. Idempotent."""
-
-
-class MatchingTiers(Protocol):
-    """The operations that lookups need from the tiers."""
-
-    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Found:
-        """Hold the leading keys that exist. Never blocks."""
+if TYPE_CHECKING:
+    from kvelastic.tiers.manager import Tiers
 
 
 class Chain(NamedTuple):
@@ -53,14 +40,15 @@ class Chain(NamedTuple):
 class _OfRequest:
     """The records that one request has found in this step."""
 
-    held: list[Found] = field(default_factory=list)
+    held: list[Load] = field(default_factory=list)
     answers: dict[bytes, bool] = field(default_factory=dict)
 
 
 class Lookups:
     """Lookups of the requests of an engine, by request id."""
 
-    def __init__(self, tiers: MatchingTiers, key_of: Callable[[bytes], bytes]) -> None:
+    def __init__(self, tiers: Tiers | None, key_of: Callable[[bytes], bytes]) -> None:
+        """Without `tiers`, nothing is found."""
         self._tiers = tiers
         self._key_of = key_of
         self._in_step: dict[str, _OfRequest] = {}
@@ -87,15 +75,15 @@ class Lookups:
             here.answers[each] = place < found.count
         return here.answers[key]
 
-    def take(self, request: str, keys: Sequence[bytes]) -> Found:
-        """Hold exactly these keys, found in this step, for a load. The caller must release them."""
-        match = self._match(request, None, keys)
-        here = self._in_step.pop(request, None)
-        if here is not None:
-            _release(here)
-        return match
+    def take(self, request: str, keys: Sequence[bytes]) -> Load:
+        """Return a load of exactly these keys, as far as this step has found the leading ones."""
+        here = self._in_step.pop(request, None) or _OfRequest()
+        known = self._keys.get(request, {})
+        return merged(b"".join(known.get(each, NO_KEY) for each in keys), here.held)
 
-    def _match(self, request: str, before: bytes | None, keys: Sequence[bytes]) -> Found:
+    def _match(self, request: str, before: bytes | None, keys: Sequence[bytes]) -> Load:
+        if self._tiers is None:
+            return Load()
         known = self._keys.setdefault(request, {})
         for each in keys if before is None else [before, *keys]:
             if each not in known:

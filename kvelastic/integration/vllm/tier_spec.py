@@ -25,7 +25,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvelastic.errors import EngineError
 from kvelastic.integration.vllm import in_tiers
-from kvelastic.integration.vllm.tier_lookups import Chain, Found, Lookups
+from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
+from kvelastic.tiers.load import Load
 
 _GROUP_BYTES = 4
 
@@ -33,8 +34,8 @@ _GROUP_BYTES = 4
 class RecordsInTiers(LoadStoreSpec):  # type: ignore[misc]  # vLLM has no type information here
     """The records of one load, held. None: no records, as for every store."""
 
-    def __init__(self, match: Found | None = None, count: int = 0) -> None:
-        self.match = match
+    def __init__(self, load: Load | None = None, count: int = 0) -> None:
+        self.load = load
         self.count = count
         """How many blocks vLLM has found."""
 

@@ -1,0 +1,203 @@
+"""A load of blocks from the tiers: found records, the blocks they go to, and the transfer.
+
+    load = tiers.match(keys)               # found: its records are held
+    tiers.load(load, ids)                  # running; tiers release the records at its end
+    load.wait(1.0); load.failed            # over: indices of blocks to compute
+
+    load.release()                         # or never started: also over, and nothing is loaded
+
+An engine that loads beside its steps calls `assign` before it starts the load; see `loads`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease
+from kvelastic.tiers.plan import Segment
+from kvelastic.tiers.run import Run
+
+
+class Load:
+    """Leading keys that are in tiers, and their load. Thread-safe, except for `assign`.
+
+    Records are not evicted before the load is over. As a context manager, a load that was not
+    started releases its records on exit.
+    """
+
+    def __init__(
+        self,
+        keys: bytes = b"",
+        segments: Sequence[Segment] = (),
+        leases: Sequence[Lease] = (),
+        chain_after: bytes = NO_KEY,
+        epoch: int = 0,
+    ) -> None:
+        """`keys` may be longer than `segments`: the rest was not found."""
+        self.segments = tuple(segments)
+        self.count = sum(segment.count for segment in segments)
+        """Number of leading keys found."""
+        self.keys = keys[: self.count * KEY_BYTES]
+        self.chain_after = chain_after
+        self.epoch = epoch
+        """Number of erasures in the tiers when the keys were found."""
+        self.request = ""
+        """The engine's request."""
+        self.job = 0
+        """The engine's number for this load."""
+        self.ids: tuple[int, ...] = ()
+        """The engine's blocks; may be more than `count`."""
+        self.began_s = 0.0
+        self._parents: list[bytes] | None = None
+        """Parents of the keys, if these do not continue each other."""
+        self._leases = tuple(leases)
+        self._lock = threading.Lock()
+        self._is_starting = False
+        self._is_released = False
+        self._run: Run | None = None
+
+    @property
+    def parents(self) -> list[bytes]:
+        """For each key, the key that it continues."""
+        if self._parents is not None:
+            return self._parents
+        return [self.chain_after, *each_key(self.keys)][: self.count]
+
+    # --- before it runs ------------------------------------------------------------------------
+
+    def assign(self, request: str, job: int, ids: Iterable[int]) -> Load:
+        """Set the request, the engine's number and the blocks. Returns the load."""
+        self.request, self.job, self.ids = request, job, tuple(ids)
+        return self
+
+    def release(self) -> None:
+        """Release the records, unless the load was started. Idempotent. Waits for no medium."""
+        with self._lock:
+            if self._is_starting:
+                return
+        self.end()
+
+    def starts(self, ids: Sequence[int]) -> None:
+        """Mark the load as started, for the first keys and these blocks. For the tiers only.
+
+        Raises `InvalidArgumentError` if there are more blocks than keys, or if the load was started
+        or released before.
+        """
+        if len(ids) > self.count:
+            raise InvalidArgumentError(
+                f"{len(ids)} blocks were given for a match of {self.count}; give no more"
+            )
+        with self._lock:
+            if self._is_starting or self._is_released:
+                raise InvalidArgumentError(
+                    "this load was started or released before; look the keys up again"
+                )
+            self._is_starting = True
+            self.ids = self.ids or tuple(ids)
+
+    def runs(self, run: Run) -> None:
+        """Set the transfer. For the tiers only, which call `end` when it is complete."""
+        self._run = run
+
+    def end(self) -> None:
+        """Release the records, started or not. For the tiers only. Idempotent."""
+        for lease in self.take_leases():
+            lease.release()
+
+    def take_leases(self) -> Sequence[Lease]:
+        """End the load without releasing its records. Returns their leases, once."""
+        with self._lock:
+            self._is_released = True
+            leases, self._leases = self._leases, ()
+        return leases
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the records are held, by the engine or by the running load."""
+        with self._lock:
+            return not self._is_released
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # --- while it runs -------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether no thread accesses the blocks now or later, and the results are final."""
+        run = self._run
+        return self._is_released if run is None else run.is_complete
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the load is done, for at most `timeout_s`. Returns whether it is done.
+
+        Returns at once if the load was not started.
+        """
+        run = self._run
+        return self.done if run is None else run.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Cancel the load. Never blocks. Idempotent.
+
+        Its blocks may be written to until it is `done`, which takes at most one copy.
+        """
+        run = self._run
+        if run is None:
+            self.release()
+        else:
+            run.cancel()
+
+    @property
+    def arrived(self) -> int:
+        """Number of records read from their tiers so far, into staging or further into blocks."""
+        return 0 if self._run is None else sum(self._run.staged)
+
+    # --- when it is done -----------------------------------------------------------------------
+
+    @property
+    def failed(self) -> list[int]:
+        """Indices into `ids` of blocks that were not loaded, which the engine must compute.
+
+        Valid once the load is done.
+        """
+        loaded = [] if self._run is None else self._run.loaded
+        missing = range(len(loaded), len(self.ids))
+        return [at for at, is_loaded in enumerate(loaded) if not is_loaded] + list(missing)
+
+    @property
+    def leading(self) -> int:
+        """Number of leading blocks that were loaded. Valid once the load is done."""
+        return next(iter(self.failed), len(self.ids))
+
+
+def each_key(keys: bytes) -> list[bytes]:
+    """Split concatenated keys."""
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def merged(keys: bytes, held: Sequence[Load]) -> Load:
+    """Return a load of exactly these keys, as far as the loads in `held` found the leading ones.
+
+    The new load takes over the records of all of them: they are over and cannot be started. If
+    anything was erased since the oldest of them was found, the new load loads nothing.
+    """
+    places: dict[bytes, tuple[int, bytes]] = {}
+    leases: list[Lease] = []
+    for load in held:
+        tiers = [each.tier for each in load.segments for _ in range(each.count)]
+        places.update(zip(each_key(load.keys), zip(tiers, load.parents, strict=True), strict=True))
+        leases += load.take_leases()
+    found = [places[key] for key in takewhile(places.__contains__, each_key(keys))]
+    segments: list[Segment] = []
+    for tier, those in groupby(found, key=lambda place: place[0]):
+        first = segments[-1].first + segments[-1].count if segments else 0
+        segments.append(Segment(tier, first, len(list(those))))
+    one = Load(keys, segments, leases, epoch=min((load.epoch for load in held), default=0))
+    one._parents = [parent for _, parent in found]
+    return one
