@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvelastic.tiers.base import KEY_BYTES, Lease, Store
-from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.plan import Segment, nearest
+from kvelastic.tiers.workers import Workers
 
 PATIENCE_S = 0.02
 """How long a request waits for a lookup in a store that may have nothing."""
@@ -34,7 +34,7 @@ class Lookup:
         self._stores = tuple(stores)
         self._patience_s = patience_s
         self._workers = {
-            tier: DeadlineWorker(f"kvelastic-ask-{store.name}"[:15])
+            tier: Workers(f"kvelastic-ask-{store.name}"[:15])
             for tier, store in enumerate(stores)
             if store.asks_medium
         }

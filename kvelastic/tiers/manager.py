@@ -48,6 +48,7 @@ from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
 from kvelastic.tiers.run import Priority, Run, Transfer
 from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
+from kvelastic.tiers.workers import Call, Workers
 from kvelastic.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger("kvelastic")
@@ -56,6 +57,8 @@ CLOSE_S = 5.0
 """Default timeout of `close` and `drain`."""
 EXIT_S = 2.0
 """Timeout of the `close` at process exit, if the process has not closed its tiers."""
+CALLS_AT_ONCE = 4
+"""Calls of operators and for statistics that one store gets at a time."""
 ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
@@ -149,8 +152,8 @@ class Tiers:
         of its block."""
         self._is_closed = False
         self._observers: list[Observer] = []
-        self._late: dict[int, threading.Thread] = {}
-        """For each tier, the thread of the last call that timed out."""
+        self._askers = [Workers("kvelastic-ask", CALLS_AT_ONCE) for _ in stores]
+        """For each tier, the threads of `_in_stores`."""
         for store in stores:
             store.enter(namespace)
         self._executor = Executor(
@@ -406,52 +409,45 @@ class Tiers:
         *,
         also_stalled: bool = False,
     ) -> dict[int, _T]:
-        """Run `call` on each store, in one thread per store. Returns the results by tier index.
+        """Run `call` on each store, in a thread of the store. Returns the results by tier index.
 
-        Skips stalled stores, including those in which an earlier call of this method still hangs,
-        so that threads do not accumulate. With `also_stalled`, calls them but does not wait for
-        them. Blocks for at most `timeout_s`. A store that is late or raises has no result.
+        Skips stalled stores, including those in which an earlier call of this method still hangs.
+        With `also_stalled`, calls them, as soon as they take calls, but does not wait for them.
+        Blocks for at most `timeout_s`. A store that is late or raises has no result.
         """
-        answers: dict[int, _T] = {}
-        chosen = [
-            tier
+        calls: dict[int, Call[_T] | None] = {
+            tier: self._askers[tier].submit(partial(call, self._stores[tier]))
             for tier in (range(len(self._stores)) if tiers is None else tiers)
             if also_stalled or not self._is_stalled(tier)
-        ]
-
-        def work(tier: int) -> None:
-            try:
-                answers[tier] = call(self._stores[tier])
-            except Exception:
-                _log.exception("tier %s failed against its contract", self._stores[tier].name)
-
-        threads = [
-            threading.Thread(target=work, args=(tier,), name="kvelastic-ask", daemon=True)
-            for tier in chosen
-        ]
+        }
+        answers: dict[int, _T] = {}
         deadline_s = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.start()
-        for tier, thread in zip(chosen, threads, strict=True):
-            thread.join(0.0)
-            while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
+        for tier, one in calls.items():
+            if one is None:  # closed, or the system has no thread left
+                continue
+            while not one.ended.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
                 if self._is_stalled(tier):
                     break
-                thread.join(min(left_s, _LOOK_S))
-            if thread.is_alive():
-                self._late[tier] = thread
+                one.ended.wait(min(left_s, _LOOK_S))
+            name = self._stores[tier].name
+            if not one.ended.is_set():
+                self._askers[tier].leave(one)
                 _log.warning(
                     "tier %s has not answered and is not waited for any longer (%.0f s at most)",
-                    self._stores[tier].name,
+                    name,
                     timeout_s,
                 )
-        return dict(answers)
+                continue
+            try:
+                answers[tier] = one.result()
+            except Exception:
+                _log.exception("tier %s failed against its contract", name)
+        return answers
 
     def _is_stalled(self, tier: int) -> bool:
         """Return whether a call to the store hangs, of the executor or of `_in_stores`."""
         self._executor.look()
-        late = self._late.get(tier)
-        return tier in self._executor.stuck_tiers or (late is not None and late.is_alive())
+        return tier in self._executor.stuck_tiers or self._askers[tier].is_stuck
 
     # --- statistics and shutdown ---------------------------------------------------------------
 
@@ -588,6 +584,8 @@ class Tiers:
         left = [] if self._behind.close(timeout_s) else ["copies to farther tiers"]
         left += [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)
+        for asker in self._askers:
+            asker.close(0.0)
         return left + self._executor.close(timeout_s)
 
 

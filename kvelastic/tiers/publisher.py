@@ -31,10 +31,10 @@ from kvelastic.shared.tier_status import (
 )
 from kvelastic.tier_list import MOST_TIERS
 from kvelastic.tiers.base import Capacity, Store, StoreStatistics
-from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.operator_requests import carry_out, labels_of
 from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
+from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic")
 
@@ -216,7 +216,7 @@ class _Asked:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._worker = DeadlineWorker("kvelastic-figures")
+        self._worker = Workers("kvelastic-figures")
         self._capacity = Capacity(0, None, 0)
         self._counts = StoreStatistics()
         self._budget: tuple[int, int] | None = None

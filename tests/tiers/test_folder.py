@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_records import MODEL, key, keys, put, record, whole
 from processes import run_python
-from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.parallel_calls import ParallelCalls
 from kvelastic.tiers.stores.folder.store import FolderStore
 
 RECORD = 5000
@@ -234,25 +231,3 @@ print("ends")
 def test_a_server_that_does_not_answer_keeps_no_process(path: Path) -> None:
     done = run_python("-c", HANGING, path)
     assert (done.stdout, done.stderr) == ("ends\n", "")
-
-
-def test_calls_at_once_end_before_an_error_is_raised() -> None:
-    calls = ParallelCalls("test", 2)
-    ended: list[int] = []
-    failed = threading.Event()
-
-    def call(number: int) -> int:
-        if number == 0:
-            failed.set()
-            raise OSError("the first")
-        assert failed.wait(DEADLINE_S)
-        ended.append(number)
-        return -number
-
-    with pytest.raises(OSError, match="the first"):
-        calls.map(call, range(9))
-    assert sorted(ended) == list(range(1, 9))
-    assert calls.map(call, range(1, 9)) == [-n for n in range(1, 9)]
-    calls.close()
-    assert calls.map(call, [3]) == [-3]
-    calls.close()

@@ -25,7 +25,6 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.tiers.base import Selection
-from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.stores.mooncake.client import check_address
 from kvelastic.tiers.stores.mooncake.format import HEADER_BYTES, server_key
 from kvelastic.tiers.stores.mooncake.store import STAGED_RECORDS, MooncakeStore
@@ -283,14 +282,3 @@ def test_sizes_are_checked() -> None:
     for record_bytes, segment_bytes in ((0, 0), (-1, 0), (True, 0), (1, -1)):
         with pytest.raises(InvalidArgumentError):
             MooncakeStore("a:1", record_bytes, segment_bytes=segment_bytes)
-
-
-def test_a_worker_hands_errors_on_and_ends() -> None:
-    worker = DeadlineWorker("worker of a test")
-    assert worker.run(lambda: 3, DEADLINE_S) == 3
-    with pytest.raises(KeyError):
-        worker.run(lambda: dict[int, int]()[1], DEADLINE_S)
-    assert worker.close(DEADLINE_S)
-    assert worker.close(DEADLINE_S)
-    with pytest.raises(TimeoutError):
-        worker.run(lambda: 3, DEADLINE_S)

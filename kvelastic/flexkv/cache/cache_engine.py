@@ -34,9 +34,9 @@ from kvelastic.flexkv.common.request import Mask
 from kvelastic.flexkv.common.transfer import BlockIds, DeviceType, TransferOpGraph
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection
-from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.plan import Segment
+from kvelastic.tiers.workers import Workers
 
 ERASE_S: Final = 60.0
 """How long `reset` waits for a store."""
@@ -291,7 +291,7 @@ class GlobalCacheEngine:
         self._storage.next_generation()
         late = []
         for device, store in self._storage.stores.items():
-            worker = DeadlineWorker("kvelastic-reset")
+            worker = Workers("kvelastic-reset")
             try:
                 worker.run(partial(store.erase_matching, selection), timeout_s)
             except TimeoutError:

@@ -41,12 +41,12 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.owned_files import lock_within, reason_of
-from kvelastic.tiers.parallel_calls import ParallelCalls
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
 from kvelastic.tiers.stores.folder.format import HEAD_BYTES
 from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
+from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic")
 
@@ -117,7 +117,7 @@ class FolderStore(Store):
         self._unerased = ""
         self._unswept_bytes = 0
         self._sweep_at_s = float("-inf")
-        self._calls = ParallelCalls("kvelastic-folder", _AT_ONCE)
+        self._calls = Workers("kvelastic-folder", _AT_ONCE)
         with self._medium():
             os.close(self._open_root())
 

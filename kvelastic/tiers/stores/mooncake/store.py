@@ -40,7 +40,6 @@ from kvelastic.tiers.base import (
     StoreStatistics,
     Unerased,
 )
-from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.mooncake.client import (
@@ -52,6 +51,7 @@ from kvelastic.tiers.stores.mooncake.client import (
     require_library,
 )
 from kvelastic.tiers.stores.mooncake.format import HEADER_BYTES, is_whole, server_key, write_header
+from kvelastic.tiers.workers import Workers
 
 Value = TypeVar("Value")
 
@@ -120,8 +120,8 @@ class MooncakeStore(Store):
         starts = range(0, slot_bytes * staged, slot_bytes)
         self._addresses = [base + start for start in starts]
         self._slots = [whole[start : start + self._stored_bytes] for start in starts]
-        self._asks = DeadlineWorker("kvelastic-mooncake-asks")
-        self._transfers = DeadlineWorker("kvelastic-mooncake-transfers")
+        self._asks = Workers("kvelastic-mooncake-asks")
+        self._transfers = Workers("kvelastic-mooncake-transfers")
         self._staging = threading.Lock()  # taken before _lock; guards the slots
         self._lock = threading.Lock()
         self._breaker = CircuitBreaker(clock)
@@ -184,7 +184,7 @@ class MooncakeStore(Store):
                 self._is_setting_up = False
         return self._client is not None
 
-    def _call(self, worker: DeadlineWorker, function: Callable[[Client], Value]) -> Value | None:
+    def _call(self, worker: Workers, function: Callable[[Client], Value]) -> Value | None:
         """Return the client's result.
 
         On an exception or a timeout, count an error and return None.

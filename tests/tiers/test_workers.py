@@ -1,0 +1,72 @@
+"""Calls that may hang, in threads: results, errors, timeouts and the end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from waiting import DEADLINE_S
+
+from kvelastic.tiers.workers import Workers
+
+
+def test_workers_hand_errors_on_and_end() -> None:
+    workers = Workers("of a test")
+    assert workers.run(lambda: 3, DEADLINE_S) == 3
+    with pytest.raises(KeyError):
+        workers.run(lambda: dict[int, int]()[1], DEADLINE_S)
+    assert workers.close(DEADLINE_S)
+    assert workers.close(DEADLINE_S)
+    with pytest.raises(TimeoutError):
+        workers.run(lambda: 3, DEADLINE_S)
+
+
+def test_calls_at_once_end_before_an_error_is_raised() -> None:
+    workers = Workers("of a test", 2)
+    ended: list[int] = []
+    failed = threading.Event()
+
+    def call(number: int) -> int:
+        if number == 0:
+            failed.set()
+            raise OSError("the first")
+        assert failed.wait(DEADLINE_S)
+        ended.append(number)
+        return -number
+
+    with pytest.raises(OSError, match="the first"):
+        workers.map(call, range(9))
+    assert sorted(ended) == list(range(1, 9))
+    assert workers.map(call, range(1, 9)) == [-n for n in range(1, 9)]
+    workers.close()
+    assert workers.map(call, [3]) == [-3]
+    workers.close()
+
+
+def test_until_a_late_call_ends_others_fail_at_once() -> None:
+    workers = Workers("of a test")
+    goes_on = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer"):
+        workers.run(lambda: goes_on.wait(DEADLINE_S), 0.01)
+    assert workers.is_stuck
+    with pytest.raises(TimeoutError, match="has not ended"):
+        workers.run(lambda: 3, DEADLINE_S)
+    assert not workers.close(0.0)
+    goes_on.set()
+    assert workers.close(DEADLINE_S)
+    assert not workers.is_stuck
+
+
+def test_a_call_that_times_out_before_it_begins_is_never_made() -> None:
+    workers = Workers("of a test")
+    goes_on = threading.Event()
+    before = workers.submit(lambda: goes_on.wait(DEADLINE_S))
+    assert before is not None
+    made: list[int] = []
+    with pytest.raises(TimeoutError, match="other calls"):
+        workers.run(lambda: made.append(1), 0.01)
+    assert not workers.is_stuck
+    goes_on.set()
+    assert workers.run(lambda: 3, DEADLINE_S) == 3
+    assert (made, before.result()) == ([], True)
+    workers.close()
