@@ -35,6 +35,11 @@ NO_KEY = bytes(KEY_BYTES)
 """Not a valid key: it stands for "no block"."""
 
 
+def each_key(keys: bytes) -> list[bytes]:
+    """Split concatenated keys."""
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
 @dataclass(frozen=True)
 class Capacity:
     """The usage and the limit of a store.
@@ -119,6 +124,16 @@ class Lease(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class NoHold(Lease):
+    """A lease that holds nothing: the keys were stored, but may be evicted at any time."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def release(self) -> None:
+        """Do nothing."""
 
 
 class Reservation(ABC):

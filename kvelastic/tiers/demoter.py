@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvelastic.errors import KvelasticError
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.base import NO_KEY, each_key
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.lineage import in_order
 from kvelastic.tiers.plan import demote_graph
@@ -291,7 +291,7 @@ class Demoter:
 
         Returns the index into `ids` of each item, and the run.
         """
-        own = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        own = each_key(keys)
         parents = self._parents(keys) if self._parents is not None else [NO_KEY] * len(ids)
         order = in_order(own, parents)
 

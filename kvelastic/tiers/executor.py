@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.tiers.base import Store
-from kvelastic.tiers.calls import carry_out
 from kvelastic.tiers.graph import FILLS_STAGING, NO_TIER, POOL_COPIES, Kind, Operation, State
 from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.run import Batch, Priority, Run, Transfer
@@ -478,9 +477,7 @@ class Executor:
         batch = run.batches[operation.batch]
         began_s = time.perf_counter()
         try:
-            went_well = carry_out(
-                self._copies, self._memory, worker.store, run, operation, items, batch
-            )
+            went_well = self._carry_out(worker.store, run, operation, items, batch)
         except KvelasticError as error:
             went_well = []
             _log.warning(
@@ -517,6 +514,39 @@ class Executor:
             callbacks = self._settle(run)
             self._changed.notify_all()
         run.call(callbacks)
+
+    def _carry_out(
+        self, store: Store | None, run: Run, operation: Operation, items: list[int], batch: Batch
+    ) -> list[int]:
+        """Run the operation for `items`, without the lock. Returns the items that succeeded.
+
+        `store` is None for a copy of the pool. Raises the errors of the store or the copy.
+        """
+        transfer = run.transfer
+        slots = [batch.slots[item] for item in items] if batch.slots else []
+        if operation.kind is Kind.COPY_IN:
+            self._copies.copy_in(self._memory, slots, [transfer.ids[item] for item in items])
+            return items
+        if operation.kind is Kind.COPY_OUT:
+            self._copies.copy_out([transfer.ids[item] for item in items], self._memory, slots)
+            if transfer.confirm is None:
+                return items
+            stood_still = transfer.confirm()
+            return [item for item in items if stood_still[item]]
+        assert store is not None
+        if operation.kind is Kind.DROP:
+            store.erase(transfer.keys_of(items))
+            return items
+        if operation.kind is Kind.GET:
+            views = [self._memory.view(slot) for slot in slots]
+            whole = store.get(transfer.keys_of(items), views)
+            return [item for item, is_whole in zip(items, whole, strict=True) if is_whole]
+        stored: list[int] = []
+        for chain, parent in run.chains(items):
+            views = [self._memory.view(batch.slots[item]) for item in chain]
+            taken = store.put(transfer.keys_of(chain), views, chain_after=parent)
+            stored += [item for item, is_taken in zip(chain, taken, strict=True) if is_taken]
+        return stored
 
     @staticmethod
     def _note(run: Run, operation: Operation, items: list[int], went_well: list[int]) -> None:

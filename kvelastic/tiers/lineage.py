@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, each_key
 
 MOST_KEYS = 1 << 18
 """Default bound of the keys in noted prompts (4 MiB), and of the unpacked keys."""
@@ -49,7 +49,7 @@ class Lineage:
         with self._lock:
             self._unpack()
             get = self._parents.get
-            return [get(keys[at : at + KEY_BYTES], NO_KEY) for at in range(0, len(keys), KEY_BYTES)]
+            return [get(key, NO_KEY) for key in each_key(keys)]
 
     def _unpack(self) -> None:
         while self._noted:

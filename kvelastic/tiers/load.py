@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
 from kvelastic.tiers.plan import Segment
 from kvelastic.tiers.run import Run
 
@@ -174,11 +174,6 @@ class Load:
     def leading(self) -> int:
         """Number of leading blocks that were loaded. Valid once the load is done."""
         return next(iter(self.failed), len(self.ids))
-
-
-def each_key(keys: bytes) -> list[bytes]:
-    """Split concatenated keys."""
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def merged(keys: bytes, held: Sequence[Load]) -> Load:

@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvelastic.tiers.base import KEY_BYTES, Lease, Store
+from kvelastic.tiers.base import KEY_BYTES, Lease, NoHold, Store
 from kvelastic.tiers.plan import Segment, nearest
 from kvelastic.tiers.workers import Workers
 
 PATIENCE_S = 0.02
 """How long a request waits for a lookup in a store that may have nothing."""
-
-
-class NoHold(Lease):
-    """A lease that holds nothing: the keys were stored, but may be evicted at any time."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def release(self) -> None:
-        """Do nothing."""
 
 
 class Lookup:

@@ -9,8 +9,8 @@ import pytest
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease
-from kvelastic.tiers.load import Load, each_key
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
+from kvelastic.tiers.load import Load
 from kvelastic.tiers.loads import Loads, is_too_slow
 from kvelastic.tiers.plan import Segment
 

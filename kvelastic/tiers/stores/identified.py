@@ -26,6 +26,7 @@ from kvelastic.tiers.base import (
     NO_KEY,
     Capacity,
     Lease,
+    NoHold,
     Promise,
     Reservation,
     Selection,
@@ -34,13 +35,6 @@ from kvelastic.tiers.base import (
     Unerased,
 )
 from kvelastic.tiers.namespace import Namespace
-
-
-class _NoLease(Lease):
-    count = 0
-
-    def release(self) -> None:
-        """Do nothing."""
 
 
 class IdentifiedStore(Store):
@@ -94,7 +88,7 @@ class IdentifiedStore(Store):
 
     def lease(self, keys: bytes) -> Lease:
         """Hold the leading keys that are stored. Holds none until `is_ready`."""
-        return self.inner.lease(self._masked(keys)) if self._mask else _NoLease()
+        return self.inner.lease(self._masked(keys)) if self._mask else NoHold()
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
         """Reserve slots for missing keys. Until `is_ready`, treats all keys as missing."""

@@ -101,8 +101,3 @@ def _call(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Ans
 def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
     """Return `count` keys from position `at`."""
     return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
-
-
-def each_key(keys: bytes) -> list[bytes]:
-    """Split `keys` into single keys."""
-    return [keys_at(keys, at) for at in range(len(keys) // KEY_BYTES)]

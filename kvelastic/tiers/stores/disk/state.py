@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.base import Selection, StoreStatistics, Unerased
+from kvelastic.tiers.base import Selection, StoreStatistics, Unerased, each_key
 from kvelastic.tiers.owned_files import reason_of
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.disk.erase import erase_left_behind
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
 from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.disk.passing_lock import PassingLock
-from kvelastic.tiers.stores.disk.pieces import Answers, each_key
+from kvelastic.tiers.stores.disk.pieces import Answers
 from kvelastic.tiers.stores.disk.quota import Quotas
 from kvelastic.tiers.stores.disk.room import Room
 from kvelastic.tiers.stores.disk.slots import SlotTable

@@ -31,13 +31,14 @@ from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import (
-    KEY_BYTES,
     Capacity,
     Lease,
+    NoHold,
     Selection,
     Store,
     StoreStatistics,
     Unerased,
+    each_key,
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.owned_files import lock_within, reason_of
@@ -62,14 +63,6 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _A = TypeVar("_A")
 _T = TypeVar("_T")
-
-
-class _NoLease(Lease):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def release(self) -> None:
-        """Do nothing: the lease holds nothing."""
 
 
 class FolderStore(Store):
@@ -138,14 +131,14 @@ class FolderStore(Store):
             return [False] * count
         with self._medium(), self._root() as root:
             return self._at_once(
-                lambda key: folder_format.is_there(root, key, self.record_bytes), _each(keys)
+                lambda key: folder_format.is_there(root, key, self.record_bytes), each_key(keys)
             )
         return [False] * count
 
     def lease(self, keys: bytes) -> Lease:
         """Return the leading keys that are present. They are not held: others may remove them."""
         answers = self.has(keys)
-        return _NoLease(answers.index(False) if False in answers else len(answers))
+        return NoHold(answers.index(False) if False in answers else len(answers))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
@@ -164,7 +157,7 @@ class FolderStore(Store):
         with self._medium(), self._root() as root:
             outcome = self._at_once(
                 lambda one: self._put_one(root, one[0], one[1], owner),
-                list(zip(_each(keys), records, strict=True)),
+                list(zip(each_key(keys), records, strict=True)),
             )
         stored = outcome.count("stored")
         self._count(
@@ -183,7 +176,7 @@ class FolderStore(Store):
             with self._medium(), self._root() as root:
                 outcome = self._at_once(
                     lambda one: self._get_one(root, one[0], one[1]),
-                    list(zip(_each(keys), into, strict=True)),
+                    list(zip(each_key(keys), into, strict=True)),
                 )
         hits = outcome.count("whole")
         self._count(
@@ -200,7 +193,7 @@ class FolderStore(Store):
         removed: list[bool] = []
         if not self._closed:  # even while calls are suspended after a failure
             with self._medium(), self._root() as root:
-                removed = self._at_once(lambda key: self._remove(root, key.hex()), _each(keys))
+                removed = self._at_once(lambda key: self._remove(root, key.hex()), each_key(keys))
         return sum(removed)
 
     def erase_matching(self, selection: Selection) -> int:
@@ -445,10 +438,6 @@ class FolderStore(Store):
                 self._problem = ""
                 self._breaker.worked()
         return answers
-
-
-def _each(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def _check_limit(limit_bytes: int | None) -> None:

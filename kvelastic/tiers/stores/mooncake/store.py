@@ -32,13 +32,14 @@ from typing import TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import (
-    KEY_BYTES,
     Capacity,
     Lease,
+    NoHold,
     Selection,
     Store,
     StoreStatistics,
     Unerased,
+    each_key,
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
@@ -223,7 +224,7 @@ class MooncakeStore(Store):
     def has(self, keys: bytes) -> list[bool]:
         """Return for each key whether it is on the server. Blocks for at most `timeout_s`."""
         self._count_of(keys)
-        return self._exist(_split(keys))
+        return self._exist(each_key(keys))
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         if not keys or not self._ready():
@@ -241,7 +242,7 @@ class MooncakeStore(Store):
         If it can, the master keeps them for a while.
         """
         there = self.has(keys)
-        return _Hint(there.index(False) if False in there else len(there))
+        return NoHold(there.index(False) if False in there else len(there))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
@@ -254,7 +255,7 @@ class MooncakeStore(Store):
         self._check_chain(chain_after)
         if self._namespace is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
-        of_key = dict(zip(_split(keys), records, strict=True))
+        of_key = dict(zip(each_key(keys), records, strict=True))
         each = list(of_key)
         stored = dict(zip(each, self._exist(each), strict=True))
         new = [key for key in each if not stored[key]]
@@ -262,7 +263,7 @@ class MooncakeStore(Store):
             some = new[at : at + self._staged]
             done = self._put_some(some, [of_key[key] for key in some])
             stored.update(zip(some, done, strict=True))
-        return [stored[key] for key in _split(keys)]
+        return [stored[key] for key in each_key(keys)]
 
     def _put_some(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> list[bool]:
         codes: list[int] | None = None
@@ -300,7 +301,7 @@ class MooncakeStore(Store):
         self._count_of(keys, into)
         if any(view.readonly or not view.c_contiguous for view in into):
             raise InvalidArgumentError("a view to read into is read-only or not contiguous")
-        each = _split(keys)
+        each = each_key(keys)
         found: list[bool] = []
         for at in range(0, len(each), self._staged):
             found += self._get_some(each[at : at + self._staged], into[at : at + self._staged])
@@ -346,7 +347,7 @@ class MooncakeStore(Store):
     def erase(self, keys: bytes) -> int:
         """Erase these keys for every machine; return how many. Erases none if the server fails."""
         self._count_of(keys)
-        return self._remove(list(dict.fromkeys(_split(keys))))
+        return self._remove(list(dict.fromkeys(each_key(keys))))
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         if not keys or not self._ready():
@@ -450,23 +451,9 @@ class MooncakeStore(Store):
                 self._slots.clear()
 
 
-class _Hint(Lease):
-    """Keys that were present at the time of the call. Holds nothing."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def release(self) -> None:
-        """Do nothing: the lease holds nothing."""
-
-
 def _remove_world(fingerprint: bytes, client: Client) -> int:
     return client.remove_by_regex(f"^{fingerprint.hex()}-.*", True)
 
 
 def _names(fingerprint: bytes, keys: Sequence[bytes]) -> list[str]:
     return [server_key(fingerprint, key) for key in keys]
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
