@@ -22,9 +22,11 @@ class NameType(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the names that begin with the typed text."""
+        """Return the names that begin with the typed text; none for another machine."""
         from kvelastic.shared.segment import list_segments
 
+        if ctx.find_root().params.get("address") is not None:
+            return []
         return offered((info.name for info in list_segments()), incomplete)
 
 

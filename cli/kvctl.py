@@ -55,8 +55,22 @@ class KvctlGroup(Program, click.Group):
         return sorted({*super().list_commands(ctx), *_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command; None for an unknown name."""
+        """Import and return the command; None for an unknown name.
+
+        With `--address` it is the command that calls the controller there.
+        """
         place = _COMMANDS.get(cmd_name)
+        if ctx.params.get("address") is not None and (place or cmd_name in self.commands):
+            from kvelastic.cli.commands import remote
+
+            found = remote.command(cmd_name)
+            if found is None:
+                raise click.UsageError(
+                    f"{cmd_name!r} reads this machine only; with --address there are"
+                    f" {', '.join(remote.NAMES)}.",
+                    ctx,
+                )
+            return found
         if place is None:
             return super().get_command(ctx, cmd_name)
         module, _, name = place.rpartition(".")
@@ -97,7 +111,13 @@ class KvctlGroup(Program, click.Group):
     epilog='Shell completion: eval "$(kvctl completion bash)" (or zsh, fish).',
 )
 @click.version_option(__version__, message="kvctl %(version)s")
-def main() -> None:
+@click.option(
+    "--address",
+    metavar="URL",
+    help="Call the controller, or the cluster's front, at http://HOST:PORT instead of this machine."
+    " Its key is read from KVELASTIC_CONTROLLER_KEY.",
+)
+def main(address: str | None) -> None:
     """Show kvelastic's instances and change their memory limits while they run."""
 
 

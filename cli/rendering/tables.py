@@ -59,7 +59,7 @@ def plain_table(rows: list[Row]) -> str:
     """Return plain columns: a heading and one line per segment, without colour or truncation."""
     if not rows:
         return NOTHING
-    columns = [column for column in _COLUMNS if column.title != "Bar"]
+    columns = [column for column in _columns_of(rows) if column.title != "Bar"]
     lines = [("NAME", *(column.title.upper().replace(" ", "_") for column in columns))]
     lines += [(printable(row["name"]), *(column.text(row) for column in columns)) for row in rows]
     left = {0, *(at for at, column in enumerate(columns, 1) if column.is_left)}
@@ -101,7 +101,9 @@ def _that_fit(rows: list[Row], width: int) -> list[_Column]:
     """Return the columns beside Name that fit, in the order in which they are drawn."""
     left = width - _EDGE_CELLS - max(len("Name"), *(len(row["name"]) for row in rows))
     has_tiers = any(row["tiers"] for row in rows)
-    columns = [one for one in _COLUMNS if one.width and (has_tiers or one.title != "Tiers")]
+    columns = [
+        one for one in _columns_of(rows) if one.width and (has_tiers or one.title != "Tiers")
+    ]
     chosen: set[int] = set()
     for rank in sorted({column.rank for column in columns}):
         left -= sum(one.width + _GAP_CELLS for one in columns if one.rank == rank)
@@ -109,6 +111,11 @@ def _that_fit(rows: list[Row], width: int) -> list[_Column]:
             break
         chosen.add(rank)
     return [column for column in columns if column.rank in chosen]
+
+
+def _columns_of(rows: list[Row]) -> tuple[_Column, ...]:
+    """Return the columns beside Name. Only rows of a cluster have a node."""
+    return (_NODE, *_COLUMNS) if any("node" in row for row in rows) else _COLUMNS
 
 
 def _heading(ascii_only: bool) -> str:
@@ -185,6 +192,9 @@ def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+_NODE: Final = _Column(
+    "Node", len("255.255.255.255"), 0, lambda row: printable(str(dict(row).get("node", "-"))), True
+)
 # In display order, after the name.
 _COLUMNS: Final = (
     _Column(

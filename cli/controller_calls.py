@@ -1,0 +1,234 @@
+"""Calls the controller at an address, for `kvctl --address`.
+
+    there = RemoteController("http://10.0.0.2:8080")
+    there.rows(())                                      # rows of `kvctl list --json`
+    there.request("chat", Request(limit_bytes=1 << 30), wait_s=5.0)
+    there.set_asleep("chat", True)
+
+The front of a cluster (docs/cluster.md) has the same routes. An instance is named by its model at
+the controller (in a cluster: its replica) or by its own name. All calls block, at most for the
+operation's own time and `_ANSWER_S`. They end the command with an error (`fail`) if the controller
+cannot be reached, refuses, or returns something unknown.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from kvelastic.cli.rendering.exit_codes import fail
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.instance.outcome import Outcome, Verdict
+from kvelastic.instance.row import Row
+from kvelastic.instance.status import UNLIMITED_BYTES
+from kvelastic.shared.segment import Answer
+
+if TYPE_CHECKING:
+    from kvelastic.shared.segment import Request
+
+KEY_VARIABLE: Final = "KVELASTIC_CONTROLLER_KEY"
+"""The variable with the key for the controller. Arguments would be visible to other users."""
+_ANSWER_S: Final = 30.0
+_SLEEP_S: Final = 600.0
+"""Time for an engine's sleep or wake; the controller enforces the configured timeout."""
+_LARGEST_ANSWER: Final = 64 << 20
+
+
+class RemoteRow(Row, total=False):
+    """A row of a controller or of a cluster."""
+
+    node: str
+    """The instance's machine. Only the front of a cluster reports it."""
+
+
+class _Memory(msgspec.Struct):
+    models: dict[str, RemoteRow | None]
+    instances: list[RemoteRow]
+
+
+class _Change(msgspec.Struct):
+    answer: dict[str, Any]
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+class _Slept(msgspec.Struct):
+    success: bool
+    message: str
+
+
+class RemoteController:
+    """The controller at an address, with the key of `KVELASTIC_CONTROLLER_KEY`."""
+
+    def __init__(self, address: str) -> None:
+        """Take `http://HOST:PORT` or `https://HOST:PORT`. Raises `InvalidArgumentError`."""
+        self.address = address.rstrip("/")
+        parts = urlsplit(self.address)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
+        if (
+            parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or port == -1
+            or not is_plain
+        ):
+            raise InvalidArgumentError(
+                f"the address {address!r} is not accepted; write http://HOST:PORT or https://HOST:PORT"
+            )
+        self._parts = parts
+
+    def rows(self, names: tuple[str, ...]) -> list[RemoteRow]:
+        """Return the rows of all instances, or of the named ones."""
+        memory = self._memory()
+        if not names:
+            return memory.instances
+        found = [self._row(memory, name) for name in names]
+        for name, row in zip(names, found, strict=True):
+            if row is None:
+                self._fail_unknown(memory, name)
+        return [row for row in found if row is not None]
+
+    def request(self, name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
+        """Make a request to an instance; return its outcome and answer."""
+        body: dict[str, Any] = {} if wait_s is None else {"wait": wait_s}
+        path = f"/memory/{quote(self._model(name), safe='')}"
+        if request.trim:
+            found = self._call("POST", path + "/trim", body, wait_s or 0.0)
+        else:
+            limit_bytes = request.limit_bytes
+            if limit_bytes is not None:
+                body["limit"] = None if limit_bytes == UNLIMITED_BYTES else limit_bytes
+            if request.min_bytes is not None:
+                body["min"] = request.min_bytes
+            if request.priority is not None:
+                body["priority"] = request.priority
+            found = self._call("PATCH", path, body, wait_s or 0.0)
+        facts = self._read(found, _Change).answer
+        # The controller reports a verdict, which replaces the state of the answer.
+        answer = self._convert({**facts, "answered_ns": 0}, Answer)
+        try:
+            verdict = Verdict(answer.state)
+        except ValueError:
+            self._fail_unreadable(f"the state {answer.state!r}")
+        beyond_bytes = self._convert(facts.get("beyond_device_bytes", 0), int)
+        return Outcome(verdict, answer.reason, beyond_bytes), answer
+
+    def set_asleep(self, name: str, asleep: bool) -> tuple[bool, str]:
+        """Put a model to sleep with its engine, or wake it; return the success and a message."""
+        action = "sleep" if asleep else "wakeup"
+        path = f"/action/{action}/{quote(self._model(name), safe='')}"
+        slept = self._read(self._call("POST", path, {}, _SLEEP_S, is_told=True), _Slept)
+        return slept.success, slept.message
+
+    # ------------------------------------------------------------------------------- names
+
+    def _memory(self) -> _Memory:
+        found: _Memory = self._read(self._call("GET", "/memory", None, 0.0), _Memory)
+        return found
+
+    def _row(self, memory: _Memory, name: str) -> RemoteRow | None:
+        by_name = {row["name"]: row for row in memory.instances}
+        return by_name.get(name) or memory.models.get(name)
+
+    def _model(self, name: str) -> str:
+        """Return the controller's name for the instance or model."""
+        memory = self._memory()
+        if name in memory.models:
+            return name
+        for model, row in memory.models.items():
+            if row is not None and row["name"] == name:
+                return model
+        if any(row["name"] == name for row in memory.instances):
+            fail(
+                f"{name!r} runs at {self.address} and belongs to no model of that controller; use"
+                " kvctl on its machine."
+            )
+        return self._fail_unknown(memory, name)
+
+    def _fail_unknown(self, memory: _Memory, name: str) -> NoReturn:
+        known = sorted({*memory.models, *(row["name"] for row in memory.instances)})
+        names = f"Known names: {', '.join(known)}." if known else "There are none."
+        fail(f"no model or instance at {self.address} is called {name!r}. {names}")
+
+    # -------------------------------------------------------------------------------- HTTP
+
+    def _call(
+        self, method: str, path: str, body: object, takes_s: float, *, is_told: bool = False
+    ) -> bytes:
+        """Return the body of the response. Follows no redirect, so the key stays with the address.
+
+        `is_told`: a refusal with `success` and `message` is returned too.
+        """
+        parts = self._parts
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(parts.hostname or "", parts.port, timeout=takes_s + _ANSWER_S)
+        headers = {"accept": "application/json"}
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            fail(f"{KEY_VARIABLE} has characters that no key has.")  # does not print the key
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        data = None
+        if body is not None:
+            headers["content-type"] = "application/json"
+            data = json.dumps(body).encode()
+        try:
+            connection.request(method, parts.path + path, data, headers)
+            response = connection.getresponse()
+            text = response.read(_LARGEST_ANSWER + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            fail(f"{self.address} cannot be reached: {error or type(error).__name__}.")
+        finally:
+            connection.close()
+        if len(text) > _LARGEST_ANSWER:
+            self._fail_unreadable(f"more than {_LARGEST_ANSWER} bytes")
+        # 409 has the outcome of a refused change.
+        if response.status < 300 or (is_told and b'"success"' in text) or b'"answer"' in text:
+            return text
+        return self._fail_refused(response.status, text)
+
+    def _fail_refused(self, status: int, text: bytes) -> NoReturn:
+        try:
+            why = msgspec.json.decode(text, type=_Refusal).error.message
+        except (msgspec.DecodeError, RecursionError):
+            why = "its response has no message; is a kvelastic-controller listening there?"
+        advice = ""
+        if status in {401, 403}:
+            advice = (
+                f" {KEY_VARIABLE} has {'another' if os.environ.get(KEY_VARIABLE) else 'no'} key."
+            )
+        fail(f"{self.address} refuses it ({status}): {why}{advice}")
+
+    def _read(self, text: bytes, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._fail_unreadable(str(error))
+
+    def _convert(self, value: object, kind: Any) -> Any:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            self._fail_unreadable(str(error))
+
+    def _fail_unreadable(self, what: str) -> NoReturn:
+        fail(
+            f"{self.address} returned something that this kvctl cannot read ({what}); compare the"
+            " versions: GET /version there, and `kvctl version`."
+        )
