@@ -87,7 +87,8 @@ class RemoteController:
             or not is_plain
         ):
             raise InvalidArgumentError(
-                f"the address {address!r} is not accepted; write http://HOST:PORT or https://HOST:PORT"
+                f"the address {address!r} is not accepted; write http://HOST:PORT or"
+                " https://HOST:PORT"
             )
         self._parts = parts
 

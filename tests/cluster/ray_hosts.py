@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -65,6 +66,7 @@ class RayHosts:
             "RAY_SERVE_ENABLE_HA_PROXY": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": "300",
+            "RAY_agent_register_timeout_ms": "300000",
             # A host that is gone is found out in some seconds, not in half a minute.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
@@ -144,6 +146,14 @@ class RayHosts:
     def post(self, path: str, body: Any = None) -> httpx.Response:
         with self.hosts[0].network(), self.client() as client:
             return client.post(path, json=body)
+
+    def kvctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvctl --address` with the front's address, on the head."""
+        there = ("--address", f"http://127.0.0.1:{HTTP_PORT}")
+        command = self.hosts[0].command(sys.executable, "-m", "kvelastic.cli", *there, *words)
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S
+        )
 
     def replicas(self) -> list[dict[str, Any]]:
         """What the front reports of them."""

@@ -110,7 +110,7 @@ def test_stream_comes_whole(cluster: RayHosts) -> None:
 
 def test_many_requests_to_sleeping_replicas_wake_one(cluster: RayHosts) -> None:
     for each in of(cluster, "chat"):
-        answer = cluster.post(f"/kvelastic/replicas/{each['replica']}/sleep")
+        answer = cluster.post(f"/action/sleep/{each['replica']}")
         assert answer.json()["state"] == "asleep", answer.text
     before = sum(each["wakes"] for each in of(cluster, "chat"))
     body = {"model": "chat", "prompt": "x"}
@@ -119,8 +119,35 @@ def test_many_requests_to_sleeping_replicas_wake_one(cluster: RayHosts) -> None:
     assert [answer.status_code for answer in answers] == [200] * 12
     assert sum(each["wakes"] for each in of(cluster, "chat")) == before + 1
     for each in of(cluster, "chat"):
-        cluster.post(f"/kvelastic/replicas/{each['replica']}/wake")
+        cluster.post(f"/action/wakeup/{each['replica']}")
     assert awake(cluster, "chat") == 2
+
+
+def test_view_and_changes_of_all_machines_behind_the_fronts_address(cluster: RayHosts) -> None:
+    view = cluster.get("/memory").json()
+    assert view["nodes"] == [{"node": node, "state": "ok"} for node in cluster.addresses]
+    replicas = {each["replica"]: each for each in cluster.replicas()}
+    assert {name: row["node"] for name, row in view["models"].items()} == {
+        name: each["node"] for name, each in replicas.items()
+    }
+    metrics = cluster.get("/metrics").text
+    for node in cluster.addresses:
+        assert f'kvelastic_node_up{{node="{node}"}} 1.0' in metrics
+        assert (
+            f'kvelastic_device_capacity_bytes{{device="host",group="cluster",node="{node}"}}'
+            in metrics
+        )
+    listed = cluster.kvctl("list", "--json")
+    assert {row["node"] for row in json.loads(listed.stdout)} == set(cluster.addresses)
+    assert "NODE" in cluster.kvctl("list").stdout
+    for each in replicas.values():
+        done = cluster.kvctl("limit", each["instance"], "100M", "--wait=60")
+        assert done.returncode == 0, done.stderr
+    limits = {row["limit_bytes"] for row in cluster.get("/memory").json()["models"].values()}
+    assert limits == {100 * MIB}
+    for name in replicas:
+        assert cluster.kvctl("limit", name, "none", "--wait=60").returncode == 0
+    assert cluster.post("/action/sleep/nobody").json()["error"]["code"] == "replica_not_found"
 
 
 def test_killed_engine_loses_no_request_and_is_replaced(cluster: RayHosts) -> None:
@@ -161,4 +188,6 @@ def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> N
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert failed(load.answers) == []
     wait_until(lambda: {each["node"] for each in cluster.replicas()} == {cluster.addresses[0]})
+    states = {each["node"]: each["state"] for each in cluster.get("/memory").json()["nodes"]}
+    assert states == {cluster.addresses[0]: "ok", lost: "dead"}
     check_sums(cluster)

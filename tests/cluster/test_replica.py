@@ -176,6 +176,26 @@ def test_many_requests_wake_a_sleeping_replica_once(served: Served) -> None:
     assert "requests_while_asleep" not in served.state()["counts"]
 
 
+def test_operators_routes_are_the_controllers(served: Served) -> None:
+    async def call(method: str, path: str, **body: Any) -> tuple[int, Any]:
+        request = EngineRequest(method, path, body=json.dumps(body).encode())
+        reply = await served.replica.control(request)
+        assert (reply.replica, reply.instance) == (served.replica.replica, served.replica.instance)
+        return reply.status, json.loads(reply.body)
+
+    status, memory = served.run(call("GET", "/memory"))
+    assert status == 200
+    assert served.replica.instance in [row["name"] for row in memory["instances"]]
+    status, changed = served.run(call("PATCH", "/memory/*", limit="32M", wait=DEADLINE_S))
+    assert (status, changed["answer"]["limit_bytes"]) == (200, 32 << 20), changed
+    served.run(call("PATCH", "/memory/*", limit="64M", wait=DEADLINE_S))
+    for action, state in (("sleep", State.ASLEEP), ("wakeup", State.AWAKE)):
+        status, told = served.run(call("POST", f"/action/{action}/*"))
+        assert (status, told["success"], served.replica.model.state) == (200, True, state)
+    assert served.run(call("PATCH", "/memory/*", limit="wrong"))[0] == 400
+    assert served.run(call("GET", "/none"))[0] == 404
+
+
 def test_report_says_what_the_ledger_says(served: Served) -> None:
     report = served.replica.report()
     assert (report["state"], report["queue"]) == ("awake", 0)

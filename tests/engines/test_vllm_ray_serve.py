@@ -68,7 +68,7 @@ def test_replica_gives_stocks_tokens_and_survives_sleep_and_the_death_of_its_cor
         assert all_tokens() == expected
         (replica,) = cluster.replicas()
         assert replica["guarantee_bytes"] == 16 << 20
-        slept = cluster.post(f"/kvelastic/replicas/{replica['replica']}/sleep")
+        slept = cluster.post(f"/action/sleep/{replica['replica']}")
         assert slept.json()["state"] == "asleep", slept.text
         assert all_tokens() == expected
         (replica,) = cluster.replicas()

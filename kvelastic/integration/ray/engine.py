@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import ray
 from ray import serve
 
 from kvelastic.errors import ClusterError
-from kvelastic.integration.ray.messages import Cut, EngineRequest, Head, Unserved
+from kvelastic.integration.ray.messages import Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import RESOURCE, ClusterSettings
 from kvelastic.sizes import MIB_BYTES, format_size
@@ -42,15 +43,12 @@ class KvEngine:
         node = ray.util.get_node_ip_address()
         return {**await asyncio.to_thread(self._replica.report), "node": node}
 
-    async def set_asleep(self, replica: str, asleep: bool) -> dict[str, Any] | None:
-        """Put this replica to sleep or wake it; return None if `replica` is another one.
-
-        Returns the report afterwards, or `error` with the reason of a refusal or failure.
-        """
-        if replica != self._replica.replica:
+    async def control(self, replica: str | None, request: EngineRequest) -> Control | None:
+        """Call a route of the replica's controller; return None if `replica` is another one."""
+        if replica is not None and replica != self._replica.replica:
             return None
-        error = await self._replica.set_asleep(asleep)
-        return await self.report() if error is None else {"error": error}
+        node = ray.util.get_node_ip_address()
+        return dataclasses.replace(await self._replica.control(request), node=node)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report for routers. Ray calls this every `report_every` seconds."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
+import ray
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
@@ -22,8 +25,9 @@ from kvelastic.controller.http.request_body import BodyBudget, ClientGoneError, 
 from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.model_name import find_name
 from kvelastic.errors import ReplicaLostError
+from kvelastic.integration.ray.cluster_view import merged_memory, merged_metrics
 from kvelastic.integration.ray.dispatch import dispatch
-from kvelastic.integration.ray.messages import Cut, EngineRequest, Head, Unserved
+from kvelastic.integration.ray.messages import MODEL, Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.prompt_prefix import prefix_of
 from kvelastic.integration.ray.settings import ClusterSettings
 
@@ -37,8 +41,15 @@ _FOR_THE_FRONT: Final = frozenset(
 """The client's headers that only the front evaluates. Replicas trust the front."""
 REPLICAS: Final = "/kvelastic/replicas"
 _REPORT_S: Final = 5.0
-_SLEEP_S: Final = 180.0
-"""Longer than any engine's sleep or wake; the replica enforces the actual timeout."""
+_CHANGE_S: Final = 660.0
+"""Longer than any change; the replica's controller enforces the actual timeout."""
+_LARGEST_CHANGE: Final = 1 << 20
+VIEWS: Final = frozenset(("/memory", "/metrics"))
+"""Routes of a controller that the front serves for all nodes."""
+CHANGE: Final = re.compile(
+    r"/memory/(?P<setting>[^/]+)|/memory/(?P<trim>[^/]+)/trim|/action/(?:sleep|wakeup)/(?P<sleep>[^/]+)"
+)
+"""Routes of a controller that the front passes to one replica, named in place of the model."""
 _CLIENT_GONE: Final = 499
 
 
@@ -84,9 +95,11 @@ class KvFront:
             return JSONResponse({"object": "list", "data": [self._card(m) for m in self._models]})
         if path == REPLICAS and request.method == "GET":
             return JSONResponse({"replicas": await self._at_all(_REPORT_S, "report")})
-        if path.startswith(REPLICAS + "/") and request.method == "POST":
-            self._keys.check_admin(headers)
-            return await self._sleep_or_wake(*path.removeprefix(REPLICAS + "/").partition("/")[::2])
+        if path in VIEWS and request.method == "GET":
+            return await self._view(path)
+        change = CHANGE.fullmatch(path)
+        if change and request.method == ("PATCH" if change["setting"] else "POST"):
+            return await self._change(request, change, headers)
         if path not in self._keys.model_paths or is_crooked(path):
             raise Refusal(
                 404, "not_found", f"There is no {path[:200]} here: docs/cluster.md has the paths."
@@ -132,27 +145,76 @@ class KvFront:
         ]
         return response
 
-    async def _sleep_or_wake(self, replica: str, action: str) -> Response:
-        if action not in {"sleep", "wake"}:
-            raise Refusal(404, "not_found", "Of a replica there are sleep and wake.")
-        found = await self._at_all(_SLEEP_S, "set_asleep", replica, action == "sleep")
-        if not found:
-            raise Refusal(404, "replica_not_found", f"No replica {replica[:64]!r} runs here.")
-        if "error" in found[0]:
-            raise Refusal(409, f"{action}_refused", found[0]["error"])
-        return JSONResponse(found[0])
+    async def _view(self, path: str) -> Response:
+        """Return the view of all nodes in the form of one controller's response."""
+        call = EngineRequest("GET", path)
+        nodes, found = await asyncio.gather(
+            self._nodes(), self._at_all(_REPORT_S, "control", None, call)
+        )
+        replies = [one for one in found if isinstance(one, Control) and one.status == 200]
+        if path == "/metrics":
+            merged = await asyncio.to_thread(merged_metrics, replies, nodes)
+            return Response(merged, headers={"content-type": CONTENT_TYPE_LATEST})
+        return JSONResponse(merged_memory(replies, nodes))
 
-    async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Call all replicas of all models; return their results, without models that time out."""
+    async def _nodes(self) -> dict[str, bool]:
+        """Return whether each machine is alive, by address. Empty if Ray does not reply in time."""
+        try:
+            found = await asyncio.wait_for(asyncio.to_thread(ray.nodes), _REPORT_S)
+        except (RayError, asyncio.TimeoutError):
+            return {}
+        nodes: dict[str, bool] = {}
+        for node in found:  # a machine that came back has two entries
+            address = node["NodeManagerAddress"]
+            nodes[address] = nodes.get(address, False) or node["Alive"]
+        return nodes
+
+    async def _change(self, request: Request, change: re.Match[str], headers: Headers) -> Response:
+        """Pass an operator's change to the controller of one replica."""
+        key = self._keys.check_admin(headers)
+        body = await read_body(
+            request.receive, None, _LARGEST_CHANGE, self._server.body_timeout, self._budget
+        )
+        data = b"".join(body.pieces())
+        body.release()
+        replica = change["setting"] or change["trim"] or change["sleep"]
+        call = EngineRequest(request.method, request.url.path.replace(replica, MODEL, 1), body=data)
         calls = [
-            handle.broadcast(method, *arguments).results_async(
-                timeout_s=timeout_s, return_exceptions=True
-            )
+            asyncio.ensure_future(self._at(handle, _CHANGE_S, "control", replica, call))
             for handle in self._handles.values()
         ]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        each = [one for some in found if isinstance(some, list) for one in some]
-        return [one for one in each if isinstance(one, dict)]
+        try:
+            for done in asyncio.as_completed(calls):
+                for reply in await done:
+                    if isinstance(reply, Control):
+                        _log.info(
+                            "%s %s by key %s: %d",
+                            request.method,
+                            request.url.path,
+                            key.id,
+                            reply.status,
+                        )
+                        return _response(reply.body, reply.status, _of_body(reply.headers))
+        finally:
+            for each in calls:
+                each.cancel()
+        raise Refusal(
+            404, "replica_not_found", f"No replica {replica[:64]!r} runs here; see GET {REPLICAS}."
+        )
+
+    async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+        """Call all replicas of all models; return their results, without models that time out."""
+        calls = [self._at(each, timeout_s, method, *arguments) for each in self._handles.values()]
+        return [one for some in await asyncio.gather(*calls) for one in some]
+
+    async def _at(self, handle: Any, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+        """Call all replicas of a model; return the results, empty if it times out."""
+        call = handle.broadcast(method, *arguments)
+        try:
+            found = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            return []
+        return [one for one in found if not isinstance(one, BaseException) and one is not None]
 
     def _card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvelastic"}
@@ -188,3 +250,7 @@ def _response(body: bytes, status: int, headers: Headers) -> Response:
     response = Response(body, status)
     response.raw_headers = [*headers, (b"content-length", b"%d" % len(body))]
     return response
+
+
+def _of_body(headers: Headers) -> Headers:
+    return [header for header in headers if header[0] in {b"content-type", b"retry-after"}]

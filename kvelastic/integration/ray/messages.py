@@ -70,3 +70,20 @@ class Cut:
     """The response ends here and is incomplete."""
 
     message: str
+
+
+MODEL: Final = "*"
+"""In the path of an operator's request: the name of the replica's model."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """The response of a replica's controller to an operator's request."""
+
+    replica: str
+    instance: str
+    status: int
+    headers: Headers
+    body: bytes
+    node: str = ""
+    """The address of its machine."""

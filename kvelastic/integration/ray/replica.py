@@ -15,11 +15,11 @@ has failed, although its server still runs.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any, Final
@@ -34,7 +34,15 @@ from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.errors import ClusterError
 from kvelastic.integration.ray.asgi_exchange import AsgiExchange
-from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
+from kvelastic.integration.ray.messages import (
+    ASLEEP,
+    MODEL,
+    Control,
+    Cut,
+    EngineRequest,
+    Head,
+    Unserved,
+)
 from kvelastic.integration.ray.node_room import room_bytes
 from kvelastic.integration.ray.settings import ClusterSettings
 from kvelastic.shared import ledger
@@ -166,20 +174,20 @@ class EngineReplica:
     def _refused(self, status: int, code: str, message: str) -> Unserved:
         return Unserved(status, code, message, self.replica)
 
-    async def set_asleep(self, asleep: bool) -> str | None:
-        """Put the replica to sleep or wake it on an operator's request, and wait for the result.
+    async def control(self, request: EngineRequest) -> Control:
+        """Call a route of this replica's controller for an operator (docs/controller.md).
 
-        Returns None, or why it was refused or failed.
+        `MODEL` in the path stands for the model's name. Takes as long as the route.
         """
-        model = self.model
-        now_s = time.monotonic()
-        gate = model.gate
-        refusal = gate.ask_sleep(now_s, by_hand=True) if asleep else model.ask_wake(now_s)
-        if refusal is not None:
-            return refusal.message
-        await model.settled()
-        wanted = State.ASLEEP if asleep else State.AWAKE
-        return None if model.state is wanted else model.last_problem or f"it is {model.state.value}"
+        path = request.path.replace(MODEL, self.name)
+        exchange = AsgiExchange(self._app, dataclasses.replace(request, path=path))
+        body = b""
+        try:
+            while piece := await exchange.next_piece():
+                body += piece
+        finally:
+            await exchange.end()
+        return Control(self.replica, self.instance, exchange.status, exchange.headers, body)
 
     def report(self) -> dict[str, Any]:
         """Return the state for routers and operators, as plain values. Blocks for milliseconds."""
