@@ -95,20 +95,20 @@ def _holdings(status: InstanceStatus) -> Iterable[Finding]:
     if status.in_use_bytes:
         yield line(
             "in use",
-            f"{_part(status, status.in_use_bytes)} are in blocks that requests use; they come free"
-            " when those end or are preempted.",
+            f"{_part(status, status.in_use_bytes)} are in blocks that requests use; they are"
+            " freed when the requests end or are preempted.",
         )
     if status.set_aside_bytes:
         yield line(
             "set aside",
             f"{_part(status, status.set_aside_bytes)} are in blocks that the engine set aside for"
-            " requests to come. They go when memory is needed.",
+            " later requests; they are released when memory is needed.",
         )
     if status.cached_bytes:
         yield line(
             "cached",
-            f"{_part(status, status.cached_bytes)} are in cached blocks: no request uses them, and"
-            " their contents are worth keeping. They go when memory is needed.",
+            f"{_part(status, status.cached_bytes)} are in cached blocks, kept for prompts with"
+            " the same prefix; they are evicted when memory is needed.",
             "nothing; a lower limit evicts them, KVELASTIC_CACHE_IDLE_SECONDS evicts idle ones",
         )
     if status.parked_bytes:
@@ -116,14 +116,14 @@ def _holdings(status: InstanceStatus) -> Iterable[Finding]:
             "parked",
             f"{_part(status, status.parked_bytes)} are in parked pages: free, and kept mapped for"
             " the next use.",
-            f"nothing; kvctl trim {status.name} gives them back now",
+            f"nothing; kvctl trim {status.name} releases them now",
         )
     if status.slack_bytes:
         is_much = status.slack_bytes > _MUCH_SLACK * status.mapped_bytes
         yield line(
             "slack",
-            f"{_part(status, status.slack_bytes)} are slack: free blocks on pages that others are"
-            " used on, and padding.",
+            f"{_part(status, status.slack_bytes)} are slack: free blocks in pages that also hold"
+            " other blocks (the null block too), and padding.",
             "a smaller KVELASTIC_PAGE_SIZE_MB, at its next start, makes that less"
             if is_much and _can_have_smaller_pages(status)
             else "",
@@ -154,15 +154,15 @@ def _request(status: InstanceStatus) -> Iterable[Finding]:
     elif status.request_state == "failed":
         yield line(
             "failed",
-            f"The memory behind it has failed: {status.reason}. It hands out no block any more.",
+            f"The memory behind it has failed: {status.reason}. It allocates no block any more.",
             "restart the engine",
             is_blocked=True,
         )
     elif status.request_state == "refused":
         yield line(
             "request",
-            f"The newest request is refused: {status.reason}. What was in force before still is.",
-            "ask for something that it can do, with kvctl set",
+            f"The newest request is refused: {status.reason}. The values before it are in force.",
+            "make another request with kvctl set",
             is_blocked=True,
         )
 
@@ -184,7 +184,7 @@ def explain_waiting(status: InstanceStatus) -> Iterable[Finding]:
     elif not status.is_limit_too_low:
         what = (
             f"{requests} for memory. {needs}, which its limit allows: it runs when requests end, or"
-            " other instances give memory back."
+            " other instances release memory."
         )
     elif needs_bytes > device_bytes:
         state = "problem"
@@ -215,12 +215,12 @@ def _sleep(status: InstanceStatus) -> Iterable[Finding]:
     held, wake = format_size(status.mapped_bytes), f"kvctl wake {status.name}"
     if status.mapped_bytes:
         what = (
-            f"It was put to sleep: it hands out no blocks, and the {held} that it holds still go"
-            " when the requests that use them end."
+            f"It was put to sleep: it allocates no block, and releases the {held} that it still"
+            " holds when the requests that use them end."
         )
         do = f"wait, or {wake}"
     else:
-        what = "It is asleep: it hands out no blocks, so new requests wait until it is woken."
+        what = "It is asleep: it allocates no block, so new requests wait until it is woken."
         do = f"{wake}; where the controller put it to sleep, a request for its model wakes it"
     if status.engine_asleep:
         do = f"wake its engine, which wakes it too; {wake} alone is not enough"
@@ -252,7 +252,7 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
         yield line(
             "limit",
             f"Its limit is {format_limit(status.limit_bytes, status.page_bytes)}; it keeps to"
-            f" {limit} for now, because others are owed memory that it holds, or because the"
+            f" {limit} for now, because it owes memory to other instances, or because the"
             " machine has too little left.",
             f"kvctl set {status.name} --min SIZE or a higher --priority, if it should keep more"
             " than others; kvctl doctor, if the machine is short of memory",
@@ -260,12 +260,25 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
     if status.over_bytes:
         yield _over(status)
         return
+    if 0 < status.capacity_bytes < status.page_bytes:
+        page = size_argument(status.page_bytes)
+        yield line(
+            "limit",
+            f"Its device has {format_size(status.capacity_bytes)}, less than one page of"
+            f" {format_size(status.page_bytes)}: it allocates no block.",
+            f"kvctl capacity {status.device} SIZE with {page} or more",
+            is_blocked=True,
+        )
+        return
     is_whole = 0 < status.capacity_bytes < status.effective_limit_bytes + status.page_bytes
     if status.room_bytes >= max(1, status.page_bytes):
+        room = f"{format_size(status.room_bytes)} more fit"
         whole = ", which is the whole device" if is_whole else ""
-        yield line(
-            "limit", f"Its limit is {limit}{whole}: {format_size(status.room_bytes)} more fit."
-        )
+        if status.is_limited:
+            yield line("limit", f"Its limit is {limit}{whole}: {room}.")
+        else:
+            of_what = "of the device" if is_whole else "of the addresses that it reserved"
+            yield line("limit", f"It has no limit: {room} within the {limit} {of_what}.")
         return
     # A larger limit helps only if the limit is binding and the device has memory to give.
     can_grow = status.is_limit_binding and not status.is_squeezed and not is_whole
@@ -278,13 +291,13 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
             f"kvctl limit {status.name} SIZE, if it should cache more" if can_grow else "",
         )
     elif status.blocks_available:
-        count = f"{status.blocks_available} block{'' if status.blocks_available == 1 else 's'}"
-        yield line("limit", f"Its limit of {limit} is reached; {count} can still be had.")
+        count = _blocks(status.blocks_available)
+        yield line("limit", f"Its limit of {limit} is reached; {count} can still be allocated.")
     else:
         yield line(
             "limit",
             f"Its limit of {limit} is reached, and nothing is parked, set aside or cached: new"
-            " requests wait until blocks come free.",
+            " requests wait until blocks are freed.",
             f"kvctl limit {status.name} SIZE, with a larger one" if can_grow else "",
             is_blocked=True,
         )
@@ -298,15 +311,15 @@ def _over(status: InstanceStatus) -> Finding:
         spare = f"only {format_size(spare_bytes)} of it are" if spare_bytes else "nothing of it is"
         what = (
             f"It is {over}, and {spare} parked or cached: the rest is in"
-            " use, so it hands out no blocks until requests end or are preempted."
+            " use, so it allocates no block until requests end or are preempted."
         )
         do = "wait"
         if status.is_limit_binding and not status.is_squeezed:
             do += f", or raise the limit: kvctl limit {status.name} SIZE"
     else:
         what = (
-            f"It is {over}, and gives parked pages and cached blocks"
-            " back; cached blocks on pages that are in use too come free only with those."
+            f"It is {over}, and releases parked pages and cached blocks; cached blocks in pages"
+            " that also hold blocks in use are released with these."
         )
         do = "look again; if it stays so, wait for requests to end"
     return line("limit", what, do, is_blocked=True)
@@ -331,11 +344,10 @@ def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
     what = f"Tiers keep {', '.join(map(_kept, shown.tiers))}."
     if evicted := blocks.demoted + blocks.dropped:
         what += f" Of {evicted} evicted blocks {blocks.demoted} have a copy there."
-    if asked := blocks.matched + blocks.unmatched:
-        what += (
-            f" Since its start requests asked for {asked} blocks there: {blocks.matched} were found"
-            f" and {blocks.loaded} loaded."
-        )
+    if blocks.matched + blocks.unmatched:
+        # Without the lookups: one prompt may look for a block many times before it is loaded.
+        what += f" Since its start requests loaded {_blocks(blocks.loaded)} from there"
+        what += f", and computed {blocks.missed} that it could not load." if blocks.missed else "."
     many_dropped = blocks.dropped > blocks.demoted
     do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
     yield line("tiers", what, do)
@@ -346,20 +358,24 @@ def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
             do = f"mend the medium of {tier.tier}; kvelastic tries it again within a minute"
             yield line("tiers", what, do, state="problem")
         elif tier.state != "ok":
-            what = f"{tier.tier} does not answer, and is not used until it does. {failed}."
+            what = f"{tier.tier} does not respond, and is not used until it does. {failed}."
             yield line("tiers", what, f"look at the medium of {tier.tier}", state="problem")
         elif tier.write_left_bytes == 0:
             yield line(
                 "tiers",
-                f"{tier.tier} has used up what may be written to it a day; nothing more is stored"
-                " there until midnight UTC.",
+                f"{tier.tier} has used its write budget of this day; it stores nothing more until"
+                " midnight UTC.",
                 "a larger KVELASTIC_TIER_DAILY_WRITE, if the medium may wear faster",
             )
 
 
+def _blocks(count: int) -> str:
+    return f"{count} block{'' if count == 1 else 's'}"
+
+
 def _kept(tier: TierFigures) -> str:
     limit = "" if tier.limit_bytes is None else f" of {format_size(tier.limit_bytes)}"
-    return f"{tier.records} blocks on {tier.tier} ({format_size(tier.used_bytes)}{limit})"
+    return f"{_blocks(tier.records)} on {tier.tier} ({format_size(tier.used_bytes)}{limit})"
 
 
 def _problems(facts: Facts, of: str) -> Iterator[Said]:

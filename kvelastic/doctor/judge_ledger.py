@@ -20,16 +20,16 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Fi
     if ledger is None:
         return [
             *_guarantee(status, held_bytes=status.mapped_bytes, has_others=False),
-            line("others", "It is in no ledger: nobody can ask it for memory, nor it anybody."),
+            line("others", "It is in no ledger: it shares no memory with other instances."),
         ]
     me = member_of(status, ledger)
     if me is None:
         return [
             line(
                 "others",
-                f"The ledger of its device cannot be read ({ledger.problem or ledger.status}): who"
-                " asks it for memory is not known.",
-                "run kvctl as the user whose instances they are, in the same version"
+                f"The ledger of its device cannot be read ({ledger.problem or ledger.status}):"
+                " requests of other instances for memory are unknown.",
+                "run kvctl as the user of these instances, in the same version"
                 if ledger.status == "foreign"
                 else "kvctl doctor",
             )
@@ -83,7 +83,7 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
         if status.min_bytes:
             yield line(
                 "guarantee",
-                f"Its guarantee is {guarantee}, which counts for nothing while it sleeps.",
+                f"Its guarantee is {guarantee}, which does not count while it sleeps.",
             )
         return
     # The limit is rounded to whole pages, so a guarantee equal to the limit counts as met.
@@ -99,19 +99,19 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
         yield line(
             "guarantee",
             f"Its guarantee is {guarantee}: {_size(status.min_bytes - held_bytes)} more are its"
-            " own as soon as it needs them, whoever holds them now.",
+            " own as soon as it needs them, also if other instances hold them now.",
         )
     elif status.min_bytes:
         yield line(
             "guarantee",
-            f"Its guarantee is {guarantee}, which nobody takes from it; the other"
-            f" {_size(held_bytes - status.min_bytes)} may be asked of it.",
+            f"Its guarantee is {guarantee}, which no other instance takes; they may take the"
+            f" other {_size(held_bytes - status.min_bytes)}.",
         )
     elif has_others:
         yield line(
             "guarantee",
-            "It has no guarantee: all that it holds may be asked of it.",
-            f"kvctl set {status.name} --min SIZE, if that should not be",
+            "It has no guarantee: other instances may take all its memory.",
+            f"kvctl set {status.name} --min SIZE, to keep that much",
         )
 
 
@@ -136,7 +136,7 @@ def _reserve(me: Member) -> Iterable[Finding]:
         yield line(
             "reserve",
             f"{_size(me.reserve_bytes)} are reserved for it besides its KV cache (weights,"
-            " activations); nobody is asked for those.",
+            " activations).",
         )
 
 
@@ -171,8 +171,8 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
     if ledger.reserved_bytes:
         yield line(
             "device",
-            f"{_size(ledger.reserved_bytes)} are reserved for weights and activations of those who"
-            f" are awake{_taken(ledger)}.",
+            f"{_size(ledger.reserved_bytes)} are reserved for weights and activations of awake"
+            f" instances{_taken(ledger)}.",
         )
     if ledger.others_bytes:
         yield line(
@@ -222,17 +222,17 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[F
             key=lambda other: other.min_bytes - other.granted_bytes,
         )
         if above:
-            why = f"nobody has to give it any yet, though {_names(above)} could"
+            why = f"no instance has to release any yet, though {_names(above)} could"
             do = (
                 f"kvctl set {me.name} --priority {max(x.priority for x in above) + 1}, or a lower"
                 f" limit for {above[0].name}"
             )
         else:
-            why = "nobody holds more than is guaranteed to him"
+            why = "no instance holds more than its guarantee"
             do = "a smaller --min or a lower limit for another instance, or fewer instances"
         yield line("asks", f"{asks}: {why}.", do, is_blocked=True)
         return
-    yield line("asks", f"{asks}, for {_names(givers)} to give.", is_blocked=True)
+    yield line("asks", f"{asks}, for {_names(givers)} to release.", is_blocked=True)
     for giver in givers:
         yield line("asks", f"{giver.name} {_giving(giver)}.", is_blocked=True)
 
@@ -241,9 +241,9 @@ def _giving(giver: Member) -> str:
     """Describe how another member responds to a request for memory."""
     wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.evictable_bytes
     if giver.status == "unknown":
-        return f"was asked for {wanted}, and whether it lives cannot be asked here"
+        return f"was asked for {wanted}, and whether it lives is unknown here"
     if spare_bytes >= giver.wanted_bytes:
-        return f"was asked for {wanted} and gives them out of what is parked and cached"
+        return f"was asked for {wanted} and releases parked pages and cached blocks"
     return (
         f"was asked for {wanted}, of which {_spare(giver)} parked or cached; the rest is in use"
         " until its requests end or are preempted"
@@ -265,17 +265,17 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
     if may_go_bytes == 0:
         yield line(
             "asked",
-            f"{wanted} were asked of it, and it gives none: it holds no more than its guarantee.",
+            f"{wanted} were asked of it, and it releases none: it holds its guarantee or less.",
         )
     elif spare_bytes >= me.wanted_bytes:
         yield line(
-            "asked", f"{wanted} were asked of it, and it gives parked pages and cached blocks back."
+            "asked", f"{wanted} were asked of it, and it releases parked pages and cached blocks."
         )
     else:
         yield line(
             "asked",
             f"{wanted} were asked of it, of which {_spare(me)} parked or cached: the rest is in"
-            " use, so it hands out no blocks until requests end or are preempted.",
+            " use, so it allocates no block until requests end or are preempted.",
             f"kvctl set {me.name} --min SIZE or a higher --priority, if it should keep its memory",
             is_blocked=True,
         )

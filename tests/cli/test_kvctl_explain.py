@@ -98,7 +98,7 @@ CASES = {
         "in use: 60.00 MiB (60%)",
         "cached: 20.00 MiB (20%)",
         "parked: 10.00 MiB (10%)",
-        "kvctl trim a gives them back",
+        "kvctl trim a releases them",
         "slack: 10.00 MiB (10%)",
         "limit: Its limit is 500.00 MiB: 400.00 MiB more fit.",
         "in no ledger",
@@ -121,8 +121,20 @@ CASES = {
     "set aside": (
         replace(CALM, in_use_bytes=40 * MIB, set_aside_bytes=20 * MIB), None,
         ["in use: 40.00 MiB (40%)", "set aside: 20.00 MiB (20%)", "slack: 10.00 MiB"], []),
-    "no limit to speak of": (
-        replace(CALM, effective_limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
+    "a limit that is the whole device": (
+        replace(CALM, limit_bytes=1000 * MIB, effective_limit_bytes=1000 * MIB), None,
+        ["Its limit is 1000.00 MiB, which is the whole device: 900.00 MiB more fit."], []),
+    "no limit": (
+        replace(CALM, is_limited=False, limit_bytes=1000 * MIB, effective_limit_bytes=1000 * MIB),
+        None, ["limit: It has no limit: 900.00 MiB more fit within the 1000.00 MiB of the device."],
+        ["Its limit"]),
+    "no limit, and fewer addresses than the device has": (
+        replace(CALM, is_limited=False, limit_bytes=1000 * MIB), None,
+        ["It has no limit: 400.00 MiB more fit within the 500.00 MiB of the addresses"], []),
+    "a device below one page": (
+        replace(CALM, mapped_bytes=0, capacity_bytes=MIB, page_bytes=4 * MIB), None,
+        ["limit! Its device has 1.00 MiB, less than one page of 4.00 MiB: it allocates no block.",
+         "-> kvctl capacity host SIZE with 4M or more"], ["more fit"]),
     "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
     "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
     "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
@@ -181,8 +193,8 @@ CASES = {
         ["request! The newest request is refused: too much."], []),
     "reached, and a larger one helps": (
         REACHED, None, ["limit! Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
-    "reached, and blocks are still to be had": (
-        replace(REACHED, blocks_available=1), None, ["1 block can still be had"],
+    "reached, and blocks are available": (
+        replace(REACHED, blocks_available=1), None, ["1 block can still be allocated"],
         ["!", "kvctl limit a SIZE"]),
     "reached, and cached": (
         replace(REACHED, cached_bytes=20 * MIB), None, ["should cache more"], ["!"]),
@@ -219,14 +231,14 @@ CASES = {
             over_bytes=60 * MIB
         ), None,
         ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it are parked",
-         "hands out no blocks", "kvctl limit a SIZE"], []),
+         "allocates no block", "kvctl limit a SIZE"], []),
     "over, and nothing spare": (
         replace(CALM, over_bytes=60 * MIB, cached_bytes=0, parked_bytes=0), None,
         ["limit!", "nothing of it is parked or cached"], []),
     "over, and on its way": (
         replace(CALM, effective_limit_bytes=80 * MIB, over_bytes=20 * MIB), None,
-        ["limit! It is 20.00 MiB over", "gives parked pages and cached blocks back"],
-        ["hands out no blocks"]),
+        ["limit! It is 20.00 MiB over", "releases parked pages and cached blocks"],
+        ["allocates no block"]),
     "at its limit with a cache": (
         replace(CALM, effective_limit_bytes=101 * MIB), None,
         ["limit: Its limit of 101.00 MiB is reached: new blocks take the place of the 30.00 MiB"],
@@ -237,9 +249,9 @@ CASES = {
     "asleep, with a reserve and a guarantee": (
         replace(CALM, asleep=True, min_bytes=50 * MIB, mapped_bytes=0),
         ledger(member("a", asleep=True, min_bytes=50 * MIB, reserve_bytes=30 * MIB)),
-        ["guarantee: Its guarantee is 50.00 MiB, which counts for nothing while it sleeps.",
+        ["guarantee: Its guarantee is 50.00 MiB, which does not count while it sleeps.",
          "reserve: Before it wakes it asks for 30.00 MiB for weights and activations and its"
-         " guarantee of 50.00 MiB"], ["nobody takes", "besides its KV cache"]),
+         " guarantee of 50.00 MiB"], ["no other instance takes", "besides its KV cache"]),
     "asleep, and about to wake": (
         replace(CALM, asleep=True, mapped_bytes=0),
         ledger(member("a", asleep=True, reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
@@ -249,7 +261,7 @@ CASES = {
     "a reserve on a GPU": (
         CALM, ledger(member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
         ["reserve: 30.00 MiB are reserved for it besides its KV cache",
-         "device: 30.00 MiB are reserved for weights and activations of those who are awake,"
+         "device: 30.00 MiB are reserved for weights and activations of awake instances,"
          " which no KV cache can have."], ["reserve!"]),
     "a reserve on the host, beside the capacity": (
         CALM,
@@ -271,7 +283,7 @@ CASES = {
         ["Its guarantee is 120.00 MiB: 20.00 MiB more are its own as soon as"], []),
     "a guarantee that it is over": (
         replace(CALM, min_bytes=30 * MIB), ledger(member("a", min_bytes=30 * MIB)),
-        ["nobody takes from it; the other 70.00 MiB may be asked of it."], []),
+        ["which no other instance takes; they may take the other 70.00 MiB."], []),
     "a guarantee above its limit": (
         replace(CALM, min_bytes=600 * MIB), None,
         ["of which its limit of 500.00 MiB lets it use no more", "kvctl set a --limit"], []),
@@ -310,8 +322,8 @@ CASES = {
         []),
     "asks one who can give": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=25 * MIB), **FULL),
-        ["asks! It asks for 50.00 MiB more and has waited 2.0 s, for b to give.",
-         "asks! b was asked for 25.00 MiB and gives them out of what is parked and cached."], []),
+        ["asks! It asks for 50.00 MiB more and has waited 2.0 s, for b to release.",
+         "asks! b was asked for 25.00 MiB and releases parked pages and cached blocks."], []),
     "asks one whose blocks are in use": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=50 * MIB), **FULL),
         ["asks! b was asked for 50.00 MiB, of which 30.00 MiB are parked or cached; the rest"],
@@ -319,19 +331,19 @@ CASES = {
     "asks one who cannot be seen": (
         CALM,
         ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="unknown"), **FULL),
-        ["b was asked for 1.00 MiB, and whether it lives cannot be asked"], []),
-    "asks, and nobody has to give": (
+        ["b was asked for 1.00 MiB, and whether it lives is unknown"], []),
+    "asks, and no instance has to release": (
         CALM, ledger(member("a", **ASKING), member("b", priority=4), **FULL),
-        ["asks! It asks", "nobody has to give it any yet, though b could",
+        ["asks! It asks", "no instance has to release any yet, though b could",
          "kvctl set a --priority 5, or a lower limit for b"], []),
     "asks, and all is guaranteed": (
         CALM, ledger(member("a", **ASKING), member("b", min_bytes=100 * MIB), **FULL),
-        ["asks! It asks", "nobody holds more than is guaranteed to him"], []),
+        ["asks! It asks", "no instance holds more than its guarantee"], []),
     # --- being asked
     "is asked and gives": (
         CALM, ledger(member("a", wanted_bytes=25 * MIB), member("b", **ASKING), **FULL),
         ["asked: b (priority 0, holds 100.00 MiB) asks for 50.00 MiB and has waited 2.0 s.",
-         "asked: 25.00 MiB were asked of it, and it gives parked pages"], []),
+         "asked: 25.00 MiB were asked of it, and it releases parked pages"], []),
     "is asked for what is in use": (
         CALM, ledger(member("a", wanted_bytes=50 * MIB), member("b", **ASKING), **FULL),
         ["asked! 50.00 MiB were asked of it, of which 30.00 MiB are parked or cached", "--min"],
@@ -339,7 +351,7 @@ CASES = {
     "is asked for what is guaranteed": (
         replace(CALM, min_bytes=100 * MIB),
         ledger(member("a", wanted_bytes=50 * MIB, min_bytes=100 * MIB), member("b", **ASKING)),
-        ["asked: 50.00 MiB were asked of it, and it gives none"], []),
+        ["asked: 50.00 MiB were asked of it, and it releases none"], []),
     # --- ledgers that say nothing
     "another user's ledger": (
         CALM, LedgerInfo("host", "foreign", problem="it is of user 7"),
@@ -447,7 +459,7 @@ def test_who_waits_for_whom():
         told = waiting(asker.name)
         (asks, giver) = (line for line in told["lines"] if line["about"] == "asks")
         assert asks["is_blocked"]
-        assert f"for {holder.name} to give." in asks["what"]
+        assert f"for {holder.name} to release." in asks["what"]
         assert f"{holder.name} was asked for" in giver["what"]
         assert told["askers"] == []
         seen = wait_until(lambda: (told := explained(holder.name))["askers"] and told)

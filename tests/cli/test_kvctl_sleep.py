@@ -338,7 +338,7 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     ids = one.alloc(4)
     done("sleep", one.name)
     falling = done("explain", one.name)
-    assert "It was put to sleep: it hands out no blocks, and the 4.00 MiB" in falling
+    assert "It was put to sleep: it allocates no block, and releases the 4.00 MiB" in falling
     assert f"-> wait, or kvctl wake {one.name}" in falling
     one.free(ids)
     done("sleep", one.name, "--wait", "300")
@@ -347,7 +347,7 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     assert told["effective_limit_bytes"] == 0
     (line,) = (line for line in told["lines"] if line["about"] == "asleep")
     assert line["is_blocked"]
-    assert "It is asleep: it hands out no blocks, so new requests wait" in line["what"]
+    assert "It is asleep: it allocates no block, so new requests wait" in line["what"]
     assert line["do"].startswith(f"kvctl wake {one.name}")
     said = [line["what"] for line in told["lines"]]
     assert "Its limit is 32.00 MiB when it wakes." in said

@@ -404,7 +404,7 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
     assert f"Tiers keep {shared.records} blocks on disk (" in line
     assert " of 32.00 MiB)." in line
-    assert "Since its start requests asked for" in line
+    assert "Since its start requests loaded " in line
 
 
 @pytest.mark.slow
@@ -435,9 +435,9 @@ def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     board = board_of_a_stuck_disk()
     kept, stuck = explain_tiers(board)
     assert "Of 19 evicted blocks 9 have a copy there." in kept.what
-    assert kept.what.endswith("asked for 1 blocks there: 0 were found and 2 loaded.")
+    assert kept.what.endswith("loaded 2 blocks from there, and computed 3 that it could not load.")
     assert "dropped" in kept.do
-    assert stuck.what.startswith("disk does not answer")
+    assert stuck.what.startswith("disk does not respond")
     assert "9 calls to it failed" in stuck.what
     full = replace(board.tiers[0], is_stuck=False, write_left_bytes=0)
     refuses = replace(board.tiers[0], is_stuck=False, problem="[Errno 30] Read-only file system")

@@ -341,7 +341,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("instances.tiers", "ok", GOOD, "no tier"),
     ("instances.tiers", "ok", instance(CALM), "no tier"),
     ("instances.tiers", "problem", instance(CALM, problem="no room"), "disk is failing: no room"),
-    ("instances.tiers", "problem", instance(CALM, is_stuck=True), "s1: disk does not answer"),
+    ("instances.tiers", "problem", instance(CALM, is_stuck=True), "s1: disk does not respond"),
     ("permissions.proc", "ok", GOOD, "all processes"),
     ("permissions.proc", "ok", replace(GOOD, system=kernel("6.1", hidepid="off")), "all"),
     ("permissions.proc", "note", replace(GOOD, system=kernel("6.1", hidepid="2")), "hidepid=2"),
