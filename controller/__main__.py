@@ -46,7 +46,8 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
     try:
         if check:
             settings = settings_file.load(path)
-            click.echo(f"{path}: {len(settings.models)} models: configuration valid.")
+            count = len(settings.models)
+            click.echo(f"{path}: {count} model{'' if count == 1 else 's'}: configuration valid.")
             for warning in warnings_of(settings):
                 click.echo(f"Warning: {warning}", err=True)
             return

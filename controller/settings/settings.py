@@ -77,6 +77,7 @@ Capability = Literal["completion", "tools", "insert", "vision", "embedding", "th
 
 MOST_CHARS: Final = 65_536
 """Maximum length of one string, in characters."""
+_UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,100}")
 _NAME_OF_HOST: Final = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
 _ORIGIN: Final = re.compile(
     r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9_.~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
@@ -587,6 +588,12 @@ class Settings(_Section):
                         f"model {model.name!r}: {address} is where the controller itself listens;"
                         " give the engine's address, or another server.port"
                     )
+            device = model.memory.device
+            if device is not None and device not in self.devices and not _is_device(device):
+                raise ValueError(
+                    f"model {model.name!r}: memory.device {_short(device)} is not `host`, a GPU's"
+                    " UUID (kvctl devices) or one of `devices`"
+                )
         if (self.server.tls_cert is None) != (self.server.tls_key is None):
             raise ValueError("server.tls_cert and server.tls_key come together")
         if not is_loopback(self.server.host) and not self.auth.api_keys:
@@ -599,6 +606,11 @@ class Settings(_Section):
 
 def _short(text: str) -> str:
     return repr(text[:100])
+
+
+def _is_device(device: str) -> bool:
+    """Return True for the host and for a UUID of a GPU, as `kvctl devices` and ledgers write it."""
+    return device == "host" or bool(_UUID.fullmatch(device))
 
 
 def _is_host(host: str) -> bool:

@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from kvelastic.controller.settings.named_files import faults_of_files
 from kvelastic.controller.settings.settings import MOST_CHARS, Settings
 from kvelastic.controller.settings.strict_yaml import YamlFaultError, read_yaml
+from kvelastic.controller.settings.validation_faults import faults_of
 from kvelastic.errors import ControllerConfigError
 
 MOST_BYTES: Final = 256 << 10
 """Maximum size of a configuration. A hundred models with long commands need a tenth of it."""
 PIPE_WAIT_S: Final = 10.0
 _MOST_FAULTS: Final = 100
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]{0,255})(?::-([^}]{0,1024}))?\})")
 """The lengths are bounded because a text of repeated `${a:-` would take quadratic time."""
 
@@ -39,7 +39,9 @@ def load(path: Path, environ: Mapping[str, str] | None = None) -> Settings:
     """
     try:
         text = _read(path).decode("utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ControllerConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise ControllerConfigError(f"cannot read {path}: {error}") from error
     settings = parse(text, environ, source=str(path))
     faults = faults_of_files(settings)
@@ -98,21 +100,12 @@ def parse(
         _mark_keys(settings, raw, environ)
         return settings
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(_shown(part) for part in fault['loc']) or 'all'}:"
-            f" {fault['msg'].removeprefix('Value error, ')}"
-            for fault in error.errors(include_input=False, include_url=False)
-        ]
+        faults = faults_of(error, Settings)
         if len(faults) > _MOST_FAULTS:
             faults[_MOST_FAULTS:] = [f"and {len(faults) - _MOST_FAULTS} more faults"]
         raise ControllerConfigError(f"{source}: {'; '.join(faults)}") from None
     except (ControllerConfigError, RecursionError) as error:
         raise ControllerConfigError(f"{source}: {error}") from None
-
-
-def _shown(part: int | str) -> str:
-    """Return one part of a fault's path. Text other than a valid name may be secret, so hide it."""
-    return str(part) if isinstance(part, int) or _NAME.fullmatch(part) else "(no name)"
 
 
 def json_schema() -> dict[str, Any]:

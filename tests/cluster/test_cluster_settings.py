@@ -20,10 +20,10 @@ CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({}, "models: Field required"),
+        ({}, "models: is missing"),
         ({"models": []}, "models"),
         ({"models": [{"name": "chat"}]}, "models.0.command"),
-        ({"models": [{**CHAT, "replica": 2}]}, "models.0.replica: Extra inputs"),
+        ({"models": [{**CHAT, "replica": 2}]}, "models.0.replica: there is no such key here; is replicas meant?"),
         ({"models": [CHAT, CHAT]}, "two models are named 'chat'"),
         ({"models": [{**CHAT, "guarantee": "much"}]}, "this is no size"),
         ({"models": [CHAT], "report_every": 0}, "report_every"),

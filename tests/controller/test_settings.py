@@ -81,7 +81,13 @@ MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
         (MODEL % ", urls: ['http://h:2']", "one of url, urls and launch"),
         (MODEL % ", memory: {min: 2G, limit: 1G}", "min is above limit"),
         (MODEL % ", memory: {limit: 1G}", "memory.limit needs `instance`"),
-        (MODEL % ", engine: ollama", "engine"),
+        (MODEL % ", engine: ollama", "models.0.engine: must be 'vllm'"),
+        (MODEL % ", memory: {device: gpu9}", "memory.device 'gpu9' is not `host`"),
+        (MODEL % ", memory: {limt: 1G}", "memory.limt: there is no such key here; is limit meant?"),
+        ("model: []", "x.yaml: model: there is no such key here; is models meant?"),
+        ("models: [{name: a, launch: {port: 1, command: vllm serve}}]", "command: must be a list"),
+        ("sleep: {auto: yess}", "sleep.auto: must be true or false"),
+        ("server: {port: x}", "server.port: must be a valid integer"),
         (MODEL % ", max_in_flight: true", "models.0.max_in_flight"),
         (MODEL % ", served_name: ''", "models.0.served_name"),
         ("models: [{name: a, url: 'http://127.0.0.1:8080'}]", "the controller itself listens"),
@@ -109,8 +115,14 @@ MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
 )
 def test_faults_are_named(text: str, said: str) -> None:
     with pytest.raises(ControllerConfigError) as caught:
-        parse(text, {})
+        parse(text, {}, source="x.yaml")
     assert said in str(caught.value)
+
+
+def test_devices_that_are_accepted() -> None:
+    for device in ("host", "gpu0", "GPU-5bf5a4ac-0d34-4f0e-8a0e-0123456789ab", "MIG-" + "0a" * 16):
+        text = f"devices: {{gpu0: 1G}}\n{MODEL % f', memory: {{device: {device}}}'}"
+        assert parse(text, {}).models[0].memory.device == device
 
 
 @pytest.mark.slow
@@ -212,5 +224,5 @@ def test_what_is_no_path_under_v1(path: str) -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ControllerConfigError, match="cannot read"):
+    with pytest.raises(ControllerConfigError, match=r"cannot read \S+: No such file or directory$"):
         load(Path("/nowhere/at/all.yaml"))

@@ -28,6 +28,7 @@ from kvelastic.controller.settings.settings import (
     SizeAboveZero,
     SleepSettings,
 )
+from kvelastic.controller.settings.validation_faults import faults_of
 from kvelastic.errors import ClusterConfigError
 from kvelastic.sizes import MIB_BYTES
 
@@ -182,9 +183,5 @@ def parse(raw: Mapping[str, Any]) -> ClusterSettings:
     try:
         return ClusterSettings.model_validate(dict(raw))
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'configuration'}:"
-            f" {fault['msg'].removeprefix('Value error, ')}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
+        faults = "; ".join(faults_of(error, ClusterSettings))
         raise ClusterConfigError(f"the cluster's configuration is wrong: {faults}") from None
