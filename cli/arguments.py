@@ -56,6 +56,8 @@ class LimitType(SizeType):
             from kvelastic.instance.status import UNLIMITED_BYTES
 
             return UNLIMITED_BYTES
+        if str(value).strip().endswith("%"):
+            self.fail(f"{value!r} is not a size; use kvctl limit-percent NAME {value}", param, ctx)
         return super().convert(value, param, ctx)
 
 

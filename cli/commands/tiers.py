@@ -64,7 +64,7 @@ def show_command(name: str | None, as_json: bool) -> None:
         show(lambda: plain_tables(all_shown), lambda width: rich_tables(all_shown, width))
 
 
-@tiers_command.command("limit", cls=ValueCommand)
+@tiers_command.command("limit", cls=ValueCommand, short_help="Set the limit of a tier.")
 @click.argument("name", type=NameType())
 @click.argument("tier", type=TierType())
 @click.argument("size", type=SizeType())
@@ -101,7 +101,7 @@ def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json:
     _end(message, answer, name, wait_s, as_json)
 
 
-@tiers_command.command("clear")
+@tiers_command.command("clear", short_help="Erase the records of its model and settings.")
 @click.argument("name", type=NameType())
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @wait_option("it is done")
@@ -150,7 +150,7 @@ def erase_command(
     _end(f"{name}: {_erased(name, answer)}", answer, name, wait_s, as_json)
 
 
-@tiers_command.command("verify")
+@tiers_command.command("verify", short_help="Compare index, account and medium of each tier.")
 @click.argument("name", type=NameType())
 @wait_option("the check ends")
 @_json_option

@@ -144,8 +144,10 @@ def _device(facts: Facts) -> Said:
     if any(gpu.ordinal == ordinal and not gpu.error for gpu in facts.gpus.gpus):
         return ok(f"KVELASTIC_DEVICE={device}")
     known = ", ".join(f"cuda:{gpu.ordinal}" for gpu in facts.gpus.gpus if not gpu.error)
+    if not known:
+        return problem(f"KVELASTIC_DEVICE={device} cannot be used: no GPU can", _USE_HOST)
     return problem(
-        f"KVELASTIC_DEVICE={device} cannot be used; those that can: {known or 'none'}",
+        f"KVELASTIC_DEVICE={device} cannot be used; those that can: {known}",
         f"name one of these, or {_USE_HOST}",
     )
 

@@ -155,6 +155,15 @@ def test_an_unknown_name(owner, verb):
     assert result.stdout == ""
 
 
+def test_a_percentage_is_referred_to_limit_percent() -> None:
+    assert "use kvctl limit-percent NAME 80%" in kvctl("limit", "a", "80%").output
+
+
+def test_no_help_of_a_command_is_cut_off() -> None:
+    for arguments in ((), ("tiers",), ("links",)):
+        assert "..." not in kvctl(*arguments, "--help").output.replace("[ARGS]...", "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -209,7 +209,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "gpu.device",
         "problem",
         with_config(with_gpus(gpus=(BROKEN_GPU,)), device="cuda:1"),
-        "those that can: none",
+        "cannot be used: no GPU can",
     ),
     ("gpu.seen", "ok", GOOD, "cuda:0 H200: GPUs of this model have run kvelastic"),
     ("gpu.seen", "note", replace(GOOD, gpus_that_ran=ROWS), "What has: NVIDIA H100"),

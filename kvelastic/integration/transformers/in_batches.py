@@ -80,7 +80,7 @@ def _preempt_over_limit(batches: Batches, processor: Any) -> None:
     )
     if not choice.requests:
         return
-    _log.info("Up to %d requests make way for the limit.", len(choice.requests))
+    _log.info("Running requests preempted for the limit: up to %d.", len(choice.requests))
     scheduler.starved_requests = [
         (active[index], _MORE_THAN_FITS) for index in reversed(choice.requests)
     ]

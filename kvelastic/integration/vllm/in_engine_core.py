@@ -342,7 +342,7 @@ def _preempted_over_limit(pool: Any, scheduler: Any) -> Iterator[None]:
     running = list(scheduler.running)
     choice = pool.over_limit.choose(lambda: [_holder(scheduler, one) for one in running])
     if choice.requests:
-        _log.info("%d requests make way for the limit.", len(choice.requests))
+        _log.info("Running requests preempted for the limit: %d.", len(choice.requests))
     # vLLM puts each in front of the waiting requests, so preempt the newest first.
     for index in sorted(choice.requests, reverse=True):
         scheduler.running.remove(running[index])
