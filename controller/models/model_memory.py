@@ -92,7 +92,7 @@ class ModelMemory:
         if found.is_asleep:
             return (
                 f"its instance {name} was put to sleep outside the controller, and requests wait:"
-                " wake it with kvctl wake or /action/wakeup"
+                f" wake it with kvctl wake {name} or POST /action/wakeup/{self._settings.name}"
             )
         return None
 

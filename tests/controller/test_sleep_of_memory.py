@@ -214,6 +214,7 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
 
     segment.request(instance.name, asleep=True, wait_s=DEADLINE_S)
     wait_until(lambda: "was put to sleep outside the controller" in (problem() or ""))
+    assert f"kvctl wake {instance.name} or POST /action/wakeup/org/m" in (problem() or "")
     assert front.state("org/m") == "awake"
     answer = front.post("/action/wakeup/org/m")
     assert answer.json()["success"], answer.text
