@@ -23,7 +23,10 @@ CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}
         ({}, "models: is missing"),
         ({"models": []}, "models"),
         ({"models": [{"name": "chat"}]}, "models.0.command"),
-        ({"models": [{**CHAT, "replica": 2}]}, "models.0.replica: there is no such key here; is replicas meant?"),
+        (
+            {"models": [{**CHAT, "replica": 2}]},
+            "models.0.replica: there is no such key here; is replicas meant?",
+        ),
         ({"models": [CHAT, CHAT]}, "two models are named 'chat'"),
         ({"models": [{**CHAT, "guarantee": "much"}]}, "this is no size"),
         ({"models": [CHAT], "report_every": 0}, "report_every"),
