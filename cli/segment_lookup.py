@@ -43,11 +43,11 @@ def rows(names: tuple[str, ...]) -> list[Row]:
     found = [row_of(status) for status in look_at_all()]
     if not names:
         return found
-    by_name = {row["name"]: row for row in found}
+    by_name = {row[key]: row for key in ("ipc", "name") for row in found}
     missing = [name for name in names if name not in by_name]
     if missing:
         raise SegmentNotFoundError(f"no segment is called {', '.join(map(repr, missing))}")
-    return [by_name[name] for name in dict.fromkeys(names)]
+    return list({by_name[name]["name"]: by_name[name] for name in names}.values())
 
 
 def readable(name: str, reaped: list[str]) -> SegmentInfo:

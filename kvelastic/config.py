@@ -50,6 +50,8 @@ class Config:
     enabled: bool = False
     autopatch: bool = False
     ipc_name: str | None = None
+    kvcached_segment: bool = False
+    """Whether the instance also keeps kvcached's segment."""
     gpu_utilization: float = 0.95
     page_size_mb: int | None = None
     """None: 2 on the host; on a GPU, chosen by the driver's costs (`page_size`)."""
@@ -297,6 +299,11 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "1 to 64 of the characters A-Z a-z 0-9 . _ -",
              "Name of the instance and its shared-memory segment. Data parallel ranks of a dense"
              " model are separate instances: NAME, NAME_dp1, NAME_dp2."),
+    Variable("KVELASTIC_KVCACHED_SEGMENT", None, "kvcached_segment", _boolean,
+             "false", BOOLEAN,
+             "Also keep kvcached's segment, with the instance's name, for programs that drive"
+             " kvcached. kvelastic's own is NAME.kvelastic then (docs/kvcached.md). True by default"
+             " if ENABLE_KVCACHED counts as ENABLE_KVELASTIC."),
     Variable("KVELASTIC_GPU_UTILIZATION", "KVCACHED_GPU_UTILIZATION", "gpu_utilization", _fraction,
              "0.95", "a number above 0, up to 1",
              "Largest part of a GPU's memory for KV caches; KVELASTIC_HOST_MEMORY is the same for"
@@ -444,6 +451,8 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         name, text = _find(variable, environ)
         if text is not None:
             values[variable.field] = _parsed(variable, name, text)
+            if name == "ENABLE_KVCACHED":
+                values.setdefault("kvcached_segment", values["enabled"])
     _settle_reserved_pages(values)
     _check_guarantee(values)
     if values.get("enabled"):

@@ -46,6 +46,7 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
         *_request(status),
         *explain_waiting(status),
         *(_sleep(status) if status.asleep else _limit(status, ledger)),
+        *_setter(status),
         *_engine(status),
         *explain_ledger(status, ledger),
         *explain_tiers(status.shown_tiers),
@@ -300,6 +301,14 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
             " requests wait until blocks are freed.",
             f"kvctl limit {status.name} SIZE, with a larger one" if can_grow else "",
             is_blocked=True,
+        )
+
+
+def _setter(status: InstanceStatus) -> Iterable[Finding]:
+    if status.is_limit_of_kvcached_client:
+        yield line(
+            "set by",
+            f"A kvcached client set the limit, by /dev/shm/{status.kvcached_name}.",
         )
 
 

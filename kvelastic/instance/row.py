@@ -36,7 +36,7 @@ class Row(TypedDict):
 
     name: str
     ipc: str
-    """Equal to `name`; programs written for kvcached read this key."""
+    """Name of the instance's kvcached segment, or `name`; programs for kvcached read this key."""
     alive: bool
     state: str
     asleep: bool | None
@@ -87,7 +87,7 @@ class Row(TypedDict):
 
 
 _ATTRIBUTES: Final = {
-    "ipc": "name",
+    "ipc": "kvcached_name",
     "alive": "is_alive",
     "ask_bytes": "asked_bytes",
     "uuid": "uuid_text",

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic import _vmm
+from kvelastic.shared.segment_dir import kvcached_name
 from kvelastic.sizes import whole_pages
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ class InstanceStatus:
     is_squeezed: bool = False
     """True under memory pressure: the effective limit is lower because others must get memory, or
     the machine has too little."""
+    is_limit_of_kvcached_client: bool = False
+    """True if the newest request is a limit that a program wrote into its kvcached segment."""
     requested_limit_bytes: int | None = None
     """The newest requested limit, whatever its outcome; None without a request."""
     over_bytes: int = 0
@@ -173,6 +176,11 @@ class InstanceStatus:
     """Its memory on each device, the lowest rank's device first."""
     shown_tiers: TiersFigures | None = None
     """Statistics of its tiers; None without tiers or without a readable status file."""
+
+    @property
+    def kvcached_name(self) -> str:
+        """Name of its kvcached segment; its own name if it keeps none."""
+        return kvcached_name(self.name)
 
     @property
     def is_alive(self) -> bool:
@@ -304,6 +312,7 @@ def status_of(
         limit_bytes=limit_bytes if is_limited else capacity_bytes,
         is_limited=is_limited,
         is_squeezed=bool(usage["squeezed"]),
+        is_limit_of_kvcached_client=_is_of_kvcached_client(info),
         requested_limit_bytes=request["limit_bytes"],
         set_aside_bytes=set_aside_bytes,
         **figures,
@@ -325,6 +334,16 @@ def _request_state(answer: Mapping[str, Any], request: Mapping[str, Any]) -> str
     state: str = answer["state"]
     is_answered = state != "none" and answer["revision"] == request["revision"]
     return state if is_answered else "pending"
+
+
+def _is_of_kvcached_client(info: SegmentInfo) -> bool:
+    """Only its `kvcached_segment` makes an instance write a request to itself."""
+    request = info.request
+    return (
+        kvcached_name(info.name) != info.name
+        and request["revision"] == request["limit_revision"] > 0
+        and request["writer_pid"] == info.header["pid"]
+    )
 
 
 def _shares(uuid: bytes, ledgers: Iterable[LedgerInfo]) -> Iterable[DeviceShare]:

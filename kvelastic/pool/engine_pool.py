@@ -26,6 +26,7 @@ from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 from kvelastic.pool.step_reserve import StepReserve
+from kvelastic.shared.segment_dir import kvcached_name
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic")
@@ -84,7 +85,7 @@ class EnginePool:
 
     def close(self) -> None:
         """Release everything, except blocks in use by a tensor. Idempotent."""
-        _own_names.discard(self.pool.name)
+        _own_names.discard(kvcached_name(self.pool.name))
         self.pool.close()
 
 
@@ -147,7 +148,7 @@ def open_engine_pool(
     step_reserve = None
     if not (device.is_host or _own_names or settings.reserve is not None):
         step_reserve = StepReserve(pool.reserve, device.capacity_bytes)
-    _own_names.add(pool.name)
+    _own_names.add(kvcached_name(pool.name))
     _log.info(
         "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"
         " (%.1f%% padding).",

@@ -22,7 +22,7 @@ from kvelastic.config import Config
 from kvelastic.device.selection import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
 from kvelastic.pool.layout import PageLayout
-from kvelastic.shared import segment
+from kvelastic.shared import kvcached_segment, segment
 from kvelastic.shared.placement import JoinedPlaces, capacity_bytes, copies_by_device, join_all
 from kvelastic.sizes import format_size
 
@@ -67,8 +67,10 @@ class ElasticPool:
         settings: Config,
         *,
         is_on_host: bool,
+        kvcached: kvcached_segment.KvcachedSegment | None = None,
     ) -> None:
         self.segment = own_segment
+        self._kvcached = kvcached
         self.ledgers = joined.ledgers
         """One for each device, sorted by device name."""
         self.places = joined.places
@@ -108,6 +110,8 @@ class ElasticPool:
             sanity_check=self._settings.sanity_check,
             watch_memory=self.is_on_host,
         )
+        if self._kvcached is not None:
+            self._kvcached.start()
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
         """Reserve device memory for data other than this cache: weights, activations.
@@ -142,6 +146,8 @@ class ElasticPool:
         """
         atexit.unregister(self._close_at_exit)
         _open_pools.discard(self)
+        if self._kvcached is not None:
+            self._kvcached.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.stop()
@@ -226,12 +232,15 @@ def open_pool(
     limit_bytes = _start_limit_bytes(
         settings, layout.page_bytes * len(devices), capacity_bytes(devices)
     )
-    own_segment = segment.create(
-        settings.ipc_name if name is None else name,
-        engine=engine,
-        model=model,
-        devices=copies_by_device(devices),
-    )
+    name = settings.ipc_name if name is None else name
+    on = copies_by_device(devices)
+    kvcached: kvcached_segment.KvcachedSegment | None = None
+    if settings.kvcached_segment:
+        own_segment, kvcached = kvcached_segment.create(
+            name, engine=engine, model=model, devices=on
+        )
+    else:
+        own_segment = segment.create(name, engine=engine, model=model, devices=on)
     joined: JoinedPlaces | None = None
     try:
         joined = join_all(
@@ -267,6 +276,8 @@ def open_pool(
     except BaseException:
         if joined is not None:
             joined.close()
+        if kvcached is not None:
+            kvcached.close()
         own_segment.close()
         raise
     _log.debug(
@@ -285,6 +296,7 @@ def open_pool(
         blocks,
         settings,
         is_on_host=all(device.is_host for device in devices),
+        kvcached=kvcached,
     )
 
 

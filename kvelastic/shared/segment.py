@@ -51,8 +51,10 @@ from kvelastic.shared.segment_listing import (
     WRITE_FLAGS,
     SegmentInfo,
     delete,
+    found_name,
     inode_of,
     inspect,
+    is_kvcached,
     list_segments,
     locked,
     open_file,
@@ -334,11 +336,16 @@ def _automatic_names(engine: str) -> list[str]:
 def check_free(name: str) -> None:
     """Raise `SegmentExistsError` if an instance could not use `name` now.
 
-    Removes the segment of a dead instance with this name. Raises `InvalidArgumentError` for an
-    invalid name, and `SegmentError` if the file cannot be inspected.
+    Removes the segment of a dead instance with this name. A kvcached segment that no instance keeps
+    is no obstacle. Raises `InvalidArgumentError` for an invalid name, and `SegmentError` if the
+    file cannot be inspected.
     """
-    if not _makes_way(check_name(name)):
+    if not _makes_way(found_name(check_name(name))) and not _is_left_by_kvcached(name):
         raise _taken(name)
+
+
+def _is_left_by_kvcached(name: str) -> bool:
+    return found_name(name) == name and is_kvcached(name)
 
 
 def is_name(name: str) -> bool:
@@ -471,7 +478,7 @@ def _holder_of(info: SegmentInfo) -> tuple[str, str]:
 
 
 def open_readonly(name: str) -> Segment:
-    """Map a segment for reading.
+    """Map a segment for reading. The name of the instance's kvcached segment will do.
 
     Raises `SegmentNotFoundError` or `SegmentFormatError`, and `SegmentError` if it cannot be
     opened.
@@ -485,6 +492,7 @@ def open_writable(name: str) -> Segment:
 
 
 def _open(name: str, flags: int, protection: int) -> Segment:
+    name = found_name(name)
     fd = open_file(name, flags)
     try:
         if version_of(fd) is None:

@@ -53,6 +53,11 @@ LINK_STATUS: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
 _NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, ".kvelastic_tiers_", ".kvelastic_links_")
 _COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
+KVCACHED_BYTES: Final = 24
+"""Size of kvcached's segment (`kvcached_segment`), by which its programs recognize it."""
+_BESIDE_KVCACHED: Final = ".kvelastic"
+_MOST_NAME_BYTES: Final = 64
+
 
 @dataclass(frozen=True)
 class SegmentInfo:
@@ -110,6 +115,32 @@ def link_status_name(start: bytes) -> str:
     return f".kvelastic_links_{start.hex()}"
 
 
+def own_name(kvcached_name: str) -> str:
+    """Return the name of the segment of an instance whose kvcached segment has the given name."""
+    return kvcached_name[: _MOST_NAME_BYTES - len(_BESIDE_KVCACHED)] + _BESIDE_KVCACHED
+
+
+def kvcached_name(name: str) -> str:
+    """Return the name by which programs for kvcached know the instance with this segment."""
+    return name.removesuffix(_BESIDE_KVCACHED)
+
+
+def found_name(name: str) -> str:
+    """Return the name of the segment that a user calls `name`: by the kvcached name, or itself."""
+    beside = own_name(name)
+    if is_kvcached(name) and (SHM_DIR / beside).is_file():
+        return beside
+    return name
+
+
+def is_kvcached(name: str) -> bool:
+    """Return whether the name refers to a file of the size of kvcached's segment."""
+    with suppress(OSError, ValueError):
+        state = (SHM_DIR / name).stat(follow_symlinks=False)
+        return stat.S_ISREG(state.st_mode) and state.st_size == KVCACHED_BYTES
+    return False
+
+
 def open_file(name: str, flags: int) -> int:
     """Open a regular file of /dev/shm; return its descriptor.
 
@@ -149,7 +180,7 @@ def list_segments() -> list[SegmentInfo]:
 
 def _inspect_if_segment(name: str) -> SegmentInfo | None:
     try:
-        return inspect(name)
+        return _inspect_file(name)
     except SegmentError as error:
         if is_out_of_descriptors(error):
             raise
@@ -173,9 +204,14 @@ def _file_names() -> list[str]:
 def inspect(name: str) -> SegmentInfo:
     """Inspect one segment, without mapping its file: another process may truncate the file.
 
-    Raises `SegmentNotFoundError`, or `SegmentFormatError` if the file is not a segment. A damaged
-    segment, or one of another version, is returned as `unreadable`.
+    The name of the instance's kvcached segment will do. Raises `SegmentNotFoundError`, or
+    `SegmentFormatError` if the file is not a segment. A damaged segment, or one of another version,
+    is returned as `unreadable`.
     """
+    return _inspect_file(found_name(name))
+
+
+def _inspect_file(name: str) -> SegmentInfo:
     fd = open_file(name, READ_FLAGS)
     try:
         return _inspect(fd, name)
@@ -246,7 +282,7 @@ def reap() -> list[str]:
         names = _file_names()
     for name in names:
         with suppress(SegmentError):
-            if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
+            if _inspect_file(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)
     _reap_unheld(_TIER_STATUS)
     _reap_unheld(LINK_STATUS)
@@ -279,6 +315,7 @@ def delete(name: str, *, force: bool = False) -> None:
     not available in time. Raises `SegmentFormatError` for a file that is not a segment,
     `SegmentNotFoundError` or `SegmentError`.
     """
+    name = found_name(name)
     obstacle = _remove(name, lambda info: force or info.status == "dead")
     if obstacle is None:
         return
@@ -320,6 +357,7 @@ def _remove(
             if not may_remove(info):
                 return info
             path.unlink()
+            _remove_beside(name)
             return None
     except SegmentError:
         raise
@@ -329,6 +367,21 @@ def _remove(
         raise SegmentError(f"cannot remove {path}: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def _remove_beside(name: str) -> None:
+    """Remove the kvcached segment of a dead instance, unless a live one keeps it."""
+    other = kvcached_name(name)
+    if other == name or not is_kvcached(other):
+        return
+    with suppress(OSError, SegmentError):
+        fd = open_file(other, READ_FLAGS)
+        try:
+            is_ours = os.fstat(fd).st_uid == os.geteuid()
+            if is_ours and liveness(fd, MAKER_BYTE) is Liveness.DEAD:
+                (SHM_DIR / other).unlink()
+        finally:
+            os.close(fd)
 
 
 def inode_of(state: os.stat_result) -> tuple[int, int]:

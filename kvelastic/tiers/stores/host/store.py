@@ -138,6 +138,7 @@ class HostStore(Store):
     ) -> ElasticPool:
         own = replace(
             settings,
+            kvcached_segment=False,
             limit=None,
             minimum=0,
             priority=max(settings.priority - 1, -MAX_PRIORITY),

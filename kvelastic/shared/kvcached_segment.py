@@ -1,0 +1,346 @@
+"""kvcached's segment: 24 bytes in /dev/shm by which programs for kvcached meter and limit a model.
+
+    own, file = create("chat", engine="vLLM", devices=[("host", 1)])   # `chat.kvelastic`, `chat`
+    file.start()        # once the instance handles requests
+    file.close()        # before the instance's own segment
+
+The file holds three little-endian int64 and nothing else, because kvcached recognizes it by its
+size: the limit, the memory in use, and the memory mapped ahead of need. A client takes `flock` and
+writes the limit. One thread of the instance, blocked in `poll`, watches the file:
+
+- inotify wakes it when a process closes the file after writing, or removes or renames it, and when
+  a process closes the instance's own segment after writing (`kvctl limit`).
+- A deadline wakes it to publish the usage, because no system call reports a mapped page.
+
+A limit of a client becomes an ordinary request in the instance's own segment, and is acknowledged
+there. *Rule*: the last writer wins. If client and operator have both changed the limit since the
+file and the instance last agreed, the instance's own limit wins and is written back. 0 and negative
+limits are ignored, as in kvcached.
+
+The thread never waits for a lock of another process. Without it, the thread publishes the usage,
+which no client owns, and leaves the limit for the next event or deadline. It reads and writes with
+system calls only: accessing a mapping of a file that a client truncates would end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import re
+import select
+import stat
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.errors import SegmentBusyError, SegmentError, SegmentExistsError
+from kvelastic.shared import segment
+from kvelastic.shared.liveness import MAKER_BYTE, hold
+from kvelastic.shared.segment_dir import (
+    KVCACHED_BYTES,
+    READ_FLAGS,
+    SHM_DIR,
+    WRITE_FLAGS,
+    inode_of,
+    own_name,
+)
+from kvelastic.sizes import format_size
+
+_log = logging.getLogger("kvelastic")
+
+_VALUES: Final = struct.Struct("<3q")
+_MODE: Final = 0o600
+_MOST_NAMES: Final = 100
+
+_CHANGING_MS: Final = 50
+"""Deadline while the usage changes, or something is left to do."""
+_STEADY_MS: Final = 250
+"""Deadline while the usage does not change."""
+
+_IN_ATTRIB: Final = 0x4
+"""Also the removal of a name."""
+_IN_CLOSE_WRITE: Final = 0x8
+_IN_MOVE_SELF: Final = 0x800
+_EVENT_BYTES: Final = 4096
+
+
+def create(
+    name: str | None, *, engine: str, model: str = "", devices: Sequence[tuple[str, int]]
+) -> tuple[segment.Segment, KvcachedSegment]:
+    """Create an instance's own segment, called `own_name(name)`, and kvcached's, called `name`.
+
+    Characters that kvcached does not accept in `name` become hyphens, as they do there. None means
+    `kvcached_<engine>_<process group>`, with a numeric suffix if that is taken. A file that a dead
+    instance or kvcached has left is taken over. Raises the errors of `segment.create`, and
+    `SegmentExistsError` if another kind of file, or one of another user, has the name.
+    """
+    if name is not None:
+        names = [re.sub(r"[^A-Za-z0-9_-]", "-", name)]
+    else:
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", engine)[:24]
+        first = f"kvcached_{plain}_{os.getpgrp()}"
+        names = [first, *(f"{first}_{number}" for number in range(1, _MOST_NAMES))]
+    for candidate in names:
+        try:
+            own = segment.create(own_name(candidate), engine=engine, model=model, devices=devices)
+        except SegmentExistsError:
+            if candidate == names[-1]:
+                raise
+            continue
+        try:
+            return own, KvcachedSegment(candidate, own)
+        except BaseException as error:
+            own.close()
+            if not isinstance(error, SegmentExistsError) or candidate == names[-1]:
+                raise
+    raise AssertionError("the last candidate returns or raises")
+
+
+class KvcachedSegment:
+    """kvcached's file of one instance. Its creator removes it in `close()`."""
+
+    def __init__(self, name: str, own: segment.Segment) -> None:
+        """Create or take over the file. Raises `SegmentExistsError` or `SegmentError`."""
+        self.name = name
+        self._path = SHM_DIR / name
+        self._own = own
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._complained = ""
+        self._fd = -1
+        self._life: _vmm.LifeLock | None = None
+        self._agreed_bytes = 0
+        """The limit that the file and the instance had when they last agreed."""
+        self._inotify = self._stop = self._own_fd = -1
+        try:
+            self._open()
+            self._publish_all(self._values())
+        except BaseException:
+            self._release()
+            raise
+
+    def start(self) -> None:
+        """Start the thread. Call it once the instance handles requests.
+
+        Raises `SegmentError` if the system has no inotify instance left.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._add_watch = libc.inotify_add_watch
+        self._inotify = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._inotify < 0:
+            why = os.strerror(ctypes.get_errno())
+            raise SegmentError(
+                f"cannot watch {self._path}: {why}; raise fs.inotify.max_user_instances, or set"
+                " KVELASTIC_KVCACHED_SEGMENT=false"
+            )
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._own_fd = os.open(self._own.path, READ_FLAGS)
+        self._watch(self._own_fd, _IN_CLOSE_WRITE)
+        self._watch_file()
+        values, raw = self._values(), os.pread(self._fd, KVCACHED_BYTES, 0)
+        if raw[:8] == _VALUES.pack(self._agreed_bytes, 0, 0)[:8]:
+            self._publish_all(values)
+        self._agreed_bytes = values[0]  # another limit is one that a client has set meanwhile
+        self._thread = threading.Thread(target=self._run, name="kvcached-segment", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and remove the file. Idempotent. Does nothing in a forked child."""
+        if self._pid != os.getpid():
+            return
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopped.set()
+            os.eventfd_write(self._stop, 1)
+            thread.join()
+        if self._fd >= 0:
+            with suppress(OSError):
+                if self._is_in_place():
+                    self._path.unlink()
+        self._release()
+        for fd in (self._inotify, self._stop, self._own_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._inotify = self._stop = self._own_fd = -1
+
+    # ------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._inotify, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        wait_ms = 0
+        while True:
+            poll.poll(wait_ms)
+            if self._stopped.is_set():
+                return
+            with suppress(BlockingIOError):
+                os.read(self._inotify, _EVENT_BYTES)
+            try:
+                wait_ms = _CHANGING_MS if self._look() else _STEADY_MS
+                self._complained = ""
+            except (OSError, SegmentError) as error:
+                # The instance serves without the file, and the next deadline tries again.
+                self._complain(str(error))
+                wait_ms = _STEADY_MS
+
+    def _look(self) -> bool:
+        """Bring file and instance into agreement; return whether the next look comes soon."""
+        if not self._is_in_place():
+            # A client may have removed the file and made a new one, with a limit.
+            self._release()
+            is_new = self._open()
+            self._watch_file()
+            if is_new:
+                self._publish_all(self._values())
+                return True
+        values = self._values()
+        raw = os.pread(self._fd, KVCACHED_BYTES + 1, 0)
+        if len(raw) != KVCACHED_BYTES:
+            self._publish_all(values)
+            return True
+        limit_bytes, *usage = _VALUES.unpack(raw)
+        is_changing = usage != values[1:]
+        if limit_bytes == self._agreed_bytes == values[0]:
+            if is_changing:
+                self._publish_usage(values)
+            return is_changing
+        if limit_bytes > 0 and values[0] == self._agreed_bytes:
+            self._request(limit_bytes)
+            self._publish_usage(values)
+        elif not self._publish_under_lock(values):
+            self._publish_usage(values)
+        elif limit_bytes != self._agreed_bytes:
+            _log.debug("%s: a limit of %d bytes is not taken over", self._path, limit_bytes)
+        return True
+
+    def _request(self, limit_bytes: int) -> None:
+        """Request a client's limit in the instance's own segment, unless a writer holds its lock.
+
+        The next look then finds the same difference and tries again.
+        """
+        with suppress(SegmentBusyError):
+            request = segment.Request(limit_bytes=limit_bytes)
+            segment.post(self._own.name, request, lock_wait_s=0.0).close()
+            self._agreed_bytes = limit_bytes
+            _log.info(
+                "A kvcached client has set the limit to %s, by %s.",
+                format_size(limit_bytes),
+                self._path,
+            )
+
+    # -------------------------------------------------------------------------------- the file
+
+    def _values(self) -> list[int]:
+        """Return the three values as the instance has them; a pending limit counts."""
+        record = self._own.record
+        # The instance publishes usage before the answer. So a limit is pending or in the usage.
+        answer, request, usage = record.read_answer(), record.read_request(), record.read_usage()
+        limit_bytes = usage["limit_bytes"]
+        if request["limit_revision"] > answer["revision"]:
+            limit_bytes = request["limit_bytes"]
+        if limit_bytes == _vmm.UNLIMITED_BYTES:
+            limit_bytes = usage["capacity_bytes"] or limit_bytes
+        parked_bytes = usage["parked_bytes"]
+        return [limit_bytes, max(0, usage["mapped_bytes"] - parked_bytes), parked_bytes]
+
+    def _publish_usage(self, values: list[int]) -> None:
+        if os.fstat(self._fd).st_size == KVCACHED_BYTES:
+            os.pwrite(self._fd, _VALUES.pack(*values)[8:], 8)
+
+    def _publish_all(self, values: list[int]) -> None:
+        """Write all values. For a file without a whole limit, where no client loses one."""
+        os.pwrite(self._fd, _VALUES.pack(*values), 0)
+        if os.fstat(self._fd).st_size > KVCACHED_BYTES:
+            os.ftruncate(self._fd, KVCACHED_BYTES)
+        self._agreed_bytes = values[0]
+
+    def _publish_under_lock(self, values: list[int]) -> bool:
+        """Write all values; return False if another process holds the lock."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            self._publish_all(values)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
+    def _is_in_place(self) -> bool:
+        """Return whether the name still refers to the open file."""
+        if self._fd < 0:
+            return False
+        try:
+            state = self._path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return inode_of(state) == inode_of(os.fstat(self._fd))
+
+    def _open(self) -> bool:
+        """Open the file, or create it (returns True), and hold its liveness lock."""
+        try:
+            fd = os.open(self._path, WRITE_FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
+            is_new = True
+        except FileExistsError:
+            fd, is_new = self._open_existing(), False
+        except OSError as error:
+            raise SegmentError(f"cannot make {self._path}: {error.strerror}") from error
+        try:
+            self._life = hold(self._path, fd, MAKER_BYTE)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return is_new
+
+    def _open_existing(self) -> int:
+        try:
+            fd = os.open(self._path, WRITE_FLAGS)
+        except OSError as error:
+            raise self._taken(error.strerror or str(error)) from error
+        state = os.fstat(fd)
+        if (
+            not stat.S_ISREG(state.st_mode)
+            or state.st_size > KVCACHED_BYTES
+            or state.st_uid != os.geteuid()
+        ):
+            os.close(fd)
+            raise self._taken("it is not kvcached's segment, or another user's")
+        return fd
+
+    def _taken(self, why: str) -> SegmentExistsError:
+        return SegmentExistsError(
+            f"{self._path} cannot be kvcached's segment of this instance: {why}; remove it, or"
+            " choose another KVCACHED_IPC_NAME"
+        )
+
+    def _watch_file(self) -> None:
+        self._watch(self._fd, _IN_CLOSE_WRITE | _IN_ATTRIB | _IN_MOVE_SELF)
+
+    def _watch(self, fd: int, events: int) -> None:
+        # By descriptor: the name may refer to another file meanwhile. A watch ends with its file.
+        if self._add_watch(self._inotify, f"/proc/self/fd/{fd}".encode(), events) < 0:
+            why = os.strerror(ctypes.get_errno())
+            raise SegmentError(
+                f"cannot watch {self._path}: {why}; raise fs.inotify.max_user_watches"
+            )
+
+    def _release(self) -> None:
+        if self._life is not None:
+            self._life.release()
+            self._life = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _complain(self, problem: str) -> None:
+        if problem != self._complained:
+            self._complained = problem
+            _log.warning("kvcached's segment %s is not kept: %s", self.name, problem)

@@ -1,0 +1,287 @@
+"""kvcached's 24-byte segment beside an instance's own: clients read usage and set limits by it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from called_kvctl import kvctl
+from processes import PROGRAMS, LineProgram, run_python
+from waiting import wait_until
+
+from kvelastic import config, errors
+from kvelastic._vmm import UNLIMITED_BYTES
+from kvelastic.device.selection import resolve
+from kvelastic.pool.layout import PageLayout
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.shared import segment
+from kvelastic.shared.kvcached_segment import KvcachedSegment
+
+CLIENT = PROGRAMS / "kvcached_client.py"
+NAME = f"kvc_test_{os.getpid()}"
+FILE = Path("/dev/shm", NAME)
+MIB = 1 << 20
+CAPACITY_BYTES = 1 << 30
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ElasticPool]:
+    """An instance on host memory, with kvcached's segment."""
+    monkeypatch.delenv("ENABLE_KVELASTIC", raising=False)
+    monkeypatch.delenv("KVELASTIC_IPC_NAME", raising=False)
+    monkeypatch.setenv("ENABLE_KVCACHED", "true")
+    monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
+    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", str(CAPACITY_BYTES))
+    with opened() as made:
+        made.start_keeper()
+        yield made
+    assert not list(Path("/dev/shm").glob(f"{NAME}*"))
+
+
+def opened() -> ElasticPool:
+    settings = config.load()
+    device = resolve("cpu", settings)
+    layout = PageLayout.solve(64 << 10, 4, page_size_bytes=settings.page_size_bytes)
+    return open_pool(
+        settings,
+        layout,
+        64,
+        num_blocks=400,
+        block_tokens=16,
+        engine="vLLM",
+        devices=[device],
+        memory=local_range(device),
+    )
+
+
+def values(path: Path = FILE) -> tuple[int, int, int]:
+    limit_bytes, used_bytes, ahead_bytes = struct.unpack("<3q", path.read_bytes())
+    return limit_bytes, used_bytes, ahead_bytes
+
+
+def write_limit(limit_bytes: int) -> None:
+    with FILE.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.pwrite(file.fileno(), struct.pack("<q", limit_bytes), 0)
+
+
+def limit_of(pool: ElasticPool) -> int:
+    return int(pool.segment.record.read_usage()["limit_bytes"])
+
+
+def wait_for_limit(pool: ElasticPool, limit_bytes: int) -> None:
+    wait_until(lambda: limit_of(pool) == limit_bytes, f"the limit is not {limit_bytes}")
+
+
+def test_client_reads_the_usage_that_kvctl_lists(pool: ElasticPool) -> None:
+    assert pool.blocks.alloc(100) is not None
+
+    def agrees() -> bool:
+        limit_bytes, used_bytes, _ = map(int, run_python(CLIENT, NAME, "read").stdout.split())
+        (row,) = json.loads(kvctl("list", NAME, "--json").stdout)
+        assert (row["ipc"], row["name"]) == (NAME, f"{NAME}.kvelastic")
+        return bool(row["used_bytes"] == used_bytes > 0 and row["limit_bytes"] == limit_bytes)
+
+    wait_until(agrees)
+
+
+def test_limit_of_a_client_is_an_acknowledged_request(pool: ElasticPool) -> None:
+    run_python(CLIENT, NAME, "limit", str(64 * MIB))
+    wait_for_limit(pool, 64 * MIB)
+    answer = wait_until(
+        lambda: (a := segment.inspect(NAME).answer)["state"] == "applied" and a, "no answer"
+    )
+    assert answer["effective_limit_bytes"] == 64 * MIB
+    said = kvctl("explain", NAME).stdout
+    assert f"A kvcached client set the limit, by {FILE}." in said
+    assert json.loads(kvctl("explain", NAME, "--json").stdout)["is_limit_of_kvcached_client"]
+    run_python("-m", "kvelastic.cli", "limit", NAME, "96M", "--wait", "60")  # another process
+    assert "kvcached client" not in kvctl("explain", NAME).stdout
+    wait_until(lambda: values()[0] == 96 * MIB, "the operator's limit is not in the file")
+
+
+def test_limit_written_before_the_start_counts(
+    pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{NAME}_early"
+    monkeypatch.setenv("KVCACHED_IPC_NAME", name)
+    with opened() as other:
+        run_python(CLIENT, name, "limit", str(48 * MIB))
+        other.start_keeper()
+        wait_for_limit(other, 48 * MIB)
+
+
+@pytest.mark.parametrize("nonsense", [0, -1, -(1 << 63)])
+def test_nonsense_is_replaced_by_the_limit_in_force(pool: ElasticPool, nonsense: int) -> None:
+    write_limit(80 * MIB)
+    wait_for_limit(pool, 80 * MIB)
+    write_limit(nonsense)
+    wait_until(lambda: values()[0] == 80 * MIB, "the nonsense stays")
+    assert limit_of(pool) == 80 * MIB
+
+
+def test_limits_at_the_bounds_are_those_of_kvctl(pool: ElasticPool) -> None:
+    write_limit(1)
+    wait_for_limit(pool, 1)
+    write_limit((1 << 63) - 1)
+    wait_for_limit(pool, UNLIMITED_BYTES)
+    wait_until(lambda: values()[0] == CAPACITY_BYTES, "the file does not show the device's size")
+
+
+def test_own_limit_wins_if_both_have_changed() -> None:
+    with segment.create(f"{NAME}.kvelastic", engine="vLLM") as own:
+        own.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES)
+        file = KvcachedSegment(NAME, own)
+        try:
+            write_limit(32 * MIB)
+            segment.post(own.name, segment.Request(limit_bytes=96 * MIB)).close()
+            file._look()
+            assert values()[0] == 96 * MIB
+            assert own.record.read_request()["limit_bytes"] == 96 * MIB
+            write_limit(32 * MIB)  # later than both: the last writer wins
+            file._look()
+            assert own.record.read_request()["limit_bytes"] == 32 * MIB
+        finally:
+            file.close()
+
+
+def test_client_that_keeps_the_lock_delays_only_the_limit(pool: ElasticPool) -> None:
+    with LineProgram(CLIENT, NAME, "hold") as client:
+        assert client.read() == "held"
+        assert kvctl("limit", NAME, "96M", "--wait", "60").exit_code == 0
+        assert pool.blocks.alloc(100) is not None
+        wait_until(lambda: values()[1] > 0, "the usage is not published")
+        assert values()[0] == CAPACITY_BYTES
+        client.kill()
+        wait_until(lambda: values()[0] == 96 * MIB, "the limit is not published")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 12, 4096])
+def test_file_of_another_size_is_mended(pool: ElasticPool, size_bytes: int) -> None:
+    write_limit(80 * MIB)
+    wait_for_limit(pool, 80 * MIB)
+    os.truncate(FILE, size_bytes)
+    wait_until(lambda: FILE.stat().st_size == 24 and values()[0] == 80 * MIB)
+    assert limit_of(pool) == 80 * MIB
+
+
+def test_removed_file_is_made_again(pool: ElasticPool) -> None:
+    write_limit(80 * MIB)
+    wait_for_limit(pool, 80 * MIB)
+    FILE.unlink()
+    wait_until(lambda: FILE.exists() and FILE.stat().st_size == 24, "it is not made again")
+    assert values()[0] == 80 * MIB
+    write_limit(64 * MIB)
+    wait_for_limit(pool, 64 * MIB)
+
+
+def test_file_of_a_client_in_its_place_sets_a_limit(pool: ElasticPool) -> None:
+    new = FILE.with_name(f"{NAME}_new")
+    new.write_bytes(struct.pack("<3q", 72 * MIB, 0, 0))
+    new.rename(FILE)
+    wait_for_limit(pool, 72 * MIB)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "directory", "large", "stranger"])
+def test_other_file_in_its_place_is_left_alone(
+    pool: ElasticPool, kind: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(struct.pack("<3q", 72 * MIB, 0, 0))
+    if kind == "stranger" and os.geteuid():
+        pytest.skip("only root makes files of another user")
+    held = FILE.with_name(f"{NAME}_held")
+    if kind == "symlink":
+        held.symlink_to(target)
+    elif kind == "directory":
+        held.mkdir()
+    else:
+        held.write_bytes(target.read_bytes() * (100 if kind == "large" else 1))
+    if kind == "stranger":
+        os.chown(held, 12345, 12345)
+    FILE.unlink()
+    while True:  # the instance makes its file at once
+        with suppress(OSError):
+            FILE.unlink()
+        with suppress(OSError):
+            held.rename(FILE)
+            break
+    inode = FILE.lstat().st_ino
+    assert kvctl("limit", f"{NAME}.kvelastic", "96M", "--wait", "60").exit_code == 0
+    assert pool.blocks.alloc(10) is not None
+    assert FILE.lstat().st_ino == inode
+    assert struct.unpack("<3q", target.read_bytes())[0] == 72 * MIB
+    if kind == "directory":
+        FILE.rmdir()
+    else:
+        FILE.unlink()
+    wait_until(lambda: FILE.is_file() and FILE.stat().st_size == 24, "it is not made again")
+    assert values()[0] == 96 * MIB
+
+
+def test_name_of_another_file_is_refused(
+    pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{NAME}_taken"
+    monkeypatch.setenv("KVCACHED_IPC_NAME", name)
+    other = FILE.with_name(name)
+    other.write_bytes(b"x" * 100)
+    try:
+        with pytest.raises(errors.SegmentExistsError, match="KVCACHED_IPC_NAME"):
+            opened()
+        assert not FILE.with_name(f"{name}.kvelastic").exists()
+    finally:
+        other.unlink()
+    monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
+    with pytest.raises(errors.SegmentExistsError):
+        opened()
+
+
+def test_killed_instance_leaves_nothing_after_the_next_command(pool: ElasticPool) -> None:
+    name = f"{NAME}_killed"
+    program = """
+import sys
+from test_kvcached_segment import opened
+pool = opened()
+pool.start_keeper()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), str(PROGRAMS)])
+    environment = {"KVCACHED_IPC_NAME": name, "PYTHONPATH": path}
+    with LineProgram("-c", program, environment=environment) as instance:
+        assert instance.read() == "ready"
+        assert FILE.with_name(name).exists()
+        with pytest.raises(errors.SegmentExistsError):
+            segment.check_free(name)
+        instance.kill()
+    segment.check_free(name)
+    assert not FILE.with_name(name).exists()
+    assert not FILE.with_name(f"{name}.kvelastic").exists()
+    assert FILE.exists()
+
+
+@pytest.mark.parametrize("writes", [pytest.param(2500, marks=pytest.mark.soak), pytest.param(40)])
+def test_eight_writers_with_kills_lose_no_limit(pool: ElasticPool, writes: int) -> None:
+    def start(seed: int, *count: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-S", str(CLIENT), NAME, "random", str(seed), *count]
+        return subprocess.Popen(command)
+
+    victims = [start(seed) for seed in range(4)]
+    for one in [start(seed, str(writes)) for seed in range(4, 8)]:
+        victims[-1].kill()
+        victims.pop().wait()
+        assert one.wait() == 0
+    last_bytes = 123 * MIB
+    write_limit(last_bytes)
+    wait_for_limit(pool, last_bytes)
+    pool.blocks.check_integrity()
+    assert values()[0] == last_bytes
