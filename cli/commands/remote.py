@@ -14,7 +14,7 @@ import click
 from kvelastic.cli.commands import inspection, limits, sleeping
 from kvelastic.cli.controller_calls import RemoteController
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.saying import say, say_json
+from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.instance.row import printable
 
 if TYPE_CHECKING:

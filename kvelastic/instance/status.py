@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic import _vmm
-from kvelastic.shared.segment_dir import kvcached_name
+from kvelastic.shared.segment_listing import kvcached_name
 from kvelastic.sizes import whole_pages
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from kvelastic import _vmm
 from kvelastic.errors import SegmentBusyError, SegmentError, SegmentExistsError
 from kvelastic.shared import segment
 from kvelastic.shared.liveness import MAKER_BYTE, hold
-from kvelastic.shared.segment_dir import (
+from kvelastic.shared.segment_listing import (
     KVCACHED_BYTES,
     READ_FLAGS,
     SHM_DIR,
