@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvelastic.cli.commands import inspection, limits, sleeping
+from kvelastic.cli.commands import limits, listing, sleeping
 from kvelastic.cli.controller_calls import RemoteController
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import say, say_json
@@ -45,7 +45,7 @@ def _list(context: click.Context, names: tuple[str, ...], as_json: bool) -> None
     if as_json:
         say_json(found)
     else:
-        inspection.show(list(found))
+        listing.show(list(found))
 
 
 def _watch(
@@ -60,7 +60,7 @@ def _watch(
     def look() -> list[Row]:
         return list(there.rows(names))
 
-    inspection.watch(look, interval_s, count, as_json=as_json)
+    listing.watch(look, interval_s, count, as_json=as_json)
 
 
 def _limit(context: click.Context, name: str, size: int, wait_s: float | None) -> None:
@@ -118,12 +118,12 @@ def _set_asleep(context: click.Context, name: str, asleep: bool) -> None:
 _COMMANDS: Final[dict[str, tuple[click.Command, Callable[..., None]]]] = {
     "limit": (limits.limit_command, _limit),
     "limit-percent": (limits.limit_percent_command, _limit_percent),
-    "list": (inspection.list_command, _list),
+    "list": (listing.list_command, _list),
     "set": (limits.set_command, _set),
     "sleep": (sleeping.sleep_command, _sleep),
     "trim": (limits.trim_command, _trim),
     "wake": (sleeping.wake_command, _wake),
-    "watch": (inspection.watch_command, _watch),
+    "watch": (listing.watch_command, _watch),
 }
 NAMES: Final = tuple(_COMMANDS)
 _LOCAL_ONLY: Final = {("sleep", "wait_s"), ("wake", "wait_s")}
