@@ -160,7 +160,17 @@ def test_a_load_ends_before_the_first_key_that_was_not_found() -> None:
     lookups = lookups_of(tiers)
     assert [ask(lookups, name, chain(None, name)) for name in "abc"] == [True, False, True]
     assert lookups.take("r", [b"a", b"b", b"c"]).count == 1
-    assert lookups.take("r", [b"a"]).count == 0, "the records were taken before"
+
+
+def test_a_load_looks_up_what_the_step_has_not_found() -> None:
+    tiers = FakeTiers("a", "b", "c")
+    lookups = lookups_of(tiers)
+    assert ask(lookups, "b", chain("a", "b"))
+    load = lookups.take("r", [b"a", b"b", b"c"])
+    assert (load.keys, len(tiers.held)) == (key("a") + key("b") + key("c"), 2)
+    assert tiers.asked[1:] == [(NO_KEY, [key("a"), key("c")])]
+    load.release()
+    assert tiers.held == []
 
 
 def test_after_a_failed_load_a_request_finds_nothing_more() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvelastic.tiers.base import NO_KEY
+from kvelastic.tiers.base import NO_KEY, each_key
 from kvelastic.tiers.load import Load, merged
 
 if TYPE_CHECKING:
@@ -76,8 +76,15 @@ class Lookups:
         return here.answers[key]
 
     def take(self, request: str, keys: Sequence[bytes]) -> Load:
-        """Return a load of exactly these keys, as far as this step has found the leading ones."""
+        """Return a load of exactly these keys, as far as the leading ones are in the tiers.
+
+        Takes over what this step has found. Looks up only the keys that it has not found.
+        """
         here = self._in_step.pop(request, None) or _OfRequest()
+        known = self._keys.get(request, {})
+        found = {each for load in here.held for each in each_key(load.keys)}
+        if missing := [each for each in keys if known.get(each) not in found]:
+            here.held.append(self._match(request, None, missing))
         known = self._keys.get(request, {})
         return merged(b"".join(known.get(each, NO_KEY) for each in keys), here.held)
 
