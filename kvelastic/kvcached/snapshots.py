@@ -8,8 +8,11 @@ Plain frozen values, not updated after their creation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
+
+from kvelastic import config
+from kvelastic.pool.views import KV_LAYOUTS
 
 SCHEMA_VERSION: Final = "kvcached.observability.v1"
 """Snapshots have the fields of this schema, so its readers can read them."""
@@ -139,3 +142,57 @@ def pool_snapshot(
         shrink_target_blocks=limit_pages * blocks_a_page if over_bytes else None,
         resize_target_bytes=limit["effective_limit_bytes"] if over_bytes else None,
     )
+
+
+def get_capabilities() -> dict[str, Any]:
+    """Return the features of this interface, with the keys of kvcached 0.1.6.
+
+    Page size and layout come from this process's variables. Imports no engine. Raises `ConfigError`
+    for an invalid variable.
+    """
+    settings = config.load()
+    shared = {
+        "kv_layouts": list(KV_LAYOUTS),
+        "hybrid_linear_state_pooling": True,
+        "prefix_caching": True,
+        "page_aware_eviction": True,
+        "worker_ipc": False,  # a process manages the cache of one rank
+    }
+    attention_types = ["MHA", "GQA", "MLA"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "features": {
+            "runtime_snapshot": True,
+            "kv_cache_pool_snapshot": True,
+            "registered_kv_cache_pool_snapshots": True,
+            "read_only": True,
+            "policy_control": False,
+            "instance_memory_limit": False,  # each pool has its own: `set_memory_limit`
+            "operation_counters": False,
+            "runtime_reservation_reporting": False,
+        },
+        "backends": {
+            "kv_pooling": True,
+            "elastic_capacity": True,
+            "resize": True,
+            "trim": True,
+            "default_page_size_bytes": settings.page_size_bytes,
+            "contiguous_layout_default": settings.contiguous_layout,
+            "non_kv_memory_management": False,
+        },
+        "integrations": {
+            "vllm": {
+                "attention_types": [*attention_types, "HYBRID_LINEAR"],
+                "hybrid_linear_state_pooling_mode": "unified_pool",
+                **shared,
+            },
+            "sglang": {
+                "attention_types": attention_types,
+                "hybrid_linear_state_pooling_mode": "separate_allocation",
+                **shared,
+            },
+        },
+        "pool_snapshot_fields": [field.name for field in fields(KVCachePoolSnapshot)],
+        "runtime_snapshot_fields": [field.name for field in fields(RuntimeSnapshot)],
+        "operation_counter_names": [],
+    }

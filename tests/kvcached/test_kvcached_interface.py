@@ -178,6 +178,23 @@ def made() -> tuple[list[torch.Tensor], KVCacheManager]:
     return tensors, vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
 
 
+@pytest.mark.parametrize("engine", [vllm, sglang])
+def test_capabilities_name_what_the_snapshots_have(
+    engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHED_PAGE_SIZE_MB", "4")
+    offered = engine.get_capabilities()
+    assert json.loads(json.dumps(offered)) == offered
+    made()
+    (pool,) = vllm.kv_cache_pool_snapshot_dicts()
+    assert offered["schema_version"] == pool["schema_version"]
+    assert offered["pool_snapshot_fields"] == list(pool)
+    assert offered["runtime_snapshot_fields"] == list(vllm.observability_snapshot_dict())
+    assert offered["backends"]["default_page_size_bytes"] == 4 << 20
+    for kind in offered["integrations"]["vllm"]["attention_types"][:3]:
+        assert kind in offered["integrations"]["sglang"]["attention_types"]
+
+
 def test_limits_with_revisions() -> None:
     _, manager = made()
     assert manager.memory_limit_state()["revision"] is None

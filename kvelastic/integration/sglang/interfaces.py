@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic.kvcached import embedded
 from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
-from kvelastic.kvcached.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.kvcached.snapshots import (
+    KVCachePoolSnapshot,
+    RuntimeSnapshot,
+    get_capabilities,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "alloc_kv_cache",
     "alloc_mamba_states",
+    "get_capabilities",
     "get_kv_cache_manager",
     "init_kvcached",
     "init_kvelastic",

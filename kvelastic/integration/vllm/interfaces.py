@@ -20,7 +20,11 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.shapes import HYBRID
 from kvelastic.kvcached import embedded
 from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
-from kvelastic.kvcached.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.kvcached.snapshots import (
+    KVCachePoolSnapshot,
+    RuntimeSnapshot,
+    get_capabilities,
+)
 from kvelastic.pool.tensor_views import plan
 from kvelastic.pool.tensors import itemsize_of
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "alloc_kv_cache",
     "build_kv_views",
+    "get_capabilities",
     "get_kv_cache_manager",
     "init_kvcached",
     "init_kvelastic",
