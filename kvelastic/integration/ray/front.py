@@ -46,9 +46,7 @@ _CHANGE_S: Final = 660.0
 _LARGEST_CHANGE: Final = 1 << 20
 VIEWS: Final = frozenset(("/memory", "/metrics"))
 """Routes of a controller that the front serves for all nodes."""
-CHANGE: Final = re.compile(
-    r"/memory/(?P<setting>[^/]+)|/memory/(?P<trim>[^/]+)/trim|/action/(?:sleep|wakeup)/(?P<sleep>[^/]+)"
-)
+CHANGE: Final = re.compile(r"(/memory/|/action/sleep/|/action/wakeup/)([^/]+)(/trim)?")
 """Routes of a controller that the front passes to one replica, named in place of the model."""
 _CLIENT_GONE: Final = 499
 
@@ -98,7 +96,8 @@ class KvFront:
         if path in VIEWS and request.method == "GET":
             return await self._view(path)
         change = CHANGE.fullmatch(path)
-        if change and request.method == ("PATCH" if change["setting"] else "POST"):
+        is_setting = change is not None and change[1] == "/memory/" and not change[3]
+        if change and request.method == ("PATCH" if is_setting else "POST"):
             return await self._change(request, change, headers)
         if path not in self._keys.model_paths or is_crooked(path):
             raise Refusal(
@@ -177,8 +176,8 @@ class KvFront:
         )
         data = b"".join(body.pieces())
         body.release()
-        replica = change["setting"] or change["trim"] or change["sleep"]
-        call = EngineRequest(request.method, request.url.path.replace(replica, MODEL, 1), body=data)
+        before, replica, after = change.groups(default="")
+        call = EngineRequest(request.method, before + MODEL + after, body=data)
         calls = [
             asyncio.ensure_future(self._at(handle, _CHANGE_S, "control", replica, call))
             for handle in self._handles.values()
@@ -187,13 +186,8 @@ class KvFront:
             for done in asyncio.as_completed(calls):
                 for reply in await done:
                     if isinstance(reply, Control):
-                        _log.info(
-                            "%s %s by key %s: %d",
-                            request.method,
-                            request.url.path,
-                            key.id,
-                            reply.status,
-                        )
+                        said = (request.method, change[0], key.id, reply.status)
+                        _log.info("%s %s by key %s: %d", *said)
                         return _response(reply.body, reply.status, _of_body(reply.headers))
         finally:
             for each in calls:
