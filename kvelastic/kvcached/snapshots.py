@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from kvelastic import config
-from kvelastic.pool.views import KV_LAYOUTS
+from kvelastic.pool.tensor_views import KV_LAYOUTS
 
 SCHEMA_VERSION: Final = "kvcached.observability.v1"
 """Snapshots have the fields of this schema, so its readers can read them."""
