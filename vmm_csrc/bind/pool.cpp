@@ -14,7 +14,7 @@
 #include "bind/ids.h"
 #include "bind/pool_tiers.h"
 #include "bind/record.h"
-#include "pool/keeper.h"
+#include "pool/maintenance_thread.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
 
@@ -175,7 +175,7 @@ nb::dict stats_dict(const Pool& pool) {
   out["blocks_evicted"] = stats.blocks_evicted;
   out["blocks_moved"] = stats.blocks_moved;
   out["blocks_clean"] = stats.blocks_clean;
-  out["blocks_leaving"] = stats.blocks_leaving;
+  out["blocks_leaving"] = stats.blocks_under_writeback;
   out["blocks_demoted"] = stats.blocks_demoted;
   out["blocks_dropped"] = stats.blocks_dropped;
   out["pages_mapped_ever"] = stats.pages_mapped_ever;
@@ -305,9 +305,9 @@ void bind_pool(nb::module_& m) {
           "Map pages until `count` blocks are free, as far as the limit goes; never evicts. In a "
           "session it waits for other instances only while fewer than `needed` could be had. "
           "Returns available_mapped().")
-      .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_arrivals>,
+      .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_epoch>,
                    "How many of the arrivals came of free and cache.")
-      .def_prop_ro("arrivals", &from_state<&PoolState::arrivals>,
+      .def_prop_ro("arrivals", &from_state<&PoolState::epoch>,
                    "Goes up whenever blocks can be had that could not be had before. Read it "
                    "before a try that may fail.")
       .def(
@@ -315,7 +315,7 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
             const std::chrono::nanoseconds timeout = duration(timeout_s);
             return without_gil([&pool = own(pool), seen, timeout] {
-              return pool.allocator.wait_for_arrival(seen, timeout);
+              return pool.allocator.wait_for_epoch(seen, timeout);
             });
           },
           "seen"_a, "timeout_s"_a,
@@ -467,26 +467,27 @@ void bind_pool(nb::module_& m) {
           "For how long the oldest block that a tier can copy has been cached; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
-  nb::class_<Keeper>(m, "Keeper", "The instance's thread: requests, provisioning, decay.")
+  nb::class_<MaintenanceThread>(m, "Keeper",
+                                "The instance's thread: requests, provisioning, decay.")
       .def_static(
           "start",
           [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
              bool sanity_check, bool watch_memory) {
             own(*pool);
-            KeeperOptions options;
+            MaintenanceOptions options;
             const std::chrono::nanoseconds idle = duration(idle_trim_s);
             options.idle_trim = idle == kForever ? std::chrono::nanoseconds(-1) : idle;
             options.sanity_check = sanity_check;
             options.watch_memory = watch_memory;
-            return std::shared_ptr<Keeper>(
-                Keeper::start(std::move(pool), record.native(), options));
+            return std::shared_ptr<MaintenanceThread>(
+                MaintenanceThread::start(std::move(pool), record.native(), options));
           },
           "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false,
           "watch_memory"_a = false)
-      .def_prop_ro("memory_looks", &Keeper::memory_looks,
+      .def_prop_ro("memory_looks", &MaintenanceThread::memory_looks,
                    "How often it has looked what the machine has left.")
       .def(
-          "stop", [](Keeper& keeper) { without_gil([&] { keeper.stop(); }); },
+          "stop", [](MaintenanceThread& keeper) { without_gil([&] { keeper.stop(); }); },
           "End the thread. Blocks until what it does is done.");
 }
 

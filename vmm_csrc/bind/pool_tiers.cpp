@@ -96,15 +96,15 @@ void bind_results(nb::module_& m) {
       .def_ro("blocks", &Writeback::Demotion::blocks, "Cached blocks that have no copy.")
       .def_prop_ro("seconds_left",
                    [](const Writeback::Demotion& want) { return seconds(want.left); });
-  nb::class_<Leaving>(m, "Leaving", "Blocks of which a copy is being made.")
-      .def_ro("ticket", &Leaving::ticket)
-      .def_prop_ro("ids", [](const Leaving& leaving) { return list_of(leaving.ids); })
-      .def_prop_ro("keys", [](const Leaving& leaving) {
+  nb::class_<WritebackBatch>(m, "Leaving", "Blocks of which a copy is being made.")
+      .def_ro("ticket", &WritebackBatch::ticket)
+      .def_prop_ro("ids", [](const WritebackBatch& leaving) { return list_of(leaving.ids); })
+      .def_prop_ro("keys", [](const WritebackBatch& leaving) {
         return nb::bytes(leaving.keys.data(), leaving.keys.size() * sizeof(BlockKey));
       });
 }
 
-std::uint64_t end_leaving(Pool& pool, std::uint32_t ticket, nb::handle copied) {
+std::uint64_t end_writeback(Pool& pool, std::uint32_t ticket, nb::handle copied) {
   std::vector<std::uint8_t> flags;
   for (const std::int64_t flag : integers_of(copied)) flags.push_back(flag != 0 ? 1 : 0);
   return unwrap(own(pool).writeback.end(ticket, flags));
@@ -181,7 +181,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "still_leaving",
           [](const Pool& self, std::uint32_t ticket) {
             nb::list out;
-            for (const std::uint8_t flag : own(self).writeback.still_leaving(ticket))
+            for (const std::uint8_t flag : own(self).writeback.still_unchanged(ticket))
               out.append(flag != 0);
             return out;
           },
@@ -189,7 +189,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "A flag for each block that left: whether it still holds what it held then. Ask after "
           "the copy and before it is kept under its key: an alloc may have taken the block while "
           "it was read.")
-      .def("end_leaving", &end_leaving, "ticket"_a, "copied"_a,
+      .def("end_leaving", &end_writeback, "ticket"_a, "copied"_a,
            "A flag for each block that left: whether a tier has its copy now. Blocks that were "
            "used by others or renamed meanwhile are passed over. Returns how many are clean now.")
       .def_prop_ro(

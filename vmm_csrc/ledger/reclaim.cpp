@@ -24,8 +24,8 @@ bool is_busy(const Contender& c, const ReclaimRules& rules) {
                                           : c.reported == Reported::kBusy;
 }
 
-std::uint64_t bytes_at(const Contender& c, Depth rung) {
-  switch (rung) {
+std::uint64_t bytes_at(const Contender& c, Depth step) {
+  switch (step) {
     case Depth::kParked:
       return c.parked_bytes;
     case Depth::kCached:
@@ -145,7 +145,7 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
   const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
   std::vector<Demand> plan;
   std::vector<std::uint64_t> taken(all.size(), 0);
-  for (const Depth rung : {Depth::kParked, Depth::kCached, Depth::kInUse}) {
+  for (const Depth step : {Depth::kParked, Depth::kCached, Depth::kInUse}) {
     for (const std::size_t i : order) {
       const Contender& victim = all[i];
       if (i == asker_index || missing == 0 || is_slow(victim, rules)) continue;
@@ -156,21 +156,21 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
       for (const auto& right :
            {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker),
             right_to_parked(victim, asker, fair_bytes)}) {
-        if (!right || right->depth < rung) continue;
+        if (!right || right->depth < step) continue;
         bytes = std::max(
             bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
       }
-      bytes = std::min({bytes, missing, bytes_at(victim, rung)});
+      bytes = std::min({bytes, missing, bytes_at(victim, step)});
       if (bytes == 0) continue;
       missing -= bytes;
       taken[i] += bytes;
       const auto known = std::find_if(plan.begin(), plan.end(),
                                       [&](const Demand& demand) { return demand.contender == i; });
       if (known == plan.end()) {
-        plan.push_back({i, bytes, rung});
+        plan.push_back({i, bytes, step});
       } else {
         known->bytes += bytes;
-        known->depth = rung;
+        known->depth = step;
       }
     }
   }

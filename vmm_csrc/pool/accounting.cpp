@@ -188,9 +188,10 @@ Status Accounting::check_integrity() const {
                                        " pages, of which " +
                                        std::to_string(blocks_->mapped_pages()) + " are mapped"};
   }
-  if (leaving_pages_ > moving_pages()) {
-    return Error{Errc::kIntegrity, std::to_string(leaving_pages_) + " pages are leaving, of " +
-                                       std::to_string(moving_pages()) + " that are on their way"};
+  if (unmapping_pages_ > moving_pages()) {
+    return Error{Errc::kIntegrity, std::to_string(unmapping_pages_) +
+                                       " pages are being unmapped, of " +
+                                       std::to_string(moving_pages()) + " in transit"};
   }
   if (!reserved_.empty() && reserved_.front() == Blocks::kNullBlock) {
     return Error{Errc::kIntegrity, "the null block is reserved"};

@@ -55,17 +55,17 @@ class Accounting {
   std::uint64_t held_pages() const { return held_pages_; }
   void hold(std::uint64_t pages) { held_pages_ += pages; }
   void let_go(std::uint64_t pages) { held_pages_ -= pages; }
-  /// Pages are being unmapped; later left() or stay() reports the result.
-  void leave(std::uint64_t pages) { leaving_pages_ += pages; }
-  void left(std::uint64_t pages) {
-    leaving_pages_ -= pages;
+  /// Pages are being unmapped; later end_unmap() or cancel_unmap() reports the result.
+  void begin_unmap(std::uint64_t pages) { unmapping_pages_ += pages; }
+  void end_unmap(std::uint64_t pages) {
+    unmapping_pages_ -= pages;
     held_pages_ -= pages;
   }
-  void stay(std::uint64_t pages) { leaving_pages_ -= pages; }
+  void cancel_unmap(std::uint64_t pages) { unmapping_pages_ -= pages; }
   /// Held pages that are not being unmapped.
-  std::uint64_t staying_pages() const { return held_pages_ - leaving_pages_; }
+  std::uint64_t staying_pages() const { return held_pages_ - unmapping_pages_; }
   /// True while pages are being unmapped.
-  bool is_leaving() const { return leaving_pages_ > 0; }
+  bool is_unmapping() const { return unmapping_pages_ > 0; }
   std::uint64_t moving_pages() const { return held_pages_ - blocks_->mapped_pages(); }
   /// Pages that can still be mapped within the limit.
   std::uint64_t mappable_pages() const {
@@ -193,7 +193,7 @@ class Accounting {
   Counters& counters_;
   std::unique_ptr<Blocks> blocks_;
   std::uint64_t held_pages_ = 0;
-  std::uint64_t leaving_pages_ = 0;
+  std::uint64_t unmapping_pages_ = 0;
   std::vector<BlockId> reserved_;      // sorted
   std::vector<EvictedBlock> evicted_;  // since the last entry of changes_
   bool has_tiers_ = false;

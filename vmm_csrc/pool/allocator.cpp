@@ -147,11 +147,11 @@ Result<std::uint64_t> Allocator::ensure(std::uint64_t count, std::uint64_t neede
   return accounting.count_available(Reach::kMapped);
 }
 
-std::uint32_t Allocator::wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout) {
+std::uint32_t Allocator::wait_for_epoch(std::uint32_t seen, std::chrono::nanoseconds timeout) {
   Change change(pool_);
-  change->arrivals.wait(change.for_wait(), seen, timeout);
-  change->starvation.want(Starvation::Time::clock::now());
-  return pool_.arrivals();
+  change->epoch.wait(change.for_wait(), seen, timeout);
+  change->memory_wait.want(MemoryWait::Time::clock::now());
+  return pool_.epoch();
 }
 
 Result<bool> Allocator::try_to_reserve(std::uint64_t count) {
@@ -211,7 +211,7 @@ void Allocator::given_back(Change& change) {
   pool_.note_activity();
   // If kernels must be waited for, the maintenance thread releases the pages. While a call waits
   // for copies, that call does.
-  const bool leaves_it = (pool_.backing->works_behind() && change->calls.has_keeper()) ||
+  const bool leaves_it = (pool_.backing->works_behind() && change->work.has_thread()) ||
                          change->demotions.is_awaited();
   if (change->accounting.excess_pages() == 0 || leaves_it) return;
   // Only try_lock: a thread in a session may be waiting for this thread.

@@ -84,9 +84,9 @@ class Allocator {
   /// be available; otherwise true with `mapped` set.
   bool try_ensure(std::uint64_t count, std::uint64_t needed, std::uint64_t& mapped) const;
 
-  /// Blocks until PoolState::arrivals() differs from `seen`, at most for `timeout`, and returns it.
+  /// Blocks until PoolState::epoch() differs from `seen`, at most for `timeout`, and returns it.
   /// While a thread waits here, the maintenance thread keeps requesting missing memory from others.
-  std::uint32_t wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout);
+  std::uint32_t wait_for_epoch(std::uint32_t seen, std::chrono::nanoseconds timeout);
 
   /// Reserves `count` blocks for later allocs, which take them first. False: too few are available,
   /// or the pool is over its limit. A lower limit, sleep, or memory requests of others drop the

@@ -10,9 +10,9 @@
 //
 // A used or cached block may have a key (block_key.h). Such a block is *clean* if a tier has a copy
 // of it, otherwise *dirty*. Clean blocks are evicted first, because that loses nothing. While a
-// tier copies a dirty cached block, the block is *under writeback* (`leaving` in the code):
+// tier copies a dirty cached block, the block is *under writeback*:
 //
-//   dirty -- begin_leaving --> writeback -- end_leaving, copied --> clean
+//   dirty -- begin_writeback --> writeback -- end_writeback, copied --> clean
 //                                 '-- allocated again or renamed: the copy is discarded
 //
 // Writeback does not change the state for alloc, touch and free. It only holds the page: a page
@@ -52,7 +52,7 @@ struct EvictedBlock {
 };
 
 /// Blocks under writeback with one ticket.
-struct Leaving {
+struct WritebackBatch {
   std::uint32_t ticket = 0;
   std::vector<BlockId> ids;
   std::vector<BlockKey> keys;
@@ -154,24 +154,24 @@ class Blocks {
   std::uint64_t forget_copies();
 
   /// The order of writeback.
-  enum class LeaveFirst : std::uint8_t {
+  enum class WriteFirst : std::uint8_t {
     kOldest,     ///< the oldest cached blocks
     kOfOnePage,  ///< the blocks of the page that is cheapest to empty, page by page, then the
                  ///< oldest
   };
   /// Starts writeback of at most `most` dirty cached blocks that have keys.
-  Leaving begin_leaving(std::uint64_t most, LeaveFirst first);
+  WritebackBatch begin_writeback(std::uint64_t most, WriteFirst first);
   /// The number of blocks of a ticket; 0: it has ended.
-  std::uint64_t leaving_of(std::uint32_t ticket) const {
-    const auto found = leaving_.find(ticket);
-    return found == leaving_.end() ? 0 : found->second.size();
+  std::uint64_t blocks_of_ticket(std::uint32_t ticket) const {
+    const auto found = writeback_.find(ticket);
+    return found == writeback_.end() ? 0 : found->second.size();
   }
   /// One flag per block of the ticket: the block still has its contents, so a copy read before this
   /// call is valid. Empty: the ticket has ended.
-  std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
+  std::vector<std::uint8_t> still_unchanged(std::uint32_t ticket) const;
   /// Ends a ticket. Copied blocks (one flag each) become clean, unless they were allocated again or
   /// renamed since. Returns how many; 0 if the ticket has ended. Pre: as many flags as blocks.
-  std::uint64_t end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
+  std::uint64_t end_writeback(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 
   // --- pins (pins.h) -------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Blocks {
   std::uint64_t dirty_blocks() const { return cached_blocks_ - clean_blocks_; }
   /// Dirty cached blocks with keys, which a tier can copy; includes blocks under writeback.
   std::uint64_t copyable_blocks() const { return lists_[kCopyable].size(); }
-  std::uint64_t leaving_blocks() const { return leaving_blocks_; }
+  std::uint64_t writeback_blocks() const { return writeback_blocks_; }
   /// Cached blocks whose eviction makes them allocatable: not those of closed pages.
   std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
   /// Blocks that alloc can return without another page.
@@ -263,7 +263,7 @@ class Blocks {
   /// The contents of a block, since it was allocated.
   struct Identity {
     BlockKey key;
-    std::uint32_t leaving;  // the writeback ticket; 0: none
+    std::uint32_t ticket;  // of its writeback; 0: none
     bool clean;
   };
   explicit Blocks(const Geometry& geometry);
@@ -322,9 +322,9 @@ class Blocks {
     return now_ms_ - cached_at_ms_[oldest - 1];  // modulo 2^32
   }
   void evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted);
-  bool can_leave(Place at) const;
-  void leave(Place at, Leaving& leaving);
-  void leave_by_pages(std::uint64_t most, Leaving& leaving);
+  bool can_write_back(Place at) const;
+  void write_back(Place at, WritebackBatch& batch);
+  void write_back_by_pages(std::uint64_t most, WritebackBatch& batch);
   Status check_copies() const;
   void make_free(Place at);
   void make_cached(Place at);
@@ -350,8 +350,9 @@ class Blocks {
   Buckets clean_pages_;  // only clean blocks, by their number
   std::uint64_t evictable_pages_ = 0;
   std::uint64_t clean_page_count_ = 0;
-  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> leaving_;  // ticket: dense indices
-  std::uint32_t newest_leaving_ = 0;
+  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>>
+      writeback_;  // ticket: dense indices
+  std::uint32_t newest_ticket_ = 0;
   std::vector<PageIndex> parked_;
   std::vector<PageIndex> drained_;  // parked and closed: to unmap, not to use
   std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped by now
@@ -361,7 +362,7 @@ class Blocks {
   std::uint64_t used_blocks_ = 0;
   std::uint64_t cached_blocks_ = 0;
   std::uint64_t clean_blocks_ = 0;
-  std::uint64_t leaving_blocks_ = 0;  // named by tickets that have not ended
+  std::uint64_t writeback_blocks_ = 0;  // named by tickets that have not ended
   // Kept by enlist() and unlist():
   std::uint64_t free_blocks_ = 0;    // of open pages
   std::uint64_t closed_cached_ = 0;  // of closed pages

@@ -3,8 +3,8 @@
 //
 // clang-format off
 //   shrinking (maintenance, set_limit, sleep)       demoting (a thread of kvelastic/tiers)
-//   announce, wait, evict clean blocks        =>    next(), begin_leaving, copy, store
-//          ^-------------- progressed()       <=    end_leaving
+//   announce, wait, evict clean blocks        =>    next(), begin_writeback, copy, store
+//          ^-------------- progressed()       <=    end_writeback
 // clang-format on
 //
 // The caller holds the pool's lock; calls that wait release it while waiting.
@@ -129,14 +129,15 @@ class Demotions {
   /// Reports that blocks were copied, or that none could be.
   void progressed(bool any) {
     stored_ = any;
-    all_leaving_ = false;
+    all_under_writeback_ = false;
     if (!any) give_up();
     note_progress();
   }
-  /// Reports that there were no blocks to begin with; `leaving`: all are under writeback already.
-  void found_nothing(bool leaving) {
-    all_leaving_ = leaving;
-    if (!leaving) give_up();
+  /// Reports that there were no blocks to begin with; `under_writeback`: all are under writeback
+  /// already.
+  void found_nothing(bool under_writeback) {
+    all_under_writeback_ = under_writeback;
+    if (!under_writeback) give_up();
     note_progress();
   }
   /// No thread serves next() any longer; a waiting one returns.
@@ -150,7 +151,8 @@ class Demotions {
   const Want* pressing() const {
     const Want* first = nullptr;
     for (const Want& want : wants_) {
-      if (!want.given_up && !all_leaving_ && (first == nullptr || want.until < first->until)) {
+      if (!want.given_up && !all_under_writeback_ &&
+          (first == nullptr || want.until < first->until)) {
         first = &want;
       }
     }
@@ -173,7 +175,7 @@ class Demotions {
   bool attended_ = false;
   bool stored_ = true;
   bool stopped_ = false;
-  bool all_leaving_ = false;
+  bool all_under_writeback_ = false;
 };
 
 }  // namespace kvelastic

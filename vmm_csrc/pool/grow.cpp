@@ -22,7 +22,7 @@ Grower::Wait Grower::may_wait(const State& state, std::uint32_t own_entries,
                               bool falls_short) const {
   const Clock::time_point now = Clock::now();
   const bool in_session = pool_.session.is_mine() && pool_.session.depth() > own_entries;
-  if (!pool_.places || (in_session && !falls_short) || !state.starvation.may_wait(now)) {
+  if (!pool_.places || (in_session && !falls_short) || !state.memory_wait.may_wait(now)) {
     return {now, false};
   }
   return {now + pool_.options.reclaim_wait, own_entries > 0 && !in_session, in_session};
@@ -30,11 +30,11 @@ Grower::Wait Grower::may_wait(const State& state, std::uint32_t own_entries,
 
 bool Grower::may_come(const State& state, std::uint32_t own_entries, bool falls_short) const {
   if (state.accounting.mappable_pages() == 0) return are_coming(state.accounting);
-  if (state.starvation.pages() == 0) return true;
+  if (state.memory_wait.pages() == 0) return true;
   const Wait wait = may_wait(state, own_entries, falls_short);
   const Clock::time_point now = Clock::now();
   // Others were requested a moment ago without result; the maintenance thread continues.
-  return state.starvation.may_ask(now) || wait.until > now || pool_.places->room() > 0;
+  return state.memory_wait.may_ask(now) || wait.until > now || pool_.places->room() > 0;
 }
 
 Result<bool> Grower::get(Change& change, std::uint64_t blocks, const Wait& wait) {
@@ -156,7 +156,7 @@ bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t e
     for (;;) {
       const Places::Bells seen = places->bells();
       const bool hope = places->ask(pages) && (!wait.in_session || is_worth_a_session());
-      there = places->room() >= enough || pool_.arrivals() != unlocked.arrivals();
+      there = places->room() >= enough || pool_.epoch() != unlocked.epoch();
       const Clock::time_point now = Clock::now();
       if (there || !hope || now >= wait.until) break;
       const std::chrono::nanoseconds look =
@@ -169,8 +169,8 @@ bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t e
   }
   if (there) return true;
   const Clock::time_point now = Clock::now();
-  if (waited) change->starvation.waited_in_vain(pool_.options.reclaim_wait, now);
-  change->starvation.begin(pages, now);
+  if (waited) change->memory_wait.waited_in_vain(pool_.options.reclaim_wait, now);
+  change->memory_wait.begin(pages, now);
   return false;
 }
 
@@ -184,32 +184,32 @@ bool Grower::is_worth_a_session() const {
 
 /// All requested memory is available, or no caller wants it any longer.
 void Grower::note_satisfied(State& state) {
-  state.starvation.end();
-  state.calls.end_pursuit();  // until then it polls
+  state.memory_wait.end();
+  state.work.end_pursuit();  // until then it polls
   if (pool_.places) pool_.places->stop_asking();
 }
 
 bool Grower::pursue(Change& change) {
-  Starvation& starvation = change->starvation;
-  if (starvation.pages() == 0 || !pool_.places) {
-    change->calls.end_pursuit();
+  MemoryWait& memory_wait = change->memory_wait;
+  if (memory_wait.pages() == 0 || !pool_.places) {
+    change->work.end_pursuit();
     return false;
   }
   const std::chrono::nanoseconds lease(pool_.places->rules().ask_lease_ns);
-  const std::uint64_t wanted = std::min(starvation.pages(), change->accounting.mappable_pages());
+  const std::uint64_t wanted = std::min(memory_wait.pages(), change->accounting.mappable_pages());
   const Clock::time_point now = Clock::now();
-  if (change->arrivals.is_awaited()) starvation.want(now);
-  if (wanted == 0 || !starvation.is_wanted(lease, now)) {
+  if (change->epoch.is_awaited()) memory_wait.want(now);
+  if (wanted == 0 || !memory_wait.is_wanted(lease, now)) {
     note_satisfied(*change);
     return false;
   }
   Result<std::uint64_t> mapped = map(change, wanted);
-  if (mapped) starvation.got(*mapped);
-  if (!mapped || starvation.pages() == 0) {
+  if (mapped) memory_wait.got(*mapped);
+  if (!mapped || memory_wait.pages() == 0) {
     note_satisfied(*change);
     return false;
   }
-  const std::uint64_t missing = starvation.pages();
+  const std::uint64_t missing = memory_wait.pages();
   const Change::Unlocked unlocked(change);
   (void)pool_.places->ask(missing);
   return true;

@@ -22,7 +22,7 @@ class Grower {
 
   /// How long a call may wait for others, and whether it may release the session while waiting.
   struct Wait {
-    Starvation::Time until;
+    MemoryWait::Time until;
     bool holds_session;
     bool in_session = false;  ///< in the caller's session, which is kept
   };

@@ -27,16 +27,17 @@ bool Limits::see_capacity() {
   change->accounting.limit.see_capacity(change->capacity_bytes());
   change->accounting.close_pages_over_limit();
   report_limit(*change);
-  change->arrival = true;  // with more capacity, other instances may be able to release memory
+  change->more_available =
+      true;  // with more capacity, other instances may be able to release memory
   return true;
 }
 
 bool Limits::expire_pressure() {
   const PoolState::Change change(pool_);
   Accounting& accounting = change->accounting;
-  Squeeze& squeeze = accounting.limit.squeeze;
-  if (!squeeze.is_in_force()) return false;
-  if (!squeeze.expire(accounting.over_pages() > 0, Squeeze::Time::clock::now())) return true;
+  Pressure& pressure = accounting.limit.pressure;
+  if (!pressure.is_in_force()) return false;
+  if (!pressure.expire(accounting.over_pages() > 0, Pressure::Time::clock::now())) return true;
   accounting.close_pages_over_limit();
   return false;
 }
@@ -75,8 +76,8 @@ Result<LimitState> Limits::settle() {
     Result<LimitState> state = enforce_now();
     if (!state || state->over_bytes == 0) return state;
     PoolState::Change change(pool_);
-    if (!change->accounting.is_leaving()) return state;
-    pool_.settled.wait(change.for_wait(), [&] { return !change->accounting.is_leaving(); });
+    if (!change->accounting.is_unmapping()) return state;
+    pool_.settled.wait(change.for_wait(), [&] { return !change->accounting.is_unmapping(); });
   }
 }
 

@@ -19,7 +19,7 @@ IdleTimes idle_times(const State& state) {
 
 void Maintenance::on_work(std::function<void()> wake) {
   const Change change(pool_);
-  change->calls.on_work(std::move(wake));
+  change->work.on_work(std::move(wake));
 }
 
 // --- memory of other instances -----------------------------------------------------------------
@@ -45,18 +45,18 @@ bool Maintenance::take_large_move() {
   const Change change(pool_);
   if (change->moved_bytes < kLargeMoveBytes) return false;
   change->moved_bytes = 0;
-  change->calls.end_look();
+  change->work.end_look();
   return true;
 }
 
 bool Maintenance::arm_memory_watch() {
   const Change change(pool_);
-  return change->calls.arm_watch(change->has_page_to_watch());
+  return change->work.arm_watch(change->has_page_to_watch());
 }
 
 void Maintenance::note_memory() {
   const Change change(pool_);
-  if (std::exchange(change->refusals.is_unanswered, false)) change->arrival = true;
+  if (std::exchange(change->refusals.is_unanswered, false)) change->more_available = true;
 }
 
 // --- ahead of demand, and when idle --------------------------------------------------------------
@@ -67,7 +67,7 @@ Result<std::uint64_t> Maintenance::provision() {
   const auto loads_go_first = [&] {
     return change->loads.go_first(std::chrono::steady_clock::now());
   };
-  if (loads_go_first() || !change->calls.take_provision()) return std::uint64_t{0};
+  if (loads_go_first() || !change->work.take_provision()) return std::uint64_t{0};
   const std::uint64_t pages = std::min(change->provisioning.take_wanted(blocks.parked_pages()),
                                        change->accounting.mappable_pages());
   if (pages == 0) return std::uint64_t{0};
@@ -105,7 +105,7 @@ std::optional<std::chrono::milliseconds> Maintenance::evict_idle() {
 /// The time until a cached block exceeds its idle time; empty without such a block.
 std::optional<std::chrono::milliseconds> Maintenance::until_idle_eviction() {
   const Change change(pool_);
-  if (!change->calls.arm_cache_idle(change->has_cached_to_age())) return std::nullopt;
+  if (!change->work.arm_cache_idle(change->has_cached_to_age())) return std::nullopt;
   change->set_now();
   const Blocks& blocks = change->accounting.blocks();
   const IdleTimes idle = idle_times(*change);
@@ -124,7 +124,7 @@ ParkedUse Maintenance::take_parked_use() {
 
 bool Maintenance::arm_decay() {
   const Change change(pool_);
-  return change->calls.arm_decay(change->has_something_to_decay());
+  return change->work.arm_decay(change->has_something_to_decay());
 }
 
 }  // namespace kvelastic

@@ -28,7 +28,7 @@ class Maintenance {
   /// Releases memory for other instances: unmaps pages down to `depth`, but keeps `min_pages` and
   /// at least one. Returns how many. At Depth::kInUse a shortfall puts the pool under memory
   /// pressure: its limit is lowered until the engine has freed the blocks or the requests stop for
-  /// Squeeze::kLease. Waits for the session; blocks.
+  /// Pressure::kLease. Waits for the session; blocks.
   Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages);
   /// Gets pages that allocs lacked recently, as parked pages, and requests the rest. False: no page
   /// is missing. True: call again soon, and when a ledger's bell rings. Blocks.
@@ -49,7 +49,7 @@ class Maintenance {
   /// returns how many. Postponed while blocks are loaded. Blocks.
   Result<std::uint64_t> provision();
   /// True if provision() was postponed: call it again soon.
-  bool is_provision_due() const { return PoolState::Look(pool_)->calls.is_called_to_provision(); }
+  bool is_provision_due() const { return PoolState::Look(pool_)->work.is_provision_pending(); }
   /// Unmaps at most `most` parked pages and returns how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
   /// Moves the cached blocks of the page with the fewest into holes of other pages, if there are
@@ -57,7 +57,7 @@ class Maintenance {
   /// session; blocks. Fails as Backing::copy.
   Result<std::uint64_t> compact();
   /// Evicts cached blocks unused for PoolOptions::cache_idle and returns when to call it again.
-  /// Empty: when the pool requests it (KeeperWork::cache_idle). Waits for the session if there are
+  /// Empty: when the pool requests it (DueWork::cache_idle). Waits for the session if there are
   /// blocks to evict.
   std::optional<std::chrono::milliseconds> evict_idle();
   /// The use of parked pages since the last call, for the decay of unneeded ones.

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "pool/squeeze.h"
+#include "pool/pressure.h"
 
 namespace kvelastic {
 
@@ -35,12 +35,12 @@ class PageLimit {
 
   /// The bound of limit and device without memory pressure; none while asleep.
   std::uint64_t allowed_pages() const { return asleep_ ? 0 : pages_; }
-  std::uint64_t pages() const { return asleep_ ? 0 : std::min(pages_, squeeze.pages()); }
+  std::uint64_t pages() const { return asleep_ ? 0 : std::min(pages_, pressure.pages()); }
   std::uint64_t requested_bytes() const { return requested_bytes_; }
   bool is_asleep() const { return asleep_; }
-  bool is_squeezed() const { return !asleep_ && squeeze.pages() < pages_; }
+  bool is_under_pressure() const { return !asleep_ && pressure.pages() < pages_; }
 
-  Squeeze squeeze;
+  Pressure pressure;
 
  private:
   const std::uint64_t page_bytes_;

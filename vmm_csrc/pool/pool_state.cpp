@@ -69,9 +69,9 @@ void PoolState::publish() {
   available_mapped_.store(mapped, std::memory_order_relaxed);
   reusable_.store(accounting.reusable_blocks(), std::memory_order_relaxed);
   const bool given_back = std::exchange(state_.given_back, false);
-  if (std::exchange(state_.arrival, false) || more) {
-    state_.arrivals.note();
-    if (given_back) given_back_arrivals_.fetch_add(1, std::memory_order_relaxed);
+  if (std::exchange(state_.more_available, false) || more) {
+    state_.epoch.note();
+    if (given_back) given_back_epoch_.fetch_add(1, std::memory_order_relaxed);
   }
   const std::uint64_t coming = accounting.moving_pages() * geometry.blocks_per_page;
   const auto null_block = static_cast<std::int64_t>(blocks.occupancy(0) ? 0 : 1);
@@ -85,7 +85,7 @@ void PoolState::publish() {
     if (record != nullptr) record->publish_usage(now);
     if (places) publish_to_ledgers(now);
   }
-  if (state_.calls.has_keeper()) call_maintenance(over_pages);
+  if (state_.work.has_thread()) call_maintenance(over_pages);
 }
 
 void PoolState::publish_to_ledgers(const Usage& usage) {
@@ -100,18 +100,18 @@ void PoolState::publish_to_ledgers(const Usage& usage) {
 
 void PoolState::call_maintenance(std::uint64_t over_pages) {
   const Accounting& accounting = state_.accounting;
-  KeeperWork work;
+  DueWork work;
   work.enforce = accounting.can_give();
   work.provision = state_.provisioning.is_due(accounting.blocks().parked_pages()) &&
                    accounting.mappable_pages() > 0 && accounting.held_pages() > 0;
-  work.decay = !state_.calls.is_decay_armed() && state_.has_something_to_decay();
+  work.decay = !state_.work.is_decay_armed() && state_.has_something_to_decay();
   work.watch = state_.has_page_to_watch();
   work.cache_idle = state_.has_cached_to_age();
-  work.pursue = state_.starvation.pages() > 0;
+  work.pursue = state_.memory_wait.pages() > 0;
   work.look = state_.moved_bytes >= kLargeMoveBytes;
   work.failed = accounting.failure().has_value();
   work.over_pages = over_pages;
-  state_.calls.see(work);
+  state_.work.see(work);
 }
 
 std::uint64_t PoolState::available() const {
@@ -155,7 +155,7 @@ void State::fail_if_final(const Status& answered) {
   // Only this call waited for the timeout; later calls fail at once.
   if (error.code == Errc::kChannelTimeout) error.code = Errc::kChannelClosed;
   accounting.fail(std::move(error));
-  arrival = true;  // threads that wait for blocks get the error from their next alloc
+  more_available = true;  // threads that wait for blocks get the error from their next alloc
 }
 
 Usage State::usage(std::uint64_t available) const {
@@ -178,7 +178,7 @@ Usage State::usage(std::uint64_t available) const {
   usage.pages_parked = blocks.parked_pages();
   usage.asleep = accounting.limit.is_asleep() ? 1 : 0;
   usage.limit_bytes = accounting.limit.requested_bytes();
-  usage.squeezed = accounting.limit.is_squeezed() ? 1 : 0;
+  usage.squeezed = accounting.limit.is_under_pressure() ? 1 : 0;
   usage.mappings_per_page = page_bytes / accounting.geometry().extent_bytes;
   if (waiting) {
     const WaitingBytes bytes = waiting_bytes();
@@ -227,7 +227,7 @@ PoolStats State::stats() const {
   stats.blocks_evicted = counters[Counter::kBlocksEvicted];
   stats.blocks_moved = counters[Counter::kBlocksMoved];
   stats.blocks_clean = blocks.clean_blocks();
-  stats.blocks_leaving = blocks.leaving_blocks();
+  stats.blocks_under_writeback = blocks.writeback_blocks();
   stats.blocks_demoted = counters[Counter::kBlocksDemoted];
   stats.blocks_dropped = counters[Counter::kBlocksDropped];
   stats.pages_mapped_ever = counters[Counter::kPagesMapped];

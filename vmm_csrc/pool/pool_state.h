@@ -13,17 +13,17 @@
 #include <optional>
 #include <utility>
 
-#include "base/arrivals.h"
+#include "base/availability.h"
 #include "base/session.h"
 #include "ledger/places.h"
 #include "pages/backing.h"
 #include "pool/accounting.h"
 #include "pool/counters.h"
 #include "pool/demotions.h"
-#include "pool/keeper_calls.h"
+#include "pool/memory_wait.h"
+#include "pool/pending_work.h"
 #include "pool/pool_options.h"
 #include "pool/provisioning.h"
-#include "pool/starvation.h"
 #include "segment/record.h"
 
 namespace kvelastic {
@@ -60,7 +60,7 @@ struct PoolStats {
   std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
   std::uint64_t blocks_moved = 0;
   std::uint64_t blocks_clean = 0,
-                blocks_leaving = 0;  ///< cached with a copy in a tier; under writeback
+                blocks_under_writeback = 0;  ///< cached with a copy in a tier; under writeback
   std::uint64_t blocks_demoted = 0, blocks_dropped = 0;
   std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
 };
@@ -135,19 +135,19 @@ struct State {
   const std::shared_ptr<Places> places;
   Counters counters;
   Accounting accounting;
-  Starvation starvation;
+  MemoryWait memory_wait;
   Provisioning provisioning;
   LoadsFirst loads;
-  KeeperCalls calls;
+  PendingWork work;
   Demotions demotions;
   std::optional<Waiting> waiting;  ///< empty: the engine reports nothing
   Refusals refusals;
   std::uint64_t moved_bytes = 0;  ///< of a GPU's pages, since the device was measured
 
-  Arrivals arrivals;
+  AvailabilityEpoch epoch;
   /// The next publication increments the epoch, even if it shows no more blocks than the last.
-  bool arrival = false;
-  /// The next publication counts its arrival for free() and cache(), of which their caller knows.
+  bool more_available = false;
+  /// The next publication counts its increment for free() and cache(), of which their caller knows.
   bool given_back = false;
 };
 
@@ -241,9 +241,9 @@ class PoolState {
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
   bool has_failed() const { return state_.accounting.has_failed(); }
   bool has_changes() const { return state_.accounting.has_changes(); }
-  std::uint32_t arrivals() const { return state_.arrivals.count(); }
-  std::uint32_t given_back_arrivals() const {
-    return given_back_arrivals_.load(std::memory_order_relaxed);
+  std::uint32_t epoch() const { return state_.epoch.count(); }
+  std::uint32_t given_back_epoch() const {
+    return given_back_epoch_.load(std::memory_order_relaxed);
   }
   /// Incremented by every call that allocates or frees.
   std::uint64_t activity() const { return activity_.load(std::memory_order_relaxed); }
@@ -259,7 +259,7 @@ class PoolState {
   std::uint64_t published_activity_ = 0;  // activity() at the last report to the ledgers
   std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, reusable_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // includes pages in transit; -1 for the null block
-  std::atomic<std::uint32_t> given_back_arrivals_{0};
+  std::atomic<std::uint32_t> given_back_epoch_{0};
   std::atomic<bool> over_limit_{false};
 };
 
@@ -271,7 +271,7 @@ class PoolState::Change::Unlocked {
       : change_(change),
         lets_go_(lets_go && change.pool_.session.is_mine() && change.pool_.session.depth() == 1) {
     std::unique_lock<std::mutex>& lock = change_.for_wait();
-    arrivals_ = change_->arrivals.count();
+    epoch_ = change_->epoch.count();
     lock.unlock();
     if (lets_go_) change_.pool_.session.unlock();
   }
@@ -283,12 +283,12 @@ class PoolState::Change::Unlocked {
   }
 
   /// The epoch when the lock was released.
-  std::uint32_t arrivals() const { return arrivals_; }
+  std::uint32_t epoch() const { return epoch_; }
 
  private:
   Change& change_;
   const bool lets_go_;
-  std::uint32_t arrivals_ = 0;
+  std::uint32_t epoch_ = 0;
 };
 
 }  // namespace kvelastic

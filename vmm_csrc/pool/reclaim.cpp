@@ -18,7 +18,7 @@ bool would_drop(const Blocks& blocks, std::uint64_t pages) {
 // --- the order ---------------------------------------------------------------------------------
 
 Status Reclaimer::enforce(Change& change) {
-  const KeeperCalls::Enforcing enforcing(change->calls);  // also ends on an exception
+  const PendingWork::Enforcing enforcing(change->work);  // also ends on an exception
   const Accounting& accounting = change->accounting;
   if (accounting.excess_pages() > accounting.blocks().parked_pages()) drain_before_moves(change);
   return release_in_order(change);
@@ -49,7 +49,7 @@ Status Reclaimer::release_in_order(Change& change) {
 /// Releases pages over the limit whose release loses nothing: parked pages, and pages with clean
 /// blocks only.
 Status Reclaimer::release_clean(Change& change) {
-  const KeeperCalls::Enforcing enforcing(change->calls);
+  const PendingWork::Enforcing enforcing(change->work);
   Accounting& accounting = change->accounting;
   const Blocks& blocks = accounting.blocks();
   while (accounting.excess_pages() > 0) {
@@ -67,12 +67,13 @@ Result<std::uint64_t> Reclaimer::give_up(Change& change, std::uint64_t pages, De
                                          std::uint64_t min_pages) {
   Accounting& accounting = change->accounting;
   const Blocks& blocks = accounting.blocks();
-  Squeeze& squeeze = accounting.limit.squeeze;
+  Pressure& pressure = accounting.limit.pressure;
   if (depth != Depth::kParked && pages > blocks.parked_pages()) drain_before_moves(change);
   const std::uint64_t staying = accounting.staying_pages();
   const std::uint64_t kept = std::max<std::uint64_t>(min_pages, 1);
   std::uint64_t target = std::max(staying > pages ? staying - pages : std::uint64_t{0}, kept);
-  if (depth == Depth::kInUse) target = std::max(target, squeeze.floor(Squeeze::Time::clock::now()));
+  if (depth == Depth::kInUse)
+    target = std::max(target, pressure.floor(Pressure::Time::clock::now()));
   const std::uint64_t before = change->counters[Counter::kPagesUnmapped];
   // If kernels must be waited for, all pages wait together.
   const std::uint64_t most_at_once =
@@ -94,7 +95,7 @@ Result<std::uint64_t> Reclaimer::give_up(Change& change, std::uint64_t pages, De
     given += *unmapped;
   }
   if (depth == Depth::kInUse && missing() > 0) {
-    squeeze.begin(target, Squeeze::Time::clock::now());
+    pressure.begin(target, Pressure::Time::clock::now());
     accounting.close_pages_over_limit();
     if (Status enforced = enforce(change); !enforced) return enforced.error();
   }
@@ -191,7 +192,7 @@ Result<std::uint64_t> Reclaimer::unmap(Change& change, const std::vector<PageInd
   const bool waits = pool_.backing->works_behind();
   const std::uint64_t largest = waits ? pool_.largest_batch_pages() : pages.size();
   std::uint64_t batch_size = waits ? pool_.first_batch_pages() : largest;
-  change->accounting.leave(pages.size());
+  change->accounting.begin_unmap(pages.size());
   Status status = ok();
   std::uint64_t unmapped = 0;
   {
@@ -225,13 +226,13 @@ void Reclaimer::end_unmap(State& state, std::span<const PageIndex> batch, const 
   state.fail_if_final(unmapped);
   for (const PageIndex page : batch) unmapped ? blocks.put_back(page) : blocks.add_page(page);
   if (unmapped) {
-    state.accounting.left(batch.size());
+    state.accounting.end_unmap(batch.size());
     if (pool_.places) pool_.places->give_back(batch.size());
     state.counters.add(Counter::kPagesUnmapped, batch.size());
     state.counters.add(Counter::kPagesDestroyed, batch.size());
     pool_.note_moved(state, batch.size());
   } else {
-    state.accounting.stay(batch.size());
+    state.accounting.cancel_unmap(batch.size());
   }
   pool_.settled.notify_all();
 }

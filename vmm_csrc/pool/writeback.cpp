@@ -59,30 +59,31 @@ void Writeback::stop_demotions() {
   change->demotions.stop();
 }
 
-Leaving Writeback::begin(std::uint64_t most) {
+WritebackBatch Writeback::begin(std::uint64_t most) {
   const Change change(pool_);
   Blocks& blocks = change->accounting.blocks();
   const bool awaited = change->demotions.is_awaited();
   if (change->accounting.failure()) most = 0;
-  Leaving leaving = blocks.begin_leaving(
-      most, awaited ? Blocks::LeaveFirst::kOfOnePage : Blocks::LeaveFirst::kOldest);
-  if (leaving.ids.empty() && awaited) change->demotions.found_nothing(blocks.leaving_blocks() > 0);
-  return leaving;
+  WritebackBatch batch = blocks.begin_writeback(
+      most, awaited ? Blocks::WriteFirst::kOfOnePage : Blocks::WriteFirst::kOldest);
+  if (batch.ids.empty() && awaited) change->demotions.found_nothing(blocks.writeback_blocks() > 0);
+  return batch;
 }
 
-std::vector<std::uint8_t> Writeback::still_leaving(std::uint32_t ticket) const {
+std::vector<std::uint8_t> Writeback::still_unchanged(std::uint32_t ticket) const {
   const PoolState::Look state(pool_);
-  return state->accounting.blocks().still_leaving(ticket);
+  return state->accounting.blocks().still_unchanged(ticket);
 }
 
 Result<std::uint64_t> Writeback::end(std::uint32_t ticket, std::span<const std::uint8_t> copied) {
   const Change change(pool_);
   Blocks& blocks = change->accounting.blocks();
-  if (const std::uint64_t left = blocks.leaving_of(ticket); left != 0 && left != copied.size()) {
+  if (const std::uint64_t left = blocks.blocks_of_ticket(ticket);
+      left != 0 && left != copied.size()) {
     return Error{Errc::kInvalidArgument, std::to_string(copied.size()) + " flags for " +
                                              std::to_string(left) + " blocks; give one for each"};
   }
-  const std::uint64_t cleaned = blocks.end_leaving(ticket, copied);
+  const std::uint64_t cleaned = blocks.end_writeback(ticket, copied);
   const bool any = std::any_of(copied.begin(), copied.end(), [](auto flag) { return flag != 0; });
   change->demotions.progressed(any || copied.empty());
   reclaimer_.evict_over_bound(*change);

@@ -49,11 +49,11 @@ class Writeback {
   /// Starts writeback: while the pool shrinks, of the blocks that would be evicted first, otherwise
   /// of the oldest. Until end() their pages stay and their contents can be read; end() returns
   /// whether a block was unchanged.
-  Leaving begin(std::uint64_t most);
-  /// Blocks::still_leaving. Call it after the copy and before storing it under its key: the block
+  WritebackBatch begin(std::uint64_t most);
+  /// Blocks::still_unchanged. Call it after the copy and before storing it under its key: the block
   /// may have been allocated again while it was read.
-  std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
-  /// Blocks::end_leaving; fails with kInvalidArgument for a wrong number of flags.
+  std::vector<std::uint8_t> still_unchanged(std::uint32_t ticket) const;
+  /// Blocks::end_writeback; fails with kInvalidArgument for a wrong number of flags.
   Result<std::uint64_t> end(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 
   /// Copies every rank's part of whole blocks into slots of `staging` (CopyTo::kHost) or back

@@ -60,7 +60,7 @@ class Demoter {
   void serve() {
     while (!ending_) {
       if (!pool_.writeback.next_demotion(std::chrono::seconds(10))) continue;
-      const Leaving leaving = pool_.writeback.begin(4);
+      const WritebackBatch leaving = pool_.writeback.begin(4);
       std::vector<BlockSlot> blocks;
       for (std::size_t i = 0; i < leaving.ids.size(); ++i) blocks.push_back({leaving.ids[i], i});
       CHECK(static_cast<bool>(pool_.writeback.copy_records(blocks, staging_, CopyTo::kHost)));
@@ -123,7 +123,7 @@ TEST(a_pool_is_shrunk_used_and_copied_at_once) {
   }
   CHECK(static_cast<bool>(pool->check_integrity()));
   const PoolStats stats = pool->state.stats();
-  CHECK(stats.blocks_leaving == 0);
+  CHECK(stats.blocks_under_writeback == 0);
   CHECK(stats.blocks_demoted + stats.blocks_dropped == stats.blocks_evicted);
 }
 
@@ -142,7 +142,7 @@ TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
       [&] { CHECK(static_cast<bool>(pool->limits.enforce([&] { return request.load(); }))); });
   const auto want = pool->writeback.next_demotion(std::chrono::seconds(60));
   CHECK(want && want->reason == DemotionReason::kLimit);
-  const Leaving leaving = pool->writeback.begin(kBlocksPerPage);
+  const WritebackBatch leaving = pool->writeback.begin(kBlocksPerPage);
   CHECK(static_cast<bool>(
       pool->writeback.end(leaving.ticket, std::vector<std::uint8_t>(leaving.ids.size(), 1))));
   // A page that is clean goes at once, the dirty ones stay: the wait has an hour to go.

@@ -60,7 +60,7 @@ struct Pages {
   std::vector<BlockId> ids;
 };
 
-std::vector<std::uint8_t> all(const Leaving& leaving, std::uint8_t flag = 1) {
+std::vector<std::uint8_t> all(const WritebackBatch& leaving, std::uint8_t flag = 1) {
   return std::vector<std::uint8_t>(leaving.ids.size(), flag);
 }
 
@@ -92,7 +92,7 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
   CHECK(static_cast<bool>(
       one.blocks->free(std::vector<BlockId>(one.ids.begin(), one.ids.begin() + 7))));
   one.cache(page);
-  const Leaving leaving = one.blocks->begin_leaving(3, Blocks::LeaveFirst::kOldest);
+  const WritebackBatch leaving = one.blocks->begin_writeback(3, Blocks::WriteFirst::kOldest);
   CHECK((leaving.ids == std::vector<BlockId>(page.begin(), page.begin() + 3)));
   CHECK(leaving.keys[1] == key(static_cast<std::uint64_t>(page[1]) + 1));
   one.sound();
@@ -105,7 +105,7 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
   std::vector<BlockId> again;
   one.blocks->alloc(one.blocks->free_blocks(), Blocks::Fit::kBest, again);
   CHECK(again.size() == 15);
-  CHECK(one.blocks->end_leaving(leaving.ticket, all(leaving)) == 0);
+  CHECK(one.blocks->end_writeback(leaving.ticket, all(leaving)) == 0);
   one.sound();
   CHECK(static_cast<bool>(one.blocks->free(again)));
   CHECK(one.blocks->parked_pages() == 1);
@@ -115,9 +115,9 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
 TEST(a_copy_counts_only_for_the_block_that_was_read) {
   Pages one(2);
   one.cache(one.ids);
-  const Leaving leaving = one.blocks->begin_leaving(100, Blocks::LeaveFirst::kOldest);
-  CHECK(leaving.ids.size() == 15 && one.blocks->leaving_blocks() == 15);
-  CHECK(one.blocks->begin_leaving(100, Blocks::LeaveFirst::kOldest).ids.empty());
+  const WritebackBatch leaving = one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest);
+  CHECK(leaving.ids.size() == 15 && one.blocks->writeback_blocks() == 15);
+  CHECK(one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest).ids.empty());
   const std::vector<BlockId> touched{one.ids[0]}, renamed{one.ids[1]}, freed{one.ids[2]};
   const std::vector<BlockId> reused{one.ids[3]};
   CHECK(static_cast<bool>(one.blocks->touch(touched)));
@@ -128,20 +128,20 @@ TEST(a_copy_counts_only_for_the_block_that_was_read) {
   one.blocks->alloc(2, Blocks::Fit::kBest, got);
   CHECK(static_cast<bool>(one.blocks->free(freed)));
   one.cache(reused);
-  const std::vector<std::uint8_t> still = one.blocks->still_leaving(leaving.ticket);
+  const std::vector<std::uint8_t> still = one.blocks->still_unchanged(leaving.ticket);
   CHECK(still.size() == 15 && still[0] == 1 && still[1] == 0 && still[2] == 0 && still[3] == 0);
   std::vector<std::uint8_t> copied = all(leaving);
   copied[14] = 0;
-  CHECK(one.blocks->end_leaving(leaving.ticket, copied) == 15 - 3 - 1);
-  CHECK(one.blocks->end_leaving(leaving.ticket, copied) == 0);
+  CHECK(one.blocks->end_writeback(leaving.ticket, copied) == 15 - 3 - 1);
+  CHECK(one.blocks->end_writeback(leaving.ticket, copied) == 0);
   one.sound();
-  CHECK(one.blocks->clean_blocks() == 10 && one.blocks->leaving_blocks() == 0);
+  CHECK(one.blocks->clean_blocks() == 10 && one.blocks->writeback_blocks() == 0);
   CHECK(static_cast<bool>(one.blocks->cache(touched)));
   CHECK(one.blocks->clean_blocks() == 11);
-  const Leaving rest = one.blocks->begin_leaving(100, Blocks::LeaveFirst::kOldest);
+  const WritebackBatch rest = one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest);
   CHECK((std::set<BlockId>(rest.ids.begin(), rest.ids.end()) ==
          std::set<BlockId>{renamed[0], reused[0], one.ids[14]}));
-  CHECK(one.blocks->end_leaving(rest.ticket, all(rest, 0)) == 0);
+  CHECK(one.blocks->end_writeback(rest.ticket, all(rest, 0)) == 0);
   one.sound();
 }
 
@@ -157,14 +157,14 @@ TEST(pages_that_are_cheap_to_empty_leave_first) {
     }
   }
   CHECK(static_cast<bool>(one.blocks->free(rest)));
-  const Leaving first = one.blocks->begin_leaving(3, Blocks::LeaveFirst::kOfOnePage);
+  const WritebackBatch first = one.blocks->begin_writeback(3, Blocks::WriteFirst::kOfOnePage);
   CHECK((first.ids == std::vector<BlockId>{one.at(2, 0), one.at(2, 1), one.at(3, 0)}));
-  const Leaving then = one.blocks->begin_leaving(9, Blocks::LeaveFirst::kOfOnePage);
+  const WritebackBatch then = one.blocks->begin_writeback(9, Blocks::WriteFirst::kOfOnePage);
   CHECK((then.ids == std::vector<BlockId>{one.at(3, 1), one.at(3, 2), one.at(1, 0)}));
   one.sound();
-  CHECK(one.blocks->end_leaving(first.ticket, all(first)) == 3);
+  CHECK(one.blocks->end_writeback(first.ticket, all(first)) == 3);
   CHECK(one.blocks->clean_pages() == 1);
-  CHECK(one.blocks->end_leaving(then.ticket, all(then)) == 3);
+  CHECK(one.blocks->end_writeback(then.ticket, all(then)) == 3);
   CHECK(one.blocks->clean_pages() == 2 && one.blocks->dirty_blocks() == 0);
   CHECK(one.blocks->forget_copies() == 6 && one.blocks->clean_pages() == 0);
   one.sound();
@@ -175,9 +175,9 @@ TEST(blocks_without_keys_and_pinned_ones_do_not_leave) {
   CHECK(static_cast<bool>(one.blocks->cache(std::vector<BlockId>{one.ids[0]})));
   one.cache({one.ids[1], one.ids[2]});
   const auto pinned = one.blocks->pin(std::vector<BlockId>{one.ids[1]}, PinKind::kStrict);
-  const Leaving leaving = one.blocks->begin_leaving(9, Blocks::LeaveFirst::kOldest);
+  const WritebackBatch leaving = one.blocks->begin_writeback(9, Blocks::WriteFirst::kOldest);
   CHECK((leaving.ids == std::vector<BlockId>{one.ids[2]}));
-  CHECK(one.blocks->end_leaving(leaving.ticket, all(leaving)) == 1);
+  CHECK(one.blocks->end_writeback(leaving.ticket, all(leaving)) == 1);
   CHECK(one.blocks->unpin(*pinned));
   CHECK(one.blocks->dirty_blocks() == 2 && one.blocks->clean_blocks() == 1);
   CHECK(!one.blocks->name(std::vector<BlockId>{0}, std::vector<BlockKey>{key(1)}));
@@ -195,7 +195,7 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
     std::map<BlockId, bool> cached;                      // used: false
     std::set<std::pair<BlockId, std::uint64_t>> copies;  // versions that a tier has
     struct Batch {
-      Leaving leaving;
+      WritebackBatch leaving;
       std::vector<std::uint64_t> read;
     };
     std::vector<Batch> batches;
@@ -252,9 +252,9 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
         }
         case 6:
         case 7: {
-          Batch batch{blocks.begin_leaving(random() % 9, random() % 2 == 0
-                                                             ? Blocks::LeaveFirst::kOldest
-                                                             : Blocks::LeaveFirst::kOfOnePage),
+          Batch batch{blocks.begin_writeback(random() % 9, random() % 2 == 0
+                                                               ? Blocks::WriteFirst::kOldest
+                                                               : Blocks::WriteFirst::kOfOnePage),
                       {}};
           for (const BlockId id : batch.leaving.ids) batch.read.push_back(holds[id]);
           if (!batch.leaving.ids.empty()) batches.push_back(batch);
@@ -270,7 +270,7 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
             copied.push_back(random() % 4 != 0);
             if (copied.back() != 0) copies.insert({batch.leaving.ids[i], batch.read[i]});
           }
-          (void)blocks.end_leaving(batch.leaving.ticket, copied);
+          (void)blocks.end_writeback(batch.leaving.ticket, copied);
           break;
         }
         default: {

@@ -10,7 +10,7 @@
 #include "check.h"
 #include "driver/fault_driver.h"
 #include "driver/host_driver.h"
-#include "pool/keeper.h"
+#include "pool/maintenance_thread.h"
 #include "pool/pool.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
@@ -185,9 +185,9 @@ TEST(pool_threads_over_a_ring_with_a_keeper) {
   std::shared_ptr<Pool> pool = *std::move(made);
   {
     std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
-    KeeperOptions quick;
+    MaintenanceOptions quick;
     quick.idle_trim = std::chrono::milliseconds(1);
-    auto keeper = Keeper::start(pool, record, quick);
+    auto keeper = MaintenanceThread::start(pool, record, quick);
     hammer(*pool, 3, 200);
     keeper->stop();
   }
@@ -382,7 +382,7 @@ TEST(a_keeper_without_memory_for_its_lists_goes_on) {
   std::shared_ptr<Pool> pool = *std::move(made);
   CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
   std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
-  auto keeper = Keeper::start(pool, record, {});
+  auto keeper = MaintenanceThread::start(pool, record, {});
   backing->throws = 3;
   auto writer = RequestWriter::open(segment->bytes);
   REQUIRE(static_cast<bool>(writer));

@@ -6,18 +6,18 @@
 #include "base/pauses.h"
 #include "check.h"
 #include "pool/accounting.h"
-#include "pool/keeper_calls.h"
+#include "pool/memory_wait.h"
 #include "pool/page_limit.h"
 #include "pool/parked_decay.h"
+#include "pool/pending_work.h"
+#include "pool/pressure.h"
 #include "pool/provisioning.h"
-#include "pool/squeeze.h"
-#include "pool/starvation.h"
 
 namespace kvelastic {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr Squeeze::Time kStart{};
+constexpr Pressure::Time kStart{};
 
 constexpr std::uint64_t kPage = 2 << 20;
 constexpr std::uint64_t kPages = 4;
@@ -55,13 +55,13 @@ struct Books {
 
 /// A keeper that counts its calls.
 struct CalledKeeper {
-  KeeperCalls calls;
+  PendingWork calls;
   int count = 0;
   CalledKeeper() {
     calls.on_work([this] { ++count; });
   }
   /// Whether this work calls it.
-  bool is_called_for(const KeeperWork& work) {
+  bool is_called_for(const DueWork& work) {
     const int before = count;
     calls.see(work);
     return count > before;
@@ -70,29 +70,29 @@ struct CalledKeeper {
 
 }  // namespace
 
-// --- squeeze -----------------------------------------------------------------------------------
+// --- pressure -----------------------------------------------------------------------------------
 
 TEST(a_squeeze_lasts_while_it_is_asked_for) {
-  Squeeze squeeze;
-  CHECK(!squeeze.is_in_force() && squeeze.floor(kStart) == 0);
-  squeeze.begin(3, kStart);
-  CHECK(squeeze.pages() == 3 && squeeze.floor(kStart) == 3);
-  CHECK(!squeeze.expire(true, kStart + Squeeze::kLease - milliseconds(1)));
-  squeeze.begin(3, kStart + milliseconds(400));  // asked for again
-  CHECK(!squeeze.expire(true, kStart + Squeeze::kLease));
-  CHECK(squeeze.expire(true, kStart + milliseconds(400) + Squeeze::kLease));
-  CHECK(!squeeze.is_in_force());
+  Pressure pressure;
+  CHECK(!pressure.is_in_force() && pressure.floor(kStart) == 0);
+  pressure.begin(3, kStart);
+  CHECK(pressure.pages() == 3 && pressure.floor(kStart) == 3);
+  CHECK(!pressure.expire(true, kStart + Pressure::kLease - milliseconds(1)));
+  pressure.begin(3, kStart + milliseconds(400));  // asked for again
+  CHECK(!pressure.expire(true, kStart + Pressure::kLease));
+  CHECK(pressure.expire(true, kStart + milliseconds(400) + Pressure::kLease));
+  CHECK(!pressure.is_in_force());
   // Nobody's request was met: the next one may take as much as it likes.
-  CHECK(squeeze.floor(kStart + milliseconds(900)) == 0);
+  CHECK(pressure.floor(kStart + milliseconds(900)) == 0);
 }
 
 TEST(a_squeeze_that_was_met_takes_nothing_twice) {
-  Squeeze squeeze;
-  squeeze.begin(3, kStart);
-  CHECK(squeeze.expire(false, kStart + milliseconds(1)));
-  CHECK(squeeze.pages() == Squeeze::kNone);
-  CHECK(squeeze.floor(kStart + Squeeze::kRepeatedFor) == 3);
-  CHECK(squeeze.floor(kStart + milliseconds(1) + Squeeze::kRepeatedFor) == 0);
+  Pressure pressure;
+  pressure.begin(3, kStart);
+  CHECK(pressure.expire(false, kStart + milliseconds(1)));
+  CHECK(pressure.pages() == Pressure::kNone);
+  CHECK(pressure.floor(kStart + Pressure::kRepeatedFor) == 3);
+  CHECK(pressure.floor(kStart + milliseconds(1) + Pressure::kRepeatedFor) == 0);
 }
 
 TEST(the_lowest_of_request_capacity_and_squeeze_holds) {
@@ -100,47 +100,48 @@ TEST(the_lowest_of_request_capacity_and_squeeze_holds) {
   CHECK(limit.pages() == 6 && limit.requested_bytes() == 10 * kPage);
   limit.see_capacity(20 * kPage);
   CHECK(limit.pages() == 10 && limit.has_seen(20 * kPage));
-  limit.squeeze.begin(4, kStart);
-  CHECK(limit.pages() == 4 && limit.is_squeezed());
+  limit.pressure.begin(4, kStart);
+  CHECK(limit.pages() == 4 && limit.is_under_pressure());
   limit.request(2 * kPage, 20 * kPage);
-  CHECK(limit.pages() == 2 && !limit.is_squeezed());
+  CHECK(limit.pages() == 2 && !limit.is_under_pressure());
   limit.request(0, 20 * kPage);
   CHECK(limit.pages() == 1);  // the null block's
   limit.set_asleep(true);
-  CHECK(limit.pages() == 0 && !limit.is_squeezed());
+  CHECK(limit.pages() == 0 && !limit.is_under_pressure());
   limit.set_asleep(false);
   limit.request(~std::uint64_t{0}, ~std::uint64_t{0});
   CHECK(limit.pages() == 4);
-  CHECK(limit.squeeze.expire(false, kStart) && limit.pages() == 100);  // the range's
+  CHECK(limit.pressure.expire(false, kStart) && limit.pages() == 100);  // the range's
 }
 
-// --- starvation ----------------------------------------------------------------------------------
+// --- memory_wait
+// ----------------------------------------------------------------------------------
 
 TEST(starvation_lasts_while_somebody_wants_the_pages) {
   constexpr milliseconds lease(100);
-  Starvation starvation;
-  CHECK(starvation.pages() == 0 && starvation.may_wait(kStart));
-  starvation.begin(5, kStart);
-  CHECK(!starvation.may_ask(kStart + Starvation::kAskAgain - milliseconds(1)));
-  CHECK(starvation.may_ask(kStart + Starvation::kAskAgain));
-  CHECK(starvation.is_wanted(lease, kStart + lease));
-  CHECK(!starvation.is_wanted(lease, kStart + lease + milliseconds(1)));
-  starvation.want(kStart + milliseconds(50));
-  CHECK(starvation.is_wanted(lease, kStart + milliseconds(50) + lease));
-  starvation.got(3);
-  CHECK(starvation.pages() == 2);
-  starvation.got(3);  // more than was missing
-  CHECK(starvation.pages() == 0);
+  MemoryWait memory_wait;
+  CHECK(memory_wait.pages() == 0 && memory_wait.may_wait(kStart));
+  memory_wait.begin(5, kStart);
+  CHECK(!memory_wait.may_ask(kStart + MemoryWait::kAskAgain - milliseconds(1)));
+  CHECK(memory_wait.may_ask(kStart + MemoryWait::kAskAgain));
+  CHECK(memory_wait.is_wanted(lease, kStart + lease));
+  CHECK(!memory_wait.is_wanted(lease, kStart + lease + milliseconds(1)));
+  memory_wait.want(kStart + milliseconds(50));
+  CHECK(memory_wait.is_wanted(lease, kStart + milliseconds(50) + lease));
+  memory_wait.got(3);
+  CHECK(memory_wait.pages() == 2);
+  memory_wait.got(3);  // more than was missing
+  CHECK(memory_wait.pages() == 0);
 }
 
 TEST(after_a_wait_in_vain_allocs_do_not_wait_for_a_while) {
-  Starvation starvation;
-  const Starvation::Time later = kStart + milliseconds(50) * Starvation::kFruitlessWaits;
-  starvation.waited_in_vain(milliseconds(50), kStart);
-  starvation.begin(1, kStart);
-  CHECK(!starvation.may_wait(later - milliseconds(1)) && starvation.may_wait(later));
-  starvation.end();  // what was missing is there: others do give
-  CHECK(starvation.may_wait(kStart));
+  MemoryWait memory_wait;
+  const MemoryWait::Time later = kStart + milliseconds(50) * MemoryWait::kFruitlessWaits;
+  memory_wait.waited_in_vain(milliseconds(50), kStart);
+  memory_wait.begin(1, kStart);
+  CHECK(!memory_wait.may_wait(later - milliseconds(1)) && memory_wait.may_wait(later));
+  memory_wait.end();  // what was missing is there: others do give
+  CHECK(memory_wait.may_wait(kStart));
 }
 
 // --- keeper calls --------------------------------------------------------------------------------
@@ -150,12 +151,12 @@ TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
   // The pages land. As much is held as before, and now it can be given back: the keeper, which has
   // answered that figure already, must hear of it.
   CalledKeeper keeper;
-  KeeperWork work;
+  DueWork work;
   work.over_pages = 4;
   CHECK(keeper.is_called_for(work));  // to answer
   CHECK(!keeper.is_called_for(work));
   {
-    const KeeperCalls::Enforcing enforcing(keeper.calls);
+    const PendingWork::Enforcing enforcing(keeper.calls);
     CHECK(!keeper.is_called_for(work));
   }
   work.enforce = true;
@@ -163,9 +164,9 @@ TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
   CHECK(!keeper.is_called_for(work));  // once: where it fails it tries again in its own time
   // It enforces. What it finds meanwhile is its own; what lands after it is a call again.
   {
-    const KeeperCalls::Enforcing enforcing(keeper.calls);
+    const PendingWork::Enforcing enforcing(keeper.calls);
     {
-      const KeeperCalls::Enforcing of_another_thread(keeper.calls);
+      const PendingWork::Enforcing of_another_thread(keeper.calls);
     }
     work.enforce = false;
     CHECK(!keeper.is_called_for(work));
@@ -180,10 +181,10 @@ TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
 
 TEST(the_keeper_is_called_once_for_each_thing) {
   CalledKeeper keeper;
-  KeeperWork work;
+  DueWork work;
   CHECK(!keeper.is_called_for(work));
-  for (bool KeeperWork::* thing : {&KeeperWork::enforce, &KeeperWork::provision, &KeeperWork::decay,
-                                   &KeeperWork::watch, &KeeperWork::pursue, &KeeperWork::failed}) {
+  for (bool DueWork::* thing : {&DueWork::enforce, &DueWork::provision, &DueWork::decay,
+                                &DueWork::watch, &DueWork::pursue, &DueWork::failed}) {
     work.*thing = true;
     CHECK(keeper.is_called_for(work));
     CHECK(!keeper.is_called_for(work));
@@ -197,7 +198,7 @@ TEST(the_keeper_is_called_once_for_each_thing) {
 
 TEST(what_the_keeper_has_done_it_is_called_for_again) {
   CalledKeeper keeper;
-  KeeperWork work;
+  DueWork work;
   work.provision = work.decay = work.pursue = true;
   CHECK(keeper.is_called_for(work));
   CHECK(keeper.calls.take_provision() && !keeper.calls.take_provision());
@@ -379,14 +380,14 @@ TEST(what_can_be_given_depends_on_blocks_pages_and_the_limit_in_any_order) {
   // One that is on its way out is held, and never to be found again: nor is another one for it.
   CHECK(accounting.excess_pages() == 2);
   const std::optional<PageIndex> page = accounting.blocks().take_parked();
-  accounting.leave(1);
+  accounting.begin_unmap(1);
   CHECK(accounting.over_pages() == 2 && accounting.excess_pages() == 1 && books.sound());
-  accounting.stay(1);
+  accounting.cancel_unmap(1);
   accounting.blocks().add_page(*page);
   CHECK(accounting.excess_pages() == 2 && accounting.staying_pages() == accounting.held_pages());
-  accounting.leave(1);
+  accounting.begin_unmap(1);
   CHECK(!accounting.check_integrity());  // no page is on its way
-  accounting.stay(1);
+  accounting.cancel_unmap(1);
   accounting.fail({Errc::kPoolFailed, "gone"});
   CHECK(!accounting.can_give() && accounting.has_failed());
   CHECK(accounting.count_available(Accounting::Reach::kLimit) == 0);

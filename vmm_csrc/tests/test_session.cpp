@@ -193,18 +193,18 @@ TEST(each_release_of_the_lock_publishes_the_state) {
   REQUIRE(pool != nullptr);
   PoolState& state = pool->state;
   CHECK(state.available() == kPages * kBlocksPerPage - 1);
-  const std::uint32_t arrivals = state.arrivals();
+  const std::uint32_t epoch = state.epoch();
   {
     PoolState::Change change(state);
     change->accounting.limit.request(2 * kPage, kPages * kPage);
     {
       const PoolState::Change::Unlocked unlocked(change);
-      CHECK(state.available() == 2 * kBlocksPerPage - 1 && unlocked.arrivals() == arrivals);
+      CHECK(state.available() == 2 * kBlocksPerPage - 1 && unlocked.epoch() == epoch);
     }
     change->accounting.limit.request(3 * kPage, kPages * kPage);
     CHECK(state.available() == 2 * kBlocksPerPage - 1);
   }
-  CHECK(state.available() == 3 * kBlocksPerPage - 1 && state.arrivals() == arrivals + 1);
+  CHECK(state.available() == 3 * kBlocksPerPage - 1 && state.epoch() == epoch + 1);
 }
 
 }  // namespace kvelastic

@@ -26,7 +26,7 @@ Status Blocks::name(std::span<const BlockId> ids, std::span<const BlockKey> keys
     set_clean(at, false);
     if (is_cached(at)) list_of(at).remove(dense(at));
     identity.key = keys[i];
-    identity.leaving = 0;
+    identity.ticket = 0;
     if (is_cached(at)) list_of(at).append(dense(at));
   }
   return ok();
@@ -57,9 +57,9 @@ std::uint64_t Blocks::forget_copies() {
     }
   }
   // A writeback in progress goes to a tier that no longer has the copies.
-  for (const auto& [ticket, blocks] : leaving_) {
+  for (const auto& [ticket, blocks] : writeback_) {
     for (const std::uint32_t block : blocks) {
-      if (identities_[block].leaving == ticket) identities_[block].leaving = 0;
+      if (identities_[block].ticket == ticket) identities_[block].ticket = 0;
     }
   }
   return forgotten;
@@ -83,87 +83,87 @@ void Blocks::set_clean(Place at, bool clean) {
   enlist(at.page);
 }
 
-// --- leaving -----------------------------------------------------------------------------------
+// --- writeback -----------------------------------------------------------------------------------
 
 /// Pre: the block is cached.
-bool Blocks::can_leave(Place at) const {
+bool Blocks::can_write_back(Place at) const {
   const Identity& identity = identities_[dense(at)];
-  return !identity.clean && identity.leaving == 0 && !identity.key.is_none();
+  return !identity.clean && identity.ticket == 0 && !identity.key.is_none();
 }
 
 /// Pre: its page is unlisted.
-void Blocks::leave(Place at, Leaving& leaving) {
+void Blocks::write_back(Place at, WritebackBatch& batch) {
   Identity& identity = identities_[dense(at)];
-  identity.leaving = leaving.ticket;
-  leaving.ids.push_back(id_of(at));
-  leaving.keys.push_back(identity.key);
+  identity.ticket = batch.ticket;
+  batch.ids.push_back(id_of(at));
+  batch.keys.push_back(identity.key);
   ++pages_[at.page].reading;
 }
 
-void Blocks::leave_by_pages(std::uint64_t most, Leaving& leaving) {
+void Blocks::write_back_by_pages(std::uint64_t most, WritebackBatch& batch) {
   std::vector<PageIndex> seen;
   // Allocate before a page is unlisted: a failure must change nothing.
   seen.reserve(evictable_pages_);
-  while (leaving.ids.size() < most) {
+  while (batch.ids.size() < most) {
     const std::optional<PageIndex> index = evictable_.lowest_from(1);
     if (!index) break;
     unlist(*index);  // until the end, so that a page without blocks to copy is checked only once
     seen.push_back(*index);
     std::uint32_t left = pages_[*index].cached;
-    for (std::uint32_t slot = 0; left > 0 && leaving.ids.size() < most; ++slot) {
+    for (std::uint32_t slot = 0; left > 0 && batch.ids.size() < most; ++slot) {
       const Place at{*index, slot};
       if (!is_cached(at)) continue;
       --left;
-      if (can_leave(at)) leave(at, leaving);
+      if (can_write_back(at)) write_back(at, batch);
     }
   }
   for (const PageIndex index : seen) enlist(index);
 }
 
-Leaving Blocks::begin_leaving(std::uint64_t most, LeaveFirst first) {
-  Leaving leaving;
-  if (!has_identities_ || most == 0) return leaving;
+WritebackBatch Blocks::begin_writeback(std::uint64_t most, WriteFirst first) {
+  WritebackBatch batch;
+  if (!has_identities_ || most == 0) return batch;
   most = std::min(most, copyable_blocks());
-  leaving.ids.reserve(most);
-  leaving.keys.reserve(most);
+  batch.ids.reserve(most);
+  batch.keys.reserve(most);
   std::vector<std::uint32_t> blocks;
   blocks.reserve(most);
-  if (++newest_leaving_ == 0) ++newest_leaving_;
-  auto& kept = leaving_[newest_leaving_];  // allocate before anything changes
-  leaving.ticket = newest_leaving_;
-  if (first == LeaveFirst::kOfOnePage) leave_by_pages(most, leaving);
+  if (++newest_ticket_ == 0) ++newest_ticket_;
+  auto& kept = writeback_[newest_ticket_];  // allocate before anything changes
+  batch.ticket = newest_ticket_;
+  if (first == WriteFirst::kOfOnePage) write_back_by_pages(most, batch);
   const BlockList& copyable = lists_[kCopyable];
-  for (std::uint32_t at = copyable.oldest(); at != 0 && leaving.ids.size() < most;
+  for (std::uint32_t at = copyable.oldest(); at != 0 && batch.ids.size() < most;
        at = copyable.after(at)) {
     const Place block = place(at - 1);
-    if (!can_leave(block)) continue;
+    if (!can_write_back(block)) continue;
     unlist(block.page);
-    leave(block, leaving);
+    write_back(block, batch);
     enlist(block.page);
   }
-  for (const BlockId id : leaving.ids) blocks.push_back(dense(*find(id)));
+  for (const BlockId id : batch.ids) blocks.push_back(dense(*find(id)));
   kept = std::move(blocks);
-  leaving_blocks_ += leaving.ids.size();
-  if (leaving.ids.empty()) leaving_.erase(std::exchange(leaving.ticket, 0));
-  return leaving;
+  writeback_blocks_ += batch.ids.size();
+  if (batch.ids.empty()) writeback_.erase(std::exchange(batch.ticket, 0));
+  return batch;
 }
 
-std::vector<std::uint8_t> Blocks::still_leaving(std::uint32_t ticket) const {
+std::vector<std::uint8_t> Blocks::still_unchanged(std::uint32_t ticket) const {
   std::vector<std::uint8_t> still;
-  const auto found = leaving_.find(ticket);
-  if (found == leaving_.end()) return still;
+  const auto found = writeback_.find(ticket);
+  if (found == writeback_.end()) return still;
   for (const std::uint32_t block : found->second) {
-    still.push_back(identities_[block].leaving == ticket ? 1 : 0);
+    still.push_back(identities_[block].ticket == ticket ? 1 : 0);
   }
   return still;
 }
 
-std::uint64_t Blocks::end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied) {
-  const auto found = leaving_.find(ticket);
-  if (found == leaving_.end()) return 0;
+std::uint64_t Blocks::end_writeback(std::uint32_t ticket, std::span<const std::uint8_t> copied) {
+  const auto found = writeback_.find(ticket);
+  if (found == writeback_.end()) return 0;
   const std::vector<std::uint32_t> blocks = std::move(found->second);
-  leaving_.erase(found);
-  leaving_blocks_ -= blocks.size();
+  writeback_.erase(found);
+  writeback_blocks_ -= blocks.size();
   std::uint64_t cleaned = 0;
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const Place at = place(blocks[i]);
@@ -171,8 +171,8 @@ std::uint64_t Blocks::end_leaving(std::uint32_t ticket, std::span<const std::uin
     --pages_[at.page].reading;
     enlist(at.page);
     Identity& identity = identities_[blocks[i]];
-    if (identity.leaving != ticket) continue;
-    identity.leaving = 0;
+    if (identity.ticket != ticket) continue;
+    identity.ticket = 0;
     if (copied[i] == 0 || !is_taken(at)) continue;
     set_clean(at, true);
     ++cleaned;
@@ -183,12 +183,13 @@ std::uint64_t Blocks::end_leaving(std::uint32_t ticket, std::span<const std::uin
 Status Blocks::check_copies() const {
   const auto broken = [](std::string what) { return Status(Error{Errc::kIntegrity, what}); };
   std::unordered_map<PageIndex, std::uint32_t> reading;
-  std::uint64_t leaving = 0;
-  for (const auto& [ticket, blocks] : leaving_) {
-    leaving += blocks.size();
+  std::uint64_t blocks_of_tickets = 0;
+  for (const auto& [ticket, blocks] : writeback_) {
+    blocks_of_tickets += blocks.size();
     for (const std::uint32_t block : blocks) ++reading[place(block).page];
   }
-  if (leaving != leaving_blocks_) return broken("leaving blocks are not those of the tickets");
+  if (blocks_of_tickets != writeback_blocks_)
+    return broken("blocks under writeback are not those of the tickets");
   std::uint64_t clean_total = 0, clean_pages = 0;
   for (PageIndex index = 0; index < fresh_; ++index) {
     const Page& page = pages_[index];

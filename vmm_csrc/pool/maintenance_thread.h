@@ -19,7 +19,7 @@
 
 namespace kvelastic {
 
-struct KeeperOptions {
+struct MaintenanceOptions {
   /// Parked pages unused for this long are unmapped, half of them after a fifth of it. Negative:
   /// never.
   std::chrono::nanoseconds idle_trim = std::chrono::seconds(5);
@@ -33,16 +33,16 @@ struct KeeperOptions {
 /// of demand, unmaps unneeded parked pages, releases memory for other instances, and requests
 /// memory that this instance lacks. While the pool holds pages that it could release, it checks the
 /// machine's free memory every 200 ms to 2 s. Otherwise it sleeps without a timer.
-class Keeper {
+class MaintenanceThread {
  public:
   /// Publishes the pool into the segment, acknowledges revision 0 with the start limit, and starts
   /// the thread.
-  static std::unique_ptr<Keeper> start(std::shared_ptr<Pool> pool,
-                                       std::shared_ptr<RecordOwner> record,
-                                       const KeeperOptions& options);
-  ~Keeper() { stop(); }
-  Keeper(const Keeper&) = delete;
-  Keeper& operator=(const Keeper&) = delete;
+  static std::unique_ptr<MaintenanceThread> start(std::shared_ptr<Pool> pool,
+                                                  std::shared_ptr<RecordOwner> record,
+                                                  const MaintenanceOptions& options);
+  ~MaintenanceThread() { stop(); }
+  MaintenanceThread(const MaintenanceThread&) = delete;
+  MaintenanceThread& operator=(const MaintenanceThread&) = delete;
 
   /// How many times the machine's free memory was checked.
   std::uint64_t memory_looks() const { return memory_looks_; }
@@ -54,8 +54,8 @@ class Keeper {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Keeper(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
-         const KeeperOptions& options)
+  MaintenanceThread(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
+                    const MaintenanceOptions& options)
       : pool_(std::move(pool)),
         record_(std::move(record)),
         options_(options),
@@ -86,7 +86,7 @@ class Keeper {
 
   const std::shared_ptr<Pool> pool_;
   const std::shared_ptr<RecordOwner> record_;
-  const KeeperOptions options_;
+  const MaintenanceOptions options_;
   const OwnProcess started_by_;
   std::uint64_t revision_ = 0;  // of the current or last request
   std::string refusal_;         // why that request was refused; empty: it was not

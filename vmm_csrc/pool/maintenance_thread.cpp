@@ -1,4 +1,4 @@
-#include "pool/keeper.h"
+#include "pool/maintenance_thread.h"
 
 #include <unistd.h>
 
@@ -55,29 +55,30 @@ const char* text_of(AnswerState state) {
 
 }  // namespace
 
-std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
-                                      std::shared_ptr<RecordOwner> record,
-                                      const KeeperOptions& options) {
-  std::unique_ptr<Keeper> keeper(new Keeper(std::move(pool), std::move(record), options));
+std::unique_ptr<MaintenanceThread> MaintenanceThread::start(std::shared_ptr<Pool> pool,
+                                                            std::shared_ptr<RecordOwner> record,
+                                                            const MaintenanceOptions& options) {
+  std::unique_ptr<MaintenanceThread> thread(
+      new MaintenanceThread(std::move(pool), std::move(record), options));
   if (options.watch_memory) {
-    std::vector<pid_t> processes = keeper->pool_->state.backing->other_processes();
+    std::vector<pid_t> processes = thread->pool_->state.backing->other_processes();
     processes.push_back(::getpid());
-    keeper->watch_ = std::make_unique<MemoryWatch>(processes);
+    thread->watch_ = std::make_unique<MemoryWatch>(processes);
   }
-  keeper->pool_->publish_to(keeper->record_);
-  keeper->answer(keeper->pool_->state.limit_state(), {});
-  keeper->pool_->maintenance.on_work([bell = keeper->record_] { bell->ring_bell(); });
-  keeper->thread_ = std::thread(&Keeper::run, keeper.get());
-  if (const std::shared_ptr<Places>& places = keeper->pool_->state.places) {
+  thread->pool_->publish_to(thread->record_);
+  thread->answer(thread->pool_->state.limit_state(), {});
+  thread->pool_->maintenance.on_work([bell = thread->record_] { bell->ring_bell(); });
+  thread->thread_ = std::thread(&MaintenanceThread::run, thread.get());
+  if (const std::shared_ptr<Places>& places = thread->pool_->state.places) {
     for (const Place& place : places->all()) {
-      keeper->bell_threads_.emplace_back(&Keeper::pass_bells_on, keeper.get(),
+      thread->bell_threads_.emplace_back(&MaintenanceThread::pass_bells_on, thread.get(),
                                          std::cref(*place.member));
     }
   }
-  return keeper;
+  return thread;
 }
 
-void Keeper::stop() {
+void MaintenanceThread::stop() {
   if (!thread_.joinable()) return;
   if (!started_by_.is_this()) {
     // A forked child inherits this object but not the threads.
@@ -98,7 +99,7 @@ void Keeper::stop() {
 
 /// A round that runs out of memory for its lists is abandoned and retried later: an escaping
 /// exception would end the process.
-void Keeper::run() {
+void MaintenanceThread::run() {
   while (true) {
     // Read before `stopping_`: stop() sets that before it rings, so the wait cannot miss it.
     const std::uint32_t seen = record_->bell();
@@ -111,7 +112,7 @@ void Keeper::run() {
   }
 }
 
-void Keeper::go_round(std::uint32_t seen) {
+void MaintenanceThread::go_round(std::uint32_t seen) {
   const bool read = read_request();
   look_at_devices();
   if (pool_->state.has_failed() && !failure_told_) answer(pool_->state.limit_state(), {});
@@ -134,7 +135,7 @@ void Keeper::go_round(std::uint32_t seen) {
   (void)record_->wait_bell(seen, sleep_ns(!read));
 }
 
-bool Keeper::read_request() {
+bool MaintenanceThread::read_request() {
   if (record_->request_revision() == revision_) return true;
   const std::optional<Request> request = record_->read_request();
   if (!request) return false;
@@ -156,7 +157,7 @@ bool Keeper::read_request() {
 }
 
 /// Rings the instance's bell whenever a ledger's bell rings.
-void Keeper::pass_bells_on(const LedgerMember& member) {
+void MaintenanceThread::pass_bells_on(const LedgerMember& member) {
   std::uint32_t heard = member.bell();
   record_->ring_bell();  // for requests made before this thread started to listen
   while (!stopping_) {
@@ -168,7 +169,7 @@ void Keeper::pass_bells_on(const LedgerMember& member) {
 
 /// Measures other processes' memory on GPUs: periodically, and soon after a large move, an
 /// uncertain measurement, or a refused page. Also notes when memory is available again.
-void Keeper::look_at_devices() {
+void MaintenanceThread::look_at_devices() {
   const bool moved = pool_->maintenance.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
@@ -191,12 +192,12 @@ void Keeper::look_at_devices() {
 }
 
 /// Acknowledges a change of the capacity, which changes the limit in effect.
-void Keeper::see_capacity() {
+void MaintenanceThread::see_capacity() {
   if (pool_->limits.see_capacity()) answer(pool_->state.limit_state(), {});
 }
 
 /// Releases memory that other instances request, as far as possible.
-void Keeper::serve_asks() {
+void MaintenanceThread::serve_asks() {
   const std::shared_ptr<Places>& places = pool_->state.places;
   if (!places) return;
   for (Places::Wanted wanted = places->wanted(); wanted.pages > 0 && !stopping_;
@@ -213,7 +214,7 @@ void Keeper::serve_asks() {
 }
 
 /// Sets guarantee and priority, all or nothing. Without a ledger there is no other instance.
-Status Keeper::change_standing(const Request& request) {
+Status MaintenanceThread::change_standing(const Request& request) {
   const std::shared_ptr<Places>& places = pool_->state.places;
   const bool min = request.min_revision == revision_;
   const bool priority = request.priority_revision == revision_;
@@ -228,7 +229,7 @@ Status Keeper::change_standing(const Request& request) {
   return priority ? places->set_priority(request.priority) : ok();
 }
 
-void Keeper::log_request(const Request& request) {
+void MaintenanceThread::log_request(const Request& request) {
   if (!info_logging()) return;
   std::string what;
   const auto is_of_it = [this](std::uint64_t revision) { return revision == revision_; };
@@ -252,7 +253,8 @@ void Keeper::log_request(const Request& request) {
 
 /// Logs the result of a request once it is known, or at the end of a round that it is still in
 /// progress.
-void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason) {
+void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state,
+                                    const std::string& reason) {
   const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->state.page_bytes(), 1);
   const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
   std::string sizes = size_text(state.mapped_bytes) + " of KV cache held";
@@ -268,7 +270,7 @@ void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std
 }
 
 /// Executes request `revision_`, all or nothing, and acknowledges it.
-void Keeper::carry_out(const Request& request) {
+void MaintenanceThread::carry_out(const Request& request) {
   refusal_.clear();
   log_request(request);
   const std::shared_ptr<Places>& places = pool_->state.places;
@@ -294,7 +296,7 @@ void Keeper::carry_out(const Request& request) {
 }
 
 /// Returns true if no wake is waiting.
-bool Keeper::finish_waking() {
+bool MaintenanceThread::finish_waking() {
   if (!waking_) return true;
   const std::shared_ptr<Places>& places = pool_->state.places;
   if (!places->claim_is_met()) {
@@ -316,7 +318,7 @@ bool Keeper::finish_waking() {
 }
 
 /// No part of that request has been applied.
-void Keeper::refuse_waking(std::string reason) {
+void MaintenanceThread::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
   const std::shared_ptr<Places>& places = pool_->state.places;
   if (waking.request.min_revision == waking.revision)
@@ -327,13 +329,13 @@ void Keeper::refuse_waking(std::string reason) {
   if (waking.revision == revision_) refuse(std::move(reason));
 }
 
-void Keeper::refuse(std::string reason) {
+void MaintenanceThread::refuse(std::string reason) {
   refusal_ = std::move(reason);
   answer(pool_->state.limit_state(), {});
 }
 
 /// Applies the limit and trim of a request, and acknowledges it.
-void Keeper::apply(const Request& request, std::uint64_t revision) {
+void MaintenanceThread::apply(const Request& request, std::uint64_t revision) {
   // Two acknowledgements if memory must be released: first received, then applied. A trim is
   // acknowledged only when it is complete.
   const LimitState state = request.limit_revision == revision
@@ -348,7 +350,7 @@ void Keeper::apply(const Request& request, std::uint64_t revision) {
   record_->add(Counter::kRequestsApplied);
 }
 
-void Keeper::finish_shrinking() {
+void MaintenanceThread::finish_shrinking() {
   shrink_again_ = false;
   if (answered_over_bytes_ == 0 && pool_->state.limit_state().over_bytes == 0) return;
   // A new request must not wait for copies made for the last one.
@@ -362,7 +364,7 @@ void Keeper::finish_shrinking() {
 
 /// If the machine is running out of memory, releases caches before the kernel kills a process, and
 /// then memory of requests.
-void Keeper::watch_memory() {
+void MaintenanceThread::watch_memory() {
   if (!watch_) return;
   watching_ = pool_->maintenance.arm_memory_watch();
   const Clock::time_point now = Clock::now();
@@ -384,7 +386,7 @@ void Keeper::watch_memory() {
   (void)pool_->maintenance.give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
 }
 
-void Keeper::answer(const LimitState& state, std::string reason) {
+void MaintenanceThread::answer(const LimitState& state, std::string reason) {
   AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
   // A refusal stays, whatever happens to a limit requested earlier.
   if (!refusal_.empty()) {
@@ -430,7 +432,7 @@ void Keeper::answer(const LimitState& state, std::string reason) {
 
 /// While pages are parked, unneeded ones are unmapped in steps. Once the pool is idle, cached
 /// blocks are compacted.
-void Keeper::decay() {
+void MaintenanceThread::decay() {
   if (options_.idle_trim.count() < 0) return;
   const Clock::time_point now = Clock::now();
   if (now < decay_.due() && decay_.is_running()) return;
@@ -457,7 +459,7 @@ void Keeper::decay() {
 }
 
 /// Evicts blocks unused for cache_idle, at most a hundred times in that interval.
-void Keeper::evict_idle() {
+void MaintenanceThread::evict_idle() {
   const Clock::time_point now = Clock::now();
   if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;
   const std::optional<std::chrono::milliseconds> again = pool_->maintenance.evict_idle();
@@ -465,7 +467,7 @@ void Keeper::evict_idle() {
                          : Clock::time_point::max();
 }
 
-std::int64_t Keeper::sleep_ns(bool request_unreadable) {
+std::int64_t MaintenanceThread::sleep_ns(bool request_unreadable) {
   if (request_unreadable) return kRequestRetryNs;
   if (pursuing_) return kPursuitNs;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;

@@ -11,7 +11,7 @@
 
 namespace kvelastic {
 
-class Starvation {
+class MemoryWait {
  public:
   using Time = std::chrono::steady_clock::time_point;
   /// After this long an engine that still lacks its pages requests them again.

@@ -10,7 +10,7 @@
 
 namespace kvelastic {
 
-class Arrivals {
+class AvailabilityEpoch {
  public:
   /// Lock-free; any thread.
   std::uint32_t count() const { return count_.load(std::memory_order_acquire); }

@@ -1,4 +1,4 @@
-// Pending maintenance work. Each kind of work wakes the maintenance thread (keeper) exactly once
+// Pending maintenance work. Each kind of work wakes the maintenance thread exactly once
 // and is never lost. The owner reports after every change which work is due. That is a state, so
 // the order of changes does not matter. The caller holds the pool's lock.
 #pragma once
@@ -10,7 +10,7 @@
 namespace kvelastic {
 
 /// The work that is due.
-struct KeeperWork {
+struct DueWork {
   bool enforce = false;          ///< enforcing the limit would release memory
   bool provision = false;        ///< pages should be mapped ahead of demand
   bool decay = false;            ///< trim or compact once the pool is idle
@@ -22,17 +22,17 @@ struct KeeperWork {
   std::uint64_t over_pages = 0;  ///< above the limit, as acknowledged to the operator
 };
 
-class KeeperCalls {
+class PendingWork {
  public:
   /// `wake` must neither block nor call back; null: there is no maintenance thread.
   void on_work(std::function<void()> wake) {
     wake_ = std::move(wake);
     enforce_ = provision_ = decay_ = cache_idle_ = watch_ = pursue_ = look_ = false;
   }
-  bool has_keeper() const { return static_cast<bool>(wake_); }
+  bool has_thread() const { return static_cast<bool>(wake_); }
 
-  /// Wakes the maintenance thread if new work is due. Pre: has_keeper().
-  void see(const KeeperWork& work) {
+  /// Wakes the maintenance thread if new work is due. Pre: has_thread().
+  void see(const DueWork& work) {
     // A thread that enforces the limit finds all releasable memory itself. After its failure, the
     // maintenance thread has been woken and retries on its own timer.
     const bool enforce = enforcing_ == 0 && work.enforce && !enforce_;
@@ -61,7 +61,7 @@ class KeeperCalls {
   /// True if provisioning was pending; the caller does it now.
   bool take_provision() { return std::exchange(provision_, false); }
   /// True if provisioning is pending.
-  bool is_called_to_provision() const { return provision_; }
+  bool is_provision_pending() const { return provision_; }
   /// True while the decay timer runs.
   bool is_decay_armed() const { return decay_; }
   bool arm_decay(bool armed) { return decay_ = armed; }
@@ -77,13 +77,13 @@ class KeeperCalls {
   /// A thread enforces the limit during this object's lifetime. Several may, one after the other.
   class Enforcing {
    public:
-    explicit Enforcing(KeeperCalls& calls) : calls_(calls) { ++calls_.enforcing_; }
+    explicit Enforcing(PendingWork& calls) : calls_(calls) { ++calls_.enforcing_; }
     ~Enforcing() { --calls_.enforcing_; }
     Enforcing(const Enforcing&) = delete;
     Enforcing& operator=(const Enforcing&) = delete;
 
    private:
-    KeeperCalls& calls_;
+    PendingWork& calls_;
   };
 
  private:

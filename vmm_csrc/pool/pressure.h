@@ -11,7 +11,7 @@
 
 namespace kvelastic {
 
-class Squeeze {
+class Pressure {
  public:
   using Time = std::chrono::steady_clock::time_point;
   static constexpr std::uint64_t kNone = ~std::uint64_t{0};
