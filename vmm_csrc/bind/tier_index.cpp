@@ -1,7 +1,8 @@
 // `kvelastic._vmm`: the index of a tier, and the keys of blocks.
 //
-// The index's mutex is held for microseconds and never while Python's lock is wanted, so calls wait
-// for it with Python's lock held; only what goes over all slots lets go of that.
+// A thread holds the index's mutex for microseconds and never waits for the GIL in that time, so
+// calls keep the GIL while they wait for the mutex. Only calls that visit all slots release the
+// GIL.
 #include "tiers/tier_index.h"
 
 #include <nanobind/nanobind.h>
@@ -37,7 +38,7 @@ BlockKey key_of(const nb::bytes& bytes) {
   return BlockKey::load(bytes.data());
 }
 
-/// The keys in a bytes object: no copy where they lie aligned, as those of CPython do.
+/// The keys in a bytes object. Copies them only if they are not aligned; CPython aligns them.
 class Keys {
  public:
   explicit Keys(const nb::bytes& bytes) {
@@ -165,7 +166,7 @@ nb::tuple restore_found(FoundRecords& found, TierIndex& index, std::size_t most)
                         list_of(restored.refused));
 }
 
-/// A view of 64-bit integers that somebody else owns.
+/// A view of the 64-bit integers in a Python buffer, held until this is destroyed.
 class Tokens {
  public:
   explicit Tokens(nb::handle object) {
@@ -214,7 +215,7 @@ nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb
       nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!keys.is_valid()) throw nb::python_error();
   const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AsString(keys.ptr())), bytes);
-  constexpr std::size_t kLong = 1 << 16;  // a tenth of a millisecond
+  constexpr std::size_t kLong = 1 << 16;  // takes about 0.1 ms
   if (all.size() < kLong) {
     block_keys(all, per_block, first, out);
   } else {
@@ -227,25 +228,27 @@ nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb
 }  // namespace
 
 void bind_tier_index(nb::module_& m) {
-  m.def(
-      "block_keys", &keys_of_tokens, "tokens"_a, "block_tokens"_a, "seed"_a,
-      "The 16-byte keys of all whole blocks of `tokens` (a buffer of int64), side by side; each "
-      "stands for all tokens up to its end. `seed`: a namespace's fingerprint, or the key before "
-      "the first. Not cryptographic: see vmm_csrc/pool/block_keys.h. Raises InvalidArgumentError.");
+  m.def("block_keys", &keys_of_tokens, "tokens"_a, "block_tokens"_a, "seed"_a,
+        "Compute the 16-byte keys of all whole blocks of `tokens` (a buffer of int64) and return "
+        "them concatenated. A key stands for all tokens up to the end of its block. `seed` is the "
+        "fingerprint of a namespace, or the key of the preceding block. The keys are not "
+        "cryptographic: see vmm_csrc/pool/block_keys.h. Raises InvalidArgumentError.");
   nb::class_<FoundRecords>(m, "FoundRecords",
-                           "Records of files that were taken over, on their way into an index; "
-                           "see vmm_csrc/tiers/found_records.h. One thread at a time.")
+                           "Objects read from existing files, to be added to an index; see "
+                           "vmm_csrc/tiers/found_records.h. For one thread at a time.")
       .def(nb::init<>())
       .def("add", &add_entries, "entries"_a, "file_id"_a, "first_own"_a, "first_slot"_a,
            "record_bytes"_a, "whole_slots"_a,
-           "(empty, torn): of a part of a file's table, the file's slots without an entry, and "
-           "those whose entry is not whole. Lets go of the GIL.")
-      .def("end_file", &FoundRecords::end_file, "All parts of a file were added.",
+           "Read the entries of one part of a file's table. Returns (empty, torn): the file's "
+           "slots without an entry, and those whose entry is not valid. Releases the GIL.")
+      .def("end_file", &FoundRecords::end_file,
+           "Sort the objects of a file once all its parts were added.",
            nb::call_guard<nb::gil_scoped_release>())
       .def("restore", &restore_found, "index"_a, "most"_a,
-           "Restore up to `most` records, the oldest of all files first: (slots as uint32, keys, "
-           "checksums and times as uint64, owners as uint32, refused slots). Lets go of the GIL.")
-      .def_prop_ro("left", &FoundRecords::left, "Records that were not restored yet.")
+           "Add up to `most` objects to the index, the oldest of all files first. Returns (slots "
+           "as uint32, keys, checksums and times as uint64, owners as uint32, refused slots). "
+           "Releases the GIL.")
+      .def_prop_ro("left", &FoundRecords::left, "The number of objects that were not restored yet.")
       .def(
           "owners",
           [](const FoundRecords& found) {
@@ -255,13 +258,14 @@ void bind_tier_index(nb::module_& m) {
             }
             return all;
           },
-          "40 bytes each: namespace, model, generation.");
+          "The owners of the objects, 40 bytes each: namespace, model, generation.");
   nb::class_<TierIndex>(m, "TierIndex",
-                        "Which keys a tier has, in which slots, and who goes when one is wanted; "
-                        "see vmm_csrc/tiers/tier_index.h. Any thread may call anything.")
+                        "The keys of a tier, their slots, and the next object to displace; see "
+                        "vmm_csrc/tiers/tier_index.h. Thread-safe.")
       .def(nb::new_(&make_index), "slots"_a, "policy"_a = "slru",
-           "Room for `slots` records; policy: lru, lfu, slru or fifo. Raises InvalidArgumentError.")
-      .def("has", &has, "keys"_a, "For each key whether it is ready. Changes nothing.")
+           "Create an index with `slots` slots. `policy` is the eviction policy: lru, lfu, slru or "
+           "fifo. Raises InvalidArgumentError.")
+      .def("has", &has, "keys"_a, "Return for each key whether it is ready. Changes nothing.")
       .def(
           "leading",
           [](const TierIndex& index, const nb::bytes& keys) {
@@ -269,51 +273,56 @@ void bind_tier_index(nb::module_& m) {
             return nb::make_tuple(counts.ready, counts.known);
           },
           "keys"_a,
-          "(ready, known): how many leading keys are ready, and how many ready or pending. Changes "
-          "nothing.")
+          "Return (ready, known): how many leading keys are ready, and how many are ready or "
+          "pending. Changes nothing.")
       .def(
           "match", [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); },
-          "keys"_a, "How many leading keys are ready; a use of these.")
+          "keys"_a, "Return how many leading keys are ready. Counts as a use of these keys.")
       .def("lease", &lease, "keys"_a,
-           "(ticket, slots) of the leading ready keys, held until release(); a use of these.")
+           "Lease the leading ready keys until release(). Returns (ticket, slots). Counts as a use "
+           "of these keys.")
       .def(
           "release",
           [](TierIndex& index, std::uint64_t ticket) {
             return list_of_records(unwrap(index.release(ticket)));
           },
           "ticket"_a,
-          "End a lease; (key, slot) of what was erased meanwhile and is free now. Raises "
-          "InvalidArgumentError for one that has ended.")
+          "End a lease. Returns (key, slot) of each object that was erased in the meantime and "
+          "whose slot is free now. Raises InvalidArgumentError if the ticket is unknown or has "
+          "ended.")
       .def("claim", &claim, "keys"_a, "chain_after"_a.none() = nb::none(),
-           "(slots, displaced): a slot for each new key, which is pending then; -1: there or "
-           "pending already; -2: no room that may be taken. `displaced`: (key, slot) of records "
-           "that are gone for it. With `chain_after` each key continues the one before it, and the "
-           "first one that key (zeros: nothing). Raises InvalidArgumentError.")
+           "Assign a slot to each new key, which is pending then. Returns (slots, displaced). A "
+           "slot of -1 means that the key is already ready or pending; -2 means that no slot is "
+           "available. `displaced` has (key, slot) of the objects displaced by the call. With "
+           "`chain_after`, each key continues the one before it, and the first continues that key "
+           "(zeros: no parent). Raises InvalidArgumentError.")
       .def(
           "commit",
           [](TierIndex& index, const nb::bytes& keys) {
             return list_of_records(unwrap(index.commit(Keys(keys))));
           },
           "keys"_a,
-          "These pending keys are ready now. Answers (key, slot) of those that are gone instead: "
-          "erased, or above a smaller size. Raises InvalidArgumentError where one is not pending, "
-          "and changes nothing then.")
+          "Make written keys ready. Returns (key, slot) of the keys that are removed instead, "
+          "because they were erased or lie above a smaller size. Raises InvalidArgumentError, with "
+          "nothing changed, if a key is not pending.")
       .def(
           "abandon",
           [](TierIndex& index, const nb::bytes& keys) { check(index.abandon(Keys(keys))); },
-          "keys"_a, "These pending keys are gone, their slots free. Raises InvalidArgumentError.")
+          "keys"_a,
+          "Remove pending keys that were not written, and free their slots. Raises "
+          "InvalidArgumentError if a key is not pending.")
       .def(
           "slot_of",
           [](const TierIndex& index, const nb::bytes& key) { return index.slot_of(key_of(key)); },
-          "key"_a, "Where a ready key lies; -1: it is not ready.")
+          "key"_a, "Return the slot of a key, or -1 if the key is not ready.")
       .def(
           "erase",
           [](TierIndex& index, const nb::bytes& keys) {
             return list_of_records(index.erase(Keys(keys)));
           },
           "keys"_a,
-          "Forget keys; (key, slot) of those that are free now. Leased ones are reported by "
-          "release(), pending ones by commit().")
+          "Erase keys. Returns (key, slot) of those whose slots are free now. release() returns "
+          "the leased ones later, and commit() the pending ones.")
       .def(
           "restore",
           [](TierIndex& index, const nb::bytes& key, std::uint64_t slot,
@@ -322,32 +331,35 @@ void bind_tier_index(nb::module_& m) {
                 index.restore(key_of(key), slot, chain_after ? key_of(*chain_after) : BlockKey{}));
           },
           "key"_a, "slot"_a, "chain_after"_a.none() = nb::none(),
-          "A record found in a slot, ready now. False: key or slot taken, or no such slot.")
+          "Add an object found in a slot as ready. Returns False if the key exists, or the slot is "
+          "taken or does not exist. Raises InvalidArgumentError for the zero key.")
       .def(
           "resize",
           [](TierIndex& index, std::uint64_t slots) {
             return list_of_records(unwrap(without_gil([&] { return index.resize(slots); })));
           },
           "slots"_a,
-          "As many slots from now on; (key, slot) of the records displaced. Slots above are never "
-          "given out again. Leased ones there are reported by release(), pending ones by commit().")
+          "Set the number of slots. Returns (key, slot) of the displaced objects. Slots above the "
+          "new size are not assigned again. release() returns leased objects above it later, and "
+          "commit() pending ones.")
       .def("close", &TierIndex::close, "first"_a, "count"_a,
-           "Free slots among `count` from `first` on are given out by none but restore().")
+           "Close the free slots among `count` from `first` on: only restore() uses them.")
       .def(
           "open",
           [](TierIndex& index, const std::vector<std::int64_t>& slots) {
             check(index.open(slots));
           },
           "slots"_a,
-          "These closed slots are free. Raises InvalidArgumentError where one is not closed, and "
-          "opens none then.")
-      .def("stats", &stats, "slots, ready, pending, closed, leased, displaced: counts.")
+          "Open closed slots. Raises InvalidArgumentError, with no slot opened, if a slot is not "
+          "closed.")
+      .def("stats", &stats,
+           "Return the counts slots, ready, pending, closed, leased and displaced.")
       .def(
           "check_integrity",
           [](const TierIndex& index) {
             check(without_gil([&] { return index.check_integrity(); }));
           },
-          "Raises IntegrityError naming what disagrees.");
+          "Raise IntegrityError, naming the inconsistency, if the index is inconsistent.");
 }
 
 }  // namespace kvelastic
