@@ -123,7 +123,7 @@ struct Own<kMethod> {
     return (member.*kMethod)(arguments...);
   }
 };
-/// A method that raises DeviceUnavailableError in a forked child.
+/// Wraps a method, so that it raises DeviceUnavailableError in a forked child.
 template <auto kMethod>
 constexpr auto of_its_own = &Own<kMethod>::call;
 
@@ -142,7 +142,8 @@ void bind_ledger(nb::module_& m) {
         const auto version = ledger_version(std::span(at, head.size()));
         return version ? nb::object(nb::int_(*version)) : nb::none();
       },
-      "head"_a, "The ABI version of bytes that start like a ledger; None if they do not.");
+      "head"_a,
+      "Return the ABI version if the bytes start like a ledger of any version, otherwise None.");
   m.def(
       "ledger_create",
       [](nb::handle buffer, const std::string& device, const std::string& group,
@@ -154,11 +155,11 @@ void bind_ledger(nb::module_& m) {
       },
       "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
       "created_realtime_ns"_a, "total_bytes"_a = 0,
-      "Make a buffer that nobody else sees yet a ledger.");
-  m.def(
-      "read_ledger", &read_ledger, "buffer"_a, "fd"_a = -1,
-      "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.\n"
-      "`fd` is an open of the same file, by which members' lives are asked; -1: all are unknown.");
+      "Initialise a buffer as a ledger. Other processes must not see the buffer yet.");
+  m.def("read_ledger", &read_ledger, "buffer"_a, "fd"_a = -1,
+        "Return a ledger's contents as a dict. The buffer may be read-only. `fd` is a separate "
+        "open file descriptor of the same file, to query whether members are alive; with -1 their "
+        "liveness is unknown. Raises SegmentFormatError.");
   m.def(
       "ledger_check_integrity",
       [](nb::handle buffer) {
@@ -166,9 +167,8 @@ void bind_ledger(nb::module_& m) {
         check(unwrap(LedgerView::open(hold->bytes())).check_integrity());
       },
       "buffer"_a,
-      "Add everything up; raises IntegrityError where grants, guarantees and reserves are more "
-      "than\n"
-      "the device has. Any process, at any time: of what changes meanwhile it says nothing.");
+      "Raise IntegrityError if grants, guarantees and reserves exceed the device's memory. Passes "
+      "if members change during the check. Any process may call it at any time.");
   m.def(
       "ledger_reap",
       [](nb::handle buffer, int fd) {
@@ -176,14 +176,17 @@ void bind_ledger(nb::module_& m) {
         return unwrap(ledger_reap(hold->bytes(), LifeJudge(fd)));
       },
       "buffer"_a, "fd"_a,
-      "Free the slots of the dead; returns how many. `fd` is an open of the same file.");
+      "Free the slots of dead members and return their number. `fd` is a separate open file "
+      "descriptor of the same file.");
   m.def(
       "ledger_shut",
       [](nb::handle buffer) {
         const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
         return unwrap(ledger_shut(hold->bytes()));
       },
-      "buffer"_a, "Let nobody join any more if there is no member; True: so it is.");
+      "buffer"_a,
+      "Close the ledger to new members if it has none. Returns True if it is closed. Dead members "
+      "count until ledger_reap() removes them.");
   m.def(
       "ledger_decide_page_bytes",
       [](nb::handle buffer, std::uint64_t page_bytes) {
@@ -191,9 +194,11 @@ void bind_ledger(nb::module_& m) {
         return unwrap(ledger_decide_page_bytes(hold->bytes(), page_bytes));
       },
       "buffer"_a, "page_bytes"_a,
-      "Decide the device's default page size, unless it is decided; returns what is decided.");
+      "Set the device's default page size unless it is already set. Returns the size in effect, in "
+      "bytes.");
   m.def("ledger_life_byte", &ledger_life_byte, "slot"_a, "life"_a, "process"_a,
-        "The byte of a member's process: 0 its scheduler, 1 + rank a worker.");
+        "Return the number of the byte that a member's process locks. `process` is 0 for the "
+        "scheduler and 1 + rank for a worker.");
   m.def(
       "ledger_set_capacity",
       [](nb::handle buffer, std::uint64_t capacity_bytes, int fd) {
@@ -201,10 +206,11 @@ void bind_ledger(nb::module_& m) {
         return unwrap(ledger_set_capacity(hold->bytes(), capacity_bytes, LifeJudge(fd)));
       },
       "buffer"_a, "capacity_bytes"_a, "fd"_a,
-      "Change the capacity; hold flock() on the file, of which `fd` is an open. Returns what it\n"
-      "was. Raises GuaranteeError.");
+      "Set the capacity and return the old one. Hold flock() on the file; `fd` is an open file "
+      "descriptor of it. Raises GuaranteeError if the members' guarantees and reserves exceed the "
+      "new capacity.");
 
-  nb::class_<LedgerMember>(m, "LedgerMember", "An instance's end of a ledger; any thread.")
+  nb::class_<LedgerMember>(m, "LedgerMember", "An instance's membership in a ledger. Any thread.")
       .def_static(
           "join",
           [](nb::handle buffer, const std::string& name, nb::bytes uuid, std::uint32_t pid,
@@ -219,7 +225,7 @@ void bind_ledger(nb::module_& m) {
                            .priority = priority};
             if (children_keep) how.children = LifeLock::Children::kKeep;
             if (fd >= 0) how.file = unwrap(LifeFile::of(path, fd));
-            // With a reserve it waits for what others have to give.
+            // With a reserve this blocks until others have released memory.
             auto joined = without_gil(
                 [&] { return LedgerMember::join(hold->bytes(), std::move(how), hold); });
             return std::shared_ptr<LedgerMember>(unwrap(std::move(joined)));
@@ -227,27 +233,31 @@ void bind_ledger(nb::module_& m) {
           "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
           "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "reserve_bytes"_a = 0, "priority"_a = 0,
           "path"_a = "", "fd"_a = -1, "children_keep"_a = false,
-          "Take a slot; None: the file is removed, or about to be. `path` and `fd` are the "
-          "file's,\n"
-          "in which this member's life is held; without them nobody can tell whether it lives.\n"
-          "`children_keep`: it counts as alive as long as a forked child does. Raises\n"
-          "GuaranteeError, ReserveError, PoolExhaustedError, SegmentError.")
+          "Take a slot. Returns None if the ledger's file is or will be removed. `path` and `fd` "
+          "identify the file in which this member's liveness lock is held; without them its "
+          "liveness is unknown. With `children_keep`, the member counts as alive while a forked "
+          "child is alive. With a reserve it blocks until others have released the memory. Raises "
+          "GuaranteeError, ReserveError, PoolExhaustedError or SegmentError.")
       .def("leave", of_its_own<&LedgerMember::leave>,
-           "Give everything back and the slot up. Repeatable.")
+           "Return the whole grant and free the slot. Idempotent.")
       .def("linger", of_its_own<&LedgerMember::linger>,
-           "Keep the slot and what is granted until the processes of this member have ended.")
+           "Keep the slot and the grant until the processes of this member have ended.")
       .def("grant", of_its_own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
-           "Take as many of `pages` pages as there is room for; returns how many.")
+           "Take up to `pages` pages, as many as are available, and return their number.")
       .def("arrived", of_its_own<&LedgerMember::arrived>, "pages"_a, "page_bytes"_a,
-           "Pages that were granted are on the device.")
+           "Report that granted pages are on the device.")
       .def("leaving", of_its_own<&LedgerMember::leaving>, "pages"_a, "page_bytes"_a,
-           "Pages that are on the device will not be there any more.")
+           "Report that pages are about to leave the device. Call it before the driver gets their "
+           "memory.")
       .def("give_back", of_its_own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
-      .def("room", &LedgerMember::room, "page_bytes"_a, "Pages that grant() would give now.")
+      .def("room", &LedgerMember::room, "page_bytes"_a,
+           "Return how many pages grant() could take now.")
       .def("reach", &LedgerMember::reach, "page_bytes"_a,
-           "The same with what others would have to give up.")
+           "Return how many pages could become available: room() plus what other members would "
+           "have to release.")
       .def("ask", of_its_own<&LedgerMember::ask>, "bytes"_a,
-           "Say that bytes are missing and ask others for them. False: nobody has to give.")
+           "Request `bytes` of memory from other members. Returns False if no member has to "
+           "release any.")
       .def("stop_asking", of_its_own<&LedgerMember::stop_asking>)
       .def_prop_ro("bell", &LedgerMember::bell)
       .def(
@@ -258,7 +268,8 @@ void bind_ledger(nb::module_& m) {
             member.wait(seen, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
           },
           "seen"_a, "timeout_s"_a,
-          "Block until the bell is another than `seen`: memory came free, or is asked for.")
+          "Block until `bell` differs from `seen`, at most `timeout_s` seconds. The bell rings "
+          "when memory becomes available or is requested from this member.")
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
       .def(
@@ -269,9 +280,9 @@ void bind_ledger(nb::module_& m) {
             check(without_gil([&] { return member.wait_for_claim(timeout); }));
           },
           "bytes"_a,
-          "Say what this member has on the device beside its grants. For more than before others\n"
-          "are asked, and waited for, five seconds at most. Raises GuaranteeError, ReserveError;\n"
-          "nothing has changed then.")
+          "Set the reserve: the member's memory on the device besides its grants. For an increase, "
+          "request memory from others and block until it is available, at most five seconds. "
+          "Raises GuaranteeError or ReserveError; then nothing has changed.")
       .def(
           "wake",
           [](LedgerMember& member, double timeout_s) {
@@ -280,9 +291,10 @@ void bind_ledger(nb::module_& m) {
                 std::chrono::duration<double>(timeout_s));
             check(without_gil([&] { return member.wait_for_claim(timeout); }));
           },
-          "timeout_s"_a, "Have guarantee and reserve count again, as Pool.wake; for tests.")
+          "timeout_s"_a,
+          "Claim the guarantee and the reserve again, as Pool.wake does; for tests. Blocks.")
       .def("fall_asleep", of_its_own<&LedgerMember::fall_asleep>,
-           "Guarantee and reserve count for nothing until it wakes.")
+           "Exclude guarantee and reserve from the sums until the member wakes.")
       .def_prop_ro("is_asleep", &LedgerMember::is_asleep)
       .def_prop_ro("reserve_bytes", &LedgerMember::reserve_bytes)
       .def("set_priority", [](LedgerMember& member,
@@ -293,7 +305,8 @@ void bind_ledger(nb::module_& m) {
             check(member.add_worker(pid, start_time_ticks));
           },
           "pid"_a, "start_time_ticks"_a,
-          "Name one more process that maps the pages: grants stay until all of them are gone.")
+          "Register another process that maps the pages. The grants stay until all registered "
+          "processes have ended.")
       .def("set_others", of_its_own<&LedgerMember::set_others>, "bytes"_a)
       .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "evictable_bytes"_a,
            "parked_bytes"_a, "page_bytes"_a, "active"_a)
@@ -303,7 +316,7 @@ void bind_ledger(nb::module_& m) {
             const LedgerMember::Wanted wanted = member.wanted();
             return nb::make_tuple(wanted.bytes, static_cast<std::uint32_t>(wanted.depth));
           },
-          "(bytes, depth) that others ask of this one.")
+          "Return (bytes, depth) that other members request from this one.")
       .def("handled", of_its_own<&LedgerMember::handled>, "bytes"_a)
       .def_prop_ro("granted_bytes", &LedgerMember::granted_bytes)
       .def_prop_ro("capacity_bytes", &LedgerMember::capacity_bytes)
@@ -318,7 +331,8 @@ void bind_ledger(nb::module_& m) {
             }
             return static_cast<double>(monotonic_ns() - start) / static_cast<double>(count);
           },
-          "page_bytes"_a, "count"_a, "Nanoseconds of a grant and its return, timed natively.");
+          "page_bytes"_a, "count"_a,
+          "Return the mean time of a grant and its return in nanoseconds, measured natively.");
 }
 
 }  // namespace kvelastic
