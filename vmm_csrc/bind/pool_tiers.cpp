@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: what tiers need of a pool.
+// `kvelastic._vmm`: the methods of a pool that tiers use.
 #include "bind/pool_tiers.h"
 
 #include <nanobind/stl/optional.h>
@@ -20,7 +20,7 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-/// At most an hour: whoever waits comes back.
+/// Bounded to an hour, so that every wait ends.
 std::chrono::nanoseconds wait_of(double seconds) {
   if (std::isnan(seconds)) raise_code("INVALID_ARGUMENT", "a time in seconds cannot be nan");
   constexpr double kMostSeconds = 3600, kNanoseconds = 1e9;
@@ -51,7 +51,7 @@ void copy(Pool& pool, nb::handle ids, const std::shared_ptr<Staging>& staging, n
   }));
 }
 
-/// Keys side by side, as Python has them.
+/// Splits the concatenated keys of `count` blocks.
 std::vector<BlockKey> keys_of(const nb::bytes& keys, std::size_t count) {
   if (keys.size() != count * sizeof(BlockKey)) {
     raise_code("INVALID_ARGUMENT", std::to_string(keys.size()) + " bytes of keys for " +
@@ -62,7 +62,7 @@ std::vector<BlockKey> keys_of(const nb::bytes& keys, std::size_t count) {
   return out;
 }
 
-/// As free(), it only blocks where it has to give memory back.
+/// Like free(), it blocks only if the pool is over its limit and must unmap pages.
 void cache(Pool& pool, nb::handle sequence, const std::optional<nb::bytes>& keys) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
   const std::vector<BlockKey> named = keys ? keys_of(*keys, ids.size()) : std::vector<BlockKey>();
@@ -89,14 +89,15 @@ double seconds(std::chrono::nanoseconds time) {
 }
 
 void bind_results(nb::module_& m) {
-  nb::class_<Writeback::Demotion>(m, "Demotion", "What is to be copied before it is evicted.")
+  nb::class_<Writeback::Demotion>(m, "Demotion",
+                                  "A request to copy blocks before the pool evicts them.")
       .def_prop_ro(
           "reason", [](const Writeback::Demotion& want) { return name_of(want.reason); },
-          "reclaim, limit or sleep.")
-      .def_ro("blocks", &Writeback::Demotion::blocks, "Cached blocks that have no copy.")
+          "Why the pool shrinks: reclaim, limit or sleep.")
+      .def_ro("blocks", &Writeback::Demotion::blocks, "The number of cached blocks without a copy.")
       .def_prop_ro("seconds_left",
                    [](const Writeback::Demotion& want) { return seconds(want.left); });
-  nb::class_<WritebackBatch>(m, "Leaving", "Blocks of which a copy is being made.")
+  nb::class_<WritebackBatch>(m, "Leaving", "Blocks under writeback.")
       .def_ro("ticket", &WritebackBatch::ticket)
       .def_prop_ro("ids", [](const WritebackBatch& leaving) { return list_of(leaving.ids); })
       .def_prop_ro("keys", [](const WritebackBatch& leaving) {
@@ -115,9 +116,9 @@ std::uint64_t end_writeback(Pool& pool, std::uint32_t ticket, nb::handle copied)
 void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
   bind_results(m);
   pool.def("cache", &cache, "ids"_a, "keys"_a = nb::none(),
-           "Keep the contents of used blocks until the memory is needed; the first named goes "
-           "first. `keys`: 16 bytes for each, zeros for none: what a tier may keep them under. "
-           "All or nothing; raises as free().")
+           "Turn used blocks into cached ones: they keep their contents until the memory is "
+           "needed. Earlier ids are evicted earlier. `keys` has 16 bytes per block, zeros for "
+           "none: the keys under which a tier may store them. All or nothing. Raises as free().")
       .def(
           "name_blocks",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
@@ -125,8 +126,8 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
             check(own(self).writeback.name(ids, keys_of(keys, ids.size())));
           },
           "ids"_a, "keys"_a,
-          "Give blocks in use or cached their keys; one with another key than before has no copy "
-          "any more. All or nothing; raises UnknownBlockError (free ones, too), NullBlockError.")
+          "Set the keys of used or cached blocks. A block whose key changes counts as not copied. "
+          "All or nothing. Raises UnknownBlockError (also for free blocks) and NullBlockError.")
       .def(
           "use_tiers",
           [](Pool& self, double reclaim_wait_s, double limit_wait_s, double sleep_wait_s) {
@@ -134,8 +135,8 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
                 {wait_of(reclaim_wait_s), wait_of(limit_wait_s), wait_of(sleep_wait_s)});
           },
           nb::kw_only(), "reclaim_wait_s"_a = 0.02, "limit_wait_s"_a = 2.0, "sleep_wait_s"_a = 30.0,
-          "From now on evictions are counted as demoted or dropped, and what shrinks the pool "
-          "waits so long for copies, while a thread serves next_demotion().")
+          "Count evictions as demoted or dropped from now on. A shrinking pool waits for copies, "
+          "at most for the given times in seconds, while a thread serves next_demotion().")
       .def(
           "mark_clean",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
@@ -143,11 +144,11 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
             return own(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
           },
           "ids"_a, "keys"_a,
-          "Say that a tier has these blocks; those that still have these keys are clean. Returns "
-          "how many.")
+          "Report that a tier has copies of these blocks. Marks those that still have these keys "
+          "as clean, and returns their number.")
       .def(
           "forget_copies", [](Pool& self) { return own(self).writeback.forget_copies(); },
-          "Say that no tier has any block; returns how many were clean.")
+          "Report that no tier has a copy of any block. Returns how many blocks were clean.")
       .def(
           "next_demotion",
           [](Pool& self, double timeout_s) {
@@ -156,8 +157,9 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
                 [&self = own(self), timeout] { return self.writeback.next_demotion(timeout); });
           },
           "timeout_s"_a,
-          "Block until what shrinks the pool wants blocks copied, timeout_s at most, or until "
-          "stop_demotions(); then None. From the first call on shrinking waits for copies.")
+          "Block until the shrinking pool has blocks to copy, at most `timeout_s` seconds or until "
+          "stop_demotions(). Returns None in the latter cases. From the first call on, a shrinking "
+          "pool waits for copies.")
       .def(
           "clean",
           [](Pool& self, double timeout_s) {
@@ -166,17 +168,17 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
                 [&self = own(self), timeout] { return self.writeback.clean(timeout); });
           },
           "timeout_s"_a,
-          "Have everything cached copied that has a key, and keep it cached; blocks, timeout_s at "
-          "most. Returns how many cached blocks have no copy then.")
+          "Have every cached block with a key copied; the blocks stay cached. Blocks at most "
+          "`timeout_s` seconds. Returns how many cached blocks are left without a copy.")
       .def(
           "stop_demotions", [](Pool& self) { own(self).writeback.stop_demotions(); },
-          "Nobody serves next_demotion() any more, and nothing waits for copies.")
+          "Stop serving next_demotion(). No call waits for copies any more.")
       .def(
           "begin_leaving",
           [](Pool& self, std::uint64_t most) { return own(self).writeback.begin(most); }, "most"_a,
-          "Choose at most `most` dirty cached blocks that have keys: the oldest, or those that "
-          "would go first while somebody shrinks the pool. They can be copied, and their pages "
-          "stay, until end_leaving().")
+          "Start writeback of at most `most` dirty cached blocks that have keys: the oldest, or "
+          "the next to be evicted while the pool shrinks. Their contents can be copied, and their "
+          "pages stay, until end_leaving().")
       .def(
           "still_leaving",
           [](const Pool& self, std::uint32_t ticket) {
@@ -186,28 +188,29 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
             return out;
           },
           "ticket"_a,
-          "A flag for each block that left: whether it still holds what it held then. Ask after "
-          "the copy and before it is kept under its key: an alloc may have taken the block while "
+          "Return for each block under writeback whether its contents are unchanged. Call it after "
+          "the copy and before storing it under its key: an alloc may have taken the block while "
           "it was read.")
       .def("end_leaving", &end_writeback, "ticket"_a, "copied"_a,
-           "A flag for each block that left: whether a tier has its copy now. Blocks that were "
-           "used by others or renamed meanwhile are passed over. Returns how many are clean now.")
+           "End writeback. `copied` has a flag per block: whether a tier has its copy now. Skips "
+           "blocks that were reallocated or got another key in the meantime. Returns how many "
+           "blocks are clean now.")
       .def_prop_ro(
           "record_bytes", [](const Pool& self) { return self.writeback.record_bytes(); },
-          "Bytes of one block in all buffers and all ranks.")
+          "The size of one block in all buffers and all ranks, in bytes.")
       .def(
           "copy_out",
           [](Pool& self, nb::handle ids, const std::shared_ptr<Staging>& staging,
              nb::handle slots) { copy(self, ids, staging, slots, CopyTo::kHost); },
           "ids"_a, "staging"_a, "slots"_a,
-          "Copy blocks into slots, one each; blocks, without the GIL. They must be the caller's: "
-          "in "
-          "use, pinned, or leaving. Raises InvalidArgumentError, DriverError, ChannelError.")
+          "Copy blocks into slots, one each. Blocks, without the GIL. The blocks must be used, "
+          "pinned or under writeback. Raises InvalidArgumentError, DriverError or ChannelError.")
       .def(
           "copy_in",
           [](Pool& self, const std::shared_ptr<Staging>& staging, nb::handle slots,
              nb::handle ids) { copy(self, ids, staging, slots, CopyTo::kDevice); },
-          "staging"_a, "slots"_a, "ids"_a, "The way back, into blocks in use.");
+          "staging"_a, "slots"_a, "ids"_a,
+          "Copy slots into used blocks, one each. Otherwise as copy_out().");
 }
 
 }  // namespace kvelastic
