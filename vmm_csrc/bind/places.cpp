@@ -1,4 +1,4 @@
-// `kvelastic._vmm.Places`: where an instance's pages lie, one member for each device's ledger.
+// `kvelastic._vmm.Places`: the devices of an instance's pages, with one ledger member each.
 #include "ledger/places.h"
 
 #include <nanobind/nanobind.h>
@@ -25,7 +25,7 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-/// (total, free) bytes by rank.
+/// (total, free) bytes by rank; empty: unknown.
 using DevicesSeen = std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>>;
 
 const char* text_of(Sight sight) {
@@ -99,33 +99,36 @@ nb::list devices(const Places& places) {
 }  // namespace
 
 void bind_places(nb::module_& m) {
-  nb::class_<Places>(
-      m, "Places",
-      "Where an instance's pages lie, for its pool; see vmm_csrc/ledger/places.h. What is "
-      "asked of\nthe ledgers is asked of all of them, and is all or nothing. Any "
-      "thread.")
+  nb::class_<Places>(m, "Places",
+                     "The devices that hold an instance's pages, with the instance's member in "
+                     "each device's ledger; see vmm_csrc/ledger/places.h. Every request goes to "
+                     "all ledgers and is all or nothing. Any thread.")
       .def(nb::new_(&make_places), "places"_a, "copy_bytes"_a,
-           "`places` are (member, ranks whose pages lie there), one for each device; `copy_bytes` "
-           "is\nwhat one rank's copy of a page takes. Raises InvalidArgumentError.")
-      .def_prop_ro("devices", &devices, "(name, copies of each page), in the order of their names.")
-      .def_prop_ro("page_bytes", &Places::page_bytes, "What one page costs all devices together.")
+           "`places` has one (member, ranks whose pages lie there) per device. `copy_bytes` is the "
+           "size of one rank's copy of a page. Raises InvalidArgumentError.")
+      .def_prop_ro("devices", &devices, "(name, copies of each page) per device, ordered by name.")
+      .def_prop_ro("page_bytes", &Places::page_bytes,
+                   "The size of a page with all its copies on all devices, in bytes.")
       .def(
           "grant", [](Places& places, std::uint64_t pages) { return own(places).grant(pages); },
-          "pages"_a, "Take as many of `pages` pages as all devices have; returns how many.")
+          "pages"_a,
+          "Take up to `pages` pages, as many as all devices have, and return their number.")
       .def(
           "arrived", [](Places& places, std::uint64_t pages) { own(places).arrived(pages); },
-          "pages"_a, "Pages that were granted are mapped.")
+          "pages"_a, "Report that granted pages are mapped.")
       .def(
           "leaving", [](Places& places, std::uint64_t pages) { own(places).leaving(pages); },
-          "pages"_a, "Pages that are mapped are about to be unmapped.")
+          "pages"_a, "Report that mapped pages are about to be unmapped.")
       .def(
           "give_back", [](Places& places, std::uint64_t pages) { own(places).give_back(pages); },
           "pages"_a)
-      .def("room", &Places::room, "Pages that grant() would give now.")
-      .def("reach", &Places::reach, "The same with what others would have to give up.")
+      .def("room", &Places::room, "Return how many pages grant() could take now.")
+      .def("reach", &Places::reach,
+           "Return how many pages could become available: room() plus what other instances would "
+           "have to release.")
       .def_prop_ro("granted_bytes", &Places::granted_bytes)
       .def_prop_ro("capacity_bytes", &Places::capacity_bytes,
-                   "What the instance could hold, if it were alone.")
+                   "The most that the instance could hold without other instances, in bytes.")
       .def(
           "see_devices",
           [](Places& places, const std::function<DevicesSeen()>& look) {
@@ -139,21 +142,24 @@ void bind_places(nb::module_& m) {
             }));
           },
           "look"_a,
-          "Tell the ledgers what strangers hold, from what `look` answers: (total, free) bytes of\n"
-          "each rank's device. Returns how certain that is: none, changed, bounded, exact.")
+          "Record in the ledgers how much memory other processes use. `look` returns (total, free) "
+          "bytes of each rank's device, or None where unknown. Returns how certain the result is: "
+          "none, changed, bounded or exact.")
       .def(
           "set_min", [](Places& places, std::uint64_t bytes) { check(places.set_min(bytes)); },
           "bytes"_a,
-          "The guarantee of all places together. Raises GuaranteeError; nothing has changed then.")
+          "Set the guarantee of the whole instance, in bytes. Raises GuaranteeError; then nothing "
+          "has changed.")
       .def_prop_ro("min_bytes", &Places::min_bytes)
       .def(
           "set_priority",
           [](Places& places, std::int64_t priority) { check(places.set_priority(priority)); },
           "priority"_a)
       .def("reserve", &reserve, "bytes"_a,
-           "Say what this member has beside its grants: bytes by device; the other devices stay.\n"
-           "For more than before others are asked, and waited for, five seconds at most. Raises\n"
-           "GuaranteeError, ReserveError, InvalidArgumentError; nothing has changed then.")
+           "Set the reserves: the memory besides grants, in bytes by device. Devices that are not "
+           "named keep theirs. For an increase, request memory from others and block until it is "
+           "available, at most five seconds. Raises GuaranteeError, ReserveError or "
+           "InvalidArgumentError; then nothing has changed.")
       .def(
           "wake",
           [](Places& places, double timeout_s) {
@@ -162,15 +168,17 @@ void bind_places(nb::module_& m) {
                            std::chrono::duration_cast<std::chrono::nanoseconds>(
                                std::chrono::duration<double>(timeout_s)));
           },
-          "timeout_s"_a, "Have guarantee and reserve count again, as Pool.wake; for tests.")
+          "timeout_s"_a,
+          "Claim the guarantee and the reserve again, as Pool.wake does; for tests. Blocks.")
       .def(
           "fall_asleep", [](Places& places) { own(places).fall_asleep(); },
-          "Guarantee and reserve count for nothing until it wakes.")
+          "Exclude guarantee and reserve from the sums until the instance wakes.")
       .def_prop_ro("is_asleep", &Places::is_asleep)
       .def(
           "ask", [](Places& places, std::uint64_t pages) { return own(places).ask(pages); },
           "pages"_a,
-          "Say that pages are missing, where they are. False: on one device nobody has to give.")
+          "Request memory for `pages` pages in each ledger that lacks some. Returns False if on "
+          "one of those devices no instance has to release memory.")
       .def("stop_asking", [](Places& places) { own(places).stop_asking(); })
       .def(
           "wanted",
@@ -178,7 +186,7 @@ void bind_places(nb::module_& m) {
             const Places::Wanted wanted = places.wanted();
             return nb::make_tuple(wanted.pages, static_cast<std::uint32_t>(wanted.depth));
           },
-          "(pages, depth) that others ask of this one.")
+          "Return (pages, depth) that other instances request from this one.")
       .def(
           "add_worker",
           [](Places& places, std::uint32_t rank, std::uint32_t pid,
@@ -186,12 +194,12 @@ void bind_places(nb::module_& m) {
             check(places.add_worker(rank, pid, start_time_ticks));
           },
           "rank"_a, "pid"_a, "start_time_ticks"_a,
-          "Name the process that maps the pages of a rank: what its device has granted stays until "
-          "it\nis gone.")
+          "Register the process that maps the pages of a rank. The grant on the rank's device "
+          "stays until that process has ended.")
       .def(
           "check_integrity",
           [](const Places& places, std::uint64_t pages) { check(places.check_integrity(pages)); },
-          "pages"_a, "Whether every ledger has granted just these pages. Raises IntegrityError.");
+          "pages"_a, "Raise IntegrityError unless every ledger has granted exactly these pages.");
 }
 
 }  // namespace kvelastic
