@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: the pool, its keeper, and the ring to a worker process.
+// `kvelastic._vmm`: the pool, its maintenance thread, and the ring to worker processes.
 #include "pool/pool.h"
 
 #include <nanobind/nanobind.h>
@@ -26,19 +26,19 @@ namespace {
 
 constexpr double kNanosecondsPerSecond = 1e9;
 
-/// Seconds from Python; negative or beyond any clock: for ever.
+/// Converts seconds from Python. Negative or more than 1e9 s: without a limit.
 std::chrono::nanoseconds duration(double seconds) {
   if (std::isnan(seconds)) raise_code("INVALID_ARGUMENT", "a time in seconds cannot be nan");
   if (seconds < 0 || seconds > 1e9) return kForever;
   return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * kNanosecondsPerSecond));
 }
 
-/// How long what is to be reserved is waited for.
+/// How long a wake waits for others to release the reserve.
 std::chrono::nanoseconds reserve_wait() {
   return std::chrono::nanoseconds(ReclaimRules{}.reserve_wait_ns);
 }
 
-/// The ring area of a segment, and what keeps it mapped.
+/// The ring area of a segment, and the hold that keeps it mapped.
 std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(const PyRecord& record) {
   std::shared_ptr<BufferHold> hold = record.hold();
   if (hold->readonly()) raise_code("SEGMENT", "a ring needs a segment opened for writing");
@@ -83,8 +83,8 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
 
 nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   std::optional<std::vector<BlockId>> ids;
-  // The common case takes no page. To give the GIL away in it would cost far more than it takes: a
-  // thread that wants it has it for up to 5 ms then, and the engine's step stands still.
+  // The common case maps no page and is short. Releasing the GIL there would cost far more: another
+  // thread could keep it for up to 5 ms and delay the engine's step.
   if (!own(pool).allocator.try_alloc(count, ids, reuse)) {
     ids = unwrap(without_gil([&] { return pool.allocator.alloc(count, reuse); }));
   }
@@ -98,7 +98,7 @@ nb::object alloc_run(Pool& pool, std::uint64_t pages) {
   return ids ? list_of(*ids) : nb::none();
 }
 
-/// One of the lock-free values.
+/// Returns a value that PoolState publishes without a lock.
 template <auto method>
 auto from_state(const Pool& pool) {
   return (pool.state.*method)();
@@ -108,7 +108,7 @@ void report_busy(Pool& pool, bool busy) {
   if (own(pool).state.places) pool.state.places->report_busy(busy);
 }
 
-/// free and touch only block where they have to give memory back.
+/// free and touch block only if the pool is over its limit and must unmap pages.
 template <Status (Allocator::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
@@ -131,7 +131,7 @@ PinKind pin_kind(std::string_view name) {
   raise_code("INVALID_ARGUMENT", "a pin is strict, fenced or ordered, not " + std::string(name));
 }
 
-/// As free, it only blocks where it has to give memory back.
+/// Like free, it blocks only if the pool is over its limit and must unmap pages.
 bool unpin(Pool& pool, PinTicket ticket) {
   if (!own(pool).state.is_over_limit()) return pool.allocator.unpin(ticket);
   return without_gil([&] { return pool.allocator.unpin(ticket); });
@@ -203,7 +203,8 @@ nb::dict occupancy(const Pool& pool, nb::object pages) {
 }
 
 void bind_ring(nb::module_& m) {
-  nb::class_<RingBacking>(m, "Ring", "The scheduler's end of the ring to its worker processes.")
+  nb::class_<RingBacking>(m, "Ring",
+                          "The scheduler's end of the ring to its worker processes. Any thread.")
       .def_static(
           "create",
           [](const PyRecord& record, const Geometry& geometry, double timeout_s,
@@ -213,8 +214,8 @@ void bind_ring(nb::module_& m) {
                 unwrap(RingBacking::create(area, geometry, ranks, duration(timeout_s), hold)));
           },
           "record"_a, "geometry"_a, "timeout_s"_a, "ranks"_a = 1,
-          "Write an empty ring for `ranks` workers into a segment; commands wait timeout_s at most "
-          "(< 0: for ever).")
+          "Write an empty ring for `ranks` workers into a segment. A command waits at most "
+          "`timeout_s` seconds for its acknowledgement (negative: without a limit).")
       .def(
           "wait_for_workers",
           [](RingBacking& ring, double timeout_s) {
@@ -223,17 +224,19 @@ void bind_ring(nb::module_& m) {
           "timeout_s"_a, "Block until every rank has a worker. Raises ChannelTimeoutError.")
       .def(
           "ping", [](RingBacking& ring) { check(without_gil([&] { return ring.ping(); })); },
-          "Ask every worker for nothing but an answer. Raises ChannelError.")
+          "Send every worker an empty command and block until all have acknowledged it. Raises "
+          "ChannelError.")
       .def_prop_ro(
           "has_live_processes", [](const RingBacking& ring) { return ring.has_live_processes(); },
-          "Whether a worker's process, other than this one, lives.")
+          "True if another process has been a worker and is alive.")
       .def_prop_ro(
           "workers", [](const RingBacking& ring) { return ring.workers(); },
-          "(pid, start time in ticks) of the process of each rank; (0, 0): none yet.")
+          "(pid, start time in ticks) of each rank's process; (0, 0) if it is not attached yet.")
       .def_prop_ro("geometry", &RingBacking::geometry);
 
   nb::class_<RingWorker>(m, "RingWorker",
-                         "The worker's end: a native thread that maps and unmaps as told.")
+                         "The worker's end of a ring: a native thread that executes the "
+                         "scheduler's commands to map and unmap pages.")
       .def_static(
           "start",
           [](const PyRecord& record, std::shared_ptr<Range> range, std::size_t rank) {
@@ -242,7 +245,7 @@ void bind_ring(nb::module_& m) {
                 unwrap(RingWorker::start(area, std::move(range), rank, hold)));
           },
           "record"_a, "range"_a, "rank"_a = 0,
-          "Serve the segment's ring on a range as one of its ranks, until stop().")
+          "Serve the segment's ring as `rank`, with the pages of `range`, until stop().")
       .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); }); });
 }
 
@@ -252,48 +255,49 @@ void bind_pool(nb::module_& m) {
   bind_ring(m);
 
   nb::class_<Pool> pool(m, "Pool",
-                        "Blocks over a Range, or over a Ring to the process that has it. Any "
-                        "thread; see vmm_csrc/pool/pool.h.");
+                        "Allocates blocks from the pages of a Range, or through a Ring from the "
+                        "pages of worker processes. Any thread; see vmm_csrc/pool/pool.h.");
   bind_pool_tiers(m, pool);
   pool.def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "cache_idle_s"_a = -1.0, "preallocate"_a = true,
            "places"_a = nb::none(), "reclaim_wait_s"_a = 0.05, "movable"_a = false)
       .def("alloc", &alloc, "count"_a, nb::kw_only(), "reuse"_a = false,
-           "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then. "
-           "With `reuse`, before a page is mapped, also blocks that were given back and are still "
-           "pinned, but not strictly.")
+           "Return the ids of `count` blocks, or None if too few are available; then nothing has "
+           "changed. With `reuse`, before it maps a page, it also takes freed blocks that are "
+           "still pinned, except strictly pinned ones. May block to map pages.")
       .def("alloc_run", &alloc_run, "pages"_a,
-           "Ids of all blocks of `pages` pages side by side, one run of addresses, or None when "
-           "they "
-           "cannot be had; nothing has changed then. Blocks.")
+           "Return the ids of all blocks of `pages` consecutive pages, or None if they are not "
+           "available; then nothing has changed. Blocks.")
       .def("free", &with_ids<&Allocator::free>, "ids"_a,
-           "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
-           "UnknownBlockError, NullBlockError.")
-      .def("touch", &with_ids<&Allocator::touch>, "ids"_a, "Use cached blocks again.")
+           "Free used or cached blocks. All or nothing; raises DoubleFreeError, UnknownBlockError "
+           "or NullBlockError.")
+      .def("touch", &with_ids<&Allocator::touch>, "ids"_a,
+           "Turn cached blocks into used ones. All or nothing; raises as free().")
       .def(
           "pin",
           [](Pool& pool, nb::handle ids, std::string_view kind) {
             return unwrap(own(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
           },
           "ids"_a, nb::kw_only(), "kind"_a = "strict",
-          "Keep used or cached blocks where they are, and from being handed out, until unpin(), "
-          "whoever gives them back meanwhile; returns a ticket. kind: what alloc(reuse=True) may "
-          "do before: strict: nothing; fenced: use them last, since the engine makes their next "
-          "user wait for the reader; ordered: use them, since their next user's work comes after "
-          "the reader's in one queue. All or nothing; raises UnknownBlockError (free blocks, too), "
-          "NullBlockError.")
+          "Pin used or cached blocks and return a ticket. Until unpin() they are not moved, "
+          "unmapped or allocated, even if they are freed in the meantime. `kind` says what "
+          "alloc(reuse=True) may do with them before that. strict: nothing. fenced: use them last, "
+          "because the engine makes their next user wait for the reader. ordered: use them, "
+          "because their next user's work follows the reader's in one queue. All or nothing; "
+          "raises UnknownBlockError (also for free blocks) or NullBlockError.")
       .def("unpin", &unpin, "ticket"_a,
-           "End a pin: what was given back meanwhile is free or cached now. False: it had ended.")
+           "End a pin. Blocks that were freed or cached in the meantime are free or cached now. "
+           "Returns False if the pin had already ended.")
       .def(
           "pinned", [](const Pool& pool) { return list_of(pinned(own(pool).state)); },
-          "Ids of blocks that were given back and are still pinned.")
+          "Return the ids of blocks that were freed or cached and are still pinned.")
       .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
-                   "How many of these alloc(reuse=True) could use again.")
+                   "How many pinned blocks alloc(reuse=True) could use again.")
       .def("available_size", &from_state<&PoolState::available>,
-           "Blocks that alloc could give now.")
+           "Return how many blocks alloc() could return now.")
       .def("available_mapped", &from_state<&PoolState::available_mapped>,
-           "Blocks that alloc could give now without mapping a page.")
+           "Return how many blocks alloc() could return now without mapping a page.")
       .def(
           "ensure",
           [](Pool& pool, std::uint64_t count, std::uint64_t needed) {
@@ -302,14 +306,14 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&] { return pool.allocator.ensure(count, needed); }));
           },
           "count"_a, nb::kw_only(), "needed"_a = 0,
-          "Map pages until `count` blocks are free, as far as the limit goes; never evicts. In a "
-          "session it waits for other instances only while fewer than `needed` could be had. "
-          "Returns available_mapped().")
+          "Map pages within the limit until `count` blocks are free. Never evicts. In a session it "
+          "waits for other instances only while fewer than `needed` blocks are available. Returns "
+          "available_mapped().")
       .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_epoch>,
-                   "How many of the arrivals came of free and cache.")
+                   "How many of the increments of `arrivals` came from free() and cache().")
       .def_prop_ro("arrivals", &from_state<&PoolState::epoch>,
-                   "Goes up whenever blocks can be had that could not be had before. Read it "
-                   "before a try that may fail.")
+                   "A number that is incremented whenever more blocks become available. Read it "
+                   "before a call that may fail for lack of blocks.")
       .def(
           "wait_for_arrival",
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
@@ -319,12 +323,12 @@ void bind_pool(nb::module_& m) {
             });
           },
           "seen"_a, "timeout_s"_a,
-          "Block until arrivals is another than `seen`, timeout_s at most; returns it. The keeper "
-          "goes on asking for what is missing as long as this is called.")
+          "Block until `arrivals` differs from `seen`, at most `timeout_s` seconds, and return it. "
+          "While a thread waits here, the maintenance thread keeps requesting the missing memory.")
       .def("report_busy", &report_busy, "busy"_a,
-           "Report to the ledgers whether the engine has unfinished requests: without any, others "
-           "may take its cache at once. Until the first call that is judged by the time since the "
-           "last alloc or free.")
+           "Report to the ledgers whether the engine has unfinished requests. Without any, others "
+           "may take its cache at once. Before the first report, idleness is derived from the time "
+           "since the last alloc or free.")
       .def(
           "report_waiting",
           [](Pool& pool, std::uint64_t requests, std::uint64_t first_blocks,
@@ -336,10 +340,9 @@ void bind_pool(nb::module_& m) {
           },
           "requests"_a, nb::kw_only(), "first_blocks"_a = 0, "first_may_blocks"_a = 0,
           "Report how many requests wait for memory, how many blocks the first of them needs in "
-          "all (0: not known), and how many at its end if its answer is the longest. Published "
-          "with "
-          "the usage. Returns the least limit in bytes for either, and what limit and device allow "
-          "(0 in sleep).")
+          "all (0: unknown), and how many it needs if its output has the maximum length. The "
+          "values are published with the usage. Returns in bytes the least limit for each of the "
+          "two needs, and what limit and device allow (0 while asleep).")
       .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
@@ -347,8 +350,8 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&] { return pool.allocator.try_to_reserve(count); }));
           },
           "count"_a,
-          "Set blocks aside for the next allocs; False when there are not as many. They make way "
-          "for a lower limit, sleep and other instances.")
+          "Reserve blocks for the next allocs. Returns False if too few are available. A lower "
+          "limit, sleep and memory requests of other instances drop the reservation. Blocks.")
       .def("free_reserved",
            [](Pool& p) { without_gil([&p = own(p)] { p.allocator.free_reserved(); }); })
       .def_prop_ro("has_evicted", &from_state<&PoolState::has_changes>)
@@ -361,22 +364,24 @@ void bind_pool(nb::module_& m) {
             }
             return out;
           },
-          "(id, to) of every cached block that moved (to: where it is) or was evicted (to < 0: "
-          "forget\n"
-          "what it held; -2: a tier has a copy, -1: none has) since the last call, in order.")
+          "Return (id, to) of every cached block that was moved or evicted since the last call, in "
+          "order. `to` is the new id after a move. It is negative after an eviction, and the "
+          "engine must forget the contents: -2 if a tier has a copy, -1 if none has.")
       .def(
           "compact",
           [](Pool& pool) {
             return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.compact(); }));
           },
-          "Move the cached blocks of one page into holes of others; returns how many moved.")
+          "Move the cached blocks of one page into holes of other pages. Returns how many blocks "
+          "moved. Blocks.")
       .def(
           "enter",
           [](Pool& pool) {
             if (!own(pool).state.session.try_lock())
               without_gil([&] { pool.state.session.lock(); });
           },
-          "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
+          "Begin a session: until exit(), only calls of this thread take blocks away. Blocks while "
+          "another thread is in a session.")
       .def(
           "exit",
           [](Pool& pool) {
@@ -385,9 +390,9 @@ void bind_pool(nb::module_& m) {
             }
             pool.state.session.unlock();
           },
-          "End the session. Raises InvalidArgumentError where this thread has begun none.")
+          "End the session. Raises InvalidArgumentError if this thread has not begun one.")
       .def("set_limit", &set_limit, "limit_bytes"_a,
-           "Set the limit and give back what is over it, as far as that can be had.")
+           "Set the limit and release the memory beyond it, except for blocks in use. Blocks.")
       .def(
           "sleep",
           [](Pool& pool) {
@@ -397,9 +402,9 @@ void bind_pool(nb::module_& m) {
               return pool.limits.settle();
             })));
           },
-          "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
-          "blocks are evicted at once. Waits for pages that others have begun to unmap. No block "
-          "is handed out until wake().")
+          "Evict cached blocks at once and release all memory, including the null block's page, as "
+          "soon as no block is in use. Waits for pages that other threads are unmapping. No block "
+          "is allocated until wake().")
       .def(
           "wake",
           [](Pool& pool, std::optional<double> timeout_s) {
@@ -407,16 +412,13 @@ void bind_pool(nb::module_& m) {
             check(without_gil([&pool = own(pool), timeout] { return pool.limits.wake(timeout); }));
           },
           "timeout_s"_a = nb::none(),
-          "Hand out blocks again; the next alloc or ensure maps the null block's page. Its "
-          "guarantee\n"
-          "and its reserve are asked of the ledger first; waits for what others have to give, "
-          "five\n"
-          "seconds unless `timeout_s` says otherwise. Raises GuaranteeError, ReserveError; it "
-          "sleeps\n"
-          "on then.")
+          "Allow allocs again. The next alloc or ensure maps the null block's page. First claims "
+          "guarantee and reserve from the ledger and blocks until others have released that "
+          "memory: at most `timeout_s` seconds, five by default. Raises GuaranteeError or "
+          "ReserveError; the pool then stays asleep.")
       .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).state.is_asleep(); })
       .def_prop_ro("is_over_limit", &from_state<&PoolState::is_over_limit>,
-                   "Whether more is held than the limit allows.")
+                   "True if the pool holds more memory than the limit allows.")
       .def(
           "excess",
           [](const Pool& pool) {
@@ -425,8 +427,8 @@ void bind_pool(nb::module_& m) {
             for (const auto& [page, blocks] : excess.used) used[nb::int_(page)] = blocks;
             return nb::make_tuple(excess.pages, used);
           },
-          "How many pages have to be emptied for the limit to hold, and of each page that could "
-          "be how many of its blocks are in use, those that are pinned included.")
+          "Return (pages, used): how many pages must be emptied until the limit holds, and for "
+          "each candidate page how many of its blocks are in use, including pinned ones.")
       .def("limit_state",
            [](const Pool& pool) { return limit_dict(own(pool).state.limit_state()); })
       .def(
@@ -435,10 +437,10 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.trim(); })) *
                    pool.state.page_bytes();
           },
-          "Give every parked page back; returns the bytes.")
+          "Unmap every parked page. Returns the released bytes. Blocks.")
       .def(
           "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.allocator.clear(); }); },
-          "Free every block and every reservation.")
+          "Free every block and drop every reservation.")
       .def(
           "close",
           [](Pool& pool, bool discard) {
@@ -447,28 +449,29 @@ void bind_pool(nb::module_& m) {
                    pool.state.page_bytes();
           },
           nb::kw_only(), "discard"_a = false,
-          "Hand out nothing any more and give all back that is not in use, or all; returns the "
-          "bytes that are still held.")
+          "Close the pool: allocate nothing any more and release the memory that is not in use, or "
+          "with `discard` all of it. Returns the bytes that are still held. Blocks.")
       .def_prop_ro("mapped_bytes",
                    [](const Pool& pool) { return own(pool).state.limit_state().mapped_bytes; })
       .def_prop_ro("geometry", [](const Pool& pool) { return pool.state.geometry; })
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
-           "Blocks in use or cached, by page; only mapped pages.")
+           "Return the number of used or cached blocks by page, for mapped pages only.")
       .def("stats", &stats_dict)
       .def_prop_ro(
           "max_cached_blocks",
           [](const Pool& pool) { return own(pool).state.options.max_cached_blocks; },
-          "How many blocks the pool keeps cached; -1: no bound.")
+          "How many blocks the pool keeps cached; -1: unlimited.")
       .def_prop_ro(
           "oldest_copyable_s",
           [](Pool& pool) {
             return std::chrono::duration<double>(own(pool).writeback.oldest_copyable()).count();
           },
-          "For how long the oldest block that a tier can copy has been cached; 0 without one.")
+          "The age in seconds of the oldest cached block that a tier can copy; 0 if there is none.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
   nb::class_<MaintenanceThread>(m, "Keeper",
-                                "The instance's thread: requests, provisioning, decay.")
+                                "The instance's maintenance thread: executes requests, maps pages "
+                                "ahead of demand, and unmaps unused parked pages.")
       .def_static(
           "start",
           [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
@@ -485,10 +488,10 @@ void bind_pool(nb::module_& m) {
           "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false,
           "watch_memory"_a = false)
       .def_prop_ro("memory_looks", &MaintenanceThread::memory_looks,
-                   "How often it has looked what the machine has left.")
+                   "How many times the machine's free memory was checked.")
       .def(
           "stop", [](MaintenanceThread& keeper) { without_gil([&] { keeper.stop(); }); },
-          "End the thread. Blocks until what it does is done.");
+          "Stop the thread. Blocks until its current work is done. Idempotent.");
 }
 
 }  // namespace kvelastic
