@@ -34,7 +34,7 @@ nb::dict stats_dict(const Driver& driver) {
   return out;
 }
 
-/// The whole range as one flat tensor of bytes. It keeps the range alive, whoever holds it.
+/// The whole range as one flat tensor of bytes. The tensor keeps the range alive.
 nb::ndarray<std::int8_t, nb::ndim<1>> range_tensor(const std::shared_ptr<Range>& range) {
   auto* keep = new std::shared_ptr<Range>(range);  // owned by the capsule below
   nb::capsule owner(keep,
@@ -51,9 +51,11 @@ nb::ndarray<std::int8_t, nb::ndim<1>> range_tensor(const std::shared_ptr<Range>&
 }  // namespace
 
 void bind_driver(nb::module_& m) {
-  nb::class_<HostMemory>(m, "HostMemory", "What the machine and its cgroups have left.")
+  nb::class_<HostMemory>(
+      m, "HostMemory",
+      "The memory bounds of the machine and of this process's cgroups. Thread-safe.")
       .def(nb::init<const std::string&>(), "root"_a = "/",
-           "`root` is where proc and sys are found.")
+           "`root` is the directory that contains proc and sys.")
       .def(
           "look",
           [](const HostMemory& memory) {
@@ -68,24 +70,28 @@ void bind_driver(nb::module_& m) {
             }
             return rooms;
           },
-          "The bounds as they are now, the tightest first.")
+          "Read the bounds and return them as dicts, tightest first. `spare_bytes` is `left_bytes` "
+          "minus a safety margin.")
       .def(
           "refuse_if_tight",
           [](HostMemory& memory, std::size_t bytes) { check(memory.refuse_if_tight(bytes)); },
-          "bytes"_a, "Raise OutOfMemoryError where so much more would not leave enough.");
+          "bytes"_a, "Raise OutOfMemoryError if `bytes` more would leave too little memory.");
 
-  nb::class_<Driver>(m, "Driver", "The seam to an OS or a GPU; see vmm_csrc/driver/driver.h.")
+  nb::class_<Driver>(
+      m, "Driver",
+      "The interface to the memory of a host or a GPU; see vmm_csrc/driver/driver.h. Thread-safe.")
       .def_prop_ro("granularity_bytes", &Driver::granularity_bytes)
       .def("stats", &stats_dict)
       .def(
           "drain", [](Driver& d) { check(without_gil([&] { return d.drain(); })); },
-          "Block until work given to the device so far is done with its pages.")
+          "Block until the device has finished all work submitted so far that may use the pages.")
       .def(
           "reserve",
           [](Driver& d, std::size_t bytes) {
             return reinterpret_cast<std::uintptr_t>(unwrap(d.reserve(bytes)));
           },
-          "bytes"_a, "Reserve addresses; returns the first. They hold no memory and fault.")
+          "bytes"_a,
+          "Reserve `bytes` of addresses without memory and return the first. Touching them faults.")
       .def(
           "release",
           [](Driver& d, std::uintptr_t at, std::size_t bytes) {
@@ -97,7 +103,7 @@ void bind_driver(nb::module_& m) {
           [](Driver& d, std::size_t bytes) {
             return unwrap(without_gil([&] { return d.create(bytes); }));
           },
-          "bytes"_a, "Create a page (of zeros on the host); returns its handle.")
+          "bytes"_a, "Create a page, zeroed on the host, and return its handle. Slow.")
       .def(
           "destroy", [](Driver& d, Handle h, std::size_t bytes) { check(d.destroy(h, bytes)); },
           "handle"_a, "bytes"_a)
@@ -122,20 +128,23 @@ void bind_driver(nb::module_& m) {
 
   m.def(
       "HostDriver", []() -> std::shared_ptr<Driver> { return {unwrap(HostDriver::open())}; },
-      "The machine's own memory: one memfd, pages of 2 MiB, unmapped addresses fault.");
+      "Create a driver for the host's memory: one memfd with pages of 2 MiB. Touching unmapped "
+      "addresses faults.");
 
-  nb::class_<CudaDriver, Driver>(m, "CudaDriver",
-                                 "A GPU's memory: CUDA virtual memory; libcuda is found when made.")
+  nb::class_<CudaDriver, Driver>(
+      m, "CudaDriver",
+      "A driver for a GPU's memory, through CUDA virtual memory. Loads libcuda when it is created.")
       .def(nb::new_([](const std::string& device) -> std::shared_ptr<CudaDriver> {
              return unwrap(without_gil([&] { return CudaDriver::open(device); }));
            }),
-           "device"_a = "cuda", "\"cuda\", \"cuda:N\", \"GPU-<uuid>\" or \"MIG-<uuid>\".")
+           "device"_a = "cuda",
+           "`device` is \"cuda\", \"cuda:N\", \"GPU-<uuid>\" or \"MIG-<uuid>\".")
       .def_prop_ro("uuid", &CudaDriver::uuid)
       .def_prop_ro("ordinal", [](const CudaDriver& d) { return d.device().ordinal; })
       .def_prop_ro("total_bytes", [](const CudaDriver& d) { return unwrap(d.total_bytes()); })
       .def_prop_ro("free_bytes", [](const CudaDriver& d) { return unwrap(d.free_bytes()); })
       .def_prop_ro("knows_streams", &CudaDriver::knows_streams,
-                   "Whether use_streams() has been called.")
+                   "True if use_streams() has been called.")
       .def(
           "use_streams",
           [](CudaDriver& d, nb::handle streams) {
@@ -146,25 +155,26 @@ void bind_driver(nb::module_& m) {
             d.use_streams(std::move(handles));
           },
           "streams"_a,
-          "Name the streams whose work uses the pages, as integers; 0 is the legacy default "
-          "stream, "
-          "[] says that no kernel uses them. Before that, unmapping raises StreamsUnknownError.")
+          "Set the streams whose work uses the pages, as integers. 0 is the legacy default stream; "
+          "[] means that no kernel uses the pages. Before the first call, unmapping raises "
+          "StreamsUnknownError.")
       .def(
           "export_page", [](CudaDriver& d, Handle h) { return unwrap(d.export_page(h)); },
-          "handle"_a, "A page as a file descriptor, which the caller closes.")
+          "handle"_a, "Return a file descriptor of a page, which the caller closes.")
       .def(
           "import_page", [](CudaDriver& d, int fd) { return unwrap(d.import_page(fd)); }, "fd"_a,
-          "The handle of another process's page; destroy() gives it back.");
+          "Return a handle of another process's page. The caller releases it with destroy().");
 
-  nb::class_<FaultDriver, Driver>(m, "FaultDriver", "Fails calls on demand; for tests.")
+  nb::class_<FaultDriver, Driver>(m, "FaultDriver", "A driver that fails chosen calls; for tests.")
       .def(nb::init<std::shared_ptr<Driver>>(), "inner"_a)
-      .def(
-          "arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
-          "Count anew; fail the fail_at-th call (the first is 1, 0: none) and fail_count - 1 more.")
+      .def("arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
+           "Restart the count of calls. Fail `fail_count` calls from number `fail_at` on (1 is the "
+           "first call, 0 fails none).")
       .def_prop_ro("calls", &FaultDriver::calls);
 
-  nb::class_<GuardDriver, Driver>(
-      m, "GuardDriver", "Leaves no address without memory: scratch lies behind what is unmapped.")
+  nb::class_<GuardDriver, Driver>(m, "GuardDriver",
+                                  "A driver that maps a scratch page at every unmapped address, so "
+                                  "that touching it does not fault.")
       .def(
           "__init__",
           [](GuardDriver* self, std::shared_ptr<Driver> inner, std::size_t page_bytes) {
@@ -176,10 +186,10 @@ void bind_driver(nb::module_& m) {
             }
             new (self) GuardDriver(std::move(inner), page_bytes);
           },
-          "inner"_a, "page_bytes"_a, "Pages of `inner` are of `page_bytes`, all.");
+          "inner"_a, "page_bytes"_a, "Every page of `inner` must have `page_bytes` bytes.");
 
   nb::class_<Geometry>(m, "Geometry",
-                       "Where ids lie in pages; kvelastic.pool.layout solves for it.")
+                       "The locations of block ids in pages, as computed by kvelastic.pool.layout.")
       .def(
           "__init__",
           [](Geometry* self, std::uint64_t pages, std::uint64_t extent_bytes,
@@ -189,7 +199,7 @@ void bind_driver(nb::module_& m) {
             const Geometry geometry{
                 pages,       extents_per_page, extent_bytes,      extent_stride_bytes,
                 block_bytes, blocks_per_page,  buffers_per_extent};
-            // The granularity is the driver's to know; Range.reserve looks at that.
+            // 1, because only the driver knows its granularity. Range.reserve checks that.
             check(geometry.check(1));
             new (self) Geometry(geometry);
           },
@@ -207,28 +217,29 @@ void bind_driver(nb::module_& m) {
       .def("first_id", &Geometry::first_id, "page"_a);
 
   nb::class_<Range>(m, "Range",
-                    "Reserved addresses and the pages mapped in them. Any thread; batches are all "
-                    "or nothing.")
+                    "Reserved addresses and the pages mapped there. Any thread. A batch of pages "
+                    "is all or nothing.")
       .def_static(
           "reserve",
           [](std::shared_ptr<Driver> driver, const Geometry& geometry) {
             return std::shared_ptr<Range>(unwrap(Range::reserve(std::move(driver), geometry)));
           },
-          "driver"_a, "geometry"_a, "Reserve the addresses; costs no memory.")
+          "driver"_a, "geometry"_a, "Reserve the addresses. Uses no memory.")
       .def(
           "map",
           [](Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = own(r), &batch] { return r.map(batch); }));
           },
-          "pages"_a, "Map pages that are not mapped; new ones hold zeros on the host. Blocks.")
+          "pages"_a, "Map unmapped pages. On the host, new pages are zeroed. Blocks.")
       .def(
           "check_map",
           [](const Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = own(r), &batch] { return r.check_map(batch); }));
           },
-          "pages"_a, "Raise what map() would for these pages whatever memory there is.")
+          "pages"_a,
+          "Raise the errors that map() would raise for these pages, except for a lack of memory.")
       .def(
           "unmap",
           [](Range& r, nb::handle pages, bool destroy) {
@@ -238,7 +249,8 @@ void bind_driver(nb::module_& m) {
             }));
           },
           "pages"_a, nb::kw_only(), "destroy"_a = false,
-          "Unmap pages. Their handles are kept for the next map, or destroyed.")
+          "Unmap pages after the device has finished the work submitted so far. Their handles are "
+          "kept for the next map, or with `destroy` destroyed. Blocks.")
       .def(
           "copy",
           [](Range& r, nb::handle from, nb::handle to) {
@@ -253,18 +265,22 @@ void bind_driver(nb::module_& m) {
             }
             check(without_gil([&r = own(r), &moves] { return r.copy(moves); }));
           },
-          "from"_a, "to"_a, "Copy blocks of mapped pages, in every buffer. Blocks.")
+          "from"_a, "to"_a,
+          "Copy blocks of mapped pages, in every buffer. Blocks until the copy is complete.")
       .def(
           "trim", [](Range& r) { check(without_gil([&r = own(r)] { return r.trim(); })); },
-          "Destroy the handles that unmap kept.")
+          "Destroy the handles that unmap() has kept.")
       .def(
           "hold_grant_of",
           [](Range& r, std::shared_ptr<LedgerMember> member) {
             own(r).hold_grant_of(std::move(member));
           },
-          "member"_a, "Leave the member's ledger when the memory is gone: with its last user.")
+          "member"_a,
+          "Keep `member` in its ledger until the range has released its memory, which is when its "
+          "last user is gone.")
       .def("tensor", &range_tensor,
-           "All of it as a flat int8 tensor (DLPack, no copy). Touching what is not mapped faults.")
+           "Return the whole range as a flat int8 tensor (DLPack, no copy). Touching unmapped "
+           "pages faults.")
       .def(
           "is_mapped", [](const Range& r, PageIndex page) { return own(r).is_mapped(page); },
           "page"_a)
@@ -276,10 +292,10 @@ void bind_driver(nb::module_& m) {
             for (const Handle handle : unwrap(own(r).handles(batch))) found.append(handle);
             return found;
           },
-          "pages"_a, "The driver's handles of mapped pages, for another process to import them.")
+          "pages"_a, "Return the driver's handles of mapped pages, for another process to import.")
       .def(
           "generation", [](const Range& r, PageIndex page) { return own(r).generation(page); },
-          "page"_a, "How often the page was unmapped so far.")
+          "page"_a, "Return how many times the page has been unmapped.")
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)
       .def_prop_ro("failed", &Range::failed)
