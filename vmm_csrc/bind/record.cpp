@@ -1,4 +1,4 @@
-// `kvelastic._vmm.Record`: the record of record.h over any Python buffer.
+// `kvelastic._vmm.Record`: the control block of record.h in any Python buffer.
 #include "bind/record.h"
 
 #include <nanobind/nanobind.h>
@@ -23,7 +23,7 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-/// Long waits come back this often to look for signals that another thread was given.
+/// Long waits check this often for signals, because another thread may have received them.
 constexpr std::int64_t kSignalCheckNs = 100'000'000;
 
 [[noreturn]] void raise_released() {
@@ -51,7 +51,7 @@ Bytes sixteen(nb::bytes value, const char* what) {
   return out;
 }
 
-/// Text that anybody may have written: what is not UTF-8 becomes U+FFFD.
+/// Decodes text that any process may have written. Invalid UTF-8 becomes U+FFFD.
 nb::object text(std::span<const char> field) {
   const std::string_view view = text_of(field);
   PyObject* decoded =
@@ -60,7 +60,7 @@ nb::object text(std::span<const char> field) {
   return nb::steal(decoded);
 }
 
-/// Nanoseconds of a time in seconds; None waits for ever, and so does what no clock can reach.
+/// Converts seconds to nanoseconds. None, or more than 1e9 s: -1, without a limit.
 std::int64_t nanoseconds(std::optional<double> seconds) {
   constexpr double most_seconds = 1e9;
   if (!seconds || *seconds > most_seconds) return -1;
@@ -68,8 +68,8 @@ std::int64_t nanoseconds(std::optional<double> seconds) {
   return static_cast<std::int64_t>(std::max(*seconds, 0.0) * 1e9);
 }
 
-/// Calls `wait(slice_ns)`, GIL released, until it is true or the time is over; Python's signal
-/// handlers run in between, and what they raise ends it.
+/// Calls `wait(slice_ns)` without the GIL until it returns true or the time is over. Runs Python's
+/// signal handlers in between; an exception from one ends the wait.
 template <typename Wait>
 bool wait_in_slices(std::int64_t timeout_ns, Wait wait) {
   const std::uint64_t start_ns = monotonic_ns();
@@ -149,7 +149,7 @@ AnswerState answer_state_of(const std::string& name) {
              "unknown answer state '" + name + "'; known: none, applied, shrinking, refused");
 }
 
-/// The fields of Usage that Python sees, by their names.
+/// The fields of Usage that Python sees, by name.
 constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 22> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
@@ -345,7 +345,7 @@ RequestChange make_change(std::optional<std::uint64_t> limit_bytes,
 
 bool wait_answer(const PyRecord& record, std::uint64_t revision, std::optional<double> timeout_s,
                  bool settled) {
-  const auto hold = record.hold();  // release() in another thread must not unmap it under us
+  const auto hold = record.hold();  // keeps it mapped if another thread calls release()
   const RecordView view = record.view();
   return wait_in_slices(nanoseconds(timeout_s), [&](std::int64_t slice_ns) {
     return view.wait_answer(revision, settled, slice_ns);
@@ -381,7 +381,7 @@ void copy_record_to(int fd, nb::handle buffer) {
 }  // namespace
 
 BufferHold::~BufferHold() {
-  if (Py_IsInitialized() == 0) return;  // the interpreter has given everything back itself
+  if (Py_IsInitialized() == 0) return;  // the finalized interpreter has released its buffers
   const GilHeld locked;
   PyBuffer_Release(&buffer_);
 }
@@ -389,7 +389,7 @@ BufferHold::~BufferHold() {
 std::shared_ptr<RecordOwner> PyRecord::native() const {
   if (is_released()) raise_released();
   if (!owner_) raise_code("SEGMENT", "only the process that made this segment may do that");
-  // Whoever holds the owner also holds the bytes it writes to.
+  // The returned pointer also keeps the buffer that the owner writes to.
   struct Both {
     std::shared_ptr<BufferHold> hold;
     std::shared_ptr<RecordOwner> owner;
@@ -426,42 +426,42 @@ void bind_record(nb::module_& m) {
   m.attr("RECORD_DEVICES") = kRecordDevices;
   m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
   m.def("record_version", &version_of, "buffer"_a,
-        "The version of bytes that start like a segment, of whatever version; None otherwise.");
-  m.def(
-      "copy_record", &copy_record_to, "fd"_a, "buffer"_a,
-      "Copy the record of an open file into a buffer, each value whole; never maps the file. What "
-      "the file does not have stays as it is in the buffer. Raises OSError.");
+        "Return the ABI version if the bytes start like a segment of any version, otherwise None.");
+  m.def("copy_record", &copy_record_to, "fd"_a, "buffer"_a,
+        "Copy the control block of an open file into a buffer, without mapping the file. Each "
+        "value is consistent even if its writer changes it meanwhile. Bytes beyond the end of the "
+        "file stay unchanged in the buffer. Raises OSError.");
 
-  nb::class_<PyRecord>(
-      m, "Record",
-      "The record at the start of a segment, over a buffer (an mmap).\n\n"
-      "Record(buffer) reads; it also writes requests where the buffer is writable.\n"
-      "Record.create(...) makes the owner's end. Any thread. Raises "
-      "SegmentFormatError\nfor bytes that are not a segment of this version.")
+  nb::class_<PyRecord>(m, "Record",
+                       "The control block at the start of a segment, in a buffer such as an mmap. "
+                       "Record(buffer) reads it, and also writes requests if the buffer is "
+                       "writable. Record.create(...) makes the owner's end. Any thread. Raises "
+                       "SegmentFormatError if the bytes are not a segment of this version.")
       .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
                   "devices"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
                   "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,
-                  "Clear the buffer (SEGMENT_BYTES) and fill in who owns it; nobody else may see "
-                  "it yet.")
-      .def_static("open", &make_view, "buffer"_a, "The record in the buffer, read-only or not.")
+                  "Clear the buffer (SEGMENT_BYTES) and write the owner's identity. Other "
+                  "processes must not see the buffer yet.")
+      .def_static("open", &make_view, "buffer"_a,
+                  "Open the control block in a buffer, which may be read-only.")
       .def_prop_ro("is_owner", &PyRecord::is_owner)
       .def_prop_ro("readonly", [](const PyRecord& r) { return r.hold()->readonly(); })
       .def_prop_ro("state", [](const PyRecord& r) { return state_name(r.view().state()); })
       .def("release", &PyRecord::release,
-           "Let go of the buffer; a pool or keeper that uses it still holds it.")
+           "Release the buffer. A pool or maintenance thread that uses it still keeps it.")
       .def("read_header", &read_header)
       .def("read_request", &read_request)
       .def("read_answer", &read_answer)
       .def("read_usage", &read_usage)
       .def("counters", &counters)
       .def_prop_ro("engine_asleep", &engine_asleep,
-                   "Whether the engine itself sleeps; None where it has not said.")
+                   "True if the engine itself sleeps; None if it has not reported that.")
       .def(
           "set_engine_asleep",
           [](const PyRecord& r, bool asleep) {
             r.native()->set_engine_sleep(asleep ? EngineSleep::kAsleep : EngineSleep::kAwake);
           },
-          "asleep"_a, "Owner: say whether the engine itself sleeps.")
+          "asleep"_a, "For the owner: report whether the engine itself sleeps.")
       .def(
           "write_request",
           [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,
@@ -471,34 +471,37 @@ void bind_record(nb::module_& m) {
           },
           "limit_bytes"_a = nb::none(), nb::kw_only(), "min_bytes"_a = nb::none(),
           "priority"_a = nb::none(), "asleep"_a = nb::none(), "trim"_a = false,
-          "Publish a request, wake the owner, return the revision. Hold flock() on the file.")
+          "Publish a request, wake the owner and return the revision. Hold flock() on the file.")
       .def(
           "_write_half_request",
           [](const PyRecord& r, std::uint64_t limit_bytes) {
             r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
-          "limit_bytes"_a, "For tests: what a writer that is killed half-way has written.")
-      .def(
-          "wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
-          "settled"_a = false,
-          "True once the request (or a later one) is answered; with settled, once it is no longer\n"
-          "shrinking. False after timeout_s (None: never). Blocks without the GIL; signals are "
-          "served.")
+          "limit_bytes"_a, "For tests: write what a writer that dies halfway leaves behind.")
+      .def("wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
+           "settled"_a = false,
+           "Block until the owner has acknowledged this request or a later one; with `settled`, "
+           "until the state is also no longer shrinking. Returns False after `timeout_s` seconds "
+           "(None: never). Releases the GIL; Python signal handlers still run.")
       .def("ring_bell", [](const PyRecord& r) { r.writer().ring_bell(); })
       .def_prop_ro("bell", [](const PyRecord& r) { return r.native()->bell(); })
       .def("wait_bell", &wait_bell, "seen"_a, "timeout_s"_a,
-           "Owner: True once the bell differs from seen. Blocks without the GIL.")
-      .def("owner_request", &owner_request, "Owner: the newest request, or None.")
+           "For the owner: block until the bell differs from `seen` and return True, or return "
+           "False after `timeout_s` seconds (None: never). Releases the GIL.")
+      .def("owner_request", &owner_request, "For the owner: return the newest request, or None.")
       .def("publish_answer", &publish_answer, "revision"_a, "state"_a, nb::kw_only(),
            "effective_limit_bytes"_a, "mapped_bytes"_a = 0, "over_bytes"_a = 0, "reason"_a = "",
-           "min_bytes"_a = 0, "priority"_a = 0, "Owner: answer a request and wake who waits.")
-      .def("publish_usage", &publish_usage, "Owner: publish the fields of read_usage(), by name.")
+           "min_bytes"_a = 0, "priority"_a = 0,
+           "For the owner: acknowledge a request and wake the processes that wait for that.")
+      .def("publish_usage", &publish_usage,
+           "For the owner: publish the usage. The keywords are the fields of read_usage().")
       .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
       .def(
           "set_closing", [](const PyRecord& r) { r.native()->set_state(InstanceState::kClosing); },
-          "Owner: say that no further request will be answered.")
+          "For the owner: report that it acknowledges no further request.")
       .def("measure_publish_ns", &measure_publish_ns, "count"_a,
-           "Owner, for benchmarks: mean nanoseconds of one publish of usage, over count of them.");
+           "For the owner, for benchmarks: return the mean time of `count` usage publications in "
+           "nanoseconds.");
 }
 
 }  // namespace kvelastic

@@ -1,4 +1,4 @@
-// The Python class `Record` as other bindings take it: a RecordOwner that keeps its memory alive.
+// The Python class `Record` for other bindings: a RecordOwner that keeps its memory alive.
 #pragma once
 
 #include <Python.h>
@@ -11,13 +11,13 @@
 
 namespace kvelastic {
 
-/// A Python buffer that stays valid (and its exporter alive, and an mmap open) while this lives.
+/// Keeps a Python buffer valid, its exporter alive and its mmap open until this is destroyed.
 class BufferHold {
  public:
   explicit BufferHold(Py_buffer buffer) : buffer_(buffer) {}
   BufferHold(const BufferHold&) = delete;
   BufferHold& operator=(const BufferHold&) = delete;
-  ~BufferHold();  ///< takes the GIL: may run in any thread
+  ~BufferHold();  ///< takes the GIL; any thread
 
   bool readonly() const { return buffer_.readonly != 0; }
   std::span<std::byte> bytes() const {
@@ -34,10 +34,12 @@ class PyRecord {
   PyRecord(std::shared_ptr<BufferHold> hold, RecordView view, std::unique_ptr<RecordOwner> owner)
       : hold_(std::move(hold)), view_(view), owner_(std::move(owner)) {}
 
-  /// The owner's end, for a pool or a keeper: holding it keeps the bytes mapped, also after
-  /// Python's release(). Throws nanobind::python_error if this is not the owner or is released.
+  /// Returns the owner's end, for a pool or a maintenance thread. The pointer keeps the bytes
+  /// mapped, even after Python's release(). Throws nanobind::python_error if this is not the owner
+  /// or is released.
   std::shared_ptr<RecordOwner> native() const;
-  /// What a call without the GIL must hold until it returns. Throws as native().
+  /// A call without the GIL must hold this until it returns. Throws nanobind::python_error if
+  /// released.
   std::shared_ptr<BufferHold> hold() const;
   const RecordView& view() const;
   RequestWriter writer() const;
