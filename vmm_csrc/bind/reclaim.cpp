@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: the policy of who gives to whom, and the account of a device's memory.
+// `kvelastic._vmm`: the reclaim policy, and the account of a device's memory.
 #include "ledger/reclaim.h"
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-// Plain values of a plan, as `kvelastic.reclaim` has them.
+// Converts the contenders of `kvelastic.reclaim`.
 std::vector<Contender> contenders_of(nb::sequence sequence) {
   std::vector<Contender> all;
   for (nb::handle item : sequence) {
@@ -74,11 +74,14 @@ void bind_reclaim(nb::module_& m) {
   m.attr("RECLAIM_ASK_LEASE_NS") = rules.ask_lease_ns;
 
   m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
-        "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/ledger/reclaim.h.");
+        "Plan the reclaim requests for contender number `asker`. Returns (contender, bytes, depth) "
+        "tuples in the order of sending; see vmm_csrc/ledger/reclaim.h.");
   m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
-        "What one of them has to leave to those who wait; see vmm_csrc/ledger/reclaim.h.");
+        "Return how many released bytes contender number `self` must leave to waiting ones; see "
+        "vmm_csrc/ledger/reclaim.h.");
   m.def("plan_excess", &excess, "contenders"_a, "excess_bytes"_a, "capacity_bytes"_a,
-        "The same, so that all of them together hold less; see vmm_csrc/ledger/reclaim.h.");
+        "Plan the reclaim requests that reduce the contenders' total by `excess_bytes`. Returns "
+        "(contender, bytes, depth) tuples; see vmm_csrc/ledger/reclaim.h.");
 
   m.def(
       "left_for_caches",
@@ -86,7 +89,8 @@ void bind_reclaim(nb::module_& m) {
         return DeviceMemorySize{capacity_bytes, total_bytes}.left_for_caches(beside_bytes);
       },
       "capacity_bytes"_a, "total_bytes"_a, "beside_bytes"_a,
-      "What of the capacity is left beside that much; see vmm_csrc/ledger/device_account.h.");
+      "Return how many bytes of the capacity are left for caches if `beside_bytes` are reserved or "
+      "used by others; see vmm_csrc/ledger/device_account.h.");
   m.def(
       "has_room_for",
       [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t guaranteed_bytes,
@@ -95,7 +99,7 @@ void bind_reclaim(nb::module_& m) {
                                                                           reserved_bytes);
       },
       "capacity_bytes"_a, "total_bytes"_a, "guaranteed_bytes"_a, "reserved_bytes"_a,
-      "Whether the sums of all guarantees and reserves fit.");
+      "Return True if the sums of all guarantees and reserves fit into the device.");
   m.def(
       "check_account",
       [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t granted_bytes,
@@ -104,7 +108,7 @@ void bind_reclaim(nb::module_& m) {
                             reserved_bytes));
       },
       "capacity_bytes"_a, "total_bytes"_a, "granted_bytes"_a, "guaranteed_bytes"_a,
-      "reserved_bytes"_a, "Raises IntegrityError where the sums are more than the device has.");
+      "reserved_bytes"_a, "Raise IntegrityError if the sums exceed the device's memory.");
 }
 
 }  // namespace kvelastic

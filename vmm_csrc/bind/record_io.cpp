@@ -1,4 +1,4 @@
-// `kvelastic._vmm.RecordIo`: batches of records between Python buffers and files.
+// `kvelastic._vmm.RecordIo`: moves batches of tier objects between Python buffers and files.
 #include "tiers/record_io.h"
 
 #include <nanobind/nanobind.h>
@@ -42,7 +42,7 @@ std::unique_ptr<RecordIo> make_record_io(const std::string& engine, unsigned dep
 nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::handle keys) {
   own(io);
   Buffers buffers;
-  // Copies: code of a view's exporter may change lists that it can see.
+  // Copies, because the code that exports a view may change the caller's lists.
   const nb::list all_places(nb::borrow(places));
   const nb::list all_views(nb::borrow(views));
   const std::span<const std::byte> all_keys = buffers.add(keys, false);
@@ -77,17 +77,17 @@ nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::han
 }  // namespace
 
 void bind_record_io(nb::module_& m) {
-  nb::class_<RecordIo>(m, "RecordIo",
-                       "Batches of records between memory and files; see "
-                       "vmm_csrc/tiers/record_io.h. Any thread; calls\n"
-                       "block as long as the files take, without the GIL. Not in a forked child.")
+  nb::class_<RecordIo>(
+      m, "RecordIo",
+      "Moves batches of objects between memory and files; see vmm_csrc/tiers/record_io.h. Any "
+      "thread, but not in a forked child. Calls block for the file I/O, without the GIL.")
       .def(nb::new_(&make_record_io), "engine"_a = "auto", "depth"_a = 32,
-           "`engine` is auto, io_uring or threads; `depth`, 1 to 256, is how many records of one\n"
-           "call are under way at once. Raises InvalidArgumentError, and DeviceUnavailableError\n"
-           "where io_uring is asked for and cannot be used.")
+           "`engine` is auto, io_uring or threads. `depth` (1 to 256) is the number of objects of "
+           "one call in flight at a time. Raises InvalidArgumentError, and DeviceUnavailableError "
+           "if io_uring is requested but not available.")
       .def_prop_ro(
           "engine", [](const RecordIo& io) { return std::string(io.engine()); },
-          "io_uring or threads.")
+          "The engine in use: io_uring or threads.")
       .def_prop_ro("depth", &RecordIo::depth)
       .def(
           "write",
@@ -95,19 +95,19 @@ void bind_record_io(nb::module_& m) {
             return run(io, Way::kWrite, places, views, keys);
           },
           "places"_a, "views"_a, "keys"_a,
-          "Write each view to its place (fd, offset). Answers for each (result, checksum): bytes\n"
-          "written or minus errno; the checksum is of its bytes, seeded with its key of 16 bytes.\n"
-          "A file open with O_DIRECT wants offsets that are multiples of 4096; what else is not\n"
-          "aligned goes through aligned memory and is padded with zeros.")
+          "Write each view to its place (fd, offset). Returns (result, checksum) for each: the "
+          "bytes written, or a negative errno, and the checksum of its bytes, seeded with its "
+          "16-byte key. If a file is open with O_DIRECT, offsets must be multiples of 4096. Views "
+          "that are not aligned are copied through aligned memory and padded with zeros.")
       .def(
           "read",
           [](RecordIo& io, nb::handle places, nb::handle views, nb::handle keys) {
             return run(io, Way::kRead, places, views, keys);
           },
           "places"_a, "views"_a, "keys"_a,
-          "Read each view from its place; as `write`. Fewer bytes than the view has: the file "
-          "ends\n"
-          "there, and the checksum says nothing.");
+          "Read each view from its place (fd, offset). Returns (result, checksum) for each, as "
+          "write(). If the result is less than the size of the view, the file ends there and the "
+          "checksum is meaningless.");
   m.def(
       "record_checksum",
       [](nb::handle buffer, nb::handle key) {
@@ -120,21 +120,23 @@ void bind_record_io(nb::module_& m) {
         }
         return record_checksum(bytes, key_at(seed, 0));
       },
-      "buffer"_a, "key"_a, "The checksum that RecordIo answers for these bytes and this key.");
+      "buffer"_a, "key"_a,
+      "Return the checksum that RecordIo computes for these bytes with this 16-byte key.");
   m.def(
       "release_range",
       [](int fd, std::uint64_t offset, std::uint64_t bytes) {
         return without_gil([&] { return release_range(fd, offset, bytes); });
       },
       "fd"_a, "offset"_a, "bytes"_a,
-      "Give the room of a part of a file back; it reads as zeros. Answers 0 or errno.");
+      "Release the disk space of a part of a file, which then reads as zeros. Returns 0 or an "
+      "errno.");
   m.def(
       "zero_range",
       [](int fd, std::uint64_t offset, std::uint64_t bytes) {
         return without_gil([&] { return zero_range(fd, offset, bytes); });
       },
       "fd"_a, "offset"_a, "bytes"_a,
-      "Make a part of a file read as zeros; its room stays. Answers 0 or errno.");
+      "Make a part of a file read as zeros. It keeps its disk space. Returns 0 or an errno.");
 }
 
 }  // namespace kvelastic
