@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: locks that say that a process lives, and waiting for words that others change.
+// `kvelastic._vmm`: liveness locks, and waits for futex words that other processes change.
 #include "bind/life.h"
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,7 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-/// What Python holds: the lock can be let go of before the object is gone.
+/// The Python object. It can release the lock before it is destroyed.
 struct PyLifeLock {
   std::unique_ptr<LifeLock> lock;
 };
@@ -48,8 +48,8 @@ const char* life_of(int fd, std::uint64_t first, std::uint64_t count, std::uint6
   return life_name(LifeJudge(fd).ask(first, count, pid_namespace, starts));
 }
 
-/// A word in a mapped file, for the kernel alone: a load here would be a SIGBUS where another
-/// process has shortened the file, and the kernel reports that as an error.
+/// Returns a word in a mapped file, which only the kernel may access. If another process has
+/// shortened the file, the kernel reports an error, but a load in this process would get SIGBUS.
 const FutexWord& word_at(std::span<const std::byte> bytes, std::size_t offset) {
   if (offset % alignof(FutexWord) != 0 || offset + sizeof(FutexWord) > bytes.size()) {
     raise_code("INVALID_ARGUMENT", "no word lies at offset " + std::to_string(offset));
@@ -60,21 +60,24 @@ const FutexWord& word_at(std::span<const std::byte> bytes, std::size_t offset) {
 }  // namespace
 
 void bind_life(nb::module_& m) {
-  nb::class_<PyLifeLock>(m, "LifeLock", "A byte of a shared file; see vmm_csrc/base/life_lock.h.")
+  nb::class_<PyLifeLock>(
+      m, "LifeLock", "A liveness lock on one byte of a shared file; see vmm_csrc/base/life_lock.h.")
       .def_static("hold", &hold, "path"_a, "fd"_a, "byte"_a, nb::kw_only(),
                   "children_keep"_a = false,
-                  "Hold the byte until release() or the end of this process. `fd` is an open of "
-                  "the file\nthat `path` must lead to. None: the file system has no such locks. "
-                  "Raises\nSegmentBusyError if the byte is held already, SegmentError.")
+                  "Lock the byte until release() or the end of this process. `fd` is an open file "
+                  "descriptor of the file at `path`. With `children_keep`, a forked child keeps "
+                  "the lock too. Returns None if the file system has no such locks. Raises "
+                  "SegmentBusyError if the byte is already locked, or SegmentError.")
       .def(
           "release", [](PyLifeLock& held) { held.lock.reset(); },
-          "Free the byte. Repeatable; does nothing in a forked child.");
+          "Release the byte. Idempotent; does nothing in a forked child.");
   m.def("life_of", &life_of, "fd"_a, "first_byte"_a, "count"_a = 1, nb::kw_only(),
         "pid_namespace"_a = 0,
         "processes"_a = std::vector<std::pair<std::uint32_t, std::uint64_t>>{},
-        "alive, dead or unknown: whether one of the bytes is held. `fd` is an open of the judge's "
-        "own.\nProcesses, (pid, start ticks), that are seen to run in their pid namespace are "
-        "alive in any case.");
+        "Return \"alive\" if one of the bytes is locked, otherwise \"dead\", or \"unknown\" if "
+        "that cannot be determined. `fd` must be a separate open file descriptor of the file, not "
+        "that of the lock's holder. If one of `processes`, (pid, start ticks), is visible as "
+        "running in its pid namespace, the result is \"alive\" in any case.");
   m.def(
       "wait_word",
       [](nb::handle buffer, std::size_t offset, std::uint32_t seen, double timeout_s) {
@@ -85,15 +88,16 @@ void bind_life(nb::module_& m) {
         futex_wait(word, seen, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
       },
       "buffer"_a, "offset"_a, "seen"_a, "timeout_s"_a,
-      "Block while the 32-bit word holds `seen`, until wake_word() or for `timeout_s`. May return\n"
-      "early. The kernel reads the word; a file that is too short is no error, and ends the wait.");
+      "Block while the 32-bit word at `offset` equals `seen`, until wake_word(), at most "
+      "`timeout_s` seconds. May return early. The kernel reads the word, so a file that is too "
+      "short ends the wait without an error.");
   m.def(
       "wake_word",
       [](nb::handle buffer, std::size_t offset) {
         Buffers buffers;
         futex_wake(word_at(buffers.add(buffer, false), offset));
       },
-      "buffer"_a, "offset"_a, "Wake every process that waits on the word of this file.");
+      "buffer"_a, "offset"_a, "Wake all processes that wait on this word of the file.");
 }
 
 }  // namespace kvelastic

@@ -1,4 +1,4 @@
-// Words for what can be said of a process.
+// The names of a process's liveness.
 #pragma once
 
 #include "base/life_lock.h"

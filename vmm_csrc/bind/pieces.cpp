@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: lists of pieces, and copies of them between processes, without the GIL.
+// `kvelastic._vmm`: lists of pieces, and copies between processes without the GIL.
 #include "base/pieces.h"
 
 #include <nanobind/nanobind.h>
@@ -49,7 +49,7 @@ std::vector<std::uint64_t> numbers_of(const nb::bytes& packed) {
   raise_code("INVALID_ARGUMENT", "pieces are pairs of an address and a size, both 0 or more");
 }
 
-/// A number of a piece; looks at it as an index where it is no int, as NumPy's are not.
+/// Converts an address or a size. Accepts any integer type, such as NumPy's, through __index__.
 std::uint64_t number_of(nb::handle item) {
   const nb::object index =
       PyLong_CheckExact(item.ptr()) ? nb::borrow(item) : nb::steal(PyNumber_Index(item.ptr()));
@@ -59,7 +59,7 @@ std::uint64_t number_of(nb::handle item) {
   return value;
 }
 
-/// Lists that no Python changes meanwhile: tuples, copied where they are something else.
+/// Returns the sequence as a tuple, because Python code could change a list during the call.
 nb::object tuple_of(nb::handle sequence) {
   nb::object tuple = nb::steal(PySequence_Tuple(sequence.ptr()));
   if (!tuple.is_valid()) refuse_pieces();
@@ -122,16 +122,21 @@ PieceDeadline deadline_in(double timeout_s) {
 
 void bind_pieces(nb::module_& m) {
   m.def("pack_pieces", &pack_pieces, "pieces"_a,
-        "Pairs of address and size as messages carry them: two little-endian numbers each.");
-  m.def("bytes_of_pieces", &bytes_of_packed, "pieces"_a, "How many bytes packed pieces name.");
+        "Encode (address, size) pairs as messages carry them: two little-endian 64-bit integers "
+        "each. The result is called packed pieces.");
+  m.def(
+      "bytes_of_pieces", &bytes_of_packed, "pieces"_a,
+      "Return the total size of packed pieces in bytes. Raises InvalidArgumentError on overflow.");
   m.def("portions_of_pieces", &portions, "sources"_a, "targets"_a, "most_pieces"_a, "most_bytes"_a,
-        "The same copies in parts: packed sources, packed targets and bytes of each.");
+        "Split copies into portions of at most `most_pieces` on each side and `most_bytes`. "
+        "Returns (packed sources, packed targets, bytes) of each.");
   m.def("pieces_by_range", &by_range, "pieces"_a, "starts"_a, "ends"_a,
-        "Which range each piece lies in as a whole: pairs of its number and its packed pieces.");
+        "Group packed pieces by the range that contains them. Returns (range number, packed "
+        "pieces) pairs. Every piece must lie entirely in one range.");
 
   nb::class_<HeldBlocks>(m, "HeldBlocks",
-                         "Blocks of a pool that a copy by others touches. Any thread, one at a "
-                         "time; release() it.")
+                         "Pins blocks of a pool while others copy from or to them, until "
+                         "release(). Any thread, one at a time.")
       .def_static(
           "hold",
           [](std::shared_ptr<Range> memory, std::shared_ptr<Pool> pool, const nb::bytes& packed) {
@@ -141,20 +146,22 @@ void bind_pieces(nb::module_& m) {
             return unwrap(without_gil([&] { return HeldBlocks::hold(memory, pool, pieces); }));
           },
           "memory"_a, "pool"_a, "pieces"_a,
-          "Pin the blocks that packed pieces belong to. The pool's memory is that range.")
+          "Pin the blocks that packed pieces belong to. `memory` must be the pool's range.")
       .def(
           "is_whole",
           [](const HeldBlocks& held) { return without_gil([&] { return held.is_whole(); }); },
-          "Whether every page has been there all the time.")
+          "Return True if every page has been mapped all the time since hold().")
       .def(
           "release", [](HeldBlocks& held) { without_gil([&] { held.release(); }); },
-          "End the pin. Safe to repeat.");
+          "End the pin. Idempotent; may block.");
   m.def(
       "blocks_in",
       [](const Geometry& geometry, std::uint64_t base, const nb::bytes& packed) {
         return list_of(unwrap(blocks_in(geometry, base, pieces_of(packed))));
       },
-      "geometry"_a, "base"_a, "pieces"_a, "Ids of the blocks that packed pieces belong to.");
+      "geometry"_a, "base"_a, "pieces"_a,
+      "Return the ids of the blocks that packed pieces belong to. `base` is the range's first "
+      "address.");
 
   m.def(
       "read_from_process",
@@ -164,9 +171,8 @@ void bind_pieces(nb::module_& m) {
         check(without_gil([&] { return read_from_process(pid, from, to, deadline); }));
       },
       "pid"_a, "theirs"_a, "ours"_a, "timeout_s"_a,
-      "Copy another process's pieces here; see vmm_csrc/transfer/process_copy.h. Blocks, without "
-      "the "
-      "GIL.");
+      "Copy pieces of another process to pieces of this one; see vmm_csrc/transfer/process_copy.h. "
+      "Blocks, without the GIL.");
   m.def(
       "copy_pieces",
       [](const nb::bytes& sources, const nb::bytes& targets) {
@@ -174,7 +180,8 @@ void bind_pieces(nb::module_& m) {
         check(without_gil([&] { return copy_pieces(from, to); }));
       },
       "sources"_a, "targets"_a,
-      "Copy pieces within this process; what is not mapped is an error. Blocks, without the GIL.");
+      "Copy pieces within this process. Raises an error if memory is not mapped. Blocks, without "
+      "the GIL.");
   m.def(
       "copy_pieces_on_gpu",
       [](CudaDriver& driver, const nb::bytes& sources, const nb::bytes& targets) {
@@ -182,7 +189,8 @@ void bind_pieces(nb::module_& m) {
         check(without_gil([&] { return driver.copy_pieces(from, to); }));
       },
       "driver"_a, "sources"_a, "targets"_a,
-      "Copy pieces, each to one of its size, between memory of GPUs and of the host. Blocks.");
+      "Copy each piece to a target of the same size, in memory of GPUs or of the host. Blocks, "
+      "without the GIL.");
   m.def(
       "send_pieces",
       [](int fd, const nb::bytes& packed, double timeout_s) {
