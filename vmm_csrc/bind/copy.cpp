@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: copies between blocks of a range in this process and buffers of Python.
+// `kvelastic._vmm`: copies between blocks of a range in this process and Python buffers.
 #include <nanobind/nanobind.h>
 
 #include <span>
@@ -22,8 +22,8 @@ Error refuse(std::string what) {
   return {Errc::kInvalidArgument, std::move(what)};
 }
 
-/// The first `bytes` of a block; fails with kInvalidArgument where there is no such block, its page
-/// is not mapped, or it is smaller.
+/// Returns the address of a block. Fails with kInvalidArgument if the block does not exist, its
+/// page is not mapped, or it has fewer than `bytes` bytes.
 Result<std::byte*> block_address(const Range& range, BlockId id, std::size_t bytes) {
   const Geometry& geometry = range.geometry();
   const std::string name = "block " + std::to_string(id);
@@ -48,7 +48,7 @@ Result<std::byte*> block_address(const Range& range, BlockId id, std::size_t byt
 
 enum class Direction : std::uint8_t { kIntoBlocks, kOutOfBlocks };
 
-/// All or nothing: every block is looked at before the first byte is copied.
+/// All or nothing: checks every block before it copies the first byte.
 Status copy_all(const Range& range, const std::vector<BlockId>& ids, const Buffers& buffers,
                 Direction direction) {
   std::vector<MemoryCopy> copies;
@@ -92,11 +92,13 @@ void copy_blocks(const Range& range, nb::handle ids, nb::sequence views) {
 
 void bind_copy(nb::module_& m) {
   m.def("write_blocks", &copy_blocks<Direction::kIntoBlocks>, "range"_a, "ids"_a, "buffers"_a,
-        "Copy each buffer to the first bytes of its block; without the GIL. The blocks are in use "
-        "by the caller, in host memory and of one buffer. Raises InvalidArgumentError for no such "
-        "block, an unmapped one and a larger buffer, with nothing copied.");
+        "Copy each buffer to the first bytes of its block, without the GIL. The caller must use "
+        "the blocks, which must lie in host memory in a single buffer. Raises "
+        "InvalidArgumentError, with nothing copied, if a block does not exist or is not mapped, or "
+        "if a buffer is larger than its block.");
   m.def("read_blocks", &copy_blocks<Direction::kOutOfBlocks>, "range"_a, "ids"_a, "buffers"_a,
-        "The other way round; the buffers must be writable.");
+        "Copy the first bytes of each block to its buffer, which must be writable. Otherwise as "
+        "write_blocks().");
 }
 
 }  // namespace kvelastic

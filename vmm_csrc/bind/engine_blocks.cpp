@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: blocks of an engine's own tensors, to and from staging.
+// `kvelastic._vmm`: copies between blocks in an engine's own tensors and staging.
 #include "pool/engine_blocks.h"
 
 #include <nanobind/nanobind.h>
@@ -56,17 +56,16 @@ std::vector<BlockSlot> pairs_of(nb::handle ids, nb::handle slots) {
 }  // namespace
 
 void bind_engine_blocks(nb::module_& m) {
-  nb::class_<EngineBlocks>(
-      m, "EngineBlocks",
-      "Blocks of an engine's own tensors; see vmm_csrc/pool/engine_blocks.h. Who "
-      "makes it keeps their memory as long as it is used. Any thread.")
+  nb::class_<EngineBlocks>(m, "EngineBlocks",
+                           "Blocks in an engine's own tensors; see vmm_csrc/pool/engine_blocks.h. "
+                           "The caller keeps the tensors alive while this is used. Any thread.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, nb::handle parts, std::int64_t blocks) {
              return std::shared_ptr<EngineBlocks>(
                  unwrap(EngineBlocks::create(std::move(driver), parts_of(parts), natural(blocks))));
            }),
            "driver"_a, "parts"_a, "blocks"_a,
-           "`parts`: (address, block_stride_bytes, row_bytes, rows, row_stride_bytes) of each, in "
-           "the order that a record has. Raises InvalidArgumentError.")
+           "`parts` has (address, block_stride_bytes, row_bytes, rows, row_stride_bytes) of each "
+           "part, in the order in which an object stores them. Raises InvalidArgumentError.")
       .def_prop_ro("blocks", &EngineBlocks::blocks)
       .def_prop_ro("record_bytes", &EngineBlocks::record_bytes)
       .def(
@@ -78,8 +77,9 @@ void bind_engine_blocks(nb::module_& m) {
             check(without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kHost); }));
           },
           "ids"_a, "staging"_a, "slots"_a, "offset_bytes"_a = 0,
-          "Blocks to slots of a Staging, to `offset_bytes` of each record; without the GIL. Raises "
-          "InvalidArgumentError with nothing copied, DriverError where the device fails.")
+          "Copy blocks to slots of a Staging, at `offset_bytes` of each object. Blocks, without "
+          "the GIL. Raises InvalidArgumentError with nothing copied, or DriverError if the device "
+          "fails.")
       .def(
           "copy_in",
           [](EngineBlocks& engine, const std::shared_ptr<Staging>& staging, nb::handle slots,
@@ -89,7 +89,8 @@ void bind_engine_blocks(nb::module_& m) {
             check(
                 without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kDevice); }));
           },
-          "staging"_a, "slots"_a, "ids"_a, "offset_bytes"_a = 0, "The other way round.");
+          "staging"_a, "slots"_a, "ids"_a, "offset_bytes"_a = 0,
+          "Copy slots of a Staging to blocks. Otherwise as copy_out().");
 }
 
 }  // namespace kvelastic

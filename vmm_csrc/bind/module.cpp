@@ -20,11 +20,14 @@ void bind_tier_index(nanobind::module_& m);
 }  // namespace kvelastic
 
 NB_MODULE(_vmm, m) {
-  m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
-  // An engine's tensors live until the interpreter is gone, and the range with them: no leak.
+  m.doc() =
+      "kvelastic's memory: drivers, ranges, pools and the shared control block. Does not use "
+      "torch.";
+  // An engine's tensors keep the range until the interpreter has ended. That is not a leak.
   nanobind::set_leak_warnings(false);
   m.def("set_log_level", &kvelastic::set_log_level, nanobind::arg("level"),
-        "The least level, as `logging` counts them, of lines that native threads write to stderr.");
+        "Set the lowest level, in the numbers of `logging`, of the lines that native threads write "
+        "to stderr.");
   kvelastic::bind_record(m);
   kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);

@@ -14,7 +14,8 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-/// A forked child does not have the memory: to read there would end it.
+/// Raises for an invalid slot, and in a forked child: the memory is not mapped there, and reading
+/// it would crash the child.
 void refuse_slot(const Staging& staging, std::uint64_t slot) {
   check(staging.made_by().refuse_in_a_child());
   if (slot < staging.slots()) return;
@@ -22,7 +23,7 @@ void refuse_slot(const Staging& staging, std::uint64_t slot) {
                                      std::to_string(staging.slots()));
 }
 
-/// The exporter of one record's buffer: it holds the staging as long as a view lives.
+/// Exports the buffer of one object. It keeps the staging alive while a view exists.
 struct Record {
   std::shared_ptr<Staging> staging;
   std::uint64_t slot;
@@ -51,28 +52,28 @@ nb::object view_of(std::shared_ptr<Staging> staging, std::uint64_t slot) {
 
 void bind_staging(nb::module_& m) {
   nb::class_<Record>(m, "StagedRecord", nb::type_slots(record_slots),
-                     "The bytes of one slot; see Staging.view().");
-  nb::class_<Staging>(
-      m, "Staging",
-      "Slots of one record each between blocks and stores; see vmm_csrc/pages/staging.h.")
+                     "The object in one slot of a Staging, as a buffer; see Staging.view().");
+  nb::class_<Staging>(m, "Staging",
+                      "Host memory with one object per slot, for copies between blocks and stores; "
+                      "see vmm_csrc/pages/staging.h.")
       .def(nb::new_([](std::uint64_t slots, std::uint64_t record_bytes) {
              return std::shared_ptr<Staging>(unwrap(Staging::create(slots, record_bytes)));
            }),
            "slots"_a, "record_bytes"_a)
       .def_prop_ro("slots", &Staging::slots)
       .def_prop_ro("record_bytes", &Staging::record_bytes)
-      .def(
-          "view", &view_of, "slot"_a,
-          "The record in a slot, writable; it keeps the memory alive. Raises "
-          "InvalidArgumentError, and DeviceUnavailableError in a forked child, which does not have "
-          "it.")
+      .def("view", &view_of, "slot"_a,
+           "Return a writable memoryview of the object in a slot. The view keeps the memory alive. "
+           "Raises InvalidArgumentError for an invalid slot, and DeviceUnavailableError in a "
+           "forked child, which does not have the memory.")
       .def(
           "address",
           [](const Staging& staging, std::uint64_t slot) {
             refuse_slot(staging, slot);
             return reinterpret_cast<std::uintptr_t>(staging.record(slot).data());
           },
-          "slot"_a, "Where that is; a multiple of 4096.");
+          "slot"_a,
+          "Return the address of the object in a slot, a multiple of 4096. Raises as view().");
 }
 
 }  // namespace kvelastic
