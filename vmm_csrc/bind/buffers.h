@@ -1,4 +1,4 @@
-// Buffers of Python objects that a native call works on.
+// Holds the buffers of Python objects for a native call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,8 +9,8 @@
 
 namespace kvelastic {
 
-/// Buffers that stay until this goes: memory does not move and is not freed meanwhile. Made, filled
-/// and dropped with the GIL held; what is in them may be used without it.
+/// Holds buffers until it is destroyed, so that their memory is not moved or freed. Create, fill
+/// and destroy it with the GIL held; the memory may be used without the GIL.
 class Buffers {
  public:
   Buffers() = default;
@@ -20,7 +20,8 @@ class Buffers {
     for (Py_buffer& held : held_) PyBuffer_Release(&held);
   }
 
-  /// Raises what the object raises: BufferError where it is not contiguous or is read-only.
+  /// Adds an object's buffer and returns its memory. Raises the object's error: BufferError if the
+  /// buffer is not contiguous, or is read-only despite `must_write`.
   std::span<std::byte> add(nanobind::handle object, bool must_write) {
     held_.emplace_back();
     if (PyObject_GetBuffer(object.ptr(), &held_.back(),

@@ -1,8 +1,8 @@
-// From native results to the exceptions of kvelastic/errors.py.
+// Converts native results to the exceptions of kvelastic/errors.py.
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>  // or raise_code differs between files, and the linker takes one
+#include <nanobind/stl/string.h>  // else raise_code differs between files, and the linker keeps one
 
 #include <string>
 
@@ -11,7 +11,7 @@
 
 namespace kvelastic {
 
-/// Raises the Python exception of that code. The GIL must be held.
+/// Raises the Python exception for an error code. The GIL must be held.
 [[noreturn]] inline void raise_code(const char* code, const std::string& message) {
   nanobind::object error =
       nanobind::module_::import_("kvelastic.errors").attr("native_error")(code, message);
@@ -33,14 +33,15 @@ T unwrap(Result<T> result) {
   return *std::move(result);
 }
 
-/// Runs `work` without the GIL; its result is looked at with it.
+/// Runs `work` without the GIL and returns its result with the GIL held.
 template <typename F>
 auto without_gil(F work) {
   const GilReleased unlocked;
   return work();
 }
 
-/// `object`, for the process that made it; raises DeviceUnavailableError in a forked child.
+/// Returns `object` in the process that created it. Raises DeviceUnavailableError in a forked
+/// child.
 template <typename T>
 T& own(T& object) {
   if (!object.made_by().is_this()) check(object.made_by().refuse_in_a_child());

@@ -1,9 +1,9 @@
-// Letting go of Python's lock and taking it back, also in a thread that outlives the interpreter.
+// Releases and takes the GIL, also in threads that outlive the interpreter.
 //
-// Up to Python 3.13 a daemon thread that wants the lock while the interpreter ends is ended by
-// pthread_exit(). That unwinds the C++ frames below it, and where it meets a destructor or a
-// catch-all the process aborts. So here such a thread sleeps for ever instead, as Python 3.14 has
-// it; it ends with the process a moment later.
+// Up to Python 3.13, a daemon thread that takes the GIL during finalization is ended by
+// pthread_exit(). That unwinds the C++ frames of the thread, and the process aborts at the first
+// destructor or catch-all. Here such a thread sleeps instead, as in Python 3.14, until the process
+// ends a moment later.
 #pragma once
 
 #include <Python.h>
@@ -15,7 +15,7 @@ namespace kvelastic {
   for (;;) ::pause();
 }
 
-/// While it lives, this thread does not hold the GIL. Made and destroyed by a thread that does.
+/// Releases the GIL until it is destroyed. Pre: the thread holds the GIL, and also destroys this.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
@@ -24,7 +24,7 @@ class GilReleased {
   ~GilReleased() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (...) {  // the forced unwinding of pthread_exit(); to leave this block would abort
+    } catch (...) {  // the forced unwinding of pthread_exit(); leaving this block would abort
       sleep_until_the_process_ends();
     }
   }
@@ -33,7 +33,7 @@ class GilReleased {
   PyThreadState* state_;
 };
 
-/// While it lives, this thread holds the GIL, whether Python knows the thread or not.
+/// Holds the GIL until it is destroyed, also in a thread that Python did not create.
 class GilHeld {
  public:
   GilHeld() {

@@ -1,4 +1,4 @@
-// Lists of integers across the boundary, fast: an engine hands ids over on its hot path.
+// Fast conversion of integer lists: engines pass ids on their hot path.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,18 +11,18 @@
 
 namespace kvelastic {
 
-/// Any sequence of integers (list, tuple, range, NumPy array). Raises TypeError for anything else,
-/// OverflowError for what no 64-bit integer holds.
+/// Converts a sequence of integers (list, tuple, range, NumPy array). Raises TypeError for anything
+/// else, and OverflowError if an integer does not fit into 64 bits.
 inline std::vector<std::int64_t> integers_of(nanobind::handle sequence) {
   PyObject* fast = PySequence_Fast(sequence.ptr(), "a sequence of integers is wanted");
   if (fast == nullptr) throw nanobind::python_error();
   const nanobind::object keep = nanobind::steal(fast);
-  const bool is_list = PyList_Check(fast) != 0;  // else a tuple: PySequence_Fast makes nothing else
+  const bool is_list = PyList_Check(fast) != 0;  // else a tuple, as PySequence_Fast ensures
   std::vector<std::int64_t> out;
   out.reserve(static_cast<std::size_t>(Py_SIZE(fast)));
-  // An item's __index__ may run Python that changes this very list: size and items are looked up
-  // anew each time, and the item is held. nanobind's NB_ names are macros of Python's, and
-  // functions under the stable ABI, which has no PySequence_Fast_GET_ITEM.
+  // An item's __index__ may run Python code that changes this list. So each step reads the size and
+  // the item again and holds a reference to the item. The NB_ names of nanobind are Python's
+  // macros, or functions under the stable ABI, which lacks PySequence_Fast_GET_ITEM.
   for (Py_ssize_t i = 0; i < Py_SIZE(fast); ++i) {
     PyObject* item = is_list ? NB_LIST_GET_ITEM(fast, i) : NB_TUPLE_GET_ITEM(fast, i);
     std::int64_t value = 0;
@@ -54,7 +54,7 @@ inline nanobind::object list_of(const std::vector<std::int64_t>& values) {
   return nanobind::steal(list);
 }
 
-/// Page indices; raises InvalidArgumentError for what cannot be one.
+/// Converts a sequence of page indices. Raises InvalidArgumentError if one is out of bounds.
 inline std::vector<std::uint32_t> pages_of(nanobind::handle sequence) {
   const std::vector<std::int64_t> wide = integers_of(sequence);
   std::vector<std::uint32_t> out;

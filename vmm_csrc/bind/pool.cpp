@@ -291,9 +291,10 @@ void bind_pool(nb::module_& m) {
            "Returns False if the pin had already ended.")
       .def(
           "pinned", [](const Pool& pool) { return list_of(pinned(own(pool).state)); },
-          "Return the ids of blocks that were freed or cached and are still pinned.")
-      .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
-                   "How many pinned blocks alloc(reuse=True) could use again.")
+          "Return the ids of freed blocks that are still pinned.")
+      .def_prop_ro(
+          "reusable", &from_state<&PoolState::reusable>,
+          "How many of the freed blocks that are still pinned alloc(reuse=True) could use.")
       .def("available_size", &from_state<&PoolState::available>,
            "Return how many blocks alloc() could return now.")
       .def("available_mapped", &from_state<&PoolState::available_mapped>,

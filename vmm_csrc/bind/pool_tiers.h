@@ -1,4 +1,4 @@
-// The part of the class Pool that tiers use.
+// Binds the methods of the class Pool that tiers use.
 #pragma once
 
 #include <nanobind/nanobind.h>
