@@ -1,11 +1,10 @@
-// Records of a disk tier's files that were taken over, on their way into an index, oldest first.
+// Adds the objects in a disk tier's existing files to an index, oldest first.
 //
-//   add() a part of a file's table ... end_file()   checked, then sorted file by file
+//   add() a part of a file's table ... end_file()   checks entries, then sorts them file by file
 //   restore(index, most)                            the oldest of all files, `most` at a time
 //
-// Each call does a bounded part of the work, so that its caller can let others have the lock in
-// between. For one thread at a time. The layout of an entry is
-// kvelastic/tiers/stores/disk/format.py's.
+// Each call does a bounded part of the work, so that its caller can release its lock in between.
+// For one thread at a time. kvelastic/tiers/stores/disk/format.py defines the layout of an entry.
 #pragma once
 
 #include <array>
@@ -31,32 +30,33 @@ class FoundRecords {
     BlockKey parent;
     std::uint64_t checksum;
     std::uint64_t stored_ns;
-    std::uint64_t position;  ///< in the batch it was put with
-    std::uint32_t slot;      ///< of the store
-    std::uint32_t owner;     ///< in owners()
+    std::uint64_t position;  ///< in the batch with which it was stored
+    std::uint32_t slot;      ///< in the store
+    std::uint32_t owner;     ///< index in owners()
   };
-  /// Where the entries of a part belong.
+  /// A part of a file's table.
   struct Part {
     FileId file_id;
-    std::uint64_t first_own;   ///< the slot of the part's first entry, in its file
-    std::uint64_t first_slot;  ///< the same as the store numbers it
+    std::uint64_t first_own;   ///< the slot of the part's first entry, in the file's numbering
+    std::uint64_t first_slot;  ///< the same slot, in the store's numbering
     std::uint64_t record_bytes;
-    std::uint64_t whole_slots;  ///< slots of the file from here on have no whole record: it was cut
+    std::uint64_t whole_slots;  ///< slots from this one on are not whole: the file was truncated
   };
   struct Added {
-    std::vector<std::int64_t> empty;  ///< own slots without an entry
-    std::vector<std::int64_t> torn;   ///< own slots whose entry is not whole, or not of its place
+    std::vector<std::int64_t> empty;  ///< slots of the file without an entry
+    std::vector<std::int64_t> torn;   ///< slots of the file with an invalid or misplaced entry
   };
   struct Restored {
     std::vector<Record> records;
-    std::vector<std::int64_t> refused;  ///< slots whose key has another record
+    std::vector<std::int64_t> refused;  ///< slots whose key already has another object
   };
 
-  /// Reads the entries of a part of a table; those that are whole are restored later.
+  /// Reads the entries of a part of a table and keeps the valid ones for restore().
   Added add(std::span<const std::byte> entries, const Part& part);
-  /// All parts of a file were added.
+  /// Call it when all parts of a file were added: sorts the file's objects.
   void end_file();
-  /// Restores up to `most` records in closed or free slots. Pre: every file has ended.
+  /// Restores up to `most` objects into closed or free slots. Pre: end_file() was called for every
+  /// file.
   Restored restore(TierIndex& index, std::size_t most);
 
   std::size_t left() const { return left_; }
@@ -66,7 +66,7 @@ class FoundRecords {
   std::uint32_t number_of(const Owner& owner);
 
   std::vector<Record> unsorted_;
-  std::vector<std::vector<Record>> files_;  ///< of each file what is left, the oldest last
+  std::vector<std::vector<Record>> files_;  ///< by file: the remaining objects, the oldest last
   std::size_t left_ = 0;
   std::vector<Owner> owners_;
   std::map<Owner, std::uint32_t> numbers_;

@@ -1,8 +1,9 @@
-// The lowest of many ranks, where ranks mostly go up: an indexed heap with four children a node.
+// Finds the lowest rank among nodes whose ranks mostly increase: an indexed heap with four children
+// per node.
 //
-// A rank that went up need not be told at once: the entry on top is compared with the truth when it
-// is wanted (`TierIndex::victim`), so a use costs nothing here. A rank that goes *down* must be
-// told. Entries hold their ranks: a step down reads one cache line, and no record.
+// An increased rank need not be updated at once: `TierIndex::victim` compares the top entry with
+// the node's current rank, so a use costs nothing here. A decreased rank must be updated. Entries
+// contain their ranks, so a step down reads one cache line and no node.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ class RankHeap {
     std::uint32_t node;
   };
 
-  /// Room for nodes 0 .. nodes-1; untouched parts cost no memory. Keeps what is there.
+  /// Makes room for nodes 0 .. nodes-1 and keeps the entries. Untouched parts use no memory.
   Status grow(std::size_t nodes) {
     if (Status grown = entries_.grow(nodes); !grown) return grown;
     return places_.grow(nodes);
@@ -33,13 +34,13 @@ class RankHeap {
   bool contains(std::uint32_t node) const { return places_[node] != 0; }
   /// Pre: not empty.
   Entry top() const { return entries_[0]; }
-  /// What is known of a node. Pre: contains(node).
+  /// The rank of a node as last updated. Pre: contains(node).
   Rank known_rank(std::uint32_t node) const { return entries_[places_[node] - 1].rank(); }
 
-  /// Pre: not contained. Constant time where the rank is higher than those before.
+  /// Adds a node. Constant time if its rank is higher than all others. Pre: !contains(node).
   void push(std::uint32_t node, Rank rank) { rise(size_++, {rank.time, rank.level, node}); }
 
-  /// Repeatable.
+  /// Removes a node. Idempotent.
   void remove(std::uint32_t node) {
     if (!contains(node)) return;
     const std::size_t hole = places_[node] - 1;
@@ -53,7 +54,7 @@ class RankHeap {
     }
   }
 
-  /// The node's rank is this now. Pre: contains(node).
+  /// Sets the node's rank. Pre: contains(node).
   void update(std::uint32_t node, Rank rank) {
     const std::size_t at = places_[node] - 1;
     const Entry entry{rank.time, rank.level, node};
@@ -64,7 +65,7 @@ class RankHeap {
     }
   }
 
-  /// Whether every entry is above its children and is found by its node.
+  /// True if no entry's rank is below its parent's and every node leads to its entry.
   bool is_ordered() const {
     for (std::size_t at = 0; at < size_; ++at) {
       if (places_[entries_[at].node] != at + 1) return false;
@@ -106,7 +107,7 @@ class RankHeap {
   }
 
   LazyArray<Entry> entries_;
-  LazyArray<std::uint32_t> places_;  ///< by node: place in entries_, plus one; 0: not contained
+  LazyArray<std::uint32_t> places_;  ///< by node: index in entries_ plus one; 0: not contained
   std::size_t size_ = 0;
 };
 

@@ -23,7 +23,7 @@
 
 #include "tiers/record_transfer.h"
 
-// The numbers are the same on every architecture; old C headers lack them.
+// Old C headers lack these numbers, which are the same on every architecture.
 #ifndef __NR_io_uring_setup
 #define __NR_io_uring_setup 425
 #define __NR_io_uring_enter 426
@@ -32,7 +32,7 @@
 namespace kvelastic {
 namespace {
 
-/// Memory that the kernel shares, unmapped with this.
+/// Memory shared with the kernel; the destructor unmaps it.
 class Mapping {
  public:
   Mapping() = default;
@@ -60,7 +60,7 @@ class Mapping {
 /// One submission and one completion queue, for one thread at a time.
 class Ring {
  public:
-  /// Null with `why` set to an errno.
+  /// Returns null, with `why` set to an errno, if io_uring is not available.
   static std::unique_ptr<Ring> create(unsigned depth, int& why);
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -84,13 +84,14 @@ class Ring {
   bool is_there() const {
     return submissions_.is_there() && completions_.is_there() && entries_.is_there();
   }
-  /// Puts one entry into the queue, for enter() to hand over.
+  /// Adds one entry to the queue; enter() submits it.
   void push(const io_uring_sqe& entry);
   void push(std::size_t lane);
-  /// 0 or errno. What was pushed and not handed over stays in the queue.
+  /// Submits the queue and waits for `wait_for` completions. Returns 0 or an errno. Entries that
+  /// the kernel does not take stay in the queue.
   int enter(unsigned wait_for);
   bool pop(io_uring_cqe& out);
-  /// Waits for one completion, whatever the kernel says meanwhile: its memory is the caller's.
+  /// Waits for one completion despite errors, because the kernel may still use the caller's memory.
   io_uring_cqe wait();
   bool answers_a_nop(int& why);
 
@@ -100,7 +101,7 @@ class Ring {
   Mapping completions_;
   Mapping entries_;
   std::vector<RecordTransfer> lanes_;
-  unsigned pushed_ = 0;  // not handed over yet
+  unsigned pushed_ = 0;  // not submitted yet
 };
 
 std::unique_ptr<Ring> Ring::create(unsigned depth, int& why) {
@@ -118,7 +119,7 @@ std::unique_ptr<Ring> Ring::create(unsigned depth, int& why) {
   return ring->answers_a_nop(why) ? std::move(ring) : nullptr;
 }
 
-/// Some filters allow the setup and refuse what comes after it.
+/// True if the ring completes a no-op: some seccomp filters allow the setup but refuse later calls.
 bool Ring::answers_a_nop(int& why) {
   io_uring_sqe nop{};
   nop.opcode = IORING_OP_NOP;
@@ -178,7 +179,7 @@ io_uring_cqe Ring::wait() {
   io_uring_cqe answer{};
   while (!pop(answer)) {
     const int failed = enter(1);
-    // Busy, or out of memory for a moment; nothing else comes for a ring that has answered once.
+    // The kernel is busy or briefly out of memory. A ring that works gets no other error.
     if (failed != 0 && failed != EINTR) std::this_thread::sleep_for(1ms);
   }
   return answer;
@@ -187,15 +188,15 @@ io_uring_cqe Ring::wait() {
 void Ring::run(Way way, std::span<RecordPiece> pieces) {
   std::size_t next = 0;
   std::size_t under_way = 0;
-  // Begins pieces in this lane until one is under way; those that fail at once have ended.
+  // Starts pieces in this lane until one is in flight. A piece that fails at once has ended.
   const auto fill = [&](std::size_t lane) {
     while (next < pieces.size()) {
       lanes_[lane].begin(way, pieces[next++]);
       if (lanes_[lane].ended()) continue;
       push(lane);
       ++under_way;
-      // Handed over at once: the disk works while the next one's checksum is made. What the
-      // kernel does not take now is handed over by wait().
+      // Submit at once, so that the disk works while the next piece's checksum is computed. wait()
+      // submits entries that the kernel does not take now.
       (void)enter(0);
       return;
     }
@@ -214,7 +215,8 @@ void Ring::run(Way way, std::span<RecordPiece> pieces) {
   }
 }
 
-/// Rings for as many threads as call at once. One lock, of the list of idle ones.
+/// One ring per concurrent call, up to kMaxRings; further calls wait. The mutex guards the idle
+/// rings.
 class UringEngine final : public RecordEngine {
  public:
   UringEngine(std::unique_ptr<Ring> first, unsigned depth) : depth_(depth) {
