@@ -1,4 +1,4 @@
-// Copies within this process's memory, by several processors where there is enough to copy.
+// Copies within this process's memory, with several threads if there is enough to copy.
 #pragma once
 
 #include <algorithm>
@@ -12,26 +12,26 @@
 
 namespace kvelastic {
 
-/// `bytes` from one place to another; the two do not overlap.
+/// A copy of `bytes` bytes. Source and destination do not overlap.
 struct MemoryCopy {
   std::byte* to;
   const std::byte* from;
   std::size_t bytes;
 };
 
-/// One processor copies some 10 GB/s, and a host tier's bus to a GPU has five times that.
+/// One processor copies about 10 GB/s; a host tier's bus to a GPU carries five times that.
 inline constexpr std::size_t kMostCopyThreads = 4;
-/// Less is copied before another thread has started.
+/// Copying fewer bytes takes less time than starting a thread.
 inline constexpr std::size_t kLeastBytesAThread = std::size_t{2} << 20;
 
-/// How many threads copy so many bytes: half of the processors at most, for the engine has work of
-/// its own.
+/// The number of threads for a copy of `bytes`: at most half of the processors, because the engine
+/// needs the others.
 inline std::size_t copy_threads(std::size_t bytes, std::size_t processors) {
   return std::clamp<std::size_t>(std::min(bytes / kLeastBytesAThread, processors / 2), 1,
                                  kMostCopyThreads);
 }
 
-/// Copies the bytes [from, to) of all copies laid side by side.
+/// Copies the bytes [from, to) of the concatenated copies.
 inline void copy_part(std::span<const MemoryCopy> copies, std::size_t from, std::size_t to) {
   std::size_t begin = 0;
   for (const MemoryCopy& copy : copies) {
@@ -45,19 +45,19 @@ inline void copy_part(std::span<const MemoryCopy> copies, std::size_t from, std:
   }
 }
 
-/// Makes all copies, `threads` of them at a time by parts of equal size. Blocks.
+/// Makes all copies with `threads` threads, which copy parts of equal size. Blocks.
 inline void copy_memory(std::span<const MemoryCopy> copies, std::size_t threads) {
   std::size_t bytes = 0;
   for (const MemoryCopy& copy : copies) bytes += copy.bytes;
   const std::size_t share = bytes / threads + 1;
-  std::vector<std::jthread> others;  // each is joined, however this ends
+  std::vector<std::jthread> others;  // joined in every case
   std::size_t begin = 0;
   try {
     for (; others.size() + 1 < threads; begin += share) {
       others.emplace_back([copies, begin, share] { copy_part(copies, begin, begin + share); });
     }
   } catch (const std::system_error&) {
-    // The process may start no more threads: this one copies what is left.
+    // The process cannot start another thread, so this one copies the rest.
   }
   copy_part(copies, begin, bytes);
 }
