@@ -267,11 +267,11 @@ void bind_pool(nb::module_& m) {
            "changed. With `reuse`, before it maps a page, it also takes freed blocks that are "
            "still pinned, except strictly pinned ones. May block to map pages.")
       .def("alloc_run", &alloc_run, "pages"_a,
-           "Return the ids of all blocks of `pages` consecutive pages, or None if they are not "
+           "Return the ids of every block in `pages` consecutive pages, or None if they are not "
            "available; then nothing has changed. Blocks.")
       .def("free", &with_ids<&Allocator::free>, "ids"_a,
-           "Free used or cached blocks. All or nothing; raises DoubleFreeError, UnknownBlockError "
-           "or NullBlockError.")
+           "Free used or cached blocks. Blocks only if the pool is over its limit. All or nothing; "
+           "raises DoubleFreeError, UnknownBlockError or NullBlockError.")
       .def("touch", &with_ids<&Allocator::touch>, "ids"_a,
            "Turn cached blocks into used ones. All or nothing; raises as free().")
       .def(
@@ -280,10 +280,10 @@ void bind_pool(nb::module_& m) {
             return unwrap(own(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
           },
           "ids"_a, nb::kw_only(), "kind"_a = "strict",
-          "Pin used or cached blocks and return a ticket. Until unpin() they are not moved, "
-          "unmapped or allocated, even if they are freed in the meantime. `kind` says what "
-          "alloc(reuse=True) may do with them before that. strict: nothing. fenced: use them last, "
-          "because the engine makes their next user wait for the reader. ordered: use them, "
+          "Pin used or cached blocks and return a ticket. Until unpin() they are not evicted, "
+          "moved, unmapped or allocated, even if they are freed in the meantime. `kind` is what "
+          "alloc(reuse=True) may do with freed ones before that. strict: nothing. fenced: use them "
+          "last, because the engine makes their next user wait for the reader. ordered: use them, "
           "because their next user's work follows the reader's in one queue. All or nothing; "
           "raises UnknownBlockError (also for free blocks) or NullBlockError.")
       .def("unpin", &unpin, "ticket"_a,
@@ -292,9 +292,8 @@ void bind_pool(nb::module_& m) {
       .def(
           "pinned", [](const Pool& pool) { return list_of(pinned(own(pool).state)); },
           "Return the ids of freed blocks that are still pinned.")
-      .def_prop_ro(
-          "reusable", &from_state<&PoolState::reusable>,
-          "How many of the freed blocks that are still pinned alloc(reuse=True) could use.")
+      .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
+                   "The number of freed, still pinned blocks that alloc(reuse=True) could use.")
       .def("available_size", &from_state<&PoolState::available>,
            "Return how many blocks alloc() could return now.")
       .def("available_mapped", &from_state<&PoolState::available_mapped>,
@@ -311,7 +310,7 @@ void bind_pool(nb::module_& m) {
           "waits for other instances only while fewer than `needed` blocks are available. Returns "
           "available_mapped().")
       .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_epoch>,
-                   "How many of the increments of `arrivals` came from free() and cache().")
+                   "The part of the increments of `arrivals` that free() and cache() caused.")
       .def_prop_ro("arrivals", &from_state<&PoolState::epoch>,
                    "A number that is incremented whenever more blocks become available. Read it "
                    "before a call that may fail for lack of blocks.")
@@ -450,8 +449,8 @@ void bind_pool(nb::module_& m) {
                    pool.state.page_bytes();
           },
           nb::kw_only(), "discard"_a = false,
-          "Close the pool: allocate nothing any more and release the memory that is not in use, or "
-          "with `discard` all of it. Returns the bytes that are still held. Blocks.")
+          "Close the pool: allocate no further block and release the memory that is not in use, or "
+          "with `discard` all memory. Returns the bytes that are still held. Blocks.")
       .def_prop_ro("mapped_bytes",
                    [](const Pool& pool) { return own(pool).state.limit_state().mapped_bytes; })
       .def_prop_ro("geometry", [](const Pool& pool) { return pool.state.geometry; })
@@ -461,13 +460,13 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro(
           "max_cached_blocks",
           [](const Pool& pool) { return own(pool).state.options.max_cached_blocks; },
-          "How many blocks the pool keeps cached; -1: unlimited.")
+          "The maximum number of cached blocks; -1: unlimited.")
       .def_prop_ro(
           "oldest_copyable_s",
           [](Pool& pool) {
             return std::chrono::duration<double>(own(pool).writeback.oldest_copyable()).count();
           },
-          "The age in seconds of the oldest cached block that a tier can copy; 0 if there is none.")
+          "The age in seconds of the oldest cached block that a tier can copy; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
   nb::class_<MaintenanceThread>(m, "Keeper",

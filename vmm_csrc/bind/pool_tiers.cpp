@@ -144,8 +144,8 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
             return own(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
           },
           "ids"_a, "keys"_a,
-          "Report that a tier has copies of these blocks. Marks those that still have these keys "
-          "as clean, and returns their number.")
+          "Report that a tier has copies of these blocks. Marks a block as clean if it still has "
+          "the given key. Returns how many it marked.")
       .def(
           "forget_copies", [](Pool& self) { return own(self).writeback.forget_copies(); },
           "Report that no tier has a copy of any block. Returns how many blocks were clean.")
@@ -172,7 +172,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "`timeout_s` seconds. Returns how many cached blocks are left without a copy.")
       .def(
           "stop_demotions", [](Pool& self) { own(self).writeback.stop_demotions(); },
-          "Stop serving next_demotion(). No call waits for copies any more.")
+          "Stop serving next_demotion(). From now on no call waits for copies.")
       .def(
           "begin_leaving",
           [](Pool& self, std::uint64_t most) { return own(self).writeback.begin(most); }, "most"_a,

@@ -99,7 +99,7 @@ void bind_reclaim(nb::module_& m) {
                                                                           reserved_bytes);
       },
       "capacity_bytes"_a, "total_bytes"_a, "guaranteed_bytes"_a, "reserved_bytes"_a,
-      "Return True if the sums of all guarantees and reserves fit into the device.");
+      "Return True if guarantees and reserves together fit into the device.");
   m.def(
       "check_account",
       [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t granted_bytes,

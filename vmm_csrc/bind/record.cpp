@@ -429,8 +429,8 @@ void bind_record(nb::module_& m) {
         "Return the ABI version if the bytes start like a segment of any version, otherwise None.");
   m.def("copy_record", &copy_record_to, "fd"_a, "buffer"_a,
         "Copy the control block of an open file into a buffer, without mapping the file. Each "
-        "value is consistent even if its writer changes it meanwhile. Bytes beyond the end of the "
-        "file stay unchanged in the buffer. Raises OSError.");
+        "value is consistent even if its writer changes it during the copy. Bytes beyond the end "
+        "of the file stay unchanged in the buffer. Raises OSError.");
 
   nb::class_<PyRecord>(m, "Record",
                        "The control block at the start of a segment, in a buffer such as an mmap. "

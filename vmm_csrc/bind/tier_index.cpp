@@ -245,7 +245,7 @@ void bind_tier_index(nb::module_& m) {
            "Sort the objects of a file once all its parts were added.",
            nb::call_guard<nb::gil_scoped_release>())
       .def("restore", &restore_found, "index"_a, "most"_a,
-           "Add up to `most` objects to the index, the oldest of all files first. Returns (slots "
+           "Add up to `most` objects to the index, oldest first across the files. Returns (slots "
            "as uint32, keys, checksums and times as uint64, owners as uint32, refused slots). "
            "Releases the GIL.")
       .def_prop_ro("left", &FoundRecords::left, "The number of objects that were not restored yet.")
@@ -277,7 +277,7 @@ void bind_tier_index(nb::module_& m) {
           "pending. Changes nothing.")
       .def(
           "match", [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); },
-          "keys"_a, "Return how many leading keys are ready. Counts as a use of these keys.")
+          "keys"_a, "Return how many leading keys are ready, and count this as a use of each.")
       .def("lease", &lease, "keys"_a,
            "Lease the leading ready keys until release(). Returns (ticket, slots). Counts as a use "
            "of these keys.")

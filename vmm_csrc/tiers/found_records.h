@@ -1,7 +1,7 @@
 // Adds the objects in a disk tier's existing files to an index, oldest first.
 //
 //   add() a part of a file's table ... end_file()   checks entries, then sorts them file by file
-//   restore(index, most)                            the oldest of all files, `most` at a time
+//   restore(index, most)                            oldest first across the files, `most` at a time
 //
 // Each call does a bounded part of the work, so that its caller can release its lock in between.
 // For one thread at a time. kvelastic/tiers/stores/disk/format.py defines the layout of an entry.
