@@ -1,7 +1,7 @@
-"""One view of all nodes, merged from the responses of the replicas' controllers: pure functions.
+"""Pure functions that merge the replies of the replicas' controllers into one view of the cluster.
 
-Every replica reports all instances of its machine, so one reply for each machine is used. Instances
-without Ray are included. A machine without a reply is listed with its state.
+Every replica reports every instance on its machine, including instances without Ray. So one reply
+for each machine is enough. A machine without a reply is listed with its state.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from kvelastic.integration.ray.messages import Control
 
 OK: Final = "ok"
 NO_REPLY: Final = "no_reply"
-"""Ray counts it as alive, and no replica replied in time or none runs there."""
+"""Ray counts the machine as alive, but no replica there replied in time, or none runs there."""
 DEAD: Final = "dead"
 _OF_MACHINE: Final = frozenset(one.name.removesuffix("_total") for one in metric_table.METRICS)
-"""Metrics of all instances of a machine; the others are of one replica's controller."""
+"""Metrics that cover a whole machine. The others describe one replica's controller."""
 
 
 def merged_memory(replies: Iterable[Control], nodes: Mapping[str, bool]) -> dict[str, Any]:
-    """Return `GET /memory` of all machines, in the form of one controller's, with `nodes`.
+    """Return the body of `GET /memory` for the cluster.
 
-    `nodes` tells whether each machine is alive. `models` has replicas' names in place of models'.
+    It has the fields of one controller's body, and `nodes` with each machine's state. `models` is
+    keyed by the name of the replica instead of the model. The parameter `nodes` maps each machine
+    to True if Ray counts it as alive.
     """
     replies = sorted(replies, key=lambda reply: reply.replica)
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -52,9 +54,10 @@ def merged_memory(replies: Iterable[Control], nodes: Mapping[str, bool]) -> dict
 
 
 def merged_metrics(replies: Iterable[Control], nodes: Mapping[str, bool]) -> bytes:
-    """Return `GET /metrics` of all machines, with the label `node`.
+    """Return the body of `GET /metrics` for the cluster. Takes milliseconds.
 
-    Metrics of a replica's own controller have the label `replica` too. Blocks for milliseconds.
+    Every metric has the label `node`. Metrics of a replica's own controller also have `replica`.
+    `nodes` maps each machine to True if Ray counts it as alive.
     """
     families: dict[str, Metric] = {}
     seen: set[str] = set()
@@ -89,11 +92,11 @@ def _states(replied: Iterable[str], nodes: Mapping[str, bool]) -> dict[str, str]
 
 
 class _Families:
-    """A collector of finished families."""
+    """A Prometheus collector that returns metric families made beforehand."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families."""
+        """Return the families, as `CollectorRegistry` requires."""
         return self._families
