@@ -1,7 +1,7 @@
-"""Creates and opens folders and files that only this user can access, and checks that.
+"""Creates and opens folders and files, and checks that only this user can access them.
 
-A name is opened without following a link. The checks use the open descriptor, so that no process
-can replace the file between check and use.
+Opening a name never follows a symbolic link. The checks use the open descriptor, so no process can
+replace the file between check and use.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def reason_of(error: OSError) -> str:
 def open_folder(path: str | os.PathLike[str]) -> int:
     """Create the folder if it is missing, open it and return its descriptor.
 
-    Raises `InvalidArgumentError` if the path is a link or not a folder, belongs to another user, or
-    is accessible to others. Raises `OSError` for other errors of the file system.
+    Raises `InvalidArgumentError` if the path is a symbolic link or not a folder, belongs to another
+    user, or is accessible to other users. Raises `OSError` for other errors of the file system.
     """
     name = os.fspath(path)
     try:
-        os.makedirs(name, FOLDER_MODE, exist_ok=True)  # noqa: PTH103  (says EEXIST for a link)
+        os.makedirs(name, FOLDER_MODE, exist_ok=True)  # noqa: PTH103  (raises EEXIST for a link)
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EEXIST}:
@@ -59,8 +59,9 @@ def open_folder(path: str | os.PathLike[str]) -> int:
 def open_file(folder: int, name: str, flags: int) -> int:
     """Open a file in `folder` (a descriptor) and return its descriptor.
 
-    Raises `OSError` if opening fails. Raises `PermissionError` with EPERM unless it is a regular
-    file of this user, has one name (hard link) and is not accessible to others.
+    `flags` are those of `open(2)`. Raises `OSError` if opening fails. Raises `PermissionError` with
+    EPERM unless the file is regular, belongs to this user, has only one hard link and is not
+    accessible to other users.
     """
     fd = os.open(name, flags | _FLAGS, FILE_MODE, dir_fd=folder)
     state = os.fstat(fd)
@@ -76,9 +77,9 @@ def open_file(folder: int, name: str, flags: int) -> int:
 
 
 def lock_within(fd: int, wait_s: float) -> bool:
-    """Take flock() on an open file. Blocks for at most `wait_s`. Returns False on timeout.
+    """Take an exclusive flock() on an open file. Returns False after `wait_s` without it.
 
-    Release it with `fcntl.flock(fd, LOCK_UN)`, or close the file.
+    Polls every 2 ms. Release the lock with `fcntl.flock(fd, LOCK_UN)`, or close the file.
     """
     deadline_s = time.monotonic() + wait_s
     while not _try_lock(fd):
