@@ -1,11 +1,11 @@
-"""Configuration: a model's KV, and the tiers that keep it.
+"""Configuration of FlexKV's interface: the shape of a model's KV, and the tiers that keep it.
 
     model = ModelConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     cache = CacheConfig(num_cpu_blocks=4096, enable_ssd=True, ssd_cache_dir="/mnt/nvme/kv")
     check_supported(model, cache)
 
-Names and defaults are FlexKV's. A feature that kvelastic lacks is refused; the error names its
-replacement.
+Names and defaults are FlexKV's. A feature that kvelastic lacks raises `UnsupportedError`, which
+names the replacement.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ _MODEL_COUNTS: Final = (
 
 @dataclass
 class ModelConfig:
-    """One model's KV. The first seven fields are in FlexKV's order.
+    """The shape of a model's KV. The first seven fields are in FlexKV's order.
 
-    Fields may be set one by one; a manager copies them. A value is checked when it is set: raises
-    `InvalidArgumentError`, also for an unknown field.
+    Fields may be set one by one; a manager copies them. Setting an invalid value or an unknown
+    field raises `InvalidArgumentError`.
     """
 
     num_layers: int = 1
     num_kv_heads: int = 1
     head_size: int = 1
     use_mla: bool | int | None = None
-    """True: one fused row. None: derived from `kv_dim`. Always a bool afterwards.
+    """True: K and V in one fused row. None: derived from `kv_dim`. A bool after construction.
 
-    Newer FlexKV has `kv_dim` in this position, so 1 and 2 are read as `kv_dim`.
+    Newer FlexKV has `kv_dim` in this position, so 1 and 2 are accepted as values of `kv_dim`.
     """
     dtype: Any = "bfloat16"
     """A name, or a dtype of torch or NumPy."""
@@ -78,16 +78,16 @@ class ModelConfig:
     nnodes: int = 1
     instance_num: int = 1
     model: str = ""
-    """Name for `kvctl tiers erase --model`."""
+    """The model's name, for `kvctl tiers erase --model`."""
     weights: str = ""
     """Fingerprint of the weights. Required to find blocks on disk or remote after a restart.
 
-    Without it, two models of one shape could not be distinguished.
+    Without it, two models with the same shape could not be distinguished.
     """
     engine: str = ""
-    """What else changes the bytes of a block: the engine, its version, its byte order.
+    """Text for everything else that changes a block's bytes: engine, version, byte order.
 
-    Only engines with the same text find the blocks.
+    An engine finds only blocks that were stored with the same text.
     """
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class ModelConfig:
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check the value before it is set."""
+        """Check the value and set it. Raises `InvalidArgumentError`."""
         if name in _MODEL_COUNTS:
             _check_count(name, value)
         elif name == "dtype":
@@ -140,29 +140,29 @@ class ModelConfig:
 
     @property
     def heads_per_rank(self) -> int:
-        """Heads of a tensor-parallel rank; every rank has a fused row entirely."""
+        """KV heads of one tensor-parallel rank. A fused row is not divided among ranks."""
         return self.num_kv_heads if self.kv_dim == 1 else self.num_kv_heads // self.tp_size
 
     @property
     def ranks_in_a_record(self) -> int:
-        """Number of ranks' parts in a record: one if all ranks have the same row."""
+        """Number of ranks whose bytes a record holds: 1 if all ranks have the same fused row."""
         return 1 if self.kv_dim == 1 else self.tp_size
 
     @property
     def attn_tp_size(self) -> int:
-        """FlexKV's name for the ranks that share a token's heads."""
+        """FlexKV's name for the number of ranks that divide a token's heads: `tp_size`."""
         return self.tp_size
 
     tp_size_per_node = attn_tp_size
 
     @property
     def attn_cp_size(self) -> int:
-        """FlexKV's name for context-parallel ranks of attention."""
+        """FlexKV's name for the number of context-parallel ranks: `cp_size`."""
         return self.cp_size
 
     @property
     def token_size_in_bytes(self) -> int:
-        """Bytes of one token in all layers and ranks."""
+        """Bytes of one token, summed over layers and ranks."""
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
         return self.num_layers * self.kv_dim * row
 
@@ -180,7 +180,7 @@ def _kv_dim(use_mla: object) -> int:
 
 @dataclass
 class CacheConfig:
-    """Tiers and their sizes. KVManager calls `check()`."""
+    """The tiers and their sizes. Values are checked by `check()`, which `KVManager` calls."""
 
     tokens_per_block: int = 16
     enable_cpu: bool = True
@@ -193,7 +193,7 @@ class CacheConfig:
     enable_3rd_remote: bool = False
     use_mooncake_store_backend: bool = False
     num_cpu_blocks: int = 1_000_000
-    """A limit, not a reservation: host memory is allocated as blocks arrive."""
+    """A limit, not a reservation: host memory is allocated as blocks are stored."""
     num_ssd_blocks: int = 10_000_000
     num_remote_blocks: int | None = None
     """None: the remote store sets its own limit."""
@@ -209,11 +209,11 @@ class CacheConfig:
     trace_path: str | None = None
     """File in which requests are recorded (`common.tracer`); None: no recording."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Data of integrations. The library does not read it."""
+    """Data of integrations. kvelastic does not read it."""
 
     @property
     def enable_kv_sharing(self) -> bool:
-        """Whether peers read each other's tiers. The name is FlexKV's."""
+        """True if peers read each other's tiers. The name is FlexKV's."""
         return self.enable_p2p_cpu or self.enable_p2p_ssd
 
     @property
@@ -226,9 +226,9 @@ class CacheConfig:
         return list(self.ssd_cache_dir)
 
     def check(self) -> None:
-        """Raise `ConfigError` for an invalid value or a missing companion setting.
+        """Raise `ConfigError` for an invalid value, or a setting that requires another one.
 
-        Raise `UnsupportedError` for a missing feature, naming its replacement.
+        Raise `UnsupportedError`, which names the replacement, for a feature that kvelastic lacks.
         """
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name):
@@ -254,7 +254,11 @@ class CacheConfig:
 
 
 def check_supported(model: ModelConfig, cache: CacheConfig) -> None:
-    """Raise `UnsupportedError` for unsupported features and `ConfigError` for invalid values."""
+    """Check both configurations and how they are combined.
+
+    Raises `UnsupportedError` for a feature that kvelastic lacks, `ConfigError` for an invalid value
+    in `cache`, and `InvalidArgumentError` if fields of `model` contradict each other.
+    """
     model.check()
     for name, instead in _MOST_ONE.items():
         if getattr(model, name) > 1:
@@ -294,7 +298,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def item_bytes(dtype: Any) -> int:
-    """Bytes of one element. Raises `InvalidArgumentError` for an unknown dtype."""
+    """Return the bytes of one element. Raises `InvalidArgumentError` for an unknown dtype."""
     known = _ITEM_BYTES.get(dtype_name(dtype))
     if known is not None:
         return known

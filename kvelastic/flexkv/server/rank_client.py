@@ -1,4 +1,7 @@
-"""A rank of an engine: shares its KV cache's memory with the process that copies its blocks."""
+"""The client in an engine's rank, which shares the KV cache's memory with FlexKV's server.
+
+The server copies blocks between that memory and the tiers.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ from kvelastic.messages import Address, Connection, Endpoint, Message, Request
 _log = logging.getLogger("kvelastic.flexkv")
 _DESCRIPTORS_AT_ONCE: Final = 16
 ANSWER_S: Final = 30.0
-"""Timeout for a reply that needs no copy; the server's engine may be busy."""
+"""Timeout for a reply that needs no copy. The server's engine may be busy."""
 START_S: Final = 300.0
-"""Timeout for a server's start. The first of several engines starts it, after a long load."""
+"""Timeout for the server's start. The first of several engines starts it, after a long load."""
 _SAY_AFTER_S: Final = 10.0
 _AGAIN_S: Final = 0.05
 Answer = TypeVar("Answer", bound=Message)
@@ -49,16 +52,17 @@ def connect_when_there(
     deadline_s: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Connection:
-    """Connect once a server listens. Polls every 50 ms: the kernel does not notify.
+    """Wait until a server listens at `address`, and return a connection to it.
 
-    Blocks until `deadline_s` (of `time.monotonic`), then raises `ChannelTimeoutError`. Raises
+    Polls every 50 ms, because the kernel does not report a new listener. Raises
+    `ChannelTimeoutError` if no server listens by `deadline_s` (of `time.monotonic`), and
     `ChannelError` once `is_over` returns True.
     """
     say_at_s = time.monotonic() + _SAY_AFTER_S
     while True:
         try:
             return endpoint.connect(address)
-        except ChannelClosedError as error:  # noqa: PERF203  # it waits in between
+        except ChannelClosedError as error:  # noqa: PERF203  # sleeps between attempts
             if is_over():
                 raise ChannelError("this client is closed") from error
             if time.monotonic() >= deadline_s:
@@ -73,17 +77,17 @@ def connect_when_there(
 
 
 def expect(answered: Message, answer: type[Answer]) -> Answer:
-    """Return the reply, or raise `MessageError` if it is another message."""
+    """Return `answered`, or raise `MessageError` if it is not of the type `answer`."""
     if not isinstance(answered, answer):
         raise MessageError(f"a {type(answered).__name__} came instead of a {answer.__name__}")
     return answered
 
 
 class KVTPClient:
-    """One rank: registers its KV cache's memory, and again after the server has restarted.
+    """Registers a rank's KV cache at the server, and again each time the server has restarted.
 
-    `close()` it, or end its process, and the server releases the memory. Only `close` is
-    thread-safe.
+    The server releases the memory after `close()` or the end of the rank's process. Only `close`
+    is thread-safe.
     """
 
     def __init__(
@@ -95,9 +99,11 @@ class KVTPClient:
         *,
         tp_rank: int | None = None,
     ) -> None:
-        """`device_id` counts all ranks of a machine; `tp_rank` is the index in the group.
+        """`gpu_register_port` is the server's endpoint. Nothing is sent before a registration.
 
-        Raises `ConfigError` for an endpoint that is not a Unix socket.
+        `device_id` is the index among all ranks of the machine, `tp_rank` the index in its
+        tensor-parallel group. Raises `ConfigError` for an endpoint that is not a Unix socket, and
+        `InvalidArgumentError` for a `pp_rank` other than 0.
         """
         if pp_rank != 0:
             raise InvalidArgumentError(
@@ -130,13 +136,16 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """Register these tensors: one for each layer, one in total, or all K's and then all V's.
+        """Register the tensors of a KV cache whose memory is shared as files.
 
-        The last form needs a layout. Returns at once: a thread of this client waits for the server.
-        `kv_layout` says which axis counts blocks; use `block_axis` for tensors in a layout that
-        FlexKV does not have. Tensors of tokens, as in SGLang, are treated as the layout's blocks.
-        Raises what `TensorSharedHandle` raises, `InvalidArgumentError` for a second call, and
-        `UnsupportedError` for the buffers of an indexer.
+        `kv_caches` has one tensor for each layer, one tensor in total, or all K's and then all V's.
+        The last form needs `kv_layout`, which also defines which axis counts blocks. For a layout
+        that FlexKV does not have, give `block_axis` instead. Tensors indexed by token, as SGLang's,
+        are viewed as the blocks of the layout.
+
+        Returns immediately; a thread of this client waits for the server. Raises the errors of
+        `TensorSharedHandle`, `InvalidArgumentError` for a second call, and `UnsupportedError` for
+        `indexer_buffers`.
         """
         if indexer_buffers:
             raise UnsupportedError(
@@ -169,12 +178,13 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """Register tensors in a kvelastic range on a GPU, whose pages are mapped and unmapped.
+        """Register the tensors of a KV cache in a kvelastic range on a GPU.
 
-        For each copy the server asks for the pages of its blocks, which must stay mapped while the
-        task runs. Raises `UnsupportedError` for a range with separate pages for each buffer
-        (KVELASTIC_CONTIGUOUS_LAYOUT=false), and `InvalidArgumentError` for a tensor outside the
-        range.
+        The parameters are those of `register_to_server`. Pages of the range may be unmapped after
+        registration. So for each copy the server requests the pages of its blocks, which must stay
+        mapped until the task ends. Raises `UnsupportedError` for a range with separate pages for
+        each buffer (KVELASTIC_CONTIGUOUS_LAYOUT=false), and `InvalidArgumentError` for a tensor
+        outside the range or a second call.
         """
         axis = block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
         kv_caches = self._in_record_order(kv_caches, kv_layout)
@@ -212,9 +222,9 @@ class KVTPClient:
         self._thread.start()
 
     def wait_until_registered(self, timeout_s: float = START_S) -> None:
-        """Block until registered.
+        """Block until the server has registered this rank.
 
-        Raises the error in the server's reply, or `ChannelTimeoutError`.
+        Raises the error with which registration failed, or `ChannelTimeoutError` after `timeout_s`.
         """
         with self._changed:
             self._changed.wait_for(
@@ -226,7 +236,7 @@ class KVTPClient:
                 raise ChannelTimeoutError(f"nobody has taken the memory at {self._address} so far")
 
     def close(self) -> None:
-        """End the registration and its thread. Idempotent."""
+        """End the registration and wait for the client's thread. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -238,7 +248,10 @@ class KVTPClient:
             handle.close()
 
     def _memories(self) -> list[tuple[int, bool]]:
-        """A descriptor for each file, and whether it is elastic: tensors of one file share it."""
+        """Return a descriptor for each file, and whether its memory is elastic.
+
+        Tensors in the same file share one entry.
+        """
         files = {_memory_of(handle): (handle.fd, handle.is_elastic) for handle in self._handles}
         return list(files.values())
 
@@ -247,7 +260,7 @@ class KVTPClient:
         return files.index(_memory_of(handle))
 
     def _hear(self, request: Request) -> None:
-        """Handle the server's requests. Runs in the endpoint's thread; takes milliseconds."""
+        """Handle a request of the server. Runs in the endpoint's thread. Takes milliseconds."""
         asked = request.message
         memories = self._memories()
         if isinstance(asked, messages.Export) and self._device is not None:
@@ -265,7 +278,7 @@ class KVTPClient:
         fds: list[int] = []
         try:
             for handle in memory.handles(pages):
-                fds.append(driver.export_page(handle))  # noqa: PERF401  # closed on failure
+                fds.append(driver.export_page(handle))  # noqa: PERF401  # `finally` needs partial results
             request.answer(messages.Done(), descriptors=fds)
         finally:
             for fd in fds:
@@ -280,7 +293,7 @@ class KVTPClient:
                 )
                 self._register(connection)
             except ChannelClosedError:
-                continue  # it was unmapped during the search: search again
+                continue  # the server ended: wait for its successor
             except KvelasticError as error:
                 if not self._is_closed:
                     _log.error("the server at %s refuses this rank: %s", self._address, error)
@@ -301,7 +314,7 @@ class KVTPClient:
                 )
             )
         memories = self._memories()
-        # Keep this order, which assigns memories to tensors; a message holds one kind of memory.
+        # Tensors refer to memories by their index, so keep the order. A message has one kind only.
         for is_elastic, group in groupby(memories, key=lambda memory: memory[1]):
             fds = [fd for fd, _ in group]
             for first in range(0, len(fds), _DESCRIPTORS_AT_ONCE):
@@ -320,9 +333,9 @@ class KVTPClient:
 
 
 def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
-    """Return the axis that counts blocks in tensors (or their descriptions) of that layout.
+    """Return the axis that counts blocks in tensors (or their descriptions) with that layout.
 
-    Raises `InvalidArgumentError` for tensors of another shape.
+    Raises `InvalidArgumentError` without a layout, or if the tensors' shape does not match it.
     """
     if layout is None:
         raise InvalidArgumentError("say by kv_layout or block_axis which axis counts blocks")
@@ -347,9 +360,10 @@ def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
 
 
 def _in_blocks(tensor: TensorDescription, layout: KVCacheLayout | None) -> TensorDescription:
-    """View a tensor [token, head, element] as [block, token, head, element]; others unchanged.
+    """View a tensor `[token, head, element]` as `[block, token, head, element]`.
 
-    Only the layout's whole blocks are included: SGLang has an extra page of tokens for padding.
+    The view omits tokens beyond the layout's blocks: SGLang pads with an extra page of tokens. A
+    tensor of another shape is returned unchanged.
     """
     if layout is None or tensor.shape[1:] != (layout.num_head, layout.head_size):
         return tensor
