@@ -1,14 +1,14 @@
-"""`ElasticCache`: a cache for `model.generate` with the elastic memory of an instance.
+"""`ElasticCache`: a KV cache for `model.generate` in the elastic memory of an instance.
 
     with ElasticCache.for_model(model) as cache:
         model.generate(**inputs, past_key_values=cache)
 
-Keys and values are in a range of addresses that gets pages as the sequence grows (`token_rows` has
-the drawing). So tokens are never copied to make room, while `DynamicCache` copies all of them for
-every new token. `kvctl list` shows the cache, and `kvctl limit` limits it.
+Keys and values are in a range of addresses. Pages are mapped into it as the sequence grows
+(`token_rows` has a drawing). So existing tokens are never copied, while `DynamicCache` copies all
+tokens for every new one. `kvctl list` shows the cache, and `kvctl limit` limits it.
 
-This module imports torch and transformers. `kvelastic.integration.transformers` imports it only on
-access to `ElasticCache`.
+This module imports torch and transformers. `kvelastic.integration.transformers` imports this module
+only when `ElasticCache` is accessed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
 class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of the cache. All layers share a `TokenStore`."""
+    """One layer of the cache. All layers share one `TokenStore`."""
 
     is_compileable = False
     is_croppable = True
@@ -58,60 +58,66 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A view of all keys, `[batch, heads, tokens, dim]`, valid until the cache is cropped."""
+        """A view `[batch, heads, tokens, dim]` of all keys, or None without tokens.
+
+        Valid until the cache is cropped or reset.
+        """
         return self._store.view(self._index, 0) if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        """A view of all values, with the shape and validity of `keys`."""
+        """A view of all values, or None. Shape and validity are those of `keys`."""
         return self._store.view(self._index, 1) if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: memory is mapped with the first tokens."""
+        """Do nothing: `update` maps memory for the first tokens."""
 
-    # Mapping memory cannot be traced, so a compiled model runs this function uncompiled.
+    # torch.compile cannot trace the mapping of memory, so this function runs uncompiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is untyped here
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens; return the keys and values that attention may read.
+        """Append tokens, and return the keys and values that attention may read.
 
-        Raises the errors of `TokenStore.append`.
+        A sliding layer returns only its window. Raises the errors of `TokenStore.append`.
         """
         before = self.get_seq_length()
         keys, values = self._store.append(self._index, key_states, value_states)
         if before == 0:
-            return key_states, value_states  # the same tokens, contiguous
+            return key_states, value_states  # the arguments hold the same tokens, contiguous
         if self._window is None or before < self._window:
             return keys, values
-        # As many as get_mask_sizes() returned.
+        # The number must equal the result of get_mask_sizes().
         first = before - self._window + 1
         return keys[:, :, first:], values[:, :, first:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that the next `update` returns, and their first token."""
+        """Return the number of keys that the next `update` returns, and the first one's position.
+
+        `query_length` is the number of tokens that `update` will append.
+        """
         tokens = self.get_seq_length()
         first = 0 if self._window is None else max(0, tokens - self._window + 1)
         return tokens - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens in this layer."""
         return self._store.lengths[self._index]
 
     def get_max_length(self) -> int:
-        """Return the window of a sliding layer, else -1: only memory bounds it."""
+        """Return the window of a sliding layer, or -1 for a layer bounded only by memory."""
         return -1 if self._window is None else self._window
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the batch for beam search, in place."""
+        """Reorder the batch in place for beam search: row i becomes row `beam_idx[i]`."""
         self._store.reorder(self._index, beam_idx)
 
     def reset(self) -> None:
-        """Raise `UnsupportedError`: layers share pages, so only the whole cache can be reset."""
+        """Raise `UnsupportedError`. Layers share pages, so only the whole cache can be reset."""
         raise UnsupportedError("a layer of an ElasticCache is reset with the cache: cache.reset()")
 
     def offload(self) -> None:
-        """Raise `UnsupportedError`: the memory belongs to one device."""
+        """Raise `UnsupportedError`. The memory belongs to one device."""
         raise UnsupportedError(
             "an ElasticCache is not offloaded layer by layer; make it with device='cpu', or limit"
             " it with `kvctl limit`"
@@ -121,7 +127,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
 
 class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A cache for `generate(past_key_values=...)`. Each cache is an instance of its own.
+    """A KV cache for `generate(past_key_values=...)`. Each cache is a separate instance.
 
         cache = ElasticCache.for_model(model, limit="2G")
         model.generate(**first_turn, past_key_values=cache)
@@ -129,28 +135,31 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         cache.reset()                                            # releases memory; use it again
         cache.close()                                            # or a with statement, or del
 
-    `config` is the model's. `device` is the model's device (`cpu`, `cuda:1`, a torch device);
-    default: `KVELASTIC_DEVICE`. `limit`, in bytes or a size such as `"2G"`, overrides
-    `KVELASTIC_LIMIT`. `name` overrides `KVELASTIC_IPC_NAME`; if a process has several caches, the
-    second is called NAME_2. The other variables apply as for an engine, except `ENABLE_KVELASTIC`,
-    which has no effect.
+    `config` is the model's configuration. `device` is the model's device: `cpu`, `cuda:1` or a
+    torch device. The default is `KVELASTIC_DEVICE`. `limit`, in bytes or a size such as `"2G"`,
+    overrides `KVELASTIC_LIMIT`. `name` overrides `KVELASTIC_IPC_NAME`. If a process has several
+    caches, the second is called NAME_2. The other variables apply as for an engine, except
+    `ENABLE_KVELASTIC`, which has no effect.
 
-    The cache has no maximum length. It is bounded by its limit, the device's ledger and the device.
-    A step that needs more raises `LimitReachedError` or `OutOfMemoryError` and leaves the cache
-    unchanged. A lower limit does not remove tokens in use: `kvctl` shows `shrinking` until tokens
-    are removed.
+    The cache has no maximum length. Its limit, the device's ledger and the device bound it. A step
+    that needs more raises `LimitReachedError` or `OutOfMemoryError` and leaves the cache unchanged.
+    A lower limit does not remove tokens in use: `kvctl` shows `shrinking` until the program removes
+    tokens.
 
-    Beams, several sequences, padding, assisted and prompt lookup decoding, `crop`,
-    `copy.deepcopy` and layers with a sliding window work as with `DynamicCache` (all tokens of such
-    layers are kept). Hybrid models, encoder-decoder models, models on several devices, layers of
-    different shapes, training and offloading raise `UnsupportedError`. In a model compiled with
-    `torch.compile` the cache's own code runs uncompiled. The constructor raises
-    `UnsupportedEngineError` for an untested series of transformers (with `KVELASTIC_STRICT=false`
-    it warns), and the errors of `kvelastic.pool.pool.open_pool`.
+    These work as with `DynamicCache`: beams, several sequences, padding, assisted and prompt lookup
+    decoding, `crop`, `copy.deepcopy`, and layers with a sliding window, which keep all their
+    tokens. These raise `UnsupportedError`: hybrid models, encoder-decoder models, models on several
+    devices, layers of different shapes, training and offloading. In a model compiled with
+    `torch.compile`, the cache's own code runs uncompiled.
 
-    One thread at a time may use a cache; threads may use different caches concurrently. In a forked
-    child a use raises `DeviceUnavailableError`. Tensors of `layers[i].keys` must not be used after
-    `crop` or `reset`. They stay valid after `close`, and keep their memory until they are deleted.
+    The constructor raises `UnsupportedEngineError` for an untested series of transformers. With
+    `KVELASTIC_STRICT=false` it logs a warning instead. It also raises the errors of
+    `kvelastic.pool.pool.open_pool`.
+
+    One thread at a time may use a cache; threads may use different caches concurrently. Using it in
+    a forked child raises `DeviceUnavailableError`. Tensors from `layers[i].keys` must not be used
+    after `crop` or `reset`. They stay valid after `close`, and keep their memory until they are
+    deleted.
     """
 
     def __init__(
@@ -180,7 +189,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         except BaseException:
             pages.close(is_unused=True)
             raise
-        # Needed if the cache is deleted without `close`: an open pool is never collected.
+        # For a cache that is deleted without `close`: an open pool is never garbage-collected.
         self._end = weakref.finalize(self, TokenStore.close, self._store)
         super().__init__(
             layers=[ElasticLayer(self._store, i, window) for i, window in enumerate(windows)]
@@ -192,7 +201,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     ) -> ElasticCache:
         """Return a cache for `model` on the model's device.
 
-        Raises `UnsupportedError` if the model is on several devices, and the class's errors.
+        Raises `UnsupportedError` if the model is on several devices, and the constructor's errors.
         """
         devices = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
         if len(devices) > 1:
@@ -204,20 +213,21 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def name(self) -> str:
-        """The name of its instance in `kvctl`."""
+        """The name of the cache's instance in `kvctl`."""
         return self._pages.pool.name
 
     def reset(self) -> None:
         """Remove all tokens and release all pages but one. Blocks until they are unmapped.
 
-        The next tokens may be of another batch.
+        Afterwards, the cache accepts a batch of another size.
         """
         self._store.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. A positive number is the number to keep.
+        """Remove tokens from the end of the sequence.
 
-        Unused pages are parked (see `GrowingPages.shrink`).
+        A negative `tokens_to_remove` is the number to remove. A positive one is the number to keep,
+        and zero has no effect. Unused pages are parked (see `GrowingPages.shrink`).
         """
         lengths = self._store.lengths
         if tokens_to_remove > 0:
@@ -226,23 +236,26 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             self._store.cut([max(0, length + tokens_to_remove) for length in lengths])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence `repeats` times.
+        """Repeat each sequence of the batch `repeats` times.
 
-        Raises the errors of a step, and then changes nothing.
+        On failure, raises the same errors as a step and leaves the cache unchanged.
         """
         self._store.select_rows(torch.arange(self._store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the given sequences, in that order. `indices` is a mask or indices."""
+        """Keep the given sequences of the batch, in that order.
+
+        `indices` has indices, or is a boolean mask.
+        """
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self._store.select_rows(indices)
 
     def close(self) -> None:
-        """Release the memory, and remove the instance from ledger and segment. Idempotent.
+        """Release the memory, leave the ledger and remove the segment. Idempotent.
 
-        Blocks for the driver. Every later use raises. Tensors from `layers[i].keys` keep their
-        memory until they are deleted.
+        Blocks while the driver unmaps pages. Any later use raises. Tensors from `layers[i].keys`
+        keep their memory until they are deleted.
         """
         self._end()
 
@@ -257,7 +270,7 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.close()
 
     def __deepcopy__(self, _: dict[int, Any]) -> ElasticCache:
-        """Return a copy with the same tokens in an instance of its own, e.g. to reuse a prompt."""
+        """Return a copy with the same tokens, e.g. to reuse a prompt. It is a separate instance."""
         other = ElasticCache(**self._made_with)
         try:
             self._store.copy_to(other._store)
@@ -310,7 +323,7 @@ def _windows_of(config: Any) -> list[int | None]:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("ElasticCache serves no encoder-decoder models; use DynamicCache")
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    if isinstance(settings, dict):  # before 5.18 one dict for all layers
+    if isinstance(settings, dict):  # before 5.18: one dict for all layers
         settings = [settings] * len(types)
     for index, kind in enumerate(types):
         if kind != _FULL and kind not in _WINDOWED:
