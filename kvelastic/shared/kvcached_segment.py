@@ -1,25 +1,27 @@
-"""kvcached's segment: 24 bytes in /dev/shm by which programs for kvcached meter and limit a model.
+"""kvcached's segment: a file in /dev/shm through which kvcached's clients read and limit memory.
 
     own, file = create("chat", engine="vLLM", devices=[("host", 1)])   # `chat.kvelastic`, `chat`
     file.start()        # once the instance handles requests
     file.close()        # before the instance's own segment
 
-The file holds three little-endian int64 and nothing else, because kvcached recognizes it by its
-size: the limit, the memory in use, and the memory mapped ahead of need. A client takes `flock` and
-writes the limit. One thread of the instance, blocked in `poll`, watches the file:
+The file holds three little-endian int64: the limit, the memory in use, and the memory mapped ahead
+of need, in bytes. It holds nothing else, because kvcached recognizes it by its size of 24 bytes. A
+client takes `flock` and writes the limit. One thread of the instance, blocked in `poll`, watches
+the file:
 
-- inotify wakes it when a process closes the file after writing, or removes or renames it, and when
-  a process closes the instance's own segment after writing (`kvctl limit`).
-- A deadline wakes it to publish the usage, because no system call reports a mapped page.
+- inotify wakes it when a process closes the file after writing, or removes or renames the file. It
+  also wakes when a process closes the instance's own segment after writing (`kvctl limit`).
+- A timeout wakes it to publish the usage, because no system call reports a mapped page.
 
-A limit of a client becomes an ordinary request in the instance's own segment, and is acknowledged
-there. *Rule*: the last writer wins. If client and operator have both changed the limit since the
-file and the instance last agreed, the instance's own limit wins and is written back. 0 and negative
-limits are ignored, as in kvcached.
+The thread turns a client's limit into an ordinary request in the instance's own segment, where it
+is acknowledged. *Rule*: the last writer wins. If a client and an operator have both changed the
+limit since the file and the instance last agreed, the instance's own limit wins and is written
+back. 0 and negative limits are ignored, as in kvcached.
 
-The thread never waits for a lock of another process. Without it, the thread publishes the usage,
-which no client owns, and leaves the limit for the next event or deadline. It reads and writes with
-system calls only: accessing a mapping of a file that a client truncates would end the process.
+The thread never waits for a lock that another process holds. Without the lock it publishes only the
+usage, which no client writes, and leaves the limit for the next event or timeout. It uses `pread`
+and `pwrite` instead of a mapping: if a client truncates a mapped file, an access to it ends the
+process.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ _MODE: Final = 0o600
 _MOST_NAMES: Final = 100
 
 _CHANGING_MS: Final = 50
-"""Deadline while the usage changes, or something is left to do."""
+"""Timeout while the usage changes or work is pending."""
 _STEADY_MS: Final = 250
-"""Deadline while the usage does not change."""
+"""Timeout while the usage does not change."""
 
 _IN_ATTRIB: Final = 0x4
-"""Also the removal of a name."""
+"""Also reports the removal of a name."""
 _IN_CLOSE_WRITE: Final = 0x8
 _IN_MOVE_SELF: Final = 0x800
 _EVENT_BYTES: Final = 4096
@@ -72,12 +74,12 @@ _EVENT_BYTES: Final = 4096
 def create(
     name: str | None, *, engine: str, model: str = "", devices: Sequence[tuple[str, int]]
 ) -> tuple[segment.Segment, KvcachedSegment]:
-    """Create an instance's own segment, called `own_name(name)`, and kvcached's, called `name`.
+    """Create an instance's own segment, named `own_name(name)`, and kvcached's, named `name`.
 
-    Characters that kvcached does not accept in `name` become hyphens, as they do there. None means
-    `kvcached_<engine>_<process group>`, with a numeric suffix if that is taken. A file that a dead
-    instance or kvcached has left is taken over. Raises the errors of `segment.create`, and
-    `SegmentExistsError` if another kind of file, or one of another user, has the name.
+    Characters that kvcached does not accept in `name` become hyphens, as in kvcached. None means
+    `kvcached_<engine>_<process group>`, with a numeric suffix if that name is taken. A file that
+    kvcached or a dead instance left behind is reused. Raises the errors of `segment.create`, and
+    `SegmentExistsError` if the name belongs to another kind of file or to another user's file.
     """
     if name is not None:
         names = [re.sub(r"[^A-Za-z0-9_-]", "-", name)]
@@ -102,10 +104,10 @@ def create(
 
 
 class KvcachedSegment:
-    """kvcached's file of one instance. Its creator removes it in `close()`."""
+    """kvcached's segment of one instance. Only the creating process removes it, in `close()`."""
 
     def __init__(self, name: str, own: segment.Segment) -> None:
-        """Create or take over the file. Raises `SegmentExistsError` or `SegmentError`."""
+        """Create or reuse the file. Raises `SegmentExistsError` or `SegmentError`."""
         self.name = name
         self._path = SHM_DIR / name
         self._own = own
@@ -116,7 +118,7 @@ class KvcachedSegment:
         self._fd = -1
         self._life: _vmm.LifeLock | None = None
         self._agreed_bytes = 0
-        """The limit that the file and the instance had when they last agreed."""
+        """The limit when the file and the instance last agreed."""
         self._inotify = self._stop = self._own_fd = -1
         try:
             self._open()
@@ -126,9 +128,9 @@ class KvcachedSegment:
             raise
 
     def start(self) -> None:
-        """Start the thread. Call it once the instance handles requests.
+        """Start the thread. Call this once the instance handles requests.
 
-        Raises `SegmentError` if the system has no inotify instance left.
+        Raises `SegmentError` if inotify cannot watch the files.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         self._add_watch = libc.inotify_add_watch
@@ -146,12 +148,12 @@ class KvcachedSegment:
         values, raw = self._values(), os.pread(self._fd, KVCACHED_BYTES, 0)
         if raw[:8] == _VALUES.pack(self._agreed_bytes, 0, 0)[:8]:
             self._publish_all(values)
-        self._agreed_bytes = values[0]  # another limit is one that a client has set meanwhile
+        self._agreed_bytes = values[0]  # a client has set any other limit in the file
         self._thread = threading.Thread(target=self._run, name="kvcached-segment", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and remove the file. Idempotent. Does nothing in a forked child."""
+        """Stop the thread, wait for it, and remove the file. Idempotent. No effect in a child."""
         if self._pid != os.getpid():
             return
         thread, self._thread = self._thread, None
@@ -186,14 +188,14 @@ class KvcachedSegment:
                 wait_ms = _CHANGING_MS if self._look() else _STEADY_MS
                 self._complained = ""
             except (OSError, SegmentError) as error:
-                # The instance serves without the file, and the next deadline tries again.
+                # The instance works without the file. The next timeout tries again.
                 self._complain(str(error))
                 wait_ms = _STEADY_MS
 
     def _look(self) -> bool:
-        """Bring file and instance into agreement; return whether the next look comes soon."""
+        """Synchronize file and instance. Return True if the next look should come soon."""
         if not self._is_in_place():
-            # A client may have removed the file and made a new one, with a limit.
+            # A client may have replaced the file by a new one, with a limit.
             self._release()
             is_new = self._open()
             self._watch_file()
@@ -221,9 +223,10 @@ class KvcachedSegment:
         return True
 
     def _request(self, limit_bytes: int) -> None:
-        """Request a client's limit in the instance's own segment, unless a writer holds its lock.
+        """Request a client's limit in the instance's own segment.
 
-        The next look then finds the same difference and tries again.
+        If another writer holds that segment's lock, this has no effect, and the next look tries
+        again.
         """
         with suppress(SegmentBusyError):
             request = segment.Request(limit_bytes=limit_bytes)
@@ -238,9 +241,10 @@ class KvcachedSegment:
     # -------------------------------------------------------------------------------- the file
 
     def _values(self) -> list[int]:
-        """Return the three values as the instance has them; a pending limit counts."""
+        """Return the file's three values for the instance's state, including a pending limit."""
         record = self._own.record
-        # The instance publishes usage before the answer. So a limit is pending or in the usage.
+        # The instance publishes usage before the acknowledgement, and this reads them in reverse
+        # order. So a requested limit is either pending or included in the usage.
         answer, request, usage = record.read_answer(), record.read_request(), record.read_usage()
         limit_bytes = usage["limit_bytes"]
         if request["limit_revision"] > answer["revision"]:
@@ -255,14 +259,17 @@ class KvcachedSegment:
             os.pwrite(self._fd, _VALUES.pack(*values)[8:], 8)
 
     def _publish_all(self, values: list[int]) -> None:
-        """Write all values. For a file without a whole limit, where no client loses one."""
+        """Write all values without the lock.
+
+        A client must not have a limit in the file: it would be lost.
+        """
         os.pwrite(self._fd, _VALUES.pack(*values), 0)
         if os.fstat(self._fd).st_size > KVCACHED_BYTES:
             os.ftruncate(self._fd, KVCACHED_BYTES)
         self._agreed_bytes = values[0]
 
     def _publish_under_lock(self, values: list[int]) -> bool:
-        """Write all values; return False if another process holds the lock."""
+        """Write all values, or return False if another process holds the lock."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -274,7 +281,7 @@ class KvcachedSegment:
         return True
 
     def _is_in_place(self) -> bool:
-        """Return whether the name still refers to the open file."""
+        """Return True if the name still refers to the open file."""
         if self._fd < 0:
             return False
         try:
@@ -284,7 +291,7 @@ class KvcachedSegment:
         return inode_of(state) == inode_of(os.fstat(self._fd))
 
     def _open(self) -> bool:
-        """Open the file, or create it (returns True), and hold its liveness lock."""
+        """Open or create the file, and take its liveness lock. Return True if it was created."""
         try:
             fd = os.open(self._path, WRITE_FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
             is_new = True
@@ -325,7 +332,8 @@ class KvcachedSegment:
         self._watch(self._fd, _IN_CLOSE_WRITE | _IN_ATTRIB | _IN_MOVE_SELF)
 
     def _watch(self, fd: int, events: int) -> None:
-        # By descriptor: the name may refer to another file meanwhile. A watch ends with its file.
+        # By descriptor, because the name may already refer to another file. The kernel removes a
+        # watch together with its file.
         if self._add_watch(self._inotify, f"/proc/self/fd/{fd}".encode(), events) < 0:
             why = os.strerror(ctypes.get_errno())
             raise SegmentError(
