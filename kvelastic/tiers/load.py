@@ -1,12 +1,12 @@
-"""A load of blocks from the tiers: found records, the blocks they go to, and the transfer.
+"""A load of blocks from the tiers: the records found, the destination blocks, and the transfer.
 
-    load = tiers.match(keys)               # found: its records are held
-    tiers.load(load, ids)                  # running; tiers release the records at its end
-    load.wait(1.0); load.failed            # over: indices of blocks to compute
+    load = tiers.match(keys)               # found; the tiers keep its records
+    tiers.load(load, ids)                  # running; the tiers release the records at the end
+    load.wait(1.0); load.failed            # over: indices of the blocks to compute
 
-    load.release()                         # or never started: also over, and nothing is loaded
+    load.release()                         # instead of starting it: over, with nothing loaded
 
-An engine that loads beside its steps calls `assign` before it starts the load; see `loads`.
+An engine that runs loads concurrently with its steps calls `assign` first; see `loads`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvelastic.tiers.run import Run
 
 
 class Load:
-    """Leading keys that are in tiers, and their load. Thread-safe, except for `assign`.
+    """The leading keys of a lookup that tiers have, and their load.
 
-    Records are not evicted before the load is over. As a context manager, a load that was not
-    started releases its records on exit.
+    Thread-safe, except for `assign`. The records are not evicted before the load is over. On exit
+    from a `with` statement, a load that was not started releases its records.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class Load:
         chain_after: bytes = NO_KEY,
         epoch: int = 0,
     ) -> None:
-        """`keys` may be longer than `segments`: the rest was not found."""
+        """`keys` may have more keys than `segments`: the remaining ones were not found."""
         self.segments = tuple(segments)
         self.count = sum(segment.count for segment in segments)
         """Number of leading keys found."""
         self.keys = keys[: self.count * KEY_BYTES]
         self.chain_after = chain_after
         self.epoch = epoch
-        """Number of erasures in the tiers when the keys were found."""
+        """Number of erasures in the tiers so far, at the time of the lookup."""
         self.request = ""
-        """The engine's request."""
+        """The engine's id of the request."""
         self.job = 0
         """The engine's number for this load."""
         self.ids: tuple[int, ...] = ()
-        """The engine's blocks; may be more than `count`."""
+        """The ids of the engine's destination blocks. May be more than `count`."""
         self.began_s = 0.0
         self._parents: list[bytes] | None = None
-        """Parents of the keys, if these do not continue each other."""
+        """The parent of each key. None if each key continues the one before."""
         self._leases = tuple(leases)
         self._lock = threading.Lock()
         self._is_starting = False
@@ -61,7 +61,7 @@ class Load:
 
     @property
     def parents(self) -> list[bytes]:
-        """For each key, the key that it continues."""
+        """The parent of each key: the key of the preceding block."""
         if self._parents is not None:
             return self._parents
         return [self.chain_after, *each_key(self.keys)][: self.count]
@@ -69,22 +69,22 @@ class Load:
     # --- before it runs ------------------------------------------------------------------------
 
     def assign(self, request: str, job: int, ids: Iterable[int]) -> Load:
-        """Set the request, the engine's number and the blocks. Returns the load."""
+        """Set the request's id, the engine's number of the load, and the blocks. Return `self`."""
         self.request, self.job, self.ids = request, job, tuple(ids)
         return self
 
     def release(self) -> None:
-        """Release the records, unless the load was started. Idempotent. Waits for no medium."""
+        """Release the records, unless the load was started. Idempotent. Never waits for I/O."""
         with self._lock:
             if self._is_starting:
                 return
         self.end()
 
     def starts(self, ids: Sequence[int]) -> None:
-        """Mark the load as started, for the first keys and these blocks. For the tiers only.
+        """Mark the load as started. Only the tiers call this.
 
-        Raises `InvalidArgumentError` if there are more blocks than keys, or if the load was started
-        or released before.
+        Block `ids[i]` gets the record of key i. Raises `InvalidArgumentError` if there are more
+        blocks than keys, or if the load was started or released before.
         """
         if len(ids) > self.count:
             raise InvalidArgumentError(
@@ -99,16 +99,19 @@ class Load:
             self.ids = self.ids or tuple(ids)
 
     def runs(self, run: Run) -> None:
-        """Set the transfer. For the tiers only, which call `end` when it is complete."""
+        """Set the transfer. Only the tiers call this, and `end` when the transfer is complete."""
         self._run = run
 
     def end(self) -> None:
-        """Release the records, started or not. For the tiers only. Idempotent."""
+        """Release the records, even if the load was started. Only for the tiers. Idempotent."""
         for lease in self.take_leases():
             lease.release()
 
     def take_leases(self) -> Sequence[Lease]:
-        """End the load without releasing its records. Returns their leases, once."""
+        """End the load without releasing its records.
+
+        Returns their leases, which the caller must release. A second call returns none.
+        """
         with self._lock:
             self._is_released = True
             leases, self._leases = self._leases, ()
@@ -116,7 +119,7 @@ class Load:
 
     @property
     def is_held(self) -> bool:
-        """Whether the records are held, by the engine or by the running load."""
+        """True until the records are released or their leases taken."""
         with self._lock:
             return not self._is_released
 
@@ -130,14 +133,14 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """Whether no thread accesses the blocks now or later, and the results are final."""
+        """True if the load is over: its results are final, and no thread accesses its blocks."""
         run = self._run
         return self._is_released if run is None else run.is_complete
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the load is done, for at most `timeout_s`. Returns whether it is done.
+        """Block until the load is done, for at most `timeout_s`. Return True if it is done.
 
-        Returns at once if the load was not started.
+        Returns immediately if the load was not started.
         """
         run = self._run
         return self.done if run is None else run.wait(timeout_s)
@@ -145,7 +148,7 @@ class Load:
     def cancel(self) -> None:
         """Cancel the load. Never blocks. Idempotent.
 
-        Its blocks may be written to until it is `done`, which takes at most one copy.
+        A copy in progress still completes, so the blocks may be written until the load is `done`.
         """
         run = self._run
         if run is None:
@@ -155,14 +158,14 @@ class Load:
 
     @property
     def arrived(self) -> int:
-        """Number of records read from their tiers so far, into staging or further into blocks."""
+        """Number of records read from their tiers so far, including those copied into blocks."""
         return 0 if self._run is None else sum(self._run.staged)
 
     # --- when it is done -----------------------------------------------------------------------
 
     @property
     def failed(self) -> list[int]:
-        """Indices into `ids` of blocks that were not loaded, which the engine must compute.
+        """Indices into `ids` of the blocks that were not loaded. The engine must compute them.
 
         Valid once the load is done.
         """
@@ -177,10 +180,11 @@ class Load:
 
 
 def merged(keys: bytes, held: Sequence[Load]) -> Load:
-    """Return a load of exactly these keys, as far as the loads in `held` found the leading ones.
+    """Combine the loads in `held`, and return one load for the leading `keys` that they found.
 
-    The new load takes over the records of all of them: they are over and cannot be started. If
-    anything was erased since the oldest of them was found, the new load loads nothing.
+    The new load takes over the records of all loads in `held`. Those loads are then over and cannot
+    be started. If anything was erased since the earliest of their lookups, the new load loads
+    nothing.
     """
     places: dict[bytes, tuple[int, bytes]] = {}
     leases: list[Lease] = []

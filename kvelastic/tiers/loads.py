@@ -1,12 +1,12 @@
-"""Asynchronous loads from the tiers into blocks of requests, concurrent with the engine's steps.
+"""Loads from the tiers into blocks of requests, concurrent with the engine's steps.
 
     loads.begin(load.assign("req", job, ids))    # in the step in which the engine requests it
     for load in loads.take_finished(): ...       # before the next step
-    loads.wait_for_any(0.01)                     # instead of empty steps
+    loads.wait_for_any(0.01)                     # instead of a step without work
 
-A load never raises in the engine. It reports how many leading blocks were loaded, and the engine
-computes the rest. The blocks of a load stay in use until the load is over, even if the request has
-ended.
+A failed load raises no exception in the engine. A load reports how many leading blocks were loaded,
+and the engine computes the others. The blocks of a load stay in use until the load is over, even if
+the request has ended.
 
 Not thread-safe: only the scheduler's thread may use it. Threads of the tiers run the loads.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.002
 _FIRST_LOOK: Final = 0.08
-"""Fraction of the computing time after which a load is first checked for progress. It bounds the
-time lost to a tier that hangs."""
+"""Part of the time to compute the blocks after which progress is first checked. It bounds the time
+lost to a tier that hangs."""
 _PATIENCE: Final = 4.0
 """Multiple of the recent load time during which a load may stall, for example behind a write."""
 _UNMEASURED_S: Final = 0.1
-"""Assumed time to compute a block before one was measured. An upper estimate."""
+"""Assumed time to compute a block, until one was measured. An upper estimate."""
 
 
 def is_too_slow(
@@ -41,13 +41,12 @@ def is_too_slow(
     compute_s: float | None,
     load_s: float | None = None,
 ) -> bool:
-    """Return whether computing all `blocks` would finish before the load does.
+    """Return True if computing all `blocks` would take less time than the whole load.
 
-    Returns False during a grace period, which depends on `compute_s` and `load_s`.
-    `arrived` counts records in staging. A copy into blocks may wait for pages to be mapped, which
-    says nothing about the tier. `compute_s` and `load_s` are recent seconds per block for computing
-    and loading, None if not measured yet. At its current rate, the load takes
-    `elapsed_s * blocks / arrived` in total.
+    At its current rate, the load takes `elapsed_s * blocks / arrived` in total. `arrived` counts
+    records in staging, because a copy into blocks may wait for pages, which says nothing about the
+    tier. `compute_s` and `load_s` are recent seconds per block for computing and loading, or None
+    if not measured yet. They also define a grace period, during which the result is False.
     """
     computing_s = blocks * (_UNMEASURED_S if compute_s is None else compute_s)
     patience_s = max(_FIRST_LOOK * computing_s, _PATIENCE * blocks * (load_s or 0.0))
@@ -55,7 +54,7 @@ def is_too_slow(
 
 
 class Loads:
-    """The open loads of one scheduler. Not thread-safe."""
+    """The loads of one scheduler that have begun and were not yet taken. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,19 +63,19 @@ class Loads:
         compares: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If `compares` is set, slow loads are cancelled and slow tiers skipped.
+        """With `compares`, cancel loads and skip tiers that are slower than computing the blocks.
 
-        Slow means slower than computing the blocks.
+        `clock` returns seconds, like `time.monotonic`.
         """
         self._tiers = tiers
         self._compares = compares
         self._clock = clock
         self._open: list[Load] = []
         self._load_s: float | None = None
-        """Moving average of the seconds per block, over loads that loaded all their blocks."""
+        """Moving average of the seconds per block, from loads that loaded all their blocks."""
 
     def begin(self, load: Load) -> None:
-        """Start a load with its assigned blocks, of which more may exist than keys were found."""
+        """Start a load into its assigned blocks. Blocks without a found key are not loaded."""
         load.began_s = self._clock()
         try:
             if load.count:
@@ -86,20 +85,20 @@ class Loads:
         self._open.append(load)
 
     def refuse(self, load: Load) -> None:
-        """Release a load, which is then over with no block loaded."""
+        """Release a load instead of starting it. `take_finished` returns it, without loaded blocks."""
         load.release()
         self._open.append(load)
 
     def computed(self, blocks: int, seconds: float) -> None:
         """Report that the engine computed `blocks` blocks in `seconds`.
 
-        Tiers that load more slowly are skipped, if `compares` is set.
+        With `compares`, tiers that load more slowly are skipped.
         """
         if self._compares:
             self._tiers.computed(blocks, seconds)
 
     def give_up_slow(self) -> None:
-        """Cancel the loads that are slower than computing. Blocks loaded so far stay loaded."""
+        """Cancel loads that are slower than computing. Blocks that were loaded stay valid."""
         if not self._compares:
             return
         now_s, compute_s = self._clock(), self._tiers.compute_s
@@ -120,11 +119,11 @@ class Loads:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` would return a load."""
+        """True if `take_finished` would return a load."""
         return any(load.done for load in self._open)
 
     def take_finished(self) -> list[Load]:
-        """Return the loads that are over, each exactly once."""
+        """Return the loads that have ended since the last call. Returns each load once."""
         finished = [load for load in self._open if load.done]
         if finished:
             self._open = [load for load in self._open if load not in finished]
@@ -135,9 +134,9 @@ class Loads:
         return finished
 
     def wait_for_any(self, timeout_s: float) -> bool:
-        """Block until a load is over, for at most `timeout_s`. Returns whether one is.
+        """Block until a load is over, for at most `timeout_s`. Return True if one is over.
 
-        Returns False at once if there are no loads.
+        Returns False immediately if there are no loads.
         """
         end_s = time.monotonic() + timeout_s
         while self._open and not self.has_finished:
@@ -150,7 +149,7 @@ class Loads:
     def cancel_all(self, timeout_s: float) -> bool:
         """Cancel all loads and block until they are over, for at most `timeout_s`.
 
-        Returns whether all are over.
+        Returns True if all are over.
         """
         end_s = time.monotonic() + timeout_s
         for load in self._open:

@@ -1,15 +1,16 @@
-"""Calls that may hang, in daemon threads, which do not delay the end of the process.
+"""Runs calls that may hang in daemon threads, which do not keep the process from exiting.
 
     workers = Workers("kvelastic-mooncake")
     workers.run(lambda: client.batch_is_exist(names), timeout_s=1.0)     # raises TimeoutError
     answers = Workers("kvelastic-folder", 8).map(function, arguments)
     workers.close(timeout_s=1.0)
 
-A call that has timed out continues in its thread, since it cannot be interrupted. Until it ends,
-`run` fails at once. Do not reuse the buffers of such a call before `is_stuck` is False.
+A call that has timed out cannot be interrupted and continues in its thread. Until it ends, `run`
+raises `TimeoutError` immediately. Do not reuse the buffers of such a call before `is_stuck` is
+False.
 
-The interpreter joins the threads of `concurrent.futures` before it exits. So one call to a server
-that hangs would prevent an engine from exiting.
+`concurrent.futures` is not used: the interpreter joins its threads before it exits. So one hanging
+call to a server would keep an engine from exiting.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _T = TypeVar("_T")
 
 
 class Call(Generic[_T]):
-    """One call and its result. Made by `Workers.submit`."""
+    """One call and its result. `Workers.submit` creates it."""
 
     def __init__(self, function: Callable[[], _T]) -> None:
         self._function = function
         self._turn = threading.Lock()
-        """Taken by the thread that makes the call, or for ever by `cancel`."""
+        """Acquired by the thread that runs the call, or by `cancel`. Never released."""
         self.began = threading.Event()
         self.ended = threading.Event()
         self._value: list[_T] = []
         self._error: BaseException | None = None
 
     def make(self) -> None:
-        """Make the call in this thread, unless it is cancelled."""
+        """Run the call in the current thread, unless it was cancelled. Blocks until it returns."""
         if not self._turn.acquire(blocking=False):
             return
         self.began.set()
@@ -51,20 +52,20 @@ class Call(Generic[_T]):
             self.ended.set()
 
     def cancel(self) -> bool:
-        """Make the call never begin. Returns False if it has begun."""
+        """Keep the call from starting. Return False if it has started or was cancelled before."""
         return self._turn.acquire(blocking=False)
 
     def result(self) -> _T:
-        """Return the result of a call that has ended, or raise its exception."""
+        """Return the result of a call, or raise its exception. Valid once `ended` is set."""
         if self._error is not None:
             raise self._error
         return self._value[0]
 
 
 class Workers:
-    """At most `most` daemon threads, started as calls need them. Thread-safe.
+    """Up to `most` daemon threads named `name`, started on demand. Thread-safe.
 
-    A forked child starts without threads.
+    A forked child starts with no threads and no queued calls.
     """
 
     def __init__(self, name: str, most: int = 1) -> None:
@@ -78,17 +79,17 @@ class Workers:
         self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._open = 0
-        """Number of calls that wait or run."""
+        """Number of calls that are queued or running."""
         self._late: list[Call[Any]] = []
         self._closed = False
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call that was left is still running."""
+        """True while a call that timed out, or was passed to `leave`, is still running."""
         return not all(call.ended.is_set() for call in self._late)
 
     def submit(self, function: Callable[[], _T]) -> Call[_T] | None:
-        """Queue a call. Returns None if the workers are closed or the system has no thread left."""
+        """Queue a call. Return None if the workers are closed or no thread can be started."""
         call = Call(function)
         with self._lock:
             if self._pid != os.getpid():
@@ -100,16 +101,17 @@ class Workers:
         return call
 
     def leave(self, call: Call[Any]) -> None:
-        """Stop waiting for a call. `is_stuck` is True until it has ended."""
+        """Record that the caller no longer waits for a call. `is_stuck` is True until it ends."""
         with self._lock:
             self._late = [late for late in self._late if not late.ended.is_set()] + [call]
 
     def run(self, function: Callable[[], _T], timeout_s: float) -> _T:
-        """Make a call and return its result, or raise its exception. Blocks.
+        """Run a call in a thread and return its result, or raise its exception. Blocks.
 
-        Waits at most `timeout_s` for earlier calls, and again for this call. Raises `TimeoutError`
-        if either takes longer; a call that has not begun by then is never made. Raises it at once
-        if an earlier call hangs, the workers are closed, or no thread can be started.
+        Waits at most `timeout_s` for earlier calls, and then at most `timeout_s` for this call.
+        Raises `TimeoutError` if either takes longer. A call that has not begun by then is never
+        run. Raises `TimeoutError` immediately if an earlier call hangs, the workers are closed, or
+        no thread can be started.
         """
         if self.is_stuck:
             raise TimeoutError(f"{self._name}: an earlier call has not ended")
@@ -126,8 +128,9 @@ class Workers:
     def map(self, function: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
         """Return the results of `function` for each argument, in order.
 
-        Blocks until all calls have ended. Then, if calls failed, raises the error of the first one
-        in order. After `close`, or without any thread, makes the calls one by one in this thread.
+        Blocks until all calls have ended. Then raises the exception of the first failed call in
+        that order, if any. After `close`, or if no thread can be started, the calls run one after
+        another in the current thread.
         """
         calls: list[Call[_T]] = []
         for one in each:
@@ -141,9 +144,10 @@ class Workers:
         return [call.result() for call in calls]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse further calls and wait for the threads, at most `timeout_s`. Idempotent.
+        """Refuse further calls, and wait up to `timeout_s` for the threads to end. Idempotent.
 
-        Returns False if a call still runs. Calls that were queued before are made.
+        Calls that are already queued still run. Without `timeout_s`, waits until all have ended.
+        Returns False if a thread is still running.
         """
         with self._lock:
             if self._pid != os.getpid():
@@ -158,14 +162,17 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _have_threads(self) -> bool:
-        """Start a thread if no thread is idle. Returns False if there is none at all."""
+        """Start a thread if none is idle and fewer than `most` run.
+
+        Returns False if no thread runs and none can be started.
+        """
         if self._open >= len(self._threads) < self._most:
             thread = threading.Thread(
                 target=self._work, args=(self._calls,), name=self._name, daemon=True
             )
             try:
                 thread.start()
-            except RuntimeError:  # the system has no thread left; continue with fewer or none
+            except RuntimeError:  # the system cannot start another thread: use those that run
                 return bool(self._threads)
             self._threads.append(thread)
         return True
