@@ -5,10 +5,10 @@
     there.request("chat", Request(limit_bytes=1 << 30), wait_s=5.0)
     there.set_asleep("chat", True)
 
-The front of a cluster (docs/cluster.md) has the same routes. An instance is named by its model at
-the controller (in a cluster: its replica) or by its own name. All calls block, at most for the
-operation's own time and `_ANSWER_S`. They end the command with an error (`fail`) if the controller
-cannot be reached, refuses, or returns something unknown.
+The HTTP front of a cluster (docs/cluster.md) has the same routes. `name` is the instance's model at
+the controller (in a cluster: its replica) or the instance's own name. All calls block, at most for
+the operation's own time and another `_ANSWER_S`. They end the command with an error (`fail`) if the
+controller cannot be reached, refuses the call, or returns an unknown response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvelastic.shared.segment import Request
 
 KEY_VARIABLE: Final = "KVELASTIC_CONTROLLER_KEY"
-"""The variable with the key for the controller. Arguments would be visible to other users."""
+"""Variable with the controller's key. Other users could see a key in the arguments."""
 _ANSWER_S: Final = 30.0
 _SLEEP_S: Final = 600.0
 """Time for an engine's sleep or wake; the controller enforces the configured timeout."""
@@ -40,10 +40,10 @@ _LARGEST_ANSWER: Final = 64 << 20
 
 
 class RemoteRow(Row, total=False):
-    """A row of a controller or of a cluster."""
+    """A row of `GET /memory` from a controller or a cluster's front."""
 
     node: str
-    """The instance's machine. Only the front of a cluster reports it."""
+    """The instance's machine. Only a cluster's front reports it."""
 
 
 class _Memory(msgspec.Struct):
@@ -69,10 +69,13 @@ class _Slept(msgspec.Struct):
 
 
 class RemoteController:
-    """The controller at an address, with the key of `KVELASTIC_CONTROLLER_KEY`."""
+    """The controller at an address. Each call sends the key in `KVELASTIC_CONTROLLER_KEY`."""
 
     def __init__(self, address: str) -> None:
-        """Take `http://HOST:PORT` or `https://HOST:PORT`. Raises `InvalidArgumentError`."""
+        """`address` is `http://HOST:PORT` or `https://HOST:PORT`. Does not connect.
+
+        Raises `InvalidArgumentError` for any other form of address.
+        """
         self.address = address.rstrip("/")
         parts = urlsplit(self.address)
         try:
@@ -93,7 +96,7 @@ class RemoteController:
         self._parts = parts
 
     def rows(self, names: tuple[str, ...]) -> list[RemoteRow]:
-        """Return the rows of all instances, or of the named ones."""
+        """Return the rows of the named instances, or of every instance if `names` is empty."""
         memory = self._memory()
         if not names:
             return memory.instances
@@ -104,7 +107,10 @@ class RemoteController:
         return [row for row in found if row is not None]
 
     def request(self, name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
-        """Make a request to an instance; return its outcome and answer."""
+        """Send a request to an instance, and return its outcome and acknowledgement.
+
+        The controller waits up to `wait_s` for the outcome; None means its default.
+        """
         body: dict[str, Any] = {} if wait_s is None else {"wait": wait_s}
         path = f"/memory/{quote(self._model(name), safe='')}"
         if request.trim:
@@ -119,7 +125,7 @@ class RemoteController:
                 body["priority"] = request.priority
             found = self._call("PATCH", path, body, wait_s or 0.0)
         facts = self._read(found, _Change).answer
-        # The controller reports a verdict, which replaces the state of the answer.
+        # The controller reports a verdict in place of the acknowledgement's state.
         answer = self._convert({**facts, "answered_ns": 0}, Answer)
         try:
             verdict = Verdict(answer.state)
@@ -129,7 +135,7 @@ class RemoteController:
         return Outcome(verdict, answer.reason, beyond_bytes), answer
 
     def set_asleep(self, name: str, asleep: bool) -> tuple[bool, str]:
-        """Put a model to sleep with its engine, or wake it; return the success and a message."""
+        """Put a model and its engine to sleep, or wake them. Return the success and a message."""
         action = "sleep" if asleep else "wakeup"
         path = f"/action/{action}/{quote(self._model(name), safe='')}"
         slept = self._read(self._call("POST", path, {}, _SLEEP_S, is_told=True), _Slept)
@@ -146,7 +152,7 @@ class RemoteController:
         return by_name.get(name) or memory.models.get(name)
 
     def _model(self, name: str) -> str:
-        """Return the controller's name for the instance or model."""
+        """Return the model at the controller for the name of a model or an instance."""
         memory = self._memory()
         if name in memory.models:
             return name
@@ -170,9 +176,10 @@ class RemoteController:
     def _call(
         self, method: str, path: str, body: object, takes_s: float, *, is_told: bool = False
     ) -> bytes:
-        """Return the body of the response. Follows no redirect, so the key stays with the address.
+        """Return the body of the response. Ends the command on an error.
 
-        `is_told`: a refusal with `success` and `message` is returned too.
+        Never follows a redirect, so no other server gets the key. With `is_told`, a refusal with
+        `success` and `message` is returned too.
         """
         parts = self._parts
         kind = (
@@ -182,7 +189,7 @@ class RemoteController:
         headers = {"accept": "application/json"}
         key = os.environ.get(KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
-            fail(f"{KEY_VARIABLE} has characters that no key has.")  # does not print the key
+            fail(f"{KEY_VARIABLE} has characters that no key has.")  # must not print the key
         if key:
             headers["authorization"] = f"Bearer {key}"
         data = None
@@ -199,7 +206,7 @@ class RemoteController:
             connection.close()
         if len(text) > _LARGEST_ANSWER:
             self._fail_unreadable(f"more than {_LARGEST_ANSWER} bytes")
-        # 409 has the outcome of a refused change.
+        # A 409 contains the outcome of a refused change.
         if response.status < 300 or (is_told and b'"success"' in text) or b'"answer"' in text:
             return text
         return self._fail_refused(response.status, text)

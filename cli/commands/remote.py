@@ -1,7 +1,7 @@
-"""The commands of `kvctl --address`: those of this machine, sent to a controller.
+"""The commands of `kvctl --address`, which call a controller.
 
-They have the arguments, the output and the exit codes of the local commands. `sleep` and `wake` are
-the controller's: the engine sleeps and wakes with its memory.
+Arguments, output and exit codes are those of the local commands. `sleep` and `wake` differ: the
+controller puts the engine to sleep, or wakes it, together with its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def command(name: str) -> click.Command | None:
-    """Return a command that calls the controller; None if there is only a local one."""
+    """Return the command `name` that calls the controller, or None if it exists only locally."""
     known = _COMMANDS.get(name)
     if known is None:
         return None
@@ -127,4 +127,4 @@ _COMMANDS: Final[dict[str, tuple[click.Command, Callable[..., None]]]] = {
 }
 NAMES: Final = tuple(_COMMANDS)
 _LOCAL_ONLY: Final = {("sleep", "wait_s"), ("wake", "wait_s")}
-"""Parameters of local commands only: the controller waits for a sleep and a wake itself."""
+"""Parameters only of local commands: the controller itself waits for sleep and wake."""
