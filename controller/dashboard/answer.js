@@ -1,4 +1,4 @@
-// What came of an action, in words, for as long as it is true.
+// The outcome of an action as text, shown as long as it is true.
 
 import { make, mark, say } from "./dom.js";
 
@@ -10,8 +10,8 @@ export class Answer {
   }
 
   /**
-   * Say it. `holds(facts)` is whether it is still true of what is looked at later; without it, it
-   * is taken back when those facts are others than at the first look after it was said.
+   * Show a text. It is removed when `holds(facts)` returns false for later facts. Without `holds`
+   * it is removed when the facts differ from those of the first `look` after it was shown.
    */
   tell(kind, text, holds = null) {
     mark(this.element, "data-kind", kind);
@@ -20,7 +20,7 @@ export class Answer {
     this.toldAt = performance.now();
   }
 
-  /** `facts` were asked for at `askedAt`: those from before the answer say nothing of it. */
+  /** Remove the text if `facts` contradict it. Ignores facts requested before it was shown. */
   look(askedAt, facts) {
     if (this.element.dataset.kind === "wait" || askedAt < this.toldAt) return;
     if (this.holds === null) {

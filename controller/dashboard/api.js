@@ -1,9 +1,9 @@
-// Calls to the controller, and the key that they carry.
+// Calls to the controller, and the key that is sent with them.
 
 const KEY = "kvelastic.key";
 const TIMEOUT_MS = 15_000;
 
-/** What went wrong, in words for people. `status` is 0 where no answer came. */
+/** An error with a message for the reader. `status` is 0 if there was no response. */
 export class ApiError extends Error {
   constructor(status, code, message) {
     super(message);
@@ -11,26 +11,26 @@ export class ApiError extends Error {
     this.code = code;
   }
 
-  /** Whether another key may help. */
+  /** True if another key may help. */
   get asksForKey() {
     return this.status === 401 || this.code === "admin_key_needed";
   }
 }
 
-/** Whether a key is set. */
+/** Return true if a key is set. */
 export function hasKey() {
   return sessionStorage.getItem(KEY) !== null;
 }
 
-/** Take a key for this tab; null forgets it. */
+/** Set the key for this tab; null removes it. */
 export function setKey(key) {
   if (key === null) sessionStorage.removeItem(KEY);
   else sessionStorage.setItem(KEY, key);
 }
 
 /**
- * Ask the controller: {status, body}. An answer that says no in a route's own words (409 of a request)
- * is an answer; `ApiError` is thrown for errors, and where nothing came.
+ * Call the controller and return {status, body}. A refusal in a route's own format (409 of a
+ * request) is returned too. Throws `ApiError` for an error, or without a response in JSON.
  */
 export async function call(method, path, body = undefined, timeoutMs = TIMEOUT_MS) {
   const headers = {};
@@ -76,12 +76,12 @@ export async function call(method, path, body = undefined, timeoutMs = TIMEOUT_M
   return { status: response.status, body: answer };
 }
 
-/** The same for reading: only the body. */
+/** GET a path and return only the body. Throws `ApiError`. */
 export async function read(path) {
   return (await call("GET", path)).body;
 }
 
-/** A path with a model's name in it. */
+/** Return a path that contains a model's name, encoded. */
 export function pathOf(before, model, after = "") {
   return before + encodeURIComponent(model) + after;
 }

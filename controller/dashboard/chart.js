@@ -1,9 +1,9 @@
-// A stacked area chart of one device, drawn by hand: layers from the bottom up, a line of capacity.
+// A stacked area chart of one device, without a library: layers from the bottom, a capacity line.
 //
 //   layers   [{name, shade, valueOf(device)}]     shade is a class of the style sheet
 //   points   [{at, device}]                       device as history.js makes it
 //
-// The pointer, or the arrow keys, choose a moment; `onChosen(point or null)` is told.
+// The pointer or the arrow keys choose a moment. The chart then calls `onChosen(point or null)`.
 
 import { draw, make, mark } from "./dom.js";
 import { bytes, clock } from "./format.js";
@@ -50,9 +50,9 @@ export class Chart {
     }).observe(this.element);
   }
 
-  /** Show these points within a history's time: {firstS, lastS, intervalS}. */
+  /** Show these points on the time axis of a history: {firstS, lastS, intervalS}. */
   show(points, layers, { firstS, lastS, intervalS }) {
-    // The chosen moment stays where it is in time, not in the list.
+    // The chosen moment keeps its time, not its index.
     const at = this.chosen === null ? null : this.points[this.chosen]?.at;
     this.points = points;
     this.layers = layers;
@@ -139,7 +139,7 @@ export class Chart {
     this.paintChosen();
   }
 
-  /** Running sums: row 0 is the bottom, row n the upper edge of layer n-1; a value a point. */
+  /** Return cumulative sums: row 0 is the bottom, row n the upper edge of layer n-1. */
   stack() {
     const rows = [this.points.map(() => 0)];
     for (const layer of this.layers) {
@@ -149,7 +149,7 @@ export class Chart {
     return rows;
   }
 
-  /** Indices of points, cut where samples are missing: nothing is drawn over what nobody saw. */
+  /** Return runs of indices of points. A new run begins where samples are missing: a gap. */
   runs() {
     const runs = [[0]];
     for (let index = 1; index < this.points.length; index += 1) {

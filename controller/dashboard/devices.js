@@ -1,4 +1,4 @@
-// A card a device: its figures, the chart, and the figures of the moment that the chart shows.
+// One card for each device: its statistics, the chart, and the values at the chosen moment.
 
 import { Chart } from "./chart.js";
 import { byId, make, reconcile, say } from "./dom.js";
@@ -23,7 +23,7 @@ const USES = [
     about: "Free blocks in pages that are in use, and pages granted and not mapped yet",
   },
 ];
-// Of both only what comes out of the capacity, which the chart is a picture of.
+// Only the bytes that are part of the capacity, because the chart shows the capacity.
 const BESIDE = [
   { name: "Reserved", shade: "reserved", valueOf: (device) => device.reservedOfCapacity },
   { name: "Others", shade: "others", valueOf: (device) => device.othersOfCapacity },
@@ -47,7 +47,7 @@ export class Devices {
   update(ledgers, history) {
     this.last = [ledgers, history];
     const now = new Map(ledgers.map((ledger) => [keyOf(ledger), ledger]));
-    // Those that nobody has open any more come last, until their samples are too old.
+    // Devices that no instance uses now come last, until their samples expire.
     const keys = [...now.keys()].sort();
     keys.push(...history.devices.filter((key) => !now.has(key)));
     const items = keys.map((key) => [key, { ledger: now.get(key), history, divide: this.divide }]);
@@ -106,9 +106,9 @@ class Card {
     this.layers = divide === "use" ? this.layersByUse() : this.layersByModel();
     const isThere = (layer) => this.points.some((point) => layer.valueOf(point.device) > 0);
     this.layers.push(...BESIDE.filter(isThere));
-    // All charts have one time axis, also that of a device that was there a while ago only.
+    // All charts have the same time axis, even for a device that no instance uses now.
     this.chart.show(this.points, this.layers, history);
-    // Now is the moment of /memory, whose figures the models' rows have; the chart ends before it.
+    // The values of /memory, as in the models' rows. They are newer than the last sample.
     this.now = ledger?.status === "readable" ? nowOf(ledger) : null;
     this.paintLegend();
   }
@@ -132,7 +132,7 @@ class Card {
     return [...names].sort();
   }
 
-  /** An instance keeps its colour as long as the page is there, whoever comes and goes. */
+  /** Return the instance's colour, which does not change until the page is loaded again. */
   shadeOf(name) {
     if (!this.shades.has(name)) this.shades.set(name, this.shades.size % SHADES);
     return `model-${this.shades.get(name)}`;
@@ -213,7 +213,7 @@ class Card {
     return this.legend.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
   }
 
-  /** Made when it is opened, and not under the reader's eyes afterwards. */
+  /** Fill the table when it is opened. It is not updated while it is open. */
   paintPast(isOpen) {
     this.past.replaceChildren();
     if (!isOpen) return;

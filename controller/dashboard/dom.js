@@ -1,13 +1,13 @@
-// Elements from plain values. Text goes in as text and never as HTML: names come from anywhere.
+// Creates elements. Text is inserted as text and never as HTML, because names are not trusted.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Make an element: make("p", {class: "x", onclick: go}, "text", child). */
+/** Create an element: make("p", {class: "x", onclick: go}, "text", child). */
 export function make(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for what is inside an <svg>. */
+/** Create an element inside an <svg>. The parameters are those of `make`. */
 export function draw(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,25 +24,25 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Set an element's text, if it is another one: what did not change is not said again. */
+/** Set an element's text if it differs, so screen readers announce only changes. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Set an attribute, or remove it with null. */
+/** Set an attribute if it differs; null removes it. */
 export function mark(element, name, value) {
   if (value === null) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, String(value));
 }
 
-/** The element of the page with this id. */
+/** Return the page's element with this id. */
 export function byId(id) {
   return document.getElementById(id);
 }
 
 /**
- * Keep one part a key below `parent`, in the order of `items`: [[key, facts], ...]. A part has
- * `.element` and `.update(facts)`; it lives as long as its key is there, so focus stays.
+ * Keep one part for each key below `parent`, in the order of `items`: [[key, facts], ...]. A part
+ * has `.element` and `.update(facts)`. It is reused while its key is in `items`, to keep the focus.
  */
 export function reconcile(parent, parts, items, create) {
   const wanted = new Set(items.map(([key]) => key));

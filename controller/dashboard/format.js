@@ -1,9 +1,9 @@
-// Numbers as people read them. What is not known (null) is a dash.
+// Formats numbers for readers. An unknown value (null) is a dash.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 export const NONE = "–";
 
-/** 1610612736 is "1.5 GiB": three figures at most. */
+/** 1610612736 is "1.5 GiB": three digits at most. */
 export function bytes(value) {
   if (value === null || value === undefined) return NONE;
   let unit = 0;
@@ -15,7 +15,7 @@ export function bytes(value) {
   return `${figures(scaled)} ${UNITS[unit]}`;
 }
 
-/** Bytes with no figure lost that a request could need: what a size's text field shows. */
+/** Return bytes as exact text that a request accepts, for the text field of a size. */
 export function exactBytes(value) {
   if (value === null || value === undefined) return "";
   let unit = 0;
@@ -37,7 +37,7 @@ export function duration(seconds) {
   return `${Math.round(seconds / 86400)} d`;
 }
 
-/** A rate or a count, to three figures. */
+/** Format a rate or a count, to three digits. */
 export function number(value) {
   return value === null || value === undefined ? NONE : figures(value);
 }

@@ -1,5 +1,5 @@
-// The history of the devices' memory, as far as this page has it: answers are put together here,
-// so that after the first one only what is new is asked for.
+// The history of the devices' memory in this page. It merges the controller's responses. So each
+// later request asks only for the time since the last response.
 
 const KEPT_S = 600;
 
@@ -7,22 +7,22 @@ export class History {
   constructor() {
     this.startedAt = null;
     this.intervalS = 2;
-    this.next = 0; // the number of the first sample that is not here
+    this.next = 0; // the number of the first sample not received yet
     // {at, devices: Map(key -> {capacity, others, reserved, free, instances: Map(name -> ...)})}
     this.samples = [];
   }
 
-  /** What to ask for next. */
+  /** The path of the next request. */
   get path() {
     const last = this.samples.at(-1);
-    // The page's clock is not the controller's: the time since its own last answer is what counts.
+    // The clocks differ. So use the time since the last response, by the page's clock.
     const seconds = last
       ? Math.min(KEPT_S, (performance.now() - this.takenMs) / 1000 + 10)
       : KEPT_S;
     return `/devices/history?seconds=${Math.ceil(seconds)}`;
   }
 
-  /** Add an answer of /devices/history. True if a controller that started anew gave it. */
+  /** Add a response of /devices/history. Return true if the controller has restarted. */
   take(answer) {
     const anew = this.startedAt !== null && answer.controller_started_at !== this.startedAt;
     if (anew || answer.first_sample > this.next) this.samples = [];
@@ -40,7 +40,7 @@ export class History {
     return anew;
   }
 
-  /** When the first and the last sample were taken, in seconds since 1970. */
+  /** Time of the first sample, in seconds since 1970. */
   get firstS() {
     return this.samples[0]?.at ?? 0;
   }
@@ -49,7 +49,7 @@ export class History {
     return this.samples.at(-1)?.at ?? 0;
   }
 
-  /** Keys of the devices that any sample has, in order. */
+  /** Sorted keys of the devices in any sample. */
   get devices() {
     const keys = new Set();
     for (const sample of this.samples) for (const key of sample.devices.keys()) keys.add(key);
@@ -92,16 +92,16 @@ function sampleOf(answer, index) {
   return { at: answer.at[index], devices };
 }
 
-/** What one member of a device holds there, as the charts and tables have it. */
+/** Convert the memory of one member of a device to the fields of charts and tables. */
 export function heldBy(member) {
   const { granted_bytes: granted, in_use_bytes: inUse } = member;
   const { cached_bytes: cached, parked_bytes: parked, pledged_bytes: reserved, model } = member;
-  // Facts are read one after the other while memory moves: a moment's contradiction is no sum.
+  // The values are not read atomically, so their sum may exceed `granted` for a moment.
   const slack = Math.max(0, granted - inUse - cached - parked);
   return { model, granted, inUse, cached, parked, slack, reserved };
 }
 
-/** One text for a ledger: groups on one device are apart. */
+/** Return a key for a ledger. Each group on a device has its own ledger. */
 export function keyOf(device) {
   return `${device.device}\n${device.group}`;
 }

@@ -4,7 +4,7 @@ import { hasKey, setKey } from "./api.js";
 import { byId, say } from "./dom.js";
 
 export class KeyDialog {
-  /** `changed` is called when a key was given or forgotten. */
+  /** `changed` is called after a key was set or removed. */
   constructor(changed) {
     this.dialog = byId("key");
     this.button = byId("key-button");
@@ -25,7 +25,7 @@ export class KeyDialog {
     });
   }
 
-  /** Ask, and say why. */
+  /** Open the dialog and show the reason. */
   ask(reason) {
     this.button.hidden = false;
     byId("key-forget").hidden = !hasKey();
@@ -34,7 +34,7 @@ export class KeyDialog {
     byId("key-value").focus();
   }
 
-  /** The reason for which an error asks for a key. */
+  /** Return the text that says why this error needs a key. */
   static reasonOf(error) {
     if (error.code === "admin_key_needed")
       return "The key in use is for models; this needs an admin key.";

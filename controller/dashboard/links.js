@@ -1,4 +1,4 @@
-// Who copies KV from whom: a line a link, those of one node side by side.
+// Which node copies KV from which: one line for each link, grouped by node.
 
 import { byId, make, reconcile, say } from "./dom.js";
 import { bytes, number } from "./format.js";
@@ -10,7 +10,7 @@ export class Links {
     this.rows = new Map();
   }
 
-  /** `nodes` are those of /links; without any the section is not shown. */
+  /** `nodes` are those of /links. Without nodes the section is hidden. */
   update(nodes) {
     byId("links-section").hidden = nodes.length === 0;
     const items = nodes.flatMap((node) =>

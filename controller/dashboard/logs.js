@@ -1,4 +1,4 @@
-// The end of a launched engine's output, in a dialog that follows it while it is open.
+// The end of a launched engine's output, in a dialog that updates it while open.
 
 import { ApiError, pathOf, read } from "./api.js";
 import { byId, say } from "./dom.js";
@@ -18,7 +18,7 @@ export class Logs {
     byId("logs-close").addEventListener("click", () => this.dialog.close());
   }
 
-  /** Open it for a model. */
+  /** Open the dialog for a model. */
   show(model) {
     this.model = model;
     say(byId("logs-title"), `Logs of ${model}`);

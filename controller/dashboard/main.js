@@ -1,4 +1,4 @@
-// The page: asks for everything every two seconds while it is seen, and hands it to its parts.
+// The page. While visible, it requests all data every two seconds and passes it to its parts.
 
 import { ApiError, hasKey, read } from "./api.js";
 import { Devices } from "./devices.js";
@@ -25,7 +25,7 @@ const models = new Models(afterAction, (model) => logs.show(model));
 let needsKey = false;
 const poller = new Poller(look, () => needsKey);
 
-/** After an action: what has changed is shown at once; an error here asks for another key. */
+/** Update the page after an action. An error here is one that needs another key. */
 function afterAction(error) {
   if (error) keyDialog.ask(KeyDialog.reasonOf(error));
   poller.now();
@@ -45,7 +45,7 @@ async function look() {
     devices.update(memory.devices, history);
     links.update(linked.nodes);
     models.update(served.models, traffic.traffic_stats, memory.models, askedAt);
-    // It may have been hidden while the answers were on their way.
+    // The page may have been hidden while it waited for the responses.
     if (document.hidden) link("paused", "Paused");
     else link("live", `Live, ${clock(Date.now() / 1000)}`);
     banner("");
@@ -86,7 +86,7 @@ async function showVersion() {
   try {
     say(byId("version"), (await read("/version")).version);
   } catch {
-    // The first look says that the controller is away.
+    // The first look() reports that the controller is unreachable.
   }
 }
 

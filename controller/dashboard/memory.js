@@ -1,5 +1,5 @@
-// A model's memory: what it holds, and two sliders whose new value is sent as a request when they are
-// let go. The answer stands below them, in words, and below that what its tiers keep.
+// A model's memory: its usage, and two sliders. Releasing a slider sends its value as a request.
+// The outcome is shown as text below the sliders, and the model's tiers below that.
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
@@ -17,14 +17,14 @@ const PARTS = [
 ];
 
 export class Memory {
-  /** `model` is its name; `told` follows each answer, with what was refused for want of a key. */
+  /** `told(error or null)` is called after each request; the error is one that needs a key. */
   constructor(model, told) {
     this.model = model;
     this.told = told;
     this.row = null;
-    this.waiting = null; // what to send when the answer to the last request has come
+    this.waiting = null; // values to send after the response to the last request
     this.isSending = false;
-    this.promised = null; // {words, revision} of the request that is not in force yet
+    this.promised = null; // {words, revision} of a request that is not applied yet
     this.parts = PARTS.map(([, shade]) => make("span", { class: shade }));
     this.bar = make("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
     this.min = new Setting("min", "Min", model, (request) => this.send(request));
@@ -52,8 +52,8 @@ export class Memory {
   }
 
   /**
-   * `row` is the instance's of /memory: null if it is not there, undefined if there is none. It
-   * was asked for at `askedAt`.
+   * `row` is the instance's row of /memory: null if the instance does not run, undefined if none
+   * is configured. It was requested at `askedAt` (performance.now()).
    */
   update(row, instance, askedAt) {
     this.row = row ?? null;
@@ -75,7 +75,7 @@ export class Memory {
     this.min.update(row.min_bytes ?? 0, capacity, row.page_bytes ?? 1);
     const limit = row.requested_limit_bytes ?? row.limit_bytes ?? capacity;
     this.limit.update(limit, capacity, row.page_bytes ?? 1);
-    const effective = row.effective_limit_bytes; // which is 0 in sleep
+    const effective = row.effective_limit_bytes; // 0 during sleep
     const isLimited = !row.asleep && effective < capacity;
     const most = isLimited ? `its limit of ${bytes(effective)}` : bytes(capacity);
     const held =
@@ -92,7 +92,7 @@ export class Memory {
     if (this.promised && askedAt >= this.answer.toldAt) this.follow(row, this.promised);
   }
 
-  /** What has come of a request that was not in force when it was answered. */
+  /** Show the outcome of a request that was not applied when its response came. */
   follow(row, { words, revision }) {
     if (row.revision !== revision) {
       this.answer.tell("no", "Overtaken: somebody else has requested something later.");
@@ -108,7 +108,7 @@ export class Memory {
     }
   }
 
-  /** One request at a time; of those that come meanwhile the newest values are sent together. */
+  /** Send one request at a time. Newer values are merged and sent after its response. */
   async send(request) {
     this.waiting = { ...this.waiting, ...request };
     if (this.isSending) return;
@@ -165,13 +165,13 @@ export class Memory {
   }
 }
 
-/** A slider and a text field for one size; `send({key: value})` gets bytes, or what was typed. */
+/** A slider and a text field for one size. `send({key: value})` gets bytes, or the typed text. */
 class Setting {
   constructor(key, title, model, send) {
     this.key = key;
     this.page = 1;
-    this.isHeld = false; // somebody is at it: what is polled does not move it
-    this.isSent = false; // its request is under way: neither
+    this.isHeld = false; // in use: polled values do not move it
+    this.isSent = false; // its request is in progress: polled values do not move it
     const name = `${title} of ${model}`;
     this.slider = make("input", {
       type: "range",
@@ -213,7 +213,7 @@ class Setting {
     mark(this.slider, "aria-valuetext", bytes(value));
   }
 
-  /** In whole pages, as the instance would make them of it. */
+  /** The slider's value in whole pages, rounded as the instance does. */
   get bytes() {
     const pages = Math.round(Number(this.slider.value) / this.page) * this.page;
     return Math.min(pages, Number(this.slider.max));
@@ -230,7 +230,7 @@ class Setting {
     this.sendIt(send, this.bytes);
   }
 
-  /** A hundredth a key, and a page at least: on a large device a page would be a thousand keys. */
+  /** Move by 1% of the range for each key press, and at least by a page. */
   key_(event, send) {
     const direction = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 }[event.key];
     if (direction === undefined) return;

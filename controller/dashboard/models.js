@@ -1,4 +1,4 @@
-// A row a model: how it is, what goes through it, how long that takes, its memory, its actions.
+// One row for each model: its state, traffic, latency, memory and actions.
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
@@ -16,7 +16,7 @@ const STATES = {
 };
 const ACTION_TIMEOUT_MS = 300_000;
 
-/** The table of models. `told(error or null)` follows each action, `showLogs(model)` a press. */
+/** The table of models. Calls `told(error or null)` after an action, `showLogs(model)` on click. */
 export class Models {
   constructor(told, showLogs) {
     this.rows = new Map();
@@ -24,7 +24,7 @@ export class Models {
     this.showLogs = showLogs;
   }
 
-  /** Answers of /models, /traffic/stats and /memory, which were asked for at `askedAt`. */
+  /** Show responses of /models, /traffic/stats and /memory, requested at `askedAt`. */
   update(models, traffic, memory, askedAt) {
     const items = Object.entries(models).map(([name, model]) => [
       name,
@@ -167,7 +167,7 @@ class Row {
     );
   }
 
-  /** aria-disabled and not disabled: a button that was just pressed keeps the focus. */
+  /** Uses aria-disabled instead of disabled, so that a pressed button keeps the focus. */
   enable() {
     const { state, can_sleep: canSleep } = this.model;
     const ready = !this.isActing;
@@ -217,7 +217,7 @@ function aboutOf(model, traffic) {
   return parts.join(" · ");
 }
 
-/** What it waits for and who makes room for it; for whom it makes room. */
+/** Describe why the model waits, which models make room for it, and for which it makes room. */
 function turnOf({ waits, makes_room_for: others }) {
   const parts = [];
   if (waits !== null) {
@@ -233,7 +233,7 @@ function cell(label, ...children) {
   return make("td", { role: "cell", "data-label": label }, ...children);
 }
 
-/** A small list of figures with their names: [[key, name], ...]. */
+/** Create a short list of named statistics: [[key, name], ...]. */
 function figures(names) {
   const values = new Map(names.map(([key]) => [key, make("dd")]));
   const element = make(

@@ -1,10 +1,10 @@
-// Doing something again and again while the page is seen: at once, then a pause after each end.
+// Repeats work while the page is visible: immediately, then with a pause after each end.
 
 const PAUSE_MS = 2_000;
 const LONGEST_PAUSE_MS = 15_000;
 
 export class Poller {
-  /** `work` is async and throws to have the pause grow; `stopped()` true keeps it from running. */
+  /** `work` is async; if it throws, the pause grows. It does not run while `stopped()` is true. */
   constructor(work, stopped = () => false) {
     this.work = work;
     this.stopped = stopped;
@@ -18,7 +18,7 @@ export class Poller {
     });
   }
 
-  /** Run it now; if it runs already, once more after that. */
+  /** Run the work now. If it is already running, run it once more afterwards. */
   async now() {
     this.pause();
     if (this.running) {

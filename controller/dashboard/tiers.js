@@ -1,4 +1,4 @@
-// What a model's tiers keep of its blocks: a line a tier, nearest first.
+// The blocks in a model's tiers: one line for each tier, nearest first.
 
 import { make, reconcile, say } from "./dom.js";
 import { bytes, number } from "./format.js";
@@ -21,7 +21,7 @@ export class Tiers {
     );
   }
 
-  /** `tiers` is that of a row of /memory; without any the table is not shown. */
+  /** `tiers` is the field of a row of /memory. Without tiers the table is hidden. */
   update(tiers) {
     this.element.hidden = tiers.length === 0;
     const items = tiers.map((tier) => [tier.tier, tier]);
