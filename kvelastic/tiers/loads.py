@@ -85,7 +85,7 @@ class Loads:
         self._open.append(load)
 
     def refuse(self, load: Load) -> None:
-        """Release a load instead of starting it. `take_finished` returns it, without loaded blocks."""
+        """Release a load instead of starting it. `take_finished` returns it as failed."""
         load.release()
         self._open.append(load)
 
