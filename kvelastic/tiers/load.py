@@ -182,7 +182,7 @@ class Load:
 def merged(keys: bytes, held: Sequence[Load]) -> Load:
     """Combine the loads in `held`, and return one load for the leading `keys` that they found.
 
-    The new load takes over the records of all loads in `held`. Those loads are then over and cannot
+    The new load takes over the records of the loads in `held`. Those loads are then over and cannot
     be started. If anything was erased since the earliest of their lookups, the new load loads
     nothing.
     """

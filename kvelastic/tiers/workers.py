@@ -172,7 +172,7 @@ class Workers:
             )
             try:
                 thread.start()
-            except RuntimeError:  # the system cannot start another thread: use those that run
+            except RuntimeError:  # the system cannot start another thread: use the running ones
                 return bool(self._threads)
             self._threads.append(thread)
         return True

@@ -58,7 +58,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A view `[batch, heads, tokens, dim]` of all keys, or None without tokens.
+        """A view `[batch, heads, tokens, dim]` of the keys, or None without tokens.
 
         Valid until the cache is cropped or reset.
         """
@@ -66,7 +66,7 @@ class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def values(self) -> torch.Tensor | None:
-        """A view of all values, or None. Shape and validity are those of `keys`."""
+        """A view of the values, or None. Shape and validity are those of `keys`."""
         return self._store.view(self._index, 1) if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
