@@ -128,7 +128,7 @@ page_size.measured_price_us = lambda driver: float(sys.argv[1])
 settings = config.load()
 found = selection.resolve("cuda", settings)
 sys.stdin.readline()
-print(places.page_size_bytes(settings, [found]) >> 20, flush=True)
+print(placement.page_size_bytes(settings, [found]) >> 20, flush=True)
 sys.stdin.readline()
 """
 
