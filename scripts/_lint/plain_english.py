@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-MOST: Final = 1.2
+MOST: Final = 0.8
 ROOTS: Final = (
     "kvelastic", "cli", "controller", "vmm_csrc", "docs", "README.md", "CONTRIBUTING.md",
     "scripts", "examples",
