@@ -4,8 +4,9 @@
     with demoter.paused(): ...
     demoter.close(timeout_s=1)
 
-The thread runs one writeback at a time. `begin_leaving` selects blocks. A transfer copies them to
-staging and puts each into the first tier that accepts it. `end_leaving` reports which were stored.
+The thread runs one writeback at a time. `begin_writeback` selects blocks. A transfer copies them to
+staging and puts each into the first tier that accepts it. `end_writeback` reports which were
+stored.
 A writeback is small, so that most of a 20 ms deadline yields clean blocks. The pool's session is
 not held during the transfer. At a deadline the thread cancels the transfer. It then waits for a
 running copy of the pool, but not for a store. `WriteBehind` copies blocks from the tier that has
@@ -249,19 +250,19 @@ class Demoter:
         tiers = self._tiers()
         slots = self._executor.slots.count
         size = batch_blocks(self._record_bytes, self._bytes_per_s, deadline_s=share_s, slots=slots)
-        leaving = self._blocks.begin_leaving(min(most, size))
-        ids, ticket = leaving.ids, leaving.ticket
+        batch = self._blocks.begin_writeback(min(most, size))
+        ids, ticket = batch.ids, batch.ticket
         copied = [False] * len(ids)
         if not ids or not tiers:
             # Nothing to copy, or no tier accepts blocks. End the writeback without copies, so that
             # shrinking does not wait for them.
-            self._blocks.end_leaving(ticket, copied)
+            self._blocks.end_writeback(ticket, copied)
             self.counts.refused += len(ids)
             return len(ids), 0
         began_s = self._clock()
         try:
             try:
-                order, run = self._submit(ids, leaving.keys, ticket, tiers, priority)
+                order, run = self._submit(ids, batch.keys, ticket, tiers, priority)
                 if not run.wait(max(0.0, deadline_s - self._clock())):
                     run.cancel()
                     run.wait()
@@ -273,7 +274,7 @@ class Demoter:
                     own = [transfer.key(item) for item in range(len(ids))]
                     self._behind.add(own, transfer.parents, run.stored, tiers)
             finally:
-                clean = self._blocks.end_leaving(ticket, copied)
+                clean = self._blocks.end_writeback(ticket, copied)
             self._count(run, copied, clean)
             took_s = self._clock() - began_s
             if all(copied) and took_s > 0:
@@ -296,7 +297,7 @@ class Demoter:
         order = in_order(own, parents)
 
         def confirm() -> list[bool]:
-            stood_still = self._blocks.still_leaving(ticket)
+            stood_still = self._blocks.still_unchanged(ticket)
             return [stood_still[place] for place in order]
 
         batch = -(-len(ids) // _BATCHES)

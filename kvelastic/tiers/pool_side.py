@@ -54,7 +54,7 @@ class Demotion(Protocol):
         """Seconds until the pool stops waiting."""
 
 
-class Leaving(Protocol):
+class WritebackBatch(Protocol):
     """Dirty cached blocks under writeback."""
 
     @property
@@ -67,7 +67,7 @@ class Leaving(Protocol):
 
     @property
     def ticket(self) -> int:
-        """Identifies the writeback in `still_leaving` and `end_leaving`."""
+        """Identifies the writeback in `still_unchanged` and `end_writeback`."""
 
 
 class LeavingBlocks(Protocol):
@@ -79,13 +79,13 @@ class LeavingBlocks(Protocol):
     def stop_demotions(self) -> None:
         """End demotion: a waiting `next_demotion` returns, and shrinking no longer waits."""
 
-    def begin_leaving(self, most: int) -> Leaving:
+    def begin_writeback(self, most: int) -> WritebackBatch:
         """Start the writeback of at most `most` dirty cached blocks. Skips pinned blocks."""
 
-    def still_leaving(self, ticket: int) -> list[bool]:
+    def still_unchanged(self, ticket: int) -> list[bool]:
         """For each block of a writeback, whether it was not used, evicted or renamed since."""
 
-    def end_leaving(self, ticket: int, copied: Sequence[bool]) -> int:
+    def end_writeback(self, ticket: int, copied: Sequence[bool]) -> int:
         """End a writeback, and mark copied blocks clean if they are unchanged.
 
         Returns how many blocks were marked clean.

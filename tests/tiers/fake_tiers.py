@@ -110,7 +110,7 @@ class FakeDemotion:
 
 
 @dataclass
-class FakeLeaving:
+class FakeBatch:
     ticket: int = 0
     ids: list[int] = field(default_factory=list)
     keys: bytes = b""
@@ -128,7 +128,7 @@ class FakePool(FakeCopies):
         self.names: dict[int, bytes] = {}
         self.dirty: list[int] = []
         self.clean_ids: set[int] = set()
-        self.leaving: dict[int, list[int]] = {}
+        self.batch: dict[int, list[int]] = {}
         self.taken: set[int] = set()
         """Used by an alloc while they left."""
         self.demotion: FakeDemotion | None = None
@@ -193,24 +193,24 @@ class FakePool(FakeCopies):
         self.shrink("limit", timeout_s)
         return len(self.dirty)
 
-    def begin_leaving(self, most: int) -> FakeLeaving:
+    def begin_writeback(self, most: int) -> FakeBatch:
         with self.changed:
             self.most_asked.append(most)
             ids = self.dirty[:most]
             if not ids:
                 self._settle()
-                return FakeLeaving()
+                return FakeBatch()
             self.tickets += 1
-            self.leaving[self.tickets] = ids
-            return FakeLeaving(self.tickets, ids, b"".join(self.names[b] for b in ids))
+            self.batch[self.tickets] = ids
+            return FakeBatch(self.tickets, ids, b"".join(self.names[b] for b in ids))
 
-    def still_leaving(self, ticket: int) -> list[bool]:
+    def still_unchanged(self, ticket: int) -> list[bool]:
         with self.changed:
-            return [block not in self.taken for block in self.leaving[ticket]]
+            return [block not in self.taken for block in self.batch[ticket]]
 
-    def end_leaving(self, ticket: int, copied: Sequence[bool]) -> int:
+    def end_writeback(self, ticket: int, copied: Sequence[bool]) -> int:
         with self.changed:
-            ids = self.leaving.pop(ticket, [])
+            ids = self.batch.pop(ticket, [])
             assert len(ids) == len(copied)
             cleaned = 0
             for block, is_copied in zip(ids, copied, strict=True):

@@ -202,15 +202,15 @@ def test_blocks_are_cleaned_in_the_order_of_their_prompts(world) -> None:
 def test_write_through_cleans_without_being_asked() -> None:
     world = World(Rules(policy=WritePolicy.WRITE_THROUGH, copies=Copies.FIRST, tick_s=0.001))
     cleaned = threading.Event()
-    end_leaving = world.pool.end_leaving
+    end_writeback = world.pool.end_writeback
 
     def seen(ticket: int, copied: Sequence[bool]) -> int:
-        count = end_leaving(ticket, copied)
+        count = end_writeback(ticket, copied)
         if len(world.pool.clean_ids) == 30:
             cleaned.set()
         return count
 
-    world.pool.end_leaving = seen  # type: ignore[method-assign]
+    world.pool.end_writeback = seen  # type: ignore[method-assign]
     world.pool.put_dirty(range(30))
     assert cleaned.wait(DEADLINE_S)
     assert world.tiers.close(DEADLINE_S) == []
@@ -288,18 +288,18 @@ def test_nobody_waits_for_copies_once_it_is_closed() -> None:
     """Also where the thread was cleaning ahead and looks for a want once more."""
     world = World(Rules(policy=WritePolicy.WRITE_THROUGH, tick_s=0.001))
     stopped = threading.Event()
-    end_leaving, stop = world.pool.end_leaving, world.pool.stop_demotions
+    end_writeback, stop = world.pool.end_writeback, world.pool.stop_demotions
 
     def close_meanwhile(ticket: int, copied: Sequence[bool]) -> int:
         closing.start()
         assert stopped.wait(DEADLINE_S)
-        return end_leaving(ticket, copied)
+        return end_writeback(ticket, copied)
 
     def stopping() -> None:
         stop()
         stopped.set()
 
-    world.pool.end_leaving = close_meanwhile  # type: ignore[method-assign]
+    world.pool.end_writeback = close_meanwhile  # type: ignore[method-assign]
     world.pool.stop_demotions = stopping  # type: ignore[method-assign]
     closing = threading.Thread(target=world.tiers.close)
     world.pool.put_dirty(range(4))

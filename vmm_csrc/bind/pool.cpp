@@ -175,7 +175,7 @@ nb::dict stats_dict(const Pool& pool) {
   out["blocks_evicted"] = stats.blocks_evicted;
   out["blocks_moved"] = stats.blocks_moved;
   out["blocks_clean"] = stats.blocks_clean;
-  out["blocks_leaving"] = stats.blocks_under_writeback;
+  out["blocks_under_writeback"] = stats.blocks_under_writeback;
   out["blocks_demoted"] = stats.blocks_demoted;
   out["blocks_dropped"] = stats.blocks_dropped;
   out["pages_mapped_ever"] = stats.pages_mapped_ever;

@@ -97,11 +97,11 @@ void bind_results(nb::module_& m) {
       .def_ro("blocks", &Writeback::Demotion::blocks, "The number of cached blocks without a copy.")
       .def_prop_ro("seconds_left",
                    [](const Writeback::Demotion& want) { return seconds(want.left); });
-  nb::class_<WritebackBatch>(m, "Leaving", "Blocks under writeback.")
+  nb::class_<WritebackBatch>(m, "WritebackBatch", "Blocks under writeback.")
       .def_ro("ticket", &WritebackBatch::ticket)
-      .def_prop_ro("ids", [](const WritebackBatch& leaving) { return list_of(leaving.ids); })
-      .def_prop_ro("keys", [](const WritebackBatch& leaving) {
-        return nb::bytes(leaving.keys.data(), leaving.keys.size() * sizeof(BlockKey));
+      .def_prop_ro("ids", [](const WritebackBatch& batch) { return list_of(batch.ids); })
+      .def_prop_ro("keys", [](const WritebackBatch& batch) {
+        return nb::bytes(batch.keys.data(), batch.keys.size() * sizeof(BlockKey));
       });
 }
 
@@ -174,13 +174,13 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "stop_demotions", [](Pool& self) { own(self).writeback.stop_demotions(); },
           "Stop serving next_demotion(). From now on no call waits for copies.")
       .def(
-          "begin_leaving",
+          "begin_writeback",
           [](Pool& self, std::uint64_t most) { return own(self).writeback.begin(most); }, "most"_a,
           "Start writeback of at most `most` dirty cached blocks that have keys: the oldest, or "
           "the next to be evicted while the pool shrinks. Their contents can be copied, and their "
-          "pages stay, until end_leaving().")
+          "pages stay, until end_writeback().")
       .def(
-          "still_leaving",
+          "still_unchanged",
           [](const Pool& self, std::uint32_t ticket) {
             nb::list out;
             for (const std::uint8_t flag : own(self).writeback.still_unchanged(ticket))
@@ -191,7 +191,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "Return for each block under writeback whether its contents are unchanged. Call it after "
           "the copy and before storing it under its key: an alloc may have taken the block while "
           "it was read.")
-      .def("end_leaving", &end_writeback, "ticket"_a, "copied"_a,
+      .def("end_writeback", &end_writeback, "ticket"_a, "copied"_a,
            "End writeback. `copied` has a flag per block: whether a tier has its copy now. Skips "
            "blocks that were reallocated or got another key in the meantime. Returns how many "
            "blocks are clean now.")

@@ -1,4 +1,4 @@
-// Keys, copies and leaving blocks, against a model that keeps the rules in maps.
+// Keys, copies and blocks under writeback, against a model that keeps the rules in maps.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -60,8 +60,8 @@ struct Pages {
   std::vector<BlockId> ids;
 };
 
-std::vector<std::uint8_t> all(const WritebackBatch& leaving, std::uint8_t flag = 1) {
-  return std::vector<std::uint8_t>(leaving.ids.size(), flag);
+std::vector<std::uint8_t> all(const WritebackBatch& batch, std::uint8_t flag = 1) {
+  return std::vector<std::uint8_t>(batch.ids.size(), flag);
 }
 
 TEST(clean_blocks_and_pages_go_first) {
@@ -92,9 +92,9 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
   CHECK(static_cast<bool>(
       one.blocks->free(std::vector<BlockId>(one.ids.begin(), one.ids.begin() + 7))));
   one.cache(page);
-  const WritebackBatch leaving = one.blocks->begin_writeback(3, Blocks::WriteFirst::kOldest);
-  CHECK((leaving.ids == std::vector<BlockId>(page.begin(), page.begin() + 3)));
-  CHECK(leaving.keys[1] == key(static_cast<std::uint64_t>(page[1]) + 1));
+  const WritebackBatch batch = one.blocks->begin_writeback(3, Blocks::WriteFirst::kOldest);
+  CHECK((batch.ids == std::vector<BlockId>(page.begin(), page.begin() + 3)));
+  CHECK(batch.keys[1] == key(static_cast<std::uint64_t>(page[1]) + 1));
   one.sound();
   std::vector<EvictedBlock> gone;
   CHECK(!one.blocks->evict_cheapest_page(gone));
@@ -105,7 +105,7 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
   std::vector<BlockId> again;
   one.blocks->alloc(one.blocks->free_blocks(), Blocks::Fit::kBest, again);
   CHECK(again.size() == 15);
-  CHECK(one.blocks->end_writeback(leaving.ticket, all(leaving)) == 0);
+  CHECK(one.blocks->end_writeback(batch.ticket, all(batch)) == 0);
   one.sound();
   CHECK(static_cast<bool>(one.blocks->free(again)));
   CHECK(one.blocks->parked_pages() == 1);
@@ -115,8 +115,8 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
 TEST(a_copy_counts_only_for_the_block_that_was_read) {
   Pages one(2);
   one.cache(one.ids);
-  const WritebackBatch leaving = one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest);
-  CHECK(leaving.ids.size() == 15 && one.blocks->writeback_blocks() == 15);
+  const WritebackBatch batch = one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest);
+  CHECK(batch.ids.size() == 15 && one.blocks->writeback_blocks() == 15);
   CHECK(one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest).ids.empty());
   const std::vector<BlockId> touched{one.ids[0]}, renamed{one.ids[1]}, freed{one.ids[2]};
   const std::vector<BlockId> reused{one.ids[3]};
@@ -128,12 +128,12 @@ TEST(a_copy_counts_only_for_the_block_that_was_read) {
   one.blocks->alloc(2, Blocks::Fit::kBest, got);
   CHECK(static_cast<bool>(one.blocks->free(freed)));
   one.cache(reused);
-  const std::vector<std::uint8_t> still = one.blocks->still_unchanged(leaving.ticket);
+  const std::vector<std::uint8_t> still = one.blocks->still_unchanged(batch.ticket);
   CHECK(still.size() == 15 && still[0] == 1 && still[1] == 0 && still[2] == 0 && still[3] == 0);
-  std::vector<std::uint8_t> copied = all(leaving);
+  std::vector<std::uint8_t> copied = all(batch);
   copied[14] = 0;
-  CHECK(one.blocks->end_writeback(leaving.ticket, copied) == 15 - 3 - 1);
-  CHECK(one.blocks->end_writeback(leaving.ticket, copied) == 0);
+  CHECK(one.blocks->end_writeback(batch.ticket, copied) == 15 - 3 - 1);
+  CHECK(one.blocks->end_writeback(batch.ticket, copied) == 0);
   one.sound();
   CHECK(one.blocks->clean_blocks() == 10 && one.blocks->writeback_blocks() == 0);
   CHECK(static_cast<bool>(one.blocks->cache(touched)));
@@ -175,9 +175,9 @@ TEST(blocks_without_keys_and_pinned_ones_do_not_leave) {
   CHECK(static_cast<bool>(one.blocks->cache(std::vector<BlockId>{one.ids[0]})));
   one.cache({one.ids[1], one.ids[2]});
   const auto pinned = one.blocks->pin(std::vector<BlockId>{one.ids[1]}, PinKind::kStrict);
-  const WritebackBatch leaving = one.blocks->begin_writeback(9, Blocks::WriteFirst::kOldest);
-  CHECK((leaving.ids == std::vector<BlockId>{one.ids[2]}));
-  CHECK(one.blocks->end_writeback(leaving.ticket, all(leaving)) == 1);
+  const WritebackBatch batch = one.blocks->begin_writeback(9, Blocks::WriteFirst::kOldest);
+  CHECK((batch.ids == std::vector<BlockId>{one.ids[2]}));
+  CHECK(one.blocks->end_writeback(batch.ticket, all(batch)) == 1);
   CHECK(one.blocks->unpin(*pinned));
   CHECK(one.blocks->dirty_blocks() == 2 && one.blocks->clean_blocks() == 1);
   CHECK(!one.blocks->name(std::vector<BlockId>{0}, std::vector<BlockKey>{key(1)}));
@@ -195,7 +195,7 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
     std::map<BlockId, bool> cached;                      // used: false
     std::set<std::pair<BlockId, std::uint64_t>> copies;  // versions that a tier has
     struct Batch {
-      WritebackBatch leaving;
+      WritebackBatch batch;
       std::vector<std::uint64_t> read;
     };
     std::vector<Batch> batches;
@@ -256,8 +256,8 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
                                                                ? Blocks::WriteFirst::kOldest
                                                                : Blocks::WriteFirst::kOfOnePage),
                       {}};
-          for (const BlockId id : batch.leaving.ids) batch.read.push_back(holds[id]);
-          if (!batch.leaving.ids.empty()) batches.push_back(batch);
+          for (const BlockId id : batch.batch.ids) batch.read.push_back(holds[id]);
+          if (!batch.batch.ids.empty()) batches.push_back(batch);
           break;
         }
         case 8: {
@@ -268,15 +268,15 @@ TEST(nothing_is_called_clean_that_was_not_copied) {
           std::vector<std::uint8_t> copied;
           for (std::size_t i = 0; i < batch.read.size(); ++i) {
             copied.push_back(random() % 4 != 0);
-            if (copied.back() != 0) copies.insert({batch.leaving.ids[i], batch.read[i]});
+            if (copied.back() != 0) copies.insert({batch.batch.ids[i], batch.read[i]});
           }
-          (void)blocks.end_writeback(batch.leaving.ticket, copied);
+          (void)blocks.end_writeback(batch.batch.ticket, copied);
           break;
         }
         default: {
           if (const auto page = blocks.take_parked()) {
             for (const Batch& batch : batches) {
-              for (const BlockId id : batch.leaving.ids) CHECK(id / 8 != *page);
+              for (const BlockId id : batch.batch.ids) CHECK(id / 8 != *page);
             }
             random() % 2 == 0 ? blocks.add_page(*page) : blocks.put_back(*page);
           } else if (const auto fresh = blocks.take_unmapped()) {

@@ -45,10 +45,10 @@ def demoter(pool: _vmm.Pool, *, most: int = 5, works: bool = True) -> Iterator[d
             attending.set()
             if pool.next_demotion(3600) is None:
                 continue
-            leaving = pool.begin_leaving(most)
-            for i in range(0, len(leaving.keys), 16):
-                kept[leaving.keys[i : i + 16]] = kept.get(leaving.keys[i : i + 16], 0) + 1
-            pool.end_leaving(leaving.ticket, [works] * len(leaving.ids))
+            batch = pool.begin_writeback(most)
+            for i in range(0, len(batch.keys), 16):
+                kept[batch.keys[i : i + 16]] = kept.get(batch.keys[i : i + 16], 0) + 1
+            pool.end_writeback(batch.ticket, [works] * len(batch.ids))
 
     pool.next_demotion(0)
     thread = threading.Thread(target=serve)
@@ -158,18 +158,18 @@ def test_keys_are_for_blocks_that_are_there() -> None:
             pool.name_blocks(wrong, key(1))
     pool.name_blocks(ids[:2], keys(ids[:2]))
     pool.cache(ids[:2])
-    assert pool.begin_leaving(9).keys == keys(ids[:2])
+    assert pool.begin_writeback(9).keys == keys(ids[:2])
     with pytest.raises(ValueError, match="nan"):
         pool.next_demotion(float("nan"))
 
 
 def test_flags_must_be_as_many_as_blocks() -> None:
     pool, _ = filled(Memory(LAYOUTS["paged"], 2))
-    leaving = pool.begin_leaving(3)
+    batch = pool.begin_writeback(3)
     with pytest.raises(errors.InvalidArgumentError, match="3 blocks"):
-        pool.end_leaving(leaving.ticket, [True])
-    assert pool.end_leaving(leaving.ticket, [True] * 3) == 3
-    assert pool.end_leaving(leaving.ticket, [True] * 3) == 0
+        pool.end_writeback(batch.ticket, [True])
+    assert pool.end_writeback(batch.ticket, [True] * 3) == 3
+    assert pool.end_writeback(batch.ticket, [True] * 3) == 0
     assert pool.stats()["blocks_clean"] == 3
     assert pool.forget_copies() == 3
 
@@ -177,27 +177,27 @@ def test_flags_must_be_as_many_as_blocks() -> None:
 def test_a_page_is_not_unmapped_while_it_is_copied() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool, _ = filled(memory)
-    leaving = pool.begin_leaving(3)
-    read = {memory.page_of(block) for block in leaving.ids}
+    batch = pool.begin_writeback(3)
+    read = {memory.page_of(block) for block in batch.ids}
     pool.sleep()
     assert {page for page in range(PAGES) if memory.range.is_mapped(page)} == read
     staging = _vmm.Staging(3, pool.record_bytes)
-    pool.copy_out(leaving.ids, staging, [0, 1, 2])
-    pool.end_leaving(leaving.ticket, [True] * 3)
+    pool.copy_out(batch.ids, staging, [0, 1, 2])
+    pool.end_writeback(batch.ticket, [True] * 3)
     assert pool.sleep()["mapped_bytes"] == 0
     pool.check_integrity()
 
 
 def test_a_copy_that_was_torn_is_told_before_it_is_kept() -> None:
     pool, ids = filled(Memory(LAYOUTS["paged"], 2))
-    leaving = pool.begin_leaving(4)
-    assert pool.still_leaving(leaving.ticket) == [True] * 4
+    batch = pool.begin_writeback(4)
+    assert pool.still_unchanged(batch.ticket) == [True] * 4
     pool.touch([ids[1]])
     pool.free([ids[2]])
     assert pool.alloc(1) == [ids[2]], "free at once, while it is read"
-    assert pool.still_leaving(leaving.ticket) == [True, True, False, True]
-    assert pool.end_leaving(leaving.ticket, [True, True, False, True]) == 3
-    assert pool.still_leaving(leaving.ticket) == []
+    assert pool.still_unchanged(batch.ticket) == [True, True, False, True]
+    assert pool.end_writeback(batch.ticket, [True, True, False, True]) == 3
+    assert pool.still_unchanged(batch.ticket) == []
 
 
 def test_everything_can_be_cleaned_and_stays_cached() -> None:
@@ -217,8 +217,8 @@ def test_blocks_over_the_cache_bound_are_demoted() -> None:
     ids = sorted(alloc(pool, 30))
     pool.cache(ids, keys(ids))
     assert pool.stats()["blocks_cached"] == 30
-    leaving = pool.begin_leaving(25)
-    pool.end_leaving(leaving.ticket, [True] * 25)
+    batch = pool.begin_writeback(25)
+    pool.end_writeback(batch.ticket, [True] * 25)
     stats = pool.stats()
     assert stats["blocks_cached"] == 10
     assert (stats["blocks_demoted"], stats["blocks_dropped"]) == (20, 0)
@@ -233,9 +233,9 @@ def test_keyless_blocks_over_the_cache_bound_are_evicted() -> None:
     pool.cache(ids[:12], keys(ids[:12]))
     pool.cache(ids[12:])
     assert pool.stats()["blocks_cached"] == 12, "those with keys wait for a copy"
-    leaving = pool.begin_leaving(30)
-    assert leaving.ids == ids[:12]
-    pool.end_leaving(leaving.ticket, [True] * 12)
+    batch = pool.begin_writeback(30)
+    assert batch.ids == ids[:12]
+    pool.end_writeback(batch.ticket, [True] * 12)
     assert pool.stats()["blocks_cached"] == 10
     pool.check_integrity()
 
@@ -246,7 +246,7 @@ def test_blocks_over_the_cache_bound_are_dropped_when_no_tier_takes_them() -> No
     assert pool.next_demotion(0) is None
     ids = sorted(alloc(pool, 30))
     pool.cache(ids, keys(ids))
-    leaving = pool.begin_leaving(5)
-    pool.end_leaving(leaving.ticket, [False] * 5)
+    batch = pool.begin_writeback(5)
+    pool.end_writeback(batch.ticket, [False] * 5)
     assert pool.stats()["blocks_cached"] == 10
     assert pool.stats()["blocks_dropped"] == 20
