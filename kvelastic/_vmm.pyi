@@ -395,7 +395,7 @@ def read_from_process(pid: int, theirs: bytes, ours: bytes, timeout_s: float) ->
 def send_pieces(fd: int, pieces: bytes, timeout_s: float) -> int: ...
 def receive_pieces(fd: int, pieces: bytes, timeout_s: float) -> int: ...
 
-# --- ring, pool, keeper ---------------------------------------------------------------------------
+# --- ring, pool, maintenance ----------------------------------------------------------------------
 
 class Ring:
     @staticmethod
@@ -549,7 +549,7 @@ class Pool:
     def oldest_copyable_s(self) -> float: ...
     def check_integrity(self) -> None: ...
 
-class Keeper:
+class MaintenanceThread:
     @staticmethod
     def start(
         pool: Pool,
@@ -557,7 +557,7 @@ class Keeper:
         idle_trim_s: float = 5.0,
         sanity_check: bool = False,
         watch_memory: bool = False,
-    ) -> Keeper: ...
+    ) -> MaintenanceThread: ...
     @property
     def memory_looks(self) -> int: ...
     def stop(self) -> None: ...

@@ -189,7 +189,7 @@ def serve(
         ) as pool,
         more(pool, settings) as added,
     ):
-        pool.start_keeper()
+        pool.start_maintenance()
         verbs: Verbs = {
             "nothing": lambda: None,
             "alloc_until": functools.partial(alloc_until, pool.blocks),

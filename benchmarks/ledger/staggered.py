@@ -256,7 +256,7 @@ def live(day: Day) -> Outcome:
         memory=local_range(device),
         movable=day.movable,
     ) as opened:
-        opened.start_keeper()
+        opened.start_maintenance()
         pool: Any = opened.blocks
         memory: Any = opened.memory
         engine = Engine(pool, memory.address, layout, pages)

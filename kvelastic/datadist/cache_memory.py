@@ -111,7 +111,7 @@ class CacheMemory:
         if limit_bytes is not None:
             own = settings.limit_bytes(self._pool.places.capacity_bytes)
             self._pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
-        self._pool.start_keeper()
+        self._pool.start_maintenance()
 
     @property
     def pool(self) -> ElasticPool:

@@ -73,7 +73,7 @@ class EnginePool:
         else:
             self.pool.reserve(reserve_bytes)
         self.pool.blocks.ensure(1)
-        self.pool.start_keeper()
+        self.pool.start_maintenance()
         _log.info(
             "%s of %s besides the KV cache are reserved.",
             format_size(reserve_bytes),

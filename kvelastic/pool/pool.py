@@ -82,7 +82,7 @@ class ElasticPool:
         self._settings = settings
         self.is_on_host = is_on_host
         """Whether all of its devices are host memory."""
-        self._keeper: _vmm.Keeper | None = None
+        self._maintenance: _vmm.MaintenanceThread | None = None
         self._pid = os.getpid()
         _open_pools.add(self)
         # If the program does not close the pool, exit removes its ledger entries and segment.
@@ -97,13 +97,13 @@ class ElasticPool:
         """The instance's name in `kvctl`."""
         return self.segment.name
 
-    def start_keeper(self) -> None:
+    def start_maintenance(self) -> None:
         """Start the maintenance thread, which handles requests.
 
         Call it once the memory can be mapped: in workers, after they have attached.
         """
         idle_trim_s = self._settings.idle_trim_s
-        self._keeper = _vmm.Keeper.start(
+        self._maintenance = _vmm.MaintenanceThread.start(
             self.blocks,
             self.segment.record,
             idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
@@ -148,9 +148,9 @@ class ElasticPool:
         _open_pools.discard(self)
         if self._kvcached is not None:
             self._kvcached.close()
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.stop()
+        thread, self._maintenance = self._maintenance, None
+        if thread is not None:
+            thread.stop()
         self._give_memory_back(discard)
         self.segment.close()
 

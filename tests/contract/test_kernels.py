@@ -294,7 +294,7 @@ def test_free_leaves_the_waiting_to_the_keeper(library: str) -> None:
         pool = on.pool
         ids = pool.alloc(4 * B - 1)
         assert ids is not None
-        keeper = _vmm.Keeper.start(pool, on.scheduler.segment.record)
+        keeper = _vmm.MaintenanceThread.start(pool, on.scheduler.segment.record)
         try:
             pool.set_limit(2 * HUGE)
             on.worker.ask("hold")

@@ -43,7 +43,7 @@ def shown() -> Iterator[tuple[Machine, str]]:
             preallocate=False,
             places=places,
         )
-        keeper = _vmm.Keeper.start(pool, own.record, idle_trim_s=-1.0)
+        keeper = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
             assert pool.alloc(3 * BLOCKS - 1)
             yield machine, own.name

@@ -41,7 +41,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ElasticPool]:
     monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
     monkeypatch.setenv("KVELASTIC_HOST_MEMORY", str(CAPACITY_BYTES))
     with opened() as made:
-        made.start_keeper()
+        made.start_maintenance()
         yield made
     assert not list(Path("/dev/shm").glob(f"{NAME}*"))
 
@@ -115,7 +115,7 @@ def test_limit_written_before_the_start_counts(
     monkeypatch.setenv("KVCACHED_IPC_NAME", name)
     with opened() as other:
         run_python(CLIENT, name, "limit", str(48 * MIB))
-        other.start_keeper()
+        other.start_maintenance()
         wait_for_limit(other, 48 * MIB)
 
 
@@ -251,7 +251,7 @@ def test_killed_instance_leaves_nothing_after_the_next_command(pool: ElasticPool
 import sys
 from test_kvcached_segment import opened
 pool = opened()
-pool.start_keeper()
+pool.start_maintenance()
 print("ready", flush=True)
 sys.stdin.read()
 """

@@ -58,7 +58,7 @@ def test_a_wake_takes_cache_of_a_neighbour_back_for_its_reserve(shared: TwoPools
     a.sleep()
     ids = fill(b)
     b.cache(ids)  # all of it is cache now
-    keeper = _vmm.Keeper.start(b, shared.segments[1].record, idle_trim_s=-1.0)
+    keeper = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=-1.0)
     try:
         a.wake(DEADLINE_S)
     finally:
@@ -91,7 +91,7 @@ def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> N
     a, b = shared.pools
     shared.places[0].member.reserve(4 * HUGE)
     keepers = [
-        _vmm.Keeper.start(pool, one.record, idle_trim_s=-1.0)
+        _vmm.MaintenanceThread.start(pool, one.record, idle_trim_s=-1.0)
         for pool, one in zip(shared.pools, shared.segments, strict=True)
     ]
     name = shared.segments[0].name
@@ -119,7 +119,9 @@ def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> N
 def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> None:
     shared.places[0].member.reserve(4 * HUGE)
     name = shared.segments[0].name
-    keeper = _vmm.Keeper.start(shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0)
+    keeper = _vmm.MaintenanceThread.start(
+        shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0
+    )
     try:
         assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"
         shared.places[1].member.set_min(3 * HUGE)

@@ -388,7 +388,7 @@ def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
         assert pool.alloc(1) is None, "a has no room for two copies more"
         assert pool.mapped_bytes == 12 * HUGE
         pool.free(ids)
-        keeper = _vmm.Keeper.start(pool, own.record, idle_trim_s=-1.0)
+        keeper = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
             other = machine.join("b", "other")
             assert other.places.grant(8) == 4

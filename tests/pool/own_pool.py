@@ -48,5 +48,5 @@ def make_pool(settings: Config) -> ElasticPool:
 
 def start_pool(settings: Config) -> ElasticPool:
     pool = make_pool(settings)
-    pool.start_keeper()
+    pool.start_maintenance()
     return pool

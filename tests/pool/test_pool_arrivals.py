@@ -83,7 +83,7 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
             pool.exit()
             return False
 
-    keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=FOREVER_S)
+    keeper = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=FOREVER_S)
     seen = pool.arrivals
     waiter = threading.Thread(target=pool.wait_for_arrival, args=(seen, FOREVER_S), daemon=True)
     waiter.start()
@@ -102,7 +102,7 @@ def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> Non
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
     with waiting(shared) as waiter:
         b.cache(ids)  # idle from here on, and nobody rings: the next ask finds it
-        giving = _vmm.Keeper.start(b, shared.segments[1].record, idle_trim_s=FOREVER_S)
+        giving = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=FOREVER_S)
         try:
             waiter.join()
             assert a.available_mapped() >= BLOCKS_PER_PAGE - 1

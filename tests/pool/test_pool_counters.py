@@ -62,7 +62,7 @@ def test_the_record_counts_what_the_pool_did_before_it_had_one() -> None:
     made = make_pool(own_settings())
     try:
         assert made.blocks.alloc(1)  # as vLLM takes its null block, before the keeper starts
-        made.start_keeper()
+        made.start_maintenance()
         record = made.segment.record
         counters, usage = record.counters(), record.read_usage()
         assert counters["pages_mapped"] == counters["pages_created"] == usage["pages_mapped"] > 0

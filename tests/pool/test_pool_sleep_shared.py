@@ -51,7 +51,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert theirs is not None
-    keeper = _vmm.Keeper.start(a, shared.segments[0].record, idle_trim_s=-1.0)
+    keeper = _vmm.MaintenanceThread.start(a, shared.segments[0].record, idle_trim_s=-1.0)
     try:
 
         def ask_bytes() -> int:
@@ -78,7 +78,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
 def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> None:
     """The record says shrinking with the bytes over, then applied with none; no request between."""
     pool, name = shared.pools[0], shared.segments[0].name
-    keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
+    keeper = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
     try:
         ids = pool.alloc(BLOCKS_PER_PAGE)
         assert ids is not None

@@ -80,7 +80,7 @@ def test_none_is_no_object():
         lambda: _vmm.Pool(None, **numbers),
         lambda: _vmm.Pool("memory", **numbers),
         lambda: _vmm.Pool(geometry, **numbers),
-        lambda: _vmm.Keeper.start(None, None),
+        lambda: _vmm.MaintenanceThread.start(None, None),
         lambda: _vmm.RingWorker.start(None, memory),
         lambda: _vmm.Ring.create(None, geometry, 1.0),
     ):

@@ -55,7 +55,7 @@ def test_pages_of_an_idle_neighbour_come_within_the_step_that_needs_them(shared:
     a, b = shared.pools
     cache_all(b)
     b.report_busy(False)
-    keeper = _vmm.Keeper.start(b, shared.segments[1].record)
+    keeper = _vmm.MaintenanceThread.start(b, shared.segments[1].record)
     try:
         assert prepare(a, A_PAGE_AND_MORE) == A_PAGE_AND_MORE
     finally:

@@ -403,7 +403,7 @@ def open_engine(
     staging = _vmm.Staging(SLOTS, pool.blocks.record_bytes)
     tiers = Tiers(pool.blocks, staging, namespace, stores, rules)
     show(tiers, pool.segment.record.read_header()["uuid"])
-    pool.start_keeper()
+    pool.start_maintenance()
     return Engine(pool, tiers, namespace, dice, gpu)
 
 

@@ -147,7 +147,7 @@ def case_no_page_goes_from_under_a_kernel(gpu: Gpu) -> None:
 
     name = f"kvtest_kernels_{os.getpid()}"
     with segment.create(name, engine="test", device="cuda") as shared:
-        keeper = _vmm.Keeper.start(pool, shared.record, 0.01)
+        keeper = _vmm.MaintenanceThread.start(pool, shared.record, 0.01)
         engines = [noted(engine, seed) for seed in range(2)]
         others = [noted(operator, 7), noted(operator, 8), noted(kernels)]
         for thread in engines:

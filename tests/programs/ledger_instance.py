@@ -106,7 +106,7 @@ def serve() -> None:
         answer({"error": f"{error.code}: {error}"})
         return
     with pool:
-        pool.start_keeper()
+        pool.start_maintenance()
         answer({"name": pool.name})
         blocks = pool.blocks
         for line in sys.stdin:

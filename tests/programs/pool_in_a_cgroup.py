@@ -35,7 +35,7 @@ class Instance:
         self.pool = Memory(LAYOUTS["paged"], PAGES).pool()
         name = f"kvtest_cgroup_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.segment = segment.create(name, engine="test", device="host")
-        self.keeper = _vmm.Keeper.start(
+        self.keeper = _vmm.MaintenanceThread.start(
             self.pool, self.segment.record, idle_trim_s=-1.0, watch_memory=True
         )
         self._machine = _vmm.HostMemory()

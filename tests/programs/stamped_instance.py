@@ -319,7 +319,7 @@ def serve(name: str, seed: int) -> None:
         print(json.dumps({"error": f"{error.code}: {error}"}), flush=True)
         return
     with opened as pool:
-        pool.start_keeper()
+        pool.start_maintenance()
         dice = random.Random(seed)
         assert isinstance(pool.memory, _vmm.Range)
         contents = Contents(pool.memory.address, layout, PAGES)

@@ -362,7 +362,7 @@ def test_a_page_counts_once_for_every_rank(device):
         pool.ensure(1)
         assert_holds(1)
         assert pool.stats()["page_bytes"] == cost
-        keeper = _vmm.Keeper.start(pool, scheduler.segment.record, idle_trim_s=-1)
+        keeper = _vmm.MaintenanceThread.start(pool, scheduler.segment.record, idle_trim_s=-1)
         usage = scheduler.segment.record.read_usage()
         keeper.stop()
         assert (usage["page_bytes"], usage["mapped_bytes"]) == (cost, cost)

@@ -469,7 +469,7 @@ void bind_pool(nb::module_& m) {
           "The age in seconds of the oldest cached block that a tier can copy; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
-  nb::class_<MaintenanceThread>(m, "Keeper",
+  nb::class_<MaintenanceThread>(m, "MaintenanceThread",
                                 "The instance's maintenance thread: executes requests, maps pages "
                                 "ahead of demand, and unmaps unused parked pages.")
       .def_static(
@@ -490,7 +490,7 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("memory_looks", &MaintenanceThread::memory_looks,
                    "How many times the machine's free memory was checked.")
       .def(
-          "stop", [](MaintenanceThread& keeper) { without_gil([&] { keeper.stop(); }); },
+          "stop", [](MaintenanceThread& thread) { without_gil([&] { thread.stop(); }); },
           "Stop the thread. Blocks until its current work is done. Idempotent.");
 }
 

@@ -65,7 +65,7 @@ class ElasticCache:
             memory=local_range(device, guard_pages=guard_pages),
         )
         try:
-            self.pool.start_keeper()
+            self.pool.start_maintenance()
             flat = tensors.whole_range(self.pool.memory)  # type: ignore[arg-type]
             views = [
                 block_view(layout, pages, buffer, model.block_shape, BF16_BYTES)

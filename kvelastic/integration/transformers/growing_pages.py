@@ -246,7 +246,7 @@ def open_growing_pages(
 
     pool = open_named(name) if name is not None else _open_by_settings(settings, open_named)
     try:
-        pool.start_keeper()
+        pool.start_maintenance()
     except BaseException:
         pool.close()
         raise

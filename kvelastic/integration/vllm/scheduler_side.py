@@ -149,7 +149,7 @@ class Instance:
             for name, size_bytes in reserve_bytes.items():
                 _log.info("Reserved %s of %s besides the KV cache.", format_size(size_bytes), name)
         self.say_whether_engine_sleeps(False)
-        self._pool.start_keeper()
+        self._pool.start_maintenance()
         _log.info(
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
         )

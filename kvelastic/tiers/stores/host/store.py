@@ -160,7 +160,7 @@ class HostStore(Store):
             name=name,
             movable=True,
         )
-        pool.start_keeper()
+        pool.start_maintenance()
         return pool
 
     @property

@@ -31,12 +31,12 @@ class Instance:
         self.pool = self.memory.pool(**options)
         self.idle_trim_s = idle_trim_s
         self.operator = segment.open_writable(name)
-        self.keeper: _vmm.Keeper | None = None
+        self.keeper: _vmm.MaintenanceThread | None = None
         if start:
             self.start()
 
     def start(self) -> None:
-        self.keeper = _vmm.Keeper.start(
+        self.keeper = _vmm.MaintenanceThread.start(
             self.pool, self.segment.record, idle_trim_s=self.idle_trim_s, sanity_check=True
         )
 
@@ -348,7 +348,7 @@ def test_what_a_session_held_up_is_done_after_it():
 
 def test_only_the_owner_can_keep():
     with Instance(start=False) as one, pytest.raises((errors.KvelasticError, ValueError)):
-        _vmm.Keeper.start(one.pool, one.operator.record)
+        _vmm.MaintenanceThread.start(one.pool, one.operator.record)
 
 
 def test_requests_while_the_pool_is_busy():
