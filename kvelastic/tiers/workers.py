@@ -19,6 +19,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -71,11 +72,11 @@ class Workers:
     def __init__(self, name: str, most: int = 1) -> None:
         self._name = name
         self._most = most
-        self._lock = threading.Lock()
         self._begin_anew()
+        _all_workers.add(self)
 
     def _begin_anew(self) -> None:
-        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._open = 0
@@ -92,8 +93,6 @@ class Workers:
         """Queue a call. Return None if the workers are closed or no thread can be started."""
         call = Call(function)
         with self._lock:
-            if self._pid != os.getpid():
-                self._begin_anew()
             if self._closed or not self._have_threads():
                 return None
             self._open += 1
@@ -150,8 +149,6 @@ class Workers:
         Returns False if a thread is still running.
         """
         with self._lock:
-            if self._pid != os.getpid():
-                self._begin_anew()
             if not self._closed:
                 self._closed = True
                 for _ in self._threads:
@@ -182,3 +179,15 @@ class Workers:
             call.make()
             with self._lock:
                 self._open -= 1
+
+
+_all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    # A new lock, too: another thread of the parent may have held the old one at the fork.
+    for workers in list(_all_workers):
+        workers._begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -69,4 +71,23 @@ def test_a_call_that_times_out_before_it_begins_is_never_made() -> None:
     goes_on.set()
     assert workers.run(lambda: 3, DEADLINE_S) == 3
     assert (made, before.result()) == ([], True)
+    workers.close()
+
+
+def test_forked_child_runs_calls_although_a_thread_of_its_parent_used_the_workers() -> None:
+    workers = Workers("of a test")
+    workers._lock.acquire()  # as if another thread were in `submit`
+    child = os.fork()
+    if child:
+        workers._lock.release()
+    else:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(DEADLINE_S))  # ends a child that hangs
+            code = 0 if workers.run(lambda: 3, DEADLINE_S) == 3 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert workers.run(lambda: 3, DEADLINE_S) == 3
     workers.close()
