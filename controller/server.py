@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -144,19 +145,38 @@ def make_config(app_state: AppState) -> uvicorn.Config:
 
 
 async def _listen(server: ServerSettings, backlog: int) -> list[socket.socket]:
-    """Return a listening socket for each address of the host. Raises `OSError`."""
+    """Return a listening socket for each address of the host that this machine has.
+
+    Raises `OSError` if an address is taken, or if the machine has none of them.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(
         server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((each[0], each[4]) for each in found):
-            sockets.append(socket.create_server(address, family=family, backlog=backlog))
+            with _absent_passed_over():
+                sockets.append(socket.create_server(address, family=family, backlog=backlog))
     except OSError:
         for each in sockets:
             each.close()
         raise
+    if not sockets:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     return sockets
+
+
+@contextlib.contextmanager
+def _absent_passed_over() -> Iterator[None]:
+    """Suppress the error for an address that this machine does not have.
+
+    `localhost` may have an IPv6 address on a machine without IPv6.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+            raise
 
 
 async def _say_who_listens(server: ServerSettings, error: OSError) -> None:
