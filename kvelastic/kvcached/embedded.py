@@ -209,10 +209,10 @@ def alloc_kv_cache(
     group_id: int,
     kernel_block_size: int | None = None,
 ) -> tuple[list[torch.Tensor], ...]:
-    """Return the tensors of `views.CachePlan`, over a range of this process.
+    """Return the tensors of `tensor_views.CachePlan`, over a range of this process.
 
     The group's manager maps memory in `alloc`. Raises `NotInitializedError`, the errors of
-    `views.plan`, and `LayoutError` if the group already has another shape.
+    `tensor_views.plan`, and `LayoutError` if the group already has another shape.
     """
     from kvelastic.pool.tensors import itemsize_of, view_of, whole_range
 

@@ -14,8 +14,8 @@ from kvelastic.errors import IntegrityError
 from tools.reclaim_simulator import ASK_LEASE_NS, Contender, Depth
 from tools.reclaim_simulator.trace import Arrival, ModelSpec
 
-SQUEEZE_LEASE_NS: Final = 500_000_000
-"""A squeeze that no request renews ends after this time (kSqueezeLease, vmm_csrc/pool/pool.cpp)."""
+PRESSURE_LEASE_NS: Final = 500_000_000
+"""Memory pressure that no request renews ends after this time (vmm_csrc/pool/pressure.h)."""
 
 
 @dataclass(eq=False)
@@ -225,7 +225,7 @@ class Instance:
             if self.squeezed_to is None:
                 self.squeezed_at_ns = now_ns
             self.squeezed_to = target
-            self.squeezed_until_ns = now_ns + SQUEEZE_LEASE_NS
+            self.squeezed_until_ns = now_ns + PRESSURE_LEASE_NS
         if given > 0 and self.held < self.guaranteed:
             raise IntegrityError(f"{self.spec.name} was taken below its min.")
         return given

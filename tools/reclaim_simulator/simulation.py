@@ -4,7 +4,7 @@
     result.models[0].served, result.moved_bytes
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
-(vmm_csrc/pool/pool.cpp): own parked pages, what the device has free, asking others for at most
+(vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, asking others for at most
 `alloc_wait_ns`, own cached contents; then it fails, the keeper goes on asking, and the engine tries
 again. Nothing here sleeps or looks at a clock.
 """
