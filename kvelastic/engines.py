@@ -1,12 +1,12 @@
 """The table of engines, used by the rest of kvelastic.
 
     for engine in ENGINES: print(engine.title, tried(engine.tried))
-    find("vllm").shapes()            # how its cache shapes are read; imported only now
+    find("vllm").shapes()            # imports and returns the module that reads its cache shapes
 
-A new engine needs a row here and a folder `kvelastic/integration/NAME`. The folder has `interfaces`
-and `shapes` if kvcached has functions for the engine, and `plugin` and `patches` if the engine's
-processes are hooked. This module imports no engine. It imports an integration's modules on request;
-they import no engine either.
+To support another engine, add a row here and a folder `kvelastic/integration/NAME`. The folder has
+`interfaces` and `shapes` if the package kvcached has functions for the engine, and `plugin` and
+`patches` if the engine's processes are hooked. This module imports an integration's modules on
+demand. Neither it nor they import the engine itself.
 """
 
 from __future__ import annotations

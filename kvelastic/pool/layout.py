@@ -48,13 +48,14 @@ PADDING_ACCEPTED: Final = 0.01
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Maps block ids to addresses. Immutable; every method is pure and thread-safe.
+    """Computes where blocks lie. Immutable; every method is pure and thread-safe.
 
-        layout = PageLayout.solve(24 << 10, 30)      # 12 MiB pages of 17 blocks
-        layout.offset_bytes(layout.first_id(3), buffer=29, pages=100)
+        layout = PageLayout.solve(block_bytes=24 << 10, buffers=30)   # 12 MiB pages of 17 blocks
+        layout.offset_bytes(layout.first_id(3), buffer=29, pages=100) # from the range's base
 
-    `pages` is the number of pages of the range. Ids, pages and buffers count from 0; block id 0 is
-    the null block. Only `is_valid` checks that an id is within the range.
+    `pages` is the number of pages of the reserved address range; offsets depend on it in the
+    per-buffer layout only. Ids, pages and buffers count from 0; block id 0 is the null block. Only
+    `is_valid` checks that an id is within the range.
     """
 
     block_bytes: int

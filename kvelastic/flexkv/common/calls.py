@@ -257,12 +257,13 @@ class Calls(ABC):
     def wait(
         self, task_ids: int | Iterable[int], timeout: float = WAIT_S, completely: bool = False
     ) -> dict[int, KVResponse]:
-        """Wait for tasks, up to `timeout` seconds in total. Returns a response for each. Blocks.
+        """Wait for tasks, up to `timeout` seconds in total; return a response for each.
 
-        SUCCESS means that the engine can continue: the blocks of a get are filled, those of a put
-        may be overwritten. With `completely`, and always for a prefetch, writes to farther tiers
-        have ended, too. FAILED means that some blocks were not moved; the mask shows the moved
-        ones. A task that was not launched is UNREADY, an unknown one NOTFOUND.
+        The response's status is SUCCESS if the engine can continue: the blocks of a get are filled,
+        the blocks of a put are copied and may be overwritten. With `completely`, and always for a
+        prefetch, it also means that all writes to farther tiers have ended. FAILED means that
+        blocks were not copied; the response's mask shows which were. A task that was not launched
+        is UNREADY, an unknown one NOTFOUND.
         """
         call = Wait(task_id_list(task_ids), wait_seconds(timeout), bool(completely))
         found: dict[int, KVResponse] = self.ask(call, self.dp_client_id)

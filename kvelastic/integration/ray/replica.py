@@ -2,14 +2,15 @@
 
     replica = EngineReplica(settings, "chat", "abc12")
     await replica.start()                          # returns when the engine is ready
-    async for part in replica.serve(request): ...  # Unserved; or Head, bytes, ..., perhaps Cut
+    async for part in replica.serve(request): ...  # a Head and bytes, and a Cut if it breaks off
     replica.problem                                # None: the engine works
     await replica.stop()
 
-The controller's `AppState` and `EngineProcess` do gate, sleep, memory and launch. This module
-passes them the requests, and decides two things that the controller leaves to its clients. A
-response has started with the first piece of its body. An engine that reports the death of its core
-has failed, although its server still runs.
+`serve` yields one `Unserved` instead if another replica can serve the request. The controller's
+`AppState` and `EngineProcess` queue requests, put the model to sleep, wake it and launch it. This
+module adds two rules that the controller leaves to its clients: a response counts as started when
+the first bytes of its body arrive, and an engine that reports the death of its engine core has
+failed even if its server still runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """transformers' pool of sectors, over kvelastic's native pool of blocks.
 
-A *sector* is the unit in which one kind of attention gets memory of the cache. Allocators divide it
-into one or more blocks. Sectors are the native pool's blocks, with sparse ids and memory only while
-in use. Sector 0 is the native pool's null block, mapped whenever any other is. It replaces both of
-transformers' trash sectors, of which one row each is used::
+transformers hands out its cache in *sectors*. Each kind of attention (full, sliding, MLA) has an
+allocator, which takes whole sectors and divides them into its own blocks. Here each sector is one
+block of the native pool, so sector ids are not consecutive, and a sector has memory only while in
+use. transformers also has two trash sectors, for the rows that padding reads and writes, and uses
+one row of each. Here sector 0, the native pool's null block, has both rows::
 
     sector 0, in the page of every layer:  [ row 0 | row 1    |  ...  | last row    ]
                                              read    sentinel           write trash
