@@ -11,7 +11,7 @@ from starlette.routing import Route
 from kvelastic.controller.api import reports
 from kvelastic.controller.api.routes import Who, route
 from kvelastic.controller.http.replies import Json
-from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE
+from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE, PORT_CLOSED
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.maintenance import candidate_of
 from kvelastic.controller.models.served_model import ServedModel
@@ -83,8 +83,10 @@ async def put_to_sleep(app_state: AppState, request: Request) -> Any:
     if model.sleeps > slept or model.state is State.ASLEEP:
         return _told(model, 200, True, "The model is asleep.")
     # Do not return the whole problem, because it contains the engine's address.
-    is_known = NEEDS_DEV_MODE in (model.last_problem or "")
-    why = NEEDS_DEV_MODE if is_known else "GET /models says why (last_problem)"
+    problem = model.last_problem or ""
+    if PORT_CLOSED in problem:
+        return _told(model, 503, False, f"The engine could not be put to sleep: {PORT_CLOSED}.")
+    why = NEEDS_DEV_MODE if NEEDS_DEV_MODE in problem else "GET /models says why (last_problem)"
     message = f"The engine could not be put to sleep; it serves as before. {why}."
     return _told(model, 502, False, message)
 

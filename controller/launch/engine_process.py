@@ -50,7 +50,7 @@ from kvelastic.controller.launch.process_group import (
     end_processes,
 )
 from kvelastic.controller.models import instance_memory
-from kvelastic.controller.models.engine_calls import EngineCalls
+from kvelastic.controller.models.engine_calls import LOOK_AT_PORT_S, PORT_CLOSED, EngineCalls
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel, Turns, WithdrawnError
 from kvelastic.controller.settings.named_files import fault_of_log, is_log
@@ -211,9 +211,8 @@ class EngineProcess:
     async def _watch(self) -> None:
         """Wait until the engine ends on its own; later requests then start it again."""
         began_s = time.monotonic()
-        assert self._process is not None
-        await self._process.wait()
-        problem = self._how_it_ended()
+        await self._until_it_serves_no_more()
+        problem = self._how_it_ended(was_ready=True)
         now_s = time.monotonic()
         gate = self._model.gate
         hold_off_s = self._restarts.ended(now_s - began_s)
@@ -256,8 +255,7 @@ class EngineProcess:
                     self._set(State.AWAKE)
                     self._turns.poke()
                     _log.info("engine is ready", extra=self._extra)
-                    assert self._process is not None
-                    await self._process.wait()
+                    await self._until_it_serves_no_more()
             except WithdrawnError:
                 return
             except Refusal as refusal:
@@ -265,7 +263,7 @@ class EngineProcess:
             except Exception as error:
                 problem = self._why_not("start", error)
             else:
-                problem = self._how_it_ended()
+                problem = self._how_it_ended(was_ready=ready_s is not None)
             self._model.last_problem = f"launch: {problem}"
             served_s = 0.0 if ready_s is None else time.monotonic() - ready_s
             wait_s = self._restarts.ended(served_s)
@@ -284,10 +282,25 @@ class EngineProcess:
             _log.error("an engine cannot %s", verb, exc_info=error, extra=self._extra)
         return f"cannot {verb}: {error}"
 
-    def _how_it_ended(self) -> str:
+    async def _until_it_serves_no_more(self) -> None:
+        """Wait until the engine has ended, or has closed its port and has no call in progress.
+
+        A server of vLLM whose engine core was killed during a call closes its port and stays.
+        """
+        process, gate = self._process, self._model.gate
+        assert process is not None
+        while process.returncode is None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), LOOK_AT_PORT_S)
+            if gate.in_flight or gate.state in {State.FALLING_ASLEEP, State.WAKING}:
+                continue
+            if not await self._calls.accepts_connections(self._model.settings.addresses[0]):
+                return
+
+    def _how_it_ended(self, *, was_ready: bool = False) -> str:
         code = None if self._process is None else self._process.returncode
         if code is None:
-            return "the engine was not ready in time"
+            return PORT_CLOSED if was_ready else "the engine was not ready in time"
         if isinstance(self._process, ForeignProcess):
             return "the engine, which was adopted, ended; its exit code is not known"
         return f"the engine ended with {code}"

@@ -10,6 +10,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -48,6 +49,12 @@ NEEDS_DEV_MODE: Final = (
     "vLLM has /sleep and /wake_up only with VLLM_SERVER_DEV_MODE=1 in its environment (launch.env)"
 )
 """Cause of a 404 for a path in `_VLLM_CALLS`."""
+
+PORT_CLOSED: Final = (
+    "the engine no longer accepts connections: its server is ending, or has lost its engine core"
+)
+LOOK_AT_PORT_S: Final = 1.0
+"""Interval at which the port of an engine is checked during a call."""
 
 
 class EngineCalls:
@@ -113,6 +120,24 @@ class EngineCalls:
         except (aiohttp.ClientError, ValueError) as error:
             return None if is_out_of_descriptors(error) else 0
 
+    async def accepts_connections(self, address: str) -> bool:
+        """Return False if one engine's port refuses a connection, so that no process listens.
+
+        Any other failure returns True: the engine may be too busy, or this process out of files.
+        """
+        url = urlsplit(address)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            _, writer = await asyncio.wait_for(
+                asyncio.open_connection(url.hostname, port), LOOK_AT_PORT_S
+            )
+        except ConnectionRefusedError:
+            return False
+        except (OSError, asyncio.TimeoutError):
+            return True
+        writer.close()
+        return True
+
     async def _status(self, url: str, api_key: str | None, timeout_s: float) -> int:
         async with self._session.get(
             url,
@@ -123,6 +148,28 @@ class EngineCalls:
             return response.status
 
     async def _post(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
+        """Call the engine; end the call if it closes its port.
+
+        A server of vLLM whose engine core was killed during the call waits for the core's answer.
+        """
+        loop = asyncio.get_running_loop()
+        call = loop.create_task(self._call(address, path, api_key, timeout_s))
+        closed = loop.create_task(self._until_port_is_closed(address))
+        try:
+            await asyncio.wait({call, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineCallError(f"{address}{path}: {PORT_CLOSED}")
+            call.result()
+        finally:
+            call.cancel()
+            closed.cancel()
+
+    async def _until_port_is_closed(self, address: str) -> None:
+        await asyncio.sleep(LOOK_AT_PORT_S)
+        while await self.accepts_connections(address):
+            await asyncio.sleep(LOOK_AT_PORT_S)
+
+    async def _call(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
         try:
             # SGLang requires a JSON body; vLLM accepts any.
             async with self._session.post(

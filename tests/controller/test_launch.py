@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,40 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
         first = pid_of(front)
         assert first
         os.kill(first, signal.SIGKILL)
+        wait_until(lambda: pid_of(front) not in {None, first} and front.state() == "awake")
+        assert front.complete().status_code == 200
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_an_engine_that_closes_its_port_and_runs_on_is_started_again(
+    tmp_path: Path, on_demand: bool
+) -> None:
+    """vLLM's server does that if its engine core is killed during a call: it waits for the call."""
+    with Controller(launched(tmp_path, on_demand=on_demand)) as front:
+        assert front.complete().status_code == 200
+        first = pid_of(front)
+        front.post("/upstream/m/fake/close_port")
+        wait_until(lambda: "no longer accepts connections" in str(problem_of(front)))
+        wait_until(lambda: front.complete().status_code == 200)
+        assert pid_of(front) not in {None, first}
+        assert first is not None
+        assert not psutil.pid_exists(first)
+
+
+def test_a_sleep_ends_if_its_engine_closes_its_port(tmp_path: Path) -> None:
+    config = launched(tmp_path) | {"sleep": {"sleep_timeout": "1h", "min_sleep": 0}}
+    with Controller(config) as front, ThreadPoolExecutor() as threads:
+        assert front.complete().status_code == 200
+        first = pid_of(front)
+        engine = f"http://127.0.0.1:{config['models'][0]['launch']['port']}"
+        httpx.post(engine + "/fake/set", json={"sleep_hold": "until killed"})
+        with httpx.Client(base_url=engine, timeout=DEADLINE_S) as client:
+            sleep = threads.submit(front.post, "/action/sleep/m")
+            wait_until(lambda: client.get("/fake/state").json()["held"])
+            client.post("/fake/close_port")
+        answer = sleep.result()
+        assert answer.status_code == 503, answer.text
+        assert "no longer accepts connections" in answer.text
         wait_until(lambda: pid_of(front) not in {None, first} and front.state() == "awake")
         assert front.complete().status_code == 200
 

@@ -15,8 +15,8 @@ body under `fake`, so that tests need no other channel:
 Of a chat, `deltas` are what its stream's events have, one each, and `message` is what an answer in
 one piece has. A request without `fake` meets what was set by `POST /fake/set {"fake": {...}}`.
 `GET /fake/state` says what it saw. `POST /fake/say {"lines": 3, "text": "x"}` writes lines to its
-output. `POST /fake/set` changes the defaults below,
-`POST /fake/reset` undoes that and forgets what was counted.
+output. `POST /fake/close_port` closes its port and keeps its connections. `POST /fake/set` changes
+the defaults below, `POST /fake/reset` undoes that and forgets what was counted.
 
 Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, or `--api-key`, the
 fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLang does everywhere
@@ -62,6 +62,7 @@ class FakeEngine:
         self.holds: dict[str, asyncio.Event] = {}
         self.waiters: dict[str, asyncio.Event] = {}
         self.settings = self.first_settings()
+        self.site: web.TCPSite | None = None
 
     @staticmethod
     def first_settings() -> dict[str, Any]:
@@ -98,6 +99,7 @@ class FakeEngine:
         add("POST", "/fake/set", self.change)
         add("POST", "/fake/say", self.say)
         add("POST", "/fake/reset", self.reset)
+        add("POST", "/fake/close_port", self.close_port)
         if self.kind == "vllm":
             add("POST", "/sleep", self.sleep)
             add("POST", "/wake_up", self.wake)
@@ -162,6 +164,12 @@ class FakeEngine:
         for number in range(asked["lines"]):
             print(asked["text"], number)
         sys.stdout.flush()
+        return web.Response()
+
+    async def close_port(self, _: web.Request) -> web.Response:
+        """Accept no connections any more and run on, as vLLM's server without its engine core."""
+        assert self.site is not None
+        await self.site.stop()
         return web.Response()
 
     async def reset(self, _: web.Request) -> web.Response:
@@ -388,6 +396,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     await runner.setup()
     site = web.TCPSite(runner, arguments.host, arguments.port, backlog=4096, reuse_address=True)
     await site.start()
+    engine.site = site
     port = runner.addresses[0][1]
     print("ready", port, flush=True)
     stop = asyncio.Event()
