@@ -15,6 +15,7 @@ from kvelastic.host_capacity import default_host_capacity_bytes
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.tier_list import TierSpec
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,17 @@ class ConfigFacts:
     """By engine: value of the engine's variable that lists the allowed plugins, if set."""
     is_kvcached_enabled: bool = False
     """ENABLE_KVCACHED or KVCACHED_AUTOPATCH is true."""
+    tiers: tuple[TierSpec, ...] = ()
+    """The tiers of KVELASTIC_TIERS."""
+
+
+@dataclass(frozen=True)
+class TierFolderFact:
+    """A folder that a tier of KVELASTIC_TIERS cannot use."""
+
+    tier: str
+    """The tier's kind: disk or folder."""
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,7 @@ class Facts:
     limits: LimitFacts = LimitFacts()
     system: SystemFacts = SystemFacts()
     config: ConfigFacts = ConfigFacts()
+    tier_folders: tuple[TierFolderFact, ...] = ()
     packages: PackageFacts = PackageFacts()
     startup: StartupFacts = StartupFacts()
     probes: tuple[ProbeFact, ...] | None = None

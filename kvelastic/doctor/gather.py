@@ -28,7 +28,7 @@ from kvelastic.doctor.facts import (
     StartupFacts,
     SystemFacts,
 )
-from kvelastic.doctor.gather_config import gather_config
+from kvelastic.doctor.gather_config import gather_config, gather_tier_folders
 from kvelastic.engines import ENGINES
 from kvelastic.errors import KvelasticError
 from kvelastic.sizes import KIB_BYTES, MIB_BYTES
@@ -52,6 +52,7 @@ def gather(
     every installed engine, which takes as long as importing the engines.
     """
     packages = gather_packages()
+    config = gather_config(environ)
     is_loaded_at_start = any(e.loaded_by and packages.version(e.name) for e in ENGINES)
     return Facts(
         gpus=ask_gpus(root, environ),
@@ -62,7 +63,8 @@ def gather(
         memory=gather_memory(root),
         limits=gather_limits(root),
         system=gather_system(root),
-        config=gather_config(environ),
+        config=config,
+        tier_folders=gather_tier_folders(config.tiers),
         packages=packages,
         startup=ask_startup(environ) if is_loaded_at_start else StartupFacts(),
         probes=gather_probes(packages, environ) if probe else None,

@@ -1,4 +1,4 @@
-"""Reads kvelastic's environment variables one by one.
+"""Reads kvelastic's environment variables one by one, and tries the folders of tiers.
 
 `config.load` stops at the first invalid value, as an engine should. Here each value is checked
 separately.
@@ -6,14 +6,20 @@ separately.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final
 
 from kvelastic import config
-from kvelastic.doctor.facts import ConfigFacts, LegacyName
+from kvelastic.doctor.facts import ConfigFacts, LegacyName, TierFolderFact
 from kvelastic.engines import ENGINES
 from kvelastic.errors import ConfigError
+from kvelastic.tier_folders import why_unusable
+from kvelastic.tier_list import TierSpec
+
+_PATIENCE_S: Final = 5.0
 
 # Matches a missing, doubled or wrong letter, but not just a shared word.
 _TYPO: Final = 0.85
@@ -62,7 +68,32 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
             environ.get(name, "").strip().lower() in {"true", "1", "yes", "on"}
             for name in ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")
         ),
+        tiers=settings.tiers,
     )
+
+
+def gather_tier_folders(
+    tiers: Sequence[TierSpec], patience_s: float = _PATIENCE_S
+) -> tuple[TierFolderFact, ...]:
+    """Try the folders of tiers, at once; return those that cannot be used. Never raises.
+
+    Blocks for at most `patience_s` if a file system does not respond.
+    """
+    places = [(spec.kind, folder) for spec in tiers for folder in spec.folders]
+    found: dict[int, str] = {}
+
+    def look(number: int) -> None:
+        found[number] = why_unusable(*places[number])
+
+    looks = [threading.Thread(target=look, args=(n,), daemon=True) for n in range(len(places))]
+    for thread in looks:
+        thread.start()
+    end_s = time.monotonic() + patience_s
+    for thread in looks:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    silent = f"no response from its file system within {patience_s:g} s"
+    said = ((kind, found.get(n, f"{folder}: {silent}")) for n, (kind, folder) in enumerate(places))
+    return tuple(TierFolderFact(kind, problem) for kind, problem in said if problem)
 
 
 def _unknown(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

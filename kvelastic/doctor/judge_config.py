@@ -65,4 +65,13 @@ def _enabled(facts: Facts) -> Said:
     )
 
 
-CHECKS: Final = (_values, _unknown, _kvcached, _enabled)
+@check("config.tiers", fine="no folder of KVELASTIC_TIERS that a tier cannot use")
+def _tier_folders(facts: Facts) -> Iterator[Said]:
+    for folder in facts.tier_folders:
+        yield problem(
+            f"KVELASTIC_TIERS: the {folder.tier} tier cannot use its folder: {folder.problem}",
+            "mend that, or name another folder, before the engine starts",
+        )
+
+
+CHECKS: Final = (_values, _unknown, _kvcached, _enabled, _tier_folders)

@@ -14,18 +14,12 @@ import time
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.tier_folders import FOLDER_FLAGS, NO_FOLDER, fault_of_own, no_folder
 
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OTHERS: Final = 0o077
-
-
-def reason_of(error: OSError) -> str:
-    """Return the text of an error for an operator, such as `Permission denied: /mnt/kv`."""
-    if not error.strerror:
-        return str(error)
-    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
@@ -37,22 +31,15 @@ def open_folder(path: str | os.PathLike[str]) -> int:
     name = os.fspath(path)
     try:
         os.makedirs(name, FOLDER_MODE, exist_ok=True)  # noqa: PTH103  (raises EEXIST for a link)
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+        fd = os.open(name, FOLDER_FLAGS)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EEXIST}:
-            raise InvalidArgumentError(
-                f"{name} is a link or no folder; give a folder of its own"
-            ) from error
+        if error.errno in NO_FOLDER:
+            raise InvalidArgumentError(no_folder(name)) from error
         raise
-    state = os.fstat(fd)
-    problem = ""
-    if state.st_uid != os.geteuid():
-        problem = f"belongs to user {state.st_uid}; give a folder of user {os.geteuid()}"
-    elif stat.S_IMODE(state.st_mode) & _OTHERS:
-        problem = "is open to others; chmod 700 it, or give a folder of its own"
-    if problem:
+    fault = fault_of_own(name, os.fstat(fd))
+    if fault:
         os.close(fd)
-        raise InvalidArgumentError(f"{name} {problem}: what lies there is prompts")
+        raise InvalidArgumentError(fault)
     return fd
 
 

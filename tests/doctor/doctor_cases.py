@@ -22,6 +22,7 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     StartupFacts,
     SystemFacts,
+    TierFolderFact,
 )
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared.ledger_facts import LedgerInfo
@@ -359,6 +360,13 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "/proc/self/ns/pid",
     ),
     # ----------------------------------------------------------------------------------- config
+    ("config.tiers", "ok", GOOD, "no folder"),
+    (
+        "config.tiers",
+        "problem",
+        replace(GOOD, tier_folders=(TierFolderFact("disk", "Permission denied: /kv"),)),
+        "the disk tier cannot use its folder: Permission denied: /kv",
+    ),
     ("config.value", "ok", with_config(names_set=("KVELASTIC_LIMIT",)), "KVELASTIC_LIMIT"),
     ("config.value", "ok", GOOD, "none is set"),
     (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import resource
 import subprocess
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from segment_owner import Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.doctor import gather as packages_module
+from kvelastic.doctor import gather_config as config_gatherer
 from kvelastic.doctor.children import ask_gpus
 from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName, SegmentFact
 from kvelastic.doctor.gather import (
@@ -28,8 +31,12 @@ from kvelastic.doctor.gather import (
     gather_shm,
     gather_system,
 )
-from kvelastic.doctor.gather_config import gather_config
+from kvelastic.doctor.gather_config import gather_config, gather_tier_folders
+from kvelastic.errors import InvalidArgumentError
 from kvelastic.shared.ledger import ledger_path
+from kvelastic.tier_list import parse_tiers
+from kvelastic.tiers.stores.disk.folder import Folder as DiskFolder
+from kvelastic.tiers.stores.folder.store import FolderStore
 
 SHM = Path("/dev/shm")
 
@@ -338,6 +345,57 @@ def test_values_that_contradict_each_other():
         {"KVELASTIC_MIN_RESERVED_PAGES": "9", "KVELASTIC_MAX_RESERVED_PAGES": "3"}
     )
     assert [name for name, _ in config.errors] == ["KVELASTIC_MAX_RESERVED_PAGES"]
+
+
+def _file(path: Path) -> Path:
+    path.touch()
+    return path / "kv"
+
+
+def _link(path: Path) -> Path:
+    path.symlink_to(path.parent)
+    return path
+
+
+def _open_to_all(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["disk", "folder"])
+@pytest.mark.parametrize("make", [_file, _link, _open_to_all])
+def test_a_folder_that_its_tier_refuses_is_found_before_the_engine_starts(tmp_path, kind, make):
+    folder = str(make(tmp_path / "tier"))
+    (fact,) = gather_tier_folders(parse_tiers(f"{kind}:{folder}:1G"))
+    assert fact.tier == kind
+    with pytest.raises(InvalidArgumentError, match=re.escape(fact.problem)):
+        DiskFolder(folder) if kind == "disk" else FolderStore(folder, 4096)
+
+
+def test_a_folder_that_cannot_be_created(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (fact,) = gather_tier_folders(parse_tiers(f"disk:{tmp_path}/a/b:1G"))
+    assert fact.problem.startswith(f"{tmp_path}/a/b cannot be created: {tmp_path} is not writable")
+
+
+@pytest.mark.parametrize("kind", ["disk", "folder"])
+def test_a_folder_that_a_tier_can_use_is_no_finding_and_stays_as_it_is(tmp_path, kind):
+    kept = tmp_path / "kept"
+    kept.mkdir(0o700)
+    missing = tmp_path / "missing" / "kv"
+    for folder in (kept, missing):
+        assert gather_tier_folders(parse_tiers(f"{kind}:{folder}:1G")) == ()
+    assert list(tmp_path.iterdir()) == [kept]
+    assert list(kept.iterdir()) == []
+
+
+def test_a_folder_whose_file_system_does_not_respond(monkeypatch):
+    forever = threading.Event()
+    monkeypatch.setattr(config_gatherer, "why_unusable", lambda *_: forever.wait() and "")
+    (fact,) = gather_tier_folders(parse_tiers("disk:/kv:1G"), patience_s=0.01)
+    assert fact.problem == "/kv: no response from its file system within 0.01 s"
+    forever.set()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.tier_folders import reason_of
 from kvelastic.tiers.base import Selection, StoreStatistics, Unerased, each_key
-from kvelastic.tiers.owned_files import reason_of
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.disk.erase import erase_left_behind
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError

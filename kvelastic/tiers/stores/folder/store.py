@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,13 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.tier_folders import (
+    FOLDER_FLAGS,
+    NO_FOLDER,
+    fault_of_shared,
+    no_folder,
+    reason_of,
+)
 from kvelastic.tiers.base import (
     Capacity,
     Lease,
@@ -41,7 +47,7 @@ from kvelastic.tiers.base import (
     each_key,
 )
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.owned_files import lock_within, reason_of
+from kvelastic.tiers.owned_files import lock_within
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
@@ -381,19 +387,15 @@ class FolderStore(Store):
     def _open_root(self) -> int:
         try:
             os.makedirs(self._path, 0o700, exist_ok=True)  # noqa: PTH103  (EEXIST for a link)
-            fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+            fd = os.open(self._path, FOLDER_FLAGS)
         except OSError as error:
-            if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EEXIST}:
-                raise InvalidArgumentError(
-                    f"{self._path} is a link or no folder; give a folder of its own"
-                ) from error
+            if error.errno in NO_FOLDER:
+                raise InvalidArgumentError(no_folder(self._path)) from error
             raise
-        if os.fstat(fd).st_mode & stat.S_IWOTH:
+        fault = fault_of_shared(self._path, os.fstat(fd))
+        if fault:
             os.close(fd)
-            raise InvalidArgumentError(
-                f"{self._path} may be written by all, who could feed this engine wrong KV;"
-                " chmod o-w it"
-            )
+            raise InvalidArgumentError(fault)
         return fd
 
     @contextmanager
