@@ -1,8 +1,9 @@
-"""The command kvelastic-controller, also `python -m kvelastic.controller --config FILE`."""
+"""The command kvelastic-controller, also `kvctl serve` and `python -m kvelastic.controller`."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -17,15 +18,20 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
-@click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=Program,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    short_help="Run the controller: one HTTP front over many models.",
+)
 @click.option(
     "--config",
     "-c",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
     help="The configuration, YAML (docs/controller.md).",
 )
-@click.option("--check", is_flag=True, help="Only check the configuration.")
+@click.option("--check", is_flag=True, help="Check the configuration and start nothing.")
 @click.option("--schema", is_flag=True, help="Print the configuration's JSON schema.")
 @click.version_option(__version__, message="kvelastic-controller %(version)s")
 def main(path: Path | None, check: bool, schema: bool) -> None:
@@ -35,6 +41,7 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
     """
     try:
         from kvelastic.controller.settings import settings_file
+        from kvelastic.controller.settings.named_files import programs_not_found
         from kvelastic.controller.settings.settings_warnings import warnings_of
     except ImportError as error:
         _fail(f"{error}: the controller needs `pip install kvelastic[controller]`", EXIT_FAILED)
@@ -48,7 +55,7 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
             settings = settings_file.load(path)
             count = len(settings.models)
             click.echo(f"{path}: {count} model{'' if count == 1 else 's'}: configuration valid.")
-            for warning in warnings_of(settings):
+            for warning in (*warnings_of(settings), *programs_not_found(settings, os.environ)):
                 click.echo(f"Warning: {warning}", err=True)
             return
         from kvelastic.controller.server import run

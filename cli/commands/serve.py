@@ -1,16 +1,7 @@
-"""`kvctl serve`: the controller under kvctl's name."""
+"""`kvctl serve`: the controller's command under kvctl's name."""
 
 from __future__ import annotations
 
-import click
+from kvelastic.controller.__main__ import main as serve_command
 
-
-@click.command("serve", short_help="Run the controller: one HTTP front over many models.")
-@click.option(
-    "--config", "-c", "path", required=True, metavar="FILE", help="See docs/controller.md."
-)
-def serve_command(path: str) -> None:
-    """Run the controller with the configuration FILE, until SIGTERM (kvelastic[controller])."""
-    from kvelastic.controller.__main__ import main as controller
-
-    controller.main(["--config", path], prog_name="kvctl serve")
+__all__ = ["serve_command"]

@@ -1,4 +1,4 @@
-"""Checks the files that a configuration names, before they are used.
+"""Checks the files and programs that a configuration names, before they are used.
 
 The checks block only briefly: they open no file that could block, such as a FIFO.
 """
@@ -6,9 +6,10 @@ The checks block only briefly: they open no file that could block, such as a FIF
 from __future__ import annotations
 
 import os
+import shutil
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,30 @@ def faults_of_files(settings: Settings) -> list[str]:
         if path is not None:
             faults += [f"models.{number}.launch.log_file: {why}" for why in fault_of_log(path)]
     return faults
+
+
+def programs_not_found(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """Return one sentence per model whose `launch.command` cannot be run on this machine now.
+
+    `environ` is the controller's; its engines inherit the PATH.
+    """
+    found = []
+    for model in settings.models:
+        launch = model.launch
+        if launch is None:
+            continue
+        path = launch.env.get("PATH", environ.get("PATH", os.defpath))
+        program, folder = launch.command[0], launch.cwd or ""
+        if os.sep in program:
+            program = os.path.join(folder, program)  # noqa: PTH118
+        if folder and not Path(folder).is_dir():
+            found.append(f"model {model.name!r}: launch.cwd {folder} is not a folder")
+        elif shutil.which(program, path=path) is None:
+            found.append(
+                f"model {model.name!r}: launch.command: the program {launch.command[0]!r} is not"
+                " there, or cannot be executed; install it, or write its whole path"
+            )
+    return found
 
 
 def fault_of_log(path: str) -> Iterator[str]:

@@ -14,12 +14,14 @@ import httpx
 import psutil
 import pytest
 import yaml
+from called_kvctl import kvctl
 from processes import run_python
 from running import FAKES, Controller
 from test_launch import launched
 from waiting import wait_until
 
 from kvelastic.controller.launch.launch_environment import engine_environment, new_engine_key
+from kvelastic.controller.settings.named_files import programs_not_found
 from kvelastic.controller.settings.settings import Settings
 from kvelastic.controller.settings.settings_file import parse
 from kvelastic.controller.settings.settings_warnings import warnings_of
@@ -103,6 +105,30 @@ def test_a_key_in_the_command_that_the_configuration_does_not_name_is_a_fault() 
         parse(
             "models: [{name: m, engine: vllm, launch: {command: [vllm, --api-key=k], port: 9000}}]"
         )
+
+
+@pytest.mark.parametrize("program", ["no-such-program", "/no/such/program", "./engine"])
+def test_a_program_that_is_not_there_is_warned_of(tmp_path: Path, program: str) -> None:
+    settings = settings_of(program, launch={"cwd": str(tmp_path)})
+    (warning,) = programs_not_found(settings, {"PATH": str(tmp_path)})
+    assert warning.startswith(f"model 'm': launch.command: the program {program!r} is not there")
+    for name in ("no-such-program", "engine"):
+        (tmp_path / name).touch(0o700)
+    if not program.startswith("/"):
+        assert programs_not_found(settings, {"PATH": str(tmp_path)}) == []
+    (warning,) = programs_not_found(settings_of(program, launch={"cwd": f"{tmp_path}/no"}), {})
+    assert warning == f"model 'm': launch.cwd {tmp_path}/no is not a folder"
+
+
+def test_kvctl_serve_checks_and_starts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "controller.yaml"
+    path.write_text(yaml.safe_dump(launched(tmp_path, command=["/no/such/program"])))
+    checked = kvctl("serve", "--config", str(path), "--check")
+    assert checked.exit_code == 0
+    assert checked.stdout == f"{path}: 1 model: configuration valid.\n"
+    assert "the program '/no/such/program' is not there" in checked.stderr
+    path.write_text("models: 3")
+    assert kvctl("serve", "--config", str(path), "--check").exit_code == 2
 
 
 @pytest.mark.slow
