@@ -93,14 +93,14 @@ def size_argument(size_bytes: int) -> str:
 
 
 def whole_pages(limit_bytes: int, page_bytes: int) -> int:
-    """Return a limit rounded down to whole pages; at least one page."""
+    """Return a limit, or a guarantee above 0, rounded down to whole pages; at least one page."""
     if page_bytes <= 0:
         return limit_bytes
     return max(limit_bytes // page_bytes, 1) * page_bytes
 
 
 def format_limit(limit_bytes: int, page_bytes: int) -> str:
-    """Format a limit for people, with its whole pages if their size differs."""
+    """Format a limit or guarantee for people, with its whole pages if their size differs."""
     text, allowed_bytes = format_size(limit_bytes), whole_pages(limit_bytes, page_bytes)
     if allowed_bytes > limit_bytes:
         return f"{text} ({format_size(allowed_bytes)}: one page is the least)"

@@ -86,17 +86,22 @@ def _until(name: str, answer: Answer) -> str:
 
 def _in_pages(request: Request, answer: Answer) -> str:
     """Return limit and guarantee in whole pages, if they differ from the request."""
-    parts, page_bytes = [], answer.page_bytes
-    asked_bytes = request.limit_bytes
-    if asked_bytes is not None and asked_bytes <= answer.capacity_bytes:
-        allowed_bytes = whole_pages(asked_bytes, page_bytes)
-        if allowed_bytes > asked_bytes:
-            parts.append(f"the limit is {format_size(allowed_bytes)} (1 page, which is the least)")
-        elif allowed_bytes < asked_bytes:
-            parts.append(f"the limit is {format_pages(allowed_bytes, page_bytes)}")
-    if request.min_bytes is not None and answer.min_bytes > request.min_bytes:
-        parts.append(f"the guarantee is {format_pages(answer.min_bytes, page_bytes)}")
+    parts = []
+    if request.limit_bytes is not None and request.limit_bytes <= answer.capacity_bytes:
+        parts.append(_whole("the limit", request.limit_bytes, answer.page_bytes))
+    if request.min_bytes:
+        parts.append(_whole("the guarantee", request.min_bytes, answer.page_bytes))
+    parts = [part for part in parts if part]
     return f"; in whole pages {', '.join(parts)}" if parts else ""
+
+
+def _whole(what: str, asked_bytes: int, page_bytes: int) -> str:
+    allowed_bytes = whole_pages(asked_bytes, page_bytes)
+    if allowed_bytes > asked_bytes:
+        return f"{what} is {format_size(allowed_bytes)} (1 page, which is the least)"
+    if allowed_bytes < asked_bytes:
+        return f"{what} is {format_pages(allowed_bytes, page_bytes)}"
+    return ""
 
 
 def _in_force(request: Request, answer: Answer) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvelastic.doctor.finding import Finding, line
+from kvelastic.sizes import format_limit, whole_pages
 from kvelastic.sizes import format_size as _size
 
 if TYPE_CHECKING:
@@ -78,34 +79,32 @@ def has_memory_for(status: InstanceStatus, ledger: LedgerInfo | None) -> bool:
 
 
 def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Finding]:
-    guarantee = _size(status.min_bytes)
+    guarantee = format_limit(status.min_bytes, status.page_bytes)
+    counted_bytes = whole_pages(status.min_bytes, status.page_bytes) if status.min_bytes else 0
     if status.asleep:
-        if status.min_bytes:
+        if counted_bytes:
             yield line(
                 "guarantee",
                 f"Its guarantee is {guarantee}, which does not count while it sleeps.",
             )
-        return
-    # The limit is rounded to whole pages, so a guarantee equal to the limit counts as met.
-    lacking_bytes = status.min_bytes - status.effective_limit_bytes
-    if status.min_bytes > status.limit_bytes or lacking_bytes >= max(status.page_bytes, 1):
+    elif counted_bytes > status.effective_limit_bytes:
         yield line(
             "guarantee",
             f"Its guarantee is {guarantee}, of which its limit of"
             f" {_size(status.effective_limit_bytes)} lets it use no more.",
             f"kvctl set {status.name} --limit SIZE, or a smaller --min",
         )
-    elif status.min_bytes > held_bytes:
+    elif counted_bytes > held_bytes:
         yield line(
             "guarantee",
-            f"Its guarantee is {guarantee}: {_size(status.min_bytes - held_bytes)} more are its"
+            f"Its guarantee is {guarantee}: {_size(counted_bytes - held_bytes)} more are its"
             " own as soon as it needs them, also if other instances hold them now.",
         )
-    elif status.min_bytes:
+    elif counted_bytes:
         yield line(
             "guarantee",
             f"Its guarantee is {guarantee}, which no other instance takes; they may take the"
-            f" other {_size(held_bytes - status.min_bytes)}.",
+            f" other {_size(held_bytes - counted_bytes)}.",
         )
     elif has_others:
         yield line(

@@ -95,10 +95,10 @@ def _verdict(request: Request, answer: Answer) -> Verdict:
 def _is_taken(request: Request, answer: Answer) -> bool:
     """Return True if guarantee, priority and sleep are as requested.
 
-    The state `applied` covers the limit only. A guarantee may be rounded up.
+    The state `applied` covers the limit only.
     """
     return (
-        (request.min_bytes is None or answer.min_bytes >= request.min_bytes)
+        request.min_bytes in {None, answer.min_bytes}
         and request.priority in {None, answer.priority}
         and request.asleep in {None, answer.asleep}
     )

@@ -146,7 +146,16 @@ CASES = {
         ["Its limit of 1.00 MiB (100.00 MiB: one page is the least) is reached"], []),
     "a limit that is not whole pages, and a guarantee of as much": (
         replace(REACHED, limit_bytes=101 * MIB, min_bytes=101 * MIB), None,
-        ["Its guarantee is 101.00 MiB"], ["lets it use no more"]),
+        ["Its guarantee is 101.00 MiB (100.00 MiB in whole pages), which no other"],
+        ["lets it use no more", "kvctl set"]),
+    "a guarantee that is not whole pages": (
+        replace(CALM, min_bytes=120 * MIB, page_bytes=34 * MIB, mapped_bytes=68 * MIB), None,
+        ["Its guarantee is 120.00 MiB (102.00 MiB in whole pages): 34.00 MiB more are its own"],
+        []),
+    "a guarantee below one page": (
+        replace(CALM, min_bytes=MIB, page_bytes=34 * MIB, mapped_bytes=68 * MIB), None,
+        ["Its guarantee is 1.00 MiB (34.00 MiB: one page is the least), which no other instance"
+         " takes; they may take the other 34.00 MiB."], []),
     # --- requests that wait for memory
     "no request waits": (replace(CALM, requests_waiting=0), None, [], ["waiting"]),
     "requests wait for others": (

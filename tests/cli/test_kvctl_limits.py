@@ -63,6 +63,15 @@ def test_what_is_not_named_stays(option, value, key, want):
         assert after[key] == want
 
 
+def test_a_guarantee_in_part_pages_is_shown_in_whole_pages():
+    with Instance(**DEVICE) as one:
+        for asked, shown in (("5M", "4.00 MiB (2 pages of 2.00 MiB)"), ("1M", "2.00 MiB (1 page")):
+            result = kvctl("set", one.name, "--min", asked, "--wait", "300")
+            assert result.exit_code == 0, result.stderr
+            assert f"; in whole pages the guarantee is {shown}" in result.stdout
+        assert row(one.name)["min_bytes"] == MIB
+
+
 @pytest.mark.slow
 def test_guarantees_that_the_device_has_no_room_for_are_refused(answered):
     with Instance(**DEVICE) as one, Instance(**DEVICE) as other:

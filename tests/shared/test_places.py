@@ -230,11 +230,25 @@ def test_a_guarantee_is_divided_by_copies(machine: Machine) -> None:
     assert mine.places.min_bytes == 6 * HUGE
     assert machine.members("a")["mine"].min_bytes == 4 * HUGE
     assert machine.members("b")["mine"].min_bytes == 2 * HUGE
-    mine.places.set_min(1)  # rounded up, and still exact when it is read and set again
-    for _ in range(3):
-        mine.places.set_min(mine.places.min_bytes)
-    assert mine.places.min_bytes == 1
-    assert [machine.members(name)["mine"].min_bytes for name in "ab"] == [1, 1]
+    # Whole pages count, which are the 6 MiB of all copies here.
+    for asked_bytes, pages in ((12 * HUGE - 1, 3), (1, 1), (0, 0)):
+        mine.places.set_min(asked_bytes)
+        assert mine.places.min_bytes == asked_bytes
+        assert machine.members("a")["mine"].min_bytes == pages * 2 * HUGE
+        assert machine.members("b")["mine"].min_bytes == pages * HUGE
+
+
+def test_of_two_guarantees_with_parts_of_a_page_both_are_kept(machine: Machine) -> None:
+    """They fit the device in bytes; in pages rounded up they would not."""
+    one = machine.join("c", "one", min_bytes=3 * HUGE // 2)
+    other = machine.join("c", "other", min_bytes=5 * HUGE // 2)
+    members = machine.members("c")
+    assert (members["one"].min_bytes, members["other"].min_bytes) == (HUGE, 2 * HUGE)
+    assert one.places.grant(9) == 4
+    other.places.ask(2)
+    assert one.places.wanted()[0] == 2
+    one.places.give_back(2)
+    assert other.places.grant(2) == 2
 
 
 def test_a_guarantee_that_the_second_device_refuses_holds_on_none(machine: Machine) -> None:

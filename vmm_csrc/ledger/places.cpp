@@ -56,11 +56,9 @@ Places::Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t co
   for (const Place& place : places_) min_bytes_ += place.member->min_bytes();
 }
 
-/// This placement's part of `bytes` of the whole instance, rounded up.
-std::uint64_t Places::part_of(std::uint64_t bytes, const Place& place) const {
-  if (places_.size() == 1) return bytes;
-  return bytes / copies_ * place.ranks.size() +
-         quotient_up(bytes % copies_ * place.ranks.size(), copies_);
+/// Whole pages of all copies in a guarantee; at least one, as for a limit.
+std::uint64_t Places::pages_of(std::uint64_t min_bytes) const {
+  return min_bytes == 0 ? 0 : std::max<std::uint64_t>(min_bytes / page_bytes(), 1);
 }
 
 /// With several devices, the message names the device.
@@ -162,7 +160,7 @@ Status Places::set_min(std::uint64_t min_bytes) {
   std::vector<std::uint64_t> before;
   for (const Place& place : places_) before.push_back(place.member->min_bytes());
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    Status set = places_[i].member->set_min(part_of(min_bytes, places_[i]));
+    Status set = places_[i].member->set_min(pages_of(min_bytes) * cost_bytes(places_[i]));
     if (set) continue;
     // A part is refused only if it grows, so these are decreases and cannot be refused.
     while (i-- > 0) (void)places_[i].member->set_min(before[i]);
@@ -170,14 +168,6 @@ Status Places::set_min(std::uint64_t min_bytes) {
   }
   min_bytes_ = min_bytes;
   return ok();
-}
-
-std::uint64_t Places::min_pages() const {
-  std::uint64_t pages = 0;
-  for (const Place& place : places_) {
-    pages = std::max(pages, quotient_up(place.member->min_bytes(), cost_bytes(place)));
-  }
-  return pages;
 }
 
 Status Places::set_priority(std::int64_t priority) {

@@ -94,11 +94,11 @@ class Places {
   // --- guarantee, priority, limit --------------------------------------------------------------
 
   /// Sets the guarantee of the whole instance: all placements get their parts, or all keep their
-  /// old ones.
+  /// old ones. It counts as whole pages, rounded down; at least one if it is not 0.
   Status set_min(std::uint64_t min_bytes);
-  std::uint64_t min_bytes() const { return min_bytes_.load(); }
+  std::uint64_t min_bytes() const { return min_bytes_.load(); }  ///< as it was set
   /// Pages that other instances never take while it is awake.
-  std::uint64_t min_pages() const;
+  std::uint64_t min_pages() const { return pages_of(min_bytes_.load()); }
   Status set_priority(std::int64_t priority);
   std::int64_t priority() const { return places_.front().member->priority(); }
   void set_limit(std::uint64_t bytes);
@@ -175,7 +175,7 @@ class Places {
   Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t copy_bytes);
 
   std::uint64_t cost_bytes(const Place& place) const { return place.ranks.size() * copy_bytes_; }
-  std::uint64_t part_of(std::uint64_t bytes, const Place& place) const;
+  std::uint64_t pages_of(std::uint64_t min_bytes) const;
   std::uint64_t capacity_of_several() const;
   void publish_parts(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                      std::uint64_t parked_bytes, bool active);
