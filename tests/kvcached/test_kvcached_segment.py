@@ -2,83 +2,37 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from called_kvctl import kvctl
+from kvcached_instance import (
+    CAPACITY_BYTES,
+    FILE,
+    MIB,
+    NAME,
+    limit_of,
+    opened,
+    values,
+    wait_for_limit,
+    write_limit,
+)
 from processes import PROGRAMS, LineProgram, run_python
 from waiting import wait_until
 
-from kvelastic import config, errors
+from kvelastic import errors
 from kvelastic._vmm import UNLIMITED_BYTES
-from kvelastic.device.selection import resolve
-from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
 from kvelastic.shared.kvcached_segment import KvcachedSegment
 
 CLIENT = PROGRAMS / "kvcached_client.py"
-NAME = f"kvc_test_{os.getpid()}"
-FILE = Path("/dev/shm", NAME)
-MIB = 1 << 20
-CAPACITY_BYTES = 1 << 30
-
-
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ElasticPool]:
-    """An instance on host memory, with kvcached's segment."""
-    monkeypatch.delenv("ENABLE_KVELASTIC", raising=False)
-    monkeypatch.delenv("KVELASTIC_IPC_NAME", raising=False)
-    monkeypatch.setenv("ENABLE_KVCACHED", "true")
-    monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
-    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", str(CAPACITY_BYTES))
-    with opened() as made:
-        made.start_maintenance()
-        yield made
-    assert not list(Path("/dev/shm").glob(f"{NAME}*"))
-
-
-def opened() -> ElasticPool:
-    settings = config.load()
-    device = resolve("cpu", settings)
-    layout = PageLayout.solve(64 << 10, 4, page_size_bytes=settings.page_size_bytes)
-    return open_pool(
-        settings,
-        layout,
-        64,
-        num_blocks=400,
-        block_tokens=16,
-        engine="vLLM",
-        devices=[device],
-        memory=local_range(device),
-    )
-
-
-def values(path: Path = FILE) -> tuple[int, int, int]:
-    limit_bytes, used_bytes, ahead_bytes = struct.unpack("<3q", path.read_bytes())
-    return limit_bytes, used_bytes, ahead_bytes
-
-
-def write_limit(limit_bytes: int) -> None:
-    with FILE.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.pwrite(file.fileno(), struct.pack("<q", limit_bytes), 0)
-
-
-def limit_of(pool: ElasticPool) -> int:
-    return int(pool.segment.record.read_usage()["limit_bytes"])
-
-
-def wait_for_limit(pool: ElasticPool, limit_bytes: int) -> None:
-    wait_until(lambda: limit_of(pool) == limit_bytes, f"the limit is not {limit_bytes}")
 
 
 def test_client_reads_the_usage_that_kvctl_lists(pool: ElasticPool) -> None:
@@ -249,7 +203,7 @@ def test_killed_instance_leaves_nothing_after_the_next_command(pool: ElasticPool
     name = f"{NAME}_killed"
     program = """
 import sys
-from test_kvcached_segment import opened
+from kvcached_instance import opened
 pool = opened()
 pool.start_maintenance()
 print("ready", flush=True)
