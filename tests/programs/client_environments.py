@@ -46,7 +46,7 @@ def aibrix_environment() -> Path:
     folder = _folder(AIBRIX)
     if not _is_complete(folder):
         _create(folder)
-        _install(folder, "--no-deps", AIBRIX, "structlog")
+        _install(folder, "--no-deps", AIBRIX, "structlog", "tenacity")
         here = sysconfig.get_paths()["purelib"]
         (_packages(folder) / "this.pth").write_text(f"import site; site.addsitedir({here!r})\n")
         _complete(folder)
