@@ -11,7 +11,9 @@ the file:
 
 - inotify wakes it when a process closes the file after writing, or removes or renames the file. It
   also wakes when a process closes the instance's own segment after writing (`kvctl limit`).
-- A timeout wakes it to publish the usage, because no system call reports a mapped page.
+- A timeout wakes it to publish the usage, because no system call reports a mapped page. It also
+  notices a limit of a client that keeps its mapping of the file, because the kernel reports no
+  store into memory.
 
 The thread turns a client's limit into an ordinary request in the instance's own segment, where it
 is acknowledged. *Rule*: the last writer wins. If a client and an operator have both changed the
@@ -35,6 +37,7 @@ import select
 import stat
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -59,10 +62,10 @@ _VALUES: Final = struct.Struct("<3q")
 _MODE: Final = 0o600
 _MOST_NAMES: Final = 100
 
-_CHANGING_MS: Final = 50
-"""Timeout while the usage changes or work is pending."""
-_STEADY_MS: Final = 250
-"""Timeout while the usage does not change."""
+_INTERVAL_MS: Final = 25
+"""Longest time between two looks, each of three system calls."""
+_NAME_INTERVAL_S: Final = 0.25
+"""Longest time until a name that inotify does not watch is looked up again."""
 
 _IN_ATTRIB: Final = 0x4
 """Also reports the removal of a name."""
@@ -177,42 +180,48 @@ class KvcachedSegment:
         poll = select.poll()
         poll.register(self._inotify, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
-        wait_ms = 0
+        name_s = 0.0
         while True:
-            poll.poll(wait_ms)
+            has_events = bool(poll.poll(_INTERVAL_MS))
             if self._stopped.is_set():
                 return
-            with suppress(BlockingIOError):
-                os.read(self._inotify, _EVENT_BYTES)
+            if has_events:
+                with suppress(BlockingIOError):
+                    os.read(self._inotify, _EVENT_BYTES)
             try:
-                wait_ms = _CHANGING_MS if self._look() else _STEADY_MS
-                self._complained = ""
+                if has_events or time.monotonic() >= name_s:
+                    name_s = time.monotonic() + _NAME_INTERVAL_S
+                    self._keep_name()
+                if self._fd >= 0:
+                    self._look()
+                    self._complained = ""
             except (OSError, SegmentError) as error:
-                # The instance works without the file. The next timeout tries again.
+                # The instance works without the file, and tries again.
                 self._complain(str(error))
-                wait_ms = _STEADY_MS
 
-    def _look(self) -> bool:
-        """Synchronize file and instance. Return True if the next look should come soon."""
-        if not self._is_in_place():
-            # A client may have replaced the file by a new one, with a limit.
-            self._release()
-            is_new = self._open()
-            self._watch_file()
-            if is_new:
-                self._publish_all(self._values())
-                return True
+    def _keep_name(self) -> None:
+        """Open or create the file again if the name does not refer to the open file."""
+        if self._is_in_place():
+            return
+        # A client may have replaced the file by a new one, with a limit.
+        self._release()
+        is_new = self._open()
+        self._watch_file()
+        if is_new:
+            self._publish_all(self._values())
+
+    def _look(self) -> None:
+        """Synchronize file and instance."""
         values = self._values()
         raw = os.pread(self._fd, KVCACHED_BYTES + 1, 0)
         if len(raw) != KVCACHED_BYTES:
             self._publish_all(values)
-            return True
+            return
         limit_bytes, *usage = _VALUES.unpack(raw)
-        is_changing = usage != values[1:]
         if limit_bytes == self._agreed_bytes == values[0]:
-            if is_changing:
+            if usage != values[1:]:
                 self._publish_usage(values)
-            return is_changing
+            return
         if limit_bytes > 0 and values[0] == self._agreed_bytes:
             self._request(limit_bytes)
             self._publish_usage(values)
@@ -220,7 +229,6 @@ class KvcachedSegment:
             self._publish_usage(values)
         elif limit_bytes != self._agreed_bytes:
             _log.debug("%s: a limit of %d bytes is not taken over", self._path, limit_bytes)
-        return True
 
     def _request(self, limit_bytes: int) -> None:
         """Request a client's limit in the instance's own segment.
@@ -228,9 +236,9 @@ class KvcachedSegment:
         If another writer holds that segment's lock, this has no effect, and the next look tries
         again.
         """
-        with suppress(SegmentBusyError):
-            request = segment.Request(limit_bytes=limit_bytes)
-            segment.post(self._own.name, request, lock_wait_s=0.0).close()
+        request = segment.Request(limit_bytes=limit_bytes)
+        with suppress(SegmentBusyError), self._own.writing(timeout_s=0.0) as record:
+            record.write_request(**vars(request))
             self._agreed_bytes = limit_bytes
             _log.info(
                 "A kvcached client has set the limit to %s, by %s.",
@@ -255,8 +263,7 @@ class KvcachedSegment:
         return [limit_bytes, max(0, usage["mapped_bytes"] - parked_bytes), parked_bytes]
 
     def _publish_usage(self, values: list[int]) -> None:
-        if os.fstat(self._fd).st_size == KVCACHED_BYTES:
-            os.pwrite(self._fd, _VALUES.pack(*values)[8:], 8)
+        os.pwrite(self._fd, _VALUES.pack(*values)[8:], 8)
 
     def _publish_all(self, values: list[int]) -> None:
         """Write all values without the lock.

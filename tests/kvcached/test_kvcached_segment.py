@@ -62,6 +62,17 @@ def test_limit_of_a_client_is_an_acknowledged_request(pool: ElasticPool) -> None
     wait_until(lambda: values()[0] == 96 * MIB, "the operator's limit is not in the file")
 
 
+def test_client_that_keeps_its_mapping_sets_limits(pool: ElasticPool) -> None:
+    with LineProgram(CLIENT, NAME, "keep") as client:
+        for limit_bytes in (64 * MIB, 32 * MIB):
+            assert client.ask(str(limit_bytes)) == "set"
+            wait_for_limit(pool, limit_bytes)
+        assert kvctl("limit", NAME, "96M", "--wait", "60").exit_code == 0
+        wait_until(lambda: values()[0] == 96 * MIB, "the operator's limit is not in the file")
+        assert client.ask(str(48 * MIB)) == "set"
+        wait_for_limit(pool, 48 * MIB)
+
+
 def test_limit_written_before_the_start_counts(
     pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

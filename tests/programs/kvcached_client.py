@@ -3,6 +3,7 @@
 kvcached_client.py NAME read             # prints limit, used and preallocated bytes
 kvcached_client.py NAME limit BYTES      # as kvctl of kvcached does: the whole struct, by mmap
 kvcached_client.py NAME hold             # takes the lock, prints "held" and keeps it
+kvcached_client.py NAME keep             # maps the file once, and sets each limit that it reads
 kvcached_client.py NAME random SEED      # writes random limits until it is killed
 kvcached_client.py NAME random SEED N    # writes N random limits
 """
@@ -31,6 +32,14 @@ def main(name: str, what: str, *more: str) -> None:
         return
     if what == "limit":
         set_limit(path, int(more[0]))
+        return
+    if what == "keep":
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), VALUES.size) as memory:
+            for line in sys.stdin:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                memory[:8] = struct.pack("<q", int(line))
+                fcntl.flock(file, fcntl.LOCK_UN)
+                print("set", flush=True)
         return
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX if what == "hold" else fcntl.LOCK_SH)
