@@ -132,7 +132,7 @@ ENGINES: Final = (
     Engine(
         "transformers",
         "transformers",
-        tried=("5.17", "5.18", "5.19"),
+        tried=("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24"),
         # Created in the caller's thread. Its cache is created in a thread whose errors do not end a
         # call.
         loaded_by="transformers.generation.continuous_batching:ContinuousBatchingManager",

@@ -92,7 +92,7 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         )
         transformers = stack.enter_context(
             TransformersEngine(
-                "5.18",
+                needs.NEWEST_TRANSFORMERS,
                 logs / "transformers.log",
                 ["--num-blocks", "4096", "--layers", "8", "--head-dim", "128"],
                 environment("transformers"),

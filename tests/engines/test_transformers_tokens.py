@@ -37,15 +37,17 @@ CASES = {
     # K and V of its one layer have a page of 2 MiB each, for 16 blocks as well.
     "5.17 per buffer": Case("5.17", "false", 4 * MIB, ("--layers", "1", "--head-dim", "256")),
     # As of 5.18 all layers of a block are one buffer, which both layouts treat alike.
-    "5.18": Case("5.18"),
-    "5.19": Case("5.19"),
+    **{series: Case(series) for series in needs.TRANSFORMERS if series != "5.17"},
     "5.19 per buffer": Case("5.19", "false"),
 }
 
 # Engines start slowly: what is alike in them is tried in two of them, and without --all in one.
-NEWEST = pytest.param("5.19", marks=pytest.mark.end_to_end)
+NEWEST = pytest.param(needs.NEWEST_TRANSFORMERS, marks=pytest.mark.end_to_end)
 every_case = pytest.mark.parametrize(
-    "shared", [NEWEST if case == "5.19" else case for case in CASES], indirect=True, scope="module"
+    "shared",
+    [NEWEST if case == needs.NEWEST_TRANSFORMERS else case for case in CASES],
+    indirect=True,
+    scope="module",
 )
 two_cases = pytest.mark.parametrize("shared", ["5.17", NEWEST], indirect=True, scope="module")
 
@@ -187,7 +189,7 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> N
     assert pair.engine.counters()["is_alive"]
 
 
-@two_cases
+@every_case
 def test_asleep_it_holds_nothing_and_answers_after_it_is_woken(pair: Pair) -> None:
     pair.engine.burst(PROMPTS, NEW_TOKENS)
     assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"

@@ -27,7 +27,10 @@ NAME = f"kvtrap_{os.getpid()}"
 
 @contextmanager
 def elastic(
-    folder: Path, arguments: Sequence[str], series: str = "5.19", **environment: str
+    folder: Path,
+    arguments: Sequence[str],
+    series: str = needs.NEWEST_TRANSFORMERS,
+    **environment: str,
 ) -> Iterator[TransformersEngine]:
     variables = {
         "ENABLE_KVELASTIC": "true",
@@ -55,7 +58,7 @@ def limit(size_bytes: int) -> Any:
 
 @contextmanager
 def both(
-    folder: Path, arguments: Sequence[str], series: str = "5.19"
+    folder: Path, arguments: Sequence[str], series: str = needs.NEWEST_TRANSFORMERS
 ) -> Iterator[tuple[TransformersEngine, TransformersEngine]]:
     """Stock and elastic, started together."""
     with (
@@ -69,7 +72,7 @@ def both(
         assert engine.stop() == stock.stop() == 0
 
 
-@pytest.mark.parametrize("series", ["5.17", "5.19"])
+@pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
 def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> None:
     with both(tmp_path, ["--num-blocks", "127"], series) as (stock, engine):
         expected = stock.burst(PROMPTS, 24)
@@ -113,7 +116,12 @@ def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "series"), [("gemma", "5.17"), ("mistral", "5.19"), ("gemma", "5.19")]
+    ("model", "series"),
+    [
+        ("gemma", "5.17"),
+        ("mistral", needs.NEWEST_TRANSFORMERS),
+        ("gemma", needs.NEWEST_TRANSFORMERS),
+    ],
 )
 def test_sliding_windows(model: str, series: str, tmp_path: Path) -> None:
     """Several kinds of attention divide sectors; blocks of windows are used in a ring."""
@@ -140,7 +148,7 @@ def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Pa
         assert engine.counters()["prefix_tokens"] == 512
 
 
-@pytest.mark.parametrize("series", ["5.17", "5.19"])
+@pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
 def test_a_limit_holds_before_the_requests_end_that_keep_pages_over_it(
     series: str, tmp_path: Path
 ) -> None:
@@ -172,7 +180,7 @@ def test_a_limit_holds_before_the_requests_end_that_keep_pages_over_it(
         assert engine.stop() == 0
 
 
-@pytest.mark.parametrize("series", ["5.17", "5.19"])
+@pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
 def test_a_million_tokens_of_addresses_cost_no_memory(series: str, tmp_path: Path) -> None:
     """Stock fills its masks and indices for all that could ever be read, at the start."""
     with (

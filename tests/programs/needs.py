@@ -67,10 +67,10 @@ torch = _need(_has_module("torch"), "no torch: scripts/setup")
 TRITON = Path(sys.prefix) / "triton"
 """Where scripts/setup puts Triton: beside the packages, for a torch for the CPU cannot bear it."""
 triton = _need((TRITON / "triton").is_dir(), "Triton is not beside vLLM: scripts/setup")
+NEWEST_TRANSFORMERS = "5.24"
 TRANSFORMERS = {
-    "5.17": Path(sys.prefix) / "transformers-5.17",
-    "5.18": Path(sys.prefix) / "transformers-5.18",
-    "5.19": None,
+    series: None if series == "5.19" else Path(sys.prefix) / f"transformers-{series}"
+    for series in ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", NEWEST_TRANSFORMERS)
 }
 """Series of transformers, and the folder that scripts/setup puts each into; None: the packages'."""
 transformers = _need(

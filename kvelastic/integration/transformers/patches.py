@@ -169,4 +169,7 @@ def _probe_what_is_stored(probe: Probe) -> None:
     probe.mentions(
         f"{OFFLOADING}.offload_requests", ("evict_cached_blocks", "free_blocks", "_offload_to_cpu")
     )
-    probe.mentions(f"{ROOM}.utils:create_warmup_future_states", ("can_store_request_tokens",))
+    # Defined in `utils` before 5.24, and in `requests` since; the runner imports it.
+    probe.mentions(
+        f"{ROOM}.model_runner:create_warmup_future_states", ("can_store_request_tokens",)
+    )
