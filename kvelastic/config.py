@@ -89,7 +89,8 @@ class Config:
     idle_trim_s: float | None = 5.0
     """None: never."""
     guard_pages: bool = False
-    strict: bool = True
+    strict: bool | None = None
+    """Which untested engine versions are refused: see `engines.served_as`."""
     flexkv_alias: bool = False
     llm_datadist_alias: bool = False
     link_secret: str | None = None
@@ -381,8 +382,10 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_GUARD_PAGES", None, "guard_pages", _boolean, "false", BOOLEAN,
              "For finding faults: unmapped addresses read a scratch page, so that a kernel that"
              " reads too far does not fail. Maps and unmaps cost twice as much."),
-    Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
-             "Refuse an engine version outside the supported table; false only warns."),
+    Variable("KVELASTIC_STRICT", None, "strict", _boolean, "(newer releases run)", BOOLEAN,
+             "An engine version that was not tested: true refuses it; unset, a newer release of"
+             " the same major version runs; with false any. One that runs is checked first, and a"
+             " line in the log names it."),
     Variable("KVELASTIC_FLEXKV_ALIAS", None, "flexkv_alias", _boolean, "false", BOOLEAN,
              "Let `import flexkv` find kvelastic.flexkv if FlexKV is not installed; read when"
              " Python starts (docs/flexkv.md)."),

@@ -88,8 +88,8 @@ class Engine:
         return _module_of(self.name, "plugin")
 
     def hooks(self, version: str) -> tuple[str, ...]:
-        """Return the functions wrapped in that version; empty if the version is not supported."""
-        if not serves(self.tried, version):
+        """Return the functions wrapped in that version; empty if it is refused by default."""
+        if served_as(self.tried, version, strict=None) is None:
             return ()
         return tuple(hook.path.partition(":")[2] for hook in self._table(version))
 
@@ -174,6 +174,30 @@ def series_in(table: Collection[str], version: str) -> str | None:
 def serves(table: Collection[str], version: str) -> bool:
     """Return whether `version` belongs to a series of the table."""
     return series_in(table, version) is not None
+
+
+def served_as(table: Collection[str], version: str, *, strict: bool | None) -> str | None:
+    """Return the series whose hooks and probes apply to `version`, or None if it is refused.
+
+    A version of the table has its own series. `strict` (`KVELASTIC_STRICT`) decides about others:
+    True refuses them; None accepts a newer release of the newest series' major version, because
+    most releases change nothing that kvelastic touches; False accepts any. An accepted one gets
+    the newest series that is not newer than it, else the oldest.
+    """
+    series = series_in(table, version)
+    if series is not None or strict or not table:
+        return series
+    if strict is None:
+        newest, numbers = max(map(_numbers, table)), _numbers(version)
+        if numbers[:1] != newest[:1] or numbers < newest:
+            return None
+    return nearest_series(table, version)
+
+
+def way_out(table: Collection[str], version: str) -> str:
+    """Return what an operator does with `KVELASTIC_STRICT` to run a refused version."""
+    is_newer = served_as(table, version, strict=None) is not None
+    return "unset KVELASTIC_STRICT" if is_newer else "set KVELASTIC_STRICT=false"
 
 
 def tried(table: Collection[str]) -> str:

@@ -155,7 +155,8 @@ class ConfigFacts:
     """Known names that are set and valid."""
     enabled: bool | None = None
     """ENABLE_KVELASTIC; None if it is not set."""
-    is_strict: bool = True
+    strict: bool | None = None
+    """KVELASTIC_STRICT; None if it is not set."""
     device: str = "auto"
     host_memory_bytes: int | None = None
     page_bytes: int = 2 << 20

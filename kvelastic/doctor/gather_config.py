@@ -55,7 +55,7 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
         legacy=_legacy(environ),
         names_set=tuple(valid),
         enabled=settings.enabled if is_said else None,
-        is_strict=settings.strict,
+        strict=settings.strict,
         device=settings.device,
         host_memory_bytes=settings.host_memory,
         page_bytes=settings.page_size_bytes,

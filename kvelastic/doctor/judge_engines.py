@@ -29,12 +29,21 @@ def _hooked(engine: Engine, facts: Facts) -> Said:
         )
     if engines.serves(engine.tried, version):
         return ok(f"{title} {version}")
-    return Said(
-        (_refused(engine, facts) if facts.config.is_strict else "warning"),
-        f"{title} {version}: kvelastic was tried with {tried}",
-        f"install {title} {tried}; or set KVELASTIC_STRICT=false to try it all the same (what"
-        " kvelastic touches is checked first)",
-    )
+    seen = f"{title} {version}: kvelastic was tried with {tried}"
+    if engines.served_as(engine.tried, version, strict=facts.config.strict) is None:
+        way_out = engines.way_out(engine.tried, version)
+        return Said(
+            _refused(engine, facts),
+            seen,
+            f"install {title} {tried}; or {way_out} to try it all the same (what kvelastic touches"
+            " is checked first)",
+        )
+    if facts.config.strict is None:
+        return note(
+            f"{seen}; it runs if what kvelastic touches is built as in that",
+            "kvctl doctor --probe checks it; compare some outputs with those without kvelastic",
+        )
+    return warning(seen, f"install {title} {tried}; kvctl doctor --probe checks this one")
 
 
 def _refused(engine: Engine, facts: Facts) -> State:

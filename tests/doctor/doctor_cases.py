@@ -404,11 +404,18 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.vllm", "ok", GOOD, "0.32.0+cpu"),
     ("engines.vllm", "note", without("vllm"), "not installed"),
     ("engines.vllm", "problem", adding("vllm", "0.31.9"), "vLLM 0.31.9: kvelastic was tried with"),
+    ("engines.vllm", "note", adding("vllm", "0.34.0"), "it runs if what kvelastic touches"),
+    (
+        "engines.vllm",
+        "problem",
+        with_config(adding("vllm", "0.34.0"), strict=True),
+        "vLLM 0.34.0: kvelastic was tried with",
+    ),
     (
         "engines.vllm",
         "warning",
-        with_config(adding("vllm", "0.34.0"), is_strict=False),
-        "vLLM 0.34.0",
+        with_config(adding("vllm", "0.31.9"), strict=False),
+        "vLLM 0.31.9",
     ),
     ("engines.vllm", "warning", with_config(adding("vllm", "unknown"), enabled=None), "unknown"),
     ("engines.plugin", "ok", GOOD, "finds kvelastic"),
@@ -422,6 +429,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.hooks", "ok", without("vllm"), "no transformers here that kvelastic serves"),
     ("engines.transformers", "ok", GOOD, "not installed"),
     ("engines.transformers", "ok", only_transformers(**LOADED), "transformers 5.19.0"),
+    ("engines.transformers", "note", only_transformers("5.99.0"), "it runs if what"),
     ("engines.transformers", "problem", only_transformers("4.57.1"), "5.17.x, 5.18.x, 5.19.x"),
     ("engines.transformers", "warning", beside_vllm(only_transformers("4.57.1")), "4.57.1"),
     (
@@ -433,7 +441,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     (
         "engines.transformers",
         "warning",
-        with_config(only_transformers("4.57.1"), is_strict=False),
+        with_config(only_transformers("4.57.1"), strict=False),
         "4.57.1",
     ),
     ("engines.loading", "ok", GOOD, "not needed"),
@@ -466,7 +474,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     (
         "engines.sglang",
         "warning",
-        with_config(adding("sglang", "0.5.1"), is_strict=False),
+        with_config(adding("sglang", "0.5.1"), strict=False),
         "tried with 0.5.23",
     ),
     ("engines.sglang", "note", without("vllm"), "not installed beside this kvctl"),

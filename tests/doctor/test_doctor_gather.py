@@ -334,7 +334,7 @@ def test_each_bad_variable_is_found_and_the_good_ones_count():
         1 << 30,
         4 << 20,
     )
-    assert (config.enabled, config.is_strict) == (True, True)
+    assert (config.enabled, config.strict) == (True, None)
     assert config.allowed_plugins == (("vllm", "a"),)
     assert "KVELASTIC_DEVICE" in config.names_set
     assert "KVELASTIC_LIMIT" not in config.names_set

@@ -24,11 +24,15 @@ def test_an_unknown_version_ends_the_server_with_the_reason(
         "from kvelastic import engines\n"
         "engines.ENGINES = (engines.Engine('vllm', 'vLLM', tried=('0.31',)),)\n"
     )
-    environment = {"ENABLE_KVELASTIC": "true", "PYTHONPATH": str(tmp_path)}
+    environment = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_STRICT": "true",
+        "PYTHONPATH": str(tmp_path),
+    }
     text = refused_start(VllmServer(tiny_model, log_folder / "version.log", environment))
     assert "kvelastic does not know vLLM 0.32" in text
     assert "tried with vLLM 0.31.x" in text
-    assert "KVELASTIC_STRICT=false" in text
+    assert "unset KVELASTIC_STRICT" in text
 
 
 def test_a_bad_variable_ends_the_server_with_its_name(tiny_model: Path, log_folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,10 @@ from kvelastic.doctor.facts import Facts, PackageFacts
 from kvelastic.doctor.judge import judge
 from kvelastic.engines import Engine
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
-from kvelastic.integration.hooks.versions import series_for
+from kvelastic.integration.hooks import table
+from kvelastic.integration.hooks.probe import Probe
+from kvelastic.integration.hooks.table import Hook
+from kvelastic.integration.hooks.versions import installed_series, series_for
 from kvelastic.kvcached import embedded
 from kvelastic.pool.tensor_views import BlocksOfShape, plan
 from kvelastic.shared import segment
@@ -143,12 +148,114 @@ def test_an_engine_without_kvcacheds_functions_is_not_accepted_by_them() -> None
         plan((10, 4, 32), engine="transformers", block_size=4, itemsize=2, num_layers=3)
 
 
-def test_strict_off_takes_the_nearest_older_version() -> None:
-    toy = Engine("toy", "Toy", tried=("0.9", "0.31", "0.40"))
-    assert series_for(toy, "0.32.0+cpu", strict=False) == "0.31"
-    assert series_for(toy, "0.8.5", strict=False) == "0.9"
-    assert series_for(toy, "1.0", strict=False) == "0.40"
-    assert series_for(toy, "0.31.7", strict=True) == "0.31"
-    for unknown in ("0.32.0", "nonsense", ""):
-        with pytest.raises(UnsupportedEngineError, match=r"0\.9\.x, 0\.31\.x, 0\.40\.x"):
-            series_for(toy, unknown, strict=True)
+TABLE = ("0.9", "0.31", "0.40")
+
+
+@pytest.mark.parametrize(
+    ("version", "strict", "series"),
+    [
+        ("0.31.7", True, "0.31"),
+        ("0.31.7", None, "0.31"),
+        ("0.31.7", False, "0.31"),
+        # A newer release of the same major version: only an explicit `true` refuses it.
+        ("0.41.0", True, None),
+        ("0.41.0", None, "0.40"),
+        ("0.41.0rc1", None, "0.40"),
+        ("0.41", False, "0.40"),
+        # Between two tested releases, before them, or after a change of the major version.
+        ("0.32.0+cpu", None, None),
+        ("0.32.0+cpu", False, "0.31"),
+        ("0.8.5", None, None),
+        ("0.8.5", False, "0.9"),
+        ("1.0", None, None),
+        ("1.0", False, "0.40"),
+        ("nonsense", None, None),
+        ("", None, None),
+    ],
+)
+def test_which_series_a_version_is_served_as(
+    version: str, strict: bool | None, series: str | None
+) -> None:
+    toy = Engine("toy", "Toy", tried=TABLE)
+    assert engines.served_as(TABLE, version, strict=strict) == series
+    if series is not None:
+        assert series_for(toy, version, strict=strict) == series
+        return
+    way_out = "unset KVELASTIC_STRICT" if strict and version else "KVELASTIC_STRICT=false"
+    with pytest.raises(UnsupportedEngineError, match=r"0\.9\.x, 0\.31\.x, 0\.40\.x") as refused:
+        series_for(toy, version, strict=strict)
+    assert way_out in str(refused.value)
+
+
+def test_releases_of_an_engine_that_changes_between_patches() -> None:
+    table = ("0.5.23",)
+    assert engines.served_as(table, "0.5.24", strict=None) == "0.5.23"
+    assert engines.served_as(table, "0.6", strict=None) == "0.5.23"
+    assert engines.served_as(table, "0.5.22", strict=None) is None
+    assert engines.served_as((), "1.0", strict=None) is None
+
+
+@pytest.fixture
+def newer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
+    """Makes an engine's package, a release after the tested one, with this scheduler."""
+
+    def make(scheduler: str) -> None:
+        package = tmp_path / "laterengine"
+        package.mkdir()
+        package.joinpath("__init__.py").write_text('__version__ = "1.5.0"\n')
+        package.joinpath("scheduler.py").write_text(scheduler)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(engines, "ENGINES", (Engine("laterengine", "Later", tried=("1.4",)),))
+        monkeypatch.setattr(table, "_entered", set())
+
+    yield make
+    for name in [name for name in sys.modules if name.startswith("laterengine")]:
+        del sys.modules[name]
+
+
+SCHEDULER = "laterengine.scheduler"
+
+
+def arm_in(strict: bool | None) -> None:
+    """Do what a plugin does, with one hook and its probe."""
+    version = f"Later {installed_series('laterengine', strict=strict)}"
+
+    def probe() -> None:
+        probe = Probe(version, page="docs/later.md")
+        probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self", "requests"))
+        probe.refuse_if_broken()
+
+    wrapper = Hook(
+        SCHEDULER,
+        f"{SCHEDULER}:Scheduler.schedule",
+        lambda original, self, requests: ["wrapped", *original(self, requests)],
+        "a test",
+    )
+    table.arm(version, [wrapper], {SCHEDULER: probe})
+
+
+def test_a_newer_release_that_is_built_as_expected_needs_no_change(
+    newer_engine: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    newer_engine(
+        "class Scheduler:\n    def schedule(self, requests, more=1):\n        return requests\n"
+    )
+    with pytest.raises(UnsupportedEngineError, match="unset KVELASTIC_STRICT"):
+        arm_in(strict=True)
+    arm_in(strict=None)
+    assert importlib.import_module(SCHEDULER).Scheduler().schedule([1]) == ["wrapped", 1]
+    (line,) = [record.getMessage() for record in caplog.records if "1.5.0" in record.getMessage()]
+    assert "tried with Later 1.4.x" in line
+    assert "KVELASTIC_STRICT=true" in line
+
+
+def test_a_newer_release_that_is_built_differently_is_refused(
+    newer_engine: Callable[[str], None],
+) -> None:
+    newer_engine("class Scheduler:\n    def schedule(self):\n        return []\n")
+    arm_in(strict=None)
+    with pytest.raises(UnsupportedEngineError, match=r"expected parameters .*'requests'"):
+        importlib.import_module(SCHEDULER)
+    assert SCHEDULER not in sys.modules

@@ -436,13 +436,23 @@ def test_what_it_does_not_serve(kit: SimpleNamespace) -> None:
 
 
 def test_an_untried_transformers(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kit.transformers, "__version__", "5.31.0")
     model = kit.models["full"]
+    monkeypatch.setattr(kit.transformers, "__version__", "5.31.0")
+    with kit.ElasticCache.for_model(model) as cache:
+        feed(kit, cache, 1)
+    monkeypatch.setenv("KVELASTIC_STRICT", "true")
     with pytest.raises(errors.UnsupportedEngineError, match=r"5\.17\.x.*this is 5\.31\.0"):
+        kit.ElasticCache.for_model(model)
+    monkeypatch.delenv("KVELASTIC_STRICT")
+    monkeypatch.setattr(kit.transformers, "__version__", "6.0.0")
+    with pytest.raises(errors.UnsupportedEngineError, match="set KVELASTIC_STRICT=false"):
         kit.ElasticCache.for_model(model)
     monkeypatch.setenv("KVELASTIC_STRICT", "false")
     with kit.ElasticCache.for_model(model) as cache:
         feed(kit, cache, 1)
+    monkeypatch.setattr(kit.transformers.cache_utils, "get_layer_types_and_kwargs", lambda: None)
+    with pytest.raises(errors.UnsupportedEngineError, match="get_layer_types_and_kwargs"):
+        kit.ElasticCache.for_model(model)
 
 
 def test_a_forked_child_touches_nothing(kit: SimpleNamespace) -> None:

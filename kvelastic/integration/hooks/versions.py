@@ -17,37 +17,34 @@ def installed_version(name: str) -> str:
     return str(import_module(engines.find(name).version_module).__version__)
 
 
-def installed_series(name: str, *, strict: bool) -> str:
+def installed_series(name: str, *, strict: bool | None) -> str:
     """Return the series for the engine in this process; see `series_for`."""
     return series_for(engines.find(name), installed_version(name), strict=strict)
 
 
-def series_for(engine: Engine, version: str, *, strict: bool) -> str:
-    """Return the series for a version of the engine.
+def series_for(engine: Engine, version: str, *, strict: bool | None) -> str:
+    """Return the series for a version of the engine, by the rule of `engines.served_as`.
 
-    With `strict=False` an untested version gets the newest series that is not newer than it, or the
-    oldest one. The probes of that series must still pass. Raises `UnsupportedEngineError`.
+    Logs a warning for an untested version. The probes of its series must still pass. Raises
+    `UnsupportedEngineError` if the version is refused.
     """
-    series = engines.series_in(engine.tried, version)
-    if series is not None:
-        return series
     title, tried = engine.title, engines.tried(engine.tried)
-    if strict:
+    series = engines.served_as(engine.tried, version, strict=strict)
+    if series is None:
         raise UnsupportedEngineError(
             f"kvelastic does not know {title} {version}: it was tried with {title} {tried}. "
             f"Install one of these, unset ENABLE_KVELASTIC to run {title} without kvelastic, or "
-            "set KVELASTIC_STRICT=false to try this version anyway (every function that kvelastic"
-            " touches is checked first)."
+            f"{engines.way_out(engine.tried, version)} to try this version anyway (every function "
+            "that kvelastic touches is checked first)."
         )
-    if not engine.tried:
-        raise UnsupportedEngineError(f"kvelastic serves no version of {title}, found {version}.")
-    chosen = engines.nearest_series(engine.tried, version)
-    _log.warning(
-        "%s %s was never tried with kvelastic (tried: %s); going on as if it were %s, because "
-        "KVELASTIC_STRICT=false.",
-        title,
-        version,
-        tried,
-        chosen,
-    )
-    return chosen
+    if not engines.serves(engine.tried, version):
+        _log.warning(
+            "%s %s is served as if it were %s: kvelastic was tried with %s %s, and every function "
+            "that it touches is checked first. KVELASTIC_STRICT=true refuses untested versions.",
+            title,
+            version,
+            series,
+            title,
+            tried,
+        )
+    return series

@@ -26,6 +26,7 @@ from kvelastic import engines
 from kvelastic.config import Config, load
 from kvelastic.device.selection import resolve
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
+from kvelastic.integration.hooks.probe import Probe
 from kvelastic.integration.transformers.growing_pages import open_growing_pages
 from kvelastic.integration.transformers.token_store import TokenStore
 from kvelastic.logs import say_once
@@ -299,15 +300,20 @@ def _settings_with(limit: int | str | None) -> Config:
 
 def _check_version(settings: Config) -> None:
     version = str(transformers.__version__)
-    tried = engines.find("transformers").tried
-    if engines.serves(tried, version):
+    engine = engines.find("transformers")
+    if engines.serves(engine.tried, version):
         return
-    text = f"ElasticCache was tried with transformers {engines.tried(tried)}, and this is {version}"
-    if settings.strict:
-        raise UnsupportedEngineError(
-            f"{text}; use DynamicCache, or set KVELASTIC_STRICT=false to try it anyway"
-        )
-    say_once(logging.WARNING, f"{text}; going on, because KVELASTIC_STRICT=false.")
+    tried = engines.tried(engine.tried)
+    text = f"ElasticCache was tried with transformers {tried}, and this is {version}"
+    if engines.served_as(engine.tried, version, strict=settings.strict) is None:
+        way_out = engines.way_out(engine.tried, version)
+        raise UnsupportedEngineError(f"{text}; use DynamicCache, or {way_out} to try it anyway")
+    probe = Probe(f"transformers {version}", page="docs/transformers.md")
+    missing = sorted(getattr(ElasticLayer, "__abstractmethods__", ()))
+    probe.holds("the methods of a cache's layer", not missing, "no further ones", missing)
+    probe.parameters("transformers.cache_utils:get_layer_types_and_kwargs", ("config",))
+    probe.refuse_if_broken()
+    say_once(logging.WARNING, f"{text}; going on. KVELASTIC_STRICT=true refuses untested versions.")
 
 
 def _device_name(device: Any, settings: Config) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from kvelastic import engines
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import tier_connector
@@ -136,9 +137,9 @@ def _layers(spec: Any) -> list[Any]:
 
 def _masks_windows(vllm_config: Any) -> bool:
     """Return True if block tables hold the null block for blocks that slid out of a window."""
-    return versions.installed_series("vllm", strict=False) != "0.32" and bool(
-        vllm_config.use_v2_model_runner
-    )
+    vllm = engines.find("vllm")
+    series = engines.nearest_series(vllm.tried, versions.installed_version(vllm.name))
+    return series != "0.32" and bool(vllm_config.use_v2_model_runner)
 
 
 def _connectors(vllm_config: Any) -> list[Any]:
