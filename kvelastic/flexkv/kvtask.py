@@ -18,10 +18,9 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -114,7 +113,6 @@ class KVTask:
     """Whether all copies have ended, including those after the task's end."""
     moved: Mask | None = None
     """For each block of the plan, whether it was moved. None: all were, or the task runs."""
-    callbacks: list[Callable[[KVResponse], None]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -134,11 +132,6 @@ class KVTask:
         # A prompt cannot use blocks after a missing one.
         lead = len(self.moved) if self.moved.all() else int(self.moved.argmin())
         return self.plan.mask(lead * tokens_per_block)
-
-    def end_graph(self) -> None:
-        """Release what the plan holds, after all copies have ended."""
-        self.graph_is_over = True
-        self.plan = self.plan.ended()
 
 
 class KVTaskEngine(Calls):
@@ -169,8 +162,10 @@ class KVTaskEngine(Calls):
         self._task_ids = itertools.count(first_task_id)
         self._tasks: dict[int, KVTask] = {}
         self._by_graph: dict[int, KVTask] = {}
-        self._batches: dict[int, list[int]] = {}
-        self._called_back: deque[tuple[Callable[[KVResponse], None], KVResponse]] = deque()
+        self._open: dict[int, KVTask] = {}
+        """The tasks that run or hold leases or space."""
+        self._batches: dict[int, tuple[int, list[int]]] = {}
+        """The client and the tasks of each batch."""
         self.recent: RingBuffer[TaskRecord] = RingBuffer(RECENT_TASKS)
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
@@ -188,9 +183,8 @@ class KVTaskEngine(Calls):
         with self._life, self._lock:
             if self._storage is not None and not self._is_shut:
                 return
-            self._tasks.clear()
-            self._by_graph.clear()
-            self._batches.clear()
+            for table in (self._tasks, self._by_graph, self._open, self._batches):
+                table.clear()
             if self.cache_config.trace_path is not None:
                 self._tracer = Tracer(
                     self.cache_config.trace_path,
@@ -257,11 +251,30 @@ class KVTaskEngine(Calls):
             )
 
     def release_client(self, dp_client_id: int) -> None:
-        """Cancel the tasks of a client that has exited, and release its tensors."""
+        """Forget the tasks of a client that has exited, and release its tensors."""
+        self.forget_client(dp_client_id)
+        self.transfer_engine.gpu_worker.unregister(dp_client_id)
+
+    def forget_client(self, dp_client_id: int) -> None:
+        """Cancel and forget the tasks of a client that has exited."""
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if task.dp_id == dp_client_id]
         self._cancel(ids)
-        self.transfer_engine.gpu_worker.unregister(dp_client_id)
+        with self._lock:
+            for task_id in ids:
+                self._tasks.pop(task_id, None)
+            for batch_id in [
+                one for one, (dp_id, _) in self._batches.items() if dp_id == dp_client_id
+            ]:
+                del self._batches[batch_id]
+
+    def client_of(self, task_id: int) -> int | None:
+        """Return the client that started a task or a batch; None if the id is unknown."""
+        with self._lock:
+            if task_id in self._batches:
+                return self._batches[task_id][0]
+            task = self._tasks.get(task_id)
+            return None if task is None else task.dp_id
 
     def shutdown(self) -> None:
         """Cancel all tasks, close the tiers and end the threads. Idempotent. Blocks."""
@@ -294,9 +307,9 @@ class KVTaskEngine(Calls):
         if isinstance(call, Match):
             return self._begin_match(call, dp_id)
         if isinstance(call, Prefetch):
-            return Started([self._prefetch(call).task_id])
+            return Started([self._prefetch(call, dp_id).task_id])
         if isinstance(call, Launch):
-            return Started(self._launch(call))
+            return Started(self._launch(call, dp_id))
         if isinstance(call, Wait):
             return self._wait(call)
         if isinstance(call, Cancel):
@@ -309,7 +322,7 @@ class KVTaskEngine(Calls):
 
     def _reset(self) -> None:
         with self._lock:
-            ids = [task.task_id for task in self._tasks.values() if not task.graph_is_over]
+            ids = list(self._open)
         self._cancel(ids)
         # Stores may still be writing blocks of cancelled tasks, which a reset would miss.
         self.transfer_engine.stop_writing(RESET_S)
@@ -355,15 +368,15 @@ class KVTaskEngine(Calls):
         if call.slots is not None:
             try:
                 slots = slots_of_plan(plan, call.mask, call.slots)
-                self._launch(Launch([task.task_id], [slots], False))
+                self._launch(Launch([task.task_id], [slots], False), dp_id)
             except BaseException:
                 self._cancel([task.task_id])
                 raise
         end = plan.first_token + plan.tokens
         return Matched(task.task_id, plan.length, plan.first_token if plan.tokens else end, end)
 
-    def _prefetch(self, call: Prefetch) -> KVTask:
-        task = self._begin(KVRequestType.PREFETCH, call, 0)
+    def _prefetch(self, call: Prefetch, dp_id: int) -> KVTask:
+        task = self._begin(KVRequestType.PREFETCH, call, dp_id)
         with self._lock:
             if not task.is_over:
                 self._submit([task])
@@ -373,10 +386,10 @@ class KVTaskEngine(Calls):
         with self._lock:
             now_s = self._clock()
             task = KVTask(next(self._task_ids), task_type, plan, dp_id, now_s)
+            self._tasks[task.task_id] = self._open[task.task_id] = task
             if not plan.graph.ops:
                 task.status = TaskStatus.COMPLETED
-                task.end_graph()
-            self._tasks[task.task_id] = task
+                self._end_graph(task)
             self._expire(now_s)
             return task
 
@@ -388,11 +401,17 @@ class KVTaskEngine(Calls):
                 return
             del self._tasks[oldest.task_id]
             if oldest.status in (TaskStatus.UNREADY, TaskStatus.READY):
-                oldest.plan.abort()
+                self._end_graph(oldest)
+
+    def _end_graph(self, task: KVTask) -> None:
+        """Release what a task holds, after all copies have ended. The lock is held."""
+        task.graph_is_over = True
+        task.plan = task.plan.ended()
+        self._open.pop(task.task_id, None)
 
     # --- launching -----------------------------------------------------------------------------
 
-    def _launch(self, call: Launch) -> list[int]:
+    def _launch(self, call: Launch, dp_id: int) -> list[int]:
         if len(call.slots) != len(call.task_ids):
             raise InvalidArgumentError(
                 f"{len(call.task_ids)} tasks and {len(call.slots)} slot mappings; pass one for each"
@@ -411,7 +430,7 @@ class KVTaskEngine(Calls):
             if not call.as_batch:
                 return list(call.task_ids)
             batch_id = next(self._task_ids)
-            self._batches[batch_id] = list(call.task_ids)
+            self._batches[batch_id] = (dp_id, list(call.task_ids))
             while len(self._batches) > MOST_TASKS:
                 del self._batches[next(iter(self._batches))]
             return [batch_id]
@@ -462,7 +481,7 @@ class KVTaskEngine(Calls):
         running = []
         with self._lock:
             self._pump()
-            ids = [one for each in task_ids for one in self._batches.get(each, [each])]
+            ids = [one for each in task_ids for one in self._batches.get(each, (0, [each]))[1]]
             if self._tracer is not None:
                 self._tracer.tasks("cancel", ids)
             for task_id in ids:
@@ -470,7 +489,7 @@ class KVTaskEngine(Calls):
                 if task is None or task.graph_is_over:
                     continue
                 if task.status in (TaskStatus.UNREADY, TaskStatus.READY):
-                    task.end_graph()
+                    self._end_graph(task)
                 else:
                     running.append(task)
                 if not task.is_over:
@@ -478,7 +497,6 @@ class KVTaskEngine(Calls):
         for task in running:
             if not self.transfer_engine.cancel(task.plan.graph.graph_id):
                 _log.warning("a copy of task %d does not end; its blocks are in use", task.task_id)
-        self._call_back()
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -489,7 +507,6 @@ class KVTaskEngine(Calls):
             with self._lock:
                 self._pump()
                 answers = {one: self._answer(one, call.completely) for one in call.task_ids}
-            self._call_back()
             if call.timeout_s is None:
                 return {task_id: answer for task_id, answer in answers.items() if answer}
             left_s = deadline_s - time.monotonic()
@@ -500,25 +517,10 @@ class KVTaskEngine(Calls):
                 }
             self.transfer_engine.wait_for_event(seen, left_s)
 
-    def on_complete(self, task_id: int, callback: Callable[[KVResponse], None]) -> None:
-        """Call `callback` once with the response, in the next thread that makes a call.
-
-        Raises `InvalidArgumentError` for an unknown task.
-        """
-        with self._lock:
-            task = self._tasks.get(task_id)
-            if task is None:
-                raise InvalidArgumentError(f"task {task_id} is not known")
-            if task.is_over:
-                self._called_back.append((callback, self._response(task)))
-            else:
-                task.callbacks.append(callback)
-
     def _answer(self, task_id: int, completely: bool) -> KVResponse | None:
         """Return the response; None if the task has not ended. The lock is held."""
-        members = self._batches.get(task_id)
-        if members is not None:
-            return self._batch_answer(task_id, members, completely)
+        if task_id in self._batches:
+            return self._batch_answer(task_id, self._batches[task_id][1], completely)
         task = self._tasks.get(task_id)
         if task is None:
             return KVResponse(KVResponseStatus.NOTFOUND, task_id)
@@ -557,7 +559,7 @@ class KVTaskEngine(Calls):
                     self._note_end(task)
                 if op_id == GRAPH_END:
                     del self._by_graph[graph_id]
-                    task.end_graph()
+                    self._end_graph(task)
 
     def _note_end(self, task: KVTask) -> None:
         """Handle the end of the operation that the caller waits for. The lock is held."""
@@ -584,29 +586,19 @@ class KVTaskEngine(Calls):
         self.recent.append(self._record(task))
         if status is TaskStatus.CANCELLED:
             task.moved = np.zeros(0, np.bool_)
-        response = self._response(task)
-        self._called_back += [(callback, response) for callback in task.callbacks]
-        task.callbacks.clear()
-
-    def _call_back(self) -> None:
-        """Run pending callbacks. Called without the lock."""
-        while self._called_back:
-            try:
-                callback, response = self._called_back.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            try:
-                callback(response)
-            except Exception:
-                _log.exception("a callback of task %d failed; the task stands", response.task_id)
 
     # --- state ---------------------------------------------------------------------------------
 
     @property
     def open_tasks(self) -> int:
         """Number of tasks that run or hold leases or space."""
+        return len(self._open)
+
+    def open_tasks_of(self, dp_client_id: int) -> int:
+        """Return the number of a client's tasks that run or hold leases or space. Linear."""
         with self._lock:
-            return sum(not task.graph_is_over for task in self._tasks.values())
+            self._pump()
+            return sum(task.dp_id == dp_client_id for task in self._open.values())
 
     def _record(self, task: KVTask) -> TaskRecord:
         seconds, kind = self._clock() - task.created_s, task.task_type.value
@@ -615,7 +607,7 @@ class KVTaskEngine(Calls):
     def open_records(self) -> list[TaskRecord]:
         """Return the tasks that run or hold something, for `common.debug.describe`."""
         with self._lock:
-            return [self._record(task) for task in self._tasks.values() if not task.graph_is_over]
+            return [self._record(task) for task in self._open.values()]
 
     def status_of(self, task_id: int) -> TaskStatus | None:
         """Return the state of a task; None if it is unknown."""

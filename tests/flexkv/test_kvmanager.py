@@ -874,17 +874,6 @@ def test_try_wait_leaves_out_what_is_on_its_way(with_disk: Engine) -> None:
     with_disk.manager.cancel(unready)
 
 
-def test_callbacks_run_on_the_thread_that_waits(engine: Engine) -> None:
-    task, _ = engine.manager.put_match(prompt(1, 2))
-    seen: list[tuple[int, KVResponseStatus]] = []
-    engine.manager.task_engine.on_complete(
-        task, lambda answer: seen.append((threading.get_ident(), answer.status))
-    )
-    engine.manager.launch(task, slots_of([0, 1]))
-    engine.manager.wait(task, SOON_S)
-    assert seen == [(threading.get_ident(), KVResponseStatus.SUCCESS)]
-
-
 def test_a_get_that_fails_says_which_tokens_came(with_disk: Engine) -> None:
     tokens = prompt(1, 6)
     with_disk.put(tokens)

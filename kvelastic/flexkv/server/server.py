@@ -23,7 +23,7 @@ from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.server.engine_thread import EngineThread, Tasks
+from kvelastic.flexkv.server.engine_thread import EngineThread
 from kvelastic.flexkv.server.process import KVServerHandle, start_process
 from kvelastic.flexkv.server.registration import Registrations, has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
@@ -54,7 +54,7 @@ class KVServer:
             self.server_recv_port
         )
         self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
-        self._clients: dict[Connection, Tasks] = {}
+        self._clients: dict[Connection, int] = {}
         self._is_over = threading.Event()
         # Random, so that ids of an earlier server's tasks are unknown here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
@@ -129,12 +129,8 @@ class KVServer:
 
     @property
     def open_tasks(self) -> int:
-        """Number of tasks whose end the clients have not received.
-
-        Waits for the engine's thread.
-        """
-        clients = list(self._clients.values())
-        return int(self._thread.ask(lambda: sum(len(tasks.open) for tasks in clients)))
+        """Number of tasks that run or hold leases or space. Waits for the engine's thread."""
+        return int(self._thread.ask(lambda: self._engine.open_tasks))
 
     @property
     def registered_ranks(self) -> int:
@@ -161,11 +157,11 @@ class KVServer:
         elif isinstance(message, messages.IsReady):
             request.answer(messages.Ready(is_ready=self.is_ready()))
         elif isinstance(message, messages.Shutdown):
-            self._tasks_of(request)
+            self._client_of(request)
             request.answer(messages.Done())
             self._is_over.set()
         else:
-            self._thread.carry_out(request, self._tasks_of(request), message)
+            self._thread.carry_out(request, self._client_of(request))
 
     def _register_client(self, request: Request, message: messages.RegisterDPClient) -> None:
         if not message.shape.is_served_by(self._shape):
@@ -179,25 +175,25 @@ class KVServer:
             )
         if request.connection in self._clients:
             raise InvalidArgumentError("this connection is a client already")
-        for connection, tasks in list(self._clients.items()):
-            if tasks.dp_client_id == message.dp_client_id:
+        for connection, client in list(self._clients.items()):
+            if client == message.dp_client_id:
                 if not has_gone(connection):
                     raise InvalidArgumentError(
                         f"client {message.dp_client_id} is {connection.peer} already; give each"
                         " its own dp_client_id"
                     )
                 self._connection_ended(connection)
-        self._clients[request.connection] = Tasks(message.dp_client_id)
+        self._clients[request.connection] = message.dp_client_id
 
-    def _tasks_of(self, request: Request) -> Tasks:
-        tasks = self._clients.get(request.connection)
-        if tasks is None:
+    def _client_of(self, request: Request) -> int:
+        client = self._clients.get(request.connection)
+        if client is None:
             raise NotInitializedError("say first which data-parallel client this is")
-        return tasks
+        return client
 
     def _connection_ended(self, connection: Connection) -> None:
         self._registrations.connection_ended(connection)
-        tasks = self._clients.pop(connection, None)
-        if tasks is not None:
-            _log.info("Client %d has gone.", tasks.dp_client_id)
-            self._thread.give_back(tasks)
+        client = self._clients.pop(connection, None)
+        if client is not None:
+            _log.info("Client %d has gone.", client)
+            self._thread.give_back(client)

@@ -101,6 +101,8 @@ class TransferEngine:
         self._flights: dict[int, _Flight] = {}
         self._completed: list[tuple[int, int]] = []
         self._events = 0
+        self.on_event: Callable[[], None] = lambda: None
+        """Called at each end, with the lock held. Must not block."""
         self._is_closed = False
         self._to_plan: SimpleQueue[_Flight | None] = SimpleQueue()
         self._planner = threading.Thread(target=self._plan_all, name="flexkv-plan", daemon=True)
@@ -267,6 +269,7 @@ class TransferEngine:
         self._completed.append((flight.graph.graph_id, op_id))
         self._events += 1
         self._done.notify_all()
+        self.on_event()
 
     # --- waiting -------------------------------------------------------------------------------
 
