@@ -53,7 +53,7 @@ from kvelastic.flexkv.common.debug import TaskRecord
 from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.request import KVRequestType, KVResponse, KVResponseStatus, Mask
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
-from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle
+from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.common.tracer import Tracer
 from kvelastic.flexkv.common.transfer import (
     GRAPH_END,
@@ -61,7 +61,7 @@ from kvelastic.flexkv.common.transfer import (
     DeviceType,
     TransferOpStatus,
 )
-from kvelastic.flexkv.storage.allocator import GPUAllocator
+from kvelastic.flexkv.storage.allocator import engine_blocks
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
@@ -170,7 +170,6 @@ class KVTaskEngine(Calls):
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
-        self._part_bytes = 0
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -227,20 +226,15 @@ class KVTaskEngine(Calls):
     ) -> None:
         """Register a rank's KV tensors: one for all layers, or one for each.
 
-        They are contiguous NumPy arrays or torch tensors, referenced until `release_client`.
+        They are NumPy arrays or torch tensors, referenced until `release_client`.
         Kernels that write a block must have finished before a put of it is launched. Raises
         `InvalidArgumentError` if tensors, layout and model disagree.
         """
-        handle = GPUAllocator.from_tensors(layout, kv_caches, self._settings)
-        self.register_storage(handle, dp_client_id, tp_rank, keep=list(kv_caches))
-
-    def register_storage(
-        self, handle: StorageHandle, dp_client_id: int, tp_rank: int, keep: Any = None
-    ) -> None:
-        """Register memory that is mapped into this process; `keep` keeps it mapped."""
         _ = self.storage
         self._check_client(dp_client_id)
-        self.transfer_engine.gpu_worker.register(dp_client_id, tp_rank, handle.data, keep)
+        blocks = engine_blocks(kv_caches, layout, self._settings)
+        worker = self.transfer_engine.gpu_worker
+        worker.register(dp_client_id, tp_rank, blocks, keep=list(kv_caches))
 
     def _check_client(self, dp_client_id: int) -> None:
         is_number = isinstance(dp_client_id, int) and not isinstance(dp_client_id, bool)

@@ -38,7 +38,6 @@ from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.transfer import DeviceType, TransferOpGraph
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
-from kvelastic.flexkv.storage.storage_engine import rank_layout
 from kvelastic.flexkv.transfer.scheduler import TransferScheduler
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
@@ -904,7 +903,7 @@ def test_small_blocks_are_moved_in_few_calls(
         copy_out(self, ids, staging, slots)
 
     monkeypatch.setattr(GPUCPUTransferWorker, "copy_out", counted)
-    record_bytes = rank_layout(MODEL, cache_config(), 1).block_bytes
+    record_bytes = MODEL.rank_token_bytes * TOKENS
     with running(cache_config(staging_bytes=staging_blocks * record_bytes)) as engine:
         assert engine.put(prompt(1, 32)) == 32
         assert engine.get(prompt(1, 32)) == 32

@@ -29,11 +29,10 @@ from kvelastic.errors import (
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import shared_zeros
 from kvelastic.flexkv.common.request import KVResponseStatus
-from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType, block_axis_of
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.server import process
 from kvelastic.flexkv.server.client import KVTPClient
-from kvelastic.flexkv.server.rank_client import block_axis_of
 
 TOKENS, BLOCKS = 4, 16
 ONE = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,33 @@ from gpu_kernels import SUCCESS, Gpu
 from waiting import DEADLINE_S
 
 from kvelastic import _vmm
-from kvelastic.config import load
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.flexkv.kvmanager import KVManager
-from kvelastic.flexkv.storage.allocator import GPUAllocator
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import native_geometry
 
 BLOCKS, TOKENS, LAYERS = 32, 4, 3
+
+
+class OnTheGpu:
+    """As much of a torch tensor of float32 over a range as a registration reads."""
+
+    dtype, device = "float32", "cuda"
+
+    def __init__(self, memory: _vmm.Range, shape: tuple[int, ...]) -> None:
+        self.memory, self.shape = memory, shape
+
+    def data_ptr(self) -> int:
+        return self.memory.address
+
+    def element_size(self) -> int:
+        return 4
+
+    def stride(self) -> list[int]:
+        return [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
 
 def main(folder: Path) -> None:
@@ -45,8 +62,7 @@ def main(folder: Path) -> None:
         cache = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64, num_ssd_blocks=64, **more)
         with KVManager(model, cache) as manager:
             manager.task_engine.cache_engine._lookup._patience_s = DEADLINE_S
-            handle = GPUAllocator.from_addresses(layout, [memory.address], "cuda", load())
-            manager.task_engine.register_storage(handle, 0, 0, keep=memory)
+            manager.register_kv_caches([OnTheGpu(memory, layout.kv_shape)], layout)
             there = np.random.default_rng(1).integers(0, 255, layout.total_bytes, np.uint8)
             copy(gpu, "cuMemcpyHtoD_v2", memory.address, there)
             tokens = np.arange(20 * TOKENS, dtype=np.int64)

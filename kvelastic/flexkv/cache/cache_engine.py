@@ -133,12 +133,11 @@ class GlobalCacheEngine:
         self._devices = list(storage.tiers)
         self._lookup = Lookup(list(storage.stores.values()))
         self._cpu = storage.stores[DeviceType.CPU]
-        self.tokens_per_block = storage.layout.tokens_per_block
+        self.tokens_per_block = storage.tokens_per_block
 
     def engine(self, device_type: DeviceType) -> CacheEngine:
         """Return one tier. Raises `InvalidArgumentError` if it is not open."""
-        store = self._storage.get_storage_handle(device_type).data
-        return CacheEngine(store, self._storage.namespace)
+        return CacheEngine(self._storage.store(device_type), self._storage.namespace)
 
     def sequence(self, token_ids: Any, namespace: Sequence[str] | None = None) -> SequenceMeta:
         """Return a request's tokens with the keys of its blocks in these tiers."""

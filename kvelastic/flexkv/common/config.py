@@ -166,6 +166,11 @@ class ModelConfig:
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
         return self.num_layers * self.kv_dim * row
 
+    @property
+    def rank_token_bytes(self) -> int:
+        """Bytes of one token in one rank, summed over layers."""
+        return self.token_size_in_bytes // self.ranks_in_a_record
+
 
 def _kv_dim(use_mla: object) -> int:
     if isinstance(use_mla, bool):

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
 from enum import Enum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.common.memory_handle import TensorDescription
 
 _Item = TypeVar("_Item")
 Bytes = npt.NDArray[np.uint8]
-Part = tuple[int, int, int, int, int]
-"""A part for `_vmm.EngineBlocks`: address, block stride, row bytes, rows, row stride."""
 
 
 class KVCacheLayoutType(Enum):
@@ -95,20 +94,6 @@ class KVCacheLayout:
         row = (self.tokens_per_block, self.num_head, self.head_size)
         return (*(self._axes[axis] for axis in _ORDERS[self.type][:-1]), *row)
 
-    def _strides(self) -> tuple[int, int, int]:
-        """Return the bytes between adjacent layers, K and V, and blocks."""
-        strides = [0] * 3
-        step = self.row_bytes
-        for axis in reversed(_ORDERS[self.type][:-1]):
-            strides[axis] = step
-            step *= self._axes[axis]
-        return strides[_LAYER], strides[_KV], strides[_BLOCK]
-
-    def _has_apart(self, tensors: Sequence[object]) -> bool:
-        """Whether each layer has a tensor for K and one for V."""
-        is_by_layer = self.type is not KVCacheLayoutType.BLOCKFIRST
-        return is_by_layer and len(tensors) == 2 * self.num_layer
-
     def in_record_order(self, tensors: Sequence[_Item]) -> list[_Item]:
         """Return an engine's tensors with this layout in the order of a record.
 
@@ -116,37 +101,13 @@ class KVCacheLayout:
         record has K and V of a layer next to each other. If the model has one row for both, only
         the first half is used, as in FlexKV.
         """
-        if not self._has_apart(tensors):
+        is_by_layer = self.type is not KVCacheLayoutType.BLOCKFIRST
+        if not is_by_layer or len(tensors) != 2 * self.num_layer:
             return list(tensors)
         keys, values = tensors[: self.num_layer], tensors[self.num_layer :]
         if self.kv_dim == 1:
             return list(keys)
         return [one for pair in zip(keys, values, strict=True) for one in pair]
-
-    def parts(self, addresses: Sequence[int]) -> list[Part]:
-        """Return the rows of a block in a record's order, for `_vmm.EngineBlocks`.
-
-        `addresses` has one of three forms: one for the whole cache; one for each layer's tensor,
-        which then has this layout with one layer; or, in a record's order, one for K and one for V
-        of each layer. Raises `InvalidArgumentError` for another count.
-        """
-        if self.kv_dim == 2 and self._has_apart(addresses):
-            row = self.row_bytes
-            return [(address, row, row, 1, row) for address in addresses]
-        layer, kv, block = self._strides()
-        if len(addresses) == 1:
-            bases = [addresses[0] + at * layer for at in range(self.num_layer)]
-        elif self.type is KVCacheLayoutType.BLOCKFIRST or len(addresses) != self.num_layer:
-            raise InvalidArgumentError(
-                f"{len(addresses)} addresses for {self.num_layer} layers in {self.type.value}; give"
-                " one for all, or one for each layer, whose blocks then lie in that layer's tensor"
-            )
-        else:
-            bases = list(addresses)
-        if kv == self.row_bytes:  # adjacent K and V form one row
-            row = self.kv_dim * self.row_bytes
-            return [(base, block, row, 1, row) for base in bases]
-        return [(base, block, self.row_bytes, self.kv_dim, kv) for base in bases]
 
     def convert(self, memory: Any, to: KVCacheLayoutType) -> Bytes:
         """Return the whole cache's bytes in another axis order.
@@ -180,17 +141,64 @@ class KVCacheLayout:
         return replace(self, num_head=self.num_head // num_chunks)
 
 
-class StorageHandleType(Enum):
-    """A tier's store, or an engine's tensors."""
+def in_blocks(
+    tensors: Sequence[TensorDescription],
+    layout: KVCacheLayout | None,
+    block_axis: int | None = None,
+) -> tuple[list[TensorDescription], int]:
+    """View tensors in record order as blocks; return them and the axis that counts blocks.
 
-    STORE = "store"
-    ENGINE = "engine"
+    Tensors indexed by token, as SGLang's, become the blocks of the layout. `block_axis` is for a
+    layout that FlexKV does not have. Raises `InvalidArgumentError` as `block_axis_of` does.
+    """
+    viewed = [_by_block(one, layout) for one in tensors]
+    return viewed, block_axis_of(layout, viewed) if block_axis is None else block_axis
 
 
-class StorageHandle(NamedTuple):
-    """The blocks of one device."""
+def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
+    """Return the axis that counts blocks in tensors (or their descriptions) with that layout.
 
-    handle_type: StorageHandleType
-    data: Any
-    """A `tiers.base.Store`, or a `_vmm.EngineBlocks`."""
-    kv_layout: KVCacheLayout
+    Raises `InvalidArgumentError` without a layout, or if the tensors' shape does not match it.
+    """
+    if layout is None:
+        raise InvalidArgumentError("say by kv_layout or block_axis which axis counts blocks")
+    shape = [int(count) for count in tensors[0].shape]
+    whole = replace(layout, num_layer=1) if len(tensors) > 1 else layout
+    blocks_at = BLOCK_AXES[whole.type]
+    found = -1
+    # A tensor may omit axes of length one: a single layer, or K and V in one row.
+    left = len(shape) - 1
+    for axis in reversed(range(len(whole.kv_shape))):
+        if left >= 0 and shape[left] == whole.kv_shape[axis]:
+            found = left if axis == blocks_at else found
+            left -= 1
+        elif whole.kv_shape[axis] != 1:
+            break
+    if found < 0 or left >= 0:
+        raise InvalidArgumentError(
+            f"a tensor of the shape {tuple(shape)} is not of {layout.type.name}, which has"
+            f" {whole.kv_shape}"
+        )
+    return found
+
+
+def _by_block(tensor: TensorDescription, layout: KVCacheLayout | None) -> TensorDescription:
+    """View a tensor `[token, head, element]` as `[block, token, head, element]`.
+
+    The view omits tokens beyond the layout's blocks: SGLang pads with an extra page of tokens. A
+    tensor of another shape is returned unchanged.
+    """
+    if layout is None or tensor.shape[1:] != (layout.num_head, layout.head_size):
+        return tensor
+    whole = layout.num_block * layout.tokens_per_block
+    if not whole <= tensor.shape[0] < whole + layout.tokens_per_block:
+        return tensor
+    token_bytes = tensor.strides_bytes[0]
+    return tensor._replace(
+        shape=(layout.num_block, layout.tokens_per_block, *tensor.shape[1:]),
+        strides_bytes=(
+            layout.tokens_per_block * token_bytes,
+            token_bytes,
+            *tensor.strides_bytes[1:],
+        ),
+    )

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final, TypeVar
 
@@ -25,12 +24,8 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.flexkv.common import process_mappings
-from kvelastic.flexkv.common.memory_handle import (
-    TensorDescription,
-    TensorSharedHandle,
-    describe,
-)
-from kvelastic.flexkv.common.storage import BLOCK_AXES, KVCacheLayout
+from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, describe
+from kvelastic.flexkv.common.storage import KVCacheLayout, in_blocks
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
 from kvelastic.messages import Address, Connection, Endpoint, Message, Request
@@ -155,8 +150,7 @@ class KVTPClient:
         kv_caches = self._in_record_order(kv_caches, kv_layout)
         handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
         try:
-            described = [_in_blocks(handle.description, kv_layout) for handle in handles]
-            axis = block_axis_of(kv_layout, described) if block_axis is None else block_axis
+            described, axis = in_blocks([one.description for one in handles], kv_layout, block_axis)
         except BaseException:
             for handle in handles:
                 handle.close()
@@ -186,7 +180,6 @@ class KVTPClient:
         each buffer (KVELASTIC_CONTIGUOUS_LAYOUT=false), and `InvalidArgumentError` for a tensor
         outside the range or a second call.
         """
-        axis = block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
         kv_caches = self._in_record_order(kv_caches, kv_layout)
         geometry = memory.geometry
         if geometry.extents_per_page != 1:
@@ -194,14 +187,15 @@ class KVTPClient:
                 "a range whose buffers have pages of their own cannot be registered; leave"
                 " KVELASTIC_CONTIGUOUS_LAYOUT on"
             )
-        tensors = []
-        for tensor in kv_caches:
-            address, found = describe(tensor)
-            placed = found._replace(offset=address - memory.address)
-            placed.check(memory.range_bytes)
-            tensors.append(messages.tensor_message(placed, 0, axis))
+        placed = [
+            found._replace(offset=address - memory.address)
+            for address, found in map(describe, kv_caches)
+        ]
+        described, axis = in_blocks(placed, kv_layout, block_axis)
+        for one in described:
+            one.check(memory.range_bytes)
         self._device = (memory, driver)
-        self._register_tensors(tensors)
+        self._register_tensors([messages.tensor_message(one, 0, axis) for one in described])
 
     def _in_record_order(
         self, kv_caches: Sequence[Any], layout: KVCacheLayout | None
@@ -330,55 +324,6 @@ class KVTPClient:
         with self._changed:
             self._is_registered, self._failure = is_registered, failure
             self._changed.notify_all()
-
-
-def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
-    """Return the axis that counts blocks in tensors (or their descriptions) with that layout.
-
-    Raises `InvalidArgumentError` without a layout, or if the tensors' shape does not match it.
-    """
-    if layout is None:
-        raise InvalidArgumentError("say by kv_layout or block_axis which axis counts blocks")
-    shape = [int(count) for count in tensors[0].shape]
-    whole = replace(layout, num_layer=1) if len(tensors) > 1 else layout
-    blocks_at = BLOCK_AXES[whole.type]
-    found = -1
-    # A tensor may omit axes of length one: a single layer, or K and V in one row.
-    left = len(shape) - 1
-    for axis in reversed(range(len(whole.kv_shape))):
-        if left >= 0 and shape[left] == whole.kv_shape[axis]:
-            found = left if axis == blocks_at else found
-            left -= 1
-        elif whole.kv_shape[axis] != 1:
-            break
-    if found < 0 or left >= 0:
-        raise InvalidArgumentError(
-            f"a tensor of the shape {tuple(shape)} is not of {layout.type.name}, which has"
-            f" {whole.kv_shape}"
-        )
-    return found
-
-
-def _in_blocks(tensor: TensorDescription, layout: KVCacheLayout | None) -> TensorDescription:
-    """View a tensor `[token, head, element]` as `[block, token, head, element]`.
-
-    The view omits tokens beyond the layout's blocks: SGLang pads with an extra page of tokens. A
-    tensor of another shape is returned unchanged.
-    """
-    if layout is None or tensor.shape[1:] != (layout.num_head, layout.head_size):
-        return tensor
-    whole = layout.num_block * layout.tokens_per_block
-    if not whole <= tensor.shape[0] < whole + layout.tokens_per_block:
-        return tensor
-    token_bytes = tensor.strides_bytes[0]
-    return tensor._replace(
-        shape=(layout.num_block, layout.tokens_per_block, *tensor.shape[1:]),
-        strides_bytes=(
-            layout.tokens_per_block * token_bytes,
-            token_bytes,
-            *tensor.strides_bytes[1:],
-        ),
-    )
 
 
 def _memory_of(handle: TensorSharedHandle) -> tuple[int, int, bool]:

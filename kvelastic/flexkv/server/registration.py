@@ -47,9 +47,7 @@ class Registrations:
         """`worker` returns the worker that copies the ranks' blocks."""
         self._model = model
         self._clients = model.dp_size * model.instance_num
-        self._block_bytes = (
-            model.token_size_in_bytes * cache.tokens_per_block // model.ranks_in_a_record
-        )
+        self._block_bytes = model.rank_token_bytes * cache.tokens_per_block
         self._worker = worker
         self._ranks: dict[Rank, tuple[Connection, SharedBlocks | DeviceBlocks]] = {}
         self._spans: dict[Connection, DeviceSpan] = {}

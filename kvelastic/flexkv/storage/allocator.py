@@ -5,7 +5,6 @@ Stores allocate memory and files as blocks arrive, so a large block count alone 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvelastic.device.selection import resolve
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import MOONCAKE_PREFIX, CacheConfig
 from kvelastic.flexkv.common.memory_handle import describe
-from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle, StorageHandleType
+from kvelastic.flexkv.common.storage import KVCacheLayout, in_blocks
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.namespace import Namespace
@@ -76,50 +75,29 @@ def allocate(
     )
 
 
-class GPUAllocator:
-    """Describes the tensors of an engine. The engine keeps their memory."""
+def engine_blocks(
+    tensors: Sequence[Any], layout: KVCacheLayout, settings: Config
+) -> _vmm.EngineBlocks:
+    """Describe an engine's blocks: one tensor for all layers, one for each, or K's, then V's.
 
-    @staticmethod
-    def from_addresses(
-        layout: KVCacheLayout, addresses: Sequence[int], device: str, settings: Config
-    ) -> StorageHandle:
-        """Describe blocks at addresses of this process, on `device` (cpu, cuda:N, GPU-<uuid>).
-
-        There is one address for all layers, or one for each. Raises `InvalidArgumentError`, and
-        `DeviceUnavailableError` for an unavailable device.
-        """
-        driver = resolve(device, settings).driver()
-        blocks = _vmm.EngineBlocks(driver, layout.parts(addresses), layout.num_block)
-        return StorageHandle(StorageHandleType.ENGINE, blocks, layout)
-
-    @classmethod
-    def from_tensors(
-        cls, layout: KVCacheLayout, tensors: Sequence[Any], settings: Config
-    ) -> StorageHandle:
-        """Describe blocks of tensors: one for all layers, one for each, or all K's, then all V's.
-
-        Raises `InvalidArgumentError` if one is not contiguous or has another size.
-        """
-        places = [tensor_memory(tensor) for tensor in layout.in_record_order(tensors)]
-        wanted = layout.total_bytes // max(1, len(places))
-        for _, size_bytes, _ in places:
-            if size_bytes != wanted:
-                raise InvalidArgumentError(
-                    f"a tensor of {size_bytes} bytes was registered where the layout has {wanted};"
-                    " tensors and layout must agree"
-                )
-        devices = {device for _, _, device in places}
-        if len(devices) != 1:
-            raise InvalidArgumentError(f"tensors on {sorted(devices)}; one rank is on one device")
-        return cls.from_addresses(layout, [at for at, _, _ in places], devices.pop(), settings)
-
-
-def tensor_memory(tensor: Any) -> tuple[int, int, str]:
-    """Return address, bytes and device of a contiguous tensor. Raises `InvalidArgumentError`."""
-    address, found = describe(tensor)
-    size_bytes = math.prod(found.shape) * found.item_bytes
-    is_torch = hasattr(tensor, "is_contiguous")
-    is_contiguous = tensor.is_contiguous() if is_torch else tensor.flags.c_contiguous
-    if not is_contiguous or not (is_torch or tensor.flags.writeable):
-        raise InvalidArgumentError("a tensor that is not contiguous, or an array that is read-only")
-    return address, size_bytes, str(tensor.device) if is_torch else "cpu"
+    The engine keeps their memory. Raises `InvalidArgumentError` if they do not have the layout.
+    """
+    parts: list[tuple[int, int, int, int, int]] = []
+    described = [describe(tensor) for tensor in layout.in_record_order(tensors)]
+    views, axis = in_blocks([one for _, one in described], layout)
+    for (address, _), view in zip(described, views, strict=True):
+        parts += [
+            (address + at, stride_bytes, block_bytes, 1, block_bytes)
+            for at, stride_bytes, block_bytes in view.buffers(axis)
+        ]
+    if sum(part[2] for part in parts) != layout.block_bytes:
+        raise InvalidArgumentError(
+            f"a block of {len(tensors)} tensors has {sum(part[2] for part in parts)} bytes, and of"
+            f" their layout {layout.block_bytes}; tensors and layout must agree"
+        )
+    if not all(hasattr(one, "data_ptr") or one.flags.writeable for one in tensors):
+        raise InvalidArgumentError("an array that is read-only cannot be loaded into")
+    devices = {str(getattr(tensor, "device", "cpu")) for tensor in tensors}
+    if len(devices) != 1:
+        raise InvalidArgumentError(f"tensors on {sorted(devices)}; one rank is on one device")
+    return _vmm.EngineBlocks(resolve(devices.pop(), settings).driver(), parts, layout.num_block)

@@ -13,36 +13,11 @@ from dataclasses import replace
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, item_bytes
-from kvelastic.flexkv.common.storage import (
-    KVCacheLayout,
-    KVCacheLayoutType,
-    StorageHandle,
-    StorageHandleType,
-)
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.flexkv.storage.allocator import allocate
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.namespace import Namespace
-
-
-def rank_layout(
-    model: ModelConfig,
-    cache: CacheConfig,
-    num_block: int,
-    kind: KVCacheLayoutType = KVCacheLayoutType.BLOCKFIRST,
-) -> KVCacheLayout:
-    """Return the layout of one tensor-parallel rank's blocks."""
-    return KVCacheLayout(
-        kind,
-        model.num_layers,
-        num_block,
-        cache.tokens_per_block,
-        model.heads_per_rank,
-        model.head_size,
-        model.kv_dim,
-        item_bytes(model.dtype),
-    )
 
 
 class StorageEngine:
@@ -50,8 +25,8 @@ class StorageEngine:
 
     def __init__(self, model: ModelConfig, cache: CacheConfig, settings: Config) -> None:
         """Open all stores. Blocks. Raises the error of a store after closing the others."""
-        self.layout = rank_layout(model, cache, 1)
-        self.part_bytes = self.layout.block_bytes
+        self.tokens_per_block = cache.tokens_per_block
+        self.part_bytes = model.rank_token_bytes * cache.tokens_per_block
         """Bytes of a rank's part of a record."""
         self.record_bytes = self.part_bytes * model.ranks_in_a_record
         self.namespace = _namespace(model, cache, self.record_bytes)
@@ -74,18 +49,14 @@ class StorageEngine:
             raise
         self.tiers = {device: place for place, device in enumerate(self.stores)}
 
-    def get_storage_handle(self, device: DeviceType) -> StorageHandle:
+    def store(self, device: DeviceType) -> Store:
         """Return the store of a device. Raises `InvalidArgumentError` if it is not open."""
-        if not self.has_storage_handle(device):
+        if device not in self.stores:
             raise InvalidArgumentError(
                 f"there is no {device.name} tier; there are"
                 f" {', '.join(each.name for each in self.stores)}"
             )
-        return StorageHandle(StorageHandleType.STORE, self.stores[device], self.layout)
-
-    def has_storage_handle(self, device: DeviceType) -> bool:
-        """Whether the store of a device is open."""
-        return device in self.stores
+        return self.stores[device]
 
     def next_generation(self) -> Namespace:
         """Enter and return another namespace. See `GlobalCacheEngine.reset`."""
