@@ -41,11 +41,10 @@ from kvelastic.flexkv.cache.transfer_pattern import (
 )
 from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.debug import describe
-from kvelastic.flexkv.common.hash_utils import Hasher, hash_blocks, namespace_seed
+from kvelastic.flexkv.common.hash_utils import namespace_seed
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
-from kvelastic.flexkv.common.tracer import replay
 from kvelastic.flexkv.common.transfer import (
     GRAPH_END,
     DeviceType,
@@ -59,6 +58,7 @@ from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.store import HostStore
+from tools.flexkv_replay import replay
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -79,17 +79,6 @@ def test_a_key_stands_for_all_tokens_up_to_its_block() -> None:
         sequence.key(4)
     with pytest.raises(InvalidArgumentError):
         SequenceMeta(tokens, 0)
-
-
-@pytest.mark.parametrize("cuts", [[], [3], [4, 8], [1, 2, 5, 16]])
-def test_tokens_in_pieces_make_the_same_chain(cuts: list[int]) -> None:
-    tokens = prompt(2, 4, more=2)
-    hasher = Hasher(TOKENS, b"s" * 16)
-    assert hasher.digest() == b"s" * 16
-    for piece in np.split(tokens, cuts):
-        hasher.update(piece)
-    assert hasher.keys == hash_blocks(tokens, TOKENS, b"s" * 16)
-    assert hasher.digest() == hasher.keys[-16:]
 
 
 def test_names_of_a_namespace_are_joined_without_meeting() -> None:

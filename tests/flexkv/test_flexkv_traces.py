@@ -14,8 +14,8 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.debug import describe
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
-from kvelastic.flexkv.common.tracer import read, replay
 from kvelastic.flexkv.kvmanager import KVManager
+from tools.flexkv_replay import read, replay
 
 TOKENS, BLOCKS = 4, 16
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16")

@@ -1,9 +1,8 @@
-"""Chained block hashes: each identifies all tokens up to the end of its block.
+"""Tokens, and the seed with which a namespace begins its chain of block hashes.
 
-    keys = hash_blocks(tokens, tokens_per_block=16, seed=namespace_seed(fingerprint, ["lora-7"]))
-
-A hash has 128 bits and is not cryptographic (vmm_csrc/pool/block_keys.h). A namespace (a LoRA, a
-tenant, a session) is hashed first, so two namespaces share no block.
+Each hash (`SequenceMeta.keys`) identifies all tokens up to the end of its block. A hash has 128
+bits and is not cryptographic (vmm_csrc/pool/block_keys.h). A namespace (a LoRA, a tenant, a
+session) is hashed first, so two namespaces share no block.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvelastic._vmm import block_keys
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES
 
@@ -46,11 +44,6 @@ def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
     return np.ascontiguousarray(token_ids, np.int64)
 
 
-def hash_blocks(token_ids: Any, tokens_per_block: int, seed: bytes = NO_SEED) -> bytes:
-    """Return the 16-byte keys of the whole blocks, concatenated."""
-    return block_keys(as_tokens(token_ids), tokens_per_block, seed)
-
-
 def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
     """Return the start of a chain: a hash of the fingerprint and the names joined with NUL."""
     if not names:
@@ -61,24 +54,3 @@ def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
         raise InvalidArgumentError("a name of a namespace has a NUL in it, which joins them")
     joined = "\0".join(names).encode("utf-8", "surrogatepass")
     return hashlib.sha256(fingerprint + joined).digest()[:KEY_BYTES]
-
-
-class Hasher:
-    """Computes the chain for tokens that arrive in parts: call `update`, then read `keys`."""
-
-    def __init__(self, tokens_per_block: int, seed: bytes = NO_SEED) -> None:
-        self._tokens_per_block = tokens_per_block
-        self._seed = seed
-        self._rest = np.empty(0, np.int64)
-        self.keys = b""
-
-    def update(self, token_ids: Any) -> None:
-        """Append tokens. Raises `InvalidArgumentError` unless they are a 1-D array of integers."""
-        tokens = np.concatenate([self._rest, as_tokens(token_ids)])
-        whole = len(tokens) - len(tokens) % self._tokens_per_block
-        self.keys += hash_blocks(tokens[:whole], self._tokens_per_block, self.digest())
-        self._rest = tokens[whole:]
-
-    def digest(self) -> bytes:
-        """The key of the last whole block; the seed before the first."""
-        return self.keys[-KEY_BYTES:] or self._seed

@@ -96,25 +96,16 @@ class FlexKVConfig:
             "device": getattr(getattr(vllm_config, "device_config", None), "device_type", None),
             "layout": getattr(vllm_config.cache_config, "kv_cache_layout", None),
         }
-        cache_dtype = vllm_config.cache_config.cache_dtype
-        dtype = model.dtype if cache_dtype == "auto" else cache_dtype
-        self.model_config = ModelConfig(
+        self._set_model(
             num_layers=model.get_num_layers(parallel),
-            # Heads over all ranks. Ranks that share a head have a copy each.
-            num_kv_heads=(
-                1
-                if model.use_mla
-                else model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-            ),
+            num_kv_heads=model.get_num_kv_heads(parallel),
             head_size=model.get_head_size(),
             use_mla=model.use_mla,
-            dtype="fp8" if str(dtype).startswith("fp8") else dtype,
+            dtype=(vllm_config.cache_config.cache_dtype, model.dtype),
             tp_size=parallel.tensor_parallel_size,
             dp_size=parallel.data_parallel_size,
-            instance_num=self.user_config.settings.get("instance_num", 1),
             model=str(model.model),
-            weights=self.user_config.settings.get("weights", ""),
-            engine=_engine_of("vllm", vllm_config.model_config, facts),
+            engine=_engine_of("vllm", model, facts),
         )
         self._size_tiers(vllm_config.cache_config.block_size, str(vllm_config.instance_id))
 
@@ -136,32 +127,40 @@ class FlexKVConfig:
         _refuse_of_sglang(server_args)
         tp_size = int(server_args.tp_size)
         is_mla = getattr(sglang_config.attention_arch, "name", "") == "MLA"
-        cache_dtype = str(server_args.kv_cache_dtype)
-        dtype = sglang_config.dtype if cache_dtype == "auto" else cache_dtype
-        self.model_config = ModelConfig(
+        facts = {"page": page_size, "attention": getattr(server_args, "attention_backend", None)}
+        self._set_model(
             num_layers=int(sglang_config.num_hidden_layers),
-            # Heads over all ranks. Ranks that share a head have a copy each.
-            num_kv_heads=1 if is_mla else int(sglang_config.get_num_kv_heads(tp_size)) * tp_size,
+            num_kv_heads=int(sglang_config.get_num_kv_heads(tp_size)),
             head_size=(
                 int(sglang_config.kv_lora_rank) + int(sglang_config.qk_rope_head_dim)
                 if is_mla
                 else int(sglang_config.head_dim)
             ),
             use_mla=is_mla,
-            dtype=_DTYPES.get(str(dtype)[:4], dtype),
+            dtype=(str(server_args.kv_cache_dtype), sglang_config.dtype),
             tp_size=tp_size,
             dp_size=int(server_args.dp_size),
-            instance_num=self.user_config.settings.get("instance_num", 1),
             model=str(sglang_config.model_path),
-            weights=self.user_config.settings.get("weights", ""),
-            engine=_engine_of(
-                "sglang",
-                sglang_config,
-                {"page": page_size, "attention": getattr(server_args, "attention_backend", None)},
-            ),
+            engine=_engine_of("sglang", sglang_config, facts),
         )
         self._size_tiers(int(page_size), f"sglang_{server_args.port}")
         return RankInfo(self.model_config, self.dp_client_id_of_instance + dp_rank, tp_rank)
+
+    def _set_model(
+        self, *, num_kv_heads: int, tp_size: int, dtype: tuple[str, Any], **more: Any
+    ) -> None:
+        """Set the model. Heads are those of one rank; `dtype` is the cache's and the model's."""
+        of_cache, of_model = dtype
+        found = of_model if of_cache == "auto" else of_cache
+        self.model_config = ModelConfig(
+            # Heads over all ranks. Ranks that share a head have a copy each.
+            num_kv_heads=1 if more["use_mla"] else num_kv_heads * tp_size,
+            tp_size=tp_size,
+            dtype=_DTYPES.get(str(found)[:4], found),
+            instance_num=self.user_config.settings.get("instance_num", 1),
+            weights=self.user_config.settings.get("weights", ""),
+            **more,
+        )
 
     def _size_tiers(self, tokens_per_block: int, engine: str) -> None:
         self.cache_config = replace(self.cache_config, tokens_per_block=tokens_per_block)
@@ -185,8 +184,8 @@ class FlexKVConfig:
             self.gpu_register_port = gpu_register_endpoint(self.server_recv_port)
 
 
-_DTYPES: Final = {"fp8_": "fp8", "bf16": "bfloat16"}
-"""FlexKV's names for SGLang dtypes that differ, by the first four letters of SGLang's name."""
+_DTYPES: Final = {"fp8": "fp8", "fp8_": "fp8", "bf16": "bfloat16"}
+"""FlexKV's names for the engines' dtypes that differ, by the first letters of the engine's name."""
 
 
 def _refuse_of_sglang(server_args: Any) -> None:

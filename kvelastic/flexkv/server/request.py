@@ -205,26 +205,14 @@ def shape_of(model: ModelConfig, tokens_per_block: int) -> Shape:
 
 def tensor_message(description: TensorDescription, memory: int, block_axis: int) -> Tensor:
     """A tensor's description as a message."""
-    return Tensor(
-        memory,
-        description.offset,
-        list(description.shape),
-        list(description.strides_bytes),
-        description.dtype,
-        description.item_bytes,
-        block_axis,
-    )
+    offset, shape, strides_bytes, dtype, size = description
+    return Tensor(memory, offset, list(shape), list(strides_bytes), dtype, size, block_axis)
 
 
 def description_of(tensor: Tensor) -> TensorDescription:
     """Convert a message to a tensor's description. Checks only bounds."""
-    return TensorDescription(
-        tensor.offset,
-        tuple(tensor.shape),
-        tuple(tensor.strides_bytes),
-        tensor.dtype,
-        tensor.item_bytes,
-    )
+    shape, strides_bytes = tuple(tensor.shape), tuple(tensor.strides_bytes)
+    return TensorDescription(tensor.offset, shape, strides_bytes, tensor.dtype, tensor.item_bytes)
 
 
 def response_message(task_id: int, response: KVResponse) -> TaskResponse:
