@@ -61,7 +61,27 @@ def test_machines_without_a_reply_are_shown_with_their_state() -> None:
     found = memory(reply("a", "n1"), n1=True, n2=True, n3=False)
     assert [each["state"] for each in found["nodes"]] == ["ok", "no_reply", "dead"]
     assert found["models"] == {"a": None}
-    assert memory() == {"models": {}, "instances": [], "devices": [], "nodes": []}
+    nothing: dict[str, Any] = {
+        "models": {},
+        "no_reply": [],
+        "instances": [],
+        "devices": [],
+        "nodes": [],
+    }
+    assert memory() == nothing
+
+
+def test_replicas_without_a_reply_are_marked_and_hide_no_others() -> None:
+    silent = [{"replica": "b", "instance": "ray-b", "node": "n1"}, {"replica": "c"}]
+    replies = [reply("a", "n1", ("ray-a", "ray-b"))]
+    found = merged_memory(replies, {"n1": True}, silent)
+    assert (list(found["models"]), found["no_reply"]) == (["a", "b", "c"], ["b", "c"])
+    assert found["models"]["b"]["name"] == "ray-b"  # as the other replica there sees it
+    assert found["models"]["c"] is None
+    metrics = [Control("a", "ray-a", 200, [], METRICS.encode(), "n1")]
+    up = merged_metrics(metrics, {"n1": True}, silent)
+    for labels, value in (('node="n1",replica="a"', 1), ('node="n1",replica="b"', 0)):
+        assert b"kvelastic_replica_up{%s} %d.0" % (labels.encode(), value) in up
 
 
 def test_instance_metrics_have_the_node_and_those_of_controllers_the_replica_too() -> None:

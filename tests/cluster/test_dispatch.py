@@ -48,8 +48,9 @@ class Replicas:
         self.requests: list[EngineRequest] = []
         self.streams: list[Stream] = []
 
-    def __call__(self, request: EngineRequest) -> Stream:
+    def __call__(self, request: EngineRequest, within_s: float) -> Stream:
         self.requests.append(request)
+        self.within_s = within_s
         parts = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
         self.streams.append(Stream(parts))
         return self.streams[-1]
@@ -148,7 +149,7 @@ def test_client_that_leaves_ends_the_request_at_the_replica() -> None:
 
         waits, stream = asyncio.Event(), Silent([])
         request = EngineRequest("POST", "/v1/completions")
-        task = asyncio.create_task(dispatch(lambda _: stream, request, retry_for_s=60.0))
+        task = asyncio.create_task(dispatch(lambda *_: stream, request, retry_for_s=60.0))
         await waits.wait()
         task.cancel()
         await asyncio.wait({task})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import needs
 import pytest
 from ray_hosts import MIB_PER_HOST, Load, RayHosts
@@ -58,6 +61,10 @@ def of(cluster: RayHosts, name: str) -> list[dict[str, Any]]:
     return [each for each in cluster.replicas() if each["model"] == name]
 
 
+def node_states(cluster: RayHosts) -> dict[str, str]:
+    return {each["node"]: each["state"] for each in cluster.get("/memory").json()["nodes"]}
+
+
 def awake(cluster: RayHosts, name: str) -> int:
     return sum(each["state"] == "awake" for each in of(cluster, name))
 
@@ -77,6 +84,22 @@ def check_sums(cluster: RayHosts) -> None:
 
 def failed(answers: list[tuple[int, str]]) -> list[tuple[int, str]]:
     return [answer for answer in answers if answer[0] != 200 or '"choices"' not in answer[1]]
+
+
+@contextmanager
+def endless_stream(client: httpx.Client, replicas: Container[str]) -> Iterator[Iterator[str]]:
+    """The lines after the first token of a stream that one of these replicas serves."""
+    endless = {"model": "chat", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
+    while True:
+        request = client.build_request("POST", "/v1/completions", json=endless)
+        stream = client.send(request, stream=True)
+        if stream.headers["x-kvelastic-replica"] in replicas:
+            break
+        stream.close()
+    with contextlib.closing(stream):
+        lines = stream.iter_lines()
+        assert '"t0 "' in next(lines)
+        yield lines
 
 
 def test_every_host_has_a_replica_of_each_model_and_ray_counts_what_ledgers_guarantee(
@@ -164,23 +187,42 @@ def test_killed_engine_loses_no_request_and_is_replaced(cluster: RayHosts) -> No
     check_sums(cluster)
 
 
-def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> None:
-    lost = cluster.addresses[1]
-    there = {each["replica"] for each in of(cluster, "chat") if each["node"] == lost}
-    endless = {"model": "chat", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
+def test_hanging_replica_ends_its_stream_and_hides_no_other(cluster: RayHosts) -> None:
+    there = cluster.addresses[1]
+    hanging = next(each for each in of(cluster, "chat") if each["node"] == there)
+    (process,) = cluster.hosts[1].find("ray::ServeReplica:kvelastic:KvEngine:chat")
     with (
         cluster.hosts[0].network(),
         cluster.client() as client,
+        endless_stream(client, {hanging["replica"]}) as lines,
         Load(cluster, {"model": "chat", "prompt": "x", "max_tokens": 2}) as load,
     ):
-        while True:
-            request = client.build_request("POST", "/v1/completions", json=endless)
-            stream = client.send(request, stream=True)
-            if stream.headers["x-kvelastic-replica"] in there:
-                break
-            stream.close()
-        lines = stream.iter_lines()
-        assert '"t0 "' in next(lines)
+        load.wait_for_more(20)
+        process.suspend()
+        last = [line for line in lines if line][-1]
+        states = {each["replica"]: each["state"] for each in of(cluster, "chat")}
+        view = cluster.get("/memory").json()
+        load.wait_for_more(20)
+        process.kill()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert sorted(states.values()) == ["awake", "no_reply"]
+    assert states[hanging["replica"]] == "no_reply"
+    assert view["no_reply"] == [hanging["replica"]]
+    assert view["models"][hanging["replica"]]["name"] == hanging["instance"]
+    assert failed(load.answers) == []
+    wait_until(lambda: awake(cluster, "chat") == 2)
+    check_sums(cluster)
+
+
+def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> None:
+    lost = cluster.addresses[1]
+    there = {each["replica"] for each in of(cluster, "chat") if each["node"] == lost}
+    with (
+        cluster.hosts[0].network(),
+        cluster.client() as client,
+        endless_stream(client, there) as lines,
+        Load(cluster, {"model": "chat", "prompt": "x", "max_tokens": 2}) as load,
+    ):
         load.wait_for_more(20)
         cluster.hosts[1].kill()
         last = [line for line in lines if line][-1]
@@ -188,6 +230,5 @@ def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> N
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert failed(load.answers) == []
     wait_until(lambda: {each["node"] for each in cluster.replicas()} == {cluster.addresses[0]})
-    states = {each["node"]: each["state"] for each in cluster.get("/memory").json()["nodes"]}
-    assert states == {cluster.addresses[0]: "ok", lost: "dead"}
+    wait_until(lambda: node_states(cluster) == {cluster.addresses[0]: "ok", lost: "dead"})
     check_sums(cluster)

@@ -66,6 +66,11 @@ def _engine_of(settings: ClusterSettings, model: ClusterModel) -> serve.Deployme
         },
         request_router_config=RequestRouterConfig(
             request_router_class=KvRouter,
+            request_router_kwargs={
+                "model": model.name,
+                "period_s": settings.health.period,
+                "silence_s": settings.health.silence,
+            },
             request_routing_stats_period_s=settings.report_every,
             request_routing_stats_timeout_s=max(5.0, settings.report_every),
         ),

@@ -1,7 +1,7 @@
 """Pure functions that merge the replies of the replicas' controllers into one view of the cluster.
 
 Every replica reports every instance on its machine, including instances without Ray. So one reply
-for each machine is enough. A machine without a reply is listed with its state.
+for each machine is enough. Machines and replicas without a reply are listed with their state.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _OF_MACHINE: Final = frozenset(one.name.removesuffix("_total") for one in metric
 """Metrics that cover a whole machine. The others describe one replica's controller."""
 
 
-def merged_memory(replies: Iterable[Control], nodes: Mapping[str, bool]) -> dict[str, Any]:
+def merged_memory(
+    replies: Iterable[Control],
+    nodes: Mapping[str, bool],
+    silent: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """Return the body of `GET /memory` for the cluster.
 
     It has the fields of one controller's body, and `nodes` with each machine's state. `models` is
-    keyed by the name of the replica instead of the model. The parameter `nodes` maps each machine
-    to True if Ray counts it as alive.
+    keyed by the name of the replica instead of the model, and `no_reply` lists those that did not
+    reply. The parameter `nodes` maps each machine to True if Ray counts it as alive, and `silent`
+    has the last reports of the replicas that did not reply.
     """
     replies = sorted(replies, key=lambda reply: reply.replica)
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -42,9 +47,15 @@ def merged_memory(replies: Iterable[Control], nodes: Mapping[str, bool]) -> dict
         found = json.loads(reply.body)
         rows[reply.node] = [{**row, "node": reply.node} for row in found["instances"]]
         devices += [{**device, "node": reply.node} for device in found["devices"]]
-    by_place = {(node, row["name"]): row for node in rows for row in rows[node]}
+    by_place: dict[tuple[Any, Any], dict[str, Any]] = {
+        (node, row["name"]): row for node in rows for row in rows[node]
+    }
+    # The instance of a silent replica is in the reply of another replica on its machine.
+    unheard = {one["replica"]: (one.get("node"), one.get("instance")) for one in silent}
+    places = {each.replica: (each.node, each.instance) for each in replies} | unheard
     return {
-        "models": {each.replica: by_place.get((each.node, each.instance)) for each in replies},
+        "models": {name: by_place.get(place) for name, place in places.items()},
+        "no_reply": sorted(unheard),
         "instances": [row for node in sorted(rows) for row in rows[node]],
         "devices": devices,
         "nodes": [
@@ -53,15 +64,20 @@ def merged_memory(replies: Iterable[Control], nodes: Mapping[str, bool]) -> dict
     }
 
 
-def merged_metrics(replies: Iterable[Control], nodes: Mapping[str, bool]) -> bytes:
+def merged_metrics(
+    replies: Iterable[Control],
+    nodes: Mapping[str, bool],
+    silent: Iterable[Mapping[str, Any]] = (),
+) -> bytes:
     """Return the body of `GET /metrics` for the cluster. Takes milliseconds.
 
     Every metric has the label `node`. Metrics of a replica's own controller also have `replica`.
-    `nodes` maps each machine to True if Ray counts it as alive.
+    The parameters are those of `merged_memory`.
     """
+    replies = sorted(replies, key=lambda reply: reply.replica)
     families: dict[str, Metric] = {}
     seen: set[str] = set()
-    for reply in sorted(replies, key=lambda reply: reply.replica):
+    for reply in replies:
         is_first = reply.node not in seen
         seen.add(reply.node)
         for family in text_string_to_metric_families(reply.body.decode()):
@@ -81,8 +97,15 @@ def merged_metrics(replies: Iterable[Control], nodes: Mapping[str, bool]) -> byt
     )
     for node, state in _states(seen, nodes).items():
         up.add_metric([node], float(state == OK))
+    replica_up = GaugeMetricFamily(
+        "kvelastic_replica_up", "1 if the replica replied.", labels=["node", "replica"]
+    )
+    for reply in replies:
+        replica_up.add_metric([reply.node, reply.replica], 1.0)
+    for one in silent:
+        replica_up.add_metric([one.get("node", ""), one["replica"]], 0.0)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*families.values(), up]))
+    registry.register(_Families([*families.values(), up, replica_up]))
     return generate_latest(registry)
 
 

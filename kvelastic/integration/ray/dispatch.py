@@ -44,7 +44,8 @@ class ReplicaStream(Protocol):
         """End the request at the replica."""
 
 
-Send = Callable[[EngineRequest], ReplicaStream]
+Send = Callable[[EngineRequest, float], ReplicaStream]
+"""Sends a request, which a replica must accept within so many seconds."""
 
 
 @dataclass
@@ -91,7 +92,8 @@ async def dispatch(send: Send, request: EngineRequest, *, retry_for_s: float) ->
     pause_s = FIRST_PAUSE_S
     attempts = 0
     while True:
-        stream = send(replace(request, tried=frozenset(tried), sleepers=frozenset(sleepers)))
+        marked = replace(request, tried=frozenset(tried), sleepers=frozenset(sleepers))
+        stream = send(marked, max(FIRST_PAUSE_S, end_s - time.monotonic()))
         try:
             begun = await _begin(stream, attempts)
         except BaseException:

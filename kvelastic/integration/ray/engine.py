@@ -52,7 +52,7 @@ class KvEngine:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report for routers. Ray calls this every `report_every` seconds."""
-        return await asyncio.to_thread(self._replica.report)
+        return await self.report()
 
     def check_health(self) -> None:
         """Raise `ClusterError` if the engine has failed. Called by Ray; does not block."""

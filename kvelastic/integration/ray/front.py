@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import ray
@@ -25,11 +27,12 @@ from kvelastic.controller.http.request_body import BodyBudget, ClientGoneError, 
 from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.model_name import find_name
 from kvelastic.errors import ReplicaLostError
-from kvelastic.integration.ray.cluster_view import merged_memory, merged_metrics
+from kvelastic.integration.ray.cluster_view import NO_REPLY, merged_memory, merged_metrics
 from kvelastic.integration.ray.dispatch import dispatch
 from kvelastic.integration.ray.messages import MODEL, Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.prompt_prefix import prefix_of
 from kvelastic.integration.ray.settings import ClusterSettings
+from kvelastic.integration.ray.watch import Watch, watch_of
 
 _log = logging.getLogger("kvelastic.ray")
 
@@ -41,6 +44,8 @@ _FOR_THE_FRONT: Final = frozenset(
 """The client's headers that only the front evaluates. Replicas trust the front."""
 REPLICAS: Final = "/kvelastic/replicas"
 _REPORT_S: Final = 5.0
+_LOOK_S: Final = 0.5
+"""How often a view looks whether the replicas that it waits for are silent."""
 _CHANGE_S: Final = 660.0
 """Longer than any change; the replica's controller enforces the actual timeout."""
 _LARGEST_CHANGE: Final = 1 << 20
@@ -49,6 +54,9 @@ VIEWS: Final = frozenset(("/memory", "/metrics"))
 CHANGE: Final = re.compile(r"(/memory/|/action/sleep/|/action/wakeup/)([^/]+)(/trim)?")
 """Routes of a controller that the front passes to one replica, named in place of the model."""
 _CLIENT_GONE: Final = 499
+_MOST_PARTS: Final = 64
+"""Parts of a response that the front takes from Ray before the client has read them."""
+_numbers: Final = itertools.count(1)
 
 
 class KvFront:
@@ -61,6 +69,8 @@ class KvFront:
         self._server = server
         self._handles = models
         self._models = {name: handle.options(stream=True) for name, handle in models.items()}
+        health = settings.health
+        self._watches = {name: watch_of(name, health.period, health.silence) for name in models}
         self._origins = Origins(server)
         self._keys = Keys(settings.auth, self._origins)
         self._budget = BodyBudget(server.max_buffered)
@@ -92,7 +102,7 @@ class KvFront:
         if path == "/v1/models" and request.method in {"GET", "HEAD"}:
             return JSONResponse({"object": "list", "data": [self._card(m) for m in self._models]})
         if path == REPLICAS and request.method == "GET":
-            return JSONResponse({"replicas": await self._at_all(_REPORT_S, "report")})
+            return JSONResponse({"replicas": await self._replicas()})
         if path in VIEWS and request.method == "GET":
             return await self._view(path)
         change = CHANGE.fullmatch(path)
@@ -130,7 +140,7 @@ class KvFront:
                 prefix_of(data),
             )
             answer = await dispatch(
-                lambda sent: _RayStream(handle.forward.remote(sent)),
+                lambda sent, within_s: _RayStream(handle, self._watches[name], sent, within_s),
                 wanted,
                 retry_for_s=self._settings.front.retry_for,
             )
@@ -151,10 +161,26 @@ class KvFront:
             self._nodes(), self._at_all(_REPORT_S, "control", None, call)
         )
         replies = [one for one in found if isinstance(one, Control) and one.status == 200]
+        silent = self._without_reply({reply.replica for reply in replies})
         if path == "/metrics":
-            merged = await asyncio.to_thread(merged_metrics, replies, nodes)
+            merged = await asyncio.to_thread(merged_metrics, replies, nodes, silent)
             return Response(merged, headers={"content-type": CONTENT_TYPE_LATEST})
-        return JSONResponse(merged_memory(replies, nodes))
+        return JSONResponse(merged_memory(replies, nodes, silent))
+
+    async def _replicas(self) -> list[dict[str, Any]]:
+        """Return each replica's report, or its last one with the state `no_reply`."""
+        found: list[dict[str, Any]] = await self._at_all(_REPORT_S, "report")
+        silent = self._without_reply({one["replica"] for one in found})
+        return found + [{**one, "state": NO_REPLY} for one in silent]
+
+    def _without_reply(self, replied: set[str]) -> list[dict[str, Any]]:
+        """Return the last reports of all other replicas that Ray lists, at least their names."""
+        return [
+            {"replica": replica, "model": model, **report}
+            for model, watch in self._watches.items()
+            for replica, report in watch.reports().items()
+            if replica not in replied
+        ]
 
     async def _nodes(self) -> dict[str, bool]:
         """Return whether each machine is alive, by address. Empty if Ray does not reply in time."""
@@ -179,8 +205,8 @@ class KvFront:
         before, replica, after = change.groups(default="")
         call = EngineRequest(request.method, before + MODEL + after, body=data)
         calls = [
-            asyncio.ensure_future(self._at(handle, _CHANGE_S, "control", replica, call))
-            for handle in self._handles.values()
+            asyncio.ensure_future(self._at(name, _CHANGE_S, "control", replica, call))
+            for name in self._handles
         ]
         try:
             for done in asyncio.as_completed(calls):
@@ -192,23 +218,46 @@ class KvFront:
         finally:
             for each in calls:
                 each.cancel()
+        if any(replica in self._silent(name) for name in self._handles):
+            raise Refusal(503, "replica_lost", f"Replica {replica[:64]!r} does not respond.")
         raise Refusal(
             404, "replica_not_found", f"No replica {replica[:64]!r} runs here; see GET {REPLICAS}."
         )
 
     async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Call all replicas of all models; return their results, without models that time out."""
-        calls = [self._at(each, timeout_s, method, *arguments) for each in self._handles.values()]
+        """Call all replicas of all models; return the results of those that reply in time."""
+        calls = [self._at(name, timeout_s, method, *arguments) for name in self._handles]
         return [one for some in await asyncio.gather(*calls) for one in some]
 
-    async def _at(self, handle: Any, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Call all replicas of a model; return the results, empty if it times out."""
-        call = handle.broadcast(method, *arguments)
+    async def _at(self, name: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+        """Call all replicas of a model; return the results of those that reply in time.
+
+        Does not wait for a replica that is known to be silent.
+        """
+        call = self._handles[name].broadcast(method, *arguments)
         try:
-            found = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError):
+            # `results_async` would return no result at all if one replica is silent.
+            sent = await asyncio.wait_for(call._fetch_replica_results_async(), timeout_s)
+        except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
             return []
-        return [one for one in found if not isinstance(one, BaseException) and one is not None]
+        waiting = {asyncio.ensure_future(each.get_async()) for each in sent}
+        found: list[Any] = []
+        end_s = time.monotonic() + timeout_s
+        try:
+            while len(waiting) > len(self._silent(name)) and time.monotonic() < end_s:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                found += [each.result() for each in done if _has_result(each)]
+        finally:
+            for each in waiting:
+                each.cancel()
+        return [one for one in found if one is not None]
+
+    def _silent(self, name: str) -> frozenset[str]:
+        """Return the replicas of a model that Ray lists and that do not respond."""
+        watch = self._watches[name]
+        return watch.silent() & watch.reports().keys()
 
     def _card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvelastic"}
@@ -219,25 +268,74 @@ class KvFront:
 
 
 class _RayStream:
-    """`dispatch.ReplicaStream` over the generator that Ray's handle returns."""
+    """`dispatch.ReplicaStream` over the generator that Ray's handle returns.
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
+    It also ends if no replica has accepted the request in time, or the replica has fallen silent.
+    """
+
+    def __init__(self, handle: Any, watch: Watch, request: EngineRequest, within_s: float) -> None:
+        self._watch = watch
+        self._number = next(_numbers)
+        self._lost: ReplicaLostError | None = None
+        self._has_left = False
+        self._loop = asyncio.get_running_loop()
+        watch.follow(self._number, self._on_lost)
+        self._generator = handle.forward.remote(replace(request, number=self._number))
+        self._parts: asyncio.Queue[Any] = asyncio.Queue(_MOST_PARTS)
+        self._pump = self._loop.create_task(self._take())
+        self._expiry = self._loop.call_later(within_s, self._expire, within_s)
 
     async def __aiter__(self) -> AsyncIterator[Head | bytes | Unserved | Cut]:
-        try:
-            async for part in self._generator:
-                yield part
-        except RayTaskError:
-            _log.exception("a replica failed to serve a request")
-            raise Refusal(
-                500, "internal_error", "The replica failed; its log says where."
-            ) from None
-        except (RayError, RayServeException) as error:
-            raise ReplicaLostError(f"its replica was lost ({type(error).__name__})") from None
+        while True:
+            part = await self._parts.get()
+            if isinstance(part, BaseException):
+                raise part
+            if part is None:
+                return
+            yield part
 
     def cancel(self) -> None:
+        self._has_left = True
+        self._watch.leave(self._number)
+        self._expiry.cancel()
+        self._pump.cancel()
         self._generator.cancel()
+
+    async def _take(self) -> None:
+        """Put the generator's parts and its end into the queue."""
+        end: Exception | None = None
+        try:
+            async for part in self._generator:
+                await self._parts.put(part)
+        except asyncio.CancelledError:  # also raised by Ray if the replica cancelled the call
+            if self._has_left:
+                raise
+            end = self._lost or ReplicaLostError("its replica ended the request")
+        except RayTaskError:
+            _log.exception("a replica failed to serve a request")
+            end = Refusal(500, "internal_error", "The replica failed; its log says where.")
+        except (RayError, RayServeException) as error:
+            end = ReplicaLostError(f"its replica was lost ({type(error).__name__})")
+        except Exception as error:  # the reader raises it
+            end = error
+        await self._parts.put(end)
+
+    def _on_lost(self, why: str) -> None:
+        """Called by the router's thread."""
+        self._loop.call_soon_threadsafe(self._lose, why)
+
+    def _expire(self, within_s: float) -> None:
+        if not self._watch.is_accepted(self._number):
+            self._lose(f"no replica accepted it within {within_s:.0f} s")
+
+    def _lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = ReplicaLostError(why)
+            self._pump.cancel()
+
+
+def _has_result(call: asyncio.Future[Any]) -> bool:
+    return not call.cancelled() and call.exception() is None
 
 
 def _response(body: bytes, status: int, headers: Headers) -> Response:

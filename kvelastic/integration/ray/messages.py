@@ -30,6 +30,8 @@ class EngineRequest:
     """Replicas that failed to serve it."""
     sleepers: frozenset[str] = frozenset()
     """Replicas that refused it as asleep. The request wakes only these."""
+    number: int = 0
+    """Names this attempt in the front's process (`watch`)."""
 
 
 ASLEEP: Final = "replica_asleep"

@@ -136,11 +136,19 @@ class FrontSettings(_Section):
 
 
 class HealthSettings(_Section):
-    """Ray's health checks. Ray considers a replica dead after three consecutive failed checks."""
+    """Health checks. Ray considers a replica dead after three consecutive failed checks.
+
+    Each front also checks replicas once a period and gives up a silent one after two timeouts.
+    """
 
     period: DurationAboveZero = 0.5
     timeout: DurationAboveZero = 1.0
     """Timeout of one check. A working replica responds immediately, even if its engine is busy."""
+
+    @property
+    def silence(self) -> float:
+        """Return after how long without a response the front gives a replica up."""
+        return 2 * self.timeout
 
 
 class ClusterSettings(_Section):
