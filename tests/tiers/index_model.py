@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from kvelastic.tiers.base import NO_KEY
@@ -29,6 +30,7 @@ class IndexModel:
     policy: str
     entries: dict[bytes, Entry] = field(default_factory=dict)
     leases: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
     time: int = 0
     displaced: int = 0
 
@@ -37,7 +39,7 @@ class IndexModel:
         return {slot for lease in self.leases.values() for _, slot in lease}
 
     def free(self) -> list[int]:
-        taken = {entry.slot for entry in self.entries.values()} | self.held()
+        taken = {entry.slot for entry in self.entries.values()} | self.held() | self.closed
         return [slot for slot in range(self.slots) if slot not in taken]
 
     def is_ready(self, key: bytes) -> bool:
@@ -75,7 +77,7 @@ class IndexModel:
                 freed.append((key, slot))
         return freed
 
-    def victim(self, spared: set[bytes]) -> bytes | None:
+    def victim(self, spared: Set[bytes]) -> bytes | None:
         """Who goes next: leaves first, then the policy."""
         if self.policy == "slru":
             protected = sorted(
@@ -106,21 +108,41 @@ class IndexModel:
             if key in self.entries:
                 slots.append(THERE_ALREADY)
             else:
-                free = self.free()
-                if free:
-                    slot = free[0]
-                else:
-                    gone = self.victim(spared)
-                    if gone is None:
-                        slots.append(NO_ROOM)
-                        continue
-                    slot = self.entries.pop(gone).slot
-                    displaced.append((gone, slot))
-                    self.displaced += 1
+                slot = self.take_slot(spared, displaced)
                 slots.append(slot)
+                if slot == NO_ROOM:
+                    continue
                 age = i + 1 if chain_after is None else len(keys) - i
                 self.entries[key] = Entry(slot, ready=False, time=before + age)
             self.link(key, chain_after if i == 0 else keys[i - 1], chained=chain_after is not None)
+        return slots, displaced
+
+    def take_slot(self, spared: Set[bytes], displaced: list[tuple[bytes, int]]) -> int:
+        if not self.free():
+            gone = self.displace(1, spared)
+            if not gone:
+                return NO_ROOM
+            displaced += gone
+        return self.free()[0]
+
+    def displace(self, count: int, spared: Set[bytes] = frozenset()) -> list[tuple[bytes, int]]:
+        displaced: list[tuple[bytes, int]] = []
+        while len(displaced) < count and (gone := self.victim(spared)) is not None:
+            displaced.append((gone, self.entries.pop(gone).slot))
+            self.displaced += 1
+        return displaced
+
+    def close(self, first: int, count: int) -> list[int]:
+        closed = [slot for slot in self.free() if first <= slot < first + count]
+        self.closed |= set(closed)
+        return closed
+
+    def close_by_policy(self, count: int) -> tuple[list[int], list[tuple[bytes, int]]]:
+        slots: list[int] = []
+        displaced: list[tuple[bytes, int]] = []
+        while len(slots) < count and (slot := self.take_slot(set(), displaced)) != NO_ROOM:
+            self.closed.add(slot)
+            slots.append(slot)
         return slots, displaced
 
     def link(self, key: bytes, parent: bytes | None, *, chained: bool) -> None:
@@ -156,8 +178,9 @@ class IndexModel:
         return freed
 
     def restore(self, key: bytes, slot: int, parent: bytes) -> bool:
-        if slot not in self.free() or key in self.entries:
+        if (slot not in self.free() and slot not in self.closed) or key in self.entries:
             return False
+        self.closed.discard(slot)
         self.time += 1
         self.entries[key] = Entry(slot, ready=True, time=self.time)
         self.link(key, parent, chained=True)
@@ -165,6 +188,7 @@ class IndexModel:
 
     def resize(self, slots: int) -> list[tuple[bytes, int]]:
         self.slots = slots
+        self.closed = {slot for slot in self.closed if slot < slots}
         above = sorted(
             (entry.slot, key)
             for key, entry in self.entries.items()
@@ -181,7 +205,7 @@ class IndexModel:
             "slots": self.slots,
             "ready": ready,
             "pending": len(self.entries) - ready,
-            "closed": 0,
+            "closed": len(self.closed),
             "leased": len(self.held()),
             "displaced": self.displaced,
         }

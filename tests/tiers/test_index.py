@@ -147,6 +147,29 @@ def test_fewer_slots() -> None:
     index.check_integrity()
 
 
+def test_close_by_policy_takes_free_slots_before_objects() -> None:
+    index = TierIndex(4, "lru")
+    put(index, 1, 2, 3)
+    ticket, _ = index.lease(key(1))
+    assert index.close_by_policy(2) == ([3, 1], [(key(2), 1)])
+    assert index.close_by_policy(2) == ([2], [(key(3), 2)]), "the last object is leased"
+    assert index.claim(key(4)) == ([-2], [])
+    index.open([1])
+    assert index.claim(key(4)) == ([1], [])
+    assert index.release(ticket) == []
+    assert index.stats()["closed"] == 2
+    index.check_integrity()
+
+
+def test_displace_frees_the_slots_of_the_oldest_objects() -> None:
+    index = TierIndex(3, "lru")
+    put(index, 1, 2)
+    index.claim(key(3))
+    assert index.displace(5) == [(key(1), 0), (key(2), 1)], "a pending object stays"
+    assert index.claim(keys(4, 5)) == ([0, 1], [])
+    index.check_integrity()
+
+
 def test_what_is_erased_while_it_is_written_is_never_a_hit() -> None:
     index = TierIndex(1, "lru")
     index.claim(key(1))

@@ -111,6 +111,25 @@ class IndexMachine(RuleBasedStateMachine):
     def resize(self, slots: int) -> None:
         assert self.index.resize(slots) == self.model.resize(slots)
 
+    @rule(count=st.integers(min_value=0, max_value=16))
+    def displace(self, count: int) -> None:
+        assert self.index.displace(count) == self.model.displace(count)
+
+    @rule(first=st.integers(min_value=0, max_value=16), count=st.integers(0, 16))
+    def close(self, first: int, count: int) -> None:
+        assert self.index.close(first, count) == self.model.close(first, count)
+
+    @rule(count=st.integers(min_value=0, max_value=16))
+    def close_by_policy(self, count: int) -> None:
+        assert self.index.close_by_policy(count) == self.model.close_by_policy(count)
+
+    @precondition(lambda self: self.model.closed)
+    @rule(data=st.data())
+    def open_closed(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.model.closed)), unique=True))
+        self.index.open(slots)
+        self.model.closed -= set(slots)
+
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "index"):

@@ -342,8 +342,32 @@ void bind_tier_index(nb::module_& m) {
           "Set the number of slots. Returns (key, slot) of the displaced objects. Slots above the "
           "new size are not assigned again. release() returns leased objects above it later, and "
           "commit() pending ones.")
-      .def("close", &TierIndex::close, "first"_a, "count"_a,
-           "Close the free slots among `count` from `first` on: only restore() uses them.")
+      .def(
+          "displace",
+          [](TierIndex& index, std::uint64_t count) {
+            return list_of_records(without_gil([&] { return index.displace(count); }));
+          },
+          "count"_a,
+          "Displace up to `count` objects by the policy; their slots are free then. Returns (key, "
+          "slot) of each. Leased and pending objects stay.")
+      .def(
+          "close",
+          [](TierIndex& index, std::uint64_t first, std::uint64_t count) {
+            return list_of(index.close(first, count));
+          },
+          "first"_a, "count"_a,
+          "Close the free slots among `count` from `first` on, and return them. Only restore() "
+          "uses closed slots.")
+      .def(
+          "close_by_policy",
+          [](TierIndex& index, std::uint64_t count) {
+            const TierIndex::Closed closed =
+                without_gil([&] { return index.close_by_policy(count); });
+            return nb::make_tuple(list_of(closed.slots), list_of_records(closed.displaced));
+          },
+          "count"_a,
+          "Close up to `count` slots: free ones first, then those of objects displaced by the "
+          "policy. Returns (slots, displaced) as claim() does. Leased and pending objects stay.")
       .def(
           "open",
           [](TierIndex& index, const std::vector<std::int64_t>& slots) {

@@ -93,7 +93,7 @@ TEST(tier_index_gives_out_each_slot_once) {
       const std::uint64_t first = random() % 200 + 1;
       std::vector<BlockKey> some;
       for (std::uint64_t i = 0; i < random() % 8; ++i) some.push_back(key(first + i));
-      switch (random() % 6) {
+      switch (random() % 8) {
         case 0:
         case 1: {
           const bool chain = random() % 4 != 0;
@@ -151,6 +151,22 @@ TEST(tier_index_gives_out_each_slot_once) {
             CHECK(!held.contains(record.slot));
           }
           for (const BlockKey& each : std::span(some).first(some.size() / 4)) where.erase(each.low);
+          break;
+        case 5: {
+          const auto closed = index->close_by_policy(random() % 8);
+          for (const KeyInSlot& object : closed.displaced) where.erase(object.key.low);
+          for (const std::int64_t slot : closed.slots) {
+            CHECK(!held.contains(slot));
+            for (const auto& [number, at] : where) CHECK(at != slot);
+          }
+          if (random() % 4 != 0) CHECK(static_cast<bool>(index->open(closed.slots)));
+          break;
+        }
+        case 6:
+          for (const KeyInSlot& object : index->displace(random() % 4)) {
+            CHECK(where.at(object.key.low) == object.slot && !held.contains(object.slot));
+            where.erase(object.key.low);
+          }
           break;
         default:
           if (random() % 8 != 0) break;

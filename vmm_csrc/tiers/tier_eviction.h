@@ -18,8 +18,7 @@
 // protected one, which holds at most `protected_most()` objects. Its least recently used objects
 // return to the young end of the probationary segment. A long prompt that is used once therefore
 // displaces no object that was reused. The bound is enforced when a slot is needed, not at each
-// use. that came back. The bound of the protected segment is enforced when room is needed, not at
-// each use; the same records are protected then.
+// use; the same objects are protected then.
 #pragma once
 
 #include <compare>

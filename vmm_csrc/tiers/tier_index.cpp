@@ -244,15 +244,45 @@ Result<bool> TierIndex::restore(const BlockKey& key, std::uint64_t slot, const B
   return true;
 }
 
-void TierIndex::close(std::uint64_t first, std::uint64_t count) {
+std::vector<KeyInSlot> TierIndex::displace(std::uint64_t count) {
   const std::lock_guard lock(mutex_);
+  std::vector<KeyInSlot> displaced;
+  displaced.reserve(std::min(count, ready_));
+  while (displaced.size() < count) {
+    const auto object = displace_next();
+    if (!object) break;
+    displaced.push_back(*object);
+  }
+  return displaced;
+}
+
+std::vector<std::int64_t> TierIndex::close(std::uint64_t first, std::uint64_t count) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::int64_t> closed;
+  closed.reserve(std::min(count, free_.size()));
   const std::uint64_t end =
       first >= slots_open_ ? first : first + std::min(count, slots_open_ - first);
   for (std::uint64_t slot = first; slot < end; ++slot) {
     if (!free_.contains(slot)) continue;
     free_.remove(slot);
     closed_.add(slot);
+    closed.push_back(static_cast<std::int64_t>(slot));
   }
+  return closed;
+}
+
+TierIndex::Closed TierIndex::close_by_policy(std::uint64_t count) {
+  const std::lock_guard lock(mutex_);
+  Closed closed;
+  closed.slots.reserve(std::min(count, free_.size() + ready_));
+  closed.displaced.reserve(std::min(count, ready_));
+  while (closed.slots.size() < count) {
+    const std::int64_t slot = take_slot(closed.displaced);
+    if (slot == kNoRoom) break;
+    closed_.add(static_cast<std::uint64_t>(slot));
+    closed.slots.push_back(slot);
+  }
+  return closed;
 }
 
 Status TierIndex::open(std::span<const std::int64_t> slots) {

@@ -18,13 +18,13 @@
 // reserved before a change. So every error, including std::bad_alloc, leaves the state unchanged.
 //
 // Thread-safe: one mutex, held for one call; no other lock is taken under it.
-// no other lock is taken.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -60,6 +60,10 @@ class TierIndex {
   };
   struct Claimed {
     std::vector<std::int64_t> slots;  ///< one per key; or kThereAlready, kNoRoom
+    std::vector<KeyInSlot> displaced;
+  };
+  struct Closed {
+    std::vector<std::int64_t> slots;
     std::vector<KeyInSlot> displaced;
   };
   /// The parent of a claim.
@@ -113,8 +117,14 @@ class TierIndex {
   /// Adds an object found in a slot as ready, with its `parent` if known. False if the key exists
   /// or the slot is taken or invalid. Fails with kInvalidArgument for the zero key.
   Result<bool> restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent);
-  /// Closes the free slots among `count` from `first` on: only restore() uses them.
-  void close(std::uint64_t first, std::uint64_t count);
+  /// Displaces up to `count` objects by the policy and returns them; their slots are free then.
+  /// Never displaces leased or pending objects.
+  std::vector<KeyInSlot> displace(std::uint64_t count);
+  /// Closes the free slots among `count` from `first` on, and returns them. Only restore() uses
+  /// closed slots.
+  std::vector<std::int64_t> close(std::uint64_t first, std::uint64_t count);
+  /// Closes up to `count` slots: free ones first, lowest first, then those of displaced objects.
+  Closed close_by_policy(std::uint64_t count);
   /// Opens closed slots. Fails with kInvalidArgument, with none opened, if a slot is not closed.
   Status open(std::span<const std::int64_t> slots);
   /// Sets the number of slots and returns the displaced objects above it. release() returns leased
@@ -198,7 +208,9 @@ class TierIndex {
   void free_slot(std::uint32_t slot);
   /// Drops an object. True if its slot is free now, false if leases hold it.
   bool forget(NodeId id);
-  /// Takes a slot for a new object, displacing one if necessary.
+  /// Displaces the policy's next object, if any, and returns it; its slot is free then.
+  std::optional<KeyInSlot> displace_next();
+  /// Takes the lowest free slot, displacing an object if no slot is free.
   std::int64_t take_slot(std::vector<KeyInSlot>& displaced);
   Status check_all_pending(std::span<const BlockKey> keys) const;
   Status check_nodes() const;

@@ -84,16 +84,22 @@ bool TierIndex::forget(NodeId id) {
   return true;
 }
 
-std::int64_t TierIndex::take_slot(std::vector<KeyInSlot>& displaced) {
-  if (const auto free = free_.take_lowest()) return *free;
+std::optional<KeyInSlot> TierIndex::displace_next() {
   const NodeId id = victim();
-  if (id == kNoNode) return kNoRoom;
-  const std::uint32_t slot = nodes_[id].slot;
-  displaced.push_back({nodes_[id].key, slot});
+  if (id == kNoNode) return std::nullopt;
+  const KeyInSlot object{nodes_[id].key, nodes_[id].slot};
   ++displaced_;
   forget(id);
-  free_.remove(slot);  // free for a moment, and not for others
-  return slot;
+  return object;
+}
+
+std::int64_t TierIndex::take_slot(std::vector<KeyInSlot>& displaced) {
+  if (free_.size() == 0) {
+    const auto object = displace_next();
+    if (!object) return kNoRoom;
+    displaced.push_back(*object);
+  }
+  return *free_.take_lowest();
 }
 
 }  // namespace kvelastic

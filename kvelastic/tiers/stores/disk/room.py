@@ -1,8 +1,8 @@
 """File space of a disk store: allocation, sharing between engines, and release by policy.
 
-A slot without file space is *parked*. The index treats it as pending under a key that no caller
-uses, so it never allocates the slot. To release space, the store claims slots for such keys. The
-index displaces records by policy, and the store returns their file space to the file system.
+A slot without file space is *parked*: it is closed in the index, so no claim uses it. To release
+space, the store closes slots. The index displaces records by policy, and the store returns their
+file space to the file system.
 
 **Sharing between engines.** The limit applies to the folders: the blocks of the files in them. An
 engine allocates space when it needs some, a file or a part of a file at a time, first come, first
@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
-from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.stores.disk.adoption import Adoption
 from kvelastic.tiers.stores.disk.file import DataFile, map_bytes, runs
 from kvelastic.tiers.stores.disk.folder import Folder, all_locked
@@ -33,11 +32,10 @@ from kvelastic.tiers.stores.disk.slots import SlotTable
 LOOK_EVERY_S: Final = 1.0
 """How often an engine checks what its neighbours hold and request."""
 _MANY_FILES: Final = 64
-_CLAIM: Final = 1024
+_CLOSE: Final = 1024
+"""Slots closed in one call of the index, which other calls wait for."""
 _GIVE: Final = 1 << 12
 """Slots released per check. More would block other calls to the store for long."""
-_CLOSED: Final = b""
-"""Stands for the key of a parked slot that is closed in the index."""
 _STEPS: Final = 2
 """Adoption steps per call: about 20 ms."""
 
@@ -68,9 +66,8 @@ class Room:
         self._record_bytes = record_bytes
         self._stride_bytes = aligned(record_bytes)
         self._clock = clock
-        self._parked: dict[int, bytes] = {}
-        self._made = 0
-        self._adoption = Adoption(index, table, self._park_closed, self._release)
+        self._parked: set[int] = set()
+        self._adoption = Adoption(index, table, self._parked.update, self._release)
         self._others: dict[Folder, list[str]] = {}
         self._look_at_s = float("-inf")
         self._grow_at_s = float("-inf")
@@ -197,10 +194,6 @@ class Room:
             self._index.close(slots.start, len(slots))
             self._adoption.begin(file)
 
-    def _park_closed(self, slots: Iterable[int]) -> None:
-        """Park slots without space that are already closed in the index."""
-        self._parked.update(dict.fromkeys(slots, _CLOSED))
-
     def _held_bytes(self) -> int:
         return sum(folder.held_bytes() for folder in self._folders)
 
@@ -323,30 +316,20 @@ class Room:
         taken: list[int] = []
         gone: list[int] = []
         while len(taken) < count:
-            keys = [self._parking_key() for _ in range(min(_CLAIM, count - len(taken)))]
-            slots, displaced = self._index.claim(b"".join(keys), None)
+            wanted = min(_CLOSE, count - len(taken))
+            slots, displaced = self._index.close_by_policy(wanted)
             gone.extend(slot for _, slot in displaced)
-            got = {slot: key for slot, key in zip(slots, keys, strict=True) if slot >= 0}
-            self._parked.update(got)
-            taken.extend(got)
-            if len(got) < len(keys):
+            taken.extend(slots)
+            if len(slots) < wanted:
                 break  # the others are leased
+        self._parked.update(taken)
         self.evicted += len(gone)
         self._forget(gone)
         return taken
 
-    def _free(self) -> int:
-        stats = self._index.stats()
-        return int(stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
-
-    def _parking_key(self) -> bytes:
-        self._made += 1
-        return b"parked: ".ljust(KEY_BYTES - 8) + self._made.to_bytes(8, "little")
-
-    def _unpark(self, slots: Iterable[int]) -> None:
-        keys = {slot: self._parked.pop(slot) for slot in slots}
-        self._index.open([slot for slot, key in keys.items() if key == _CLOSED])
-        self._index.abandon(b"".join(keys.values()))
+    def _unpark(self, slots: Sequence[int]) -> None:
+        self._index.open(slots)
+        self._parked.difference_update(slots)
 
     def _forget(self, slots: Iterable[int]) -> None:
         """Clear the entries of displaced records, in memory and in the files."""
@@ -402,8 +385,7 @@ class Room:
         self.evicted += len(held)
         self._index.erase(keys)
         self._forget(held)
-        free = self._park(self._free())
-        self._unpark([slot for slot in free if slot not in slots])
+        self._parked.update(self._index.close(slots.start, len(slots)))
         return all(slot in self._parked for slot in slots)
 
     def _settled_files(self) -> list[DataFile]:

@@ -47,7 +47,6 @@ from kvelastic.tiers.stores.disk.file import map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
 from kvelastic.tiers.stores.disk.pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.stores.disk.state import DiskState
-from kvelastic.tiers.stores.displacing import displace
 from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
 
 _log = logging.getLogger("kvelastic")
@@ -241,7 +240,7 @@ class DiskStore(Store):
         with self._state.alone():
             if self._state.closed:
                 return 0
-            displaced = displace(self._state.index, count)
+            displaced = self._state.index.displace(count)
             self._state.count(evicted=len(displaced))
             with self._state.medium(self._state.writes):
                 for _, slot in displaced:

@@ -43,7 +43,6 @@ from kvelastic.tiers.base import (
     StoreStatistics,
 )
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.stores.displacing import displace, unlikely_keys
 from kvelastic.tiers.stores.host.blocks import HostBlocks
 from kvelastic.tiers.stores.host.reservations import HostPlaces, HostReservation
 from kvelastic.tiers.stores.host.slots import GONE
@@ -106,9 +105,10 @@ class HostStore(Store):
         pages = max(place.capacity_bytes // self._layout.page_bytes, 1)
         self._index = _vmm.TierIndex(1, policy)
         self._index_slots = self._index_reach = 1
-        self._ballast: list[bytes] = []
+        self._closed_slots: list[int] = []
+        """Slots for which there is no room: closed in the index."""
         self._max_records = max_records
-        self._ballast += self._new_ballast(1)
+        self._set_room(0)
         self._pool = self._open(settings, place, pages, name, model)
         self._native: _vmm.Pool | None = self._pool.blocks
         """The pool's blocks; None once closed. Read without a lock."""
@@ -337,7 +337,7 @@ class HostStore(Store):
             if self._closed:
                 return 0
             self._blocks.follow()
-            displaced = displace(self._index, count)
+            displaced = self._index.displace(count)
             self._drop_displaced(displaced)
             return len(displaced)
 
@@ -481,12 +481,12 @@ class HostStore(Store):
         """
         free = max(available - self._pool.blocks.stats()["blocks_cached"], 0)
         have = self._index.stats()
-        in_slots = have["ready"] + have["pending"] - len(self._ballast)
+        in_slots = have["ready"] + have["pending"]
         self._set_room(min(in_slots + min(count, free), self._limit_room()))
 
     def _follow_limit(self, limit_bytes: int | None = None) -> None:
         """Shrink the index to the number of records that fit the limit."""
-        room = self._index_slots - len(self._ballast)
+        room = self._index_slots - len(self._closed_slots)
         self._set_room(min(room, self._limit_room(limit_bytes)))
 
     def _limit_room(self, limit_bytes: int | None = None) -> int:
@@ -498,15 +498,12 @@ class HostStore(Store):
         return room if self._max_records is None else min(room, self._max_records)
 
     def _set_room(self, room: int) -> None:
-        """Let the index hold at most `room` records; records above that are evicted by policy.
-
-        The index cannot shrink by policy. Instead, surplus slots are filled with *ballast*: keys
-        that are claimed and never put.
-        """
-        now = self._index_slots - len(self._ballast)
+        """Let the index hold at most `room` records; records above that are evicted by policy."""
+        now = self._index_slots - len(self._closed_slots)
         if room > now:
-            back = [self._ballast.pop() for _ in range(min(room - now, len(self._ballast)))]
-            self._index.abandon(b"".join(back))
+            kept = max(len(self._closed_slots) - (room - now), 0)
+            self._index.open(self._closed_slots[kept:])
+            del self._closed_slots[kept:]
             if room > self._index_slots:
                 if room > self._index_reach:  # doubles, so that tables are not copied each time
                     self._index_reach = 2 * room
@@ -514,15 +511,10 @@ class HostStore(Store):
                 self._index.resize(room)
                 self._index_slots = room
         elif room < now:
-            self._ballast += self._new_ballast(now - room)
-
-    def _new_ballast(self, count: int) -> list[bytes]:
-        """Displace `count` unleased records; return the ballast keys that occupy their slots."""
-        names = unlikely_keys(count)
-        slots, displaced = self._index.claim(b"".join(names), None)
-        if displaced:
-            self._drop_displaced(displaced)
-        return [name for name, slot in zip(names, slots, strict=True) if slot >= 0]
+            slots, displaced = self._index.close_by_policy(now - room)
+            self._closed_slots += slots
+            if displaced:
+                self._drop_displaced(displaced)
 
     def _drop_displaced(self, displaced: Sequence[tuple[bytes, int]]) -> None:
         self._counts["evicted"] += len(displaced)
