@@ -121,7 +121,7 @@ class KvcachedSegment:
         self._fd = -1
         self._life: _vmm.LifeLock | None = None
         self._agreed_bytes = 0
-        """The limit when the file and the instance last agreed."""
+        """The instance's limit, at most the capacity, when the file last agreed with it."""
         self._inotify = self._stop = self._own_fd = -1
         try:
             self._open()
@@ -148,10 +148,10 @@ class KvcachedSegment:
         self._own_fd = os.open(self._own.path, READ_FLAGS)
         self._watch(self._own_fd, _IN_CLOSE_WRITE)
         self._watch_file()
-        values, raw = self._values(), os.pread(self._fd, KVCACHED_BYTES, 0)
-        if raw[:8] == _VALUES.pack(self._agreed_bytes, 0, 0)[:8]:
-            self._publish_all(values)
-        self._agreed_bytes = values[0]  # a client has set any other limit in the file
+        agreed = _VALUES.pack(self._agreed_bytes, 0, 0)
+        values = self._values()
+        if not self._publish_under_lock(values, agreed) and self._read()[:8] != agreed[:8]:
+            self._agreed_bytes = values[0]  # a client has set the limit in the file
         self._thread = threading.Thread(target=self._run, name="kvcached-segment", daemon=True)
         self._thread.start()
 
@@ -208,38 +208,41 @@ class KvcachedSegment:
         is_new = self._open()
         self._watch_file()
         if is_new:
-            self._publish_all(self._values())
+            self._publish_under_lock(self._values(), b"")
 
     def _look(self) -> None:
         """Synchronize file and instance."""
         values = self._values()
-        raw = os.pread(self._fd, KVCACHED_BYTES + 1, 0)
+        raw = self._read()
         if len(raw) != KVCACHED_BYTES:
-            self._publish_all(values)
+            self._publish_under_lock(values, raw)
             return
         limit_bytes, *usage = _VALUES.unpack(raw)
         if limit_bytes == self._agreed_bytes == values[0]:
             if usage != values[1:]:
                 self._publish_usage(values)
             return
-        if limit_bytes > 0 and values[0] == self._agreed_bytes:
+        is_news = limit_bytes > 0 and self._capped(limit_bytes) != self._agreed_bytes
+        if is_news and values[0] == self._agreed_bytes:
             self._request(limit_bytes)
             self._publish_usage(values)
-        elif not self._publish_under_lock(values):
+        elif not self._publish_under_lock(values, raw):
             self._publish_usage(values)
-        elif limit_bytes != self._agreed_bytes:
+        elif is_news:
             _log.debug("%s: a limit of %d bytes is not taken over", self._path, limit_bytes)
 
     def _request(self, limit_bytes: int) -> None:
         """Request a client's limit in the instance's own segment.
 
-        If another writer holds that segment's lock, this has no effect, and the next look tries
-        again.
+        If another writer holds that segment's lock, or has just changed the limit, this has no
+        effect, and the next look decides.
         """
         request = segment.Request(limit_bytes=limit_bytes)
         with suppress(SegmentBusyError), self._own.writing(timeout_s=0.0) as record:
+            if self._values()[0] != self._agreed_bytes:
+                return
             record.write_request(**vars(request))
-            self._agreed_bytes = limit_bytes
+            self._agreed_bytes = self._capped(limit_bytes)
             _log.info(
                 "A kvcached client has set the limit to %s, by %s.",
                 format_size(limit_bytes),
@@ -257,31 +260,44 @@ class KvcachedSegment:
         limit_bytes = usage["limit_bytes"]
         if request["limit_revision"] > answer["revision"]:
             limit_bytes = request["limit_bytes"]
-        if limit_bytes == _vmm.UNLIMITED_BYTES:
-            limit_bytes = usage["capacity_bytes"] or limit_bytes
         parked_bytes = usage["parked_bytes"]
-        return [limit_bytes, max(0, usage["mapped_bytes"] - parked_bytes), parked_bytes]
+        return [
+            self._capped(limit_bytes),
+            max(0, usage["mapped_bytes"] - parked_bytes),
+            parked_bytes,
+        ]
+
+    def _capped(self, limit_bytes: int) -> int:
+        """Return the limit, or the capacity if that is less: both mean the same."""
+        capacity_bytes: int = self._own.record.read_usage()["capacity_bytes"]
+        return min(limit_bytes, capacity_bytes or limit_bytes)
+
+    def _read(self) -> bytes:
+        """Return what the file holds, and at most a byte more than it should."""
+        return os.pread(self._fd, KVCACHED_BYTES + 1, 0)
 
     def _publish_usage(self, values: list[int]) -> None:
         os.pwrite(self._fd, _VALUES.pack(*values)[8:], 8)
 
     def _publish_all(self, values: list[int]) -> None:
-        """Write all values without the lock.
-
-        A client must not have a limit in the file: it would be lost.
-        """
+        """Write all values. A limit that a client has written is lost."""
         os.pwrite(self._fd, _VALUES.pack(*values), 0)
         if os.fstat(self._fd).st_size > KVCACHED_BYTES:
             os.ftruncate(self._fd, KVCACHED_BYTES)
         self._agreed_bytes = values[0]
 
-    def _publish_under_lock(self, values: list[int]) -> bool:
-        """Write all values, or return False if another process holds the lock."""
+    def _publish_under_lock(self, values: list[int], seen: bytes) -> bool:
+        """Write all values if the file still holds the limit that was `seen`.
+
+        Return False, with nothing written, if a client has set another one, or holds the lock.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         try:
+            if self._read()[:8] != seen[:8]:
+                return False
             self._publish_all(values)
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,21 +103,83 @@ def test_limits_at_the_bounds_are_those_of_kvctl(pool: ElasticPool) -> None:
     wait_until(lambda: values()[0] == CAPACITY_BYTES, "the file does not show the device's size")
 
 
-def test_own_limit_wins_if_both_have_changed() -> None:
-    with segment.create(f"{NAME}.kvelastic", engine="vLLM") as own:
-        own.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES)
-        file = KvcachedSegment(NAME, own)
-        try:
-            write_limit(32 * MIB)
-            segment.post(own.name, segment.Request(limit_bytes=96 * MIB)).close()
-            file._look()
-            assert values()[0] == 96 * MIB
-            assert own.record.read_request()["limit_bytes"] == 96 * MIB
-            write_limit(32 * MIB)  # later than both: the last writer wins
-            file._look()
-            assert own.record.read_request()["limit_bytes"] == 32 * MIB
-        finally:
-            file.close()
+@pytest.fixture
+def own() -> Iterator[segment.Segment]:
+    """The own segment of an instance that does nothing."""
+    with segment.create(f"{NAME}.kvelastic", engine="vLLM") as made:
+        made.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES)
+        yield made
+
+
+@pytest.fixture
+def file(own: segment.Segment) -> Iterator[KvcachedSegment]:
+    """kvcached's segment of that instance, without its thread."""
+    made = KvcachedSegment(NAME, own)
+    yield made
+    made.close()
+
+
+def apply(own: segment.Segment) -> int:
+    """Acknowledge the last request, as the instance's maintenance thread does; its limit."""
+    request = own.record.read_request()
+    limit_bytes: int = request["limit_bytes"]
+    own.record.publish_usage(
+        limit_bytes=limit_bytes if limit_bytes < CAPACITY_BYTES else UNLIMITED_BYTES,
+        capacity_bytes=CAPACITY_BYTES,
+    )
+    own.record.publish_answer(
+        request["revision"], "applied", effective_limit_bytes=min(limit_bytes, CAPACITY_BYTES)
+    )
+    return limit_bytes
+
+
+def test_own_limit_wins_if_both_have_changed(own: segment.Segment, file: KvcachedSegment) -> None:
+    write_limit(32 * MIB)
+    segment.post(own.name, segment.Request(limit_bytes=96 * MIB)).close()
+    file._look()
+    assert values()[0] == 96 * MIB
+    assert own.record.read_request()["limit_bytes"] == 96 * MIB
+    write_limit(32 * MIB)  # later than both: the last writer wins
+    file._look()
+    assert own.record.read_request()["limit_bytes"] == 32 * MIB
+
+
+def test_limit_after_one_above_the_capacity_counts(
+    own: segment.Segment, file: KvcachedSegment
+) -> None:
+    write_limit((1 << 63) - 1)
+    file._look()
+    assert apply(own) >= CAPACITY_BYTES
+    write_limit(32 * MIB)
+    file._look()
+    assert apply(own) == 32 * MIB
+    file._look()
+    assert values()[0] == 32 * MIB
+
+
+@pytest.mark.parametrize("what", ["nonsense", "truncated"])
+def test_limit_that_comes_before_the_lock_is_not_overwritten(
+    own: segment.Segment,
+    file: KvcachedSegment,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if what == "nonsense":
+        write_limit(-1)
+    else:
+        os.truncate(FILE, 0)
+    take = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", take)
+        FILE.write_bytes(struct.pack("<3q", 32 * MIB, 0, 0))
+        take(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    file._look()
+    assert values()[0] == 32 * MIB
+    file._look()
+    assert own.record.read_request()["limit_bytes"] == 32 * MIB
 
 
 def test_client_that_keeps_the_lock_delays_only_the_limit(pool: ElasticPool) -> None:
