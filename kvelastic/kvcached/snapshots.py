@@ -51,10 +51,12 @@ class KVCachePoolSnapshot:
     num_kv_buffers: int
     page_size_bytes: int
     block_size_bytes: int
-    """Bytes of one block in all layers."""
+    """Bytes of one block in one buffer: one layer's K, or V."""
     total_blocks: int
     available_blocks: int
+    """Blocks that `alloc` could return, reserved ones among them."""
     allocated_blocks: int
+    """Blocks in use and reserved ones."""
     reserved_blocks: int
     available_bytes: int
     allocated_bytes: int
@@ -96,7 +98,8 @@ def pool_snapshot(
 ) -> KVCachePoolSnapshot:
     """Build a snapshot from a native pool's `stats()` and `limit_state()`.
 
-    `room_bytes` is the device memory available to the pool.
+    `block_bytes` counts all layers and buffers. `room_bytes` is the device memory available to the
+    pool.
     """
     page_bytes, over_bytes = stats["page_bytes"], limit["over_bytes"]
     limit_pages, mapped, parked = (
@@ -105,11 +108,8 @@ def pool_snapshot(
         stats["pages_parked"],
     )
     room = min(max(0, limit_pages - mapped), room_bytes // page_bytes)
-    used, available, reserved = (
-        stats["blocks_used"],
-        stats["blocks_available"],
-        stats["blocks_reserved"],
-    )
+    available, reserved = stats["blocks_available"], stats["blocks_reserved"]
+    allocated = stats["blocks_used"] + reserved
     blocks_a_page = max(1, page_bytes // block_bytes)
     return KVCachePoolSnapshot(
         schema_version=SCHEMA_VERSION,
@@ -120,13 +120,13 @@ def pool_snapshot(
         num_layers=layers,
         num_kv_buffers=kv_buffers,
         page_size_bytes=page_bytes,
-        block_size_bytes=block_bytes,
+        block_size_bytes=block_bytes // (layers * kv_buffers),
         total_blocks=stats["blocks_total"],
         available_blocks=available,
-        allocated_blocks=used,
+        allocated_blocks=allocated,
         reserved_blocks=reserved,
         available_bytes=available * block_bytes,
-        allocated_bytes=used * block_bytes,
+        allocated_bytes=allocated * block_bytes,
         reserved_bytes=reserved * block_bytes,
         null_block_reserved=True,
         virtual_per_layer_bytes=range_bytes // layers,

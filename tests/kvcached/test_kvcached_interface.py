@@ -240,9 +240,13 @@ def test_snapshots(engine: ModuleType) -> None:
     assert len(pool) == 29
     stats = manager.stats()
     assert pool["pool_name"] == manager.pool_name
-    assert (pool["allocated_blocks"], pool["reserved_blocks"]) == (len(ids), 5)
-    assert pool["block_size_bytes"] == TOKENS * CELL_BYTES * LAYERS * 2
+    # As in kvcached: allocated blocks include reserved ones, and a block's size is of one buffer.
+    assert (pool["allocated_blocks"], pool["reserved_blocks"]) == (len(ids) + 5, 5)
+    assert pool["block_size_bytes"] == TOKENS * CELL_BYTES
     assert pool["available_blocks"] == manager.available_size()
+    for count in ("available", "allocated", "reserved"):
+        block_bytes = pool["block_size_bytes"] * pool["num_layers"] * pool["num_kv_buffers"]
+        assert pool[f"{count}_bytes"] == pool[f"{count}_blocks"] * block_bytes
     assert pool["inuse_pages"] + pool["reserved_pages"] == stats["pages_mapped"]
     assert pool["mapped_bytes"] == manager.get_mapped_memory_size()
     assert pool["in_shrink"] is False
