@@ -126,8 +126,10 @@ class KvcachedSegment:
         try:
             self._open()
             self._publish_all(self._values())
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._remove()
+            if isinstance(error, OSError) and not isinstance(error, SegmentError):
+                raise SegmentError(f"cannot write {self._path}: {error.strerror}") from error
             raise
 
     def start(self) -> None:
@@ -164,11 +166,7 @@ class KvcachedSegment:
             self._stopped.set()
             os.eventfd_write(self._stop, 1)
             thread.join()
-        if self._fd >= 0:
-            with suppress(OSError):
-                if self._is_in_place():
-                    self._path.unlink()
-        self._release()
+        self._remove()
         for fd in (self._inotify, self._stop, self._own_fd):
             if fd >= 0:
                 os.close(fd)
@@ -362,6 +360,12 @@ class KvcachedSegment:
             raise SegmentError(
                 f"cannot watch {self._path}: {why}; raise fs.inotify.max_user_watches"
             )
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            if self._is_in_place():
+                self._path.unlink()
+        self._release()
 
     def _release(self) -> None:
         if self._life is not None:

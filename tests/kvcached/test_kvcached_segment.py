@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -272,6 +273,18 @@ def test_name_of_another_file_is_refused(
     monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
     with pytest.raises(errors.SegmentExistsError):
         opened()
+
+
+def test_full_shared_memory_refuses_the_start_and_leaves_nothing(
+    own: segment.Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(errors.SegmentError, match="No space left"):
+        KvcachedSegment(NAME, own)
+    assert not FILE.exists()
 
 
 def test_killed_instance_leaves_nothing_after_the_next_command(pool: ElasticPool) -> None:
