@@ -19,6 +19,7 @@ EXIT_USAGE = 2
 
 
 @click.command(
+    "serve",  # its name in kvctl; as a program it has the program's name
     cls=Program,
     context_settings={"help_option_names": ["-h", "--help"]},
     short_help="Run the controller: one HTTP front over many models.",
