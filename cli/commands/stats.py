@@ -167,7 +167,7 @@ def stats_text(stats: Stats) -> str:
         "Limits": [
             ("state", state),
             ("asleep", "yes" if stats["asleep"] else "no"),
-            ("limit", size(stats["limit_bytes"])),
+            ("limit", size(stats["limit_bytes"]) if stats["is_limited"] else "none"),
             ("in effect", size(stats["effective_limit_bytes"])),
             ("last request", "none" if requested is None else size(requested)),
             ("still over", size(stats["over_bytes"])),

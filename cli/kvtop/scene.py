@@ -55,6 +55,8 @@ class Instance:
     model: str = ""
     pid: int | None = None
     limit_bytes: int | None = None
+    """The capacity, if `is_limited` is False."""
+    is_limited: bool = True
     min_bytes: int | None = None
     priority: int | None = None
     capacity_bytes: int | None = None
@@ -173,6 +175,7 @@ def instance_of(status: InstanceStatus) -> Instance:
         label=printable(status.name),
         state=status.word,
         asleep=status.asleep,
+        is_limited=status.is_limited,
         **same,
         reserved_bytes=status.reserved_bytes,
         pages_in=counters.get("pages_mapped"),

@@ -64,6 +64,10 @@ def _number(text: Callable[[Instance], str]) -> Callable[[Instance, int, Glyphs]
     return lambda one, width, _: [Span(text(one).rjust(width))]
 
 
+def _limit(one: Instance) -> str:
+    return short_size(one.limit_bytes) if one.is_limited else "none"
+
+
 def _state(one: Instance, width: int, _: Glyphs) -> Line:
     return [Span(fit(one.state, width), _STATE_STYLES.get(one.state, "plain"))]
 
@@ -86,7 +90,7 @@ _COLUMNS: Final = (
     _Column("STATE", "state", 9, 9, 3, _state, True),
     _Column("PRIO", "prio", 5, 5, 12, _number(lambda one: short_count(one.priority))),
     _Column("MIN", "min", 5, 5, 5, _number(lambda one: short_size(one.min_bytes))),
-    _Column("LIMIT", "limit", 6, 6, 2, _number(lambda one: short_size(one.limit_bytes))),
+    _Column("LIMIT", "limit", 6, 6, 2, _number(_limit)),
     _Column("MAPPED", "mapped", 7, 7, 1, _number(lambda one: short_size(one.mapped_bytes))),
     _Column("IN USE", "in use", 7, 7, 10, _number(lambda one: short_size(one.in_use_bytes))),
     _Column("OF LIMIT", "", 8, 32, 4, instance_bar, True),
@@ -213,7 +217,7 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
         ("device", one.device),
     )
     what = _facts(
-        ("limit", value_text("limit", one.limit_bytes)),
+        ("limit", value_text("limit", one.limit_bytes) if one.is_limited else "none"),
         ("min", value_text("min", one.min_bytes)),
         ("priority", value_text("priority", one.priority)),
         ("reserved when awake" if one.asleep else "reserved", _reserved(one)),

@@ -159,15 +159,19 @@ def _tiers_style(row: Row) -> str:
     return "" if all(tier["state"] == "ok" for tier in row["tiers"] or []) else "red"
 
 
+def _limit_text(row: Row) -> str:
+    return "none" if row["is_limited"] is False else _size(row["limit_bytes"])
+
+
 def _percent(row: Row) -> float | None:
     mapped_bytes, allowed_bytes = row["mapped_bytes"], _allowed_bytes(row)
-    if mapped_bytes is None or not allowed_bytes:
+    if mapped_bytes is None or not allowed_bytes or row["is_limited"] is False:
         return None
     return 100 * mapped_bytes / allowed_bytes
 
 
 def _allowed_bytes(row: Row) -> int:
-    """Return the limit in whole pages, which is the full length of a bar."""
+    """Return the full length of a bar: the limit in whole pages, or the device without a limit."""
     limit_bytes = row["limit_bytes"]
     return 0 if limit_bytes is None else whole_pages(limit_bytes, row["page_bytes"] or 0)
 
@@ -201,7 +205,7 @@ _COLUMNS: Final = (
         "State", len("unreadable"), 2, shown_state, True,
         lambda row: _STATE_STYLES.get(shown_state(row), ""),
     ),
-    _bytes("Limit", 0),
+    _Column("Limit", _SIZE_CELLS, 0, _limit_text),
     _bytes("Mapped", 1),
     _Column("Of limit", len("Of limit"), 3, _percent_text, False, _percent_style),
     _bytes("In use", 4),

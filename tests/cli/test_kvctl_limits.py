@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from called_kvctl import kvctl
@@ -61,6 +62,27 @@ def test_what_is_not_named_stays(option, value, key, want):
         changed = {k for k in ("limit_bytes", "min_bytes", "priority") if before[k] != after[k]}
         assert changed == {key}
         assert after[key] == want
+
+
+def test_no_limit_is_shown_as_none():
+    with Instance(**DEVICE) as one:
+
+        def shown() -> tuple[str, str, str]:
+            heading, line = kvctl("list", one.name).stdout.splitlines()
+            columns = dict(zip(heading.split(), line.replace(" MiB", "MiB").split(), strict=False))
+            stats = re.search(r"\n  limit +(.*)\n", kvctl("stats", one.name).stdout)
+            table = kvctl("kvtop", one.name, "--once").stdout
+            assert stats is not None
+            return columns["LIMIT"], stats[1], table[table.index("NAME") :]
+
+        listed, of_stats, table = shown()
+        assert (listed, of_stats) == ("none", "none")
+        assert " none " in table
+        assert row(one.name)["limit_bytes"] == 64 * MIB
+        kvctl("limit", one.name, "32M", "--wait", "300")
+        listed, of_stats, table = shown()
+        assert (listed, of_stats) == ("32.00MiB", "32.00 MiB")
+        assert " none " not in table
 
 
 def test_a_guarantee_in_part_pages_is_shown_in_whole_pages():
