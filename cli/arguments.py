@@ -100,23 +100,20 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
 
 
 class AgeType(click.ParamType):  # type: ignore[type-arg]
-    """A time above 0 with the suffix s, m, h or d. Without one it is refused: 7 may mean days."""
+    """An age, parsed by `kvelastic.durations.parse_age_s`."""
 
     name = "age"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return seconds; anything else is a usage error (exit code 2)."""
-        text = str(value).strip().lower()
-        unit_s = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:], math.nan)
+        """Return seconds; a bad age is a usage error (exit code 2)."""
+        from kvelastic.durations import parse_age_s
+
         try:
-            age_s = float(text[:-1]) * unit_s
-        except ValueError:
-            age_s = math.nan
-        if not (math.isfinite(age_s) and age_s > 0):
-            self.fail(f"{value!r} is not an age; write 90s, 15m, 12h or 7d", param, ctx)
-        return age_s
+            return parse_age_s(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class TierType(click.ParamType):  # type: ignore[type-arg]

@@ -10,13 +10,14 @@ An invalid value raises `Refusal` (400) with the name of the key.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.request_body import read_body
-from kvelastic.controller.settings.durations import parse_duration_s
+from kvelastic.durations import parse_age_s, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
 
@@ -78,11 +79,20 @@ def size_of(body: dict[str, Any], key: str) -> int | None:
 
 def duration_of(body: dict[str, Any], key: str) -> float | None:
     """Return a duration in seconds; None if the key is absent. Raises `Refusal` (400)."""
+    return _time_of(body, key, parse_duration_s)
+
+
+def age_of(body: dict[str, Any], key: str) -> float | None:
+    """Return an age in seconds; None if the key is absent. Raises `Refusal` (400)."""
+    return _time_of(body, key, parse_age_s)
+
+
+def _time_of(body: dict[str, Any], key: str, parse: Callable[[object], float]) -> float | None:
     value = body.get(key)
     if value is None:
         return None
     try:
-        return parse_duration_s(value)
+        return parse(value)
     except InvalidArgumentError as error:
         raise Refusal(400, error.code, str(error), param=key) from None
 

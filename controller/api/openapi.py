@@ -34,7 +34,7 @@ _ERROR = {
 }
 _SIZE = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 _WAIT = {"oneOf": [{"type": "number", "minimum": 0, "maximum": 600}, {"type": "string"}]}
-_AGE = {"oneOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}
+_AGE = {"type": "string"}
 
 
 def _asks(properties: dict[str, Any], *required: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json, refusal_response
-from kvelastic.controller.settings.durations import parse_duration_s
+from kvelastic.durations import parse_duration_s
 from kvelastic.errors import (
     ControllerConfigError,
     GuaranteeError,

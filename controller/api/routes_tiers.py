@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from kvelastic.controller.api.json_body import (
+    age_of,
     check_keys,
-    duration_of,
     json_object,
     size_of,
     wait_of,
@@ -75,7 +75,7 @@ async def erase_records(app_state: AppState, request: Request) -> Any:
     """Erase the tier objects of a `model`, or `older_than` an age, or both, in all its tiers."""
     body = await json_object(app_state, request)
     check_keys(body, "model", "older_than", "wait")
-    model, age_s = body.get("model"), duration_of(body, "older_than")
+    model, age_s = body.get("model"), age_of(body, "older_than")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "invalid_value", "model is a text.", param="model")
     if model is None and age_s is None:

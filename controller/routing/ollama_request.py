@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.controller.settings.durations import parse_duration_s
+from kvelastic.durations import parse_duration_s
 from kvelastic.errors import InvalidArgumentError
 
 BODY_BYTES: Final = 16 << 20

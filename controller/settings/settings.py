@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvelastic.controller.settings.durations import DURATION_FORMS, parse_duration_s
+from kvelastic.durations import DURATION_FORMS, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.shared.segment import check_name
 from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, SIZE_FORMS, parse_size

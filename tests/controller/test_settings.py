@@ -9,9 +9,9 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from kvelastic.controller.settings.durations import parse_duration_s
 from kvelastic.controller.settings.settings_file import json_schema, load, parse
 from kvelastic.controller.settings.settings_warnings import warnings_of
+from kvelastic.durations import parse_duration_s
 from kvelastic.errors import ControllerConfigError, InvalidArgumentError
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "controller.example.yaml"

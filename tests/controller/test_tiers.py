@@ -90,6 +90,8 @@ WRONG: list[tuple[int, str, str, object]] = [
     (400, "POST", "erase", {"model": "\ud800"}),
     (400, "POST", "erase", {"older_than": 0}),
     (400, "POST", "erase", {"older_than": "soon"}),
+    (400, "POST", "erase", {"older_than": 7}),
+    (400, "POST", "erase", {"older_than": "7"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Parses durations: `90s`, `5m`, `1h30m`, `250ms`, or plain seconds.
+"""Parses durations: `90s`, `5m`, `1h30m`, `250ms`, or plain seconds; and ages, with a unit.
 
 parse_duration_s("5m") == 300.0 == parse_duration_s(300)
 """
@@ -24,6 +24,20 @@ def parse_duration_s(value: object) -> float:
     if seconds is None or not 0 <= seconds <= MAX_DURATION_S:
         raise InvalidArgumentError(f"duration {value!r} is not understood; write {DURATION_FORMS}.")
     return seconds
+
+
+def parse_age_s(value: object) -> float:
+    """Return an age above 0 in seconds. It has a unit, because a bare 7 may mean days.
+
+    Raises `InvalidArgumentError`.
+    """
+    has_unit = isinstance(value, str) and not _PLAIN.fullmatch(value.strip())
+    age_s = _seconds(value) if has_unit else None
+    if age_s is None or not 0 < age_s <= MAX_DURATION_S:
+        raise InvalidArgumentError(
+            f"{value!r} is not an age; write 90s, 15m, 12h or 7d, at most 3650d."
+        )
+    return age_s
 
 
 def _seconds(value: object) -> float | None:
