@@ -95,9 +95,15 @@ async def wake_up(app_state: AppState, request: Request) -> Any:
     """Wake a model and wait until it can serve."""
     model = app_state.fleet.need(request.path_params["model"])
     if model.gate.state is State.AWAKE:
-        problem = await model.wake_memory()  # kvctl may have put the memory to sleep
+        await model.find_state()  # another client may have put the engine to sleep
+    if model.gate.state is State.AWAKE:
+        was_asleep = await model.memory.is_asleep()  # by kvctl sleep
+        problem = await model.wake_memory()
         if problem is not None:
             return _told(model, 502, False, f"Its memory could not be woken: {problem}")
+        if was_asleep:
+            message = "The model's memory, put to sleep outside the controller, is awake now."
+            return _told(model, 200, True, message)
         return _told(model, 200, True, "The model is awake already.")
     if model.gate.state is State.FALLING_ASLEEP:
         await model.settled()

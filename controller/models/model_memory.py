@@ -96,6 +96,16 @@ class ModelMemory:
             )
         return None
 
+    async def is_asleep(self) -> bool:
+        """Return whether the instance sleeps; False if that is unknown."""
+        name = self._settings.instance
+        if name is None:
+            return False
+        with suppress(KvelasticError):
+            found = await asyncio.to_thread(instance_memory.look, name)
+            return found is not None and found.is_asleep
+        return False
+
     async def engine_asleep(self) -> bool | None:
         """Return whether its engine sleeps, as recorded by the engine; None if unknown."""
         name = self._settings.instance

@@ -216,10 +216,24 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
     wait_until(lambda: "was put to sleep outside the controller" in (problem() or ""))
     assert f"kvctl wake {instance.name} or POST /action/wakeup/org/m" in (problem() or "")
     assert front.state("org/m") == "awake"
-    answer = front.post("/action/wakeup/org/m")
-    assert answer.json()["success"], answer.text
+    answer = front.post("/action/wakeup/org/m").json()
+    assert answer["success"], answer
+    assert answer["message"] == (
+        "The model's memory, put to sleep outside the controller, is awake now."
+    )
     assert segment.inspect(instance.name).usage["asleep"] == 0
     assert problem() is None
+    again = front.post("/action/wakeup/org/m").json()
+    assert again["message"] == "The model is awake already."
+
+
+def test_a_wakeup_looks_whether_another_client_has_put_the_engine_to_sleep(
+    front: Controller, engine: Engine
+) -> None:
+    httpx.post(engine.url + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
+    answer = front.post("/action/wakeup/org/m").json()
+    assert answer["success"], answer
+    assert not engine.state()["asleep"]
 
 
 def test_where_the_engine_has_no_call_for_it_its_instance_says_whether_it_sleeps(
