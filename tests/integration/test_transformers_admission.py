@@ -94,7 +94,9 @@ def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.Monk
     blocks = SimpleNamespace(session=nullcontext, report_busy=lambda _: None)
     batches = Batches(
         SimpleNamespace(memory=blocks, warms_up=False),
-        SimpleNamespace(step_reserve=SimpleNamespace(follow=followed.append)),  # type: ignore[arg-type]
+        SimpleNamespace(  # type: ignore[arg-type]
+            step_reserve=SimpleNamespace(follow=followed.append), pool=SimpleNamespace(name="x")
+        ),
         [torch.zeros(1)],
     )
     cache = SimpleNamespace()
@@ -103,3 +105,56 @@ def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.Monk
     for _ in range(2):
         in_batches.update_batch(lambda _: None, processor)
     assert followed == [5, 9]
+
+
+def test_a_request_that_needs_more_than_the_limit_is_reported(
+    shared: TwoPools, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    from kvelastic.integration.transformers import in_batches, in_cache
+    from kvelastic.integration.transformers.batches import Batches, NothingFits
+
+    pool = shared.pools[0]
+    blocks = SchedulerBlocks(pool)
+    reports: list[tuple[int, int, int]] = []
+    batches = Batches(
+        SimpleNamespace(memory=blocks, warms_up=False),
+        SimpleNamespace(step_reserve=None, pool=SimpleNamespace(name="chat")),  # type: ignore[arg-type]
+        [torch.zeros(1)],
+    )
+    report = batches.waiting.report
+
+    def reported(requests: int, *, first_blocks: int = 0, first_may_blocks: int = 0) -> None:
+        reports.append((requests, first_blocks, first_may_blocks))
+        report(requests, first_blocks=first_blocks, first_may_blocks=first_may_blocks)
+
+    batches.waiting.report = reported  # type: ignore[method-assign]
+    pool.set_limit(2 << 20)
+    allocator = SimpleNamespace(
+        needs_new_blocks=lambda _id, past, query: -(-(past + query) // 16), blocks_per_sector=2
+    )
+    cache = SimpleNamespace(cache_allocators={"full": allocator, "sliding": allocator})
+    setattr(cache, in_cache._KEPT, batches)
+    large = SimpleNamespace(initial_tokens=[1] * 1000, generated_tokens=[], max_new_tokens=25)
+    small = SimpleNamespace(initial_tokens=[1] * 10, generated_tokens=[], max_new_tokens=5)
+    processor = SimpleNamespace(
+        cache=cache,
+        has_pending_requests=lambda: True,
+        inputs_and_outputs=SimpleNamespace(compute_stream=None),
+        model_runner=SimpleNamespace(pad_inputs=False),
+        scheduler=SimpleNamespace(active_requests={"l": large}, waiting_requests={"s": small}),
+    )
+    attempts = iter([NothingFits(), None])
+
+    def prepare(_: Any) -> bool:
+        problem = next(attempts)
+        if problem is not None:
+            raise problem
+        return True
+
+    while not in_batches.prepare_next_batch(prepare, processor):
+        pass
+    assert reports == [(2, 2 * 32, 2 * 32), (0, 0, 0)]
+    assert "2 requests wait for KV cache memory" in caplog.text
+    assert "kvctl limit chat " in caplog.text

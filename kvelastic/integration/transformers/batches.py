@@ -22,6 +22,7 @@ from kvelastic.integration.transformers.cache_memory import held_of_gpu_bytes
 from kvelastic.pool.engine_pool import EnginePool
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 from kvelastic.pool.scheduling.over_limit import OverLimit
+from kvelastic.pool.scheduling.waiting import WaitingRequests
 
 _DEFAULT_STREAM: Final = 0
 
@@ -53,6 +54,7 @@ class Batches:
         self.found_none = False
         """True if the last attempt to schedule a batch found no request that fits."""
         self.over_limit = OverLimit(self.blocks, config.load().limit_wait_s)
+        self.waiting = WaitingRequests(self.blocks, memory.pool.name)
         self._memory = memory
         self._trash = trash
         self._was_idle = True

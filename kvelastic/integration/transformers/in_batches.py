@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.integration.transformers.in_cache import batches_of, blocks_of
+from kvelastic.integration.transformers.in_cache import batches_of, blocks_of, count_blocks
 from kvelastic.pool.scheduling.over_limit import Holder
 
 if TYPE_CHECKING:
@@ -110,9 +110,12 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
         try:
             ready = original(processor)
         except NothingFits:
+            _report_waiting(batches, processor)
             if batches.blocks.wait_for_arrival(seen, _NAP_S):
                 continue
         break
+    if ready or not processor.has_pending_requests():
+        batches.waiting.report(0)
     batches.blocks.report_busy(processor.has_pending_requests())
     batches.batch_is_ready(
         ready,
@@ -120,6 +123,24 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
         stream=processor.inputs_and_outputs.compute_stream,
     )
     return ready
+
+
+def _report_waiting(batches: Batches, processor: Any) -> None:
+    """Report how many requests wait for memory while none runs, and what the first one needs."""
+    scheduler, cache = processor.scheduler, processor.cache
+    waiting = [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
+    if not waiting:
+        return
+    first = waiting[0]
+    # What was generated before a preemption is part of the prompt after it. The last token of a
+    # response is never computed, so it needs no room.
+    tokens = len(first.initial_tokens) + max(0, len(first.generated_tokens) - 1)
+    longest = len(first.initial_tokens) + max(0, (first.max_new_tokens or 1) - 1)
+    batches.waiting.report(
+        len(waiting),
+        first_blocks=count_blocks(cache, tokens),
+        first_may_blocks=count_blocks(cache, max(tokens, longest)),
+    )
 
 
 def update_batch(original: Callable[..., None], processor: Any) -> None:

@@ -44,6 +44,16 @@ def blocks_of(cache: Any, request_id: str) -> set[int]:
     }
 
 
+def count_blocks(cache: Any, tokens: int) -> int:
+    """Return the native blocks of an elastic cache that a request of so many tokens needs."""
+    if hasattr(cache, "group_cache_managers"):  # 5.17
+        return int(cache.blocks_needed(-(-tokens // cache.block_size), 0))
+    return sum(
+        -(-allocator.needs_new_blocks("", 0, tokens) // allocator.blocks_per_sector)
+        for allocator in cache.cache_allocators.values()
+    )
+
+
 def making_now() -> Any:
     """Return the `Making` of the elastic cache under construction on this thread, or None."""
     return _making.get()
