@@ -1,4 +1,4 @@
-"""Runs transfer graphs over all tiers: one thread for the pool's copies, one for each store.
+"""Runs transfer graphs: a thread for each store, and one for each direction of the pool's copies.
 
     executor = Executor(copies, staging, stores)
     run = executor.submit(Transfer(graph, keys, ids), Priority.LOAD)
@@ -87,7 +87,10 @@ class Executor:
         self._serial = 0
         self._runs: set[Run] = set()
         self._is_closing = False
-        self._pool_worker = _Worker("kvelastic-copies", NO_TIER, None)
+        self._pool_workers = {
+            Kind.COPY_OUT: _Worker("kvelastic-out", NO_TIER, None),
+            Kind.COPY_IN: _Worker("kvelastic-in", NO_TIER, None),
+        }
         self._workers = [
             _Worker(f"kvelastic-{store.name}"[:15], tier, store)
             for tier, store in enumerate(stores)
@@ -100,7 +103,7 @@ class Executor:
 
     @property
     def _all_workers(self) -> list[_Worker]:
-        return [self._pool_worker, *self._workers]
+        return [*self._pool_workers.values(), *self._workers]
 
     # --- public methods ------------------------------------------------------------------------
 
@@ -312,9 +315,7 @@ class Executor:
     # --- called with the lock held -------------------------------------------------------------
 
     def _worker_of(self, operation: Operation) -> _Worker:
-        if operation.kind in POOL_COPIES:
-            return self._pool_worker
-        return self._workers[operation.tier]
+        return self._pool_workers.get(operation.kind) or self._workers[operation.tier]
 
     def _enqueue(self, run: Run, ready: Sequence[int]) -> None:
         for index in ready:

@@ -276,6 +276,30 @@ def test_a_hung_store_holds_nobody_else_up(world) -> None:
     assert back.wait(DEADLINE_S)
 
 
+def test_a_load_does_not_wait_for_a_demotions_copy(world) -> None:
+    """The bus to a GPU carries both directions at once."""
+    world.fill(range(4), [])
+    arrived, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if not arrived.is_set():
+            arrived.set()
+            assert release.wait(DEADLINE_S)
+
+    world.copies.before_copy = hold
+    out = world.demote(range(20, 22))
+    assert arrived.wait(DEADLINE_S)
+    try:
+        run = world.load([Segment(0, 0, 4)])
+        assert run.wait(DEADLINE_S)
+        assert all(run.loaded)
+        assert not out.states.is_over
+    finally:
+        release.set()
+    assert world.is_over(out)
+    world.check()
+
+
 def test_a_cancelled_load_does_not_wait_for_a_hung_store(world) -> None:
     world.fill([], range(6))
     world.far.hang = release = threading.Event()
