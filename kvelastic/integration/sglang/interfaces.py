@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic.kvcached import embedded
 from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
-from kvelastic.kvcached.snapshots import (
-    KVCachePoolSnapshot,
-    RuntimeSnapshot,
-    get_capabilities,
-)
+from kvelastic.kvcached.engine_calls import EngineCalls
+from kvelastic.kvcached.snapshots import get_capabilities
 
 if TYPE_CHECKING:
     import torch
@@ -40,26 +37,13 @@ __all__ = [
 ]
 
 
-def init_kvelastic(
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    is_worker: bool = False,
-    device: str | None = None,
-    async_sched: bool = False,
-    *,
-    world_size: int | None = None,
-    pp_rank: int = 0,
-) -> None:
-    """Initialize this process; see `kvelastic.integration.vllm.interfaces.init_kvelastic`."""
-    embedded.init(
-        "sglang",
-        tp_rank=tp_rank,
-        world_size=tp_size if world_size is None else world_size,
-        pp_rank=pp_rank,
-        device=device,
-        is_worker=is_worker,
-        async_sched=async_sched,
-    )
+_calls = EngineCalls("sglang")
+init_kvelastic = init_kvcached = _calls.init_kvelastic
+shutdown_kvcached = shutdown_kvelastic
+observability_snapshot = _calls.observability_snapshot
+observability_snapshot_dict = _calls.observability_snapshot_dict
+kv_cache_pool_snapshots = _calls.kv_cache_pool_snapshots
+kv_cache_pool_snapshot_dicts = _calls.kv_cache_pool_snapshot_dicts
 
 
 def alloc_kv_cache(
@@ -124,28 +108,3 @@ def alloc_mamba_states(
         "num_layers": num_mamba_layers,
     }
     return tensors[:-1], tensors[-1], info
-
-
-def observability_snapshot() -> RuntimeSnapshot:
-    """Return the arguments of `init_kvelastic` and the resulting device. Works before init."""
-    return embedded.runtime_snapshot("sglang")
-
-
-def observability_snapshot_dict() -> dict[str, Any]:
-    """Return `observability_snapshot()` as a JSON-compatible dictionary."""
-    return observability_snapshot().to_dict()
-
-
-def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
-    """Return one snapshot for each group that has a manager."""
-    return embedded.pool_snapshots("sglang")
-
-
-def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
-    """Return `kv_cache_pool_snapshots()` as JSON-compatible dictionaries."""
-    return [snapshot.to_dict() for snapshot in kv_cache_pool_snapshots()]
-
-
-# kvcached's names.
-init_kvcached = init_kvelastic
-shutdown_kvcached = shutdown_kvelastic

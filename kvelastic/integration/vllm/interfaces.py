@@ -20,11 +20,8 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.shapes import HYBRID
 from kvelastic.kvcached import embedded
 from kvelastic.kvcached.embedded import get_kv_cache_manager, shutdown_kvelastic
-from kvelastic.kvcached.snapshots import (
-    KVCachePoolSnapshot,
-    RuntimeSnapshot,
-    get_capabilities,
-)
+from kvelastic.kvcached.engine_calls import EngineCalls
+from kvelastic.kvcached.snapshots import get_capabilities
 from kvelastic.pool.tensor_views import plan
 from kvelastic.pool.tensors import itemsize_of
 
@@ -47,34 +44,13 @@ __all__ = [
 ]
 
 
-def init_kvelastic(
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    is_worker: bool = False,
-    device: str | None = None,
-    async_sched: bool = False,
-    *,
-    world_size: int | None = None,
-    pp_rank: int = 0,
-) -> None:
-    """Initialize this process. Call it first. Idempotent; another engine, device or rank count is
-    refused.
-
-    `device` is "cpu" (or "host") for the machine's memory; None uses KVELASTIC_DEVICE. `world_size`
-    is an alias of `tp_size`. `is_worker` and `async_sched` exist for compatibility with kvcached
-    and have no effect: there is one process, and a page is unmapped only when none of its blocks
-    is in use. Raises `UnsupportedError` for more than one rank, `ConfigError` for an invalid
-    variable, `DeviceUnavailableError` for a missing GPU.
-    """
-    embedded.init(
-        "vllm",
-        tp_rank=tp_rank,
-        world_size=tp_size if world_size is None else world_size,
-        pp_rank=pp_rank,
-        device=device,
-        is_worker=is_worker,
-        async_sched=async_sched,
-    )
+_calls = EngineCalls("vllm")
+init_kvelastic = init_kvcached = _calls.init_kvelastic
+shutdown_kvcached = shutdown_kvelastic
+observability_snapshot = _calls.observability_snapshot
+observability_snapshot_dict = _calls.observability_snapshot_dict
+kv_cache_pool_snapshots = _calls.kv_cache_pool_snapshots
+kv_cache_pool_snapshot_dicts = _calls.kv_cache_pool_snapshot_dicts
 
 
 def alloc_kv_cache(
@@ -176,28 +152,3 @@ def build_kv_views(
     )
     views = embedded.views_of(raw_kv_tensors[0], cache, dtype)
     return views, cache.layout.block_bytes * cache.layout.buffers // num_layers
-
-
-def observability_snapshot() -> RuntimeSnapshot:
-    """Return the arguments of `init_kvelastic` and the resulting device. Works before init."""
-    return embedded.runtime_snapshot("vllm")
-
-
-def observability_snapshot_dict() -> dict[str, Any]:
-    """Return `observability_snapshot()` as a JSON-compatible dictionary."""
-    return observability_snapshot().to_dict()
-
-
-def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
-    """Return one snapshot for each group that has a manager."""
-    return embedded.pool_snapshots("vllm")
-
-
-def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
-    """Return `kv_cache_pool_snapshots()` as JSON-compatible dictionaries."""
-    return [snapshot.to_dict() for snapshot in kv_cache_pool_snapshots()]
-
-
-# kvcached's names.
-init_kvcached = init_kvelastic
-shutdown_kvcached = shutdown_kvelastic
