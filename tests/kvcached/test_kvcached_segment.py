@@ -158,6 +158,19 @@ def test_limit_after_one_above_the_capacity_counts(
     assert values()[0] == 32 * MIB
 
 
+def test_lock_held_at_the_start_does_not_undo_the_first_limit(
+    own: segment.Segment, file: KvcachedSegment
+) -> None:
+    own.record.publish_usage(limit_bytes=32 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB)
+    with FILE.open("r+b") as client:
+        fcntl.flock(client, fcntl.LOCK_EX)
+        file.start()
+        wait_until(lambda: values()[1] == MIB, "the usage is not published")
+        assert values()[0] == 64 * MIB
+    wait_until(lambda: values()[0] == 32 * MIB, "the first limit is not published")
+    assert own.record.read_request()["limit_revision"] == 0
+
+
 @pytest.mark.parametrize("what", ["nonsense", "truncated"])
 def test_limit_that_comes_before_the_lock_is_not_overwritten(
     own: segment.Segment,
@@ -273,6 +286,21 @@ def test_name_of_another_file_is_refused(
     monkeypatch.setenv("KVCACHED_IPC_NAME", NAME)
     with pytest.raises(errors.SegmentExistsError):
         opened()
+
+
+def test_forked_child_neither_removes_nor_keeps_the_file(
+    own: segment.Segment, file: KvcachedSegment
+) -> None:
+    child = os.fork()
+    if not child:
+        file.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    write_limit(32 * MIB)
+    file._look()
+    assert own.record.read_request()["limit_bytes"] == 32 * MIB
+    file.close()
+    assert not FILE.exists()
 
 
 def test_full_shared_memory_refuses_the_start_and_leaves_nothing(
