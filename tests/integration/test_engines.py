@@ -259,3 +259,10 @@ def test_a_newer_release_that_is_built_differently_is_refused(
     with pytest.raises(UnsupportedEngineError, match=r"expected parameters .*'requests'"):
         importlib.import_module(SCHEDULER)
     assert SCHEDULER not in sys.modules
+
+
+def test_the_page_of_vllm_counts_the_wrapped_functions() -> None:
+    patches = importlib.import_module("kvelastic.integration.vllm.patches")
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    both = len(patches.HOOKS), len(patches.TIER_HOOKS)
+    assert "It wraps {} functions of vLLM, and {} more".format(*both) in page

@@ -245,7 +245,10 @@ def test_a_reserve_is_lowered_and_not_raised_by_a_later_look() -> None:
     assert instance._pool.asked == [{"a": 7 * GIB}, {"b": 7 * GIB}]  # type: ignore[attr-defined]
 
 
-def test_before_it_sleeps_an_engine_looks_again_and_asleep_it_does_not() -> None:
+def test_before_it_sleeps_an_engine_looks_again_and_asleep_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_engine_core.in_gpu_worker, "hand_over_reserve", lambda worker: worker)
     happened: list[object] = []
     instance = SimpleNamespace(
         is_on_gpu=True,
@@ -257,7 +260,7 @@ def test_before_it_sleeps_an_engine_looks_again_and_asleep_it_does_not() -> None
         kvelastic_instance=instance,
         kvelastic_ranks=[1],
         is_sleeping=False,
-        collective_rpc=lambda method: {in_engine_core.HAND_OVER: [1, 2]}[method],
+        collective_rpc=lambda function: [function(SimpleNamespace(worker=rank)) for rank in (1, 2)],
     )
     in_engine_core.executor_sleep(lambda _: happened.append("vLLM sleeps"), executor)
     assert happened == [[2], "vLLM sleeps", "cache sleeps"]

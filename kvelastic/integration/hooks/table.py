@@ -36,8 +36,6 @@ class Hook:
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
     why: str
-    is_new: bool = False
-    """True if the engine has nothing at that path; the wrapper itself is set there."""
     is_made: bool = False
     """The wrapper is the result of `wrapper(original)`, with its parameters. For functions called
     many times per step, where repacking arguments would be the main cost."""
@@ -73,9 +71,6 @@ def _set(hook: Hook) -> None:
     module, _, path = hook.path.partition(":")
     *outer, name = path.split(".")
     owner = functools.reduce(getattr, outer, import_module(module))
-    if hook.is_new:
-        setattr(owner, name, hook.wrapper)
-        return
     original = getattr(owner, name)
     if not hasattr(original, "kvelastic_original"):
         replacement = hook.wrapper(original) if hook.is_made else _packing(original, hook.wrapper)

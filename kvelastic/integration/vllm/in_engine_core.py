@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvelastic.integration.vllm import in_gpu_worker, in_worker
 from kvelastic.integration.vllm.tier_connector import is_ours
 from kvelastic.pool.scheduling.memory_wait import Backoff
 from kvelastic.pool.scheduling.over_limit import Holder, OverLimit
@@ -33,10 +34,7 @@ _log = logging.getLogger("kvelastic.vllm")
 _KV_CACHE = "kv_cache"
 """vLLM's sleep and wake tag for KV cache memory."""
 
-DEVICE_FACTS = "kvelastic_device_facts"
-"""Worker method that returns its device's facts; our hooks add it, it is called by name."""
-HAND_OVER = "kvelastic_hand_over_reserve"
-"""Worker method that ends the start reserve and returns the bytes held besides the KV cache."""
+_T = TypeVar("_T")
 
 _waiting_instance: Instance | None = None
 """Created before the workers start; the next block pool of this process takes it."""
@@ -85,7 +83,7 @@ def executor_initialize(
         refuse_cache_configuration(vllm_config, config)
         if has_tiers:
             refuse_cache_for_tiers(config)
-    facts = executor.collective_rpc(DEVICE_FACTS)
+    facts = of_each_worker(executor, in_worker.device_facts)
     instance = scheduler_side.start_instance(
         vllm_config, with_cache, [facts[rank] for rank in ranks]
     )
@@ -121,7 +119,7 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
     if instance is None:
         return
     try:
-        held_bytes = executor.collective_rpc(HAND_OVER)
+        held_bytes = of_each_worker(executor, in_gpu_worker.hand_over_reserve)
         instance.begin([held_bytes[rank] for rank in executor.kvelastic_ranks])
     except BaseException:
         instance.close()
@@ -164,6 +162,17 @@ def _deaf_to_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def of_each_worker(executor: Any, function: Callable[[Any], _T]) -> list[_T]:
+    """Call a function of a module in each worker; return the results by rank."""
+    results: list[_T] = executor.collective_rpc(partial(_on_worker, function))
+    return results
+
+
+def _on_worker(function: Callable[[Any], _T], wrapper: Any) -> _T:
+    """Run in a worker. `wrapper` is vLLM's `WorkerWrapperBase`."""
+    return function(wrapper.worker)
+
+
 def _instance_of(executor: Any) -> Instance | None:
     return getattr(executor, "kvelastic_instance", None)
 
@@ -178,12 +187,14 @@ def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kw
     """
     instance = _instance_of(executor)
     if instance is not None and instance.is_on_gpu and not executor.is_sleeping:
-        held_bytes = executor.collective_rpc(HAND_OVER)
+        held_bytes = of_each_worker(executor, in_gpu_worker.hand_over_reserve)
         instance.lower_reserve([held_bytes[rank] for rank in executor.kvelastic_ranks])
     original(executor, *args, **kwargs)
     if instance is not None:
         instance.sleep()
         instance.say_whether_engine_sleeps(executor.is_sleeping)
+        if not instance.is_on_gpu:
+            _log.info("Asleep: no KV cache is held; weights stay in memory on the CPU.")
 
 
 def executor_wake_up(

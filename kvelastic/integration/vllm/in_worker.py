@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from kvelastic.integration.vllm import worker_device
 from kvelastic.integration.vllm.handoff import HANDOFF
 from kvelastic.integration.vllm.refusals import refuse_short_offsets
+from kvelastic.integration.vllm.wrapped_names import CPU_WORKER
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.worker_side import WorkerMemory
 
-_log = logging.getLogger("kvelastic.vllm")
-
 
 def device_facts(worker: Any) -> worker_device.DeviceFacts:
-    """Return this worker's device. The engine core calls it because it opens no device itself."""
+    """Return the worker's device. Runs in the worker: the engine core opens no device itself."""
     return worker_device.of_worker(worker).facts
 
 
@@ -36,6 +35,12 @@ def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_c
         original(worker, kv_cache_config)
     memory.check_views(worker.model_runner.kv_caches, kv_cache_config.num_blocks)
     refuse_short_offsets(worker.model_runner)
+    logging.getLogger(CPU_WORKER).addFilter(_is_no_sleep_warning)
+
+
+def _is_no_sleep_warning(record: logging.LogRecord) -> bool:
+    """Drop vLLM's warning that a sleep does nothing on a CPU: it releases the KV cache."""
+    return not record.getMessage().startswith("sleep mode is not supported on CPU")
 
 
 def shutdown(original: Callable[..., Any], worker: Any) -> None:
@@ -46,20 +51,6 @@ def shutdown(original: Callable[..., Any], worker: Any) -> None:
         memory = _memory_of(worker)
         if memory is not None:
             memory.close()
-
-
-def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None:
-    """On the CPU, vLLM frees nothing and logs so; kvelastic has released the KV cache."""
-    if _memory_of(worker) is None:
-        original(worker, level)
-    else:
-        _log.info("Asleep: no KV cache is held; weights stay in memory on the CPU.")
-
-
-def cpu_wake_up(original: Callable[..., Any], worker: Any, tags: list[str] | None = None) -> None:
-    """Skip vLLM's CPU wake-up if kvelastic manages the KV cache."""
-    if _memory_of(worker) is None:
-        original(worker, tags)
 
 
 def memory_node_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

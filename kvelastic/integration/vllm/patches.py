@@ -144,20 +144,6 @@ HOOKS: Final = (
     Hook(WORKER, f"{WORKER_CLASS}.shutdown", in_worker.shutdown, "detach from the segment"),
     Hook(
         WORKER,
-        f"{WORKER_CLASS}.{in_engine_core.DEVICE_FACTS}",
-        in_worker.device_facts,
-        "return the device on which the worker computes",
-        is_new=True,
-    ),
-    Hook(
-        WORKER,
-        f"{WORKER_CLASS}.{in_engine_core.HAND_OVER}",
-        in_gpu_worker.hand_over_reserve,
-        "return what the instance must reserve for the worker",
-        is_new=True,
-    ),
-    Hook(
-        WORKER,
         "torch.accelerator:get_memory_info",
         in_gpu_worker.memory_info,
         "while vLLM measures, report free memory without neighbours' use",
@@ -190,18 +176,6 @@ HOOKS: Final = (
     ),
     Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row, "clear stale ids (V1)"),
     Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row, "clear stale ids (V1)"),
-    Hook(
-        CPU_WORKER,
-        f"{CPU_WORKER}:CPUWorker.sleep",
-        in_worker.cpu_sleep,
-        "log that the KV cache is released",
-    ),
-    Hook(
-        CPU_WORKER,
-        f"{CPU_WORKER}:CPUWorker.wake_up",
-        in_worker.cpu_wake_up,
-        "skip vLLM's own wake-up",
-    ),
     Hook(
         CPU_WORKER,
         f"{CPU_WORKER}:get_memory_node_info",

@@ -156,6 +156,7 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     wrapper = "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config"
     probe.parameters(wrapper, ("self", "kv_cache_configs"))
     probe.mentions(wrapper, ("global_rank",))
+    probe.mentions("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker", ("worker",))
     probe.parameters(
         f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
         (
@@ -287,8 +288,6 @@ def _probe_gpu_worker(probe: Probe) -> None:
 def cpu_worker(engine: str) -> None:
     """Probe a worker on the CPU."""
     probe = Probe(engine, page=_PAGE)
-    probe.parameters(f"{CPU_WORKER}:CPUWorker.sleep", ("self", "level"))
-    probe.parameters(f"{CPU_WORKER}:CPUWorker.wake_up", ("self", "tags"))
     probe.parameters(f"{NODE_INFO}:get_memory_node_info", ("node_id",))
     probe.fields(f"{NODE_INFO}:MemoryNodeInfo", ("total_memory", "available_memory"))
     probe.mentions(f"{CPU_WORKER}:CPUWorker.determine_available_memory", ("get_memory_node_info",))
