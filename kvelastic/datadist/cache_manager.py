@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvelastic.datadist import checks, pieces, wire
+from kvelastic.datadist import checks
 from kvelastic.datadist.caches import Cache
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -20,17 +20,8 @@ from kvelastic.datadist.descriptors import (
     MemInfo,
 )
 from kvelastic.datadist.enums import Placement
-from kvelastic.datadist.manager_calls import (
-    LayerArguments,
-    ManagerCalls,
-    blocks_found,
-    model_of,
-    refuse_blocks,
-    refuse_blocks_found,
-    refuse_other_length,
-    refuse_rows,
-)
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
+from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, model_of
+from kvelastic.datadist.pieces import TENSORS_PER_LAYER
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 
@@ -161,7 +152,8 @@ class CacheManager(ManagerCalls[Cache]):
         checks.size("size", size)
         self._refuse_consumed_key(cache_key)
         with as_llm_exceptions("pull_cache"):
-            self._pull_row(cache_key, cache, batch_index, size, layers)
+            entry, row = self._row_of("pull_cache", "cache", cache, "batch_index", batch_index)
+            self._transfer_row(cache_key, entry, row, size, layers)
 
     def pull_blocks(
         self,
@@ -184,7 +176,8 @@ class CacheManager(ManagerCalls[Cache]):
         self._refuse_consumed_key(src_cache_key)
         of = () if src_blocks is None else src_blocks
         with as_llm_exceptions("pull_blocks"):
-            self._pull_blocks(src_cache_key, dst_cache, of, dst_blocks, layers)
+            entry = self._blocks_of("pull_blocks", "dst_cache", dst_cache)
+            self._transfer_blocks(src_cache_key, entry, dst_blocks, of, layers)
 
     def push_cache(
         self,
@@ -207,18 +200,10 @@ class CacheManager(ManagerCalls[Cache]):
         if checks.size("size", size) != -1:
             raise LLMParamError(f"size={size} is not accepted; push_cache copies whole rows: -1")
         with as_llm_exceptions("push_cache"):
-            entry = self._caches.own("src_cache", src_cache)
-            refuse_blocks("push_cache", src_cache)
-            row = pieces.row_index("src_batch_index", entry.desc, src_batch_index)
-            tensors = layers.sources(entry.desc)
-            ours = pieces.row_runs(entry.desc, tensors, row, 0, entry.row_bytes)
-
-            def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
-                refuse_blocks_found(found, "push_blocks")
-                into = pieces.row_runs(found.desc, theirs, found.row, 0, entry.row_bytes)
-                return ours, into
-
-            self._transfer(dst_cache_key, entry, tensors, layers.targets, runs, is_push=True)
+            entry, row = self._row_of(
+                "push_cache", "src_cache", src_cache, "src_batch_index", src_batch_index
+            )
+            self._transfer_row(dst_cache_key, entry, row, -1, layers, is_push=True)
 
     def push_blocks(
         self,
@@ -235,18 +220,10 @@ class CacheManager(ManagerCalls[Cache]):
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
         checks.instance("src_cache", src_cache, Cache)
         with as_llm_exceptions("push_blocks"):
-            entry = self._caches.own("src_cache", src_cache)
-            refuse_rows("push_blocks", src_cache)
-            of = pieces.block_indices("src_blocks", entry.desc, src_blocks)
-            into = checks.integers("dst_blocks", dst_blocks, most=checks.MAX_UINT32)
-            refuse_other_length(of, into)
-            tensors = layers.sources(entry.desc)
-            ours = pieces.block_runs(entry.desc, tensors, of)
-
-            def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
-                return ours, blocks_found(found, entry, "dst_blocks", theirs, into)
-
-            self._transfer(dst_cache_key, entry, tensors, layers.targets, runs, is_push=True)
+            entry = self._blocks_of("push_blocks", "src_cache", src_cache)
+            self._transfer_blocks(
+                dst_cache_key, entry, src_blocks, dst_blocks, layers, is_push=True
+            )
 
     def _push_layers(self, source: object, target: object, tensors: object) -> LayerArguments:
         self._begin("push")

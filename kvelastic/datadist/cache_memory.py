@@ -12,14 +12,13 @@ Allocation and release leave holes in the range, which cost addresses but no mem
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.datadist.memory_config import BufferTier, MemPool, round_up, tier_of
+from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of, round_up
 from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
@@ -54,8 +53,6 @@ class Piece:
     addresses: tuple[int, ...]
     """Address of each tensor."""
     blocks: tuple[int, ...]
-    tier: int | None
-    tier_bytes: int
 
 
 class CacheMemory:
@@ -80,8 +77,6 @@ class CacheMemory:
         name_streams(device)
         self._alignment_bytes = pool.alignment_bytes
         self._tiers = tuple(tiers)
-        self._tier_lock = threading.Lock()
-        self._tier_bytes = [0] * len(self._tiers)
         page = placement.page_size_bytes(settings, [device])
         self._page_bytes = page
         layout = PageLayout(page, 1, 1, page)
@@ -124,33 +119,17 @@ class CacheMemory:
         Waits up to `wait_s` for memory of other instances on the device. Raises `DriverError` if
         the pool has failed.
         """
-        tier = tier_of(self._tiers, tensor_bytes)
-        alignment = self._tiers[tier].alignment_bytes if tier is not None else 0
-        step_bytes = round_up(tensor_bytes, alignment or self._alignment_bytes)
-        total_bytes = tensors * step_bytes
-        if not self._take_of_tier(tier, total_bytes):
-            return None
-        pages = -(-total_bytes // self._page_bytes)
-        blocks = None
-        try:
-            blocks = self._pool.blocks.alloc_run(pages)
-        finally:
-            if blocks is None:
-                self._give_to_tier(tier, total_bytes)
+        alignment_bytes = alignment_of(self._tiers, tensor_bytes) or self._alignment_bytes
+        step_bytes = round_up(tensor_bytes, alignment_bytes)
+        blocks = self._pool.blocks.alloc_run(-(-tensors * step_bytes // self._page_bytes))
         if blocks is None:
             return None
         base = self._range.address + blocks[0] * self._page_bytes
-        return Piece(
-            tuple(base + at * step_bytes for at in range(tensors)),
-            tuple(blocks),
-            tier,
-            total_bytes,
-        )
+        return Piece(tuple(base + at * step_bytes for at in range(tensors)), tuple(blocks))
 
     def free(self, piece: Piece) -> None:
         """Free a piece. Pinned memory stays mapped until its last pin ends."""
         self._pool.blocks.free(piece.blocks)
-        self._give_to_tier(piece.tier, piece.tier_bytes)
 
     def pin(self, piece: Piece) -> int:
         """Pin a piece, so that a free does not release its memory before `unpin` of the ticket."""
@@ -159,20 +138,6 @@ class CacheMemory:
     def unpin(self, ticket: int) -> None:
         """End a pin. Idempotent."""
         self._pool.blocks.unpin(ticket)
-
-    def _take_of_tier(self, tier: int | None, total_bytes: int) -> bool:
-        if tier is None:
-            return True
-        with self._tier_lock:
-            if self._tier_bytes[tier] + total_bytes > self._tiers[tier].total_bytes:
-                return False
-            self._tier_bytes[tier] += total_bytes
-            return True
-
-    def _give_to_tier(self, tier: int | None, total_bytes: int) -> None:
-        if tier is not None:
-            with self._tier_lock:
-                self._tier_bytes[tier] -= total_bytes
 
     @property
     def _range(self) -> _vmm.Range:

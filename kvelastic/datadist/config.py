@@ -9,6 +9,7 @@ An unset attribute reads as its default and generates no option. If the default 
 resets the attribute. Values are checked when they are set.
 """
 
+# ruff: noqa: E501  # a table
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -153,83 +154,26 @@ class LLMConfig:
     Setting an attribute raises `TypeError` or `LLMParamError`.
     """
 
-    device_id = _Option(
-        "ge.exec.deviceId", _device_ids, "The process's device, or a list of them.", _device_text
-    )
-    listen_ip_info = _Option(
-        "llm.listenIpInfo", _listen, "Where peers link to, as ip:port.", default=""
-    )
-    sync_kv_timeout = _Option(
-        "llm.SyncKvCacheWaitTime", _milliseconds, "Deadline of a call in milliseconds; 1000."
-    )
-    enable_switch_role = _Option(
-        "llm.EnableSwitchRole",
-        checks.flag,
-        "Whether `switch_role` may be called.",
-        _bit,
-        default=False,
-    )
-    ge_options = _Option(
-        "",
-        _ge_options,
-        "Further options; `ge.flowGraphMemMaxSize` bounds all caches, in bytes.",
-    )
-    mem_utilization = _Option(
-        "llm.MemoryUtilization",
-        _fraction,
-        "The part of that which caches may take.",
-        default=DEFAULT_MEM_UTILIZATION,
-    )
-    buf_pool_cfg = _Option(
-        "llm.BufPoolCfg", _tiers, "Size classes of tensors, as JSON.", default=""
-    )
-    mem_pool_cfg = _Option(
-        "llm.MemPoolConfig", _pool, "The pool of device caches, as JSON.", default=""
-    )
-    host_mem_pool_cfg = _Option(
-        "llm.HostMemPoolConfig", _pool, "The pool of host caches, as JSON.", default=""
-    )
-    enable_cache_manager = _Option(
-        "llm.EnableCacheManager",
-        checks.flag,
-        "Use `cache_manager`, the second generation.",
-        _bit,
-        default=False,
-    )
-    enable_remote_cache_accessible = _Option(
-        "llm.EnableRemoteCacheAccessible",
-        checks.flag,
-        "Remember what caches a peer has, and let peers write into ours.",
-        _bit,
-        default=False,
-    )
+    # fmt: off
+    device_id = _Option("ge.exec.deviceId", _device_ids, "The process's device, or a list of them.", _device_text)
+    listen_ip_info = _Option("llm.listenIpInfo", _listen, "Where peers link to, as ip:port.", default="")
+    sync_kv_timeout = _Option("llm.SyncKvCacheWaitTime", _milliseconds, "Deadline of a call in milliseconds; 1000.")
+    enable_switch_role = _Option("llm.EnableSwitchRole", checks.flag, "Whether `switch_role` may be called.", _bit, default=False)
+    ge_options = _Option("", _ge_options, "Further options; `ge.flowGraphMemMaxSize` bounds all caches, in bytes.")
+    mem_utilization = _Option("llm.MemoryUtilization", _fraction, "The part of that which caches may take.", default=DEFAULT_MEM_UTILIZATION)
+    buf_pool_cfg = _Option("llm.BufPoolCfg", _tiers, "Size classes of tensors, as JSON.", default="")
+    mem_pool_cfg = _Option("llm.MemPoolConfig", _pool, "The pool of device caches, as JSON.", default="")
+    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", _pool, "The pool of host caches, as JSON.", default="")
+    enable_cache_manager = _Option("llm.EnableCacheManager", checks.flag, "Use `cache_manager`, the second generation.", _bit, default=False)
+    enable_remote_cache_accessible = _Option("llm.EnableRemoteCacheAccessible", checks.flag, "Remember what caches a peer has, and let peers write into ours.", _bit, default=False)
     rdma_traffic_class = _Option("llm.RdmaTrafficClass", _traffic_class, "Of RDMA: no effect.")
     rdma_service_level = _Option("llm.RdmaServiceLevel", _within(0, 7), "Of RDMA: no effect.")
-    local_comm_res = _Option(
-        "llm.LocalCommRes",
-        _json_or_empty,
-        "A rank table; it implies the two options above, also if it is set to nothing.",
-        default="",
-        counts_if_empty=True,
-    )
-    link_total_time = _Option(
-        "llm.LinkTotalTime",
-        _within(0, checks.MAX_UINT32),
-        "Seconds that `link` tries; 0: 120.",
-        default=0,
-    )
-    link_retry_count = _Option(
-        "llm.LinkRetryCount",
-        _within(1, 100),
-        "Rounds in which `link` tries within them.",
-        default=1,
-    )
-    transfer_backend = _Option(
-        "llm.TransferBackend", _backend, 'Only "hixl"; it has to listen.', default=""
-    )
-    global_resource_config = _Option(
-        "llm.GlobalResourceConfig", _json_or_empty, "Of Ascend devices: no effect.", default=""
-    )
+    local_comm_res = _Option("llm.LocalCommRes", _json_or_empty, "A rank table; it implies both `enable_` options for caches, also if it is set to nothing.", default="", counts_if_empty=True)
+    link_total_time = _Option("llm.LinkTotalTime", _within(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120.", default=0)
+    link_retry_count = _Option("llm.LinkRetryCount", _within(1, 100), "Rounds in which `link` tries within them.", default=1)
+    transfer_backend = _Option("llm.TransferBackend", _backend, 'Only "hixl"; it has to listen.', default="")
+    global_resource_config = _Option("llm.GlobalResourceConfig", _json_or_empty, "Of Ascend devices: no effect.", default="")
+    # fmt: on
 
     def __init__(self) -> None:
         self.ge_options = {}  # one per instance: callers may add options to it

@@ -129,7 +129,10 @@ class KvCacheManager(ManagerCalls[KvCache]):
         checks.instance("kv_cache", kv_cache, KvCache)
         checks.size("size", size)
         with as_llm_exceptions("pull_cache"):
-            self._pull_row(cache_key, kv_cache, batch_index, size, layers, (offsets[0], offsets[1]))
+            entry, row = self._row_of(
+                "pull_cache", "kv_cache", kv_cache, "batch_index", batch_index
+            )
+            self._transfer_row(cache_key, entry, row, size, layers, (offsets[0], offsets[1]))
 
     def pull_blocks(
         self,
@@ -146,6 +149,5 @@ class KvCacheManager(ManagerCalls[KvCache]):
         checks.instance("decoder_kv_cache", decoder_kv_cache, KvCache)
         checks.integers("prompt_blocks", prompt_blocks)
         with as_llm_exceptions("pull_blocks"):
-            self._pull_blocks(
-                prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, layers
-            )
+            entry = self._blocks_of("pull_blocks", "decoder_kv_cache", decoder_kv_cache)
+            self._transfer_blocks(prompt_cache_key, entry, decoder_blocks, prompt_blocks, layers)

@@ -78,13 +78,16 @@ class LayerArguments:
             return of is to
         return len(of) == len(to)
 
-    def sources(self, desc: CacheDesc) -> range:
-        """Return the tensors to copy from."""
-        return pieces.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
+    def of(self, desc: CacheDesc, *, is_push: bool) -> tuple[range, Callable[[CacheDesc], range]]:
+        """Return the tensors of a local cache, and a function for those of the peer's cache."""
 
-    def targets(self, desc: CacheDesc) -> range:
-        """Return the tensors to copy to."""
-        return pieces.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
+        def sources(desc: CacheDesc) -> range:
+            return pieces.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
+
+        def targets(desc: CacheDesc) -> range:
+            return pieces.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
+
+        return (sources(desc), targets) if is_push else (targets(desc), sources)
 
 
 class ManagerCalls(Generic[Handle]):
@@ -285,60 +288,83 @@ class ManagerCalls(Generic[Handle]):
 
     # --- transfers -------------------------------------------------------------------------------
 
-    def _pull_row(
+    def _row_of(
+        self, call: str, name: str, cache: Handle, row_name: str, row: int
+    ) -> tuple[Entry, int]:
+        """Return the cache of an argument and the checked index of a row."""
+        entry = self._caches.own(name, cache)
+        refuse_blocks(call, cache)
+        return entry, pieces.row_index(row_name, entry.desc, row)
+
+    def _blocks_of(self, call: str, name: str, cache: Handle) -> Entry:
+        """Return the blocks cache of an argument."""
+        entry = self._caches.own(name, cache)
+        refuse_rows(call, cache)
+        return entry
+
+    def _transfer_row(
         self,
         key: CacheKey | CacheKeyByIdAndIndex,
-        cache: Handle,
-        batch_index: int,
+        entry: Entry,
+        row: int,
         size: int,
         layers: LayerArguments,
         offsets: tuple[int, int] = (0, 0),
+        *,
+        is_push: bool = False,
     ) -> None:
-        entry = self._caches.own("cache", cache)
-        refuse_blocks("pull_cache", cache)
-        row = pieces.row_index("batch_index", entry.desc, batch_index)
-        source_offset, target_offset = offsets
+        """Copy between a local row and the row of a key; `offsets` are the peer's and the local."""
+        their_offset, our_offset = offsets
         if size == -1:
-            size = entry.row_bytes - target_offset
+            size = entry.row_bytes - our_offset
             if size < 1:
-                raise LLMParamError(f"dst_cache_offset={target_offset} is beyond the row's end")
-        tensors = layers.targets(entry.desc)
-        ours = pieces.row_runs(entry.desc, tensors, row, target_offset, size)
+                raise LLMParamError(f"dst_cache_offset={our_offset} is beyond the row's end")
+        tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
+        ours = pieces.row_runs(entry.desc, tensors, row, our_offset, size)
 
         def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
-            refuse_blocks_found(found, "pull_blocks")
-            return ours, pieces.row_runs(found.desc, theirs, found.row, source_offset, size)
+            refuse_blocks_found(found, "push_blocks" if is_push else "pull_blocks")
+            return ours, pieces.row_runs(found.desc, theirs, found.row, their_offset, size)
 
-        self._transfer(key, entry, tensors, layers.sources, runs)
+        self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
 
-    def _pull_blocks(
+    def _transfer_blocks(
         self,
         key: AnyKey,
-        cache: Handle,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
+        entry: Entry,
+        our_blocks: Sequence[int],
+        their_blocks: Sequence[int],
         layers: LayerArguments,
+        *,
+        is_push: bool = False,
     ) -> None:
-        entry = self._caches.own("dst_cache", cache)
-        refuse_rows("pull_blocks", cache)
-        into = pieces.block_indices("dst_blocks", entry.desc, target_blocks)
-        of = checks.integers("src_blocks", source_blocks, most=checks.MAX_UINT32, empty=True)
+        """Copy between local blocks and the blocks of a key, or the row of another key."""
+        our_name, their_name = ("src_blocks", "dst_blocks")[:: 1 if is_push else -1]
+        ours_at = pieces.block_indices(our_name, entry.desc, our_blocks)
+        theirs_at = checks.integers(
+            their_name, their_blocks, most=checks.MAX_UINT32, empty=not is_push
+        )
         is_blocks = isinstance(key, BlocksCacheKey)
-        if is_blocks:
-            refuse_other_length(of, into)
-        elif of:
+        if is_blocks and len(theirs_at) != len(ours_at):
+            raise LLMParamError(
+                f"{len(ours_at)} {our_name} and {len(theirs_at)} {their_name} are given; give as"
+                " many"
+            )
+        if not is_blocks and theirs_at:
             raise LLMParamError("src_blocks are of a BlocksCacheKey; leave them out")
-        tensors = layers.targets(entry.desc)
-        ours = pieces.block_runs(entry.desc, tensors, into)
+        tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
+        ours = pieces.block_runs(entry.desc, tensors, ours_at)
 
         def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
             if is_blocks:
-                return ours, blocks_found(found, entry, "src_blocks", theirs, of)
+                pieces.same_rows(found.desc, entry.desc)
+                pieces.block_indices(their_name, found.desc, theirs_at)
+                return ours, pieces.block_runs(found.desc, theirs, theirs_at)
             refuse_blocks_found(found, "a BlocksCacheKey")
-            row = pieces.row_as_blocks(found.desc, theirs, found.row, len(into), entry.row_bytes)
+            row = pieces.row_as_blocks(found.desc, theirs, found.row, len(ours_at), entry.row_bytes)
             return pieces.as_long_as(row, ours), row
 
-        self._transfer(key, entry, tensors, layers.sources, runs)
+        self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
 
     def _transfer(
         self,
@@ -429,15 +455,6 @@ def model_of(key: BlocksCacheKey | None) -> int | None:
     )
 
 
-def blocks_found(
-    found: wire.Cache, entry: Entry, name: str, tensors: range, blocks: Sequence[int]
-) -> list[Run]:
-    """Return the runs of blocks in a peer's cache, whose blocks must have the local size."""
-    pieces.same_rows(found.desc, entry.desc)
-    pieces.block_indices(name, found.desc, blocks)
-    return pieces.block_runs(found.desc, tensors, blocks)
-
-
 def refuse_blocks_found(found: wire.Cache, instead: str) -> None:
     """Refuse a peer's cache that has no rows."""
     if found.is_blocks:
@@ -454,11 +471,3 @@ def refuse_rows(call: str, cache: CacheHandle) -> None:
     """Refuse a cache that has no blocks."""
     if not cache.is_blocks_cache:
         raise LLMParamError(f"{call} needs a blocks cache, and this is no blocks cache")
-
-
-def refuse_other_length(sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Refuse lists of blocks that differ in length."""
-    if len(sources) != len(targets):
-        raise LLMParamError(
-            f"{len(sources)} src_blocks and {len(targets)} dst_blocks are given; give as many"
-        )

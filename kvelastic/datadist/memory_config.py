@@ -5,8 +5,7 @@
 
 A tensor starts at a multiple of its *alignment*: 2 to the power of `page_shift`, or the `blk_size`
 of its tier. A *tier* holds tensors of at most `max_buf_size` bytes that are too large for the
-previous tier, `total_size` bytes together. Larger tensors than those of the last tier are limited
-by the pool only.
+previous tier. Tiers share the pool's memory: `total_size` is checked and reserves nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class MemPool:
 class BufferTier:
     """A size class of tensors."""
 
-    total_bytes: int
     alignment_bytes: int
     largest_bytes: int
 
@@ -94,15 +92,13 @@ def _parse_tier(name: str, row: object) -> BufferTier:
     largest = checks.integer(
         f"{name}.max_buf_size", row.get("max_buf_size", total - 1), least=1, most=total - 1
     )
-    return BufferTier(total, block, largest)
+    return BufferTier(block, largest)
 
 
-def tier_of(tiers: Sequence[BufferTier], tensor_bytes: int) -> int | None:
-    """Return the index of a tensor's tier; None if it is larger than all tiers allow."""
-    for at, tier in enumerate(tiers):
-        if tensor_bytes <= tier.largest_bytes:
-            return at
-    return None
+def alignment_of(tiers: Sequence[BufferTier], tensor_bytes: int) -> int | None:
+    """Return the alignment of a tensor's tier; None if it is larger than all tiers allow."""
+    fitting = (tier for tier in tiers if tensor_bytes <= tier.largest_bytes)
+    return next((tier.alignment_bytes for tier in fitting), None)
 
 
 def round_up(size_bytes: int, alignment_bytes: int) -> int:

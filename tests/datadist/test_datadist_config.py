@@ -10,9 +10,9 @@ from kvelastic.datadist import LLMConfig, LLMRole
 from kvelastic.datadist.memory_config import (
     BufferTier,
     MemPool,
+    alignment_of,
     parse_buffer_tiers,
     parse_mem_pool,
-    tier_of,
 )
 from kvelastic.datadist.options import read_options
 from kvelastic.datadist.status import LLMParamError
@@ -186,9 +186,9 @@ def test_pools_and_size_classes():
         ]
     }
     tiers = parse_buffer_tiers(json.dumps(two))
-    assert tiers == (BufferTier(2 << 20, 256, 4096), BufferTier(4 << 20, 65536, 1 << 20))
-    assert [tier_of(tiers, size) for size in (1, 4096, 4097, 1 << 20, (1 << 20) + 1)] == [
-        0, 0, 1, 1, None,
+    assert tiers == (BufferTier(256, 4096), BufferTier(65536, 1 << 20))
+    assert [alignment_of(tiers, size) for size in (1, 4096, 4097, 1 << 20, (1 << 20) + 1)] == [
+        256, 256, 65536, 65536, None,
     ]  # fmt: skip
     two["buf_cfg"].reverse()
     with pytest.raises(LLMParamError, match="order the tiers"):
