@@ -11,9 +11,9 @@
     def handle(request: Request) -> None:            # in the endpoint's thread: must not block
         request.answer(Answer(size_bytes=42))
 
-    with Endpoint(PROTOCOL, handle, listen=[parse_address("unix:///run/user/1000/sizes")]):
-        with connect(parse_address("unix:///run/user/1000/sizes"), PROTOCOL) as channel:
-            channel.call(Ask(name="kv"), timeout_s=1.0)
+    server = Endpoint(PROTOCOL, handle, listen=[parse_address("unix:///run/user/1000/sizes")])
+    client = Endpoint(PROTOCOL, refuse)              # in another process
+    client.connect(parse_address("unix:///run/user/1000/sizes")).call(Ask(name="kv"), timeout_s=1.0)
 
 Peers are authenticated before the first message. On a Unix socket, the kernel reports the peer's
 user, and only processes of the same user are accepted. On TCP, both ends prove that they know a
@@ -28,7 +28,6 @@ a few hundred bytes before the peer is authenticated. Does not import torch.
 from msgspec import Meta
 
 from kvelastic.messages.addresses import MOST_PATH_BYTES, Address, parse_address
-from kvelastic.messages.channel import Channel, connect
 from kvelastic.messages.connection import Connection, Request
 from kvelastic.messages.endpoint import Endpoint
 from kvelastic.messages.peers import Peer
@@ -38,7 +37,6 @@ from kvelastic.messages.secret import SecretFile
 __all__ = [
     "MOST_PATH_BYTES",
     "Address",
-    "Channel",
     "Connection",
     "Endpoint",
     "Message",
@@ -47,6 +45,5 @@ __all__ = [
     "Protocol",
     "Request",
     "SecretFile",
-    "connect",
     "parse_address",
 ]

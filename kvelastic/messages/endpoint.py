@@ -171,7 +171,7 @@ class Endpoint:
         """Connect to another endpoint.
 
         Blocks: the handshake, and then the endpoint's thread, may each take up to `timeout_s`
-        seconds. Raises the same errors as `channel.connect`, and `InvalidArgumentError` in the
+        seconds. Raises the errors of `channel.open_connection`, and `InvalidArgumentError` in the
         endpoint's own thread.
         """
         if threading.current_thread() is self._thread:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel import connect
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import LineProgram
@@ -46,7 +47,7 @@ from kvelastic.flexkv.server.utils import (
     socket_address,
 )
 from kvelastic.flexkv.transfer.shared_blocks import SharedBlocks
-from kvelastic.messages import connect, parse_address
+from kvelastic.messages import parse_address
 from kvelastic.messages.frames import Kind
 
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)

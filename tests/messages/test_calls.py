@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from channel import connect
 from processes import LineProgram
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
 from waiting import DEADLINE_S
@@ -23,15 +24,7 @@ from kvelastic.errors import (
     LimitError,
     MessageError,
 )
-from kvelastic.messages import (
-    Address,
-    Connection,
-    Endpoint,
-    Request,
-    SecretFile,
-    connect,
-    parse_address,
-)
+from kvelastic.messages import Address, Connection, Endpoint, Request, SecretFile, parse_address
 from kvelastic.messages.connection import MOST_UNANSWERED
 
 Starter = Callable[[str], tuple[LineProgram, Address]]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from channel import connect
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
 from waiting import DEADLINE_S
 
 from kvelastic.errors import KvelasticError
-from kvelastic.messages import Endpoint, SecretFile, connect, parse_address
+from kvelastic.messages import Endpoint, SecretFile, parse_address
 from kvelastic.messages.frames import HEADER, MAGIC, WIRE_VERSION, FrameReader, Kind
 from kvelastic.transfer.pieces import packed_of
 from kvelastic.transfer.wire import PROTOCOL as TRANSFER

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from channel import Channel, connect
 from spoken import PROTOCOL, SECRET, Ask, answer
 from waiting import DEADLINE_S, wait_until
 
@@ -23,15 +24,7 @@ from kvelastic.errors import (
     MessageVersionError,
     SecretError,
 )
-from kvelastic.messages import (
-    Address,
-    Channel,
-    Endpoint,
-    Protocol,
-    SecretFile,
-    connect,
-    parse_address,
-)
+from kvelastic.messages import Address, Endpoint, Protocol, SecretFile, parse_address
 from kvelastic.messages import endpoint as endpoint_module
 from kvelastic.messages.addresses import ListeningSocket
 from kvelastic.messages.frames import (
