@@ -36,20 +36,9 @@ from kvelastic.flexkv.cache.cache_engine import (
     slots_of_plan,
     wanted_blocks,
 )
-from kvelastic.flexkv.common.calls import (
-    Calls,
-    Cancel,
-    Done,
-    Launch,
-    Match,
-    Matched,
-    Prefetch,
-    Reset,
-    Started,
-    Wait,
-)
+from kvelastic.flexkv.common import calls
+from kvelastic.flexkv.common.calls import Calls
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
-from kvelastic.flexkv.common.debug import TaskRecord
 from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.request import KVRequestType, KVResponse, KVResponseStatus, Mask
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
@@ -108,6 +97,7 @@ class KVTask:
     plan: Plan
     dp_id: int
     created_s: float
+    ended_s: float | None = None
     status: TaskStatus = TaskStatus.UNREADY
     graph_is_over: bool = False
     """Whether all copies have ended, including those after the task's end."""
@@ -166,7 +156,7 @@ class KVTaskEngine(Calls):
         """The tasks that run or hold leases or space."""
         self._batches: dict[int, tuple[int, list[int]]] = {}
         """The client and the tasks of each batch."""
-        self.recent: RingBuffer[TaskRecord] = RingBuffer(RECENT_TASKS)
+        self.recent: RingBuffer[KVTask] = RingBuffer(RECENT_TASKS)
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
@@ -298,21 +288,21 @@ class KVTaskEngine(Calls):
         """
         self._check_client(dp_id)
         _ = self.storage
-        if isinstance(call, Match):
+        if isinstance(call, calls.Match):
             return self._begin_match(call, dp_id)
-        if isinstance(call, Prefetch):
-            return Started([self._prefetch(call, dp_id).task_id])
-        if isinstance(call, Launch):
-            return Started(self._launch(call, dp_id))
-        if isinstance(call, Wait):
+        if isinstance(call, calls.Prefetch):
+            return calls.Started([self._prefetch(call, dp_id).task_id])
+        if isinstance(call, calls.Launch):
+            return calls.Started(self._launch(call, dp_id))
+        if isinstance(call, calls.Wait):
             return self._wait(call)
-        if isinstance(call, Cancel):
+        if isinstance(call, calls.Cancel):
             self._cancel(call.task_ids)
-        elif isinstance(call, Reset):
+        elif isinstance(call, calls.Reset):
             self._reset()
         else:
             raise MessageError(f"a {type(call).__name__} is no call of a task engine")
-        return Done()
+        return calls.Done()
 
     def _reset(self) -> None:
         with self._lock:
@@ -326,7 +316,7 @@ class KVTaskEngine(Calls):
             _log.warning("the tiers %s did not forget within %.0f s", ", ".join(late), RESET_S)
 
     def _begin(
-        self, kind: KVRequestType, call: Match | Prefetch, dp_id: int, mask: Any = None
+        self, kind: KVRequestType, call: calls.Match | calls.Prefetch, dp_id: int, mask: Any = None
     ) -> KVTask:
         self._pump()
         sequence = self.cache_engine.sequence(call.tokens, call.namespace)
@@ -340,7 +330,7 @@ class KVTaskEngine(Calls):
                 first,
                 last,
                 dp_id=dp_id,
-                cpu_only=isinstance(call, Match) and call.cpu_only,
+                cpu_only=isinstance(call, calls.Match) and call.cpu_only,
                 is_prefetch=kind is KVRequestType.PREFETCH,
             )
         task = self._add(kind, plan, dp_id)
@@ -356,20 +346,22 @@ class KVTaskEngine(Calls):
             )
         return task
 
-    def _begin_match(self, call: Match, dp_id: int) -> Matched:
+    def _begin_match(self, call: calls.Match, dp_id: int) -> calls.Matched:
         task = self._begin(KVRequestType(call.kind), call, dp_id, call.mask)
         plan = task.plan
         if call.slots is not None:
             try:
                 slots = slots_of_plan(plan, call.mask, call.slots)
-                self._launch(Launch([task.task_id], [slots], False), dp_id)
+                self._launch(calls.Launch([task.task_id], [slots], False), dp_id)
             except BaseException:
                 self._cancel([task.task_id])
                 raise
         end = plan.first_token + plan.tokens
-        return Matched(task.task_id, plan.length, plan.first_token if plan.tokens else end, end)
+        return calls.Matched(
+            task.task_id, plan.length, plan.first_token if plan.tokens else end, end
+        )
 
-    def _prefetch(self, call: Prefetch, dp_id: int) -> KVTask:
+    def _prefetch(self, call: calls.Prefetch, dp_id: int) -> KVTask:
         task = self._begin(KVRequestType.PREFETCH, call, dp_id)
         with self._lock:
             if not task.is_over:
@@ -405,7 +397,7 @@ class KVTaskEngine(Calls):
 
     # --- launching -----------------------------------------------------------------------------
 
-    def _launch(self, call: Launch, dp_id: int) -> list[int]:
+    def _launch(self, call: calls.Launch, dp_id: int) -> list[int]:
         if len(call.slots) != len(call.task_ids):
             raise InvalidArgumentError(
                 f"{len(call.task_ids)} tasks and {len(call.slots)} slot mappings; pass one for each"
@@ -494,7 +486,7 @@ class KVTaskEngine(Calls):
 
     # --- waiting -------------------------------------------------------------------------------
 
-    def _wait(self, call: Wait) -> dict[int, KVResponse]:
+    def _wait(self, call: calls.Wait) -> dict[int, KVResponse]:
         deadline_s = time.monotonic() + (call.timeout_s or 0.0)
         while True:
             seen = self.transfer_engine.events
@@ -577,7 +569,8 @@ class KVTaskEngine(Calls):
 
     def _end(self, task: KVTask, status: TaskStatus) -> None:
         task.status = status
-        self.recent.append(self._record(task))
+        task.ended_s = self._clock()
+        self.recent.append(task)
         if status is TaskStatus.CANCELLED:
             task.moved = np.zeros(0, np.bool_)
 
@@ -594,14 +587,14 @@ class KVTaskEngine(Calls):
             self._pump()
             return sum(task.dp_id == dp_client_id for task in self._open.values())
 
-    def _record(self, task: KVTask) -> TaskRecord:
-        seconds, kind = self._clock() - task.created_s, task.task_type.value
-        return TaskRecord(task.task_id, kind, task.status.value, task.plan.tokens, seconds)
-
-    def open_records(self) -> list[TaskRecord]:
-        """Return the tasks that run or hold something, for `common.debug.describe`."""
+    def list_open(self) -> list[KVTask]:
+        """Return the tasks that run or hold something."""
         with self._lock:
-            return [self._record(task) for task in self._open.values()]
+            return list(self._open.values())
+
+    def seconds_of(self, task: KVTask) -> float:
+        """Return the time from a task's match to its end, or until now."""
+        return (self._clock() if task.ended_s is None else task.ended_s) - task.created_s
 
     def status_of(self, task_id: int) -> TaskStatus | None:
         """Return the state of a task; None if it is unknown."""

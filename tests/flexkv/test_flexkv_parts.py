@@ -44,7 +44,7 @@ from kvelastic.flexkv.common.debug import describe
 from kvelastic.flexkv.common.hash_utils import namespace_seed
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
-from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.common.storage import KVCacheLayoutType
 from kvelastic.flexkv.common.transfer import (
     GRAPH_END,
     DeviceType,
@@ -92,36 +92,6 @@ def test_names_of_a_namespace_are_joined_without_meeting() -> None:
 
 
 # --- layouts --------------------------------------------------------------------------------------
-
-ORDERS = {"LAYERFIRST": "lkb", "BLOCKFIRST": "blk", "LAYERBLOCK": "lbk"}
-
-
-def numbered(kind: KVCacheLayoutType, kv_dim: int) -> tuple[KVCacheLayout, Any]:
-    """A cache whose elements say where they are: written place by place, by the words."""
-    layout = KVCacheLayout(kind, 3, 5, 2, 2, 4, kv_dim, 4)
-    memory = np.zeros(layout.kv_shape, np.uint32)
-    for layer in range(3):
-        for kv in range(kv_dim):
-            for block in range(5):
-                at = {"l": layer, "k": kv, "b": block}
-                where = tuple(at[axis] for axis in ORDERS[kind.value])
-                memory[where] = (layer * 2 + kv) * 5 + block + np.arange(16).reshape(2, 2, 4) * 1000
-    return layout, memory
-
-
-@pytest.mark.parametrize("kv_dim", [1, 2])
-@pytest.mark.parametrize("start", KVCacheLayoutType)
-@pytest.mark.parametrize("to", KVCacheLayoutType)
-def test_layouts_are_converted_into_each_other_byte_by_byte(
-    start: KVCacheLayoutType, to: KVCacheLayoutType, kv_dim: int
-) -> None:
-    layout, memory = numbered(start, kv_dim)
-    wanted, expected = numbered(to, kv_dim)
-    assert layout.convert(memory, to).tobytes() == expected.tobytes()
-    assert layout.with_type(to) == wanted
-    assert wanted.convert(expected, start).tobytes() == memory.tobytes()
-    with pytest.raises(InvalidArgumentError, match="all of it"):
-        layout.convert(memory[:1], to)
 
 
 @pytest.mark.parametrize("kind", KVCacheLayoutType)

@@ -5,20 +5,9 @@ print(describe(manager.task_engine))
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvelastic.sizes import format_size
-
-
-class TaskRecord(NamedTuple):
-    """Summary of one task."""
-
-    task_id: int
-    kind: str
-    status: str
-    tokens: int
-    seconds: float
-    """Time from the match to the end, or until now."""
 
 
 def describe(engine: Any, most: int = 20) -> str:
@@ -38,11 +27,11 @@ def describe(engine: Any, most: int = 20) -> str:
             f" {done.puts} put, {done.refused} refused, {done.hits} read, {done.misses} missed,"
             f" {done.evicted} evicted, {done.errors} errors"
         )
-    for title, records in (("open tasks", engine.open_records()), ("last tasks", engine.recent)):
-        lines.append(f"{title}: {len(records)}")
+    for title, tasks in (("open tasks", engine.list_open()), ("last tasks", list(engine.recent))):
+        lines.append(f"{title}: {len(tasks)}")
         lines += [
-            f"  {each.task_id} {each.kind} {each.status}, {each.tokens} tokens,"
-            f" {each.seconds:.3f} s"
-            for each in list(records)[-most:]
+            f"  {task.task_id} {task.task_type.value} {task.status.value}, {task.plan.tokens}"
+            f" tokens, {engine.seconds_of(task):.3f} s"
+            for task in tasks[-most:]
         ]
     return "\n".join(lines)

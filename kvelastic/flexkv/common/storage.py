@@ -12,14 +12,10 @@ from dataclasses import InitVar, dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.memory_handle import TensorDescription
 
 _Item = TypeVar("_Item")
-Bytes = npt.NDArray[np.uint8]
 
 
 class KVCacheLayoutType(Enum):
@@ -30,13 +26,13 @@ class KVCacheLayoutType(Enum):
     LAYERBLOCK = "LAYERBLOCK"
 
 
-_LAYER, _KV, _BLOCK, _ROW = range(4)
+_LAYER, _KV, _BLOCK = range(3)
 _ORDERS: Final = {
-    KVCacheLayoutType.LAYERFIRST: (_LAYER, _KV, _BLOCK, _ROW),
-    KVCacheLayoutType.BLOCKFIRST: (_BLOCK, _LAYER, _KV, _ROW),
-    KVCacheLayoutType.LAYERBLOCK: (_LAYER, _BLOCK, _KV, _ROW),
+    KVCacheLayoutType.LAYERFIRST: (_LAYER, _KV, _BLOCK),
+    KVCacheLayoutType.BLOCKFIRST: (_BLOCK, _LAYER, _KV),
+    KVCacheLayoutType.LAYERBLOCK: (_LAYER, _BLOCK, _KV),
 }
-"""The order of the axes. A row is a block's K or V in one layer."""
+"""The order of the axes before those of a row, which is a block's K or V in one layer."""
 BLOCK_AXES: Final = {kind: order.index(_BLOCK) for kind, order in _ORDERS.items()}
 
 
@@ -85,14 +81,11 @@ class KVCacheLayout:
         return self.num_block * self.block_bytes
 
     @property
-    def _axes(self) -> tuple[int, ...]:
-        return (self.num_layer, self.kv_dim, self.num_block, self.row_bytes)
-
-    @property
     def kv_shape(self) -> tuple[int, ...]:
         """The shape of the whole cache as one tensor."""
+        axes = (self.num_layer, self.kv_dim, self.num_block)
         row = (self.tokens_per_block, self.num_head, self.head_size)
-        return (*(self._axes[axis] for axis in _ORDERS[self.type][:-1]), *row)
+        return (*(axes[axis] for axis in _ORDERS[self.type]), *row)
 
     def in_record_order(self, tensors: Sequence[_Item]) -> list[_Item]:
         """Return an engine's tensors with this layout in the order of a record.
@@ -108,26 +101,6 @@ class KVCacheLayout:
         if self.kv_dim == 1:
             return list(keys)
         return [one for pair in zip(keys, values, strict=True) for one in pair]
-
-    def convert(self, memory: Any, to: KVCacheLayoutType) -> Bytes:
-        """Return the whole cache's bytes in another axis order.
-
-        `memory` is a buffer of `total_bytes`; otherwise raises `InvalidArgumentError`.
-        """
-        flat = np.frombuffer(memory, np.uint8)
-        if flat.size != self.total_bytes:
-            raise InvalidArgumentError(
-                f"{flat.size} bytes for a cache of {self.total_bytes}; pass all of it"
-            )
-        order, wanted = _ORDERS[self.type], _ORDERS[to]
-        shaped = flat.reshape([self._axes[axis] for axis in order])
-        return np.ascontiguousarray(
-            shaped.transpose([order.index(axis) for axis in wanted])
-        ).ravel()
-
-    def with_type(self, to: KVCacheLayoutType) -> KVCacheLayout:
-        """Return the layout with the same sizes in another axis order."""
-        return replace(self, type=to)
 
     def div_head(self, num_chunks: int) -> KVCacheLayout:
         """Return one rank's layout if `num_chunks` ranks share the heads.

@@ -53,10 +53,10 @@ class Stage:
     tiers: Mapping[DeviceType, int]
     batch_blocks: int
     operations: list[Operation] = field(default_factory=list)
-    op_at: list[int] = field(default_factory=list)
-    """For each of the executor's operations, the index in `ops` that it belongs to."""
-    items_of: list[list[int]] = field(default_factory=list)
-    """For each of `ops`, its blocks as items of the transfer."""
+    op_of: list[TransferOp] = field(default_factory=list)
+    """For each of the executor's operations, the one that it belongs to."""
+    items_of: dict[int, list[int]] = field(default_factory=dict)
+    """By op id: its blocks as items of the transfer."""
     ids: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     _item_of: dict[bytes, int] = field(default_factory=dict)
@@ -67,20 +67,21 @@ class Stage:
     """By op id and batch: the operation that ends it."""
 
     def __post_init__(self) -> None:
-        self.items_of += [self._items(op) for op in self.ops]
+        for op in self.ops:
+            self.items_of[op.op_id] = self._items(op)
         promotions = self._promotions()
-        for at, op in enumerate(self.ops):
+        for op in self.ops:
             if op.transfer_type is not TransferType.VIRTUAL:
-                self._add(at, op, is_promotion=op.op_id in promotions)
-        for at, op in enumerate(self.ops):
+                self._add(op, is_promotion=op.op_id in promotions)
+        for op in self.ops:
             if op.op_id in promotions:
-                self._promote(at, op)
+                self._promote(op)
         self.graph = Graph(self.operations, len(self.ids))
         self.keys = b"".join(self._item_of)
 
-    def moved(self, at: int, run: Run) -> list[bool]:
+    def moved(self, op: TransferOp, run: Run) -> list[bool]:
         """For each block of one of `ops`, whether it was copied."""
-        items, kind = self.items_of[at], self.ops[at].transfer_type
+        items, kind = self.items_of[op.op_id], op.transfer_type
         if kind is TransferType.H2D:
             return [run.loaded[item] for item in items]
         target = ENDS[kind][1]
@@ -125,30 +126,30 @@ class Stage:
             if op.transfer_type is TransferType.H2D and reads[before] <= set(op.key_list())
         }
 
-    def _add(self, at: int, op: TransferOp, *, is_promotion: bool) -> None:
+    def _add(self, op: TransferOp, *, is_promotion: bool) -> None:
         fill, empty = self._steps(op.transfer_type)
-        for batch, items in self._batches(at):
+        for batch, items in self._batches(op):
             after = self._before(op, batch)
             unread = tuple(item for item in items if item not in self._filled_by)
             if unread:
                 self._filled_by.update(dict.fromkeys(unread, len(self.operations)))
-                self._push(at, Operation(fill[0], unread, fill[1], after, batch))
+                self._push(op, Operation(fill[0], unread, fill[1], after, batch))
             if not is_promotion:
                 before = tuple(sorted({self._filled_by[item] for item in items} | set(after)))
                 self._ends.setdefault(op.op_id, {})[batch] = len(self.operations)
-                self._push(at, Operation(empty[0], tuple(items), empty[1], before, batch))
+                self._push(op, Operation(empty[0], tuple(items), empty[1], before, batch))
 
-    def _promote(self, at: int, op: TransferOp) -> None:
+    def _promote(self, op: TransferOp) -> None:
         """Store the blocks of a read, after the copy to the engine that the caller waits for."""
         kind, tier = self._steps(op.transfer_type)[1]
         reads: dict[int, list[int]] = {}
         for place, other in enumerate(self.operations):
             if other.kind in (Kind.COPY_IN, Kind.GET):
                 reads.setdefault(other.batch, []).append(place)
-        for batch, items in self._batches(at):
+        for batch, items in self._batches(op):
             after = tuple(reads[batch])
             put = Operation(kind, tuple(items), tier, after, batch, is_awaited=False)
-            self._push(at, put)
+            self._push(op, put)
 
     def _steps(self, kind: TransferType) -> list[tuple[Kind, int]]:
         """Return the steps that move a block to staging and then to its target."""
@@ -162,15 +163,15 @@ class Stage:
             (Kind.COPY_IN if target is DeviceType.GPU else Kind.PUT, known[target]),
         ]
 
-    def _batches(self, at: int) -> Iterable[tuple[int, list[int]]]:
+    def _batches(self, op: TransferOp) -> Iterable[tuple[int, list[int]]]:
         found: dict[int, list[int]] = {}
-        for batch, items in groupby(self.items_of[at], self._batch_of.__getitem__):
+        for batch, items in groupby(self.items_of[op.op_id], self._batch_of.__getitem__):
             found.setdefault(batch, []).extend(items)
         return found.items()
 
-    def _push(self, at: int, operation: Operation) -> None:
+    def _push(self, op: TransferOp, operation: Operation) -> None:
         self.operations.append(operation)
-        self.op_at.append(at)
+        self.op_of.append(op)
 
     def _before(self, op: TransferOp, batch: int) -> tuple[int, ...]:
         """Return the same batch of a predecessor, or all of it if it has other blocks."""

@@ -53,24 +53,18 @@ class _Flight:
         self.graph = graph
         self.stages: list[Stage] = []
         self.is_planned = False
-        self.stage = -1
-        """The running stage; -1 before the first."""
+        self.is_last = False
+        """Whether no further stage will begin."""
         self.run: Run | None = None
-        self.open: list[list[int]] = []
-        """By stage and operation: the executor's operations that have not ended."""
-        self.left = 0
+        self.open: Counter[int] = Counter()
+        """By op id: the executor's operations that have not ended."""
         self.is_cancelled = False
         self.is_over = False
 
     def plan(self, stages: list[Stage]) -> None:
         """Set the graph's stages."""
         self.stages = stages
-        counts = [Counter(stage.op_at) for stage in stages]
-        self.open = [
-            [count[at] for at in range(len(stage.ops))]
-            for count, stage in zip(counts, stages, strict=True)
-        ]
-        self.left = sum(map(sum, self.open))
+        self.open = Counter(op.op_id for stage in stages for op in stage.op_of)
         self.is_planned = True
 
     @property
@@ -179,7 +173,6 @@ class TransferEngine:
     def _begin_stage(self, flight: _Flight, number: int) -> None:
         lease: Lease | None = None
         with self._done:
-            flight.stage = number
             if number == len(flight.stages) or flight.is_cancelled:
                 self._drop_rest(flight, number)
                 return
@@ -193,7 +186,7 @@ class TransferEngine:
             stage.keys,
             stage.ids,
             stage.parents,
-            ended=lambda index, run: self._note_end(flight, number, index, run),
+            ended=lambda index, run: self._note_end(flight, stage, stage.op_of[index], run),
         )
         run = self._executor.submit(transfer, Priority.BACKGROUND if number else Priority.LOAD)
         with self._done:
@@ -211,43 +204,39 @@ class TransferEngine:
 
     def _drop_rest(self, flight: _Flight, number: int) -> None:
         """Cancel the stages from `number` on, and end the graph. The lock is held."""
-        for dropped in range(number, len(flight.stages)):
-            flight.left -= sum(flight.open[dropped])
-            flight.open[dropped] = [0] * len(flight.open[dropped])
-            self._cancel_ops(flight, flight.stages[dropped].ops, TransferOpStatus.CANCELLED)
+        for stage in flight.stages[number:]:
+            self._drop_ops(flight, stage.ops, TransferOpStatus.CANCELLED)
         for stage in flight.stages[:number]:
             for op in stage.ops:
                 if op.status is TransferOpStatus.RUNNING and not op.num_blocks:  # VIRTUAL
                     self._complete(flight, op, TransferOpStatus.COMPLETED)
-        flight.stage = len(flight.stages)
+        flight.is_last = True
         self._end_if_over(flight)
 
     def _drop(self, flight: _Flight, status: TransferOpStatus) -> None:
         """End a graph that has not started. The lock is held."""
         if not flight.is_over:
-            self._cancel_ops(flight, flight.graph.ops.values(), status)
-            flight.left, flight.open, flight.stage = 0, [], len(flight.stages)
+            self._drop_ops(flight, flight.graph.ops.values(), status)
+            flight.is_last = True
             self._end_if_over(flight)
 
-    def _cancel_ops(
+    def _drop_ops(
         self, flight: _Flight, ops: Iterable[TransferOp], status: TransferOpStatus
     ) -> None:
         for op in ops:
+            flight.open.pop(op.op_id, None)
             op.moved = [False] * op.num_blocks
             self._complete(flight, op, status)
 
     # --- the executor's thread -----------------------------------------------------------------
 
-    def _note_end(self, flight: _Flight, number: int, index: int, run: Run) -> None:
-        """Handle the end of an executor's operation. The executor's lock is held."""
-        stage = flight.stages[number]
-        at = stage.op_at[index]
+    def _note_end(self, flight: _Flight, stage: Stage, op: TransferOp, run: Run) -> None:
+        """Handle the end of one of the executor's operations. The executor's lock is held."""
         with self._done:
-            flight.open[number][at] -= 1
-            flight.left -= 1
-            if flight.open[number][at] == 0:
-                op = stage.ops[at]
-                op.moved = stage.moved(at, run)
+            flight.open[op.op_id] -= 1
+            if flight.open[op.op_id] == 0:
+                del flight.open[op.op_id]
+                op.moved = stage.moved(op, run)
                 status = TransferOpStatus.COMPLETED
                 if not all(op.moved):
                     is_cancelled = run.is_cancelled or flight.is_cancelled
@@ -260,7 +249,7 @@ class TransferEngine:
         self._report(flight, op.op_id)
 
     def _end_if_over(self, flight: _Flight) -> None:
-        if flight.left == 0 and flight.stage >= len(flight.stages) and not flight.is_over:
+        if not flight.open and flight.is_last and not flight.is_over:
             flight.is_over = True
             del self._flights[flight.graph.graph_id]
             self._report(flight, GRAPH_END)
@@ -358,8 +347,8 @@ class TransferEngine:
         self._executor.check_integrity()
         with self._done:
             for graph_id, flight in self._flights.items():
-                if flight.left != sum(map(sum, flight.open)):
-                    raise IntegrityError(f"graph {graph_id} counts {flight.left} open operations")
+                if flight.is_over or min(flight.open.values(), default=1) < 1:
+                    raise IntegrityError(f"graph {graph_id} counts {dict(flight.open)} operations")
 
     def shutdown(self, timeout_s: float = CLOSE_S) -> list[str]:
         """Cancel all graphs, end the threads, close the stores; return hanging parts.
