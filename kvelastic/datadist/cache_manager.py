@@ -100,7 +100,7 @@ class CacheManager(ManagerCalls[Cache]):
             )
             try:
                 if remote_accessible:
-                    self._links.expose(entry)
+                    self._links.exposed.expose(entry)
             except BaseException:
                 self._caches.unregister(entry.cache_id)
                 raise
@@ -116,7 +116,7 @@ class CacheManager(ManagerCalls[Cache]):
         with as_llm_exceptions("unregister_cache"):
             entry = self._caches.unregister(cache_id)
             if entry is not None:
-                self._links.withdraw(entry)
+                self._links.exposed.withdraw(entry)
 
     def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> NoReturn:
         """Raises `LLM_FEATURE_NOT_ENABLED`: not supported, as in the original."""

@@ -19,7 +19,6 @@ from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.datadist import wire
-from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.clusters import LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole, Placement
 from kvelastic.datadist.exposed import Exposed
@@ -72,7 +71,7 @@ class Links:
         self._peers: dict[int, Peer] = {}
         self._in_progress: set[int] = set()
         self._has_linked = False
-        self._exposed = Exposed(caches)
+        self.exposed = Exposed(caches)
         self.groups = GroupLinks(self._join_member, self._leave_member)
         self._node = self._listen(options.listen)
 
@@ -97,7 +96,7 @@ class Links:
         node = Node(
             self._cluster_id,
             answer=self._answer,
-            claim=self._exposed.claim,
+            claim=self.exposed.claim,
             listen=listen,
             secret=self._places.secret,
             allowed=self._places.allowed,
@@ -109,7 +108,7 @@ class Links:
             on_end=self._ended,
         )
         try:
-            self._exposed.bind(node)
+            self.exposed.bind(node)
         except BaseException:
             node.close()
             raise
@@ -319,17 +318,6 @@ class Links:
             self._options.sync_kv_timeout_s,
             is_layered=is_layered,
         )
-
-    def expose(self, entry: Entry) -> None:
-        """Let peers access a registered cache.
-
-        Raises `LLMParamError` if its memory is exposed already.
-        """
-        self._exposed.expose(entry)
-
-    def withdraw(self, entry: Entry) -> None:
-        """End the peers' access to a registered cache."""
-        self._exposed.withdraw(entry)
 
     def _peer(self, cluster_id: int) -> Peer:
         with self._lock:

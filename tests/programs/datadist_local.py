@@ -13,6 +13,7 @@ from kvelastic.datadist.cache_manager import CacheManager
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.enums import LLMRole
+from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.kv_cache_manager import KvCacheManager
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
@@ -20,20 +21,28 @@ from kvelastic.datadist.options import Options, read_options
 from kvelastic.datadist.status import LLMException, LLMStatusCode
 
 
-class NoPeers(Links):
-    """No peer is linked."""
+class NothingExposed(Exposed):
+    """No peer reaches anything."""
 
     def __init__(self) -> None:
-        self._has_linked = False
-
-    def call(self, cluster_id: int, *, is_layered: bool = False):
-        raise LLMException("nobody", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        pass
 
     def expose(self, entry: Entry) -> None:
         pass
 
     def withdraw(self, entry: Entry) -> None:
         pass
+
+
+class NoPeers(Links):
+    """No peer is linked."""
+
+    def __init__(self) -> None:
+        self._has_linked = False
+        self.exposed = NothingExposed()
+
+    def call(self, cluster_id: int, *, is_layered: bool = False):
+        raise LLMException("nobody", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
 
 def second_options(device_bytes: int = 0, host_bytes: int = 0, **more: str) -> Options:
