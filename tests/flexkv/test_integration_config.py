@@ -182,19 +182,6 @@ class Manager:
         return call
 
 
-class Errors:
-    """What the worker is told."""
-
-    def __init__(self) -> None:
-        self.told: list[set[int]] = []
-
-    def tell(self, block_ids: set[int]) -> None:
-        self.told.append(block_ids)
-
-    def flush(self) -> None:
-        """Nothing is left."""
-
-
 @pytest.fixture
 def scheduler() -> Any:
     from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
@@ -203,8 +190,8 @@ def scheduler() -> Any:
     one._block_size = 4
     one._stats = FlexKVStats()
     one._matched, one._to_launch, one._running, one._failing = {}, {}, {}, {}
-    one._away_until_s = 0.0
-    one._manager, one._errors = Manager(), Errors()
+    one._away_until_s, one._failed_blocks = 0.0, set()
+    one._manager = Manager()
     return one
 
 
@@ -236,13 +223,13 @@ def test_a_load_that_fails_is_over_only_when_a_worker_names_its_blocks(scheduler
     first, second, third = output(), output(), output(invalid_block_ids={7, 8, 9})
     scheduler.take_finished(first)
     assert first.finished_recving == set()
-    assert scheduler._errors.told == [{7, 8, 9}]
+    assert scheduler.take_failed_blocks() == {7, 8, 9}
     scheduler.take_finished(second)
     assert second.finished_recving == set()
     assert scheduler.request_finished(request(), [7, 8, 9]), "its blocks are still in use"
     scheduler.take_finished(third)
     assert third.finished_recving == {"r1"}
-    assert scheduler._errors.told == [{7, 8, 9}]
+    assert scheduler.take_failed_blocks() == set(), "they are named once"
 
 
 def test_without_a_server_nothing_is_found_and_loads_fail(scheduler: Any) -> None:
@@ -250,7 +237,7 @@ def test_without_a_server_nothing_is_found_and_loads_fail(scheduler: Any) -> Non
     scheduler._manager.is_away = True
     answer = output()
     scheduler.take_finished(answer)
-    assert scheduler._errors.told == [{7, 8, 9}]
+    assert scheduler.take_failed_blocks() == {7, 8, 9}
     assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
     asked = scheduler._manager.asked
     assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)

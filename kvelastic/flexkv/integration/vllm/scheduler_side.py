@@ -22,7 +22,6 @@ from kvelastic.errors import ChannelError, EngineError, KvelasticError, NotIniti
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.integration.stats import FlexKVStats
-from kvelastic.flexkv.integration.vllm.worker_side import LoadErrorSender
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.server.utils import remove_dead_endpoints
 
@@ -51,7 +50,7 @@ class _Task:
 class FlexKVSchedulerConnector:
     """Not thread-safe: vLLM's scheduler calls it."""
 
-    def __init__(self, config: FlexKVConfig, dp_rank: int, engine: str) -> None:
+    def __init__(self, config: FlexKVConfig, dp_rank: int) -> None:
         """Start a KVManager and wait for the engine's ranks. Blocks.
 
         Raises `EngineError` if the ranks do not register, and errors of `KVManager`.
@@ -63,8 +62,9 @@ class FlexKVSchedulerConnector:
         self._running: dict[int, _Task] = {}
         self._failing: dict[str, _Task] = {}
         """Failed loads, until a worker's output names their blocks."""
+        self._failed_blocks: set[int] = set()
+        """Blocks of failed loads that no worker knows of."""
         self._away_until_s = 0.0
-        self._errors: LoadErrorSender | None = None
         self._manager = KVManager(
             config.model_config,
             config.cache_config,
@@ -74,7 +74,6 @@ class FlexKVSchedulerConnector:
         )
         try:
             remove_dead_endpoints()
-            self._errors = LoadErrorSender(engine)
             self._manager.start()
             self._wait_until_ready()
         except BaseException:
@@ -201,8 +200,6 @@ class FlexKVSchedulerConnector:
 
         A failed load is added once the worker's output names its blocks.
         """
-        errors = self._errors
-        assert errors is not None
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
         for task_id, is_whole in self._over().items():
             task = self._running.pop(task_id)
@@ -213,7 +210,7 @@ class FlexKVSchedulerConnector:
                 received.add(name)
             else:
                 self._failing[name] = task
-                errors.tell(set(task.block_ids))
+                self._failed_blocks |= set(task.block_ids)
             if not is_whole:
                 self._stats.record_failed(1)
                 _log.warning("A %s of %d tokens failed.", task.kind, task.tokens)
@@ -221,8 +218,12 @@ class FlexKVSchedulerConnector:
             if set(task.block_ids) <= set(output.invalid_block_ids or ()):
                 received.add(name)
                 del self._failing[name]
-        errors.flush()
         output.finished_sending, output.finished_recving = sent, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks of failed loads, each once: later they may be another request's."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
 
     def _over(self) -> dict[int, bool]:
         """Return the ended tasks, and for each whether all blocks were copied."""
@@ -245,8 +246,6 @@ class FlexKVSchedulerConnector:
     def shutdown(self) -> None:
         """Cancel tasks and close the manager. Idempotent."""
         self._manager.shutdown()
-        if self._errors is not None:
-            self._errors.close()
 
     def _open_tasks(self) -> list[_Task]:
         groups = (self._matched, self._to_launch, self._running)

@@ -45,6 +45,13 @@ class StepTaken(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
         return True
 
 
+class FailedBlocks(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """Blocks of the engine that could not be loaded, for the output of the step."""
+
+    def __init__(self, block_ids: set[int]) -> None:
+        self.block_ids = block_ids
+
+
 class FlexKVConnectorV1Impl:
     """The connector. Each method implements vLLM's method of the same name."""
 
@@ -59,20 +66,17 @@ class FlexKVConnectorV1Impl:
                 " --kv-transfer-config out"
             )
         dp_rank = vllm_config.parallel_config.data_parallel_rank
-        engine = f"{vllm_config.instance_id}_{dp_rank}"
         self._scheduler: FlexKVSchedulerConnector | None = None
         self._worker: worker_side.FlexKVWorkerConnector | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = FlexKVSchedulerConnector(config, dp_rank, engine)
+            self._scheduler = FlexKVSchedulerConnector(config, dp_rank)
             return
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            worker_side.share_cpu_cache()
-        self._worker = worker_side.FlexKVWorkerConnector(
-            config, dp_rank, get_tensor_model_parallel_rank(), engine
-        )
+        worker_side.extend_connector(is_cpu=current_platform.is_cpu())
+        tp_rank = get_tensor_model_parallel_rank()
+        self._worker = worker_side.FlexKVWorkerConnector(config, dp_rank, tp_rank)
 
     def shutdown(self) -> None:
         """Release everything that this process holds."""
@@ -86,6 +90,11 @@ class FlexKVConnectorV1Impl:
         """Register the cache's memory."""
         assert self._worker is not None
         self._worker.register_to_server(kv_caches)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        """Take the failed blocks that the scheduler sends with a step."""
+        if self._worker is not None and isinstance(metadata, FailedBlocks):
+            self._worker.note_failed_blocks(metadata.block_ids)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads run without the worker."""
@@ -126,9 +135,9 @@ class FlexKVConnectorV1Impl:
         self._of_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Launch this step's tasks. Workers receive nothing."""
+        """Launch this step's tasks. Workers receive the blocks of failed loads."""
         self._of_scheduler.launch()
-        return KVConnectorMetadata()
+        return FailedBlocks(self._of_scheduler.take_failed_blocks())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Add the ended tasks to a step's output."""

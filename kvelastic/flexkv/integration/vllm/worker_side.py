@@ -1,121 +1,30 @@
 """The connector's worker side: it registers the KV cache. Copies run without its Python code.
 
 vLLM takes failed blocks only from its workers' output, and not after the step that ends the load.
-The scheduler learns of a failure first. It notifies one worker, and reports the load as finished in
-the step whose output names its blocks. If it notified two workers, the later one could name blocks
-that another request has received in the meantime.
+The scheduler learns of a failure first. It notifies the workers with the next step's metadata, and
+reports the load as finished in the step whose output names its blocks.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic.errors import ChannelClosedError, KvelasticError, UnsupportedError
+from kvelastic.errors import UnsupportedError
 from kvelastic.flexkv.common.memory_handle import shared_zeros
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.server.client import KVTPClient
-from kvelastic.flexkv.server.utils import default_endpoint, socket_address
-from kvelastic.messages import Connection, Endpoint, Message, Meta, Protocol, Request
-
-_AGAIN_S: Final = 0.05
-
-
-class FailedBlocks(Message):
-    """Blocks of the engine that could not be loaded."""
-
-    block_ids: Annotated[list[int], Meta(max_length=1 << 16)]
-
-
-_PROTOCOL: Final = Protocol("flexkv-load-errors", version=1, messages=(FailedBlocks,))
-
-
-class LoadErrorSender:
-    """The scheduler's end; `engine` names it for its own workers."""
-
-    def __init__(self, engine: str) -> None:
-        address = socket_address(default_endpoint(f"{engine}_errors"))
-        self._endpoint = Endpoint(_PROTOCOL, _refuse, listen=[address], name="flexkv-errors")
-        self._worker: Connection | None = None
-        self._unsent: set[int] = set()
-
-    def tell(self, block_ids: set[int]) -> None:
-        """Send failed blocks. Does not block; keeps them until a worker is connected."""
-        self._unsent |= block_ids
-        self.flush()
-
-    def flush(self) -> None:
-        """Send blocks that were kept."""
-        if not self._unsent:
-            return
-        if self._worker is None or not self._worker.is_open:
-            self._worker = next((one for one in self._endpoint.connections if one.is_open), None)
-        if self._worker is not None:
-            try:
-                self._worker.notify(FailedBlocks(block_ids=sorted(self._unsent)))
-            except ChannelClosedError:
-                return
-            self._unsent.clear()
-
-    def close(self) -> None:
-        """Close the endpoint. Idempotent."""
-        self._endpoint.close()
-
-
-def _refuse(request: Request) -> None:
-    raise ChannelClosedError("a scheduler takes no messages")
-
-
-class LoadErrorReceiver:
-    """A worker's end."""
-
-    def __init__(self, engine: str) -> None:
-        self._address = socket_address(default_endpoint(f"{engine}_errors"))
-        self._lock = threading.Lock()
-        self._block_ids: set[int] = set()
-        self._is_closed = False
-        self._endpoint = Endpoint(_PROTOCOL, self._hear, name="flexkv-errors")
-        self._thread = threading.Thread(target=self._connect, name="flexkv-errors", daemon=True)
-        self._thread.start()
-
-    def take(self) -> set[int]:
-        """Return the blocks that have failed since the last call."""
-        with self._lock:
-            taken, self._block_ids = self._block_ids, set()
-        return taken
-
-    def close(self) -> None:
-        """Close the connection. Idempotent."""
-        self._is_closed = True
-        self._endpoint.close()
-        self._thread.join()
-
-    def _connect(self) -> None:
-        # The scheduler starts after its workers.
-        while not self._is_closed:
-            try:
-                self._endpoint.connect(self._address)
-                return
-            except KvelasticError:  # noqa: PERF203  # it waits in between
-                time.sleep(_AGAIN_S)
-
-    def _hear(self, request: Request) -> None:
-        assert isinstance(request.message, FailedBlocks)
-        with self._lock:
-            self._block_ids.update(request.message.block_ids)
 
 
 class FlexKVWorkerConnector:
     """The connector of one rank of the engine."""
 
-    def __init__(self, config: FlexKVConfig, dp_rank: int, tp_rank: int, engine: str) -> None:
+    def __init__(self, config: FlexKVConfig, dp_rank: int, tp_rank: int) -> None:
         self._block_size = config.cache_config.tokens_per_block
-        self._errors = LoadErrorReceiver(engine) if tp_rank == 0 else None
+        self._failed_blocks: set[int] = set()
         self._client = KVTPClient(
             config.gpu_register_port,
             dp_client_id=config.dp_client_id_of_instance + dp_rank,
@@ -148,15 +57,18 @@ class FlexKVWorkerConnector:
             return tensor, 1
         raise UnsupportedError(f"a KV cache of the shape {tuple(tensor.shape)} is not known here")
 
+    def note_failed_blocks(self, block_ids: set[int]) -> None:
+        """Keep the failed blocks that come with a step, for the output of that step."""
+        self._failed_blocks |= block_ids
+
     def take_failed_blocks(self) -> set[int]:
-        """Return the failed blocks that the scheduler has sent since the last call."""
-        return self._errors.take() if self._errors is not None else set()
+        """Return the failed blocks since the last call."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
 
     def shutdown(self) -> None:
         """Unregister. Idempotent."""
         self._client.close()
-        if self._errors is not None:
-            self._errors.close()
 
 
 class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
@@ -173,10 +85,20 @@ class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped 
         return func(*args, **kwargs)
 
 
-def share_cpu_cache() -> None:
-    """Add this mode to vLLM's FlexKVConnectorV1, which does not forward the call to its adapter."""
+def extend_connector(*, is_cpu: bool) -> None:
+    """Make vLLM's FlexKVConnectorV1 forward two more calls to its adapter.
+
+    These are a step's metadata, and on the CPU the allocation of the cache.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1 import flexkv_connector
 
     connector = flexkv_connector.FlexKVConnectorV1
-    if "get_mem_pool_context" not in vars(connector):
+
+    def bind(self: Any, metadata: Any) -> None:
+        super(connector, self).bind_connector_metadata(metadata)
+        self._flexkv_connector.bind_connector_metadata(metadata)
+
+    if "bind_connector_metadata" not in vars(connector):
+        connector.bind_connector_metadata = bind
+    if is_cpu and "get_mem_pool_context" not in vars(connector):
         connector.get_mem_pool_context = lambda self: SharedZeros()
