@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,12 +19,14 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.models.gate import State
 from kvelastic.errors import ClusterError
+from kvelastic.integration.ray import engine_logs
 from kvelastic.integration.ray.messages import ASLEEP, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import ClusterSettings, parse
 from kvelastic.shared import segment
 
 FAKE = Path(__file__).parents[1] / "fakes" / "engine.py"
+_numbers = itertools.count()
 Result = TypeVar("Result")
 
 
@@ -39,7 +42,7 @@ class Served:
 
     def __init__(self, cluster: ClusterSettings) -> None:
         self.loop = asyncio.new_event_loop()
-        self.replica = EngineReplica(cluster, "m", f"r{os.getpid()}")
+        self.replica = EngineReplica(cluster, "m", f"r{os.getpid()}-{next(_numbers)}")
         self.run(self.replica.start())
         self.url = self.replica.model.replicas[0].address
         launcher = psutil.Process(self.replica.model.engine_pid)
@@ -240,6 +243,33 @@ def test_engine_that_does_not_start_is_an_error_with_its_last_words() -> None:
 
     with pytest.raises(ClusterError, match=r"ended with 3\n.*dying as told"):
         asyncio.run(start())
+
+
+def test_ended_replica_leaves_its_log_only_after_a_problem(own: Served) -> None:
+    path = engine_logs.path_of(own.replica.instance)
+    assert path.read_text().startswith("ready ")
+    engine_logs.remove_oldest()
+    assert path.exists()
+    own.run(own.replica.stop())
+    assert not path.exists()
+    with pytest.raises(ClusterError):
+        own.run(EngineReplica(settings("--die=3"), "m", "failing").start())
+    assert "dying as told" in engine_logs.path_of("ray-m-failing").read_text()
+
+
+def test_start_removes_the_oldest_logs_of_ended_replicas(shared: Served) -> None:
+    folder = engine_logs.path_of("x").parent
+    running = engine_logs.path_of(shared.replica.instance)
+    os.utime(running, (1, 1))
+    old = [folder / f"old{number}.log" for number in range(engine_logs.KEPT + 3)]
+    for age, path in enumerate(old):
+        path.write_text("x")
+        os.utime(path, (4e9 - age, 4e9 - age))
+    engine_logs.remove_oldest()
+    assert [path.exists() for path in old] == [True] * engine_logs.KEPT + [False] * 3
+    assert running.exists()
+    for path in old:
+        path.unlink(missing_ok=True)
 
 
 def test_launcher_ends_the_engine_when_the_replica_is_killed(tmp_path: Path) -> None:

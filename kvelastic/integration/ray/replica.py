@@ -34,6 +34,7 @@ from kvelastic.controller.http.request_log import RequestLog
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.errors import ClusterError
+from kvelastic.integration.ray import engine_logs
 from kvelastic.integration.ray.asgi_exchange import AsgiExchange
 from kvelastic.integration.ray.messages import (
     ASLEEP,
@@ -106,10 +107,14 @@ class EngineReplica:
 
         Raises `ClusterError` if it does not start; everything is stopped then.
         """
+        await asyncio.to_thread(engine_logs.remove_oldest)
         writer = self._closing.enter_context(LogWriter(None))
         settings = self._settings.of_replica(self.name, self.instance, free_port())
         front = self._front = AppState(
-            settings, RequestLog(writer), OpenFiles.raised(), source=f"ray:{self.replica}"
+            settings,
+            RequestLog(writer),
+            OpenFiles.raised(),
+            source=engine_logs.SOURCE + self.instance,
         )
         self._app = make_application(front)
         await front.start()
@@ -123,12 +128,17 @@ class EngineReplica:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
-        """Stop the engine and all its processes. Idempotent."""
+        """Stop the engine and all its processes. Idempotent.
+
+        Removes the engine's log if there was no problem.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
         front, self._front = self._front, None
         if front is not None:
             await front.stop()
+            if self._model is not None and self._model.last_problem is None is self.problem:
+                engine_logs.path_of(self.instance).unlink(missing_ok=True)
         self._closing.close()
 
     async def serve(self, request: EngineRequest) -> AsyncIterator[Head | bytes | Unserved | Cut]:

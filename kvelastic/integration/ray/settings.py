@@ -30,6 +30,7 @@ from kvelastic.controller.settings.settings import (
 )
 from kvelastic.controller.settings.validation_faults import faults_of
 from kvelastic.errors import ClusterConfigError
+from kvelastic.integration.ray import engine_logs
 from kvelastic.sizes import MIB_BYTES
 
 RESOURCE: Final = "kvelastic_mib"
@@ -94,6 +95,7 @@ class ClusterModel(_Section):
                 port=port,
                 env={"KVELASTIC_MIN": str(self.guarantee), **self.env},
                 cwd=self.cwd,
+                log_file=str(engine_logs.path_of(instance)),
                 ready_timeout=self.ready_timeout,
                 stop_timeout=self.stop_timeout,
                 restart=False,  # Ray starts another replica instead
