@@ -1,17 +1,20 @@
-"""A rank on a simulated GPU: its pages are handed to the manager's process, copy by copy."""
+"""A rank on a simulated GPU: the manager's process imports its pages, and releases them in time."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpu_rank import LAYERS, block_id
+from gpu_rank import BLOCKS_A_PAGE, LAYERS, ROW, block_id
 from processes import PROGRAMS, LineProgram
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+PAGE_BYTES = BLOCKS_A_PAGE * ROW
 
 sys.path.insert(0, str(PROGRAMS.parent / "contract"))
 
@@ -29,14 +32,24 @@ def two(tmp_path: Path) -> Iterator[tuple[LineProgram, LineProgram]]:
         assert manager.read() == "listening"
         assert rank.read() == "registered"
         yield rank, manager
-        assert (rank.finish(), manager.finish()) == (0, 0)
+        assert rank.finish() in {0, -signal.SIGKILL}
+        assert manager.finish() == 0
 
 
 def wanted(block: int) -> str:
     return str([(block + at) % 251 for at in range(2 * LAYERS)])
 
 
-def test_blocks_come_back_onto_other_pages_and_nothing_is_kept(
+def imports(manager: LineProgram) -> int:
+    return int(manager.ask("count cuMemImportFromShareableHandle"))
+
+
+def wait_until_used(manager: LineProgram, pages: int) -> None:
+    """Of the device, by both processes."""
+    wait_until(lambda: manager.ask("used 0") == str(pages * PAGE_BYTES), f"{pages} pages in use")
+
+
+def test_blocks_come_back_onto_other_pages_and_unmapped_ones_are_released(
     two: tuple[LineProgram, LineProgram],
 ) -> None:
     rank, manager = two
@@ -47,8 +60,10 @@ def test_blocks_come_back_onto_other_pages_and_nothing_is_kept(
         rank.ask(f"write {block}")
     assert manager.ask("put 1 " + " ".join(map(str, first))) == "success"
     # Were a page kept over there, its memory would not be the device's again.
-    assert rank.ask("unmap 2") == "1"
-    assert rank.ask("unmap 5") == "0"
+    rank.ask("unmap 2")
+    wait_until_used(manager, 1)
+    rank.ask("unmap 5")
+    wait_until_used(manager, 0)
     rank.ask("map 6")
     rank.ask("map 0")
     second = [block_id(6, 1), block_id(0, 4), block_id(6, 30)]
@@ -57,6 +72,47 @@ def test_blocks_come_back_onto_other_pages_and_nothing_is_kept(
     assert manager.ask("get 1 " + " ".join(map(str, second))) == "success"
     for was, block in zip(first, second, strict=True):
         assert rank.ask(f"read {block}") == wanted(was)
+
+
+def test_a_page_is_imported_once_while_it_is_mapped(two: tuple[LineProgram, LineProgram]) -> None:
+    rank, manager = two
+    blocks = [block_id(2, 0), block_id(5, 7)]
+    for page in (2, 5):
+        rank.ask(f"map {page}")
+    for prompt in range(3):
+        for block in blocks:
+            rank.ask(f"write {block}")
+        assert manager.ask(f"put {prompt} " + " ".join(map(str, blocks))) == "success"
+        assert imports(manager) == 2
+    # The same address with another page: no copy may use the old one.
+    rank.ask("unmap 5")
+    rank.ask("map 5")
+    assert manager.ask("get 1 " + " ".join(map(str, blocks))) == "success"
+    assert imports(manager) == 3
+    assert [rank.ask(f"read {block}") for block in blocks] == list(map(wanted, blocks))
+    wait_until_used(manager, 2)
+
+
+def test_only_so_many_pages_are_kept(two: tuple[LineProgram, LineProgram]) -> None:
+    rank, manager = two
+    manager.ask(f"keep {2 * PAGE_BYTES}")
+    for page in (1, 2, 3):
+        rank.ask(f"map {page}")
+    for prompt, (page, total) in enumerate([(1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)]):
+        block = block_id(page, 1)
+        rank.ask(f"write {block}")
+        assert manager.ask(f"put {prompt} {block}") == "success"
+        assert imports(manager) == total
+
+
+def test_a_dead_ranks_pages_are_released(two: tuple[LineProgram, LineProgram]) -> None:
+    rank, manager = two
+    rank.ask("map 1")
+    rank.ask(f"write {block_id(1, 3)}")
+    assert manager.ask(f"put 1 {block_id(1, 3)}") == "success"
+    rank.process.kill()
+    rank.process.wait()
+    wait_until_used(manager, 0)
 
 
 def test_a_page_that_is_not_mapped_is_a_failed_copy(two: tuple[LineProgram, LineProgram]) -> None:

@@ -59,6 +59,32 @@ def test_handles_are_those_of_mapped_pages(memory):
             memory.range.handles([1, page])
 
 
+def test_unmapped_pages_of_handles_are_reported(memory):
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        memory.range.map([0, 1, 2, 3])
+        memory.range.handles([1])
+        memory.range.ring_at_unmap(bell)
+        memory.range.handles([2])
+        memory.range.unmap([3])
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bell)  # the page had been given to nobody
+        assert memory.range.take_unmapped() == []
+        memory.range.unmap([2, 0, 1])
+        assert os.eventfd_read(bell) == 1
+        assert memory.range.take_unmapped() == [1, 2]
+        assert memory.range.take_unmapped() == []
+        assert memory.range.generations([0, 2, 5]) == [1, 1, 0]
+        memory.range.map([2])  # another page, with no importer
+        memory.range.unmap([2])
+        assert memory.range.take_unmapped() == []
+        memory.range.check_integrity()
+    finally:
+        os.close(bell)
+    with pytest.raises(errors.DriverError):
+        memory.range.ring_at_unmap(bell)
+
+
 def test_kept_pages_are_counted_and_used_first(memory):
     memory.range.map([1, 2])
     memory.range.unmap([1, 2])

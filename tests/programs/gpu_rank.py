@@ -6,6 +6,7 @@ lines what it wants done with them.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from kvelastic import _vmm
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.server.client import KVTPClient
+from kvelastic.flexkv.transfer import shared_blocks
 
 LAYERS, TOKENS, HEADS, SIZE = 2, 16, 4, 64
 ROW = TOKENS * HEADS * SIZE * 2
@@ -91,12 +93,24 @@ def rank(endpoint: str) -> None:
 
 
 def manager(endpoint: str) -> None:
+    sim = ctypes.CDLL("libcuda.so.1")
+    sim.kvsim_count.restype = sim.kvsim_used_bytes.restype = ctypes.c_uint64
     model = ModelConfig(num_layers=LAYERS, num_kv_heads=HEADS, head_size=SIZE, dtype="float16")
     cache = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64)
     with KVManager(model, cache, gpu_register_port=endpoint) as one:
         print("listening", flush=True)
         for line in sys.stdin:
             kind, prompt, *ids = line.split()
+            if kind == "count":
+                print(sim.kvsim_count(prompt.encode()), flush=True)
+                continue
+            if kind == "used":
+                print(sim.kvsim_used_bytes(int(prompt)), flush=True)
+                continue
+            if kind == "keep":
+                shared_blocks.MOST_KEPT_BYTES = int(prompt)
+                print(flush=True)
+                continue
             tokens = np.arange(len(ids) * TOKENS) + 1000 * int(prompt)
             task, mask = one.put_match(tokens) if kind == "put" else one.get_match(tokens)
             assert int(mask.sum()) == len(ids) * TOKENS, "not all of it is there"

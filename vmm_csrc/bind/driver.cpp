@@ -286,16 +286,42 @@ void bind_driver(nb::module_& m) {
           "page"_a)
       .def(
           "handles",
-          [](const Range& r, nb::handle pages) {
+          [](Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             nb::list found;
-            for (const Handle handle : unwrap(own(r).handles(batch))) found.append(handle);
+            for (const Handle handle :
+                 unwrap(without_gil([&r = own(r), &batch] { return r.handles(batch); }))) {
+              found.append(handle);
+            }
             return found;
           },
           "pages"_a, "Return the driver's handles of mapped pages, for another process to import.")
       .def(
-          "generation", [](const Range& r, PageIndex page) { return own(r).generation(page); },
-          "page"_a, "Return how many times the page has been unmapped.")
+          "generations",
+          [](const Range& r, nb::handle pages) {
+            const std::vector<std::uint32_t> batch = pages_of(pages);
+            nb::list found;
+            for (const std::uint32_t generation :
+                 without_gil([&r = own(r), &batch] { return r.generations(batch); })) {
+              found.append(generation);
+            }
+            return found;
+          },
+          "pages"_a, "Return how many times each page has been unmapped.")
+      .def(
+          "ring_at_unmap", [](Range& r, int bell) { check(own(r).ring_at_unmap(bell)); }, "bell"_a,
+          "From now on, add 1 to an eventfd after pages of handles() have been unmapped; "
+          "take_unmapped() returns them. The descriptor stays the caller's.")
+      .def(
+          "take_unmapped",
+          [](Range& r) {
+            nb::list out;
+            for (const PageIndex page : without_gil([&r = own(r)] { return r.take_unmapped(); })) {
+              out.append(page);
+            }
+            return out;
+          },
+          "Return the pages of handles() that have been unmapped since the last call.")
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)
       .def_prop_ro("failed", &Range::failed)

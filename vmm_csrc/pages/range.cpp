@@ -1,6 +1,12 @@
 #include "pages/range.h"
 
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <string>
 
 #include "base/debug_log.h"
@@ -8,6 +14,9 @@
 
 namespace kvelastic {
 namespace {
+
+constexpr std::uint8_t kMapped = 1;
+constexpr std::uint8_t kExported = 2;  // mapped, and another process may have imported its handles
 
 /// Calls `run(first, count)` for each maximal run of consecutive pages in `sorted`.
 template <typename F>
@@ -63,6 +72,7 @@ Range::~Range() {
   if (grant_ && held_bytes() > 0) grant_->linger();
   if (mapped_pages() == 0)
     twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
+  if (bell_ >= 0) ::close(bell_);
 }
 
 Status Range::map(std::span<const PageIndex> pages) {
@@ -80,7 +90,7 @@ Status Range::map(std::span<const PageIndex> pages) {
   }
   std::size_t next = 0;
   for (const PageIndex page : sorted) {
-    mapped_[page] = 1;
+    mapped_[page] = kMapped;
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
       handle_of(page, e) = handles[next++];
     }
@@ -158,11 +168,17 @@ Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards
   std::sort(sorted.begin(), sorted.end());
   std::vector<Handle> handles;
   handles.reserve(sorted.size() * geometry_.extents_per_page);
+  if (bell_ >= 0) unmapped_.reserve(unmapped_.size() + sorted.size());
   // Before the memory is unmapped, and also if unmapping then fails: a reader that is notified
   // needlessly only reads again.
   for (const PageIndex page : sorted) ++generations_[page];
   if (Status done = unmap_extents(sorted); !done) return done;
+  bool was_exported = false;
   for (const PageIndex page : sorted) {
+    if (bell_ >= 0 && mapped_[page] == kExported) {
+      unmapped_.push_back(page);
+      was_exported = true;
+    }
     mapped_[page] = 0;
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
       handles.push_back(handle_of(page, e));
@@ -170,6 +186,7 @@ Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards
   }
   mapped_pages_.fetch_sub(sorted.size(), std::memory_order_relaxed);
   log_pages("unmapped", sorted.size());
+  if (was_exported) (void)::eventfd_write(bell_, 1);
   if (afterwards == Afterwards::kRecycle) {
     store_.recycle(handles);
     return ok();
@@ -233,7 +250,7 @@ Status Range::copy_records(std::span<const BlockRecord> blocks, CopyTo to) {
   return driver_->copy_host(copies, to);
 }
 
-Result<std::vector<Handle>> Range::handles(std::span<const PageIndex> pages) const {
+Result<std::vector<Handle>> Range::handles(std::span<const PageIndex> pages) {
   std::vector<Handle> found;
   found.reserve(pages.size() * geometry_.extents_per_page);
   const std::lock_guard lock(mutex_);
@@ -247,7 +264,25 @@ Result<std::vector<Handle>> Range::handles(std::span<const PageIndex> pages) con
       found.push_back(handles_[page * geometry_.extents_per_page + e]);
     }
   }
+  for (const PageIndex page : pages) mapped_[page] = kExported;
   return found;
+}
+
+Status Range::ring_at_unmap(int bell) {
+  const int own = ::fcntl(bell, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) {
+    return Error{Errc::kMapping, std::string("duplicating an eventfd failed: ") +
+                                     std::strerror(errno) + "; raise `ulimit -n`"};
+  }
+  const std::lock_guard lock(mutex_);
+  if (bell_ >= 0) ::close(bell_);
+  bell_ = own;
+  return ok();
+}
+
+std::vector<PageIndex> Range::take_unmapped() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(unmapped_, {});
 }
 
 Status Range::unmap_extents(std::span<const PageIndex> pages) {
@@ -324,6 +359,13 @@ std::uint32_t Range::generation(PageIndex page) const {
   return page < geometry_.pages ? generations_[page] : 0;
 }
 
+std::vector<std::uint32_t> Range::generations(std::span<const PageIndex> pages) const {
+  std::vector<std::uint32_t> found;
+  found.reserve(pages.size());
+  for (const PageIndex page : pages) found.push_back(generation(page));
+  return found;
+}
+
 std::uint64_t Range::held_bytes() const {
   return mapped_pages() * geometry_.page_bytes() + store_.recycled() * geometry_.extent_bytes;
 }
@@ -331,7 +373,7 @@ std::uint64_t Range::held_bytes() const {
 Status Range::check_integrity() const {
   const std::lock_guard lock(mutex_);
   std::uint64_t counted = 0;
-  for (std::size_t page = 0; page < mapped_.size(); ++page) counted += mapped_[page];
+  for (std::size_t page = 0; page < mapped_.size(); ++page) counted += mapped_[page] != 0;
   if (counted != mapped_pages()) {
     return Error{Errc::kIntegrity, "the page table has " + std::to_string(counted) +
                                        " mapped pages, the counter says " +

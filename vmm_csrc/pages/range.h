@@ -85,10 +85,16 @@ class Range {
   /// Returns the handles of mapped pages, extents in order, for another process to import. The
   /// caller keeps the pages mapped while it uses the handles. Fails with kInvalidArgument for a
   /// page that does not exist or is not mapped, and with kPoolFailed.
-  Result<std::vector<Handle>> handles(std::span<const PageIndex> pages) const;
+  Result<std::vector<Handle>> handles(std::span<const PageIndex> pages);
+  /// From now on adds 1 to the eventfd `bell` after pages of handles() have been unmapped: their
+  /// importers have to release them. Keeps a duplicate of the descriptor. Fails with kMapping.
+  Status ring_at_unmap(int bell);
+  /// Returns the pages of handles() that have been unmapped since ring_at_unmap() or the last call.
+  std::vector<PageIndex> take_unmapped();
   /// How many times the page has been unmapped. If the page is mapped and has the same generation
   /// as before, it was mapped all the time.
   std::uint32_t generation(PageIndex page) const;
+  std::vector<std::uint32_t> generations(std::span<const PageIndex> pages) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
   /// Bytes of the device in mapped pages and recycled handles.
@@ -130,10 +136,12 @@ class Range {
   std::byte* const address_;
   PageStore store_;
   mutable std::mutex mutex_;        // taken before PageStore's; held during driver calls
-  LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
+  LazyArray<std::uint8_t> mapped_;  // per page: 0, kMapped or kExported
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
   LazyArray<std::uint32_t> generations_;
   std::shared_ptr<PageGrant> grant_;
+  int bell_ = -1;  // an eventfd of this object's own
+  std::vector<PageIndex> unmapped_;
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};
 };

@@ -5,6 +5,7 @@ The server copies blocks between that memory and the tiers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -117,8 +118,10 @@ class KVTPClient:
         self._is_registered = False
         self._failure: KvelasticError | None = None
         self._ended = threading.Event()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        """Rung when the connection ends, and when exported pages are unmapped."""
         self._endpoint = Endpoint(
-            messages.PROTOCOL, self._hear, on_close=lambda _: self._ended.set(), name="flexkv-tp"
+            messages.PROTOCOL, self._hear, on_close=lambda _: self._end(), name="flexkv-tp"
         )
         self._thread: threading.Thread | None = None
 
@@ -194,6 +197,7 @@ class KVTPClient:
         described, axis = in_blocks(placed, kv_layout, block_axis)
         for one in described:
             one.check(memory.range_bytes)
+        memory.ring_at_unmap(self._bell)
         self._device = (memory, driver)
         self._register_tensors([messages.tensor_message(one, 0, axis) for one in described])
 
@@ -234,12 +238,22 @@ class KVTPClient:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._ended.set()
+        self._end()
         self._endpoint.close()
         if self._thread is not None:
             self._thread.join()
         for handle in self._handles:
             handle.close()
+        with self._changed:
+            if self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+
+    def _end(self) -> None:
+        self._ended.set()
+        with self._changed:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def _memories(self) -> list[tuple[int, bool]]:
         """Return a descriptor for each file, and whether its memory is elastic.
@@ -258,7 +272,7 @@ class KVTPClient:
         asked = request.message
         memories = self._memories()
         if isinstance(asked, messages.Export) and self._device is not None:
-            self._export(request, asked.pages, *self._device)
+            self._export(request, asked, *self._device)
         elif isinstance(asked, messages.Locate) and asked.memory < len(memories):
             fd, _ = memories[asked.memory]
             request.answer(messages.Located(offsets=process_mappings.locate(asked.pages, fd)))
@@ -267,13 +281,23 @@ class KVTPClient:
 
     @staticmethod
     def _export(
-        request: Request, pages: list[int], memory: _vmm.Range, driver: _vmm.CudaDriver
+        request: Request, asked: messages.Export, memory: _vmm.Range, driver: _vmm.CudaDriver
     ) -> None:
+        if len(asked.generations) != len(asked.pages):
+            raise MessageError("an Export needs a generation for each page")
+        # Before the handles: of a page that is mapped anew in between, the server then has an old
+        # generation of the new handle, and imports it once more.
+        generations = memory.generations(asked.pages)
+        changed = [
+            page
+            for page, now, before in zip(asked.pages, generations, asked.generations, strict=True)
+            if now != before
+        ]
         fds: list[int] = []
         try:
-            for handle in memory.handles(pages):
+            for handle in memory.handles(changed[:_DESCRIPTORS_AT_ONCE]):
                 fds.append(driver.export_page(handle))  # noqa: PERF401  # `finally` needs partial results
-            request.answer(messages.Done(), descriptors=fds)
+            request.answer(messages.Exported(generations=generations), descriptors=fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -294,8 +318,21 @@ class KVTPClient:
                 self._settle(failure=error)
                 return
             self._settle(is_registered=True)
-            self._ended.wait()
+            self._serve(connection)
             self._settle(is_registered=False)
+
+    def _serve(self, connection: Connection) -> None:
+        """Until the connection ends, report exported pages that have been unmapped."""
+        while not self._ended.is_set():
+            os.eventfd_read(self._bell)
+            if self._device is None:
+                continue
+            pages = self._device[0].take_unmapped()
+            for first in range(0, len(pages), messages.MOST_PAGES):
+                with contextlib.suppress(ChannelClosedError):
+                    connection.notify(
+                        messages.Unmapped(pages=pages[first : first + messages.MOST_PAGES])
+                    )
 
     def _register(self, connection: Connection) -> None:
         assert self._message is not None

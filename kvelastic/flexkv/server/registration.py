@@ -89,6 +89,10 @@ class Registrations:
                 raise error
         elif isinstance(message, messages.AddDevice):
             self._spans[connection] = DeviceSpan(message.device, message.page_bytes, message.pages)
+        elif isinstance(message, messages.Unmapped):
+            for own, blocks in self._ranks.values():
+                if own is connection and isinstance(blocks, DeviceBlocks):
+                    blocks.release_unmapped(message.pages)
         elif isinstance(message, messages.RegisterTPClient):
             self._register(connection, message)
             request.answer(messages.Registered())
@@ -202,7 +206,7 @@ class Registrations:
             if span is not None:
                 buffers, count = _buffers(message, [span.size_bytes])
                 own = [buffer for _, buffer in buffers]
-                blocks = DeviceBlocks(span, own, count, lambda pages: _export(connection, pages))
+                blocks = DeviceBlocks(span, own, count, lambda *asked: _export(connection, *asked))
             else:
                 sizes = [
                     MOST_BYTES << 1 if is_elastic else _size_of(fd) for fd, is_elastic in memories
@@ -265,11 +269,14 @@ def _buffers(
     return buffers, counts.pop()
 
 
-def _export(connection: Connection, pages: list[int]) -> tuple[int, ...]:
-    """Return descriptors of a rank's pages. Blocks: do not call in the endpoint's own thread."""
-    answer, fds = connection.call_for_descriptors(messages.Export(pages=pages), _LOCATE_S)
-    if isinstance(answer, messages.Done) and len(fds) == len(pages):
-        return fds
+def _export(
+    connection: Connection, pages: list[int], generations: list[int]
+) -> tuple[list[int], tuple[int, ...]]:
+    """Ask a rank for pages. Blocks: do not call in the endpoint's own thread."""
+    asked = messages.Export(pages=pages, generations=generations)
+    answer, fds = connection.call_for_descriptors(asked, _LOCATE_S)
+    if isinstance(answer, messages.Exported) and len(answer.generations) == len(pages):
+        return answer.generations, fds
     for fd in fds:
         os.close(fd)
     raise MessageError("a rank has not handed its pages over")

@@ -4,7 +4,8 @@
     RegisterDPClient        ->     Registered            one for each data-parallel client
     RegisterTPClient (+ fds) ->    Registered            one for each rank: its KV cache's memory
     Located                 <-     Locate                where pages of elastic memory lie now
-    Done (+ fds)            <-     Export                a GPU's pages, for one copy
+    Exported (+ fds)        <-     Export                a GPU's pages, before each copy
+    Unmapped                ->                           which of them are not the rank's any more
     Match, Prefetch         ->     Matched, Started
     Launch, Cancel, Reset   ->     Started, Done
     Wait                    ->     Responses             now, or when the tasks have ended
@@ -108,9 +109,23 @@ class AddDevice(Message):
 
 
 class Export(Message):
-    """The server asks a rank for descriptors of pages, which come with the reply (`Done`)."""
+    """The server asks a rank for pages. Descriptors come with the reply."""
 
-    pages: Annotated[list[Count], Meta(max_length=16)]
+    pages: Annotated[list[Count], Meta(max_length=MOST_PAGES)]
+    generations: Annotated[list[int], Meta(max_length=MOST_PAGES)]
+    """Of the pages as the server has them, or -1."""
+
+
+class Exported(Message):
+    """Generations of the pages, and descriptors of the first whose generation differs."""
+
+    generations: Annotated[list[int], Meta(max_length=MOST_PAGES)]
+
+
+class Unmapped(Message):
+    """Exported pages that the rank has unmapped: the server releases them."""
+
+    pages: Annotated[list[Count], Meta(max_length=MOST_PAGES)]
 
 
 class Locate(Message):
@@ -184,9 +199,10 @@ class Unregister(Message):
 
 PROTOCOL: Final = Protocol(
     "flexkv",
-    version=1,
+    version=2,
     messages=(
-        *(RegisterDPClient, AddMemory, AddDevice, Export, Locate, Located, RegisterTPClient),
+        *(RegisterDPClient, AddMemory, AddDevice, Export, Exported, Unmapped),
+        *(Locate, Located, RegisterTPClient),
         *(Registered, IsReady, Ready, Match, Prefetch, Matched, Launch, Started, Cancel, Wait),
         *(Responses, Reset, Shutdown, Unregister, Done),
     ),

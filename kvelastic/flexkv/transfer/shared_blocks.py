@@ -6,16 +6,18 @@
 Host memory is read and written through its descriptor, not mapped. If its owner truncated it, a
 mapping would end this process with SIGBUS, while a short read only fails that copy.
 
-A GPU's pages are mapped and unmapped by their owner, so none is kept here. For each copy the owner
-sends descriptors of the pages it uses. They are mapped at their offsets and unmapped after the
-copy.
+A GPU's pages are mapped and unmapped by their owner. A page is imported at its first copy and stays
+mapped here, at its offset, until the owner reports that it has unmapped it. Before each copy the
+owner confirms by the page's generation that it is still the same one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -24,14 +26,28 @@ from kvelastic.errors import DriverError, InvalidArgumentError
 from kvelastic.flexkv.common.memory_handle import Buffer
 from kvelastic.flexkv.common.process_mappings import NOT_MAPPED, PAGE_BYTES
 from kvelastic.tiers.pool_side import StagingMemory
+from kvelastic.tiers.workers import Workers
 
-AT_ONCE: Final = 16
-"""Number of descriptors in one reply."""
+_log = logging.getLogger("kvelastic.flexkv")
+MOST_AT_ONCE: Final = 1024
+"""Maximum pages in one request to their owner."""
+NOT_IMPORTED: Final = -1
+MOST_KEPT_BYTES: Final = 4 << 30
+"""Pages of one rank that are kept between copies; the least recently used are released.
+
+A bound, because a page stays allocated while it is imported: if this process is stopped, it cannot
+release pages that their owner has unmapped.
+"""
 PageFinder = Callable[[list[int]], Sequence[int]]
-"""Finds pages, given in units of `PAGE_BYTES` (`process_mappings`) or as indices in a span.
+"""Finds pages, given in units of `PAGE_BYTES` (`process_mappings`).
 
-For host memory it returns the file offsets of addresses. For a GPU it returns descriptors, which
-the caller closes. Blocks.
+Returns their offsets in the file. Blocks.
+"""
+PageExporter = Callable[[list[int], list[int]], tuple[Sequence[int], Sequence[int]]]
+"""Exports pages, given by their indices in a span and their known generations or `NOT_IMPORTED`.
+
+Returns their generations, and descriptors of the first pages whose generation differs, at least one
+if any does; the caller closes them. Blocks.
 """
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
@@ -227,19 +243,32 @@ class DeviceSpan(NamedTuple):
         return self.page_bytes * self.pages
 
 
+class _Imported(NamedTuple):
+    """A page that is mapped here."""
+
+    handle: int
+    generation: int
+
+
 class DeviceBlocks(_ForeignBlocks):
     """Blocks on a GPU. Opens the device at its first copy. Any thread may copy, one at a time."""
 
     def __init__(
-        self, span: DeviceSpan, buffers: Sequence[Buffer], blocks: int, find: PageFinder
+        self, span: DeviceSpan, buffers: Sequence[Buffer], blocks: int, export: PageExporter
     ) -> None:
         """`buffers` are offsets in the span, in the order of a record."""
         super().__init__(buffers, blocks)
         self._span = span
         self._buffers = list(buffers)
-        self._find = find
+        self._export = export
+        self._copying = threading.Lock()  # before _lock, which is held during driver calls
         self._driver: _vmm.CudaDriver | None = None
         self._address = 0
+        self._imported: OrderedDict[int, _Imported] = OrderedDict()
+        """By page, the least recently used first."""
+        self._in_copy: frozenset[int] = frozenset()
+        self._unmapped: set[int] = set()
+        """Pages in the copy that their owner has unmapped since it began."""
 
     def copy_out(
         self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
@@ -259,36 +288,39 @@ class DeviceBlocks(_ForeignBlocks):
         with self._mapped(ids) as here:
             here.copy_in(staging, slots, ids, offset_bytes)
 
+    def release_unmapped(self, pages: Iterable[int]) -> None:
+        """Release pages that their owner has unmapped, in a thread; a copy's pages after it."""
+        _in_a_thread(lambda: self._release(pages))
+
     def close(self) -> None:
-        """Release the address range after a copy in progress. Idempotent."""
+        """Refuse copies; release all memory in a thread, after a copy in progress. Idempotent."""
         with self._lock:
             self._is_closed = True
-            if self._driver is not None and self._address:
-                self._driver.release(self._address, self._span.size_bytes)
-            self._address = 0
+        _in_a_thread(lambda: self._release(()))
 
     @contextmanager
     def _mapped(self, ids: Sequence[int]) -> Iterator[_vmm.EngineBlocks]:
         """Yield the blocks at local addresses, while the pages of `ids` are mapped."""
         self._check(ids)
-        page_bytes = self._span.page_bytes
-        pages = _pages_of(self._buffers, ids, page_bytes)
-        with self._lock:
-            self._check_open()
-            driver = self._open()
-            mapped: list[tuple[int, int]] = []
+        pages = _pages_of(self._buffers, ids, self._span.page_bytes)
+        with self._copying:
+            with self._lock:
+                self._check_open()
+                driver = self._open()
+                self._in_copy = frozenset(pages)
             try:
-                for first in range(0, len(pages), AT_ONCE):
-                    self._map(driver, pages[first : first + AT_ONCE], mapped)
+                for first in range(0, len(pages), MOST_AT_ONCE):
+                    self._import(driver, pages[first : first + MOST_AT_ONCE])
                 parts = [
                     (self._address + at, stride_bytes, row_bytes, 1, row_bytes)
                     for at, stride_bytes, row_bytes in self._buffers
                 ]
                 yield _vmm.EngineBlocks(driver, parts, self.blocks)
             finally:
-                for page, handle in mapped:
-                    driver.unmap(self._address + page * page_bytes, page_bytes)
-                    driver.destroy(handle, page_bytes)
+                with self._lock:
+                    self._in_copy = frozenset()
+                    unmapped, self._unmapped = self._unmapped, set()
+                self._release(unmapped)
 
     def _open(self) -> _vmm.CudaDriver:
         if self._driver is None:
@@ -299,22 +331,84 @@ class DeviceBlocks(_ForeignBlocks):
             self._address = self._driver.reserve(self._span.size_bytes)
         return self._driver
 
-    def _map(
-        self, driver: _vmm.CudaDriver, pages: list[int], mapped: list[tuple[int, int]]
-    ) -> None:
+    def _import(self, driver: _vmm.CudaDriver, pages: list[int]) -> None:
+        """Map the pages that are not imported yet, or in another generation."""
+        while pages:
+            known = [
+                self._imported[page].generation if page in self._imported else NOT_IMPORTED
+                for page in pages
+            ]
+            generations, descriptors = self._export(pages, known)
+            try:
+                changed = [
+                    (page, generation)
+                    for page, generation, before in zip(pages, generations, known, strict=True)
+                    if generation != before
+                ]
+                if changed and not descriptors:
+                    raise DriverError("the owner of a page has not exported it")
+                with self._lock:
+                    for page in pages:
+                        if page in self._imported:
+                            self._imported.move_to_end(page)
+                    for (page, generation), fd in zip(changed, descriptors, strict=False):
+                        self._map(driver, page, generation, fd)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+            pages = [page for page, _ in changed[len(descriptors) :]]
+
+    def _map(self, driver: _vmm.CudaDriver, page: int, generation: int, fd: int) -> None:
         page_bytes = self._span.page_bytes
-        descriptors = list(self._find(pages))
+        address = self._address + page * page_bytes
+        self._unmap(page)
+        handle = driver.import_page(fd)
         try:
-            for page, fd in zip(pages, descriptors, strict=True):
-                handle = driver.import_page(fd)
-                address = self._address + page * page_bytes
-                try:
-                    driver.map(address, page_bytes, handle)
-                except BaseException:
-                    driver.destroy(handle, page_bytes)
-                    raise
-                mapped.append((page, handle))
-                driver.set_access(address, page_bytes)
-        finally:
-            for fd in descriptors:
-                os.close(fd)
+            driver.map(address, page_bytes, handle)
+        except BaseException:
+            driver.destroy(handle, page_bytes)
+            raise
+        self._imported[page] = _Imported(handle, generation)
+        try:
+            driver.set_access(address, page_bytes)
+        except BaseException:
+            self._unmap(page)
+            raise
+
+    def _unmap(self, page: int) -> None:
+        imported = self._imported.get(page)
+        if imported is None or self._driver is None:
+            return
+        page_bytes = self._span.page_bytes
+        self._driver.unmap(self._address + page * page_bytes, page_bytes)
+        del self._imported[page]
+        self._driver.destroy(imported.handle, page_bytes)
+
+    def _release(self, unmapped: Iterable[int]) -> None:
+        """Release pages that are not to be kept, except for those of a copy in progress."""
+        with self._lock:
+            try:
+                for page in unmapped:
+                    if page in self._in_copy:
+                        self._unmapped.add(page)
+                    else:
+                        self._unmap(page)
+                if self._in_copy:
+                    return  # at its end it calls again
+                kept = 0 if self._is_closed else MOST_KEPT_BYTES // self._span.page_bytes
+                while len(self._imported) > kept:
+                    self._unmap(next(iter(self._imported)))
+                if self._is_closed and self._driver is not None and self._address:
+                    self._driver.release(self._address, self._span.size_bytes)
+                    self._address = 0
+            except DriverError as error:
+                _log.warning("pages of a rank stay allocated until it ends: %s", error)
+
+
+_releases: Final = Workers("flexkv-releases")
+
+
+def _in_a_thread(release: Callable[[], None]) -> None:
+    """The driver takes milliseconds for many pages, and an endpoint's thread must not wait."""
+    if _releases.submit(release) is None:  # the system has no thread left
+        release()
