@@ -343,4 +343,8 @@ void LedgerMember::report_busy(bool busy) {
   if (!busy) wake_askers();
 }
 
+bool LedgerMember::is_busy() const {
+  return is_member() && kvelastic::is_busy(contender_of(slot(), monotonic_ns(), rules_), rules_);
+}
+
 }  // namespace kvelastic

@@ -399,6 +399,8 @@ class LedgerMember final : public PageGrant {
   /// and waiting members are woken. Before the first report, idleness is derived from the time
   /// since `active`.
   void report_busy(bool busy);
+  /// is_busy() of reclaim.h for this member; false if it is none.
+  bool is_busy() const;
 
   // --- asking --------------------------------------------------------------------------------
 

@@ -165,6 +165,8 @@ class Places {
   }
   /// LedgerMember::report_busy() in all ledgers.
   void report_busy(bool busy);
+  /// LedgerMember::is_busy().
+  bool is_busy() const { return places_.front().member->is_busy(); }
   /// Registers a rank's process in the ledger of its device, as LedgerMember::add_worker. Fails
   /// with kInvalidArgument for an unknown rank.
   Status add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks);

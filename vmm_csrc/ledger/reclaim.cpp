@@ -18,12 +18,6 @@ bool is_below_guarantee(const Contender& c) {
   return c.granted_bytes < c.min_bytes;
 }
 
-bool is_busy(const Contender& c, const ReclaimRules& rules) {
-  if (c.ask_bytes > 0) return true;
-  return c.reported == Reported::kNothing ? c.idle_ns < rules.idle_ns
-                                          : c.reported == Reported::kBusy;
-}
-
 std::uint64_t bytes_at(const Contender& c, Depth step) {
   switch (step) {
     case Depth::kParked:
@@ -89,6 +83,12 @@ bool is_slow(const Contender& c, const ReclaimRules& rules) {
 }
 
 }  // namespace
+
+bool is_busy(const Contender& c, const ReclaimRules& rules) {
+  if (c.ask_bytes > 0) return true;
+  return c.reported == Reported::kNothing ? c.idle_ns < rules.idle_ns
+                                          : c.reported == Reported::kBusy;
+}
 
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,
                                const ReclaimRules& rules) {

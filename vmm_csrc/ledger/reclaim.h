@@ -78,6 +78,10 @@ struct Demand {
   Depth depth;
 };
 
+/// True if the instance requests memory or has work: by its engine's report, or without one by the
+/// time since its last alloc or free.
+bool is_busy(const Contender& c, const ReclaimRules& rules);
+
 /// What each instance may keep when busy equals compete: the capacity divided by the instances that
 /// work or request memory.
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,

@@ -75,9 +75,14 @@ Result<std::uint64_t> Reclaimer::give_up(Change& change, std::uint64_t pages, De
   if (depth == Depth::kInUse)
     target = std::max(target, pressure.floor(Pressure::Time::clock::now()));
   const std::uint64_t before = change->counters[Counter::kPagesUnmapped];
-  // If kernels must be waited for, all pages wait together.
-  const std::uint64_t most_at_once =
-      pool_.backing->works_behind() ? pages : pool_.largest_batch_pages();
+  // If kernels must be waited for, all pages wait together. An idle engine has none, so its first
+  // batch is released before the other pages are emptied.
+  const bool waits = pool_.backing->works_behind();
+  const bool first_alone = waits && depth != Depth::kParked && pages > blocks.parked_pages() &&
+                           pool_.places && !pool_.places->is_busy();
+  std::uint64_t most_at_once = first_alone ? pool_.first_batch_pages()
+                               : waits     ? pages
+                                           : pool_.largest_batch_pages();
   // Pages may have been mapped in the meantime; do not release more than requested.
   std::uint64_t given = 0;
   const auto missing = [&] {
@@ -93,6 +98,7 @@ Result<std::uint64_t> Reclaimer::give_up(Change& change, std::uint64_t pages, De
     Result<std::uint64_t> unmapped = unmap_parked(change, next);
     if (!unmapped) return unmapped.error();
     given += *unmapped;
+    if (waits) most_at_once = pages;
   }
   if (depth == Depth::kInUse && missing() > 0) {
     pressure.begin(target, Pressure::Time::clock::now());

@@ -180,6 +180,79 @@ TEST(strangers_are_neither_more_nor_fewer_while_pages_leave) {
   CHECK(neighbour->room(kPage) == kPages - 5 - kStrangersPages);
 }
 
+/// What a giver had emptied, and what the asker had, before each of its driver's unmaps.
+struct Handover {
+  std::vector<std::uint64_t> cached, room;
+  std::vector<std::uint32_t> bells;
+  std::uint64_t drains = 0;
+};
+
+class Observed final : public Backing {
+ public:
+  Status map(std::span<const PageIndex>) override { return ok(); }
+  Status unmap(std::span<const PageIndex>) override {
+    before_unmap();
+    return ok();
+  }
+  bool works_behind() const override { return true; }
+  Status drain() override {
+    ++drains;
+    return ok();
+  }
+  Status copy(std::span<const BlockMove>) override { return ok(); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
+  std::vector<std::optional<DeviceMemory>> device_memory() override { return {}; }
+
+  std::function<void()> before_unmap = [] {};
+  std::uint64_t drains = 0;
+};
+
+/// 41 pages of cached blocks, of which a neighbour takes 40.
+Handover hand_over(bool giver_is_busy) {
+  Handover seen;
+  Ledger ledger;
+  auto giver = ledger.join();
+  const auto asker = ledger.join();
+  auto backing = std::make_shared<Observed>();
+  const std::shared_ptr<Pool> pool = make_pool(backing, std::move(giver), kPage);
+  if (!CHECK(pool != nullptr && asker != nullptr)) return seen;
+  const auto ids = pool->allocator.alloc(41);
+  if (!CHECK(ids && *ids && pool->allocator.cache(**ids))) return seen;
+  pool->state.places->report_busy(giver_is_busy);
+  (void)asker->ask(kPages * kPage);
+  backing->drains = 0;
+  backing->before_unmap = [&] {
+    seen.cached.push_back(pool->state.stats().blocks_cached);
+    seen.room.push_back(asker->room(kPage));
+    seen.bells.push_back(asker->bell());
+  };
+  const auto given = pool->maintenance.give_up(40, Depth::kCached, 0);
+  CHECK(given && *given == 40);
+  backing->before_unmap = [] {};
+  seen.drains = backing->drains;
+  CHECK(static_cast<bool>(pool->check_integrity()));
+  return seen;
+}
+
+TEST(an_idle_neighbours_first_pages_arrive_before_the_others_are_emptied) {
+  const Handover seen = hand_over(false);
+  REQUIRE(seen.cached.size() > 2);
+  constexpr std::uint64_t kFirst = kFirstBatchBytes / kPage;
+  CHECK(seen.cached[0] == 41 - kFirst);
+  CHECK(seen.room[1] == seen.room[0] + kFirst);
+  CHECK(seen.bells[1] != seen.bells[0]);  // the asker is awake before the second batch
+  CHECK(seen.cached[1] == 1);
+}
+
+TEST(a_busy_neighbours_pages_wait_for_its_kernels_together) {
+  const Handover seen = hand_over(true);
+  REQUIRE(!seen.cached.empty());
+  CHECK(seen.cached[0] == 1 && seen.drains == 1);
+}
+
 TEST(strangers_that_come_while_pages_arrive_are_seen_when_these_are_there) {
   Ledger ledger;
   Gpu gpu;
