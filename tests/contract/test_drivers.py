@@ -27,6 +27,7 @@ SIMULATED = {
     "a_kernel_that_reads_too_far_reads_scratch": {},
     "a_guarded_cycle_costs_six_calls": {},
     "a_busy_device_is_waited_for": {},
+    "copies_are_queued_beside_each_other": {},
     "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
     "pages_are_unmapped_after_use": {},
     "no_more_mappings_is_an_answer": {"KVSIM_MAX_MAPPINGS": "5"},
@@ -64,7 +65,8 @@ def test_host(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*EVERY_CUDA, *SIMULATED])
 def test_simulated_cuda(case: str, tmp_path: Path) -> None:
-    run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
+    held = str(tmp_path / "held")
+    run("cuda", case, simulated(tmp_path, KVSIM_HOLD=held, **SIMULATED.get(case, {})))
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from open_memfds import open_memfds
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, errors
 from kvelastic.device import page_size, selection
@@ -279,6 +280,45 @@ def case_records_of_blocks(driver: _vmm.Driver) -> None:
             rows = library.kvsim_count(b"cuMemcpy2DAsync")
             assert rows == 5 * extents, "one strided copy for each extent of a block"
         pool.close(discard=True)
+
+
+def case_copies_are_queued_beside_each_other(driver: _vmm.Driver) -> None:
+    """One in the other direction, or the next piece of the same, does not wait for the first."""
+    assert isinstance(driver, _vmm.CudaDriver)
+    driver.use_streams([])
+    sim = simulator()
+    assert sim is not None
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    pool = whole_pool(memory)
+    ids = pool.alloc(6)
+    assert ids is not None
+    staging = _vmm.Staging(6, pool.record_bytes)
+    for slot in range(6):
+        staging.view(slot)[:] = bytes([slot + 1]) * pool.record_bytes
+    pool.copy_in(staging, [0, 1, 2, 3], ids[:4])
+    for slot in range(4):
+        staging.view(slot)[:] = bytes(pool.record_bytes)
+    sim.kvsim_reset_counts()
+    held = Path(os.environ["KVSIM_HOLD"])  # while it exists, no stream runs what is queued
+    held.touch()
+    copies: list[Callable[[], None]] = [
+        lambda: pool.copy_out(ids[:2], staging, [0, 1]),
+        lambda: pool.copy_in(staging, [4, 5], ids[4:]),
+        lambda: pool.copy_out(ids[2:4], staging, [2, 3]),
+    ]
+    threads = [threading.Thread(target=copy) for copy in copies]
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: sim.kvsim_count(b"cuMemcpy2DAsync") == 6, "six copies are queued")
+        assert all(thread.is_alive() for thread in threads)
+    finally:
+        held.unlink()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    pool.copy_out(ids[4:], staging, [0, 1])
+    assert [staging.view(slot)[0] for slot in range(6)] == [5, 6, 3, 4, 5, 6]
+    pool.close(discard=True)
 
 
 def case_rows_far_apart(driver: _vmm.Driver) -> None:

@@ -364,7 +364,7 @@ CudaDriver::~CudaDriver() {
   recorder_.reset();
   {
     const InContext context(*this);
-    for (const cuda::Stream own : {behind_legacy_, copy_stream_}) {
+    for (const cuda::Stream own : {behind_legacy_, to_host_, to_device_, within_}) {
       if (own != nullptr) (void)api_.StreamDestroy(own);
     }
   }
@@ -376,7 +376,9 @@ cuda::Result CudaDriver::make_streams() {
   const InContext context(*this);
   cuda::Result code = context.code();
   if (code == cuda::kSuccess) code = api_.StreamCreate(&behind_legacy_, cuda::kStreamDefault);
-  if (code == cuda::kSuccess) code = api_.StreamCreate(&copy_stream_, cuda::kStreamNonBlocking);
+  for (cuda::Stream* copies : {&to_host_, &to_device_, &within_}) {
+    if (code == cuda::kSuccess) code = api_.StreamCreate(copies, cuda::kStreamNonBlocking);
+  }
   return code;
 }
 
@@ -495,13 +497,12 @@ bool CudaDriver::knows_streams() const {
 }
 
 template <typename F>
-Status CudaDriver::copy_and_wait(const char* call, F queue) {
-  const std::lock_guard lock(copy_mutex_);
+Status CudaDriver::copy_and_wait(const char* call, cuda::Stream stream, F queue) {
   const InContext context(*this);
   if (context.code() != cuda::kSuccess) return failed(call, context.code(), 0);
-  const cuda::Result code = queue(copy_stream_);
+  const cuda::Result code = queue(stream);
   // Also after a failure: what was given to the stream must not run on when this has returned.
-  Marks queued(*this, {copy_stream_});
+  Marks queued(*this, {stream});
   queued.record();
   for (PausesAfterSpin pauses(Clock::now());; pauses.take()) {
     const Result<bool> passed = queued.have_passed();
@@ -530,7 +531,7 @@ cuda::Result CudaDriver::queue_rows(const cuda::Copy2D& rows, cuda::Stream strea
 }
 
 Status CudaDriver::copy(std::span<const CopyRun> runs) {
-  return copy_and_wait("copying within the device", [&](cuda::Stream stream) {
+  return copy_and_wait("copying within the device", within_, [&](cuda::Stream stream) {
     for (const CopyRun& run : runs) {
       cuda::Copy2D rows{};
       rows.width_bytes = run.row_bytes;
@@ -549,7 +550,8 @@ Status CudaDriver::copy(std::span<const CopyRun> runs) {
 }
 
 Status CudaDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
-  return copy_and_wait("copying to or from the host", [&](cuda::Stream stream) {
+  const cuda::Stream way = to == CopyTo::kHost ? to_host_ : to_device_;
+  return copy_and_wait("copying to or from the host", way, [&](cuda::Stream stream) {
     for (const HostCopy& copy : copies) {
       cuda::Copy2D rows{};
       rows.width_bytes = copy.row_bytes;
@@ -574,7 +576,7 @@ Status CudaDriver::copy_pieces(std::span<const Piece> from, std::span<const Piec
   if (!std::ranges::equal(from, to, same_size)) {
     return Error{Errc::kInvalidArgument, "each piece is copied to one of the same size"};
   }
-  return copy_and_wait("cuMemcpyAsync", [&](cuda::Stream stream) {
+  return copy_and_wait("cuMemcpyAsync", within_, [&](cuda::Stream stream) {
     for (std::size_t i = 0; i < from.size(); ++i) {
       const cuda::Result code =
           api_.MemcpyAsync(to[i].address, from[i].address, from[i].bytes, stream);

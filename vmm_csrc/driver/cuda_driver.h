@@ -39,7 +39,8 @@ class CudaDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
-  /// One strided copy per HostCopy, queued together and waited for once.
+  /// One strided copy per HostCopy, queued together and waited for once. Concurrent calls overlap:
+  /// the next piece is queued while one is copied, and each direction has a stream.
   Status copy_host(std::span<const HostCopy> copies, CopyTo to) override;
   Status pin_host(std::span<std::byte> memory) override;
   void unpin_host(std::span<std::byte> memory) override;
@@ -90,10 +91,9 @@ class CudaDriver final : public Driver {
   /// Creates the driver's own streams. Done at open, because a stream needs device memory, and the
   /// device may be full when pages must be unmapped or written back.
   cuda::Result make_streams();
-  /// Queues copies in the copy stream and blocks until they are complete. `queue` returns a CUDA
-  /// result.
+  /// Queues copies in `stream` and blocks until they are complete. `queue` returns a CUDA result.
   template <typename F>
-  Status copy_and_wait(const char* call, F queue);
+  Status copy_and_wait(const char* call, cuda::Stream stream, F queue);
   /// Queues one strided copy, or one copy per row if the stride exceeds the maximum pitch.
   cuda::Result queue_rows(const cuda::Copy2D& rows, cuda::Stream stream) const;
   template <typename F>
@@ -114,9 +114,9 @@ class CudaDriver final : public Driver {
   // the legacy stream, which must not be used while other streams capture.
   cuda::Stream behind_legacy_ = nullptr;
   std::unique_ptr<Recorder> recorder_;  // records fences; created by the first fence
-  std::mutex
-      copy_mutex_;  // one batch of copies at a time; never held while streams_mutex_ is taken
-  cuda::Stream copy_stream_ = nullptr;  // does not synchronise with other streams
+  // For copies. They do not synchronise with other streams. A GPU copies in both directions at
+  // once.
+  cuda::Stream to_host_ = nullptr, to_device_ = nullptr, within_ = nullptr;
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
 };
 

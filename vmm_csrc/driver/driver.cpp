@@ -9,7 +9,7 @@ Status Driver::drain() {
   if (!fence) return fence.error();
   if (!*fence) return ok();
   // No deadline: a page must not be unmapped while a kernel uses it, however long that takes.
-  for (Pauses pauses;; pauses.take()) {
+  for (PausesAfterSpin pauses(std::chrono::steady_clock::now());; pauses.take()) {
     const Result<bool> passed = (*fence)->has_passed();
     if (!passed) return passed.error();
     if (*passed) return ok();

@@ -140,7 +140,7 @@ class Driver {
   virtual Status copy(std::span<const CopyRun> runs) = 0;
 
   /// Copies rows to or from host memory, and blocks until the copy is complete. Concurrent calls
-  /// may be serialised. Pre: the device addresses stay mapped, and no other thread writes the
+  /// may run in any order. Pre: the device addresses stay mapped, and no other thread writes the
   /// destination.
   virtual Status copy_host(std::span<const HostCopy> copies, CopyTo to) = 0;
 
