@@ -54,6 +54,14 @@ def _module(name: str) -> Callable[[], str]:
     return lambda: "" if importlib.util.find_spec(name) else f"needs {name}"
 
 
+def _kvcached() -> str:
+    from benchmarks.gpu.carried import pack
+
+    if pack.has_kvcached() or pack.find_kvcached():
+        return ""
+    return "needs kvcached, or its source (scripts/gpu --carry)"
+
+
 def _tool(name: str) -> Callable[[], str]:
     return lambda: "" if tool(name) else f"needs {name}"
 
@@ -69,6 +77,7 @@ _WHY: dict[str, Callable[[], str]] = {
     "triton": _module("triton"),
     "transformers": _module("transformers"),
     "vllm": _module("vllm"),
+    "kvcached": _kvcached,
     "compute-sanitizer": _tool("compute-sanitizer"),
     "the kernels": _file("benchmarks/gpu/kernels", "the decode kernels"),
     "the integration": _file(

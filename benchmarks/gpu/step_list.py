@@ -196,6 +196,14 @@ STEPS = (
         (f"{OWN}.kernels", "attention"),
         KERNELS,
     ),
+    Step(
+        "kvcached",
+        "kvcached beside kvelastic: the same calls, and what is held",
+        240,
+        120,
+        (f"{OWN}.kvcached",),
+        (*TORCH, "kvcached"),
+    ),
     _vllm_alone("float32", "vLLM alone, eager: stock, kvelastic, stock again", "float32"),
     Step(
         "tokens",

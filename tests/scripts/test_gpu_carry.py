@@ -8,9 +8,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import needs
 import pytest
 
+from benchmarks.gpu import findings, places, requirements
 from benchmarks.gpu.carried import pack
+from benchmarks.gpu.steps import kvcached
 
 ROOT = Path(__file__).parents[2]
 VLLM_FILES = {
@@ -88,6 +91,37 @@ def test_what_was_carried_is_unpacked_once_and_found(site: Path, tmp_path: Path)
         [sys.executable, "-c", asks], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert done.stdout == "7\n"
+
+
+def test_kvcached_travels_as_its_source(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "kvcached-0.1.6"
+    source.mkdir()
+    (source / "setup.py").touch()
+    archive = tmp_path / "kvcached-0.1.6.tar.gz"
+    with tarfile.open(archive, "w:gz") as whole:
+        whole.add(source, source.name)
+    assert pack.find_kvcached() is None
+    assert requirements.missing(["kvcached"], simulated=True).startswith("needs kvcached")
+    pack.unpack_source(archive, site / "kvcached_source")
+    monkeypatch.syspath_prepend(str(site))
+    assert pack.find_kvcached() == site / "kvcached_source"
+    assert requirements.missing(["kvcached"], simulated=True) == ""
+
+
+@pytest.mark.slow
+@needs.torch
+def test_kvelastics_half_of_the_comparison_runs_on_the_host(tmp_path: Path) -> None:
+    answer = tmp_path / "found.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.steps.kvcached", "--quick", "--json", str(answer)],
+        check=True, cwd=ROOT, env=places.environment(installed=True),
+    )  # fmt: skip
+    told, wrong = findings.read(answer)
+    assert not wrong
+    assert all(check["passed"] for check in told["checks"])
+    assert all(told["figures"][f"kvelastic_{key}"] is not None for key in kvcached.ROWS.values())
 
 
 def test_nothing_carried_is_said_with_what_to_do(tmp_path: Path) -> None:

