@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from battery import Contents
@@ -108,7 +109,7 @@ def manager(endpoint: str) -> None:
                 print(sim.kvsim_used_bytes(int(prompt)), flush=True)
                 continue
             if kind == "keep":
-                shared_blocks.MOST_KEPT_BYTES = int(prompt)
+                mock.patch.object(shared_blocks, "MOST_KEPT_BYTES", int(prompt)).start()
                 print(flush=True)
                 continue
             tokens = np.arange(len(ids) * TOKENS) + 1000 * int(prompt)

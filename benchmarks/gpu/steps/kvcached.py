@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _build(found: Findings) -> str | None:
-    """The folder of a built kvcached for PYTHONPATH, or None after a failure that is said."""
+    """The folder of a built kvcached for PYTHONPATH, or None after a failure, which is reported."""
     if pack.has_kvcached():
         return ""
     source = pack.find_kvcached()
@@ -140,8 +140,8 @@ def _report(found: Findings, told: dict[str, list[dict[str, Any]]]) -> None:
             found.figure(f"{part}_{key}", middle)
             cells.append("not while idle" if middle is None else number(middle))
         rows.append(tuple(cells))
-    turns = len(next(iter(told.values())))
-    found.table(Section(f"Medians of {turns} processes each", ("", *told), rows))
+    count = len(told["kvelastic"])
+    found.table(Section(f"Medians of {count} processes each", ("", *told), rows))
 
 
 # --- in a child ----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _cold(manager: Any, count: int) -> dict[str, float]:
 
 def _warm(manager: Any, count: int) -> dict[str, float]:
     found = {}
-    manager.free(manager.alloc(512))  # more than any of these needs is mapped
+    manager.free(manager.alloc(512))  # leaves enough pages mapped
     for blocks in (1, 16, 256):
         allocs, frees = [], []
         for _ in range(count):
@@ -260,7 +260,7 @@ def _limit(part: str, manager: Any, limit: int, held: Callable[[], float]) -> fl
 
         segment.request(manager.name, limit_bytes=limit, wait_s=_LIMIT_S)
     while time.perf_counter() - begun < _LIMIT_S:
-        # kvcached holds its zero page beside what it counts: as much as a request at most.
+        # kvcached also holds its zero page, at most as large as a request.
         if held() <= 2 * limit / MIB:
             return 1e3 * (time.perf_counter() - begun)
         time.sleep(0.0002)

@@ -285,8 +285,8 @@ class KVTPClient:
     ) -> None:
         if len(asked.generations) != len(asked.pages):
             raise MessageError("an Export needs a generation for each page")
-        # Before the handles: of a page that is mapped anew in between, the server then has an old
-        # generation of the new handle, and imports it once more.
+        # Read before the handles. If a page is unmapped and mapped in between, the server has the
+        # new handle under the old generation, and imports it once more.
         generations = memory.generations(asked.pages)
         changed = [
             page

@@ -5,7 +5,7 @@
     RegisterTPClient (+ fds) ->    Registered            one for each rank: its KV cache's memory
     Located                 <-     Locate                where pages of elastic memory lie now
     Exported (+ fds)        <-     Export                a GPU's pages, before each copy
-    Unmapped                ->                           which of them are not the rank's any more
+    Unmapped                ->                           which of them the rank has unmapped
     Match, Prefetch         ->     Matched, Started
     Launch, Cancel, Reset   ->     Started, Done
     Wait                    ->     Responses             now, or when the tasks have ended
