@@ -128,8 +128,10 @@ def init(
         _state.async_sched = _state.async_sched or async_sched
 
 
-def shutdown_kvelastic() -> None:
+def shutdown_kvelastic() -> bool:
     """Release the memory and remove the segments. Does nothing if not initialized.
+
+    Returns True; kvcached 0.1.6 returns False if the call must be repeated.
 
     Remaining tensors keep their addresses but have no memory: do not access them. Remaining
     managers raise `PoolFailedError` in `alloc`.
@@ -139,6 +141,7 @@ def shutdown_kvelastic() -> None:
         state, _state = _state, None
         for group in state.groups.values() if state else ():
             group.pool.close(discard=True)
+    return True
 
 
 def use_streams(streams: Sequence[int]) -> None:

@@ -251,6 +251,8 @@ def test_snapshots(engine: ModuleType) -> None:
     assert pool["mapped_bytes"] == manager.get_mapped_memory_size()
     assert pool["in_shrink"] is False
     assert manager.observability_snapshot(integration="mine").integration == "mine"
+    assert engine.shutdown_kvcached() is True
+    assert engine.shutdown_kvcached() is True
 
 
 @pytest.mark.parametrize("contiguous", ["true", "false"])
