@@ -29,27 +29,29 @@ def _kernel(facts: Facts) -> Said:
     system = facts.system
     seen = f"{system.system} {system.kernel}"
     if system.system != "Linux":
-        return problem(seen, "run kvelastic on Linux, there is nothing else yet")
+        return problem(f"{seen} is not supported", "run kvelastic on Linux")
     version = _kernel_version(system.kernel)
     if version is None:
-        return note(f"{seen}: no version to read", "see host.page: it was tried out")
+        return note(
+            f"{seen}: the kernel version cannot be parsed", "see host.page, which tests one page"
+        )
     if version < _POPULATE_KERNEL:
         # Some distributions backport features to older kernels, so the tested behaviour counts.
         works = not facts.memory.page_error
         return Said(
             ("note" if works else _if_host(facts, "problem")),
             (
-                f"{seen} is older than 5.14, the first with MADV_POPULATE_WRITE"
-                + (", but a page could be made" if works else "")
+                f"{seen} is older than 5.14, the first kernel with MADV_POPULATE_WRITE"
+                + (", but host memory can be mapped" if works else "")
             ),
-            "use a kernel of 6.1 or later; GPUs do not need it",
+            "upgrade the kernel to 6.1 or later; not needed if the device is a GPU",
         )
     if version < _COLLAPSE_KERNEL:
         return Said(
             _if_host(facts, "warning"),
-            f"{seen} is older than 6.1, the first with MADV_COLLAPSE",
-            "use a kernel of 6.1 or later; until then host memory comes in small pages, several"
-            " times slower to make",
+            f"{seen} is older than 6.1, the first kernel with MADV_COLLAPSE",
+            "upgrade the kernel to 6.1 or later; until then host memory consists of 4 KiB pages,"
+            " which take several times longer to allocate",
         )
     return ok(seen)
 
@@ -58,43 +60,43 @@ def _kernel(facts: Facts) -> Said:
 def _page(facts: Facts) -> Said:
     memory = facts.memory
     if facts.packages.native_error:
-        return note("not tried: no native module", "see python.native")
+        return note("not tested: the native module cannot be imported", "see python.native")
     if memory.page_error:
         return Said(
             _if_host(facts, "problem"),
-            f"a page of host memory cannot be made: {memory.page_error}",
-            "see host.kernel, limits.memory and limits.addresses; in a sandbox (gVisor), madvise"
-            " and memfd_create must be let through",
+            f"a page of host memory cannot be allocated: {memory.page_error}",
+            "check host.kernel, limits.memory and limits.addresses; in a sandbox (gVisor), allow"
+            " madvise and memfd_create",
         )
     if not memory.page_is_huge:
         return Said(
             _if_host(facts, "warning"),
-            "a page of 2 MiB was made of 4 KiB pages: slower to make, to map and to read",
-            "use a kernel of 6.1 or later with huge pages built in; set shmem_enabled to anything"
-            " but deny; free memory if it is fragmented (/proc/buddyinfo)",
+            "the kernel uses 4 KiB pages for a 2 MiB page: slower to allocate, map and read",
+            "use a kernel of 6.1 or later with transparent huge pages; set shmem_enabled to any"
+            " value except deny; free memory if it is fragmented (/proc/buddyinfo)",
         )
-    return ok("a page of 2 MiB was made of one huge page")
+    return ok("the kernel uses one huge page for a 2 MiB page")
 
 
 @check("host.hugepages")
 def _settings(facts: Facts) -> Said:
     memory = facts.memory
     seen = (
-        f"transparent_hugepage: enabled={memory.thp_enabled or 'not there'},"
-        f" shmem_enabled={memory.thp_shmem or 'not there'}"
+        f"transparent_hugepage: enabled={memory.thp_enabled or 'missing'},"
+        f" shmem_enabled={memory.thp_shmem or 'missing'}"
     )
     if memory.thp_enabled is None or memory.thp_shmem is None:
         return Said(
             _if_host(facts, "warning"),
             seen,
-            "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; host.page says what pages are made of",
+            "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; see host.page for the page size in use",
         )
     if memory.thp_shmem == "deny":
         return Said(
             _if_host(facts, "warning"),
             seen,
-            "as root: echo never >/sys/kernel/mm/transparent_hugepage/shmem_enabled (never is"
-            " enough: kvelastic asks for its huge pages one by one)",
+            "run as root: echo never >/sys/kernel/mm/transparent_hugepage/shmem_enabled (never is"
+            " enough: kvelastic requests each huge page)",
         )
     return ok(seen)
 
@@ -102,7 +104,7 @@ def _settings(facts: Facts) -> Said:
 @check("limits.memory")
 def _memory(facts: Facts) -> Said:
     set_bytes, machine_bytes = facts.config.host_memory_bytes, facts.memory.machine_bytes
-    machine = f"this process may have {format_size(machine_bytes)} (machine or cgroup)"
+    machine = f"this process can use {format_size(machine_bytes)} (machine or cgroup limit)"
     if set_bytes is None:
         return ok(machine)
     seen = f"KVELASTIC_HOST_MEMORY is {format_size(set_bytes)}; {machine}"
@@ -111,8 +113,8 @@ def _memory(facts: Facts) -> Said:
             _if_host(facts, "problem"),
             seen,
             f"set KVELASTIC_HOST_MEMORY below {format_size(machine_bytes)}, or raise the cgroup's"
-            " memory.max (docker run --memory); else the kernel kills the engine when the cache"
-            " fills",
+            " memory.max (docker run --memory); otherwise the kernel kills the engine when the"
+            " cache fills",
         )
     return ok(seen)
 
@@ -121,21 +123,21 @@ def _memory(facts: Facts) -> Said:
 def _mappings(facts: Facts) -> Said:
     allowed = facts.limits.max_map_count
     if allowed is None:
-        return note("vm.max_map_count cannot be read", "look at it outside of the sandbox")
+        return note("vm.max_map_count cannot be read", "read it outside the sandbox")
     if not facts.is_host_device:
-        return ok(f"vm.max_map_count={allowed}; GPU pages do not count")
+        return ok(f"vm.max_map_count={allowed}; GPU pages do not count towards it")
     pages = -(-facts.host_capacity_bytes // facts.config.page_bytes)
     # In the worst case every other page is mapped. Each gap between mappings is a mapping too.
     needed = 2 * pages + _ENGINE_MAPPINGS
     seen = (
         f"vm.max_map_count={allowed}; {format_size(facts.host_capacity_bytes)} in pages of"
-        f" {format_size(facts.config.page_bytes)} may need {needed}"
+        f" {format_size(facts.config.page_bytes)} need up to {needed}"
     )
     if needed > allowed:
         return warning(
             seen,
-            f"as root: sysctl vm.max_map_count={needed}; or lower KVELASTIC_HOST_MEMORY, or raise"
-            " KVELASTIC_PAGE_SIZE_MB",
+            f"run as root: sysctl vm.max_map_count={needed}; or lower KVELASTIC_HOST_MEMORY or"
+            " raise KVELASTIC_PAGE_SIZE_MB",
         )
     return ok(seen)
 
@@ -144,12 +146,12 @@ def _mappings(facts: Facts) -> Said:
 def _files(facts: Facts) -> Said:
     allowed = facts.limits.open_files
     if allowed is None or allowed >= _ENGINE_FILES:
-        return ok(f"open files: {'unlimited' if allowed is None else allowed}")
+        return ok(f"limit of open files: {'unlimited' if allowed is None else allowed}")
     return Said(
         ("problem" if allowed < _LEAST_FILES else "warning"),
-        f"a process may have {allowed} open files",
-        f"ulimit -n {_ENGINE_FILES} or more where the engine is started (LimitNOFILE in a systemd"
-        " unit, --ulimit nofile in Docker); engines need most of them",
+        f"limit of open files: {allowed}; engines need {_ENGINE_FILES} or more",
+        f"run ulimit -n {_ENGINE_FILES} before the engine starts (LimitNOFILE in a systemd unit,"
+        " --ulimit nofile in Docker)",
     )
 
 
@@ -157,13 +159,13 @@ def _files(facts: Facts) -> Said:
 def _addresses(facts: Facts) -> Said:
     allowed = facts.limits.address_space_bytes
     if allowed is None:
-        return ok("addresses: unlimited")
-    do = "ulimit -v unlimited where the engine is started: addresses are reserved, not used up"
+        return ok("limit of address space: unlimited")
+    do = "run ulimit -v unlimited before the engine starts; reserved addresses use no memory"
     # The GPU driver reserves address space of many times its memory at startup.
     too_low = not facts.is_host_device or allowed < facts.host_capacity_bytes
     return Said(
         ("problem" if too_low else "warning"),
-        f"a process may have {format_size(allowed)} of addresses (RLIMIT_AS)",
+        f"limit of address space: {format_size(allowed)} (RLIMIT_AS); it should be unlimited",
         do,
     )
 
@@ -172,18 +174,18 @@ def _addresses(facts: Facts) -> Said:
 def _overcommit(facts: Facts) -> Said:
     limits = facts.limits
     if limits.overcommit_mode is None:
-        return note("vm.overcommit_memory cannot be read", "look at it outside of the sandbox")
+        return note("vm.overcommit_memory cannot be read", "read it outside the sandbox")
     seen = f"vm.overcommit_memory={limits.overcommit_mode}"
     if limits.overcommit_mode != 2:
         return ok(seen)
     do = (
-        "as root: sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio; else allocations"
-        " fail although memory is free"
+        "run as root: sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio; otherwise"
+        " allocations fail although memory is free"
     )
     if limits.commit_limit_bytes is None or limits.committed_bytes is None:
         return warning(seen, do)
     left_bytes = max(limits.commit_limit_bytes - limits.committed_bytes, 0)
-    seen += f": {format_size(left_bytes)} may still be promised"
+    seen += f": the kernel can commit {format_size(left_bytes)} more"
     is_short = facts.is_host_device and left_bytes < facts.host_capacity_bytes
     return Said(("warning" if is_short else "note"), seen, do)
 

@@ -158,7 +158,7 @@ def test_a_limit_of_the_process_is_seen():
         ["sh", "-c", f"ulimit -n 200; exec {KVCTL} doctor"],
         env=BARE, capture_output=True, text=True,
     )  # fmt: skip
-    assert "a process may have 200 open files" in done.stdout
+    assert "limit of open files: 200;" in done.stdout
 
 
 def test_in_a_pipe_it_is_plain_and_grouped():
