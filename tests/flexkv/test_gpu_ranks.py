@@ -105,6 +105,22 @@ def test_only_so_many_pages_are_kept(two: tuple[LineProgram, LineProgram]) -> No
         assert imports(manager) == total
 
 
+def test_a_stopped_server_blocks_no_unmap_and_releases_the_page_later(
+    two: tuple[LineProgram, LineProgram],
+) -> None:
+    rank, manager = two
+    rank.ask("map 1")
+    rank.ask(f"write {block_id(1, 3)}")
+    assert manager.ask(f"put 1 {block_id(1, 3)}") == "success"
+    manager.stop()
+    try:
+        assert rank.ask("unmap 1") == "0"
+        rank.ask("map 2")
+    finally:
+        manager.go_on()
+    wait_until_used(manager, 1)
+
+
 def test_a_dead_ranks_pages_are_released(two: tuple[LineProgram, LineProgram]) -> None:
     rank, manager = two
     rank.ask("map 1")
