@@ -88,8 +88,7 @@ def check_guarantee(settings: Config, *, instances: int = 1) -> None:
                 )
             except GuaranteeError as error:
                 raise GuaranteeError(
-                    f"KVELASTIC_MIN={format_size(settings.minimum)}: {error}. Set it lower, give"
-                    " another instance a lower guarantee (kvctl set NAME --min SIZE), or raise"
+                    f"KVELASTIC_MIN={format_size(settings.minimum)}: {error}, or raise"
                     " KVELASTIC_HOST_MEMORY."
                 ) from error
             places.callback(place.close)

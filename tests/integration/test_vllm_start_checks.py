@@ -99,11 +99,11 @@ def test_another_device_than_the_engines(
 
 def test_a_guarantee_that_does_not_fit(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVELASTIC_MIN", "2G")
-    with pytest.raises(GuaranteeError, match=r"KVELASTIC_MIN=2\.00 GiB: no room .* Set it lower"):
+    with pytest.raises(GuaranteeError, match=r"KVELASTIC_MIN=2\.00 GiB: no room .* ask for less"):
         start(configured())
     monkeypatch.setenv("KVELASTIC_MIN", "600M")
     start(configured())
-    with pytest.raises(GuaranteeError, match=r"beside 600\.00 MiB guaranteed"):
+    with pytest.raises(GuaranteeError, match=r"has 600\.00 MiB guaranteed"):
         start(configured(data_parallel=2), count=2)
     assert started == ["core"]
 

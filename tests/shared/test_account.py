@@ -256,10 +256,10 @@ def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
     with Embedded(group, KVELASTIC_RESERVE=str(outside + (8 << 20))) as first:
         (info,) = [one for one in ledger.list_ledgers() if one.group == group]
         assert info.taken_bytes == 8 << 20
-        with Embedded(group, KVELASTIC_MIN="20M") as second:
+        with Embedded(group, KVELASTIC_MIN="16M") as second:  # whole pages
             refused = first.reserve(outside + (60 << 20))
             assert refused.startswith("GUARANTEE"), refused
-            assert f"{second.name} has 20.00 MiB guaranteed" in refused
+            assert f"{second.name} has 16.00 MiB guaranteed" in refused
             assert first.reserve(outside + (40 << 20)) == "done"
             assert first.reserve(-1).startswith("INVALID_ARGUMENT")
             with Embedded(group, KVELASTIC_RESERVE="20M") as third:

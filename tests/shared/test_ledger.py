@@ -308,11 +308,11 @@ def test_a_joiner_whose_ledger_was_removed_meanwhile_makes_a_new_one(device, mon
 # ---------------------------------------------------------------------------------- guarantees
 
 
-def test_guarantees_that_are_too_much_are_refused_with_the_sums(device):
+def test_guarantees_that_are_too_much_are_refused_with_what_is_left_and_who_holds_it(device):
     with join(device, min_bytes=40 * MIB) as mine, Other(device, 10 * MIB):
         with pytest.raises(GuaranteeError) as refused:
             join(device, min_bytes=14 * MIB + 1)
-        for number in (14 * MIB + 1, 50 * MIB, CAPACITY):
+        for number in (14 * MIB + 1, 14 * MIB, 40 * MIB, 10 * MIB, CAPACITY):
             assert format_size(number) in str(refused.value)
         assert [member.min_bytes for member in found(device).members] == [40 * MIB, 10 * MIB]
         with join(device, min_bytes=14 * MIB):
@@ -369,18 +369,18 @@ def test_instances_start_and_change_with_guarantee_and_priority():
 
     with instance(group, KVELASTIC_MIN="40M", KVELASTIC_PRIORITY="5") as a, instance(group) as b:
         assert standing() == [(40 * MIB, 5), (0, 0)]
-        with pytest.raises(RuntimeError, match=r"GUARANTEE.*25.00 MiB.*40.00 MiB.*64.00 MiB"):
-            instance(group, KVELASTIC_MIN="25M")
+        with pytest.raises(RuntimeError, match=r"GUARANTEE.*26.00 MiB.*24.00 MiB.*64.00 MiB.*40"):
+            instance(group, KVELASTIC_MIN="27M")  # 26 MiB in whole pages
         assert standing() == [(40 * MIB, 5), (0, 0)]
 
         before = segment.request(b.name, limit_bytes=32 * MIB, priority=2, wait_s=DEADLINE_S)
         assert (before.state, before.min_bytes, before.priority) == ("applied", 0, 2)
         # A refused request changes nothing, also not what could have been had of it.
         answer = segment.request(
-            b.name, limit_bytes=25 * MIB, min_bytes=25 * MIB, priority=9, wait_s=DEADLINE_S
+            b.name, limit_bytes=27 * MIB, min_bytes=27 * MIB, priority=9, wait_s=DEADLINE_S
         )
         assert answer.state == "refused"
-        for number in (25 * MIB, 40 * MIB, 64 * MIB):
+        for number in (26 * MIB, 24 * MIB, 40 * MIB, 64 * MIB):
             assert format_size(number) in answer.reason
         assert (answer.min_bytes, answer.priority) == (0, 2)
         assert answer.effective_limit_bytes == 32 * MIB

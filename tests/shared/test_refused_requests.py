@@ -169,8 +169,9 @@ def test_a_refusal_is_not_cut_off() -> None:
         answer = segment.request(names[0], min_bytes=600 * MIB, wait_s=DEADLINE_S)
         assert answer.state == "refused"
         assert answer.reason == (
-            "no room for 600.00 MiB guaranteed beside 300.00 MiB guaranteed on a device of"
-            " 680.00 MiB; " + ", ".join(f"{name} has 100.00 MiB guaranteed" for name in names[1:])
+            "no room for 600.00 MiB guaranteed: 380.00 MiB of the device's 680.00 MiB are left;"
+            f" {names[1]} has 100.00 MiB guaranteed, {names[2]} has 100.00 MiB guaranteed, and 1"
+            " more; ask for less, or lower one of these (kvctl set --min)"
         )
         granted = segment.request(names[0], min_bytes=200 * MIB, wait_s=DEADLINE_S)
         assert (granted.state, granted.reason) == ("applied", "")

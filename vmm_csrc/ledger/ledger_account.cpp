@@ -17,7 +17,7 @@ namespace kvelastic {
 namespace {
 
 /// How many holders an error message names.
-constexpr std::size_t kNamedHolders = 3;
+constexpr std::size_t kNamedHolders = 2;
 /// Tries to read all slots while none of them changes.
 constexpr int kSnapshotTries = 16;
 
@@ -164,10 +164,19 @@ Status LedgerMember::pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes
 
 Error LedgerMember::pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserve_bytes) const {
   const Counted others = add_up_pledges().others;
-  return {Errc::kGuarantee,
-          "no room for " + guaranteed_and_reserved(min_bytes, reserve_bytes) + " beside " +
-              guaranteed_and_reserved(others.guaranteed_bytes, others.pledged_bytes) +
-              " on a device of " + size_text(capacity_bytes()) + holders(false)};
+  const DeviceMemorySize size = size_of(*layout_);
+  std::uint64_t all_bytes = size.capacity_bytes, held_bytes = others.guaranteed_bytes;
+  std::uint64_t left_bytes = less(size.left_for_caches(others.pledged_bytes), held_bytes);
+  if (reserve_bytes > 0) {
+    all_bytes = more(all_bytes, size.outside_bytes());
+    held_bytes = more(held_bytes, others.pledged_bytes);
+    left_bytes = less(all_bytes, held_bytes);
+  }
+  const char* remedy = held_bytes == 0 ? "; ask for less, or raise its capacity (kvctl capacity)"
+                                       : "; ask for less, or lower one of these (kvctl set --min)";
+  return {Errc::kGuarantee, "no room for " + guaranteed_and_reserved(min_bytes, reserve_bytes) +
+                                ": " + size_text(left_bytes) + " of the device's " +
+                                size_text(all_bytes) + " are left" + holders(false) + remedy};
 }
 
 /// Returns "; NAME has 2.00 GiB guaranteed and 1.00 GiB reserved, NAME ..." of the other members,
@@ -347,8 +356,9 @@ Status LedgerMember::fail_claim() {
   const std::uint64_t bytes = slot().pledged_bytes;
   settle_claim(false);
   wake_askers();
-  return Error{Errc::kReserve, size_text(bytes) + " to be reserved are not there" + holders(true) +
-                                   " of a device of " + size_text(capacity_bytes())};
+  return Error{Errc::kReserve, size_text(bytes) + " to be reserved of the device's " +
+                                   size_text(capacity_bytes()) + " did not become free" +
+                                   holders(true) + "; put one to sleep (kvctl sleep), or wait"};
 }
 
 Status LedgerMember::wait_for_claim(std::chrono::nanoseconds timeout) {
