@@ -35,14 +35,39 @@ there["tokens"] = 1024
 print(small(budget))
 budget = ElasticPrefillBudget(allocator, None)
 print(chunk(budget, 500), small(budget))
+
+def large(budget):
+    return budget.check_prefill(extend_input_len=900, total_tokens=1200, max_new_tokens=268,
+                                input_tokens=1000, swa_host_hit_length=0, chunk_limit=None)
+
+budget = ElasticPrefillBudget(allocator, None)
+print(budget.short, large(budget), budget.short.blocks, large(budget), budget.short.blocks)
+
+from kvelastic.integration.sglang import in_scheduler
+said = []
+allocator.waiting = Made(report=lambda count, first_blocks=0: said.append((count, first_blocks)))
+scheduler = Made(waiting_queue=[1, 2], chunked_req=None)
+for allocator.prefill_budget in (budget, None, ElasticPrefillBudget(allocator, None)):
+    in_scheduler._report_waiting(allocator, scheduler)
+scheduler.waiting_queue = []
+in_scheduler._report_waiting(allocator, scheduler)
+print(said)
 """
 
 
 @pytest.mark.matrix
 def test_while_a_begun_prompt_waits_nobody_is_admitted_before_it() -> None:
     """Else SGLang drops the first token of its answer: it counts chunks by the batches it makes."""
-    chunks, alone, waits, behind, the_next_round = run_in_sglang(PROGRAM, 5)
+    chunks, alone, waits, behind, the_next_round, *_ = run_in_sglang(PROGRAM, 7)
     assert chunks == "[20, 33, 64, 64, 64]", "as much as there is, and no more than is left"
     assert alone == "(True, True)"
     assert (waits, behind) == ("None", "(False, False)")
     assert the_next_round == "128 (True, True)"
+
+
+@pytest.mark.matrix
+def test_the_first_request_that_lacks_memory_is_reported_with_what_it_needs() -> None:
+    *_, found, said = run_in_sglang(PROGRAM, 7)
+    # 100 tokens of a prefix, and the 1200 of which SGLang wants more than are left, in blocks of 32
+    assert found == "None (False, None) 41 (False, None) 41"
+    assert said == "[(2, 41), (0, 0), (0, 0)]", "nothing is said of rounds without a look"

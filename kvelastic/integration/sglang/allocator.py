@@ -18,7 +18,7 @@ Imports SGLang, so only its scheduler's process may import this module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
     from kvelastic.pool.scheduling.blocks import SchedulerBlocks
     from kvelastic.pool.scheduling.over_limit import OverLimit
+    from kvelastic.pool.scheduling.waiting import WaitingRequests
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
@@ -46,6 +47,8 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     over_limit: OverLimit
     """Measures how long requests have kept the pool over its limit."""
+    waiting: WaitingRequests
+    """Reports requests that wait for memory."""
     to_retract: tuple[Any, ...] = ()
     """Requests to retract in this round because of the limit."""
 
@@ -212,11 +215,20 @@ def evict(tree_cache: Any, tokens: int, page_size: int) -> int:
     return int(result.num_tokens_evicted)
 
 
+class ShortPrefill(NamedTuple):
+    """A request that lacked memory."""
+
+    blocks: int
+    """The least number of blocks with which SGLang admits it: for prompt and response."""
+
+
 class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is untyped here
     """Limits a prefill to memory that is certain to be available when it allocates."""
 
     allocator: ElasticPagedAllocator
 
+    short: ShortPrefill | None = None
+    """The first request that lacks memory."""
     chunk_waits = False
     """True if a partly computed prompt waits for memory. Then no other request is admitted.
 
@@ -227,12 +239,23 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
     def _available_and_evictable(self) -> int:
         return self.allocator.reachable_size(self.tree_cache)
 
-    def check_prefill(self, *, extend_input_len: int, **more: Any) -> tuple[bool, int | None]:
+    def check_prefill(
+        self, *, extend_input_len: int, total_tokens: int, input_tokens: int, **more: Any
+    ) -> tuple[bool, int | None]:
         """Return whether the request fits, and how many of its tokens may run at once."""
-        fits, chunk = super().check_prefill(extend_input_len=extend_input_len, **more)
+        fits, chunk = super().check_prefill(
+            extend_input_len=extend_input_len,
+            total_tokens=total_tokens,
+            input_tokens=input_tokens,
+            **more,
+        )
         now = extend_input_len if chunk is None else min(extend_input_len, chunk)
         if fits and self._have(self.ceil_paged_tokens(now) + self.page_size):
             return True, chunk
+        if self.short is None and not self.chunk_waits:
+            prefix = max(0, input_tokens - extend_input_len)
+            # SGLang admits a request only if more than its total is left.
+            self.short = ShortPrefill(int(prefix + total_tokens) // self.page_size + 1)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:

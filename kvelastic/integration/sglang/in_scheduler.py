@@ -18,6 +18,7 @@ from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
 from kvelastic.pool.scheduling.over_limit import OverLimit
+from kvelastic.pool.scheduling.waiting import WaitingRequests
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
@@ -102,6 +103,7 @@ def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
     _radix_cache(scheduler).checks_integrity = settings.sanity_check
     _allocator(scheduler).late_releases = LateReleases()
     _allocator(scheduler).over_limit = OverLimit(elastic.blocks, settings.limit_wait_s)
+    _allocator(scheduler).waiting = WaitingRequests(elastic.blocks, elastic.pool.name)
     # `atexit` does not run in multiprocessing children.
     Finalize(elastic, elastic.close, exitpriority=10)
     if settings.tiers:
@@ -158,6 +160,7 @@ def get_next_batch(
         if is_idle and budget is not None and budget.chunk_waits:
             _retract_chunked(scheduler, plan.running_batch)
         cache.tree_blocks.settle()
+    _report_waiting(allocator, scheduler)
     blocks.report_busy(plan.batch_to_run is not None or _has_requests(scheduler, plan))
     gave_back = blocks.given_back != given_back  # a waiting request may fit now
     if (is_idle and _waits(scheduler) and not gave_back) and (
@@ -187,6 +190,21 @@ def _has_requests(scheduler: Any, plan: Any) -> bool:
         or _waits(scheduler)
         or bool(scheduler.grammar_manager.grammar_queue)
     )
+
+
+def _report_waiting(allocator: ElasticPagedAllocator, scheduler: Any) -> None:
+    """Report how many requests wait for memory after this round, and what the first one needs.
+
+    Rounds in which SGLang looks for no prefill change nothing.
+    """
+    budget = allocator.prefill_budget
+    if not _waits(scheduler):
+        allocator.waiting.report(0)
+    elif budget is not None:
+        lacks = budget.short is not None or budget.chunk_waits or not budget.has_capacity()
+        count = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+        blocks = 0 if budget.short is None else budget.short.blocks
+        allocator.waiting.report(count if lacks else 0, first_blocks=blocks)
 
 
 def _waits(scheduler: Any) -> bool:
