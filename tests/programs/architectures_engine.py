@@ -43,14 +43,19 @@ def prompts() -> list[list[int]]:
     return [(shared if index % 2 else []) + one for index, one in enumerate(own)]
 
 
-def rounds(engine: Any, exact: bool) -> list[list[list[int]]]:
+def rounds(engine: Any, exact: bool, adapters: list[str]) -> list[list[list[int]]]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     wanted = [{"prompt_token_ids": prompt} for prompt in prompts()]
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    loras = [
+        LoRARequest(f"adapter{number}", number, path) for number, path in enumerate(adapters, 1)
+    ]
+    used = [loras[index % len(loras)] for index in range(len(wanted))] if loras else None
 
     def ask() -> list[list[int]]:
-        outputs = engine.generate(wanted, sampling, use_tqdm=False)
+        outputs = engine.generate(wanted, sampling, use_tqdm=False, lora_request=used)
         return [list(one.outputs[0].token_ids) for one in outputs]
 
     answers = [ask(), ask()]
@@ -100,7 +105,9 @@ def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list
     engine = None
     try:
         engine = LLM(folder, **arguments)
-        return rounds(engine, dtype == EXACT_TYPE)
+        numbers = range(1, architecture.adapters + 1)
+        adapters = [architecture.adapter_folder(folder, number) for number in numbers]
+        return rounds(engine, dtype == EXACT_TYPE, adapters)
     finally:
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tiny_adapter
 import tiny_model
 
 Config = Mapping[str, Any]
@@ -54,6 +55,12 @@ class Architecture:
     args: Config = field(default_factory=dict)
     draft: Architecture | None = None
     change_weights: Callable[[Weights], Weights] | None = None
+    adapters: int = 0
+    """Number of LoRA adapters, which requests use in turn.
+
+    None uses the model alone: beside them vLLM 0.32 on a CPU computes it with the last adapter
+    (`lora_ops.bgmv_shrink` indexes with -1).
+    """
 
     def write(self, folder: str) -> None:
         import torch
@@ -70,6 +77,12 @@ class Architecture:
             save_file(self.change_weights(load_file(file)), file, metadata={"format": "pt"})
         if self.draft is not None:
             self.draft.write(self._draft_folder(folder))
+        for number in range(1, self.adapters + 1):
+            tiny_adapter.write(self.adapter_folder(folder, number), number)
+
+    @staticmethod
+    def adapter_folder(folder: str, number: int) -> str:
+        return str(Path(folder, f"adapter{number}"))
 
     def engine_args(self, folder: str) -> dict[str, Any]:
         args = dict(self.args)
@@ -387,6 +400,16 @@ ARCHITECTURES = {
                 "block_ffn_dim_multiplier": 1.0,
             },
             PLAIN_OPERATORS,
+        ),
+        Architecture(
+            "fp8", "gqa with a KV cache of 8 bits", "llama", args={"kv_cache_dtype": "fp8"}
+        ),
+        Architecture(
+            "two_adapters",
+            "gqa, with two LoRA adapters in a batch",
+            "llama",
+            args={"enable_lora": True, "max_loras": 2},
+            adapters=2,
         ),
         Architecture(
             "ngram",
