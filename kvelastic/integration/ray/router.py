@@ -16,6 +16,8 @@ from kvelastic.integration.ray.watch import watch_of
 
 _PING_S: Final = 60.0
 """Ray's name for how long a ping may take; it is sent on the connection and not enforced."""
+_NONE_S: Final = 0.05
+"""How long a request waits before it looks again for a replica that responds."""
 
 
 class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
@@ -63,6 +65,8 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
         for rank in ranks(standings):
             first = self._turn % len(rank)
             found.append([by_name[name] for name in (*rank[first:], *rank[:first])])
+        if not found:  # all are silent; Ray calls again at once, and would never let others run
+            await asyncio.sleep(_NONE_S)
         return found
 
     def on_request_routed(
