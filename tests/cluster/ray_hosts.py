@@ -38,19 +38,18 @@ class RayHosts:
             tempfile.mkdtemp(prefix="kvray")
         )  # a short path: Ray's sockets are there
         self._ends = contextlib.ExitStack()
-        self._programs: list[subprocess.Popen[str]] = []
+        self._programs: dict[int, subprocess.Popen[str]] = {}
         self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.addresses = [f"10.99.7.{number + 1}" for number in range(count)]
         try:
             self.hosts = [self._ends.enter_context(Host()) for _ in self.addresses]
             if count == 2:
-                (one, other), (address, other_address) = self.hosts, self.addresses
-                link(one, other, address, other_address)
+                self._link()
             else:
                 self.addresses = ["127.0.0.1"]
             self._start_ray(0, "--head", f"--port={GCS_PORT}", "--include-dashboard=false")
             for number in range(1, count):
-                self._start_ray(number, f"--address={self.addresses[0]}:{GCS_PORT}")
+                self._join(number)
         except BaseException:
             self._ends.close()
             raise
@@ -73,6 +72,13 @@ class RayHosts:
             "RAY_health_check_timeout_ms": "2000",
             "RAY_health_check_failure_threshold": "3",
         }
+
+    def _link(self) -> None:
+        (one, other), (address, other_address) = self.hosts, self.addresses
+        link(one, other, address, other_address)
+
+    def _join(self, number: int) -> None:
+        self._start_ray(number, f"--address={self.addresses[0]}:{GCS_PORT}")
 
     def _start_ray(self, number: int, *arguments: str) -> None:
         log = self.folder / f"ray{number}.log"
@@ -99,7 +105,7 @@ class RayHosts:
             return "Ray runtime started" in text
 
         wait_until(has_started, "Ray did not start")
-        self._programs.append(program)
+        self._programs[number] = program
 
     def _run(self, what: str) -> str:
         address = f"{self.addresses[0]}:{GCS_PORT}"
@@ -165,8 +171,38 @@ class RayHosts:
 
     def __exit__(self, *_: object) -> None:
         self._ends.close()
-        for program in self._programs:
+        for program in self._programs.values():
             program.wait()
+
+    # ------------------------------------------------------------- failures of the second host
+
+    def kill_second(self) -> None:
+        """End all that runs on the second host at once."""
+        self.hosts[1].kill()
+        self._programs[1].wait()
+
+    def replace_second(self) -> None:
+        """Start another machine with the address of the second host, which has been killed."""
+        subprocess.run(self.hosts[0].command("ip", "link", "del", "wire0"), check=True)
+        self.hosts[1] = self._ends.enter_context(Host())
+        self._link()
+        self._join(1)
+
+    def cut(self) -> None:
+        """Take the wire between the hosts away; no connection is closed."""
+        subprocess.run(self.hosts[1].command("ip", "link", "set", "wire1", "down"), check=True)
+
+    def heal(self) -> None:
+        """Put the wire back."""
+        subprocess.run(self.hosts[1].command("ip", "link", "set", "wire1", "up"), check=True)
+
+    def has_left(self) -> bool:
+        """Whether Ray on the second host has ended, as it does if the head took it for dead."""
+        return self._programs[1].poll() is not None
+
+    def rejoin(self) -> None:
+        """Start Ray again on the second host, where it has ended."""
+        self._join(1)
 
 
 class Load:
