@@ -214,6 +214,23 @@ def test_hanging_replica_ends_its_stream_and_hides_no_other(cluster: RayHosts) -
     check_sums(cluster)
 
 
+def test_request_waits_while_every_replica_of_its_model_hangs(cluster: RayHosts) -> None:
+    name = "ray::ServeReplica:kvelastic:KvEngine:code"
+    processes = [each for host in cluster.hosts for each in host.find(name)]
+    body = {"model": "code", "prompt": "x", "max_tokens": 2}
+    assert cluster.post("/v1/completions", body).status_code == 200
+    with ThreadPoolExecutor(1) as thread:
+        for process in processes:
+            process.suspend()
+        wait_until(lambda: {each["state"] for each in of(cluster, "code")} == {"no_reply"})
+        answer = thread.submit(cluster.post, "/v1/completions", body)
+        other = cluster.post("/v1/completions", {**body, "model": "chat"})
+        for process in processes:
+            process.resume()
+        assert (answer.result().status_code, other.status_code) == (200, 200)
+    wait_until(lambda: awake(cluster, "code") == 2)
+
+
 def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> None:
     lost = cluster.addresses[1]
     there = {each["replica"] for each in of(cluster, "chat") if each["node"] == lost}
