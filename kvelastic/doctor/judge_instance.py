@@ -55,7 +55,7 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
 
 def _life(status: InstanceStatus) -> Iterable[Finding]:
     if status.life == "closing":
-        yield line("state", "It is ending, and takes no more requests.")
+        yield line("state", "It is stopping and accepts no new requests.")
     elif status.life == "unknown":
         yield line("state", *unknown(status.name)[1:])
 
@@ -64,18 +64,18 @@ def ended(pid: int, *, is_ours: bool) -> Said:
     """Return the finding for a segment whose instance is dead."""
     return Said(
         "warning" if is_ours else "note",
-        f"Its process {pid} has ended, and all that it held is free.",
-        "kvctl gc" if is_ours else "let its owner, or root, run `kvctl gc`",
+        f"Its process {pid} has ended; its memory is released.",
+        "kvctl gc" if is_ours else "run kvctl gc as its owner or as root",
     )
 
 
 def unknown(name: str) -> Said:
     """Return the finding for a segment whose process's liveness cannot be checked."""
     return warning(
-        "Whether its process lives cannot be asked here: the file system of its segment has no"
-        " locks for it. So it is never removed.",
-        "mount a tmpfs at /dev/shm; if its process has ended (kvctl list shows the pid as it is in"
-        f" its own container), kvctl delete {name} --force",
+        "Its liveness is unknown: liveness locks do not work on the file system of its segment."
+        " The segment is never removed.",
+        "mount a tmpfs at /dev/shm; if its process has ended (kvctl list shows its pid inside its"
+        f" container), run kvctl delete {name} --force",
     )
 
 
@@ -90,42 +90,42 @@ def _holdings(status: InstanceStatus) -> Iterable[Finding]:
         parts = [f"{format_size(use.mapped_bytes)} on {use.device}" for use in status.uses]
         yield line(
             "devices",
-            f"Of that {', '.join(parts)}: every page has a copy for each rank, and none comes where"
-            " one device has no room.",
+            f"Of that {', '.join(parts)}: every page has a copy for each rank; a page needs memory"
+            " on all these devices.",
         )
     if status.in_use_bytes:
         yield line(
             "in use",
-            f"{_part(status, status.in_use_bytes)} are in blocks that requests use; they are"
-            " freed when the requests end or are preempted.",
+            f"{_part(status, status.in_use_bytes)} are in blocks in use; they are freed when"
+            " their requests end or are preempted.",
         )
     if status.set_aside_bytes:
         yield line(
             "set aside",
             f"{_part(status, status.set_aside_bytes)} are in blocks that the engine set aside for"
-            " later requests; they are released when memory is needed.",
+            " later requests; they are released under memory pressure.",
         )
     if status.cached_bytes:
         yield line(
             "cached",
             f"{_part(status, status.cached_bytes)} are in cached blocks, kept for prompts with"
             " the same prefix; they are evicted when memory is needed.",
-            "nothing; a lower limit evicts them, KVELASTIC_CACHE_IDLE_SECONDS evicts idle ones",
+            "lower the limit to evict them, or set KVELASTIC_CACHE_IDLE_SECONDS to evict idle ones",
         )
     if status.parked_bytes:
         yield line(
             "parked",
-            f"{_part(status, status.parked_bytes)} are in parked pages: free, and kept mapped for"
-            " the next use.",
-            f"nothing; kvctl trim {status.name} releases them now",
+            f"{_part(status, status.parked_bytes)} are in parked pages: free, but kept mapped for"
+            " reuse.",
+            f"run kvctl trim {status.name} to release them now",
         )
     if status.slack_bytes:
         is_much = status.slack_bytes > _MUCH_SLACK * status.mapped_bytes
         yield line(
             "slack",
             f"{_part(status, status.slack_bytes)} are slack: free blocks in pages that also hold"
-            " other blocks (the null block too), and padding.",
-            "a smaller KVELASTIC_PAGE_SIZE_MB, at its next start, makes that less"
+            " other blocks (or the null block), and padding.",
+            "restart it with a smaller KVELASTIC_PAGE_SIZE_MB to reduce slack"
             if is_much and _can_have_smaller_pages(status)
             else "",
         )
@@ -149,21 +149,21 @@ def _request(status: InstanceStatus) -> Iterable[Finding]:
         yield line(
             "request",
             f"The newest request{of_what} was made {status.pending_s:.1f} s ago; no reply yet.",
-            f"see whether its process {status.pid} is stopped or hangs" if is_late else "",
+            f"check whether its process {status.pid} is stopped or hangs" if is_late else "",
             is_blocked=True,
         )
     elif status.request_state == "failed":
         yield line(
             "failed",
-            f"The memory behind it has failed: {status.reason}. It allocates no block any more.",
+            f"Its memory has failed: {status.reason}. It allocates no more blocks.",
             "restart the engine",
             is_blocked=True,
         )
     elif status.request_state == "refused":
         yield line(
             "request",
-            f"The newest request is refused: {status.reason}. The values before it are in force.",
-            "make another request with kvctl set",
+            f"The newest request was refused: {status.reason}. The previous values still apply.",
+            "correct the request and repeat it with kvctl set",
             is_blocked=True,
         )
 
@@ -179,34 +179,34 @@ def explain_waiting(status: InstanceStatus) -> Iterable[Finding]:
     needs = f"The first needs {format_pages(needs_bytes, page_bytes)}"
     device_bytes = whole_pages(status.capacity_bytes, page_bytes)
     if status.asleep:
-        what, do = f"{requests} until it is woken.", f"kvctl wake {status.name}"
+        what, do = f"{requests} until the instance wakes.", f"kvctl wake {status.name}"
     elif not needs_bytes:
-        what = f"{requests} for memory until requests that run end."
+        what = f"{requests} for memory until running requests end."
     elif not status.is_limit_too_low:
         what = (
-            f"{requests} for memory. {needs}, which its limit allows: it runs when requests end, or"
-            " other instances release memory."
+            f"{requests} for memory. {needs}, which its limit allows: it runs when other requests"
+            " end or other instances release memory."
         )
     elif needs_bytes > device_bytes:
         state = "problem"
         what = (
-            f"{requests} for memory. {needs}, and its device has"
-            f" {format_size(status.capacity_bytes)}: no limit lets it run."
+            f"{requests} for memory. {needs}, but the capacity of the device is"
+            f" {format_size(status.capacity_bytes)}: raising the limit does not help."
         )
         do = (
-            f"kvctl capacity {status.device} SIZE with {size_argument(needs_bytes)} or more, if the"
-            " machine has it; or have the client shorten the prompt"
+            f"run kvctl capacity {status.device} SIZE with {size_argument(needs_bytes)} or more if"
+            " the machine has that much memory, or shorten the prompt"
         )
     else:
         state = "problem"
         allowed = format_pages(status.allowed_bytes, page_bytes)
         may_bytes = min(status.first_may_need_bytes, device_bytes)
         what = (
-            f"{requests} for memory. {needs}, and its limit allows {allowed}: it waits until the"
+            f"{requests} for memory. {needs}, but its limit allows {allowed}: it waits until the"
             " limit is raised."
         )
         if may_bytes > needs_bytes:
-            what += f" With the longest answer it needs {format_size(may_bytes)}."
+            what += f" With its maximum output it needs {format_size(may_bytes)}."
         do = f"kvctl limit {status.name} {size_argument(max(needs_bytes, may_bytes))}"
     yield line("waiting", what, do, is_blocked=True, state=state)
 
@@ -216,17 +216,17 @@ def _sleep(status: InstanceStatus) -> Iterable[Finding]:
     held, wake = format_size(status.mapped_bytes), f"kvctl wake {status.name}"
     if status.mapped_bytes:
         what = (
-            f"It was put to sleep: it allocates no block, and releases the {held} that it still"
-            " holds when the requests that use them end."
+            f"It is going to sleep: it allocates no blocks, and releases the remaining {held} when"
+            " running requests end."
         )
-        do = f"wait, or {wake}"
+        do = f"wait, or run {wake}"
     else:
-        what = "It is asleep: it allocates no block, so new requests wait until it is woken."
-        do = f"{wake}; where the controller put it to sleep, a request for its model wakes it"
+        what = "It is asleep: it allocates no blocks, and new requests wait until it wakes."
+        do = f"run {wake}; if the controller put it to sleep, send a request for its model instead"
     if status.engine_asleep:
-        do = f"wake its engine, which wakes it too; {wake} alone is not enough"
+        do = f"wake its engine, which also wakes the instance; {wake} alone is not enough"
     elif status.engine_asleep is False:
-        what += " Its engine is awake and takes requests all the same."
+        what += " Its engine is awake and still accepts requests."
         do = wake
     yield line("asleep", what, do, is_blocked=True)
     limit = format_limit(status.limit_bytes, status.page_bytes)
@@ -237,12 +237,12 @@ def _engine(status: InstanceStatus) -> Iterable[Finding]:
     """Report a sleeping engine; requests to the instance cannot wake it."""
     if not status.engine_asleep:
         return
-    also = "sleeps, too" if status.asleep else "sleeps, though its memory is awake"
+    also = "is asleep too" if status.asleep else "is asleep, but the instance is awake"
     yield line(
         "engine",
-        f"Its engine {also}: requests to it wait until the engine is woken.",
-        "have the controller wake it (POST /action/wakeup/MODEL, or a request for its model); an"
-        " engine without a controller by itself, vLLM with POST /wake_up",
+        f"Its engine {also}: requests wait until the engine wakes.",
+        "wake it through the controller (POST /action/wakeup/MODEL, or a request for its model);"
+        " without a controller, send POST /wake_up to vLLM",
         is_blocked=True,
     )
 
@@ -252,11 +252,11 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
     if status.is_squeezed:
         yield line(
             "limit",
-            f"Its limit is {format_limit(status.limit_bytes, status.page_bytes)}; it keeps to"
-            f" {limit} for now, because it owes memory to other instances, or because the"
-            " machine has too little left.",
-            f"kvctl set {status.name} --min SIZE or a higher --priority, if it should keep more"
-            " than others; kvctl doctor, if the machine is short of memory",
+            f"Its limit is {format_limit(status.limit_bytes, status.page_bytes)}; memory pressure"
+            f" lowers it to {limit}, because other instances need memory or the machine is short"
+            " of it.",
+            f"run kvctl set {status.name} --min SIZE or a higher --priority to let it keep more"
+            " than others; run kvctl doctor if the machine is short of memory",
         )
     if status.over_bytes:
         yield _over(status)
@@ -265,20 +265,20 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
         page = size_argument(status.page_bytes)
         yield line(
             "limit",
-            f"Its device has {format_size(status.capacity_bytes)}, less than one page of"
-            f" {format_size(status.page_bytes)}: it allocates no block.",
-            f"kvctl capacity {status.device} SIZE with {page} or more",
+            f"The capacity of its device, {format_size(status.capacity_bytes)}, is less than one"
+            f" page of {format_size(status.page_bytes)}: it allocates no blocks.",
+            f"run kvctl capacity {status.device} SIZE with {page} or more",
             is_blocked=True,
         )
         return
     is_whole = 0 < status.capacity_bytes < status.effective_limit_bytes + status.page_bytes
     if status.room_bytes >= max(1, status.page_bytes):
-        room = f"{format_size(status.room_bytes)} more fit"
-        whole = ", which is the whole device" if is_whole else ""
+        room = f"{format_size(status.room_bytes)} more can be mapped"
+        whole = " (the whole device)" if is_whole else ""
         if status.is_limited:
             yield line("limit", f"Its limit is {limit}{whole}: {room}.")
         else:
-            of_what = "of the device" if is_whole else "of the addresses that it reserved"
+            of_what = "of the device" if is_whole else "of its reserved address space"
             yield line("limit", f"It has no limit: {room} within the {limit} {of_what}.")
         return
     # A larger limit helps only if the limit is binding and the device has memory to give.
@@ -287,9 +287,11 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
     if status.spare_bytes:
         yield line(
             "limit",
-            f"Its limit of {limit} is reached: new blocks take the place of the"
-            f" {format_size(status.spare_bytes)} that are parked, set aside or cached.",
-            f"kvctl limit {status.name} SIZE, if it should cache more" if can_grow else "",
+            f"Its limit of {limit} is reached: new blocks replace"
+            f" {format_size(status.spare_bytes)} of parked, set aside or cached memory.",
+            f"run kvctl limit {status.name} SIZE with a larger size to cache more"
+            if can_grow
+            else "",
         )
     elif status.blocks_available:
         count = _blocks(status.blocks_available)
@@ -297,9 +299,9 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
     else:
         yield line(
             "limit",
-            f"Its limit of {limit} is reached, and nothing is parked, set aside or cached: new"
+            f"Its limit of {limit} is reached, and no memory is parked, set aside or cached: new"
             " requests wait until blocks are freed.",
-            f"kvctl limit {status.name} SIZE, with a larger one" if can_grow else "",
+            f"run kvctl limit {status.name} SIZE with a larger size" if can_grow else "",
             is_blocked=True,
         )
 
@@ -308,29 +310,29 @@ def _setter(status: InstanceStatus) -> Iterable[Finding]:
     if status.is_limit_of_kvcached_client:
         yield line(
             "set by",
-            f"A kvcached client set the limit, by /dev/shm/{status.kvcached_name}.",
+            f"A kvcached client set the limit through /dev/shm/{status.kvcached_name}.",
         )
 
 
 def _over(status: InstanceStatus) -> Finding:
     over, limit = format_size(status.over_bytes), _limit_text(status)
-    over += f" over {'that' if status.is_squeezed else f'its limit of {limit}'}"
+    over += f" over {'the lowered limit' if status.is_squeezed else f'its limit of {limit}'}"
     spare_bytes = status.spare_bytes
     if status.over_bytes > spare_bytes:
-        spare = f"only {format_size(spare_bytes)} of it are" if spare_bytes else "nothing of it is"
+        spare = f"only {format_size(spare_bytes)} of it is" if spare_bytes else "none of it is"
         what = (
-            f"It is {over}, and {spare} parked or cached: the rest is in"
-            " use, so it allocates no block until requests end or are preempted."
+            f"It is {over}, and {spare} parked or cached. The rest is in"
+            " use: it allocates no blocks until requests end or are preempted."
         )
         do = "wait"
         if status.is_limit_binding and not status.is_squeezed:
-            do += f", or raise the limit: kvctl limit {status.name} SIZE"
+            do += f", or run kvctl limit {status.name} SIZE with a larger size"
     else:
         what = (
-            f"It is {over}, and releases parked pages and cached blocks; cached blocks in pages"
-            " that also hold blocks in use are released with these."
+            f"It is {over}, and releases parked pages and cached blocks. Cached blocks that share a"
+            " page with blocks in use are released when these are freed."
         )
-        do = "look again; if it stays so, wait for requests to end"
+        do = "run kvctl explain again; if nothing changes, wait until requests end"
     return line("limit", what, do, is_blocked=True)
 
 
@@ -350,31 +352,31 @@ def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
     if shown is None or not shown.tiers:
         return
     blocks = shown.blocks
-    what = f"Tiers keep {', '.join(map(_kept, shown.tiers))}."
+    what = f"Tiers store {', '.join(map(_kept, shown.tiers))}."
     if evicted := blocks.demoted + blocks.dropped:
-        what += f" Of {evicted} evicted blocks {blocks.demoted} have a copy there."
+        what += f" Evicted blocks: {evicted}, of which {blocks.demoted} have a copy in a tier."
     if blocks.matched + blocks.unmatched:
         # Without the lookups: one prompt may look for a block many times before it is loaded.
-        what += f" Since its start requests loaded {_blocks(blocks.loaded)} from there"
-        what += f", and computed {blocks.missed} that it could not load." if blocks.missed else "."
+        what += f" Since the start, requests loaded {_blocks(blocks.loaded)} from tiers"
+        what += f" and computed {blocks.missed} that could not be loaded." if blocks.missed else "."
     many_dropped = blocks.dropped > blocks.demoted
-    do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
+    do = "see docs/tiers.md for why blocks are dropped without a copy" if many_dropped else ""
     yield line("tiers", what, do)
     for tier in shown.tiers:
         failed = f"{tier.errors} call{'' if tier.errors == 1 else 's'} to it failed"
         if tier.state == "failing":
             what = f"{tier.tier} is failing: {tier.problem}. {failed}."
-            do = f"mend the medium of {tier.tier}; kvelastic tries it again within a minute"
+            do = f"repair the medium of {tier.tier}; kvelastic retries it within a minute"
             yield line("tiers", what, do, state="problem")
         elif tier.state != "ok":
-            what = f"{tier.tier} does not respond, and is not used until it does. {failed}."
-            yield line("tiers", what, f"look at the medium of {tier.tier}", state="problem")
+            what = f"{tier.tier} does not respond; kvelastic bypasses it until it does. {failed}."
+            yield line("tiers", what, f"check the medium of {tier.tier}", state="problem")
         elif tier.write_left_bytes == 0:
             yield line(
                 "tiers",
-                f"{tier.tier} has used its write budget of this day; it stores nothing more until"
+                f"{tier.tier} has used its daily write budget; it stores no more blocks until"
                 " midnight UTC.",
-                "a larger KVELASTIC_TIER_DAILY_WRITE, if the medium may wear faster",
+                "raise KVELASTIC_TIER_DAILY_WRITE if faster wear of the medium is acceptable",
             )
 
 
@@ -394,12 +396,12 @@ def _problems(facts: Facts, of: str) -> Iterator[Said]:
                 yield problem(f"{status.name}: {finding.what}", finding.do)
 
 
-@check("instances.waiting", fine="no request needs more than its limit allows")
+@check("instances.waiting", fine="no request needs more memory than its limit allows")
 def _waiting(facts: Facts) -> Iterator[Said]:
     return _problems(facts, "waiting")
 
 
-@check("instances.tiers", fine="no tier of an instance fails")
+@check("instances.tiers", fine="no tier is failing")
 def _tiers(facts: Facts) -> Iterator[Said]:
     return _problems(facts, "tiers")
 

@@ -98,9 +98,9 @@ CASES = {
         "in use: 60.00 MiB (60%)",
         "cached: 20.00 MiB (20%)",
         "parked: 10.00 MiB (10%)",
-        "kvctl trim a releases them",
+        "run kvctl trim a to release them",
         "slack: 10.00 MiB (10%)",
-        "limit: Its limit is 500.00 MiB: 400.00 MiB more fit.",
+        "limit: Its limit is 500.00 MiB: 400.00 MiB more can be mapped.",
         "in no ledger",
     ], ["guarantee", "priority", "!", "KVELASTIC_PAGE_SIZE_MB"]),
     "nothing held": (
@@ -123,21 +123,22 @@ CASES = {
         ["in use: 40.00 MiB (40%)", "set aside: 20.00 MiB (20%)", "slack: 10.00 MiB"], []),
     "a limit that is the whole device": (
         replace(CALM, limit_bytes=1000 * MIB, effective_limit_bytes=1000 * MIB), None,
-        ["Its limit is 1000.00 MiB, which is the whole device: 900.00 MiB more fit."], []),
+        ["Its limit is 1000.00 MiB (the whole device): 900.00 MiB more can be mapped."], []),
     "no limit": (
         replace(CALM, is_limited=False, limit_bytes=1000 * MIB, effective_limit_bytes=1000 * MIB),
-        None, ["limit: It has no limit: 900.00 MiB more fit within the 1000.00 MiB of the device."],
+        None,
+        ["limit: It has no limit: 900.00 MiB more can be mapped within the 1000.00 MiB of the"],
         ["Its limit"]),
     "no limit, and fewer addresses than the device has": (
         replace(CALM, is_limited=False, limit_bytes=1000 * MIB), None,
-        ["It has no limit: 400.00 MiB more fit within the 500.00 MiB of the addresses"], []),
+        ["400.00 MiB more can be mapped within the 500.00 MiB of its reserved address"], []),
     "a device below one page": (
         replace(CALM, mapped_bytes=0, capacity_bytes=MIB, page_bytes=4 * MIB), None,
-        ["limit! Its device has 1.00 MiB, less than one page of 4.00 MiB: it allocates no block.",
-         "-> kvctl capacity host SIZE with 4M or more"], ["more fit"]),
+        ["limit! The capacity of its device, 1.00 MiB, is less than one page of 4.00 MiB: it",
+         "-> run kvctl capacity host SIZE with 4M or more"], ["can be mapped"]),
     "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
-    "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
-    "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
+    "closing": (replace(CALM, life="closing"), None, ["It is stopping", "holds:"], []),
+    "unknown": (replace(CALM, life="unknown"), None, ["Its liveness is unknown", "holds:"], []),
     "a limit that is not whole pages": (
         replace(REACHED, limit_bytes=101 * MIB, blocks_available=3), None,
         ["Its limit of 101.00 MiB (100.00 MiB in whole pages) is reached; 3 blocks can"], []),
@@ -160,7 +161,7 @@ CASES = {
     "no request waits": (replace(CALM, requests_waiting=0), None, [], ["waiting"]),
     "requests wait for others": (
         replace(CALM, requests_waiting=2), None,
-        ["waiting! 2 requests wait for memory until requests that run end."], ["kvctl limit"]),
+        ["waiting! 2 requests wait for memory until running requests end."], ["kvctl limit"]),
     "a request waits that the limit allows": (
         replace(CALM, requests_waiting=1, first_needs_bytes=40 * MIB), None,
         ["waiting! 1 request waits for memory. The first needs 40.00 MiB (20 pages of 2.00 MiB)",
@@ -169,17 +170,17 @@ CASES = {
         replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB), None,
         ["waiting! 3 requests wait for memory.", "needs 600.00 MiB (300 pages of 2.00 MiB)",
          "its limit allows 500.00 MiB (250 pages of 2.00 MiB): it waits until the limit is raised.",
-         "-> kvctl limit a 600M"], ["longest answer"]),
+         "-> kvctl limit a 600M"], ["maximum output"]),
     "and more at its end": (
         replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB,
                 first_may_need_bytes=700 * MIB), None,
-        ["With the longest answer it needs 700.00 MiB.", "-> kvctl limit a 700M"], []),
+        ["With its maximum output it needs 700.00 MiB.", "-> kvctl limit a 700M"], []),
     "and at its end more than the device has": (
         replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB,
                 first_may_need_bytes=7000 * MIB), None, ["-> kvctl limit a 1000M"], []),
     "a request needs more than the device": (
         replace(CALM, requests_waiting=1, first_needs_bytes=1200 * MIB), None,
-        ["its device has 1000.00 MiB: no limit lets it run",
+        ["the capacity of the device is 1000.00 MiB: raising the limit does not help",
          "kvctl capacity host SIZE with 1200M"], ["kvctl limit"]),
     "a request waits for a squeeze to end": (
         replace(CALM, requests_waiting=1, first_needs_bytes=400 * MIB, is_squeezed=True,
@@ -188,7 +189,7 @@ CASES = {
     "requests wait for one that sleeps": (
         replace(CALM, requests_waiting=2, first_needs_bytes=600 * MIB, asleep=True,
                 effective_limit_bytes=0), None,
-        ["waiting! 2 requests wait until it is woken. -> kvctl wake a"], ["kvctl limit"]),
+        ["waiting! 2 requests wait until the instance wakes. -> kvctl wake a"], ["kvctl limit"]),
     # --- requests and limits
     "a request just made": (
         replace(CALM, request_state="pending", requested_limit_bytes=MIB, pending_s=0.1), None,
@@ -199,14 +200,14 @@ CASES = {
         []),
     "refused": (
         replace(CALM, request_state="refused", reason="too much"), None,
-        ["request! The newest request is refused: too much."], []),
+        ["request! The newest request was refused: too much."], []),
     "reached, and a larger one helps": (
         REACHED, None, ["limit! Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
     "reached, and blocks are available": (
         replace(REACHED, blocks_available=1), None, ["1 block can still be allocated"],
         ["!", "kvctl limit a SIZE"]),
     "reached, and cached": (
-        replace(REACHED, cached_bytes=20 * MIB), None, ["should cache more"], ["!"]),
+        replace(REACHED, cached_bytes=20 * MIB), None, ["to cache more"], ["!"]),
     "reached, which is all the addresses it has": (
         replace(REACHED, limit_bytes=1000 * MIB, is_limited=False, cached_bytes=20 * MIB), None,
         ["Its limit of 100.00 MiB is reached"], ["kvctl limit a SIZE"]),
@@ -221,40 +222,41 @@ CASES = {
         ["Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
     "squeezed": (
         replace(REACHED, limit_bytes=500 * MIB, is_squeezed=True, over_bytes=50 * MIB), None,
-        ["Its limit is 500.00 MiB; it keeps to 100.00 MiB for now",
-         "limit! It is 50.00 MiB over that, and nothing"], ["raise the limit", "over its limit"]),
+        ["Its limit is 500.00 MiB; memory pressure lowers it to 100.00 MiB",
+         "limit! It is 50.00 MiB over the lowered limit, and none"],
+        ["kvctl limit", "over its limit"]),
     # --- sleep
     "asleep, and its engine awake": (
         replace(CALM, asleep=True, engine_asleep=False, mapped_bytes=0), None,
         ["asleep! It is asleep", "Its engine is awake", "-> kvctl wake a\n"], ["engine!"]),
     "asleep, and its engine too": (
         replace(CALM, asleep=True, engine_asleep=True, mapped_bytes=0), None,
-        ["kvctl wake a alone is not enough", "engine! Its engine sleeps, too", "POST /wake_up"],
+        ["kvctl wake a alone is not enough", "engine! Its engine is asleep too", "POST /wake_up"],
         []),
     "awake, and its engine asleep": (
         replace(CALM, engine_asleep=True), None,
-        ["engine! Its engine sleeps, though its memory is awake", "/action/wakeup"], ["asleep!"]),
+        ["engine! Its engine is asleep, but the instance is awake", "/action/wakeup"], ["asleep!"]),
     "over, and in use": (
         replace(
             CALM, request_state="shrinking", limit_bytes=40 * MIB, effective_limit_bytes=40 * MIB,
             over_bytes=60 * MIB
         ), None,
-        ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it are parked",
-         "allocates no block", "kvctl limit a SIZE"], []),
+        ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it is parked",
+         "allocates no blocks", "kvctl limit a SIZE"], []),
     "over, and nothing spare": (
         replace(CALM, over_bytes=60 * MIB, cached_bytes=0, parked_bytes=0), None,
-        ["limit!", "nothing of it is parked or cached"], []),
+        ["limit!", "none of it is parked or cached"], []),
     "over, and on its way": (
         replace(CALM, effective_limit_bytes=80 * MIB, over_bytes=20 * MIB), None,
         ["limit! It is 20.00 MiB over", "releases parked pages and cached blocks"],
-        ["allocates no block"]),
+        ["allocates no blocks"]),
     "at its limit with a cache": (
         replace(CALM, effective_limit_bytes=101 * MIB), None,
-        ["limit: Its limit of 101.00 MiB is reached: new blocks take the place of the 30.00 MiB"],
+        ["limit: Its limit of 101.00 MiB is reached: new blocks replace 30.00 MiB of parked"],
         []),
     "at its limit, all in use": (
         replace(CALM, effective_limit_bytes=100 * MIB, cached_bytes=0, parked_bytes=0), None,
-        ["limit! Its limit of 100.00 MiB is reached, and nothing is parked", "wait until"], []),
+        ["limit! Its limit of 100.00 MiB is reached, and no memory is parked", "wait until"], []),
     "asleep, with a reserve and a guarantee": (
         replace(CALM, asleep=True, min_bytes=50 * MIB, mapped_bytes=0),
         ledger(member("a", asleep=True, min_bytes=50 * MIB, reserve_bytes=30 * MIB)),

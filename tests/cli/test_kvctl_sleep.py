@@ -338,8 +338,11 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     ids = one.alloc(4)
     done("sleep", one.name)
     falling = done("explain", one.name)
-    assert "It was put to sleep: it allocates no block, and releases the 4.00 MiB" in falling
-    assert f"-> wait, or kvctl wake {one.name}" in falling
+    assert (
+        "It is going to sleep: it allocates no blocks, and releases the remaining 4.00 MiB"
+        in falling
+    )
+    assert f"-> wait, or run kvctl wake {one.name}" in falling
     one.free(ids)
     done("sleep", one.name, "--wait", "300")
     told = json.loads(done("explain", one.name, "--json"))
@@ -347,8 +350,8 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     assert told["effective_limit_bytes"] == 0
     (line,) = (line for line in told["lines"] if line["about"] == "asleep")
     assert line["is_blocked"]
-    assert "It is asleep: it allocates no block, so new requests wait" in line["what"]
-    assert line["do"].startswith(f"kvctl wake {one.name}")
+    assert "It is asleep: it allocates no blocks, and new requests wait" in line["what"]
+    assert line["do"].startswith(f"run kvctl wake {one.name}")
     said = [line["what"] for line in told["lines"]]
     assert "Its limit is 32.00 MiB when it wakes." in said
     assert not [what for what in said if "limit of 0 B" in what], "0 B is no limit of anybody's"

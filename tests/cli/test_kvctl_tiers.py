@@ -402,9 +402,9 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
     result = kvctl("explain", shared.name)
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
-    assert f"Tiers keep {shared.records} blocks on disk (" in line
+    assert f"Tiers store {shared.records} blocks on disk (" in line
     assert " of 32.00 MiB)." in line
-    assert "Since its start requests loaded " in line
+    assert "Since the start, requests loaded " in line
 
 
 @pytest.mark.slow
@@ -434,8 +434,8 @@ def test_a_folder_that_cannot_be_used_is_said_everywhere(one: Instance, tmp_path
 def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     board = board_of_a_stuck_disk()
     kept, stuck = explain_tiers(board)
-    assert "Of 19 evicted blocks 9 have a copy there." in kept.what
-    assert kept.what.endswith("loaded 2 blocks from there, and computed 3 that it could not load.")
+    assert "Evicted blocks: 19, of which 9 have a copy in a tier." in kept.what
+    assert kept.what.endswith("loaded 2 blocks from tiers and computed 3 that could not be loaded.")
     assert "dropped" in kept.do
     assert stuck.what.startswith("disk does not respond")
     assert "9 calls to it failed" in stuck.what
@@ -443,7 +443,7 @@ def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     refuses = replace(board.tiers[0], is_stuck=False, problem="[Errno 30] Read-only file system")
     _, failing = explain_tiers(replace(board, tiers=(refuses,)))
     assert failing.what.startswith("disk is failing: [Errno 30] Read-only file system. 9 calls")
-    assert failing.do.startswith("mend the medium of disk")
+    assert failing.do.startswith("repair the medium of disk")
     _, budget = explain_tiers(replace(board, tiers=(full,)))
     assert "until midnight UTC" in budget.what
     assert list(explain_tiers(None)) == []

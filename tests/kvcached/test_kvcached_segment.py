@@ -58,7 +58,7 @@ def test_limit_of_a_client_is_an_acknowledged_request(pool: ElasticPool) -> None
     )
     assert answer["effective_limit_bytes"] == 64 * MIB
     said = kvctl("explain", NAME).stdout
-    assert f"A kvcached client set the limit, by {FILE}." in said
+    assert f"A kvcached client set the limit through {FILE}." in said
     assert json.loads(kvctl("explain", NAME, "--json").stdout)["is_limit_of_kvcached_client"]
     run_python("-m", "kvelastic.cli", "limit", NAME, "96M", "--wait", "60")  # another process
     assert "kvcached client" not in kvctl("explain", NAME).stdout
