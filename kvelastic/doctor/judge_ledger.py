@@ -21,7 +21,7 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Fi
     if ledger is None:
         return [
             *_guarantee(status, held_bytes=status.mapped_bytes, has_others=False),
-            line("others", "It is in no ledger: it shares no memory with other instances."),
+            line("others", "It has joined no ledger: it shares no memory with other instances."),
         ]
     me = member_of(status, ledger)
     if me is None:
@@ -29,10 +29,10 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Fi
             line(
                 "others",
                 f"The ledger of its device cannot be read ({ledger.problem or ledger.status}):"
-                " requests of other instances for memory are unknown.",
-                "run kvctl as the user of these instances, in the same version"
+                " memory requests of other instances are unknown.",
+                "run the same version of kvctl as the user of these instances"
                 if ledger.status == "foreign"
-                else "kvctl doctor",
+                else "run kvctl doctor",
             )
         ]
     others = [member for member in ledger.members if member is not me]
@@ -85,32 +85,32 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
         if counted_bytes:
             yield line(
                 "guarantee",
-                f"Its guarantee is {guarantee}, which does not count while it sleeps.",
+                f"Its guarantee is {guarantee}, which does not apply while it sleeps.",
             )
     elif counted_bytes > status.effective_limit_bytes:
         yield line(
             "guarantee",
-            f"Its guarantee is {guarantee}, of which its limit of"
-            f" {_size(status.effective_limit_bytes)} lets it use no more.",
-            f"kvctl set {status.name} --limit SIZE, or a smaller --min",
+            f"Its guarantee is {guarantee}, but its limit is only"
+            f" {_size(status.effective_limit_bytes)}.",
+            f"run kvctl set {status.name} with a larger --limit or a smaller --min",
         )
     elif counted_bytes > held_bytes:
         yield line(
             "guarantee",
-            f"Its guarantee is {guarantee}: {_size(counted_bytes - held_bytes)} more are its"
-            " own as soon as it needs them, also if other instances hold them now.",
+            f"Its guarantee is {guarantee}: it can claim {_size(counted_bytes - held_bytes)} more,"
+            " even if other instances hold it now.",
         )
     elif counted_bytes:
         yield line(
             "guarantee",
-            f"Its guarantee is {guarantee}, which no other instance takes; they may take the"
-            f" other {_size(held_bytes - counted_bytes)}.",
+            f"Its guarantee is {guarantee}: other instances may take at most"
+            f" {_size(held_bytes - counted_bytes)} of its memory.",
         )
     elif has_others:
         yield line(
             "guarantee",
             "It has no guarantee: other instances may take all its memory.",
-            f"kvctl set {status.name} --min SIZE, to keep that much",
+            f"run kvctl set {status.name} --min SIZE to guarantee that much",
         )
 
 
@@ -120,8 +120,8 @@ def _reserve(me: Member) -> Iterable[Finding]:
         yield line(
             "reserve",
             f"It waits for {_size(me.pledged_bytes)} for weights and activations"
-            f"{', with which it wakes' if me.asleep else ''}: others are asked to give them, for"
-            " five seconds at most.",
+            f"{' before it wakes' if me.asleep else ''}: other instances are asked to release"
+            " it, for at most five seconds.",
             is_blocked=True,
         )
     elif me.asleep and (me.reserve_bytes or me.min_bytes):
@@ -129,13 +129,14 @@ def _reserve(me: Member) -> Iterable[Finding]:
         needs += [f"its guarantee of {_size(me.min_bytes)}"] * bool(me.min_bytes)
         yield line(
             "reserve",
-            f"Before it wakes it asks for {' and '.join(needs)}; until then others may hold them.",
+            f"Before it wakes it requests {' and '.join(needs)}; until then other instances may"
+            " use them.",
         )
     elif me.reserve_bytes:
         yield line(
             "reserve",
-            f"{_size(me.reserve_bytes)} are reserved for it besides its KV cache (weights,"
-            " activations).",
+            f"{_size(me.reserve_bytes)} are reserved for its weights and activations, outside its"
+            " KV cache.",
         )
 
 
@@ -146,12 +147,12 @@ def _priority(me: Member, others: list[Member]) -> Iterable[Finding]:
     lower = [other for other in others if other.priority < me.priority]
     parts = [f"Its priority is {me.priority}"]
     if higher:
-        parts.append(f"{_names(higher)} above it")
+        parts.append(f"higher: {_names(higher)}")
     if lower:
-        parts.append(f"{_names(lower)} below it")
+        parts.append(f"lower: {_names(lower)}")
     if not higher and not lower:
-        parts.append("as that of all others here")
-    yield line("priority", f"{', '.join(parts)}.")
+        parts.append("equal to all other instances here")
+    yield line("priority", f"{'; '.join(parts)}.")
 
 
 def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
@@ -164,7 +165,7 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
     if not others:
         what = (
             f"{_size(ledger.free_bytes)} of the device's {_size(ledger.capacity_bytes)} are free,"
-            " and no other instance is on it."
+            " and no other instance uses it."
         )
     yield line("device", what)
     if ledger.reserved_bytes:
@@ -176,7 +177,7 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
     if ledger.others_bytes:
         yield line(
             "device",
-            f"{_size(ledger.others_bytes)} of it are used by other processes.",
+            f"Other processes use {_size(ledger.others_bytes)} of the device.",
         )
 
 
@@ -184,11 +185,11 @@ def _taken(ledger: LedgerInfo) -> str:
     """Describe which part of the reserves KV caches cannot use; on a GPU, all of it."""
     taken_bytes = ledger.reserved_of_capacity_bytes
     if taken_bytes == ledger.reserved_bytes:
-        return ", which no KV cache can have"
-    beside = f"lie beside the {_size(ledger.capacity_bytes)} of KV caches"
+        return "; KV caches cannot use it"
+    beside = f"not part of the {_size(ledger.capacity_bytes)} for KV caches"
     if not taken_bytes:
-        return f"; they {beside}"
-    return f"; {_size(ledger.reserved_bytes - taken_bytes)} of them {beside}"
+        return f"; this is {beside}"
+    return f"; {_size(ledger.reserved_bytes - taken_bytes)} of it is {beside}"
 
 
 def _dead(others: list[Member]) -> Iterable[Finding]:
@@ -196,21 +197,21 @@ def _dead(others: list[Member]) -> Iterable[Finding]:
         if other.status == "dead" and other.granted_bytes:
             yield line(
                 "device",
-                f"{other.name} has ended and still counts for {_size(other.granted_bytes)}.",
-                "kvctl gc",
+                f"{other.name} has ended but still has {_size(other.granted_bytes)} granted.",
+                "run kvctl gc",
             )
 
 
 def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[Finding]:
     if not me.ask_bytes:
         return
-    asks = f"It asks for {_size(me.ask_bytes)} more and has waited {me.ask_s:.1f} s"
+    asks = f"It requests {_size(me.ask_bytes)} more and has waited {me.ask_s:.1f} s"
     if ledger.free_bytes >= me.ask_bytes:
         rivals = [other for other in others if other.ask_bytes]
         yield line(
             "asks",
             f"{asks}; {_size(ledger.free_bytes)} are free, "
-            + (f"which {_names(rivals)} ask for, too." if rivals else "so it is about to get it."),
+            + (f"also requested by {_names(rivals)}." if rivals else "so the grant is imminent."),
             is_blocked=bool(rivals),
         )
         return
@@ -221,17 +222,17 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[F
             key=lambda other: other.min_bytes - other.granted_bytes,
         )
         if above:
-            why = f"no instance has to release any yet, though {_names(above)} could"
+            why = f"no instance has to release any yet, but {_names(above)} could"
             do = (
-                f"kvctl set {me.name} --priority {max(x.priority for x in above) + 1}, or a lower"
-                f" limit for {above[0].name}"
+                f"run kvctl set {me.name} --priority {max(x.priority for x in above) + 1}, or lower"
+                f" the limit of {above[0].name}"
             )
         else:
             why = "no instance holds more than its guarantee"
-            do = "a smaller --min or a lower limit for another instance, or fewer instances"
+            do = "lower --min or the limit of another instance, or run fewer instances"
         yield line("asks", f"{asks}: {why}.", do, is_blocked=True)
         return
-    yield line("asks", f"{asks}, for {_names(givers)} to release.", is_blocked=True)
+    yield line("asks", f"{asks} for {_names(givers)} to release memory.", is_blocked=True)
     for giver in givers:
         yield line("asks", f"{giver.name} {_giving(giver)}.", is_blocked=True)
 
@@ -240,12 +241,12 @@ def _giving(giver: Member) -> str:
     """Describe how another member responds to a request for memory."""
     wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.evictable_bytes
     if giver.status == "unknown":
-        return f"was asked for {wanted}, and whether it lives is unknown here"
+        return f"was asked to release {wanted}, and its liveness is unknown"
     if spare_bytes >= giver.wanted_bytes:
-        return f"was asked for {wanted} and releases parked pages and cached blocks"
+        return f"was asked to release {wanted} and releases parked pages and cached blocks"
     return (
-        f"was asked for {wanted}, of which {_spare(giver)} parked or cached; the rest is in use"
-        " until its requests end or are preempted"
+        f"was asked to release {wanted}, of which {_spare(giver)} parked or cached; the rest is in"
+        " use until its requests end or are preempted"
     )
 
 
@@ -254,8 +255,8 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
         if other.ask_bytes:
             yield line(
                 "asked",
-                f"{other.name} (priority {other.priority}, holds {_size(other.granted_bytes)}) asks"
-                f" for {_size(other.ask_bytes)} and has waited {other.ask_s:.1f} s.",
+                f"{other.name} (priority {other.priority}, holds {_size(other.granted_bytes)})"
+                f" requests {_size(other.ask_bytes)} and has waited {other.ask_s:.1f} s.",
             )
     if not me.wanted_bytes:
         return
@@ -264,25 +265,26 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
     if may_go_bytes == 0:
         yield line(
             "asked",
-            f"{wanted} were asked of it, and it releases none: it holds its guarantee or less.",
+            f"It was asked to release {wanted}, but holds no more than its guarantee.",
         )
     elif spare_bytes >= me.wanted_bytes:
         yield line(
-            "asked", f"{wanted} were asked of it, and it releases parked pages and cached blocks."
+            "asked",
+            f"It was asked to release {wanted}, and releases parked pages and cached blocks.",
         )
     else:
         yield line(
             "asked",
-            f"{wanted} were asked of it, of which {_spare(me)} parked or cached: the rest is in"
-            " use, so it allocates no block until requests end or are preempted.",
-            f"kvctl set {me.name} --min SIZE or a higher --priority, if it should keep its memory",
+            f"It was asked to release {wanted}, of which {_spare(me)} parked or cached. The rest is"
+            " in use: it allocates no blocks until requests end or are preempted.",
+            f"run kvctl set {me.name} --min SIZE or a higher --priority to let it keep its memory",
             is_blocked=True,
         )
 
 
 def _spare(member: Member) -> str:
     spare_bytes = member.parked_bytes + member.evictable_bytes
-    return f"{_size(spare_bytes)} are" if spare_bytes else "nothing is"
+    return f"{_size(spare_bytes)} is" if spare_bytes else "none is"
 
 
 def _names(members: list[Member]) -> str:

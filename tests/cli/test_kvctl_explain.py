@@ -101,7 +101,7 @@ CASES = {
         "run kvctl trim a to release them",
         "slack: 10.00 MiB (10%)",
         "limit: Its limit is 500.00 MiB: 400.00 MiB more can be mapped.",
-        "in no ledger",
+        "joined no ledger",
     ], ["guarantee", "priority", "!", "KVELASTIC_PAGE_SIZE_MB"]),
     "nothing held": (
         replace(CALM, mapped_bytes=0, in_use_bytes=0, cached_bytes=0, parked_bytes=0), None,
@@ -147,16 +147,16 @@ CASES = {
         ["Its limit of 1.00 MiB (100.00 MiB: one page is the least) is reached"], []),
     "a limit that is not whole pages, and a guarantee of as much": (
         replace(REACHED, limit_bytes=101 * MIB, min_bytes=101 * MIB), None,
-        ["Its guarantee is 101.00 MiB (100.00 MiB in whole pages), which no other"],
-        ["lets it use no more", "kvctl set"]),
+        ["Its guarantee is 101.00 MiB (100.00 MiB in whole pages): other instances may"],
+        ["but its limit", "kvctl set"]),
     "a guarantee that is not whole pages": (
         replace(CALM, min_bytes=120 * MIB, page_bytes=34 * MIB, mapped_bytes=68 * MIB), None,
-        ["Its guarantee is 120.00 MiB (102.00 MiB in whole pages): 34.00 MiB more are its own"],
+        ["Its guarantee is 120.00 MiB (102.00 MiB in whole pages): it can claim 34.00 MiB more"],
         []),
     "a guarantee below one page": (
         replace(CALM, min_bytes=MIB, page_bytes=34 * MIB, mapped_bytes=68 * MIB), None,
-        ["Its guarantee is 1.00 MiB (34.00 MiB: one page is the least), which no other instance"
-         " takes; they may take the other 34.00 MiB."], []),
+        ["Its guarantee is 1.00 MiB (34.00 MiB: one page is the least): other instances may"
+         " take at most 34.00 MiB of its memory."], []),
     # --- requests that wait for memory
     "no request waits": (replace(CALM, requests_waiting=0), None, [], ["waiting"]),
     "requests wait for others": (
@@ -260,113 +260,114 @@ CASES = {
     "asleep, with a reserve and a guarantee": (
         replace(CALM, asleep=True, min_bytes=50 * MIB, mapped_bytes=0),
         ledger(member("a", asleep=True, min_bytes=50 * MIB, reserve_bytes=30 * MIB)),
-        ["guarantee: Its guarantee is 50.00 MiB, which does not count while it sleeps.",
-         "reserve: Before it wakes it asks for 30.00 MiB for weights and activations and its"
-         " guarantee of 50.00 MiB"], ["no other instance takes", "besides its KV cache"]),
+        ["guarantee: Its guarantee is 50.00 MiB, which does not apply while it sleeps.",
+         "reserve: Before it wakes it requests 30.00 MiB for weights and activations and its"
+         " guarantee of 50.00 MiB"], ["other instances may take", "outside its KV cache"]),
     "asleep, and about to wake": (
         replace(CALM, asleep=True, mapped_bytes=0),
         ledger(member("a", asleep=True, reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
-        ["reserve! It waits for 30.00 MiB for weights and activations, with which it wakes"],
+        ["reserve! It waits for 30.00 MiB for weights and activations before it wakes:"],
         ["Before it wakes"]),
     # --- reserve, guarantee and priority
     "a reserve on a GPU": (
         CALM, ledger(member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
-        ["reserve: 30.00 MiB are reserved for it besides its KV cache",
-         "device: 30.00 MiB are reserved for weights and activations of awake instances,"
-         " which no KV cache can have."], ["reserve!"]),
+        ["reserve: 30.00 MiB are reserved for its weights and activations, outside its KV",
+         "device: 30.00 MiB are reserved for weights and activations of awake instances;"
+         " KV caches cannot use it."], ["reserve!"]),
     "a reserve on the host, beside the capacity": (
         CALM,
         ledger(
             member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB), total_bytes=2000 * MIB
         ),
-        ["; they lie beside the 1000.00 MiB of KV caches."], ["no KV cache can have"]),
+        ["; this is not part of the 1000.00 MiB for KV caches."], ["caches cannot use"]),
     "a reserve on the host, in part beside the capacity": (
         CALM,
         ledger(
             member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB), total_bytes=1010 * MIB
         ),
-        ["30.00 MiB are reserved for weights", "; 10.00 MiB of them lie beside"], []),
+        ["30.00 MiB are reserved for weights", "; 10.00 MiB of it is not part of"], []),
     "a larger reserve that others have not given yet": (
         CALM, ledger(member("a", reserve_bytes=30 * MIB, pledged_bytes=70 * MIB)),
-        ["reserve! It waits for 70.00 MiB for weights and activations: others are asked"], []),
+        ["reserve! It waits for 70.00 MiB for weights and activations: other instances are"], []),
     "a guarantee that it is under": (
         replace(CALM, min_bytes=120 * MIB), ledger(member("a", min_bytes=120 * MIB)),
-        ["Its guarantee is 120.00 MiB: 20.00 MiB more are its own as soon as"], []),
+        ["Its guarantee is 120.00 MiB: it can claim 20.00 MiB more"], []),
     "a guarantee that it is over": (
         replace(CALM, min_bytes=30 * MIB), ledger(member("a", min_bytes=30 * MIB)),
-        ["which no other instance takes; they may take the other 70.00 MiB."], []),
+        ["is 30.00 MiB: other instances may take at most 70.00 MiB of its"], []),
     "a guarantee above its limit": (
         replace(CALM, min_bytes=600 * MIB), None,
-        ["of which its limit of 500.00 MiB lets it use no more", "kvctl set a --limit"], []),
+        ["but its limit is only 500.00 MiB.", "kvctl set a with a larger --limit"], []),
     "no guarantee among others": (
         CALM, ledger(member("a"), member("b")),
         ["It has no guarantee", "kvctl set a --min SIZE"], []),
     "alone on its device": (
         CALM, ledger(member("a")),
-        ["900.00 MiB of the device's 1000.00 MiB are free, and no other instance is on it."],
+        ["900.00 MiB of the device's 1000.00 MiB are free, and no other instance uses it."],
         ["priority", "guarantee"]),
     "among priorities": (
         CALM, ledger(member("a"), member("b", priority=1), member("c", priority=-1)),
-        ["Its priority is 0, b above it, c below it.", "2 other instances hold 200.00 MiB."], []),
+        ["Its priority is 0; higher: b; lower: c.", "2 other instances hold 200.00 MiB."], []),
     "among equals": (
         CALM, ledger(member("a"), member("b")),
-        ["as that of all others here", "1 other instance holds 100.00 MiB."], []),
+        ["equal to all other instances here", "1 other instance holds 100.00 MiB."], []),
     "many above": (
         CALM, ledger(member("a"), *(member(n, priority=1) for n in "bcdef")),
-        ["b, c, d and 2 others above it"], []),
+        ["higher: b, c, d and 2 others."], []),
     "strangers on the device": (
         CALM, ledger(member("a"), others_bytes=300 * MIB),
-        ["600.00 MiB of the device's", "300.00 MiB of it are used by other processes"],
+        ["600.00 MiB of the device's", "Other processes use 300.00 MiB of the device."],
         []),
     "a dead one that still counts": (
         CALM, ledger(member("a"), member("b", status="dead")),
-        ["b has ended and still counts for 100.00 MiB", "kvctl gc", "no other instance is on it"],
+        ["b has ended but still has 100.00 MiB granted", "kvctl gc", "no other instance uses it"],
         []),
     # --- asking
     "asks, and there is room": (
         CALM, ledger(member("a", **ASKING)),
-        ["asks: It asks for 50.00 MiB more and has waited 2.0 s; 900.00 MiB are free, so it is"],
+        ["asks: It requests 50.00 MiB more and has waited 2.0 s; 900.00 MiB are free, so the"],
         []),
     "asks, and so does another": (
         CALM, ledger(member("a", **ASKING), member("b", **ASKING)),
-        ["asks! It asks", "are free, which b ask", "asked: b (priority 0, holds 100.00 MiB) asks"],
+        ["asks! It requests", "are free, also requested by b.",
+         "asked: b (priority 0, holds 100.00 MiB) requests"],
         []),
     "asks one who can give": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=25 * MIB), **FULL),
-        ["asks! It asks for 50.00 MiB more and has waited 2.0 s, for b to release.",
-         "asks! b was asked for 25.00 MiB and releases parked pages and cached blocks."], []),
+        ["asks! It requests 50.00 MiB more and has waited 2.0 s for b to release memory.",
+         "asks! b was asked to release 25.00 MiB and releases parked pages"], []),
     "asks one whose blocks are in use": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=50 * MIB), **FULL),
-        ["asks! b was asked for 50.00 MiB, of which 30.00 MiB are parked or cached; the rest"],
+        ["asks! b was asked to release 50.00 MiB, of which 30.00 MiB is parked or cached"],
         []),
     "asks one who cannot be seen": (
         CALM,
         ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="unknown"), **FULL),
-        ["b was asked for 1.00 MiB, and whether it lives is unknown"], []),
+        ["b was asked to release 1.00 MiB, and its liveness is unknown"], []),
     "asks, and no instance has to release": (
         CALM, ledger(member("a", **ASKING), member("b", priority=4), **FULL),
-        ["asks! It asks", "no instance has to release any yet, though b could",
-         "kvctl set a --priority 5, or a lower limit for b"], []),
+        ["asks! It requests", "no instance has to release any yet, but b could",
+         "run kvctl set a --priority 5, or lower the limit of b"], []),
     "asks, and all is guaranteed": (
         CALM, ledger(member("a", **ASKING), member("b", min_bytes=100 * MIB), **FULL),
-        ["asks! It asks", "no instance holds more than its guarantee"], []),
+        ["asks! It requests", "no instance holds more than its guarantee"], []),
     # --- being asked
     "is asked and gives": (
         CALM, ledger(member("a", wanted_bytes=25 * MIB), member("b", **ASKING), **FULL),
-        ["asked: b (priority 0, holds 100.00 MiB) asks for 50.00 MiB and has waited 2.0 s.",
-         "asked: 25.00 MiB were asked of it, and it releases parked pages"], []),
+        ["asked: b (priority 0, holds 100.00 MiB) requests 50.00 MiB and has waited 2.0 s.",
+         "asked: It was asked to release 25.00 MiB, and releases parked pages"], []),
     "is asked for what is in use": (
         CALM, ledger(member("a", wanted_bytes=50 * MIB), member("b", **ASKING), **FULL),
-        ["asked! 50.00 MiB were asked of it, of which 30.00 MiB are parked or cached", "--min"],
+        ["asked! It was asked to release 50.00 MiB, of which 30.00 MiB is parked", "--min"],
         []),
     "is asked for what is guaranteed": (
         replace(CALM, min_bytes=100 * MIB),
         ledger(member("a", wanted_bytes=50 * MIB, min_bytes=100 * MIB), member("b", **ASKING)),
-        ["asked: 50.00 MiB were asked of it, and it releases none"], []),
+        ["asked: It was asked to release 50.00 MiB, but holds no more than its guarantee."], []),
     # --- ledgers that say nothing
     "another user's ledger": (
         CALM, LedgerInfo("host", "foreign", problem="it is of user 7"),
-        ["cannot be read (it is of user 7)", "run kvctl as the user"], ["priority"]),
+        ["cannot be read (it is of user 7)", "run the same version of kvctl"], ["priority"]),
     "a damaged ledger": (
         CALM, LedgerInfo("host", "unreadable", problem="damaged"),
         ["cannot be read (damaged)", "kvctl doctor"], ["priority"]),
@@ -443,7 +444,7 @@ def test_a_terminal_and_no_color(name):
     with Owner(name):
         for environ, is_coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
             with Terminal([KVCTL, "explain", name], columns=50, **environ) as terminal:
-                text = terminal.until("in no ledger")
+                text = terminal.until("joined no ledger")
             assert ("\x1b[" in text) == is_coloured
             if not is_coloured:
                 assert max(map(len, text.splitlines())) <= 50
@@ -470,15 +471,15 @@ def test_who_waits_for_whom():
         told = waiting(asker.name)
         (asks, giver) = (line for line in told["lines"] if line["about"] == "asks")
         assert asks["is_blocked"]
-        assert f"for {holder.name} to release." in asks["what"]
-        assert f"{holder.name} was asked for" in giver["what"]
+        assert f"for {holder.name} to release memory." in asks["what"]
+        assert f"{holder.name} was asked to release" in giver["what"]
         assert told["askers"] == []
         seen = wait_until(lambda: (told := explained(holder.name))["askers"] and told)
         assert [(one["name"], one["pid"]) for one in seen["askers"]] == [(asker.name, asker.pid)]
         assert seen["askers"][0]["priority"] == 5
         assert seen["wanted_bytes"] > 0
         assert seen["granted_bytes"] == seen["mapped_bytes"]
-        assert f"{asker.name} above it" in kvctl("explain", holder.name).stdout
+        assert f"higher: {asker.name}." in kvctl("explain", holder.name).stdout
         holder.go_on()
         assert len(asker.read()) == 10 * BLOCKS_PER_PAGE
         assert explained(asker.name)["ask_bytes"] == 0

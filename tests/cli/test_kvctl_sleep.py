@@ -355,7 +355,7 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     said = [line["what"] for line in told["lines"]]
     assert "Its limit is 32.00 MiB when it wakes." in said
     assert not [what for what in said if "limit of 0 B" in what], "0 B is no limit of anybody's"
-    assert [what for what in said if "asks for its guarantee of 8.00 MiB; until then" in what], said
+    assert [what for what in said if "requests its guarantee of 8.00 MiB; until then" in what], said
     done("wake", one.name, "--wait", "300")
     told = json.loads(done("explain", one.name, "--json"))
     assert "asleep" not in [line["about"] for line in told["lines"]]
