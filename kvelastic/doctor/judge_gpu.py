@@ -13,7 +13,7 @@ from kvelastic.sizes import MIB_BYTES, format_size
 OLDEST_CUDA: Final = 11030
 """First version with complete virtual memory management, in cuDriverGetVersion's format."""
 _OLDEST_DRIVER: Final = "465"
-_USE_HOST: Final = "set KVELASTIC_DEVICE=host to use the machine's own memory"
+_USE_HOST: Final = "set KVELASTIC_DEVICE=host to use host memory"
 
 
 @check("gpu.driver")
@@ -26,7 +26,7 @@ def _driver(facts: Facts) -> Said:
     if gpus.cuda_version is not None and gpus.cuda_version < OLDEST_CUDA:
         return Said(
             bad,
-            f"the NVIDIA driver is too old: it serves CUDA {_cuda(gpus.cuda_version)}",
+            f"the NVIDIA driver is too old: it supports CUDA {_cuda(gpus.cuda_version)}",
             f"install NVIDIA driver {_OLDEST_DRIVER} or later (CUDA {_cuda(OLDEST_CUDA)}),"
             f" or {_USE_HOST}",
         )
@@ -34,8 +34,8 @@ def _driver(facts: Facts) -> Said:
         return Said(
             bad,
             f"the child process that opens the GPUs {gpus.child_end}",
-            "see whether nvidia-smi works and `dmesg | grep -i -e nvrm -e xid` names an error;"
-            " restart the driver or the machine",
+            "check whether nvidia-smi works, and search dmesg for errors (dmesg | grep -i -e nvrm"
+            " -e xid); then restart the driver or the machine",
         )
     if gpus.start_error or gpus.count == 0:
         return _no_gpu(facts, bad)
@@ -48,20 +48,20 @@ def _no_library(facts: Facts, bad: State) -> Said:
         seen = f" (kernel module {gpus.kernel_module})" if gpus.kernel_module else ""
         return Said(
             bad,
-            f"there is an NVIDIA GPU{seen}, but libcuda.so.1 cannot be opened:"
+            f"this machine has an NVIDIA GPU{seen}, but libcuda.so.1 cannot be opened:"
             f" {gpus.library_error}",
             "in a container, start it with `--gpus all` and"
-            " NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver's user"
-            " libraries (libcuda1), or name their folder in LD_LIBRARY_PATH",
+            " NVIDIA_DRIVER_CAPABILITIES=compute,utility; otherwise install the driver's user"
+            " libraries (libcuda1) or add their folder to LD_LIBRARY_PATH",
         )
     if facts.config.device.startswith("cuda"):
         return problem(
-            f"KVELASTIC_DEVICE={facts.config.device}, and there is no NVIDIA driver",
+            f"KVELASTIC_DEVICE={facts.config.device}, but no NVIDIA driver is installed",
             f"install NVIDIA driver {_OLDEST_DRIVER} or later, or {_USE_HOST}",
         )
     return note(
-        "no NVIDIA driver: the machine's own memory is used",
-        "nothing, if this machine has no NVIDIA GPU; else install the driver"
+        "no NVIDIA driver: kvelastic uses host memory",
+        "ignore this if the machine has no NVIDIA GPU; otherwise install the driver"
         f" ({_OLDEST_DRIVER} or later)",
     )
 
@@ -77,15 +77,15 @@ def _no_gpu(facts: Facts, bad: State) -> Said:
         seen = f" with CUDA_VISIBLE_DEVICES={visible!r}" if hidden else ""
         return Said(
             state,
-            f"{_version(facts)}, and no GPU can be seen{seen}",
-            "name one in CUDA_VISIBLE_DEVICES, or unset it; in a container, start it with"
+            f"{_version(facts)}, but no GPU is visible{seen}",
+            "set CUDA_VISIBLE_DEVICES to a GPU or unset it; in a container, start it with"
             f" `--gpus all`; or {_USE_HOST}",
         )
     return Said(
         bad,
         f"{_version(facts)} does not start: {why}",
-        "see whether nvidia-smi works; after an update of the driver, restart the machine (its"
-        " kernel module and its libraries must be of one version)",
+        "check whether nvidia-smi works; after a driver update, restart the machine (the driver's"
+        " kernel module and libraries must have the same version)",
     )
 
 
@@ -102,9 +102,9 @@ def _vmm(gpu: Gpu, facts: Facts) -> Said:
         elif "too old" in gpu.error or "older than" in gpu.error:
             do = "see gpu.driver"
         elif "OUT_OF_MEMORY" in gpu.error:
-            do = "free memory on this GPU (nvidia-smi lists who holds it)"
+            do = "free memory on this GPU (nvidia-smi lists the processes that use it)"
         else:
-            do = f"see what nvidia-smi says of this GPU, or {_USE_HOST}"
+            do = f"check this GPU with nvidia-smi, or {_USE_HOST}"
         return Said(("problem" if chosen else "warning"), f"{name}: {gpu.error}", do)
     seen = (
         f"{name} ({gpu.uuid}): pages of {format_size(gpu.granularity_bytes)},"
@@ -113,7 +113,8 @@ def _vmm(gpu: Gpu, facts: Facts) -> Said:
     if gpu.granularity_bytes != 2 * MIB_BYTES:
         return note(
             seen,
-            "nothing: pages are a multiple of that size; KVELASTIC_PAGE_SIZE_MB is only the least",
+            "no action needed: pages become multiples of this size, and KVELASTIC_PAGE_SIZE_MB is"
+            " their minimum",
         )
     return ok(seen)
 
@@ -125,9 +126,9 @@ def _seen(gpu: Gpu, table: Sequence[tested_gpus.Row]) -> Said:
         return ok(f"{name}: {tested_gpus.experience(gpu.name, table)}")
     rows = "; ".join(f"{row.gpu} ({row.attention}): {row.how}" for row in table)
     return note(
-        f"{name}: no GPU of this model has run kvelastic yet. What has: {rows}",
-        "compare its answers with those of the engine alone, and report how it went; docs/gpu.md"
-        " says what is known",
+        f"{name}: kvelastic is not tested on this GPU model. Tested: {rows}",
+        "compare the engine's output with and without kvelastic, and report the result (see"
+        " docs/gpu.md)",
     )
 
 
@@ -136,38 +137,39 @@ def _device(facts: Facts) -> Said:
     device = facts.config.device
     if device == "auto":
         usable = [gpu for gpu in facts.gpus.gpus if not gpu.error]
-        seen = f"cuda:{usable[0].ordinal}" if usable else "the machine's own memory"
-        return ok(f"KVELASTIC_DEVICE=auto means {seen} here")
+        seen = f"cuda:{usable[0].ordinal}" if usable else "host memory"
+        return ok(f"KVELASTIC_DEVICE=auto selects {seen}")
     if device == "host":
-        return ok("KVELASTIC_DEVICE=host: the machine's own memory")
+        return ok("KVELASTIC_DEVICE=host selects host memory")
     ordinal = int(device.partition(":")[2] or 0)
     if any(gpu.ordinal == ordinal and not gpu.error for gpu in facts.gpus.gpus):
         return ok(f"KVELASTIC_DEVICE={device}")
     known = ", ".join(f"cuda:{gpu.ordinal}" for gpu in facts.gpus.gpus if not gpu.error)
     if not known:
-        return problem(f"KVELASTIC_DEVICE={device} cannot be used: no GPU can", _USE_HOST)
+        return problem(f"KVELASTIC_DEVICE={device} is not usable, and no other GPU is", _USE_HOST)
     return problem(
-        f"KVELASTIC_DEVICE={device} cannot be used; those that can: {known}",
-        f"name one of these, or {_USE_HOST}",
+        f"KVELASTIC_DEVICE={device} is not usable; usable devices: {known}",
+        f"set KVELASTIC_DEVICE to one of these, or {_USE_HOST}",
     )
 
 
 @check("gpu.packages")
 def _packages(facts: Facts) -> Said:
     if facts.gpus.library_error:
-        return ok("NVML is of no use without a driver")
+        return ok("NVML is not needed: there is no NVIDIA driver")
     if facts.gpus.nvml_error:
         return note(
             f"NVML cannot be opened: {facts.gpus.nvml_error}",
-            "nothing for engines; for `kvctl devices`: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-            " in a container, elsewhere install the driver's NVML library (libnvidia-ml1)",
+            "ignore this for engines; for kvctl devices, set"
+            " NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, otherwise install the"
+            " driver's NVML library (libnvidia-ml1)",
         )
     version = facts.packages.version("nvidia-ml-py")
-    package = "no Python package for it" if version is None else f"nvidia-ml-py {version}"
-    seen = f"NVML is there, with {package}"
+    package = "no Python package" if version is None else f"nvidia-ml-py {version}"
+    seen = f"NVML works; {package} is installed"
     if version is None:
         return note(
-            seen, "if `kvctl devices` finds no package for it: pip install 'kvelastic[cuda]'"
+            seen, "if kvctl devices reports a missing package, run pip install 'kvelastic[cuda]'"
         )
     return ok(seen)
 
