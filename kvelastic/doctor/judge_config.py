@@ -13,22 +13,26 @@ from kvelastic.doctor.finding import Said, check, note, ok, problem, warning
 def _values(facts: Facts) -> Iterator[Said]:
     for _, message in facts.config.errors:
         accepted = message.partition("; set it to ")[2].rstrip(".")
-        do = f"set it to {accepted}" if accepted else "see docs/configuration.md, or unset it"
+        do = (
+            f"set it to {accepted}"
+            if accepted
+            else "set it to a value of docs/configuration.md, or unset it"
+        )
         yield problem(message.partition(";")[0], do)
     if not facts.config.errors:
-        yield ok(f"variables: {', '.join(facts.config.names_set) or 'none is set'}")
+        yield ok(f"variables set: {', '.join(facts.config.names_set) or 'none'}")
 
 
-@check("config.unknown", fine="no variable that looks like a typo")
+@check("config.unknown", fine="no variable with a misspelled name")
 def _unknown(facts: Facts) -> Iterator[Said]:
     for name, nearest in facts.config.unknown:
         yield warning(
-            f"{name} is not a variable of kvelastic and does nothing",
-            f"rename it to {nearest} if that is meant, or unset it (docs/configuration.md)",
+            f"{name} is not a variable of kvelastic and has no effect",
+            f"rename it to {nearest} or unset it (docs/configuration.md lists all variables)",
         )
 
 
-@check("config.kvcached", fine="no variable of kvcached")
+@check("config.kvcached", fine="no variable of kvcached is set")
 def _kvcached(facts: Facts) -> Iterable[Said]:
     return map(_legacy, facts.config.legacy)
 
@@ -36,16 +40,16 @@ def _kvcached(facts: Facts) -> Iterable[Said]:
 def _legacy(legacy: LegacyName) -> Said:
     if legacy.successor is None:
         return warning(
-            f"{legacy.name} is kvcached's, and does nothing in kvelastic",
-            "unset it; docs/configuration.md lists what there is",
+            f"{legacy.name} is a variable of kvcached and has no effect in kvelastic",
+            "unset it; docs/configuration.md lists kvelastic's variables",
         )
     if legacy.is_overruled:
         return warning(
-            f"{legacy.name} does nothing, because {legacy.successor} is set, too",
+            f"{legacy.name} has no effect because {legacy.successor} is also set",
             f"unset {legacy.name}",
         )
     return note(
-        f"{legacy.name} is kvcached's, and counts as {legacy.successor}",
+        f"{legacy.name} is a variable of kvcached; kvelastic reads it as {legacy.successor}",
         f"rename it to {legacy.successor}",
     )
 
@@ -54,23 +58,23 @@ def _legacy(legacy: LegacyName) -> Said:
 def _enabled(facts: Facts) -> Said:
     enabled = facts.config.enabled
     if enabled:
-        return ok("engines started from here run on kvelastic")
+        return ok("engines started in this environment use kvelastic")
     return note(
         (
             "ENABLE_KVELASTIC is "
             + ("not set" if enabled is None else "false")
-            + ": engines started from here run without kvelastic"
+            + ": engines started in this environment do not use kvelastic"
         ),
-        "set ENABLE_KVELASTIC=true where the engine is started",
+        "set ENABLE_KVELASTIC=true in the engine's environment",
     )
 
 
-@check("config.tiers", fine="no folder of KVELASTIC_TIERS that a tier cannot use")
+@check("config.tiers", fine="all folders of KVELASTIC_TIERS are usable")
 def _tier_folders(facts: Facts) -> Iterator[Said]:
     for folder in facts.tier_folders:
         yield problem(
             f"KVELASTIC_TIERS: the {folder.tier} tier cannot use its folder: {folder.problem}",
-            "mend that, or name another folder, before the engine starts",
+            "correct this or choose another folder before the engine starts",
         )
 
 

@@ -360,7 +360,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "/proc/self/ns/pid",
     ),
     # ----------------------------------------------------------------------------------- config
-    ("config.tiers", "ok", GOOD, "no folder"),
+    ("config.tiers", "ok", GOOD, "all folders"),
     (
         "config.tiers",
         "problem",
@@ -368,7 +368,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "the disk tier cannot use its folder: Permission denied: /kv",
     ),
     ("config.value", "ok", with_config(names_set=("KVELASTIC_LIMIT",)), "KVELASTIC_LIMIT"),
-    ("config.value", "ok", GOOD, "none is set"),
+    ("config.value", "ok", GOOD, "variables set: none"),
     (
         "config.value",
         "problem",
@@ -388,16 +388,16 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "config.kvcached",
         "note",
         with_config(legacy=(LegacyName("ENABLE_KVCACHED", "ENABLE_KVELASTIC"),)),
-        "counts as ENABLE_KVELASTIC",
+        "reads it as ENABLE_KVELASTIC",
     ),
     (
         "config.kvcached",
         "warning",
         with_config(legacy=(LegacyName("ENABLE_KVCACHED", "ENABLE_KVELASTIC", True),)),
-        "ENABLE_KVELASTIC is set, too",
+        "ENABLE_KVELASTIC is also set",
     ),
-    ("config.kvcached", "warning", with_config(legacy=(LegacyName("KVCACHED_X", None),)), "is kv"),
-    ("config.enabled", "ok", GOOD, "run on kvelastic"),
+    ("config.kvcached", "warning", with_config(legacy=(LegacyName("KVCACHED_X", None),)), "no effect"),
+    ("config.enabled", "ok", GOOD, "use kvelastic"),
     ("config.enabled", "note", with_config(enabled=None), "not set"),
     ("config.enabled", "note", with_config(enabled=False), "is false"),
     # ------------------------------------------------------------------------- engines, python
