@@ -12,7 +12,7 @@ from kvelastic.engines import ENGINES, Engine
 
 _OLDEST_PYTHON: Final = (3, 10)
 _PLUGIN: Final = "kvelastic"
-_REINSTALL: Final = "install kvelastic into the environment that the engine runs in (pip install)"
+_REINSTALL: Final = "install kvelastic into the engine's environment (pip install)"
 
 
 @check("engines.{0.name}")
@@ -21,29 +21,31 @@ def _hooked(engine: Engine, facts: Facts) -> Said:
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
     if version is None and (engine.loaded_by or _has_another(engine, facts)):
-        return ok(f"{title} is not installed beside this kvctl")
+        return ok(f"{title} is not installed in this environment")
     if version is None:
         return note(
-            f"{title} is not installed beside this kvctl",
-            f"if {title} is in another environment, {_REINSTALL} and run that kvctl",
+            f"{title} is not installed in this environment",
+            f"if {title} is in another environment, {_REINSTALL} and run kvctl there",
         )
     if engines.serves(engine.tried, version):
         return ok(f"{title} {version}")
-    seen = f"{title} {version}: kvelastic was tried with {tried}"
+    seen = f"{title} {version}: kvelastic is tested with {tried}"
     if engines.served_as(engine.tried, version, strict=facts.config.strict) is None:
         way_out = engines.way_out(engine.tried, version)
         return Said(
             _refused(engine, facts),
             seen,
-            f"install {title} {tried}; or {way_out} to try it all the same (what kvelastic touches"
-            " is checked first)",
+            f"install {title} {tried}; or {way_out} to run this version (kvelastic first checks the"
+            " functions that it wraps)",
         )
     if facts.config.strict is None:
         return note(
-            f"{seen}; it runs if what kvelastic touches is built as in that",
-            "kvctl doctor --probe checks it; compare some outputs with those without kvelastic",
+            f"{seen}; it runs if the functions that kvelastic wraps are unchanged",
+            "run kvctl doctor --probe to check it, and compare outputs with and without kvelastic",
         )
-    return warning(seen, f"install {title} {tried}; kvctl doctor --probe checks this one")
+    return warning(
+        seen, f"install {title} {tried}, or run kvctl doctor --probe to check this version"
+    )
 
 
 def _refused(engine: Engine, facts: Facts) -> State:
@@ -68,34 +70,34 @@ def _has_another(engine: Engine, facts: Facts) -> bool:
 def _loading(engine: Engine, facts: Facts) -> Said:
     title, startup = engine.title, facts.startup
     if facts.packages.version(engine.name) is None:
-        return ok(f"not needed: no {title} here")
+        return ok(f"not needed: {title} is not installed")
     if engine.loading_module in startup.armed:
-        what = f"with ENABLE_KVELASTIC=true Python loads kvelastic into {title}"
+        what = f"Python loads kvelastic into {title} if ENABLE_KVELASTIC=true"
         return ok(what)
     if startup.failure:
         seen = " ".join(startup.failure.split())
     elif startup.start_files:
-        seen = f"it does not run {' and '.join(startup.start_files)}"
+        seen = f"it ignores {' and '.join(startup.start_files)}"
     else:
-        seen = f"no kvelastic.pth lies in {' or '.join(startup.site_folders) or 'site-packages'}"
+        seen = f"no kvelastic.pth in {' or '.join(startup.site_folders) or 'site-packages'}"
     return Said(
         _refused(engine, facts),
         f"Python does not load kvelastic into {title}: {seen}",
-        f"{_REINSTALL}, a folder on PYTHONPATH is not enough; or begin the program with"
-        " kvelastic.startup.arm()",
+        f"{_REINSTALL}; a folder on PYTHONPATH is not enough; or call"
+        " kvelastic.startup.arm() at the start of the program",
     )
 
 
 @check("engines.plugin")
 def _plugin(engine: Engine | None, facts: Facts) -> Said:
     if engine is None:
-        titles = " and no ".join(engine.title for engine in ENGINES if engine.plugin_group)
-        return ok(f"not needed: no {titles} here")
+        titles = " or ".join(engine.title for engine in ENGINES if engine.plugin_group)
+        return ok(f"not needed: no {titles} is installed")
     packages, title = facts.packages, engine.title
     found = dict(packages.plugins).get(engine.name, ())
     if _PLUGIN not in found:
         return problem(
-            f"{title} does not find kvelastic among its plugins"
+            f"{title} does not find the plugin kvelastic"
             f" ({engine.plugin_group}: {', '.join(found) or 'none'})",
             f"{_REINSTALL}; a folder on PYTHONPATH is not enough",
         )
@@ -103,43 +105,44 @@ def _plugin(engine: Engine | None, facts: Facts) -> Said:
     if allowed is not None and _PLUGIN not in allowed.split(","):
         return Said(
             ("problem" if facts.config.enabled else "warning"),
-            f"{variable}={allowed!r} keeps {title} from loading kvelastic",
+            f"{variable}={allowed!r} prevents {title} from loading kvelastic",
             f"add kvelastic to {variable}, or unset it",
         )
-    return ok(f"{title} finds kvelastic among its plugins")
+    return ok(f"{title} finds the plugin kvelastic")
 
 
 @check("engines.hooks")
 def _hooks(engine: Engine, facts: Facts) -> Said:
     if facts.packages.native_error:
-        return ok(f"not looked for in {engine.title}: see python.native")
+        return ok(f"not checked in {engine.title}: see python.native")
     hooks = dict(facts.packages.hooks).get(engine.name)
     if not hooks:
-        what = f"nothing is hooked: no {engine.title} here that kvelastic serves"
+        what = f"no functions to wrap: no supported {engine.title} is installed"
         return ok(what)
-    when = "in" if facts.config.enabled else "with ENABLE_KVELASTIC=true in"
-    return ok(f"{when} this {engine.title} are hooked: {', '.join(hooks)}")
+    when = "" if facts.config.enabled else " if ENABLE_KVELASTIC=true"
+    return ok(f"kvelastic wraps {len(hooks)} functions of {engine.title}{when}: {', '.join(hooks)}")
 
 
-@check("engines.probe", fine="nothing to look into: no engine here that is hooked")
+@check("engines.probe", fine="nothing to check: no supported engine is installed")
 def _probes(facts: Facts) -> Iterator[Said]:
     for probe in facts.probes or ():
         engine = engines.find(probe.engine)
         version = f"{engine.title} {facts.packages.version(engine.name)}"
         another = f"install {engine.title} {engines.tried(engine.tried)}"
         for difference in _differences(probe.broken):
-            what = f"kvelastic cannot run in this {version}: {difference}"
+            what = f"kvelastic cannot run in {version}: {difference}"
             yield Said(_refused(engine, facts), what, another)
         for missed in probe.missed:
             yield note(
-                f"{version} cannot be imported whole here, and was not looked into there: {missed}",
-                "nothing if it is for another device; else set what the engine needs to start",
+                f"{version}: a module cannot be imported here and was not checked: {missed}",
+                "ignore this if the module is for another device; otherwise set what the engine"
+                " needs to start",
             )
         if probe.failure:
-            what = f"{version} could not be looked into: {probe.failure}"
-            yield warning(what, "start the engine without kvelastic first")
+            what = f"{version} could not be checked: {probe.failure}"
+            yield warning(what, "check that the engine starts without kvelastic")
         elif not probe.broken:
-            what = f"{version} is built as expected: {probe.hooked} functions were hooked"
+            what = f"{version} is compatible: kvelastic wrapped {probe.hooked} functions"
             yield ok(what)
 
 
@@ -155,10 +158,10 @@ def _not_hooked(engine: Engine, facts: Facts) -> Said:
     title = engine.title
     version = facts.packages.version(engine.name)
     if version is None:
-        return ok(f"{title} is not installed beside this kvctl")
+        return ok(f"{title} is not installed in this environment")
     return note(
-        f"{title} {version}: its own processes are not hooked yet",
-        f"call {engine.interfaces} yourself; ENABLE_KVELASTIC changes nothing in {title}",
+        f"{title} {version}: kvelastic does not support its processes yet",
+        f"call {engine.interfaces} yourself; ENABLE_KVELASTIC has no effect in {title}",
     )
 
 
@@ -167,13 +170,13 @@ def _kvcached(facts: Facts) -> Said:
     version = facts.packages.version("kvcached")
     if version is None:
         return ok("kvcached is not installed")
-    seen = f"kvcached {version} is installed, too"
+    seen = f"kvcached {version} is also installed"
     if facts.config.is_kvcached_enabled:
         return problem(
-            f"{seen}, and a variable of its own enables it: both would patch the engine",
-            "unset ENABLE_KVCACHED and KVCACHED_AUTOPATCH, or pip uninstall kvcached",
+            f"{seen} and enabled by its own variable: both would patch the engine",
+            "unset ENABLE_KVCACHED and KVCACHED_AUTOPATCH, or run pip uninstall kvcached",
         )
-    return note(seen, "pip uninstall kvcached, if it is not used any more")
+    return note(seen, "run pip uninstall kvcached if it is no longer used")
 
 
 @check("python.version")
@@ -189,8 +192,7 @@ def _native(facts: Facts) -> Said:
         return ok("kvelastic's native module loads")
     return problem(
         f"kvelastic's native module cannot be imported: {facts.packages.native_error}",
-        "install kvelastic again with this Python; run from a source folder only after"
-        " scripts/setup",
+        "reinstall kvelastic with this Python; in a source folder, run scripts/setup first",
     )
 
 
@@ -201,7 +203,7 @@ def _torch(facts: Facts) -> Said:
         return ok(f"torch {torch}")
     return note(
         "torch is not installed",
-        "nothing for kvctl; to make tensors: pip install 'kvelastic[torch]'",
+        "ignore this for kvctl; to create tensors, run pip install 'kvelastic[torch]'",
     )
 
 
