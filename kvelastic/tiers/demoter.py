@@ -37,7 +37,7 @@ from kvelastic.tiers.policy import (
     refilled,
 )
 from kvelastic.tiers.pool_side import Demotion, LeavingBlocks
-from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 from kvelastic.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger("kvelastic")

@@ -28,8 +28,8 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticErro
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.graph import FILLS_STAGING, NO_TIER, POOL_COPIES, Kind, Operation, State
 from kvelastic.tiers.pool_side import Copies, StagingMemory
-from kvelastic.tiers.run import Batch, Priority, Run, Transfer
 from kvelastic.tiers.staging import StagingSlots
+from kvelastic.tiers.transfer_run import Batch, Priority, Run, Transfer
 
 _log = logging.getLogger("kvelastic")
 

@@ -6,7 +6,8 @@
 
     load.release()                         # instead of starting it: over, with nothing loaded
 
-An engine that runs loads concurrently with its steps calls `assign` first; see `loads`.
+An engine that runs loads concurrently with its steps calls `assign` first; see
+`loads_in_progress`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import groupby, takewhile
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
 from kvelastic.tiers.plan import Segment
-from kvelastic.tiers.run import Run
+from kvelastic.tiers.transfer_run import Run
 
 
 class Load:

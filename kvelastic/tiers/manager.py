@@ -46,8 +46,8 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.plan import Segment, load_graph
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
-from kvelastic.tiers.run import Priority, Run, Transfer
 from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
+from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 from kvelastic.tiers.workers import Call, Workers
 from kvelastic.tiers.write_behind import WriteBehind
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.plan import farther_graph
-from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 
 _log = logging.getLogger("kvelastic")
 

@@ -15,7 +15,7 @@ from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.graph import Graph, Kind, Operation
 from kvelastic.tiers.plan import Segment, demote_graph, load_graph
 from kvelastic.tiers.policy import Copies
-from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 
 SLOTS = 8
 

@@ -11,12 +11,12 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
 from kvelastic.tiers.load import Load
-from kvelastic.tiers.loads import Loads, is_too_slow
+from kvelastic.tiers.loads_in_progress import Loads, is_too_slow
 from kvelastic.tiers.plan import Segment
 
 if TYPE_CHECKING:
     from kvelastic.tiers.manager import Tiers
-    from kvelastic.tiers.run import Run
+    from kvelastic.tiers.transfer_run import Run
 
 
 def key(name: str) -> bytes:

@@ -32,7 +32,7 @@ from kvelastic.flexkv.common.transfer import (
 )
 from kvelastic.flexkv.transfer.worker import MOST_BLOCKS
 from kvelastic.tiers.graph import NO_TIER, Graph, Kind, Operation
-from kvelastic.tiers.run import Run
+from kvelastic.tiers.transfer_run import Run
 
 INSTEAD: Final = {
     TransferType.DISK2D: "DISK2H, then H2D: blocks pass pinned host memory",

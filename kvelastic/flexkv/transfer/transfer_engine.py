@@ -31,7 +31,7 @@ from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.tiers.base import Lease, Store
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.pool_side import StagingMemory
-from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.transfer_run import Priority, Run, Transfer
 
 _log = logging.getLogger("kvelastic")
 

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_has
 
 from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
-from kvelastic.tiers.loads import Loads
+from kvelastic.tiers.loads_in_progress import Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator

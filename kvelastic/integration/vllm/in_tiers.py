@@ -4,7 +4,7 @@ How a request's blocks are loaded back, all on the scheduler's thread::
 
     schedule   vLLM looks up blocks (`tier_spec`, `tier_lookups`); found ones are held
                it allocates blocks for them and creates a job for its workers
-               the job is removed from the step: tiers load beside the steps (`tiers/loads.py`)
+               the job is removed from the step: tiers load beside the steps (`tiers/loads_in_progress.py`)
     ...        the request waits; if no other request can run, the engine backs off
     schedule   first, completed loads are reported to vLLM as if a worker had done them
 
@@ -30,7 +30,7 @@ from kvelastic.errors import IntegrityError
 from kvelastic.integration.vllm.tier_lookups import Lookups
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
-from kvelastic.tiers.loads import Loads
+from kvelastic.tiers.loads_in_progress import Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
