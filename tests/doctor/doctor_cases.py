@@ -420,7 +420,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.vllm", "warning", with_config(adding("vllm", "unknown"), enabled=None), "unknown"),
     ("engines.plugin", "ok", GOOD, "finds the plugin kvelastic"),
     ("engines.plugin", "ok", without("vllm"), "not needed"),
-    ("engines.hooks", "ok", with_packages(hooks=(("vllm", ("A.b", "C")),)), "2 functions of vLLM: A"),
+    ("engines.hooks", "ok", with_packages(hooks=(("vllm", ("A.b", "C")),)), "2 functions of vLLM"),
     ("engines.hooks", "ok", with_packages(hooks=()), "no supported vLLM is installed"),
     ("engines.plugin", "problem", with_packages(plugins=(("vllm", ("other",)),)), "plugins: other"),
     ("engines.plugin", "problem", allowing("a,b"), "VLLM_PLUGINS='a,b'"),
