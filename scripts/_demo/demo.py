@@ -95,7 +95,7 @@ class Shown:
         """Return the memory reported by the instance and by the operating system, as text."""
         said = Memory.of(NAME).mapped
         real = self.engine.held_bytes(self.server)
-        return f"{megabytes(said)} held by its own account, {megabytes(real)} by the kernel's"
+        return f"the instance reports {megabytes(said)} held, the kernel {megabytes(real)}"
 
 
 def pids(server: Server) -> list[int]:
@@ -112,7 +112,9 @@ def kvctl(*arguments: str) -> str:
     done = subprocess.run([KVCTL, *arguments], capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr).strip().replace("\n", "\n    ")
     if done.returncode:
-        raise DemoError(f"kvctl {' '.join(arguments)} ended with {done.returncode}: {said}")
+        raise DemoError(
+            f"kvctl {' '.join(arguments)} failed with exit code {done.returncode}: {said}"
+        )
     return f"  $ kvctl {' '.join(arguments)}\n    {said}"
 
 
@@ -133,7 +135,7 @@ def burst(shown: Shown) -> None:
         stories = requests.wait()
     print(
         f"  {len(stories)} answers, {sum(map(len, stories))} characters;"
-        f" at most {megabytes(view.most_mapped_bytes)} were mapped",
+        f" peak of mapped memory: {megabytes(view.most_mapped_bytes)}",
         flush=True,
     )
 
@@ -143,14 +145,14 @@ def limited_burst(shown: Shown, answers: list[str]) -> None:
     before = shown.engine.preempted(shown.server)
     with LiveView(NAME, "limited", shown.kv_bytes) as view, shown.burst(count) as requests:
         requests.wait(5)
-        view.say(f"  {requests.done} of {count} requests are done; now:")
+        view.say(f"  {requests.done} of {count} requests are done; lower the limit:")
         asked_s = time.monotonic()
         view.say(kvctl("limit", NAME, LOW_LIMIT, "--wait", "300"))
-        view.say(f"    {time.monotonic() - asked_s:.1f} s after it was asked for, under load")
+        view.say(f"    {time.monotonic() - asked_s:.1f} s after the request, under load")
         view.show()
         again = shown.ask(QUESTIONS[0])
         stories = requests.wait()
-    same = "as above" if again == answers[0] else "above it was another"
+    same = "same as above" if again == answers[0] else "different from above"
     after = shown.engine.preempted(shown.server)
     preempted = ""
     if before is not None and after is not None:
@@ -166,16 +168,16 @@ def idle(shown: Shown) -> None:
     with LiveView(NAME, "idle", shown.kv_bytes) as view:
         with shown.burst(BURST_OF_FEW) as requests:
             requests.wait()
-        view.say(f"  {BURST_OF_FEW} more requests are done; nothing to do from here on")
+        view.say(f"  {BURST_OF_FEW} more requests are done; the instance is idle now")
         deadline = time.monotonic() + 2 * IDLE_TRIM_S + TRIM_DEADLINE_S
         while Memory.of(NAME).parked and time.monotonic() < deadline:
             time.sleep(0.1)
-    print(f"  what was parked is back at the machine:\n  {shown.held()}")
+    print(f"  the parked pages were released:\n  {shown.held()}")
     page_bytes = _facts(NAME)["page_bytes"]
-    print("  the prefix cache stays until it is in the way, or until it is asked for:")
+    print("  cached blocks stay until memory is needed; a limit of one page evicts them:")
     print(kvctl("limit", NAME, megabytes(page_bytes), "--wait", "10"))
-    _wait(lambda: Memory.of(NAME).mapped <= page_bytes, "all but one page is given back")
-    print(f"  {shown.held()};\n  one page always stays")
+    _wait(lambda: Memory.of(NAME).mapped <= page_bytes, "all memory except one page is released")
+    print(f"  {shown.held()};\n  one page always stays mapped")
     print(kvctl("list"), flush=True)
 
 
@@ -189,20 +191,20 @@ def show(shown: Shown) -> None:
     burst(shown)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
     limited_burst(shown, answers)
-    title("5. The limit lifted, a little work, and then nothing to do")
+    title("5. The limit removed, a few requests, then idle")
     idle(shown)
 
 
 def start(shown: Shown) -> None:
     started_s = time.monotonic()
-    with Waiting("starting (half a minute, more on a busy machine)"):
+    with Waiting("starting (half a minute, longer on a busy machine)"):
         shown.server.wait_until_ready()
     print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {shown.held()}", flush=True)
 
 
 def sleep(shown: Shown) -> None:
     """Show sleep and wake, for engines without tiers."""
-    title("6. Asleep: it holds nothing, and a request waits until it wakes")
+    title("6. Sleep: the instance holds no memory, and requests wait until it wakes")
     print(f"  {shown.engine.without_tiers} (docs/tiers.md)")
     print(kvctl("limit", NAME, megabytes(shown.kv_bytes), "--wait", "10"))
     before = shown.ask(QUESTIONS[0])
@@ -214,14 +216,16 @@ def sleep(shown: Shown) -> None:
         asked_s = time.monotonic()
         wait([waiting], timeout=ASLEEP_S)
         if waiting.done():
-            raise DemoError(f"a model that sleeps has answered: {waiting.result()!r}")
-        print(f"  a question waits since {time.monotonic() - asked_s:.1f} s")
+            raise DemoError(f"a sleeping model answered a request: {waiting.result()!r}")
+        print(f"  a request has waited {time.monotonic() - asked_s:.1f} s")
         print(kvctl("wake", NAME, "--wait", "60"))
         woken_s = time.monotonic()
         again = waiting.result()
     if again != before:
-        raise DemoError(f"it answers {again!r} after its sleep, before {before!r}")
-    print(f"  answered {time.monotonic() - woken_s:.1f} s after that, with the same words: {again}")
+        raise DemoError(f"the answer differs: {before!r} before the sleep, {again!r} after it")
+    print(
+        f"  answered {time.monotonic() - woken_s:.1f} s after the wake, with the same text: {again}"
+    )
     print(f"  {shown.held()}", flush=True)
 
 
@@ -233,14 +237,14 @@ def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> 
 
     def again(policy: str) -> Shown:
         shown.server.kill()
-        print(f"  SIGKILL to every process of the server; the same command, {policy}", flush=True)
+        print(f"  SIGKILL to every process of the server; restart with {policy}", flush=True)
         started = restart(policy)
         start(started)
         files.update(shared_files.in_use_by(pids(started.server)))
         started.ask(QUESTIONS[0])  # trigger the engine's one-time work
         return started
 
-    title("6. KV that survives: a long prompt after a limit, and after kills")
+    title("6. KV that survives in a tier: a long prompt after a low limit, and after kills")
     whole = megabytes(shown.kv_bytes)
     print(kvctl("limit", NAME, whole, "--wait", "10"))
     log = [shown.ask_long("log: cold")]
@@ -250,36 +254,39 @@ def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> 
     print(f"  {shown.held()}")
     print(kvctl("limit", NAME, whole, "--wait", "10"))
     log.append(_from_tiers(shown.ask_long("log: after a limit of one page")))
-    print("  write_back (the default) copies a block when its memory is taken, or once the engine")
-    print("  has been idle for 5 s. So the log is on the disk soon, and then another prompt comes,")
+    print("  write_back (the default) copies a block when it is evicted, or after the engine has")
+    print("  been idle for 5 s. When the log is on the disk, a second prompt follows, the diary:")
     seconds = wait_until_copied(NAME)
-    print(f"  {seconds:.0f} s later, and the kill follows its answer at once.", flush=True)
+    print(
+        f"  copied after {seconds:.0f} s; the server is killed right after the diary's answer",
+        flush=True,
+    )
     diary = [shown.ask_long("diary: cold", DIARY)]
     shown = again("write_through")
     log.append(_from_tiers(shown.ask_long("log: killed after it was copied")))
     diary.append(shown.ask_long("diary: killed at once, write_back", DIARY))
     print("  write_through copies a block as soon as it is cached:")
     seconds = wait_until_copied(NAME, least_s=0.0)
-    print(f"  all of it was on the disk {seconds:.1f} s after the answer", flush=True)
+    print(f"  all blocks were on the disk {seconds:.1f} s after the answer", flush=True)
     shown = again("write_through")
-    diary.append(_from_tiers(shown.ask_long("diary: killed then, write_through", DIARY)))
+    diary.append(_from_tiers(shown.ask_long("diary: killed after it was copied", DIARY)))
     print(table([*log, *diary]))
     for asked in (log, diary):
         if len({one.answer for one in asked}) > 1:
             raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
-    print("  all answers to the same prompt are the same")
+    print("  both prompts: all answers are identical")
     print(kvctl("tiers", NAME), flush=True)
     return shown
 
 
 def _from_tiers(asked: Asked) -> Asked:
     if not asked.loaded:
-        raise DemoError(f"{asked.what}: none of {asked.tokens} tokens came from the disk")
+        raise DemoError(f"{asked.what}: no token of {asked.tokens} was loaded from the disk")
     return asked
 
 
 def two_models(shown: Shown, folder: Path, files: set[Path]) -> None:
-    title("7. A second model, and one address for both: the controller")
+    title("7. The controller: a second model, and one address for both")
     print(kvctl("limit", NAME, "256M", "--wait", "10"))
     names = (NAME, SECOND_NAME)
     with Front(folder, shown.engine, shown.server, shown.model, names) as front:
@@ -292,7 +299,7 @@ def two_models(shown: Shown, folder: Path, files: set[Path]) -> None:
 
 def behind_one_address(front: Front, files: set[Path]) -> None:
     print(f"  $ kvelastic-controller --config {front.config.name}", flush=True)
-    with Waiting(f"{SECOND} is being started by the controller"):
+    with Waiting(f"the controller starts {SECOND}"):
         front.wait_until_ready()
     files |= shared_files.in_use_by(front.pids())
     print(f"  {front.states()}")
@@ -304,20 +311,20 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
     print(f"    {front.call('POST', f'/action/sleep/{SECOND}')['message']}")
     if front.engine.without_sleep:
         print(f"    {front.engine.title}: {front.engine.without_sleep}")
-    _wait(lambda: _mapped_bytes(SECOND_NAME) == 0, "the sleeper's memory is back")
+    _wait(lambda: _mapped_bytes(SECOND_NAME) == 0, "the sleeping model has released its memory")
     print(f"  {front.states()}")
     print(kvctl("list"), flush=True)
     began_s = time.monotonic()
     again = front.ask(SECOND, QUESTIONS[0], ANSWER_TOKENS)
     if again != answers[SECOND]:
-        raise DemoError(f"{SECOND} answers {again!r} after its sleep, before {answers[SECOND]!r}")
+        raise DemoError(f"{SECOND}: {answers[SECOND]!r} before the sleep, {again!r} after it")
     print(f"  to the sleeping model {SECOND}: {QUESTIONS[0]}\n    {again}")
     print(
-        f"    woken and answered in {time.monotonic() - began_s:.1f} s; {front.states()}",
+        f"    wake and answer took {time.monotonic() - began_s:.1f} s; {front.states()}",
         flush=True,
     )
     code = front.stop()
-    print(f"  SIGTERM: the controller has ended {SECOND} and itself, exit code {code}", flush=True)
+    print(f"  SIGTERM: the controller stopped {SECOND} and exited with code {code}", flush=True)
 
 
 def _facts(name: str) -> dict[str, int]:
@@ -337,7 +344,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TRIM_DEADLINE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise DemoError(f"after {TRIM_DEADLINE_S:g} s still not so: {what}")
+            raise DemoError(f"not reached within {TRIM_DEADLINE_S:g} s: {what}")
         time.sleep(0.05)
 
 
@@ -345,25 +352,27 @@ def end(shown: Shown, files: set[Path]) -> None:
     title("8. The end")
     shown.server.stop()
     files_left = shared_files.left(files)
-    print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
-          f" {len(files_left) or 'none'} are left")  # fmt: skip
+    print(f"  the servers and their processes have ended; {len(files_left) or 'none'} of their"
+          f" {len(files)} files in /dev/shm remain")  # fmt: skip
     engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]
     files_left = [path for path in files_left if path not in engines_own]
     if engines_own:
         names = ", ".join(path.name for path in engines_own)
-        print(f"  {shown.engine.title}'s own, removed by this demo: {names}", flush=True)
+        print(f"  the demo removes files that {shown.engine.title} left: {names}", flush=True)
     if files_left:
-        print("  a process that ends by a signal leaves what whoever looks next removes:")
+        print("  a killed process leaves its segment; kvctl gc removes it:")
         print(kvctl("gc"), flush=True)
         files_left = shared_files.left(files_left)
     ours = {NAME, SECOND_NAME}
     segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     if files_left or segments_left:
-        raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
+        raise DemoError(
+            f"files left in shared memory: {', '.join(map(str, files_left))} {segments_left}"
+        )
 
 
 def by_hand() -> None:
-    title("The same by hand, with vLLM, in this folder")
+    title("Do the same by hand, with vLLM, in this folder")
     print("\n".join(f"    {line}" for line in LINES))
     print(f"  {AFTERWARDS}", flush=True)
 
@@ -416,7 +425,7 @@ def main(engine: DemoEngine, model: Path) -> None:
             by_hand()
         except FAILURES as error:
             lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
+            print("\n".join(["", "Last lines of the server's log:", *lines]), file=sys.stderr)
             # VllmServer's message contains the log, which is already printed above.
             reason = str(error).partition(":")[0] if isinstance(error, AssertionError) else error
             raise SystemExit(f"\nThe demo failed: {reason or type(error).__name__}") from None
@@ -434,5 +443,8 @@ if __name__ == "__main__":
     try:
         main(ENGINES[sys.argv[1]], Path(sys.argv[2]))
     except KeyboardInterrupt:
-        print("\nStopped: the server has ended, and nothing is left of it.", file=sys.stderr)
+        print(
+            "\nInterrupted: the server was stopped and its files in /dev/shm were removed.",
+            file=sys.stderr,
+        )
         sys.exit(130)

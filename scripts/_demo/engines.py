@@ -149,12 +149,10 @@ class Sglang(DemoEngine):
 
 class Transformers(DemoEngine):
     title = "transformers"
-    without_tiers = "transformers' caches have no tiers yet, so no KV outlives its cache here"
+    without_tiers = "kvelastic supports no tiers for transformers, so KV does not survive a restart"
     kv_bytes = 512 * BLOCK_BYTES
     burst_requests = 10
-    without_sleep = (
-        "it has no sleep of its own: the controller ends it, and a request starts it again"
-    )
+    without_sleep = "it cannot sleep: the controller stops it, and a request restarts it"
     kind: ClassVar[dict[str, Any]] = {"engine": "transformers"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> TransformersServer:

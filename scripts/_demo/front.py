@@ -96,7 +96,9 @@ class Front:
         states: dict[str, str] = {}
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RequestFailedError(f"the controller ended with {self.process.returncode}")
+                raise RequestFailedError(
+                    f"the controller exited with code {self.process.returncode}"
+                )
             try:
                 states = self.states()
             except OSError:

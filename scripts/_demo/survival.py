@@ -91,7 +91,9 @@ def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float
     records = -1
     while (now_s := time.monotonic()) < max(begun_s + least_s, last_s + QUIET_S):
         if now_s > begun_s + COPIED_DEADLINE_S:
-            raise RequestFailedError(f"{instance} goes on copying")
+            raise RequestFailedError(
+                f"{instance} still copies blocks to tiers after {COPIED_DEADLINE_S:g} s"
+            )
         board = tier_status.read(segment.inspect(instance))
         held = sum(tier.puts for tier in board.tiers) if board is not None else 0
         if held != records:
@@ -109,7 +111,9 @@ def _loaded_tokens(where: Where) -> int:
         if board is not None and board.published_realtime_ns > now_ns:
             return board.blocks.loaded * where.block_tokens
         time.sleep(0.05)
-    raise RequestFailedError(f"{where.instance} has said nothing of its tiers")
+    raise RequestFailedError(
+        f"{where.instance} published no tier statistics within {BOARD_DEADLINE_S:g} s"
+    )
 
 
 def _stream(where: Where, question: str) -> tuple[str, float, int, int]:
