@@ -304,7 +304,7 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     assert "but its engine sleeps" in told
     assert (row(one.name)["asleep"], row(one.name)["engine_asleep"]) == (False, True)
     assert done("list", one.name).splitlines()[1].split()[1] == "asleep"
-    assert "Its engine sleeps, though its memory is awake" in done("explain", one.name)
+    assert "Its engine is asleep, but the instance is awake" in done("explain", one.name)
     (metric,) = re.findall(rf"kvelastic_instance_engine_asleep.*{one.name}.*", done("metrics"))
     assert metric.endswith(" 1.0")
     one.ask("engine_sleeps", False)
