@@ -69,7 +69,7 @@ def test_a_new_engine_is_a_row_and_a_folder(toy: Engine) -> None:
         plan((10, 4, 32), engine="other", **small)
     facts = Facts(packages=PackageFacts(versions=(("toy", "1.0"),)))
     (finding,) = [one for one in judge(facts) if one.check == "engines.toy"]
-    assert finding.what == "Toy 1.0: its own processes are not hooked yet"
+    assert finding.what == "Toy 1.0: kvelastic does not support its processes yet"
     assert "kvelastic.integration.toy.interfaces" in finding.do
 
 
