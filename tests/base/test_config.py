@@ -49,12 +49,12 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(before[1])
 
 
-def test_nothing_set_gives_the_defaults() -> None:
+def test_empty_environment_gives_the_defaults() -> None:
     assert load({}) == Config()
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda v: v.name)
-def test_the_default_in_the_table_is_the_default_in_force(variable: Any) -> None:
+def test_documented_default_equals_the_default_in_use(variable: Any) -> None:
     default = getattr(Config(), variable.field)
     if variable.default.startswith("("):
         assert default is None
@@ -62,12 +62,12 @@ def test_the_default_in_the_table_is_the_default_in_force(variable: Any) -> None
         assert variable.parse(variable.default) == default
 
 
-def test_the_table_and_the_class_have_the_same_fields() -> None:
+def test_variable_table_and_config_class_have_same_fields() -> None:
     assert [v.field for v in VARIABLES] == [field.name for field in dataclasses.fields(Config)]
     assert len({v.name for v in VARIABLES}) == len(VARIABLES)
 
 
-def test_every_variable_of_the_seed_is_there_under_both_names() -> None:
+def test_all_kvcached_variables_exist_under_both_names() -> None:
     seed = ["AUTOPATCH", "IPC_NAME", "GPU_UTILIZATION", "PAGE_SIZE_MB", "LOG_LEVEL"]
     seed += ["PAGE_PREALLOC_ENABLED", "MIN_RESERVED_PAGES", "MAX_RESERVED_PAGES"]
     seed += ["CONTIGUOUS_LAYOUT", "SANITY_CHECK", "LOG_COLOR"]
@@ -119,7 +119,7 @@ GOOD: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GOOD)
-def test_accepted(name: str, text: str, value: Any) -> None:
+def test_valid_values_are_parsed(name: str, text: str, value: Any) -> None:
     field = next(v.field for v in VARIABLES if v.name == name)
     assert getattr(load({name: text}), field) == value
 
@@ -168,7 +168,7 @@ def test_every_variable_has_refused_values() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD for text in texts])
-def test_refused_with_name_value_and_what_is_accepted(name: str, text: str) -> None:
+def test_invalid_value_error_names_variable_and_accepted_values(name: str, text: str) -> None:
     variable = next(v for v in VARIABLES if v.name == name)
     with pytest.raises(ConfigError) as caught:
         load({name: text})
@@ -180,7 +180,7 @@ def test_refused_with_name_value_and_what_is_accepted(name: str, text: str) -> N
 @pytest.mark.slow
 @given(st.sampled_from(VARIABLES), st.text(max_size=12))
 @settings(deadline=None)
-def test_any_value_is_read_or_refused(variable: Any, text: str) -> None:
+def test_arbitrary_value_is_parsed_or_refused(variable: Any, text: str) -> None:
     refused = ""
     try:
         load({variable.name: text})
@@ -199,7 +199,7 @@ def test_enabling_implies_autopatch() -> None:
 
 
 @pytest.mark.parametrize("legacy", LEGACY)
-def test_legacy_name_counts_where_the_new_one_is_unset(
+def test_legacy_name_is_used_if_new_name_unset(
     legacy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvelastic")
@@ -217,14 +217,14 @@ def test_legacy_name_counts_where_the_new_one_is_unset(
     ]
 
 
-def test_the_new_name_wins_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_name_overrides_legacy_name_without_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvelastic")
     environ = {"KVCACHED_PAGE_SIZE_MB": "oops", "KVELASTIC_PAGE_SIZE_MB": "4"}
     assert load(environ).page_size_mb == 4
     assert caplog.records == []
 
 
-def test_a_bad_legacy_value_is_refused_under_its_own_name() -> None:
+def test_invalid_legacy_value_error_names_the_legacy_variable() -> None:
     with pytest.raises(ConfigError, match=r"^KVCACHED_PAGE_SIZE_MB='3' is not accepted"):
         load({"KVCACHED_PAGE_SIZE_MB": "3"})
 
@@ -238,7 +238,7 @@ def test_a_bad_legacy_value_is_refused_under_its_own_name() -> None:
         ("KVELASTIC_GPU_UTILISATION", "KVELASTIC_GPU_UTILIZATION"),
     ],
 )
-def test_unknown_name_is_warned_about_once_with_the_nearest(
+def test_unknown_name_warns_once_and_suggests_the_nearest(
     unknown: str, meant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_unknown_name_is_warned_about_once_with_the_nearest(
     assert f"is {meant} meant" in record.message
 
 
-def test_load_changes_nothing() -> None:
+def test_load_leaves_environment_and_loggers_unchanged() -> None:
     environ = {"KVCACHED_LOG_LEVEL": "DEBUG", "KVELASTIC_DEVICE": "cpu", "NO_COLOR": "1"}
     before = dict(environ)
     assert load(environ) == load(environ)
@@ -261,7 +261,7 @@ def test_load_changes_nothing() -> None:
     ("least", "most", "settled"),
     [("20", "", (20, 20)), ("", "3", (3, 3)), ("2", "", (2, 10)), ("", "30", (5, 30))],
 )
-def test_a_default_gives_way_to_the_reserve_that_was_set(
+def test_default_reserve_is_adjusted_to_the_configured_one(
     least: str, most: str, settled: tuple[int, int]
 ) -> None:
     found = load({"KVELASTIC_MIN_RESERVED_PAGES": least, "KVELASTIC_MAX_RESERVED_PAGES": most})
@@ -326,7 +326,7 @@ def test_machine_memory_respects_cgroups(
     assert machine_memory_bytes(cgroup_root(tmp_path, membership, limits)) == expected
 
 
-def test_machine_memory_without_a_proc(tmp_path: Path) -> None:
+def test_machine_memory_without_procfs(tmp_path: Path) -> None:
     assert machine_memory_bytes(tmp_path) == PHYSICAL_BYTES
 
 
@@ -365,7 +365,7 @@ def test_colour(environ: dict[str, str], stream: io.StringIO, coloured: bool) ->
     assert f"[kvelastic {os.getpid()}]" in stream.getvalue()
 
 
-def test_configuring_twice_leaves_one_handler_and_foreign_ones_alone() -> None:
+def test_configure_logging_twice_keeps_one_own_handler() -> None:
     log = logging.getLogger("kvelastic")
     foreign = logging.NullHandler()
     log.addHandler(foreign)
@@ -394,7 +394,7 @@ def test_records_do_not_reach_the_root_handlers() -> None:
     assert stream.getvalue().count("one line") == 1
 
 
-def test_what_was_said_before_logging_was_set_up_is_not_lost() -> None:
+def test_messages_before_logging_setup_are_logged_later() -> None:
     stream = io.StringIO()
     found = load({"KVCACHED_PAGE_SIZE_MB": "4"})
     for _ in range(2):
@@ -404,7 +404,7 @@ def test_what_was_said_before_logging_was_set_up_is_not_lost() -> None:
 
 
 @pytest.mark.slow
-def test_a_variable_is_spoken_of_once_in_a_whole_tree_of_processes() -> None:
+def test_variable_warning_is_logged_once_per_process_tree() -> None:
     """An engine has a front, a core and workers, and each of them reads the variables."""
     program = (
         "import subprocess, sys; from kvelastic.config import configure_logging, load\n"
@@ -425,7 +425,7 @@ def test_a_variable_is_spoken_of_once_in_a_whole_tree_of_processes() -> None:
         assert done.stderr.count("KVELASTIC_NO_SUCH is not a variable") == 1, done.stderr
 
 
-def test_held_info_stays_unsaid_at_a_higher_level() -> None:
+def test_deferred_info_message_is_dropped_at_error_level() -> None:
     stream = io.StringIO()
     configure_logging(load({"KVCACHED_LOG_LEVEL": "ERROR"}), stream)
     assert stream.getvalue() == ""
@@ -447,7 +447,7 @@ def test_imports_are_light(module: str) -> None:
     assert output_of(code) == "[]"
 
 
-def test_the_package_itself_loads_nothing_of_its_own() -> None:
+def test_importing_kvelastic_imports_no_submodules() -> None:
     # The finder of an editable install may load a few small modules of the standard library.
     code = (
         "import sys, kvelastic; heavy = ('torch', 'logging', 'dataclasses', 'inspect');"

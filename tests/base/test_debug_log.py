@@ -69,7 +69,7 @@ class Logged:
 
 
 @pytest.mark.slow
-def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
+def test_debug_log_reports_memory_events_as_single_lines() -> None:
     with Logged("DEBUG") as one, Logged("DEBUG", KVELASTIC_PRIORITY="1") as two:
         ids = one.ask("alloc", 100)
         one.ask("cache", ids)
@@ -105,7 +105,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         assert re.search(said, second), said
 
 
-def test_what_is_asked_from_outside_is_said_with_its_end() -> None:
+def test_info_log_reports_each_request_and_its_outcome() -> None:
     me = f"by process {os.getpid()}"
     with Logged("INFO") as one:
         ids = one.ask("alloc", 10)  # four in a page, and the null block: three pages
@@ -134,7 +134,7 @@ def test_what_is_asked_from_outside_is_said_with_its_end() -> None:
         assert re.fullmatch(head + wanted, line), (line, wanted)
 
 
-def test_nothing_is_said_without() -> None:
+def test_log_is_empty_at_warning_level() -> None:
     with Logged("WARNING") as one:
         ids = one.ask("alloc", 10)
         until_replied(one.name, limit_bytes=MIB)
@@ -167,7 +167,7 @@ memory.map([2])
 """
 
 
-def test_a_pipe_that_nobody_reads_holds_nothing_up() -> None:
+def test_full_log_pipe_does_not_block_the_pool() -> None:
     read_end, write_end = os.pipe()
     filled = 0
     os.set_blocking(write_end, False)

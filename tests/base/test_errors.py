@@ -45,13 +45,13 @@ def drawing() -> list[tuple[str, str, str | None, tuple[str, ...]]]:
     return rows
 
 
-def test_drawing_has_exactly_the_classes() -> None:
+def test_error_tree_drawing_lists_exactly_the_classes() -> None:
     assert [row[0] for row in drawing()] != []
     assert sorted(row[0] for row in drawing()) == sorted(cls.__name__ for cls in CLASSES)
 
 
 @pytest.mark.parametrize(("name", "code", "parent", "builtin_names"), drawing())
-def test_drawing_tells_the_truth(
+def test_error_tree_drawing_matches_the_classes(
     name: str, code: str, parent: str | None, builtin_names: tuple[str, ...]
 ) -> None:
     cls = getattr(errors, name)
@@ -72,7 +72,7 @@ def test_codes_are_unique_and_upper_snake() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_documents_itself_and_sets_its_own_code(cls: type[KvelasticError]) -> None:
+def test_every_error_class_has_docstring_and_code(cls: type[KvelasticError]) -> None:
     assert cls.__dict__.get("__doc__", "").strip()
     assert "code" in cls.__dict__
 
@@ -94,7 +94,7 @@ def test_errors_survive_pickle_and_copy(cls: type[KvelasticError]) -> None:
         assert again.code == cls.code
 
 
-def test_unknown_code_is_carried_and_leaves_the_class_alone() -> None:
+def test_unknown_code_is_kept_on_the_base_class() -> None:
     error = native_error("FROM_THE_FUTURE", "text")
     assert type(error) is KvelasticError
     assert error.code == "FROM_THE_FUTURE"
@@ -103,7 +103,7 @@ def test_unknown_code_is_carried_and_leaves_the_class_alone() -> None:
     assert pickle.loads(pickle.dumps(error)).code == "FROM_THE_FUTURE"
 
 
-def test_a_subclass_elsewhere_does_not_take_its_parents_place() -> None:
+def test_application_subclass_does_not_replace_its_parent() -> None:
     errors_by_code.cache_clear()
 
     class Local(errors.BlockError):
@@ -113,7 +113,7 @@ def test_a_subclass_elsewhere_does_not_take_its_parents_place() -> None:
     assert Local not in errors_by_code().values()
 
 
-def test_not_initialized_says_what_to_do() -> None:
+def test_not_initialized_error_names_init_kvelastic() -> None:
     message = "kvelastic is not initialized. Call init_kvelastic() first."
     assert str(errors.NotInitializedError()) == message
     with pytest.raises(RuntimeError, match="kvelastic is not initialized"):

@@ -52,7 +52,7 @@ UNITS = {"B": 1, "K": KIB_BYTES, "M": MIB_BYTES, "G": GIB_BYTES, "T": TIB_BYTES}
         (str(MAX_SIZE_BYTES), MAX_SIZE_BYTES),
     ],
 )
-def test_accepted(text: str, size_bytes: int) -> None:
+def test_valid_sizes_are_parsed(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
@@ -64,7 +64,7 @@ def test_accepted(text: str, size_bytes: int) -> None:
         *["٣", "1\x00", "9" * 41, "1" * 5000],
     ],
 )
-def test_refused_with_the_value_and_the_accepted_forms(text: str) -> None:
+def test_invalid_size_error_has_value_and_accepted_forms(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="K, M, G or T") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
@@ -73,7 +73,7 @@ def test_refused_with_the_value_and_the_accepted_forms(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["0.5", "0.9B", ".5", "1.5", "1073741824.25b", "0.0001K", "0." + "0" * 39 + "1T"]
 )
-def test_a_fraction_of_a_byte_is_no_size(text: str) -> None:
+def test_fraction_of_a_byte_is_refused(text: str) -> None:
     """A unit that was forgotten was a limit of nothing, which takes all that there is."""
     with pytest.raises(InvalidArgumentError, match="a byte; write whole bytes") as caught:
         parse_size(text)
@@ -81,7 +81,7 @@ def test_a_fraction_of_a_byte_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [str(MAX_SIZE_BYTES + 1), "8388608T", "9" * 40])
-def test_too_large(text: str) -> None:
+def test_size_above_the_maximum_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="larger than") as caught:
         parse_size(text)
     assert text in str(caught.value)
@@ -89,7 +89,7 @@ def test_too_large(text: str) -> None:
 
 @given(st.integers(0, 2000), st.sampled_from(sorted(UNITS)), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_every_spelling_of_a_unit(number: int, unit: str, lower: bool, spaced: bool) -> None:
+def test_every_unit_spelling_is_parsed(number: int, unit: str, lower: bool, spaced: bool) -> None:
     spellings = [unit] if unit == "B" else [unit, unit + "B", unit + "iB"]
     for spelling in spellings:
         text = f"{number}{' ' if spaced else ''}{spelling}"
@@ -106,7 +106,7 @@ def test_plain_bytes_round_trip(size_bytes: int) -> None:
 
 @given(st.integers(0, 1 << 62))
 @settings(deadline=None)
-def test_formatted_round_trips_to_half_a_hundredth_of_its_unit(size_bytes: int) -> None:
+def test_formatted_size_round_trips_within_rounding(size_bytes: int) -> None:
     text = format_size(size_bytes)
     match = re.fullmatch(r"(\d+(?:\.\d\d)?) (B|KiB|MiB|GiB|TiB)", text)
     assert match is not None
@@ -124,7 +124,7 @@ def test_formatted_round_trips_to_half_a_hundredth_of_its_unit(size_bytes: int) 
 
 @given(st.text(max_size=20))
 @settings(deadline=None)
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     with contextlib.suppress(InvalidArgumentError):
         assert 0 <= parse_size(text) <= MAX_SIZE_BYTES
 

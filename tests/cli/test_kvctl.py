@@ -61,7 +61,7 @@ def test_list_json_has_the_documented_keys(owner):
     assert entry["counters"]["allocs"] == 0
 
 
-def test_guarantee_and_priority_are_those_of_the_answer(owner):
+def test_row_shows_guarantee_and_priority_in_force(owner):
     info = segment.inspect(owner.name)
     info.answer.update(min_bytes=3 << 30, priority=-7)
     info.request.update(min_bytes=1, priority=1)  # a request is not what is in force
@@ -74,7 +74,7 @@ def test_guarantee_and_priority_are_those_of_the_answer(owner):
 
 
 @pytest.mark.slow
-def test_guarantee_and_priority_are_shown_where_there_is_room(owner):
+def test_guarantee_and_priority_shown_on_wide_terminals_only(owner):
     narrow, wide = (on_terminal(["list", owner.name], columns) for columns in (100, 220))
     assert "Limit" in narrow
     assert "Prio" not in narrow
@@ -91,14 +91,14 @@ def test_list_in_a_pipe_is_plain_text(owner):
     assert result.stderr == ""
 
 
-def test_nothing_to_list(monkeypatch):
+def test_list_without_instances(monkeypatch):
     monkeypatch.setattr(segment, "list_segments", list)
     result = kvctl("list")
     assert (result.exit_code, result.stdout) == (0, "No active kvelastic segments found.\n")
     assert json.loads(kvctl("list", "--json").stdout) == []
 
 
-def test_list_of_one_that_is_not_there(owner, name):
+def test_list_of_unknown_instance_fails(owner, name):
     result = kvctl("list", "no_such_instance")
     assert result.exit_code == 1
     assert "no_such_instance" in result.stderr
@@ -106,7 +106,7 @@ def test_list_of_one_that_is_not_there(owner, name):
     assert result.stdout == ""
 
 
-def test_a_dead_instance_is_removed_and_not_listed(owner):
+def test_list_removes_dead_instance(owner):
     owner.kill()
     result = kvctl("list", "--json")
     assert result.exit_code == 0
@@ -131,7 +131,7 @@ def test_an_unreadable_segment_is_listed_with_all_keys(name):
     ("size", "limit_bytes"),
     [("1.5GiB", 3 << 29), ("64M", 64 << 20), ("2g", 2 << 30), ("4096", 4096), ("0", 0)],
 )
-def test_limit_sets_what_was_asked(owner, size, limit_bytes):
+def test_limit_sets_the_requested_size(owner, size, limit_bytes):
     result = kvctl("limit", owner.name, size, "--wait", "300")
     assert result.exit_code == 0, result.stderr
     assert f"({limit_bytes} bytes) applied" in result.stdout
@@ -140,14 +140,14 @@ def test_limit_sets_what_was_asked(owner, size, limit_bytes):
     assert entry["answered_revision"] == entry["revision"] == 1
 
 
-def test_limit_percent_is_of_the_instances_own_device(owner):
+def test_limit_percent_uses_capacity_of_the_instances_device(owner):
     result = kvctl("limit-percent", owner.name, "25%", "--wait", "300")
     assert result.exit_code == 0, result.stderr
     assert row(owner.name)["limit_bytes"] == CAPACITY_BYTES // 4
 
 
 @pytest.mark.parametrize("verb", ["limit", "limit-percent"])
-def test_an_unknown_name(owner, verb):
+def test_unknown_name_exits_1_and_lists_known_names(owner, verb):
     result = kvctl(verb, "no_such_instance", "50")
     assert result.exit_code == 1
     assert "no_such_instance" in result.stderr
@@ -155,11 +155,11 @@ def test_an_unknown_name(owner, verb):
     assert result.stdout == ""
 
 
-def test_a_percentage_is_referred_to_limit_percent() -> None:
+def test_limit_with_a_percentage_suggests_limit_percent() -> None:
     assert "use kvctl limit-percent NAME 80%" in kvctl("limit", "a", "80%").output
 
 
-def test_no_help_of_a_command_is_cut_off() -> None:
+def test_command_help_is_not_truncated() -> None:
     for arguments in ((), ("tiers",), ("links",)):
         assert "..." not in kvctl(*arguments, "--help").output.replace("[ARGS]...", "")
 
@@ -194,11 +194,11 @@ def test_wrong_usage_changes_nothing(owner, arguments):
     assert revision(owner.name) == 0
 
 
-def test_a_negative_size_is_called_that():
+def test_negative_size_error_mentions_negative():
     assert "negative" in kvctl("limit", "any", "-5").stderr
 
 
-def test_a_refused_limit(name, answered):
+def test_refused_limit_exits_1(name, answered):
     with Owner(name, "refuse"):
         waited = kvctl("limit", name, "1G", "--wait", "300")
         assert waited.exit_code == 1
@@ -211,7 +211,7 @@ def test_a_refused_limit(name, answered):
 
 
 @pytest.mark.slow
-def test_a_limit_that_is_not_reached_in_time(name, answered):
+def test_limit_not_reached_in_time_exits_3(name, answered):
     with Owner(name, "shrink"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
         assert waited.exit_code == 3
@@ -222,7 +222,7 @@ def test_a_limit_that_is_not_reached_in_time(name, answered):
 
 
 @pytest.mark.slow
-def test_an_instance_that_does_not_answer(name):
+def test_limit_without_reply_exits_3_and_stays_pending(name):
     with Owner(name, "mute"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
         assert waited.exit_code == 3
@@ -235,7 +235,7 @@ def test_an_instance_that_does_not_answer(name):
         assert entry["limit_bytes"] == CAPACITY_BYTES
 
 
-def test_a_request_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
+def test_superseded_limit_request_is_reported_as_replaced(name, monkeypatch):
     with Owner(name):
         kvctl("limit", name, "1G", "--wait", "300")
         late = segment.Answer(
@@ -256,7 +256,7 @@ def test_a_request_overtaken_by_another_is_not_reported_as_done(name, monkeypatc
         assert "replaced by a later request" in result.stderr
 
 
-def test_a_limit_for_one_that_has_just_died(owner):
+def test_limit_for_a_dead_instance_fails(owner):
     owner.kill()
     result = kvctl("limit", owner.name, "1G", "--wait", "5")
     assert result.exit_code == 1
@@ -266,7 +266,7 @@ def test_a_limit_for_one_that_has_just_died(owner):
 # ------------------------------------------------------------------------------------ delete, gc
 
 
-def test_delete_refuses_a_live_one_and_force_spares_the_instance(owner):
+def test_delete_of_live_instance_needs_force(owner):
     refused = kvctl("delete", owner.name)
     assert refused.exit_code == 1
     assert "--force" in refused.stderr
@@ -277,7 +277,7 @@ def test_delete_refuses_a_live_one_and_force_spares_the_instance(owner):
     assert owner.end() == 0  # it lived, and ends well without its name
 
 
-def test_delete_of_a_dead_one_and_of_none(owner):
+def test_delete_removes_dead_segment_and_fails_when_absent(owner):
     owner.kill()
     assert kvctl("delete", owner.name).exit_code == 0
     assert not owner.path.exists()
@@ -286,13 +286,13 @@ def test_delete_of_a_dead_one_and_of_none(owner):
     assert owner.name in again.stderr
 
 
-def test_delete_of_a_file_that_is_no_segment(name):
+def test_delete_leaves_files_that_are_not_segments(name):
     (SHM / name).write_text("precious")
     assert kvctl("delete", name, "--force").exit_code == 1
     assert (SHM / name).read_text() == "precious"
 
 
-def test_gc_says_what_it_removed(owner):
+def test_gc_lists_removed_segments(owner):
     owner.kill()
     assert f"Removed {owner.name}." in kvctl("gc").stdout
     assert owner.name not in kvctl("gc").stdout
@@ -313,7 +313,7 @@ def test_gc_as_json(owner, name):
 
 
 @pytest.mark.slow
-def test_gc_frees_what_the_dead_had_of_a_device():
+def test_gc_frees_device_memory_of_dead_instances():
     """Killed instances leave their places in the ledger; the last one leaves the file, too."""
     device = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
     group = f"gc-{random.randrange(1 << 40):x}"
@@ -333,7 +333,7 @@ def test_gc_frees_what_the_dead_had_of_a_device():
 
 
 @pytest.mark.slow
-def test_whoever_looks_frees_what_the_dead_had_of_a_device():
+def test_list_frees_device_memory_of_dead_instances():
     group = f"look-{random.randrange(1 << 40):x}"
     with Instance(KVELASTIC_HOST_MEMORY="64M", KVELASTIC_LEDGER=group) as victim:
         victim.kill()
@@ -346,7 +346,7 @@ def test_whoever_looks_frees_what_the_dead_had_of_a_device():
 
 
 @pytest.mark.slow
-def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
+def test_piped_watch_prints_one_table_per_interval(owner):
     result = subprocess.run(
         [KVCTL, "watch", "-n", "0.1", "--count", "3", owner.name],
         capture_output=True,
@@ -360,7 +360,7 @@ def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
 
 
 @pytest.mark.slow
-def test_watch_as_json_is_a_list_a_line(owner):
+def test_watch_json_prints_one_list_per_line(owner):
     result = subprocess.run(
         [KVCTL, "watch", "-n", "0.1", "--count", "2", "--json", owner.name],
         capture_output=True,
@@ -372,14 +372,14 @@ def test_watch_as_json_is_a_list_a_line(owner):
     assert set(looks[0][0]) == set(Row.__annotations__)
 
 
-def test_watch_of_an_unknown_name_and_of_no_interval(owner):
+def test_watch_refuses_unknown_name_and_invalid_interval(owner):
     assert kvctl("watch", "no_such_instance").exit_code == 1
     assert kvctl("watch", "-n", "0").exit_code == 2
     assert kvctl("watch", "-n", "nan").exit_code == 2
 
 
 @pytest.mark.slow
-def test_watch_ends_well_at_ctrl_c_and_at_a_closed_pipe(owner):
+def test_watch_exits_cleanly_on_sigint_or_closed_pipe(owner):
     watching = subprocess.Popen(
         [KVCTL, "watch", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -421,7 +421,7 @@ def test_screens_fit_the_terminal(owner, columns, arguments):
 
 
 @pytest.mark.slow
-def test_colours_and_their_absence(owner):
+def test_colours_can_be_turned_off(owner):
     coloured = on_terminal(["list"], 160)
     assert "\x1b[32m" in coloured or "\x1b[1;32m" in coloured
     assert "█" in coloured
@@ -456,7 +456,7 @@ def test_version_and_help():
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_module(owner):
+def test_kvctl_runs_as_a_module(owner):
     assert owner.name in run_python("-m", "kvelastic.cli", "list", "--json").stdout
 
 
@@ -480,7 +480,7 @@ def test_names_are_completed(owner):
 @pytest.mark.parametrize(
     "arguments", [["list", "--json"], ["--version"], ["gc"], ["set", "no_such", "--min", "1"]]
 )
-def test_a_command_imports_nothing_heavy(arguments):
+def test_command_imports_no_heavy_modules(arguments):
     program = (
         "import sys; from kvelastic.cli.kvctl import main\n"
         f"try: main({arguments!r})\n"
@@ -491,7 +491,7 @@ def test_a_command_imports_nothing_heavy(arguments):
     assert run_python("-c", program).stderr.splitlines()[-1] == "[]"
 
 
-def test_names_and_texts_of_others_cannot_steer_the_terminal(name):
+def test_control_characters_in_names_are_replaced(name):
     hostile = "a\x1b[31mred\nnext\u202eline"
     assert printable(hostile) == "a\ufffd[31mred\ufffdnext\ufffdline"
     info = segment.SegmentInfo(f"x[bold]{hostile}", "unreadable", problem="damaged")
@@ -516,7 +516,7 @@ def test_names_and_texts_of_others_cannot_steer_the_terminal(name):
         (0, 0, 0, 0, [0, 0, 0, 10]),
     ],
 )
-def test_the_bar_adds_up(in_use, cached, parked, limit, cells):
+def test_bar_segments_add_up_to_its_width(in_use, cached, parked, limit, cells):
     entry = {
         "in_use_bytes": in_use,
         "cached_bytes": cached,

@@ -109,7 +109,7 @@ def test_bash_completes_commands_and_options():
 HOSTILE = ["aa$(touch X)", "aa`id`", "aa;id", "aa b", "aa*", "aa\n'", "aa\x1b[2J", "aa\udcff", "aä"]
 
 
-def test_completion_offers_only_names_that_instances_can_have(owner, completed):
+def test_completion_offers_only_valid_instance_names(owner, completed):
     """Another user chooses the names of their files in /dev/shm; a shell runs what it inserts."""
     with ExitStack() as files:
         for name in HOSTILE:
@@ -120,7 +120,7 @@ def test_completion_offers_only_names_that_instances_can_have(owner, completed):
     assert offered == [owner.name]
 
 
-def test_completion_offers_only_tiers_that_can_be(owner, completed, monkeypatch):
+def test_completion_offers_only_valid_tier_names(owner, completed, monkeypatch):
     figures = [SimpleNamespace(tier=tier) for tier in ("host", "disk2", *HOSTILE)]
     monkeypatch.setattr(
         "kvelastic.shared.tier_status.read", lambda info: SimpleNamespace(tiers=figures)
@@ -128,7 +128,7 @@ def test_completion_offers_only_tiers_that_can_be(owner, completed, monkeypatch)
     assert sorted(completed("kvctl", "tiers", "trim", owner.name, "")) == ["disk2", "host"]
 
 
-def test_tab_in_a_bash_that_somebody_uses(owner):
+def test_tab_completes_in_an_interactive_bash(owner):
     with Terminal(["bash", "--norc", "-i"], PATH=PATH, PS1="ready> ") as bash:
         bash.until("ready> ")
         bash.type('eval "$(kvctl completion bash)"\r')

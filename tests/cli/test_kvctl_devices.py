@@ -74,7 +74,7 @@ def segment_row(name: str, device: str | None, **values: Any) -> Row:
 
 
 @pytest.mark.slow
-def test_json_without_nvml_is_the_host_with_its_instances(owner, no_nvml):
+def test_json_without_nvml_lists_the_host_only(owner, no_nvml):
     result = kvctl(no_nvml, "--json")
     (host,) = json.loads(result.stdout)
     assert set(host) == set(DeviceRow.__annotations__)
@@ -110,7 +110,7 @@ def test_every_key_is_documented():
 
 
 @pytest.mark.slow
-def test_capacity_of_the_host_is_the_variables(no_nvml):
+def test_host_capacity_comes_from_the_environment_variable(no_nvml):
     (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"})
     assert host["capacity_bytes"] == 3 * GIB
     (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "banana"})
@@ -119,7 +119,7 @@ def test_capacity_of_the_host_is_the_variables(no_nvml):
 
 
 @pytest.mark.slow
-def test_capacity_is_what_its_instances_go_by_and_not_the_shells(no_nvml):
+def test_instances_capacity_overrides_the_shell_environment(no_nvml):
     """Also of an instance that is in no ledger, as the owner of this test is."""
     environ = no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"}
     with Instance(KVELASTIC_HOST_MEMORY="400M", KVELASTIC_LEDGER=f"devices_{os.getpid()}"):
@@ -163,7 +163,7 @@ def test_json_with_gpus(gpus, name):
 
 
 @pytest.mark.slow
-def test_looking_removes_no_segment(owner, no_nvml):
+def test_devices_command_removes_no_segment(owner, no_nvml):
     owner.kill()
     (host,) = rows(no_nvml)
     assert owner.name not in [each["name"] for each in host["instances"]]
@@ -215,7 +215,7 @@ def place(digit: str, **values: Any) -> Member:
     return Member(**(blank | told | values))
 
 
-def test_what_is_reserved_is_told_apart_by_device():
+def test_reserved_bytes_are_summed_per_device():
     """One instance in the ledgers of two devices, and one that sleeps."""
     a, asleep = segment_row("a", "host", uuid=uuid_text(b"\x11" * 16)), segment_row("z", WHOLE_GPU)
     on_host = place("1", reserve_bytes=5, pledged_bytes=5)
@@ -261,7 +261,7 @@ def test_plain_tables():
     assert problems == "mig:0:1: is bad."
 
 
-def test_a_pipe_gets_plain_text(gpus):
+def test_piped_output_is_plain_text(gpus):
     result = kvctl(gpus)
     lines = result.stdout.splitlines()
     assert lines[0].startswith("DEVICE")
@@ -296,7 +296,7 @@ def test_screens_fit_the_terminal(gpus, owner, columns):
 
 
 @pytest.mark.slow
-def test_colours_and_their_absence(gpus):
+def test_colours_can_be_turned_off(gpus):
     coloured = on_terminal(gpus, 160)
     assert "\x1b[33m" in coloured
     assert "\x1b[31mGB10" not in coloured  # what a GPU calls itself steers no terminal
@@ -307,7 +307,7 @@ def test_colours_and_their_absence(gpus):
 
 
 @pytest.mark.slow
-def test_help_and_a_quick_start():
+def test_help_works_without_importing_device_modules():
     result = subprocess.run([KVCTL, "devices", "--help"], capture_output=True, text=True)
     assert result.returncode == 0
     assert "--json" in result.stdout

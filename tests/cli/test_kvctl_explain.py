@@ -375,21 +375,21 @@ CASES = {
 
 
 @pytest.mark.parametrize(("facts", "of", "some", "none"), CASES.values(), ids=CASES)
-def test_what_is_said(facts, of, some, none):
+def test_explanation_has_the_expected_parts(facts, of, some, none):
     text = said(facts, of)
     assert [part for part in some if part not in text] == [], text
     assert [part for part in none if part in text] == [], text
 
 
 @pytest.mark.parametrize(("facts", "of", "some", "none"), CASES.values(), ids=CASES)
-def test_every_line_is_a_sentence_on_one_line(facts, of, some, none):
+def test_every_line_is_one_sentence(facts, of, some, none):
     for line in explain(facts, of):
         assert line.what.endswith(".")
         assert "\n" not in line.what + line.do
         assert line.about == line.about.lower()
 
 
-def test_the_ledger_is_the_one_that_the_instance_is_in():
+def test_chosen_ledger_is_the_instances_own():
     mine = ledger(member("b"), member("a"), device="GPU-1")
     other = ledger(member("c"))
     closed = LedgerInfo("host", "foreign")
@@ -399,7 +399,7 @@ def test_the_ledger_is_the_one_that_the_instance_is_in():
     assert choose_ledger([], b"a" * 16, "host") is None
 
 
-def test_a_ledger_that_cannot_be_read_is_said_to_be_that():
+def test_unreadable_ledger_is_reported():
     group = f"explain-{random.randrange(1 << 40):x}"
     with Instance(**DEVICE | {"KVELASTIC_LEDGER": group}) as one:
         (path,) = Path("/dev/shm").glob(f".kvelastic_ledger_{group}_*")
@@ -412,7 +412,7 @@ def test_a_ledger_that_cannot_be_read_is_said_to_be_that():
             path.unlink()
 
 
-def test_texts_of_others_cannot_steer_the_terminal():
+def test_control_characters_in_texts_are_replaced():
     facts = replace(CALM, request_state="refused", reason="\x1b[2Jgone", model="m\x1b[31m")
     text = explanation_text(facts, explain(facts, None))
     assert "\x1b" not in text
@@ -420,7 +420,7 @@ def test_texts_of_others_cannot_steer_the_terminal():
 
 
 @pytest.mark.parametrize("columns", [50, 60, 80, 200])
-def test_a_terminal_gets_lines_that_fit_and_a_pipe_gets_sentences(columns):
+def test_lines_wrap_on_terminals_but_not_in_pipes(columns):
     facts = replace(CALM, effective_limit_bytes=40 * MIB, over_bytes=60 * MIB)
     lines = explain(facts, ledger(member("a"), member("b", **ASKING)))
     wrapped = explanation_text(facts, lines, columns=columns)
@@ -432,7 +432,7 @@ def test_a_terminal_gets_lines_that_fit_and_a_pipe_gets_sentences(columns):
         assert line.do in whole
 
 
-def test_colour_marks_what_is_blocked():
+def test_blocked_lines_are_coloured():
     lines = explain(replace(CALM, over_bytes=60 * MIB), None)
     coloured = explanation_text(CALM, lines, columns=60, in_colour=True)
     assert coloured.count("\x1b[33m") == sum(line.is_blocked for line in lines) == 1
@@ -440,7 +440,7 @@ def test_colour_marks_what_is_blocked():
 
 
 @pytest.mark.slow
-def test_a_terminal_and_no_color(name):
+def test_no_color_turns_colours_off_on_a_terminal(name):
     with Owner(name):
         for environ, is_coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
             with Terminal([KVCTL, "explain", name], columns=50, **environ) as terminal:
@@ -462,7 +462,7 @@ DEVICE = {
 
 
 @pytest.mark.slow
-def test_who_waits_for_whom():
+def test_waiting_instance_and_holder_name_each_other():
     """One holds the device and is stopped; the other asks it, and both explanations say so."""
     with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as asker:
         holder.cache(holder.alloc(15 * BLOCKS_PER_PAGE - 1))
@@ -514,13 +514,13 @@ def test_the_json_has_the_documented_keys(name):
     json.dumps(whole)
 
 
-def test_an_instance_that_does_not_answer(name):
+def test_unacknowledged_request_is_shown(name):
     with Owner(name, "mute"):
         segment.request(name, limit_bytes=MIB, wait_s=0)
         assert "The newest request (limit 1.00 MiB) was made" in kvctl("explain", name).stdout
 
 
-def test_no_such_instance_and_one_that_cannot_be_read(name):
+def test_unknown_and_unreadable_instances_exit_1(name):
     missing = kvctl("explain", "no_such_instance")
     assert (missing.exit_code, missing.stdout) == (1, "")
     path = Path("/dev/shm") / name
@@ -534,7 +534,7 @@ def test_no_such_instance_and_one_that_cannot_be_read(name):
     assert kvctl("explain").exit_code == 2
 
 
-def test_an_instance_that_has_died(name):
+def test_dead_instance_exits_1(name):
     with Owner(name) as owner:
         owner.kill()
         died = kvctl("explain", name)

@@ -28,7 +28,7 @@ def request_of(name: str) -> dict:
     return segment.inspect(name).request
 
 
-def test_all_in_one_step():
+def test_set_sends_all_options_in_one_request():
     with Instance(**DEVICE) as one:
         result = kvctl(
             "set",
@@ -54,7 +54,7 @@ def test_all_in_one_step():
         ("--priority", "7", "priority", 7),
     ],
 )
-def test_what_is_not_named_stays(option, value, key, want):
+def test_set_keeps_options_that_are_not_given(option, value, key, want):
     with Instance(**DEVICE) as one:
         before = row(one.name)
         assert kvctl("set", one.name, option, value, "--wait", "300").exit_code == 0
@@ -95,7 +95,7 @@ def test_a_guarantee_in_part_pages_is_shown_in_whole_pages():
 
 
 @pytest.mark.slow
-def test_guarantees_that_the_device_has_no_room_for_are_refused(answered):
+def test_guarantee_above_device_capacity_is_refused(answered):
     with Instance(**DEVICE) as one, Instance(**DEVICE) as other:
         assert kvctl("set", one.name, "--min", "40M", "--wait", "300").exit_code == 0
         refused = kvctl("set", other.name, "--min", "40M", "--priority", "9", "--wait", "300")
@@ -108,7 +108,7 @@ def test_guarantees_that_the_device_has_no_room_for_are_refused(answered):
         assert "refused" in unwaited.stderr
 
 
-def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
+def test_ignored_guarantee_is_reported_as_not_applied(name):
     """An instance that knows no guarantees answers `applied`, with a guarantee of 0."""
     with Owner(name):
         result = kvctl("set", name, "--min", "1G", "--priority", "2", "--wait", "300")
@@ -131,7 +131,7 @@ def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
         ("mute", 3, "requested; no reply yet within 0.05 s"),
     ],
 )
-def test_other_answers(name, mode, code, text, request):
+def test_set_reports_refused_shrinking_and_missing_replies(name, mode, code, text, request):
     if mode != "mute":
         request.getfixturevalue("answered")
     with Owner(name, mode):
@@ -142,7 +142,7 @@ def test_other_answers(name, mode, code, text, request):
         assert unwaited.exit_code == (1 if mode == "refuse" else 0)
 
 
-def test_a_request_that_another_overtook(name, monkeypatch):
+def test_superseded_set_request_is_reported_as_replaced(name, monkeypatch):
     with Owner(name):
         late = segment.Answer(
             revision=5,
@@ -194,13 +194,13 @@ def test_wrong_usage_of_set_changes_nothing(name, arguments):
         assert request_of(name)["revision"] == 0
 
 
-def test_set_says_what_can_be_set(name):
+def test_set_without_options_lists_the_options(name):
     with Owner(name):
         assert "--min, --limit or --priority" in kvctl("set", name).stderr
 
 
 @pytest.mark.parametrize("arguments", [("set", "--min", "1M"), ("trim",)])
-def test_no_such_instance_and_one_that_has_died(name, arguments):
+def test_unknown_and_dead_instances_exit_1(name, arguments):
     verb, *options = arguments
     missing = kvctl(verb, "no_such_instance", *options)
     assert (missing.exit_code, missing.stdout) == (1, "")
@@ -215,7 +215,7 @@ def test_no_such_instance_and_one_that_has_died(name, arguments):
 # ------------------------------------------------------------------------------------------ trim
 
 
-def test_trim_gives_parked_pages_back_and_says_how_much():
+def test_trim_unmaps_parked_pages_and_reports_bytes():
     with Instance(**DEVICE) as one:
         kept = one.alloc(BLOCKS_PER_PAGE - 1)  # with the null block: one page
         one.free(one.alloc(5 * BLOCKS_PER_PAGE))
@@ -234,7 +234,7 @@ def test_trim_gives_parked_pages_back_and_says_how_much():
 
 
 @pytest.mark.slow
-def test_trim_leaves_contents_and_limits_alone():
+def test_trim_keeps_cached_blocks_and_limits():
     with Instance(**DEVICE) as one:
         ids = one.alloc(3 * BLOCKS_PER_PAGE - 1)
         one.cache(ids)
@@ -254,7 +254,7 @@ def test_trim_leaves_contents_and_limits_alone():
         ("mute", 3, "trim requested; no reply yet within 0.05 s"),
     ],
 )
-def test_a_trim_that_is_not_done(name, mode, code, text, request):
+def test_trim_refused_or_unacknowledged_fails(name, mode, code, text, request):
     if mode != "mute":
         request.getfixturevalue("answered")
     with Owner(name, mode):
@@ -265,7 +265,7 @@ def test_a_trim_that_is_not_done(name, mode, code, text, request):
 
 
 @pytest.mark.slow
-def test_a_trim_of_one_that_is_over_its_limit(name, answered):
+def test_trim_of_instance_over_its_limit_exits_3(name, answered):
     with Owner(name, "shrink"):
         kvctl("limit", name, "1M")
         waited = kvctl("trim", name, "--wait", "0.05")
@@ -310,7 +310,7 @@ IN_PAGES = {
 
 
 @pytest.mark.parametrize(("words", "said"), IN_PAGES.values(), ids=IN_PAGES)
-def test_a_limit_is_said_in_whole_pages_where_it_is_not_as_was_asked(words, said) -> None:
+def test_rounded_limit_is_also_reported_in_whole_pages(words, said) -> None:
     with Instance(**DEVICE) as one:
         result = kvctl("set", one.name, *words, "--wait", "300")
         assert result.exit_code == 0, result.stderr
@@ -320,7 +320,7 @@ def test_a_limit_is_said_in_whole_pages_where_it_is_not_as_was_asked(words, said
         )
 
 
-def test_a_limit_set_in_sleep_is_said_in_the_pages_that_it_wakes_with() -> None:
+def test_limit_set_while_asleep_is_reported_in_pages() -> None:
     with Instance(**DEVICE) as one:
         assert kvctl("sleep", one.name, "--wait", "300").exit_code == 0
         result = kvctl("limit", one.name, "5M", "--wait", "300")
@@ -329,7 +329,7 @@ def test_a_limit_set_in_sleep_is_said_in_the_pages_that_it_wakes_with() -> None:
         assert "its limit is 5.00 MiB (4.00 MiB in whole pages)" in woken
 
 
-def test_a_limit_that_is_not_whole_pages_is_full_at_100_percent() -> None:
+def test_reached_limit_below_whole_pages_shows_100_percent() -> None:
     with Instance(**DEVICE) as one:
         assert kvctl("limit", one.name, "5M", "--wait", "300").exit_code == 0
         one.ask("alloc", 2 * BLOCKS_PER_PAGE - 1)
@@ -339,7 +339,7 @@ def test_a_limit_that_is_not_whole_pages_is_full_at_100_percent() -> None:
         assert "Its limit of 5.00 MiB (4.00 MiB in whole pages) is reached" in said
 
 
-def test_one_page_is_full_at_100_percent_of_any_limit_below_it() -> None:
+def test_one_page_above_smaller_limit_shows_100_percent() -> None:
     with Instance(**DEVICE) as one:
         assert kvctl("limit", one.name, "0", "--wait", "300").exit_code == 0
         one.ask("alloc", BLOCKS_PER_PAGE - 1)

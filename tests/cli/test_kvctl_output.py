@@ -46,7 +46,7 @@ def owner():
         "kvelastic-controller --schema",
     ],
 )
-def test_a_disk_that_is_full_is_one_line_and_exit_code_1(owner, words, encoding):
+def test_full_output_device_exits_1_with_one_error(owner, words, encoding):
     program, *arguments = words.format(name=owner.name).split()
     with FULL.open("w") as full:
         done = subprocess.run(
@@ -102,14 +102,14 @@ def hostile(request):
         "limit nothing 1G",
     ],
 )
-def test_other_users_text_does_not_steer_the_terminal(hostile, words):
+def test_hostile_segment_name_is_escaped_in_all_commands(hostile, words):
     result = CliRunner().invoke(main, [word.format(name=hostile) for word in words.split()])
     assert isinstance(result.exception, SystemExit | None)
     assert result.output.replace("\n", "").isprintable()
     assert "\nkvctl: " not in result.output
 
 
-def test_a_reason_of_another_process_does_not_steer_the_terminal(monkeypatch):
+def test_hostile_refusal_reason_is_escaped(monkeypatch):
     link = SimpleNamespace(peer_id=2, state="linked")
     node = SimpleNamespace(node_id=1, pid=7, links=[link])
     answer = SimpleNamespace(state="refused", reason=HOSTILE)
@@ -130,7 +130,7 @@ def test_all_output_goes_through_one_function():
 @pytest.mark.parametrize(
     "words", ["kvctl list", "kvctl list --json", "kvctl devices", "kvtop --once"]
 )
-def test_a_closed_stdout_is_one_line_and_exit_code_1(words):
+def test_closed_stdout_prints_one_error_and_exits_1(words):
     done = subprocess.run(
         ["sh", "-c", f"exec {BIN}/{words} >&- </dev/null"], stderr=subprocess.PIPE, text=True
     )
@@ -138,12 +138,12 @@ def test_a_closed_stdout_is_one_line_and_exit_code_1(words):
     assert (done.returncode, done.stderr) == (1, message)
 
 
-def test_a_closed_stderr_changes_nothing():
+def test_closed_stderr_keeps_the_exit_code():
     done = subprocess.run(["sh", "-c", f"exec {BIN}/kvctl limit nothing 1G 2>&-"])
     assert done.returncode == 1
 
 
-def test_the_shell_ends_where_its_output_cannot_be_written():
+def test_shell_exits_if_output_cannot_be_written():
     with FULL.open("w") as full:
         done = subprocess.run(
             [str(BIN / "kvctl"), "shell"],
@@ -159,7 +159,7 @@ def test_the_shell_ends_where_its_output_cannot_be_written():
 @pytest.mark.parametrize(
     ("word", "meant"), [("lsit", "list"), ("limt", "limit"), ("expalin", "explain"), ("qqq", None)]
 )
-def test_a_command_that_is_none_is_told_the_nearest(word, meant):
+def test_unknown_command_suggests_the_nearest(word, meant):
     result = CliRunner().invoke(main, [word])
     assert result.exit_code == 2
     assert f"No such command {word!r}." in result.stderr

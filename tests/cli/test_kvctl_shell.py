@@ -59,7 +59,7 @@ def piped(*lines: str) -> subprocess.CompletedProcess:
         ("list ''", ["list", ""]),
     ],
 )
-def test_words(line, words):
+def test_lines_are_split_into_words(line, words):
     assert words_of(line) == words
 
 
@@ -80,14 +80,14 @@ def test_words(line, words):
         (r'limit "a\"b"; list', ";"),
     ],
 )
-def test_signs_of_system_shells_are_refused(line, sign):
+def test_shell_metacharacters_are_refused(line, sign):
     with pytest.raises(ShellSyntaxError) as caught:
         words_of(line)
     assert repr(sign) in str(caught.value)
 
 
 @pytest.mark.parametrize("line", ["limit 'a 1G", 'limit "a 1G', "limit a\\"])
-def test_what_is_not_finished_is_refused(line):
+def test_unterminated_quotes_are_refused(line):
     with pytest.raises(ShellSyntaxError):
         words_of(line)
 
@@ -96,7 +96,7 @@ def test_what_is_not_finished_is_refused(line):
 
 
 @pytest.mark.slow
-def test_commands_from_a_pipe_are_the_commands(owner):
+def test_commands_are_read_from_a_pipe(owner):
     done = piped(f"limit {owner.name} 2G --wait 300", "", "# nothing", f"list {owner.name} --json")
     said, _, listed = done.stdout.partition("\n")
     assert "limit 2.00 GiB (2147483648 bytes) applied" in said
@@ -123,7 +123,7 @@ def test_commands_from_a_pipe_are_the_commands(owner):
         ([], 0),
     ],
 )
-def test_the_exit_code_is_of_the_last_that_failed(lines, code):
+def test_exit_code_is_that_of_the_last_failure(lines, code):
     done = piped(*lines)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
@@ -141,7 +141,7 @@ def test_no_line_reaches_a_system_shell(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wait_that_is_over_in_the_shell(owner):
+def test_wait_timeout_in_the_shell_exits_3(owner):
     with Owner(f"{owner.name}_mute", "mute") as mute:
         assert piped(f"limit {mute.name} 1M --wait 0.05").returncode == 3
 
@@ -154,7 +154,7 @@ def test_help_of_the_shell_and_of_a_command():
     assert done.returncode == 2
 
 
-def test_a_bug_in_a_command_ends_the_command_only(capsys):
+def test_exception_in_a_command_does_not_end_shell(capsys):
     import click
 
     @click.group()
@@ -171,7 +171,7 @@ def test_a_bug_in_a_command_ends_the_command_only(capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_shell_that_nobody_types_to(owner):
+def test_ctrl_c_ends_a_non_interactive_shell(owner):
     done = subprocess.Popen(
         [KVCTL, "shell"],
         stdin=subprocess.PIPE,
@@ -183,14 +183,14 @@ def test_ctrl_c_ends_a_shell_that_nobody_types_to(owner):
         done.stdin.write(f"version\nlimit {mute.name} 1M --wait 600\nversion\n")
         done.stdin.flush()
         assert done.stdout.readline().startswith("kvctl")
-        until_requested(mute.name)
+        wait_until_requested(mute.name)
         done.send_signal(2)
         rest, _ = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 130
     assert rest == ""  # the second `version` did not run
 
 
-def until_requested(name: str) -> None:
+def wait_until_requested(name: str) -> None:
     """Return when a request has been written to an instance."""
     wait_until(lambda: segment.inspect(name).request["revision"])
 
@@ -214,16 +214,16 @@ def test_a_session_on_a_terminal(terminal, owner):
 
 
 @pytest.mark.parametrize("word", ["exit", "quit"])
-def test_words_that_leave(terminal, word):
+def test_exit_and_quit_end_the_shell(terminal, word):
     terminal.type(f"{word}\r")
     assert terminal.end() == 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_command_and_not_the_shell(terminal, owner):
+def test_ctrl_c_interrupts_only_the_command(terminal, owner):
     with Owner(f"{owner.name}_mute", "mute") as mute:
         terminal.type(f"limit {mute.name} 1M --wait 600\r")
-        until_requested(mute.name)
+        wait_until_requested(mute.name)
         terminal.press_ctrl_c()
         terminal.until("Interrupted.")
         terminal.until(PROMPT)
@@ -251,7 +251,7 @@ def test_tab_completes_commands_options_and_names(terminal, owner):
 
 
 @pytest.mark.slow
-def test_history_is_kept_private_and_comes_back(state, owner):
+def test_history_is_private_and_restored(state, owner):
     path = state / "kvelastic" / "kvctl_history"
     with Terminal([KVCTL, "shell"], XDG_STATE_HOME=str(state)) as first:
         first.until(PROMPT)
@@ -268,7 +268,7 @@ def test_history_is_kept_private_and_comes_back(state, owner):
         second.until("applied")  # the table again, and not the version
 
 
-def test_a_history_that_others_may_read_is_closed_to_them(state):
+def test_world_readable_history_is_made_private(state):
     path = state / "kvelastic" / "kvctl_history"
     path.parent.mkdir(parents=True)
     path.write_text("version\n")
@@ -278,7 +278,7 @@ def test_a_history_that_others_may_read_is_closed_to_them(state):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_history_that_cannot_be_kept_is_said_and_borne(state):
+def test_unwritable_history_warns_and_shell_continues(state):
     state.write_text("in the way")
     with Terminal([KVCTL, "shell"], XDG_STATE_HOME=str(state)) as terminal:
         assert "no history is kept" in terminal.until(PROMPT)
@@ -297,7 +297,7 @@ def test_a_history_that_cannot_be_kept_is_said_and_borne(state):
         ),
     ],
 )
-def test_where_the_history_lies(monkeypatch, environ, path):
+def test_history_path_follows_xdg_state_home(monkeypatch, environ, path):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -322,7 +322,7 @@ def test_completions(before, word, some, none):
     assert not none & found
 
 
-def test_names_are_completed_with_their_signs(owner):
+def test_names_with_punctuation_are_completed(owner):
     with Owner(f"{owner.name}:a@b") as other:
         found = Shell(main).complete("trim ", f"{owner.name}:")
         assert found == [other.name]

@@ -56,7 +56,7 @@ def row(name: str) -> dict:
 # ----------------------------------------------------------------------------- sleep and wake
 
 
-def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
+def test_sleep_releases_all_memory_and_reports_bytes(one):
     one.cache(one.alloc(3 * BLOCKS_PER_PAGE - 1))
     assert one.mapped_bytes == 3 * PAGE_BYTES
     assert done("sleep", one.name, "--wait", "300") == (
@@ -73,7 +73,7 @@ def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
     assert one.alloc(1) == [1]
 
 
-def test_a_sleep_says_what_farther_tiers_are_still_to_be_given(one):
+def test_sleep_reports_bytes_pending_for_lower_tiers(one):
     host = replace(HOST, waiting_bytes=0)
     disk = replace(HOST, tier="disk", kind="disk", waiting_bytes=3 * MIB)
     after = time.time_ns() + 10**15  # no figures from before the sleep
@@ -95,7 +95,7 @@ def test_a_sleep_says_what_farther_tiers_are_still_to_be_given(one):
 
 
 @pytest.mark.slow
-def test_what_is_in_use_goes_when_the_requests_end(one):
+def test_sleep_waits_for_blocks_in_use(one):
     ids = one.alloc(2 * BLOCKS_PER_PAGE - 1)
     late = kvctl("sleep", one.name, "--wait", "0.05")
     assert (late.exit_code, late.stdout) == (3, "")
@@ -113,7 +113,7 @@ def test_what_is_in_use_goes_when_the_requests_end(one):
     )
 
 
-def test_both_may_be_repeated(one):
+def test_sleep_and_wake_are_idempotent(one):
     assert done("wake", one.name, "--wait", "300") == (
         f"{one.name} is awake already; its limit is 64.00 MiB, and 0 B are mapped.\n"
     )
@@ -123,7 +123,7 @@ def test_both_may_be_repeated(one):
     assert "is awake already" in done("wake", one.name)
 
 
-def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one):
+def test_limit_set_while_asleep_applies_after_wake(one):
     done("set", one.name, "--limit", "32M", "--min", "4M", "--priority", "3", "--wait", "300")
     done("sleep", one.name, "--wait", "300")
     assert (row(one.name)["limit_bytes"], row(one.name)["effective_limit_bytes"]) == (32 * MIB, 0)
@@ -140,7 +140,7 @@ def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one):
 
 
 @pytest.mark.slow
-def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
+def test_limit_during_sleep_transition_reports_both_states(one):
     one.alloc(1)
     done("sleep", one.name)
     late = kvctl("limit", one.name, "16M", "--wait", "0.05")
@@ -150,7 +150,7 @@ def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
 
 
 @pytest.mark.slow
-def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
+def test_default_limit_is_still_shown_while_asleep(one):
     before = row(one.name)["limit_bytes"]
     assert before == 64 * MIB
     done("sleep", one.name, "--wait", "300")
@@ -160,7 +160,7 @@ def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
 
 
 @pytest.mark.slow
-def test_awake_and_still_over_its_limit(one):
+def test_wake_over_the_limit_exits_3(one):
     one.alloc(3 * BLOCKS_PER_PAGE - 1)
     done("sleep", one.name)
     done("limit", one.name, "2M")
@@ -170,7 +170,7 @@ def test_awake_and_still_over_its_limit(one):
     assert row(one.name)["asleep"] is False
 
 
-def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name, answered):
+def test_instance_without_sleep_support_is_reported_awake(name, answered):
     """It answers `applied` to every request, and goes on as before."""
     with Owner(name):
         result = kvctl("sleep", name, "--wait", "300")
@@ -182,7 +182,7 @@ def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name, answere
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
-def test_one_that_does_not_answer(name, verb):
+def test_sleep_and_wake_without_reply_exit_3(name, verb):
     with Owner(name, "mute"):
         waited = kvctl(verb, name, "--wait", "0.05")
         assert waited.exit_code == 3
@@ -222,7 +222,7 @@ def answer(**changes: object) -> segment.Answer:
         ),
     ],
 )
-def test_other_answers(name, monkeypatch, changes, code, text):
+def test_sleep_outcome_follows_the_final_state(name, monkeypatch, changes, code, text):
     """What has become of it counts, and not which request was answered last."""
     with Owner(name):
         monkeypatch.setattr(segment, "request", lambda *_, **__: answer(**changes))
@@ -232,7 +232,7 @@ def test_other_answers(name, monkeypatch, changes, code, text):
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
-def test_no_such_instance_and_one_that_has_died(name, verb):
+def test_unknown_and_dead_instances_exit_1(name, verb):
     missing = kvctl(verb, "no_such_instance")
     assert (missing.exit_code, missing.stdout) == (1, "")
     assert "no segment is called 'no_such_instance'" in missing.stderr
@@ -252,7 +252,7 @@ def test_wrong_usage_changes_nothing(name, verb):
 
 
 @pytest.mark.slow
-def test_in_the_shell_and_completed_there(one):
+def test_shell_runs_and_completes_sleep_and_wake(one):
     lines = f"sleep {one.name} --wait 300\nlist {one.name}\nwake {one.name} --wait 300\n"
     shell = subprocess.run([KVCTL, "shell"], input=lines, capture_output=True, text=True)
     assert (shell.returncode, shell.stderr) == (0, "")
@@ -272,7 +272,7 @@ def test_in_the_shell_and_completed_there(one):
 
 
 @pytest.mark.slow
-def test_lists_stats_and_explanation_show_it(one):
+def test_list_watch_and_stats_show_asleep(one):
     one.cache(one.alloc(4))
     done("limit", one.name, "32M", "--wait", "300")
     assert "asleep" not in done("list", one.name)
@@ -292,7 +292,7 @@ def test_lists_stats_and_explanation_show_it(one):
 
 
 @pytest.mark.slow
-def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
+def test_wake_reports_that_the_engine_still_sleeps(one):
     """The controller puts both to sleep; kvctl wakes the memory, and requests wait all the same."""
     assert row(one.name)["engine_asleep"] is None
     one.ask("engine_sleeps", True)
@@ -326,14 +326,14 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
         ("unreadable", None, "unreadable"),
     ],
 )
-def test_what_the_tables_show_as_its_state(one, state, asleep, shown):
+def test_table_shows_asleep_for_applied_sleep_only(one, state, asleep, shown):
     entry: Row = row(one.name) | {"state": state, "asleep": asleep}
     assert shown_state(entry) == shown
     assert plain_table([entry]).splitlines()[1].split()[1] == shown
 
 
 @pytest.mark.slow
-def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
+def test_explain_shows_sleep_and_how_to_wake(one):
     done("set", one.name, "--min", "8M", "--limit", "32M", "--wait", "300")
     ids = one.alloc(4)
     done("sleep", one.name)

@@ -36,7 +36,7 @@ def test_the_json_has_the_documented_keys(name):
     assert [key for key in more if f"`{key}`" not in section] == []
 
 
-def test_the_figures_are_the_instances():
+def test_statistics_match_the_instance():
     with Instance(**DEVICE) as one:
         one.alloc(2 * BLOCKS_PER_PAGE)
         told = stats(one.name)
@@ -52,7 +52,7 @@ def test_the_figures_are_the_instances():
         assert told["answered_s"] >= 0
 
 
-def instead_of_next_sleep(monkeypatch: pytest.MonkeyPatch, event: Callable[[], object]) -> None:
+def replace_next_sleep(monkeypatch: pytest.MonkeyPatch, event: Callable[[], object]) -> None:
     """Call `event` in place of this process's next sleep, which is the one between two looks."""
     sleep = time.sleep
 
@@ -63,19 +63,19 @@ def instead_of_next_sleep(monkeypatch: pytest.MonkeyPatch, event: Callable[[], o
     monkeypatch.setattr(time, "sleep", call)
 
 
-def test_rates_come_from_two_looks(monkeypatch):
+def test_rates_come_from_two_samples(monkeypatch):
     with Instance(**DEVICE) as one:
-        instead_of_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
+        replace_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
         told = stats(one.name, "--interval", "0.01")
         assert told["counters"]["allocs"] == 3
         assert told["rates"]["allocs"] == pytest.approx(3 / told["interval_s"], rel=0.01)
         assert told["rates"]["frees"] == 0
-        instead_of_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
+        replace_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
         text = kvctl("stats", one.name, "--interval", "0.01").stdout
         assert re.search(r"allocs +6 +\S+/s\n", text)
 
 
-def test_a_rate_is_so_many_a_second(name):
+def test_rates_are_per_second(name):
     with Owner(name):
         info = segment.inspect(name)
     first = Look(replace(info, counters=info.counters | {"allocs": 10}), at_ns=1_000_000_000)
@@ -88,7 +88,7 @@ def test_a_rate_is_so_many_a_second(name):
     assert stats_of(second, before=other)["rates"] is None
 
 
-def test_the_text_has_every_figure(name):
+def test_text_shows_every_statistic(name):
     with Owner(name):
         text = kvctl("stats", name).stdout
     assert text.startswith(f"{name}\n")
@@ -117,7 +117,7 @@ def test_wrong_usage(name, arguments, code):
     assert result.stderr
 
 
-def test_one_that_cannot_be_read(name):
+def test_unreadable_instance_exits_1(name):
     path = Path("/dev/shm") / name
     path.write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
     try:
@@ -128,9 +128,9 @@ def test_one_that_cannot_be_read(name):
         path.unlink()
 
 
-def test_one_that_ends_between_the_looks(name, monkeypatch):
+def test_instance_ending_between_samples_exits_1(name, monkeypatch):
     with Owner(name) as owner:
-        instead_of_next_sleep(monkeypatch, owner.end)
+        replace_next_sleep(monkeypatch, owner.end)
         result = kvctl("stats", name, "--interval", "0.01")
         assert result.exit_code == 1
         assert name in result.stderr

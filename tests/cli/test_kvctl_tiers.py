@@ -99,7 +99,7 @@ def used(told: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_shown_is_what_there_is(one: Instance) -> None:
+def test_shown_statistics_match_the_tiers(one: Instance) -> None:
     figures = shown(one.name)
     assert figures["name"] == one.name
     assert (figures["tier"], figures["kind"], figures["state"]) == ("disk", "disk", "ok")
@@ -129,7 +129,7 @@ def test_what_is_shown_is_what_there_is(one: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_limits_and_trims_hold(one: Instance) -> None:
+def test_limit_and_trim_bound_the_tier(one: Instance) -> None:
     limit = said("limit", one.name, "disk", "2M")
     figures = shown(one.name)
     assert limit["records"]["disk"] == figures["records"] < one.records
@@ -146,7 +146,7 @@ def test_limits_and_trims_hold(one: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_erasing_says_how_much_it_was(one: Instance) -> None:
+def test_erase_reports_the_number_of_objects(one: Instance) -> None:
     assert said("erase", one.name, "--older-than", "7d")["records"] == {"disk": 0}
     assert said("erase", one.name, "--model", "another")["records"] == {"disk": 0}
     # As Python reads an argument that is not UTF-8.
@@ -158,7 +158,7 @@ def test_erasing_says_how_much_it_was(one: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_clear_erases_all_and_asks_first(one: Instance) -> None:
+def test_clear_needs_yes_and_erases_everything(one: Instance) -> None:
     refused = tiers("clear", one.name)
     assert (refused.exit_code, "add --yes" in refused.stderr) == (2, True)
     text = done("clear", one.name, "--yes", "--wait", str(DEADLINE_S))
@@ -188,7 +188,7 @@ def test_clear_erases_all_and_asks_first(one: Instance) -> None:
         (("verify", "nobody"), 1, "no segment is called 'nobody'. Known names"),
     ],
 )
-def test_mistakes_change_nothing(
+def test_invalid_tier_commands_change_nothing(
     shared: Instance, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     result = tiers(*(shared.name if part == "NAME" else part for part in arguments))
@@ -204,7 +204,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     assert instance.end() == 0
 
 
-def test_an_instance_without_tiers_says_where_they_come_from() -> None:
+def test_instance_without_tiers_error_names_the_variable() -> None:
     name = f"kvtiers_none_{os.getpid()}"
     with segment.create(name, engine="test"):
         for arguments in ((name,), ("verify", name), ("clear", name, "--yes")):
@@ -214,7 +214,7 @@ def test_an_instance_without_tiers_says_where_they_come_from() -> None:
 
 
 @pytest.mark.slow
-def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
+def test_concurrent_requests_get_their_own_results(one: Instance) -> None:
     answers: dict[int, TierAnswer | None] = {}
 
     def operate(number: int) -> None:
@@ -239,7 +239,7 @@ def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_noise_in_the_status_file_stops_neither_side(one: Instance) -> None:
+def test_corrupt_status_file_stops_neither_kvctl_nor_instance(one: Instance) -> None:
     dice = random.Random(5)
     header = tier_status.KIND.header
     for _ in range(30):
@@ -257,7 +257,7 @@ def test_noise_in_the_status_file_stops_neither_side(one: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_the_board_of_a_killed_instance_is_reaped(tmp_path: Path) -> None:
+def test_status_file_of_killed_instance_is_removed(tmp_path: Path) -> None:
     one = Instance(tmp_path / "disk")
     assert one.board.exists()
     one.process.kill()
@@ -298,7 +298,7 @@ def test_metrics_have_every_tier(shared: Instance) -> None:
     assert f'kvelastic_tiers_blocks_served_total{{name="{shared.name}"}}' in result.stdout
 
 
-def test_list_says_what_tiers_keep(shared: Instance) -> None:
+def test_list_shows_tier_usage(shared: Instance) -> None:
     (row,) = json.loads(kvctl("list", shared.name, "--json").stdout)
     assert row["tiers"] == shown_tiers(shared.name)
     assert set(row["tiers"][0]) == {"state", *TierFigures.__struct_fields__}
@@ -307,15 +307,15 @@ def test_list_says_what_tiers_keep(shared: Instance) -> None:
     assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
 
 
-def board_of_a_stuck_disk() -> TiersFigures:
+def status_of_a_stuck_disk() -> TiersFigures:
     """Its counts are 0, 1, 2 and so on, in the order of their names."""
     figures: Callable[..., TierFigures] = TierFigures
     stuck = figures("disk", "disk", *range(16), is_stuck=True, is_current=True)
     return TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
 
 
-def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any() -> None:
-    board = board_of_a_stuck_disk()
+def test_tiers_column_needs_wide_terminal_and_tiers() -> None:
+    board = status_of_a_stuck_disk()
     info = segment.SegmentInfo("a", "unreadable", problem="p")
     known = row_of(status_of(info)) | {"tiers": tier_rows(board)}
 
@@ -331,7 +331,7 @@ def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any()
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_tables_of_tiers_fit_the_terminal(width: int) -> None:
-    boards = {"a": board_of_a_stuck_disk(), "a_second_instance": board_of_a_stuck_disk()}
+    boards = {"a": status_of_a_stuck_disk(), "a_second_instance": status_of_a_stuck_disk()}
     screen = io.StringIO()
     Console(width=width, file=screen, force_terminal=False).print(rich_tables(boards, width))
     lines = screen.getvalue().splitlines()
@@ -343,8 +343,8 @@ def test_tables_of_tiers_fit_the_terminal(width: int) -> None:
     assert ("Copied ahead" in screen.getvalue()) == (width == 200)
 
 
-def test_columns_of_blocks_have_the_counts_under_their_headings() -> None:
-    *_, headings, line = plain_tables({"a": board_of_a_stuck_disk()}).splitlines()
+def test_block_counts_match_their_column_headings() -> None:
+    *_, headings, line = plain_tables({"a": status_of_a_stuck_disk()}).splitlines()
     found = dict(zip(headings.split(), line.split(), strict=True))
     assert found == {
         "NAME": "a", "POLICY": "write_back", "FOUND": "0", "NOT_FOUND": "1", "LOADED": "2",
@@ -354,7 +354,7 @@ def test_columns_of_blocks_have_the_counts_under_their_headings() -> None:
     assert set(BLOCK_WORDS) == set(BlockCounts.__struct_fields__)
 
 
-def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
+def test_stats_shows_every_tier_statistic(shared: Instance) -> None:
     told = json.loads(kvctl("stats", shared.name, "--json").stdout)
     (board,) = json.loads(done(shared.name, "--json"))
     assert told["tiers"] == board["tiers"]
@@ -369,7 +369,7 @@ def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
     assert re.search(r"\nBlocks and tiers, write_back\n  found +0\n", text)
 
 
-def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
+def test_all_views_show_the_same_tier_statistics(shared: Instance) -> None:
     listed = shown_tiers(shared.name)
     assert look_at(shared.name).shown_tiers is not None
     assert instance_memory.row(shared.name)["tiers"] == listed
@@ -381,7 +381,7 @@ def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
 
 
 @pytest.mark.parametrize("command", ["limit", "trim"])
-def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str) -> None:
+def test_fractional_size_without_unit_is_refused(shared: Instance, command: str) -> None:
     result = tiers(command, shared.name, "disk", "0.5")
     assert result.exit_code == 2
     assert "size '0.5' is a fraction of a byte; write whole bytes, or a larger unit (0.5G)" in (
@@ -391,14 +391,14 @@ def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str)
     assert (tier["limit_bytes"], tier["records"]) == (32 * MIB, shared.records)
 
 
-def test_one_without_tiers_has_none() -> None:
+def test_stats_of_instance_without_tiers_has_no_tiers() -> None:
     with Owner(f"kvtiers_none_{os.getpid()}") as owner:
         told = json.loads(kvctl("stats", owner.name, "--json").stdout)
         assert (told["tiers"], told["tier_policy"], told["tier_blocks"]) == ([], None, None)
         assert "Tier" not in kvctl("stats", owner.name).stdout
 
 
-def test_explain_says_what_tiers_keep(shared: Instance) -> None:
+def test_explain_shows_tier_usage(shared: Instance) -> None:
     result = kvctl("explain", shared.name)
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
@@ -408,7 +408,7 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_used_is_said_everywhere(one: Instance, tmp_path: Path) -> None:
+def test_unusable_tier_folder_is_reported_everywhere(one: Instance, tmp_path: Path) -> None:
     for path in (tmp_path / "disk").iterdir():
         path.unlink()
     (tmp_path / "disk").rename(tmp_path / "gone")
@@ -431,8 +431,8 @@ def test_a_folder_that_cannot_be_used_is_said_everywhere(one: Instance, tmp_path
     assert (finding["state"], reason in finding["what"]) == ("problem", True)
 
 
-def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
-    board = board_of_a_stuck_disk()
+def test_explain_shows_failing_tiers_and_exhausted_budget() -> None:
+    board = status_of_a_stuck_disk()
     kept, stuck = explain_tiers(board)
     assert "Evicted blocks: 19, of which 9 have a copy in a tier." in kept.what
     assert kept.what.endswith("loaded 2 blocks from tiers and computed 3 that could not be loaded.")
@@ -449,7 +449,7 @@ def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     assert list(explain_tiers(None)) == []
 
 
-def test_every_command_says_what_it_takes() -> None:
+def test_every_command_has_help() -> None:
     group = main.get_command(click.Context(main), "tiers")
     assert isinstance(group, click.Group)
     for name in group.commands:

@@ -32,7 +32,7 @@ CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}
         ({"models": [CHAT], "report_every": 0}, "report_every"),
     ],
 )
-def test_faults_are_named(raw: dict[str, object], said: str) -> None:
+def test_configuration_errors_name_the_fault(raw: dict[str, object], said: str) -> None:
     with pytest.raises(ClusterConfigError) as caught:
         parse(raw)
     assert said in str(caught.value)
@@ -44,12 +44,12 @@ def test_example_is_valid() -> None:
     assert [model.placed_mib for model in parse(application["args"]).models] == [21504, 20480]
 
 
-def test_replica_is_placed_by_guarantee_and_reserved_memory() -> None:
+def test_replica_placement_size_is_guarantee_plus_reserved() -> None:
     (model,) = parse({"models": [{**CHAT, "guarantee": "512M", "reserved": "1K"}]}).models
     assert model.placed_mib == 513
 
 
-def test_replica_is_the_controller_of_one_model() -> None:
+def test_replica_settings_launch_one_model() -> None:
     model = {**CHAT, "guarantee": "64M", "limit": "128M", "env": {"A": "b"}}
     settings = parse({"models": [model]}).of_replica("chat", "ray-chat-1", 8000)
     (own,) = settings.models

@@ -38,7 +38,7 @@ def memory(*replies: Control, **nodes: bool) -> dict[str, Any]:
     return merged_memory(replies, nodes)
 
 
-def test_every_machine_is_there_once_and_replicas_stand_for_models() -> None:
+def test_merged_view_lists_each_node_once() -> None:
     found = memory(
         reply("b", "n2", ("ray-b",)),
         reply("a", "n1", ("ray-a", "ray-c", "alone")),
@@ -57,7 +57,7 @@ def test_every_machine_is_there_once_and_replicas_stand_for_models() -> None:
     assert found["nodes"] == [{"node": "n1", "state": "ok"}, {"node": "n2", "state": "ok"}]
 
 
-def test_machines_without_a_reply_are_shown_with_their_state() -> None:
+def test_nodes_without_a_reply_show_their_state() -> None:
     found = memory(reply("a", "n1"), n1=True, n2=True, n3=False)
     assert [each["state"] for each in found["nodes"]] == ["ok", "no_reply", "dead"]
     assert found["models"] == {"a": None}
@@ -84,7 +84,7 @@ def test_replicas_without_a_reply_are_marked_and_hide_no_others() -> None:
         assert b"kvelastic_replica_up{%s} %d.0" % (labels.encode(), value) in up
 
 
-def test_instance_metrics_have_the_node_and_those_of_controllers_the_replica_too() -> None:
+def test_merged_metrics_have_node_and_replica_labels() -> None:
     replies = [
         Control(replica, "i", 200, [], METRICS.encode(), node)
         for replica, node in (("a", "n1"), ("b", "n1"), ("c", "n2"))

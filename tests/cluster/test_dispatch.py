@@ -57,7 +57,7 @@ class Replicas:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatching, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(dispatching, "LAST_PAUSE_S", 0.0)
 
@@ -74,26 +74,26 @@ async def body_of(answer: Answer) -> list[bytes]:
     return [piece async for piece in answer.pieces()]
 
 
-def test_answer_goes_on_piece_by_piece_and_its_stream_ends() -> None:
+def test_response_is_streamed_and_its_stream_cancelled() -> None:
     replicas = Replicas([Head(200, EVENTS, "a", b"1"), b"2", b"3"])
     assert run(replicas, body_of) == [b"1", b"2", b"3"]
     assert replicas.streams[0].is_cancelled
 
 
 @pytest.mark.parametrize("failure", [[LOST], [DOWN], []])
-def test_request_that_has_not_begun_goes_to_another_replica(failure: list[Part]) -> None:
+def test_unstarted_request_is_retried_on_another_replica(failure: list[Part]) -> None:
     replicas = Replicas(failure, failure, [Head(200, EVENTS, "b", b"1")])
     assert run(replicas, body_of) == [b"1"]
     assert len(replicas.requests) == 3
 
 
-def test_router_learns_who_did_not_serve_the_request() -> None:
+def test_retry_excludes_the_failed_replica() -> None:
     replicas = Replicas([DOWN], [Head(200, EVENTS, "b", b"1")])
     run(replicas, body_of)
     assert [request.tried for request in replicas.requests] == [frozenset(), {"a"}]
 
 
-def test_request_wakes_no_replica_before_it_has_looked_for_one_that_is_awake() -> None:
+def test_request_tries_awake_replicas_before_waking_one() -> None:
     asleep = Unserved(503, ASLEEP, "The replica sleeps.", "a")
     replicas = Replicas([asleep], [replace(asleep, replica="b")], [Head(200, JSON, "a", b"1")])
     assert run(replicas, body_of) == [b"1"]
@@ -102,7 +102,7 @@ def test_request_wakes_no_replica_before_it_has_looked_for_one_that_is_awake() -
 
 
 @pytest.mark.parametrize("failure", [LOST, Cut("the engine ended")])
-def test_begun_stream_ends_with_an_error_event_and_is_not_tried_again(failure: Part) -> None:
+def test_broken_stream_ends_with_error_event_without_retry(failure: Part) -> None:
     replicas = Replicas([Head(200, EVENTS, "a", b"data: 1\n\n"), failure])
     first, last = run(replicas, body_of)
     assert first == b"data: 1\n\n"
@@ -111,14 +111,14 @@ def test_begun_stream_ends_with_an_error_event_and_is_not_tried_again(failure: P
 
 
 @pytest.mark.parametrize("failure", [LOST, Cut("the engine ended")])
-def test_broken_answer_that_is_no_stream_is_tried_again_whole(failure: Part) -> None:
+def test_broken_non_stream_response_is_retried(failure: Part) -> None:
     replicas = Replicas(
         [Head(200, JSON, "a", b'{"half'), failure], [Head(200, JSON, "b", b"{"), b"}"]
     )
     assert run(replicas, body_of) == [b"{", b"}"]
 
 
-def test_large_answer_that_is_no_stream_breaks_off_instead_of_ending(
+def test_broken_large_non_stream_response_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatching, "MOST_WHOLE_BYTES", 2)
@@ -126,20 +126,20 @@ def test_large_answer_that_is_no_stream_breaks_off_instead_of_ending(
         run(Replicas([Head(200, JSON, "a", b"1"), b"234", LOST]), body_of)
 
 
-def test_engines_own_error_is_passed_on() -> None:
+def test_engine_error_is_passed_on() -> None:
     async def status_of(answer: Answer) -> int:
         return answer.head.status
 
     assert run(Replicas([Head(400, JSON, "a", b"{}")]), status_of) == 400
 
 
-def test_last_refusal_is_the_answer_when_the_time_is_over() -> None:
+def test_last_refusal_is_raised_after_the_retry_time() -> None:
     with pytest.raises(Refusal) as caught:
         run(Replicas([DOWN]), body_of, retry_for_s=0.0)
     assert (caught.value.status, caught.value.code) == (503, "model_down")
 
 
-def test_client_that_leaves_ends_the_request_at_the_replica() -> None:
+def test_client_disconnect_cancels_the_request_at_the_replica() -> None:
     async def leave() -> Stream:
         class Silent(Stream):
             async def __aiter__(self) -> AsyncIterator[Any]:

@@ -36,7 +36,7 @@ def room_mib(mine: Member, *others: Member, capacity_mib: int = 100) -> float:
     return room_bytes(info, mine) / MIB
 
 
-def test_lone_instance_has_all_that_it_does_not_hold_for_requests() -> None:
+def test_lone_instance_room_excludes_only_blocks_in_use() -> None:
     assert room_mib(member("a")) == 100
     used = member("a", granted_bytes=60 * MIB, evictable_bytes=20 * MIB, parked_bytes=10 * MIB)
     assert room_mib(used) == 70
@@ -46,12 +46,12 @@ def test_limit_bounds_the_room() -> None:
     assert room_mib(member("a", limit_bytes=24 * MIB)) == 24
 
 
-def test_neighbours_caches_are_room_and_their_blocks_in_use_are_not() -> None:
+def test_neighbour_cache_counts_as_room() -> None:
     other = member("b", granted_bytes=80 * MIB, evictable_bytes=50 * MIB)
     assert room_mib(member("a"), other) == 70
 
 
-def test_neighbours_guarantee_is_no_room_unless_it_sleeps() -> None:
+def test_neighbour_guarantee_reduces_room_unless_asleep() -> None:
     assert room_mib(member("a"), member("b", min_bytes=40 * MIB)) == 60
     assert room_mib(member("a"), member("b", min_bytes=40 * MIB, asleep=True)) == 100
 
@@ -60,7 +60,7 @@ def test_full_device_has_no_room() -> None:
     assert room_mib(member("a"), member("b", granted_bytes=200 * MIB)) == 0
 
 
-def test_capacity_is_that_of_gpus_or_else_of_the_host() -> None:
+def test_capacity_uses_gpus_or_falls_back_to_host() -> None:
     host = DeviceFacts("host", "host", total_bytes=64, capacity_bytes=48)
     gpus = [DeviceFacts("gpu", "H100", uuid=f"GPU-{n}", total_bytes=80) for n in "12"]
     parts = [
@@ -71,14 +71,14 @@ def test_capacity_is_that_of_gpus_or_else_of_the_host() -> None:
     assert capacity_bytes((host, *gpus, *parts), [], "default") == 100
 
 
-def test_ledger_that_exists_counts_with_its_own_capacity() -> None:
+def test_existing_ledger_overrides_device_capacity() -> None:
     host = DeviceFacts("host", "host", total_bytes=64, capacity_bytes=48)
     info = LedgerInfo("host", "readable", group="default", capacity_bytes=40)
     assert capacity_bytes((host,), [info], "default") == 40
     assert capacity_bytes((host,), [info], "other") == 48
 
 
-def test_program_prints_what_ray_start_takes() -> None:
+def test_node_resources_program_prints_ray_resources() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "kvelastic.integration.ray.node_resources"],
         env={**os.environ, "KVELASTIC_HOST_MEMORY": "512M"},

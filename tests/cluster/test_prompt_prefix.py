@@ -12,28 +12,28 @@ def chat(*texts: str, **more: object) -> bytes:
     return json.dumps({"model": "m", **more, "messages": messages}).encode()
 
 
-def test_conversation_that_goes_on_has_the_names_of_its_beginning() -> None:
+def test_longer_conversation_keeps_its_prefix_names() -> None:
     first = prefix_of(chat("x" * 3 * PIECE_BYTES))
     longer = prefix_of(chat("x" * 3 * PIECE_BYTES, "and more " * PIECE_BYTES))
     assert len(first) == 3
     assert longer[:3] == first
 
 
-def test_other_fields_do_not_change_the_names() -> None:
+def test_other_request_fields_do_not_change_prefix_names() -> None:
     long = "x" * 2 * PIECE_BYTES
     assert prefix_of(chat(long)) == prefix_of(chat(long, temperature=0, stream=True))
 
 
-def test_prompts_that_differ_early_have_no_name_in_common() -> None:
+def test_prompts_differing_early_share_no_prefix_names() -> None:
     names = [set(prefix_of(chat(start + "x" * 4 * PIECE_BYTES))) for start in "ab"]
     assert not names[0] & names[1]
 
 
-def test_long_prompt_has_a_bounded_number_of_names() -> None:
+def test_number_of_prefix_names_is_bounded() -> None:
     body = json.dumps({"prompt": "x" * (2 * MOST_PIECES * PIECE_BYTES)}).encode()
     assert len(prefix_of(body)) == MOST_PIECES
 
 
-def test_short_or_missing_prompts_and_bodies_that_are_not_json_have_no_names() -> None:
+def test_short_prompts_and_invalid_bodies_have_no_names() -> None:
     for body in (b"", b"{", b"[]", b'{"model": "m"}', chat("short"), b"[" * 100_000):
         assert prefix_of(body) == ()

@@ -33,14 +33,14 @@ def test_prefix_hit_comes_first() -> None:
     assert ranks([awake("a"), awake("b", hits=3), awake("c", hits=1)]) == [["b"], ["a", "c"]]
 
 
-def test_prefix_hit_with_much_longer_queue_is_no_advantage() -> None:
+def test_prefix_hit_does_not_outweigh_a_long_queue() -> None:
     near = awake("b", hits=3, queue=QUEUE_SLACK)
     assert ranks([awake("a"), near])[0] == ["b"]
     far = awake("b", hits=3, queue=QUEUE_SLACK + 1)
     assert ranks([awake("a"), far]) == [["a", "b"]]
 
 
-def test_replica_short_of_memory_comes_after_those_with_room_despite_its_hits() -> None:
+def test_free_memory_outranks_prefix_hits() -> None:
     assert ranks([awake("a", 10, hits=9), awake("b", 100)]) == [["b"], ["a"]]
 
 
@@ -49,17 +49,17 @@ def test_replicas_without_any_room_share_a_rank() -> None:
 
 
 @pytest.mark.parametrize("room_mib", [0, 100])
-def test_sleepers_come_after_every_awake_replica_one_by_one(room_mib: int) -> None:
+def test_sleeping_replicas_rank_last_in_separate_ranks(room_mib: int) -> None:
     sleepers = [Standing(name, State.ASLEEP) for name in ("d", "c")]
     assert ranks([*sleepers, awake("a", room_mib)]) == [["a"], ["c"], ["d"]]
 
 
-def test_replica_that_is_waking_already_is_not_joined_by_another() -> None:
+def test_waking_replica_ranks_before_sleeping_ones() -> None:
     coming = Standing("z", State.WAKING)
     assert ranks([Standing("a", State.ASLEEP), coming]) == [["z"], ["a"]]
 
 
-def test_replica_that_an_operator_put_to_sleep_is_the_last_sleeper() -> None:
+def test_replica_asleep_by_operator_ranks_last() -> None:
     held = awake("a", is_memory_asleep=True)
     assert ranks([held, Standing("b", State.ASLEEP)]) == [["b"], ["a"]]
 
@@ -69,11 +69,11 @@ def test_failed_and_tried_replicas_come_last() -> None:
     assert found == [["c"], ["b"], ["a"]]
 
 
-def test_new_replica_that_has_not_reported_yet_is_used() -> None:
+def test_replica_without_a_report_is_ranked() -> None:
     assert ranks([Standing.of("a", {})]) == [["a"]]
 
 
-def test_replica_that_has_said_that_it_sleeps_counts_as_asleep_whatever_its_report_says() -> None:
+def test_sleep_notice_overrides_an_older_report() -> None:
     old = {"state": "awake", "room_bytes": 9 * MIB}
     assert ranks([Standing.of("a", old, is_asleep=True), awake("b", 1)]) == [["b"], ["a"]]
 
@@ -105,7 +105,7 @@ def test_each_replica_is_in_exactly_one_rank(standings: list[Standing]) -> None:
     assert all(found)
 
 
-def test_prefixes_are_counted_from_their_beginning() -> None:
+def test_prefix_hits_count_from_the_start() -> None:
     seen = SeenPrefixes()
     seen.add("a", [b"1", b"2"])
     assert seen.hits("a", [b"1", b"2", b"3"]) == 2
@@ -113,7 +113,7 @@ def test_prefixes_are_counted_from_their_beginning() -> None:
     assert seen.hits("b", [b"1"]) == 0
 
 
-def test_prefixes_of_ended_replicas_and_old_ones_are_forgotten() -> None:
+def test_old_prefixes_and_ended_replicas_are_forgotten() -> None:
     seen = SeenPrefixes()
     seen.add("a", [b"%d" % number for number in range(MOST_NAMES + 1)])
     assert seen.hits("a", [b"0"]) == 0

@@ -102,7 +102,7 @@ def endless_stream(client: httpx.Client, replicas: Container[str]) -> Iterator[I
         yield lines
 
 
-def test_every_host_has_a_replica_of_each_model_and_ray_counts_what_ledgers_guarantee(
+def test_replicas_spread_and_ray_resources_match_guarantees(
     cluster: RayHosts,
 ) -> None:
     found = {(each["model"], each["node"]) for each in cluster.replicas()}
@@ -110,7 +110,7 @@ def test_every_host_has_a_replica_of_each_model_and_ray_counts_what_ledgers_guar
     check_sums(cluster)
 
 
-def test_front_serves_both_models_and_refuses_others(cluster: RayHosts) -> None:
+def test_proxy_serves_both_models_and_refuses_others(cluster: RayHosts) -> None:
     for name in ("chat", "code"):
         answer = cluster.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 2})
         assert answer.status_code == 200
@@ -121,7 +121,7 @@ def test_front_serves_both_models_and_refuses_others(cluster: RayHosts) -> None:
     assert cluster.post("/sleep").status_code == 404
 
 
-def test_stream_comes_whole(cluster: RayHosts) -> None:
+def test_stream_is_complete(cluster: RayHosts) -> None:
     body = {"model": "chat", "prompt": "x", "max_tokens": 40, "stream": True}
     answer = cluster.post("/v1/completions", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -146,7 +146,7 @@ def test_many_requests_to_sleeping_replicas_wake_one(cluster: RayHosts) -> None:
     assert awake(cluster, "chat") == 2
 
 
-def test_view_and_changes_of_all_machines_behind_the_fronts_address(cluster: RayHosts) -> None:
+def test_one_address_shows_and_changes_all_nodes(cluster: RayHosts) -> None:
     view = cluster.get("/memory").json()
     assert view["nodes"] == [{"node": node, "state": "ok"} for node in cluster.addresses]
     replicas = {each["replica"]: each for each in cluster.replicas()}
@@ -231,7 +231,7 @@ def test_request_waits_while_every_replica_of_its_model_hangs(cluster: RayHosts)
     wait_until(lambda: awake(cluster, "code") == 2)
 
 
-def test_killed_host_loses_no_request_that_had_not_begun(cluster: RayHosts) -> None:
+def test_killed_host_loses_no_unstarted_request(cluster: RayHosts) -> None:
     lost = cluster.addresses[1]
     there = {each["replica"] for each in of(cluster, "chat") if each["node"] == lost}
     with (

@@ -105,7 +105,7 @@ def own() -> Iterator[Served]:
     assert not served.engine.is_running()
 
 
-def test_answer_is_the_engines_byte_for_byte(served: Served) -> None:
+def test_response_is_passed_through_unchanged(served: Served) -> None:
     (head,) = served.run(served.ask(max_tokens=2))
     assert isinstance(head, Head)
     assert (head.status, head.is_stream) == (200, False)
@@ -113,7 +113,7 @@ def test_answer_is_the_engines_byte_for_byte(served: Served) -> None:
     assert (b"x-engine", b"fake") in [(k.lower(), v) for k, v in head.headers]
 
 
-def test_stream_begins_with_its_first_token_and_ends_whole(served: Served) -> None:
+def test_stream_starts_at_first_token_and_is_complete(served: Served) -> None:
     head, *rest = served.run(served.ask(stream=True, max_tokens=3))
     assert head.is_stream
     assert head.first.startswith(b"data: ")
@@ -122,31 +122,31 @@ def test_stream_begins_with_its_first_token_and_ends_whole(served: Served) -> No
     assert whole.endswith(b"data: [DONE]\n\n")
 
 
-def test_broken_stream_ends_with_a_cut(served: Served) -> None:
+def test_broken_stream_ends_with_cut(served: Served) -> None:
     head, *rest = served.run(served.ask(stream=True, max_tokens=3, fake={"cut_after": 1}))
     assert isinstance(head, Head)
     assert isinstance(rest[-1], Cut)
 
 
-def test_stream_that_breaks_before_its_first_token_has_not_begun(served: Served) -> None:
+def test_stream_broken_before_first_token_is_unserved(served: Served) -> None:
     (only,) = served.run(served.ask(stream=True, fake={"cut_after": 0}))
     assert isinstance(only, Unserved)
     assert (only.status, only.code) == (502, "engine_failed")
 
 
-def test_connection_that_the_engine_resets_has_not_begun(served: Served) -> None:
+def test_connection_reset_by_the_engine_is_unserved(served: Served) -> None:
     (only,) = served.run(served.ask(fake={"reset": True}))
     assert isinstance(only, Unserved)
 
 
-def test_healthy_engines_own_errors_are_passed_on(served: Served) -> None:
+def test_errors_of_a_healthy_engine_are_passed_on(served: Served) -> None:
     for status in (400, 429, 500, 503):
         (head,) = served.run(served.ask(fake={"status": status}))
         assert isinstance(head, Head)
         assert head.status == status
 
 
-def test_closed_iterator_ends_the_request_at_the_engine(served: Served) -> None:
+def test_closing_the_iterator_cancels_the_engine_request(served: Served) -> None:
     async def begin_and_leave() -> None:
         raw = json.dumps({"model": "m", "stream": True, "fake": {"hang": "stream"}}).encode()
         request = EngineRequest("POST", "/v1/completions", body=raw)
@@ -179,7 +179,7 @@ def test_many_requests_wake_a_sleeping_replica_once(served: Served) -> None:
     assert "requests_while_asleep" not in served.state()["counts"]
 
 
-def test_operators_routes_are_the_controllers(served: Served) -> None:
+def test_operator_routes_reach_the_replicas_controller(served: Served) -> None:
     async def call(method: str, path: str, **body: Any) -> tuple[int, Any]:
         request = EngineRequest(method, path, body=json.dumps(body).encode())
         reply = await served.replica.control(request)
@@ -199,7 +199,7 @@ def test_operators_routes_are_the_controllers(served: Served) -> None:
     assert served.run(call("GET", "/none"))[0] == 404
 
 
-def test_report_says_what_the_ledger_says(served: Served) -> None:
+def test_report_matches_the_ledger(served: Served) -> None:
     report = served.replica.report()
     assert (report["state"], report["queue"]) == ("awake", 0)
     assert report["guarantee_bytes"] == 16 << 20
@@ -208,7 +208,7 @@ def test_report_says_what_the_ledger_says(served: Served) -> None:
     assert json.loads(json.dumps(report)) == report
 
 
-def test_engine_that_reports_its_cores_death_serves_nothing_any_more(own: Served) -> None:
+def test_unhealthy_engine_marks_the_replica_down(own: Served) -> None:
     own.change(health_status=503)
     own.wait_until(lambda: own.replica.problem)
     assert own.replica.report()["state"] == "down"
@@ -217,13 +217,13 @@ def test_engine_that_reports_its_cores_death_serves_nothing_any_more(own: Served
     assert only.code == "model_down"
 
 
-def test_failed_engines_error_instead_of_the_first_token_is_no_answer(own: Served) -> None:
+def test_error_of_an_unhealthy_engine_is_unserved(own: Served) -> None:
     own.change(health_status=503)
     (only,) = own.run(own.ask(fake={"status": 500}))
     assert isinstance(only, Unserved)
 
 
-def test_killed_engine_is_noticed_and_the_request_has_not_begun(own: Served) -> None:
+def test_killed_engine_leaves_the_request_unserved(own: Served) -> None:
     async def ask_and_kill() -> list[Any]:
         asking = asyncio.create_task(own.ask(fake={"hang": "first"}))
         while not await asyncio.to_thread(lambda: own.state()["in_flight"]):
@@ -237,7 +237,7 @@ def test_killed_engine_is_noticed_and_the_request_has_not_begun(own: Served) -> 
     assert "ended with 137" in (own.replica.problem or "")
 
 
-def test_engine_that_does_not_start_is_an_error_with_its_last_words() -> None:
+def test_failed_engine_start_error_has_its_output() -> None:
     async def start() -> None:
         await EngineReplica(settings("--die=3"), "m", "r").start()
 
@@ -272,7 +272,7 @@ def test_start_removes_the_oldest_logs_of_ended_replicas(shared: Served) -> None
         path.unlink(missing_ok=True)
 
 
-def test_launcher_ends_the_engine_when_the_replica_is_killed(tmp_path: Path) -> None:
+def test_launcher_ends_engine_after_replica_is_killed(tmp_path: Path) -> None:
     program = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'kvelastic.integration.ray.launcher',"

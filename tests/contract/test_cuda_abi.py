@@ -129,7 +129,7 @@ def comparisons(include: Path) -> str:
 
 
 @needs.cuda_h
-def test_our_declarations_are_cuda_hs(tmp_path: Path) -> None:
+def test_declarations_match_cuda_h(tmp_path: Path) -> None:
     include = needs.find_cuda_include()
     assert include is not None
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -145,7 +145,7 @@ def test_our_declarations_are_cuda_hs(tmp_path: Path) -> None:
 
 
 @needs.cuda_python
-def test_cuda_python_maps_a_page_of_ours(tmp_path: Path) -> None:
+def test_cuda_python_maps_an_exported_page(tmp_path: Path) -> None:
     """A client that is not ours, of the interface that we have written down by hand."""
     path = needs.find_cuda_python()
     with SimulatedMachine(tmp_path, memory_bytes=64 << 20) as machine:

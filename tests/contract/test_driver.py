@@ -28,12 +28,12 @@ def window(device, unit):
     device.driver.release(address, 8 * unit)
 
 
-def test_the_granularity_is_a_power_of_two_of_system_pages(unit):
+def test_granularity_is_power_of_two_of_system_pages(unit):
     assert unit >= os.sysconf("SC_PAGE_SIZE")
     assert unit & (unit - 1) == 0
 
 
-def test_a_range_is_aligned_and_costs_nothing(device, unit):
+def test_reserved_range_is_aligned_and_uses_no_memory(device, unit):
     for bytes_ in (unit, 3 * unit, 4096 * unit):
         address = device.driver.reserve(bytes_)
         assert address % unit == 0
@@ -50,7 +50,7 @@ def test_ranges_do_not_overlap(device, unit):
 
 
 @pytest.mark.parametrize("pages", [1, 3])
-def test_a_new_page_holds_zeros_also_where_an_old_one_was(device, unit, pages, window):
+def test_remapped_range_has_zeroed_pages(device, unit, pages, window):
     for _ in range(3):
         handle = device.driver.create(pages * unit)
         device.driver.map(window, pages * unit, handle)
@@ -61,7 +61,7 @@ def test_a_new_page_holds_zeros_also_where_an_old_one_was(device, unit, pages, w
         device.driver.destroy(handle, pages * unit)
 
 
-def test_contents_follow_their_page(device, unit, window):
+def test_page_contents_survive_remapping(device, unit, window):
     handles = [device.driver.create(unit) for _ in range(3)]
     for i, handle in enumerate(handles):
         device.driver.map(window + i * unit, unit, handle)
@@ -79,7 +79,7 @@ def test_contents_follow_their_page(device, unit, window):
         device.driver.destroy(handle, unit)
 
 
-def test_a_page_is_memory_before_anybody_touches_it(device, unit, window):
+def test_created_page_is_resident_before_first_access(device, unit, window):
     handle = device.driver.create(2 * unit)
     assert device.held_bytes() == 2 * unit
     device.driver.map(window, 2 * unit, handle)
@@ -120,7 +120,7 @@ print("read", flush=True)
         ("unmapped", 1, True),
     ],
 )
-def test_what_is_not_mapped_faults(device, state, page, dies):
+def test_access_to_unmapped_pages_faults(device, state, page, dies):
     if not device.unmapped_faults:
         pytest.skip("addresses of this device are not the processor's")
     touch = TOUCH.format(source=device.source)
@@ -130,7 +130,7 @@ def test_what_is_not_mapped_faults(device, state, page, dies):
 
 
 @pytest.mark.parametrize("call", ["reserve", "create"])
-def test_sizes_that_are_no_size_are_refused(device, unit, call):
+def test_invalid_sizes_are_refused(device, unit, call):
     for bytes_ in (0, 1, unit - 1, unit + 1, 3 * unit // 2):
         with pytest.raises(errors.InvalidArgumentError, match=str(bytes_)):
             getattr(device.driver, call)(bytes_)
@@ -139,7 +139,7 @@ def test_sizes_that_are_no_size_are_refused(device, unit, call):
 
 @pytest.mark.parametrize("call", ["reserve", "create"])
 @pytest.mark.parametrize("power", [48, 62, 63, 64])
-def test_sizes_beyond_any_machine_are_refused_and_change_nothing(device, unit, window, call, power):
+def test_huge_sizes_are_refused_without_side_effects(device, unit, window, call, power):
     """The last size of 2^64 wraps around to nothing where sums are not looked after."""
     handles = [device.driver.create(unit) for _ in range(2)]
     for i, handle in enumerate(handles):
@@ -161,7 +161,7 @@ def test_sizes_beyond_any_machine_are_refused_and_change_nothing(device, unit, w
         device.driver.destroy(handle, unit)
 
 
-def test_stats_count_what_was_done(device, unit, window):
+def test_statistics_count_driver_calls(device, unit, window):
     assert {device.driver.stats()[name] for name in ("creates", "maps")} == {0}
     handle = device.driver.create(unit)
     device.driver.map(window, unit, handle)
@@ -184,7 +184,7 @@ def test_drain_returns(device):
 
 
 @pytest.mark.slow
-def test_threads_get_pages_of_their_own(device, unit):
+def test_concurrent_threads_get_distinct_pages(device, unit):
     """Each thread writes its mark into its pages and finds it there; at the end nothing is left."""
     threads, rounds = 4, 12
     base = device.driver.reserve(2 * threads * unit)
@@ -221,7 +221,7 @@ def test_threads_get_pages_of_their_own(device, unit):
     device.driver.release(base, 2 * threads * unit)
 
 
-def test_a_forked_child_leaves_its_parents_memory_alone(device, unit, window):
+def test_forked_child_cannot_free_its_parents_pages(device, unit, window):
     """A child that drops what it inherited must not take the memory from under its parent."""
     handle = device.driver.create(unit)
     device.driver.map(window, unit, handle)

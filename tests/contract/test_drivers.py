@@ -19,19 +19,19 @@ BATTERY = HERE.parent / "programs" / "battery.py"
 SIM_BUILD = HERE.parent / "sim" / "build"
 
 SIMULATED = {
-    "a_recycled_page_costs_three_calls_and_a_parked_one_none": {},
-    "memory_comes_and_goes_in_runs_that_grow": {},
-    "no_failure_leaves_anything_behind": {},
-    "no_failure_of_a_guard_leaves_anything_behind": {},
-    "a_workers_start_fails_at_any_call": {},
-    "a_kernel_that_reads_too_far_reads_scratch": {},
-    "a_guarded_cycle_costs_six_calls": {},
-    "a_busy_device_is_waited_for": {},
+    "recycled_page_costs_three_calls": {},
+    "batches_of_handles_grow": {},
+    "failures_leave_nothing_behind": {},
+    "guard_failures_leave_nothing_behind": {},
+    "every_failure_of_a_worker_start_is_clean": {},
+    "guarded_kernel_overread_hits_scratch": {},
+    "guarded_cycle_costs_six_calls": {},
+    "not_ready_is_retried": {},
     "copies_are_queued_beside_each_other": {},
-    "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
+    "out_of_memory_returns_none": {"KVSIM_MEMORY": "10M"},
     "pages_are_unmapped_after_use": {},
-    "no_more_mappings_is_an_answer": {"KVSIM_MAX_MAPPINGS": "5"},
-    "a_full_device_copies_and_unmaps": {"KVSIM_MEMORY": "32M", "KVSIM_CONTEXT_GROWTH": "2M"},
+    "mapping_cap_raises_out_of_memory": {"KVSIM_MAX_MAPPINGS": "5"},
+    "full_device_copies_and_unmaps": {"KVSIM_MEMORY": "32M", "KVSIM_CONTEXT_GROWTH": "2M"},
 }
 
 
@@ -72,7 +72,7 @@ def test_simulated_cuda(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", ["0", "1"])
 @pytest.mark.parametrize("case", EVERY_CUDA)
-def test_cuda_that_is_nobodys_own(case: str, poison: str, tmp_path: Path) -> None:
+def test_cuda_device_shared_with_another_process(case: str, poison: str, tmp_path: Path) -> None:
     """The same library without the simulator's own functions, on a device that others use too."""
     environment = simulated(tmp_path, KVSIM_POISON=poison, KVSIM_CONTEXT_BYTES="64M")
     environment["LD_LIBRARY_PATH"] += "/foreign"
@@ -107,7 +107,7 @@ def test_real_cuda(case: str) -> None:
         ("cuda:x", {}, "is not accepted; .* GPU-<uuid> or MIG-<uuid>"),
     ],
 )
-def test_a_device_that_cannot_be_had(
+def test_unavailable_device_error_names_the_cause(
     device: str, environment: dict[str, str], match: str, tmp_path: Path
 ) -> None:
     program = f"from kvelastic import _vmm; _vmm.CudaDriver({device!r})"
@@ -143,7 +143,7 @@ print("passed")
         ({"KVSIM_DRIVER_VERSION": "11030"}, "GPU-"),
     ],
 )
-def test_mig_instances_are_devices_of_their_own(
+def test_mig_instances_are_separate_devices(
     environment: dict[str, str], prefix: str, tmp_path: Path
 ) -> None:
     done = run_python(
@@ -154,7 +154,7 @@ def test_mig_instances_are_devices_of_their_own(
 
 
 @needs.no_gpu
-def test_no_driver_at_all_falls_back_to_the_host_with_one_line() -> None:
+def test_missing_driver_falls_back_to_host_memory() -> None:
     program = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         "from kvelastic import config\nfrom kvelastic.device import selection\n"

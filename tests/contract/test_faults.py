@@ -74,7 +74,7 @@ class Bench:
         return stats["creates"] - stats["destroys"]
 
 
-def each_failure(work: Callable[[Bench], object], make: Callable[[], Bench]) -> int:
+def count_driver_calls(work: Callable[[Bench], object], make: Callable[[], Bench]) -> int:
     """How many calls of the driver `work` makes when none fails."""
     bench = make()
     bench.driver.arm(0)
@@ -87,13 +87,13 @@ def each_failure(work: Callable[[Bench], object], make: Callable[[], Bench]) -> 
 @pytest.mark.parametrize("fail_count", [1, 10**6], ids=["once", "for ever"])
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_a_map_that_fails_at_any_call(
+def test_map_failing_at_any_call_is_undone(
     geometry: _vmm.Geometry, batch: list[int], fail_count: int
 ) -> None:
     def make() -> Bench:
         return Bench(geometry)
 
-    for fail_at in range(1, each_failure(lambda b: b.memory.map(batch), make) + 1):
+    for fail_at in range(1, count_driver_calls(lambda b: b.memory.map(batch), make) + 1):
         with make() as bench:
             bench.driver.arm(fail_at, fail_count)
             with pytest.raises(errors.DriverError):
@@ -124,7 +124,7 @@ def test_a_map_that_fails_at_any_call(
 @pytest.mark.parametrize("fail_count", [1, 10**6], ids=["once", "for ever"])
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_an_unmap_that_fails_at_any_call(
+def test_unmap_failing_at_any_call_keeps_pages_consistent(
     geometry: _vmm.Geometry, batch: list[int], fail_count: int, destroy: bool
 ) -> None:
     def make() -> Bench:
@@ -137,7 +137,7 @@ def test_an_unmap_that_fails_at_any_call(
     def unmap(bench: Bench) -> None:
         bench.memory.unmap(batch, destroy=destroy)
 
-    for fail_at in range(1, each_failure(unmap, make) + 1):
+    for fail_at in range(1, count_driver_calls(unmap, make) + 1):
         with make() as bench:
             bench.driver.arm(fail_at, fail_count)
             try:
@@ -161,7 +161,7 @@ def test_an_unmap_that_fails_at_any_call(
 
 @pytest.mark.parametrize("fail_count", [1, 3, 10**6], ids=["once", "three times", "for ever"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_a_pool_survives_every_failure(geometry: _vmm.Geometry, fail_count: int) -> None:
+def test_pool_survives_every_driver_failure(geometry: _vmm.Geometry, fail_count: int) -> None:
     def use(bench: Bench) -> None:
         page_bytes = geometry.page_bytes
         pool = _vmm.Pool(
@@ -194,7 +194,7 @@ def test_a_pool_survives_every_failure(geometry: _vmm.Geometry, fail_count: int)
         if not failed:
             assert len(set(held)) == len(held)
 
-    for fail_at in range(1, each_failure(use, lambda: Bench(geometry)) + 1):
+    for fail_at in range(1, count_driver_calls(use, lambda: Bench(geometry)) + 1):
         with Bench(geometry) as bench:
             bench.driver.arm(fail_at, fail_count)
             use(bench)

@@ -118,14 +118,14 @@ def looks(gpus: Gpus) -> list[int]:
     return [int(count) for count in gpus.all("calls cuEventQuery")]
 
 
-def until_fenced(gpus: Gpus, before: list[int]) -> None:
+def wait_until_fenced(gpus: Gpus, before: list[int]) -> None:
     """Until each worker has asked its driver for a fence, so that the unmap waits."""
     while any(now <= was for now, was in zip(looks(gpus), before, strict=True)):
         pass
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_allocs_go_on_while_an_unmap_waits_for_a_kernel(library: str, ranks: int) -> None:
+def test_alloc_continues_while_unmap_waits_for_kernel(library: str, ranks: int) -> None:
     with gpus(library, ranks=ranks) as on:
         pool = on.pool
         ids = pool.alloc(4 * B - 1)
@@ -136,7 +136,7 @@ def test_allocs_go_on_while_an_unmap_waits_for_a_kernel(library: str, ranks: int
             on.worker.ask(f"read {page}")
         asked = looks(on)
         trim = Background(pool.trim)
-        until_fenced(on, asked)
+        wait_until_fenced(on, asked)
         more = pool.alloc(3 * B)
         assert more is not None, "three pages were mapped while the others wait"
         on.scheduler.ring.ping()
@@ -150,7 +150,7 @@ def test_allocs_go_on_while_an_unmap_waits_for_a_kernel(library: str, ranks: int
         pool.check_integrity()
 
 
-def test_pages_are_mapped_while_the_queue_of_a_stream_is_full(library: str) -> None:
+def test_alloc_maps_pages_while_stream_queue_is_full(library: str) -> None:
     """The event that the unmap waits for is recorded when the stream has room for it."""
     with gpus(library) as on:
         pool = on.pool
@@ -170,7 +170,7 @@ def test_pages_are_mapped_while_the_queue_of_a_stream_is_full(library: str) -> N
         pool.check_integrity()
 
 
-def test_a_lowered_limit_waits_and_blocks_are_to_be_had_meanwhile(library: str) -> None:
+def test_alloc_continues_while_lowered_limit_waits_for_kernel(library: str) -> None:
     with gpus(library, pages=12) as on:
         pool = on.pool
         ids = pool.alloc(6 * B - 1)
@@ -179,7 +179,7 @@ def test_a_lowered_limit_waits_and_blocks_are_to_be_had_meanwhile(library: str) 
         on.worker.ask("hold")
         asked = looks(on)
         lower = Background(lambda: pool.set_limit(2 * HUGE))
-        until_fenced(on, asked)
+        wait_until_fenced(on, asked)
         state = pool.limit_state()
         assert state["state"] == "shrinking"
         assert state["over_bytes"] == 4 * HUGE
@@ -198,7 +198,7 @@ def test_a_lowered_limit_waits_and_blocks_are_to_be_had_meanwhile(library: str) 
         pool.check_integrity()
 
 
-def test_pages_that_are_on_their_way_out_are_given_back_once(library: str) -> None:
+def test_pages_being_unmapped_are_counted_once(library: str) -> None:
     """Two threads go down the ladder at once: the second does not take as many pages again."""
     with gpus(library) as on:
         pool = on.pool
@@ -208,7 +208,7 @@ def test_pages_that_are_on_their_way_out_are_given_back_once(library: str) -> No
         on.worker.ask("hold")
         asked = looks(on)
         first = Background(lambda: pool.set_limit(5 * HUGE))
-        until_fenced(on, asked)
+        wait_until_fenced(on, asked)
         assert pool.set_limit(5 * HUGE)["over_bytes"] == 3 * HUGE
         assert first.waits
         on.worker.ask("release")
@@ -218,7 +218,7 @@ def test_pages_that_are_on_their_way_out_are_given_back_once(library: str) -> No
         pool.check_integrity()
 
 
-def test_a_map_that_fails_is_undone_while_a_kernel_runs(library: str) -> None:
+def test_failed_map_is_undone_while_kernel_runs(library: str) -> None:
     with gpus(library, ranks=2) as on:
         pool = on.pool
         ids = pool.alloc(B - 1)
@@ -231,7 +231,7 @@ def test_a_map_that_fails_is_undone_while_a_kernel_runs(library: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_kernel_is_no_late_worker_and_a_stopped_worker_is_one(library: str) -> None:
+def test_stopped_worker_times_out_but_not_long_kernel(library: str) -> None:
     timeout_s = 2.5
     with gpus(library, timeout_s=timeout_s) as on:
         pool = on.pool
@@ -255,14 +255,14 @@ def test_a_long_kernel_is_no_late_worker_and_a_stopped_worker_is_one(library: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_ends_while_a_kernel_is_waited_for(library: str, how: str) -> None:
+def test_worker_ending_during_kernel_wait_closes_channel(library: str, how: str) -> None:
     with gpus(library, ranks=2) as on:
         pool = on.pool
         pool.free(pool.alloc(3 * B - 1) or [])
         on.worker.ask("hold")
         asked = looks(on)
         trim = Background(pool.trim)
-        until_fenced(on, asked)
+        wait_until_fenced(on, asked)
         if how == "kill":
             on.worker.kill()
         else:
@@ -275,7 +275,7 @@ def test_a_worker_that_ends_while_a_kernel_is_waited_for(library: str, how: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuEventQuery"])
-def test_a_wait_that_fails_leaves_the_pages_where_they_are(library: str, call: str) -> None:
+def test_failed_kernel_wait_keeps_pages_mapped(library: str, call: str) -> None:
     with gpus(library, ranks=2) as on:
         pool = on.pool
         pool.free(pool.alloc(3 * B - 1) or [])
@@ -288,7 +288,7 @@ def test_a_wait_that_fails_leaves_the_pages_where_they_are(library: str, call: s
         assert [worker.mapped() for worker in on.workers] == 2 * [[0]]
 
 
-def test_free_leaves_the_waiting_to_the_keeper(library: str) -> None:
+def test_free_does_not_wait_for_running_kernels(library: str) -> None:
     """The engine's thread frees blocks over the limit while a kernel runs, and goes on."""
     with gpus(library) as on:
         pool = on.pool
@@ -300,7 +300,7 @@ def test_free_leaves_the_waiting_to_the_keeper(library: str) -> None:
             on.worker.ask("hold")
             asked = looks(on)
             pool.free(ids[2 * B - 1 :])  # two pages' worth, on pages that are to go
-            until_fenced(on, asked)
+            wait_until_fenced(on, asked)
             assert on.worker.mapped() == [0, 1, 2, 3]
             on.worker.ask("release")
             while len(on.worker.mapped()) > 2:
@@ -310,7 +310,7 @@ def test_free_leaves_the_waiting_to_the_keeper(library: str) -> None:
         pool.check_integrity()
 
 
-def test_a_worker_that_knows_no_stream_unmaps_nothing(library: str) -> None:
+def test_worker_without_named_streams_refuses_to_unmap(library: str) -> None:
     with gpus(library, named=False) as on:
         pool = on.pool
         pool.free(pool.alloc(2 * B) or [])
@@ -321,7 +321,7 @@ def test_a_worker_that_knows_no_stream_unmaps_nothing(library: str) -> None:
         assert pool.trim() == 2 * HUGE
 
 
-def test_a_graph_is_captured_beside_maps_and_unmaps(library: str) -> None:
+def test_graph_capture_tolerates_maps_and_unmaps(library: str) -> None:
     with gpus(library) as on:
         pool = on.pool
         assert on.worker.ask("capture") == "done"
@@ -342,7 +342,7 @@ CASES = sorted(name[5:] for name in vars(gpu_cases) if name.startswith("case_"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_in_one_process(library: str, case: str) -> None:
+def test_gpu_cases_in_one_process(library: str, case: str) -> None:
     environment = strict(library)
     done = run_python(PROGRAMS / "gpu_cases.py", case, environment=environment)
     assert done.stdout == "passed\n"

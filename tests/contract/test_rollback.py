@@ -19,7 +19,7 @@ def calls_of(memory: Memory, work) -> int:
 
 @layouts
 @pytest.mark.parametrize("recycled", [0, 2], ids=["nothing kept", "two pages kept"])
-def test_a_failed_map_holds_not_a_byte_more(name: str, recycled: int) -> None:
+def test_failed_map_leaves_held_bytes_unchanged(name: str, recycled: int) -> None:
     batch = [1, 2, 4, 7]
     trial = Memory(LAYOUTS[name], PAGES)
     calls = calls_of(trial, lambda: trial.range.map(batch))
@@ -43,7 +43,7 @@ def test_a_failed_map_holds_not_a_byte_more(name: str, recycled: int) -> None:
 
 
 @layouts
-def test_a_page_that_could_not_be_destroyed_is_destroyed_soon(name: str) -> None:
+def test_failed_destroy_is_retried_by_the_next_call(name: str) -> None:
     """The pool says that the memory is given back; so it must be, at the latest by the next."""
     memory = Memory(LAYOUTS[name], PAGES)
     pool = memory.pool()
@@ -74,7 +74,7 @@ def test_a_page_that_could_not_be_destroyed_is_destroyed_soon(name: str) -> None
 
 @layouts
 @pytest.mark.parametrize("count", [1, 10**9], ids=["once", "for ever"])
-def test_none_changes_nothing_when_the_device_is_out_of_memory(name: str, count: int) -> None:
+def test_alloc_out_of_memory_returns_none_without_changes(name: str, count: int) -> None:
     memory = Memory(LAYOUTS[name], PAGES)
     pool = memory.pool()
     ids = pool.alloc(3 * 8 - 1)
@@ -103,7 +103,7 @@ def test_none_changes_nothing_when_the_device_is_out_of_memory(name: str, count:
     pool.check_integrity()
 
 
-def test_out_of_memory_still_finds_what_is_cached() -> None:
+def test_alloc_out_of_memory_evicts_cached_blocks() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()
     ids = pool.alloc(3 * 8 - 1)
@@ -118,7 +118,7 @@ def test_out_of_memory_still_finds_what_is_cached() -> None:
 
 
 @layouts
-def test_a_pool_whose_memory_is_not_known_hands_out_none_of_it(name: str) -> None:
+def test_pool_with_failed_unmap_refuses_allocations(name: str) -> None:
     """An unmap failed and could not be undone: no block of those pages may be touched again."""
     memory = Memory(LAYOUTS[name], PAGES)
     pool = memory.pool()

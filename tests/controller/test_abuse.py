@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [400, pytest.param(10_000, marks=pytest.mark.soak)], ids=["some", "ten_thousand"]
 )
-def test_streams_cut_by_their_clients_leave_nothing(count: int) -> None:
+def test_streams_cut_by_clients_leave_no_resources(count: int) -> None:
     dice = random.Random(3)
 
     async def cut(session: aiohttp.ClientSession, url: str, slots: asyncio.Semaphore) -> None:
@@ -74,9 +74,7 @@ def test_streams_cut_by_their_clients_leave_nothing(count: int) -> None:
 @pytest.mark.parametrize(
     "deaths", [6, pytest.param(400, marks=pytest.mark.soak)], ids=["short", "minutes"]
 )
-def test_engines_that_die_under_load_leave_nobody_without_an_answer(
-    deaths: int, tmp_path: Path
-) -> None:
+def test_engines_dying_under_load_fail_requests_cleanly(deaths: int, tmp_path: Path) -> None:
     dice = random.Random(5)
     limit = aiohttp.ClientTimeout(total=DEADLINE_S)
     models = [
@@ -177,7 +175,7 @@ def ask(port: int, path: str, **body: object) -> socket.socket:
     return sock
 
 
-def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client_is_not() -> None:
+def test_silent_engine_is_cut_but_not_slow_client() -> None:
     """The slow client reads nothing for as long as the controller waits for the silent engine."""
     with Engine() as engine:
         config = config_for(engine, model={"timeouts": {"idle": "3s"}})
@@ -196,7 +194,7 @@ def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client
             wait_until(lambda: engine.state()["in_flight"] == 0)
 
 
-def test_the_rest_of_a_request_that_was_answered_early_does_not_hold_its_connection() -> None:
+def test_early_answered_request_closes_its_connection() -> None:
     head = b"POST /models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
     with (
         Engine() as engine,

@@ -61,7 +61,7 @@ def served(url: str, **more: object) -> dict[str, object]:
     return {"models": [{"name": "m", "url": url, **more}]}
 
 
-def test_one_that_says_100_continue_for_ever_is_silent() -> None:
+def test_endless_100_continue_times_out() -> None:
     with (
         raw_engine(again=b"HTTP/1.1 100 Continue\r\n\r\n") as url,
         Controller(served(url, timeouts={"idle": "500ms"})) as front,
@@ -70,7 +70,7 @@ def test_one_that_says_100_continue_for_ever_is_silent() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
 
 
-def test_one_that_breaks_off_is_502_in_ollama_s_api() -> None:
+def test_truncated_engine_response_is_502_for_ollama() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"
     with raw_engine(head) as url, Controller(served(url)) as front:
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": False}
@@ -79,7 +79,7 @@ def test_one_that_breaks_off_is_502_in_ollama_s_api() -> None:
         assert "broke off" in answer.json()["error"]
 
 
-def test_a_page_of_an_engine_runs_no_script() -> None:
+def test_html_from_engine_is_sandboxed() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 3\r\n\r\n<p>"
     with raw_engine(page) as url, Controller(served(url)) as front:
         for path in ("/v1/completions", "/upstream/m/v1/models"):
@@ -91,7 +91,7 @@ def test_a_page_of_an_engine_runs_no_script() -> None:
     assert to_client([]) == SANDBOX  # a browser would look for itself what it is
 
 
-def test_a_model_that_is_removed_streams_no_longer_than_the_drain() -> None:
+def test_removed_model_streams_end_after_drain_timeout() -> None:
     with Engine() as engine:
         config = config_for(engine, server={"drain_timeout": "100ms"})
         body = {"model": "m", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
@@ -107,7 +107,7 @@ def test_a_model_that_is_removed_streams_no_longer_than_the_drain() -> None:
                 list(pieces)
 
 
-def test_a_port_that_is_taken_ends_it_with_1_and_names_who_has_it(tmp_path: Path) -> None:
+def test_port_in_use_exits_1_and_names_process(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         path = tmp_path / "controller.yaml"
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_ends_it_with_1_and_names_who_has_it(tmp_path: Path
     assert f"port {port}: it is taken by process" in ended.stderr
 
 
-def test_vllm_s_development_mode_is_named() -> None:
+def test_missing_sleep_route_suggests_vllm_dev_mode() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         engine.change(sleep_status=404)
         answer = front.post("/action/sleep/m")
@@ -128,7 +128,7 @@ def test_vllm_s_development_mode_is_named() -> None:
         assert "VLLM_SERVER_DEV_MODE=1" in answer.text
 
 
-def test_an_answer_without_an_end_to_a_call_of_ours_is_not_read_on() -> None:
+def test_endless_response_to_engine_call_is_abandoned() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
 
     async def ask(url: str) -> None:
@@ -141,7 +141,7 @@ def test_an_answer_without_an_end_to_a_call_of_ours_is_not_read_on() -> None:
         asyncio.run(ask(url))
 
 
-def test_nested_json_of_an_engine_says_nothing() -> None:
+def test_deeply_nested_engine_json_is_ignored() -> None:
     body = b"[" * 50_000
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
 
@@ -154,7 +154,7 @@ def test_nested_json_of_an_engine_says_nothing() -> None:
         asyncio.run(ask(url))
 
 
-def test_an_engine_with_an_instance_is_on_kvelastic() -> None:
+def test_engine_with_an_instance_has_kvelastic_enabled() -> None:
     settings = parse(
         "models: [{name: m, instance: i, launch: {command: [x], port: 1}},"
         " {name: o, launch: {command: [x], port: 2}}]",
@@ -167,7 +167,7 @@ def test_an_engine_with_an_instance_is_on_kvelastic() -> None:
     assert "ENABLE_KVELASTIC" not in without
 
 
-def test_an_engine_that_is_ready_without_its_instance_is_a_problem(tmp_path: Path) -> None:
+def test_ready_engine_without_its_instance_is_a_problem(tmp_path: Path) -> None:
     model = {"name": "m", "instance": f"none-{os.getpid()}", "launch": fake_launch(tmp_path)}
     with Controller({"models": [model], "sleep": {"check_every": "50ms"}}) as front:
 
@@ -191,7 +191,7 @@ def test_an_engine_that_is_ready_without_its_instance_is_a_problem(tmp_path: Pat
         ([], ""),
     ],
 )
-def test_of_a_stranger_s_command_line_no_argument_is_shown(command: list[str], shown: str) -> None:
+def test_program_name_hides_secret_arguments(command: list[str], shown: str) -> None:
     assert program_of(command) == shown
 
 
@@ -204,7 +204,7 @@ def test_of_a_stranger_s_command_line_no_argument_is_shown(command: list[str], s
         b'{"model":"m","input":[' + b'"",' * 10_000 + b'""]}',
     ],
 )
-def test_requests_of_ollama_that_would_hold_the_loop(body: bytes) -> None:
+def test_oversized_ollama_requests_are_refused(body: bytes) -> None:
     with pytest.raises(Refusal) as caught:
         read(Call.CHAT, body)
     assert (caught.value.status, caught.value.code) == (413, "body_too_large")

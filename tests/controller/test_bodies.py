@@ -84,7 +84,7 @@ def buffered_bytes(front: Controller) -> float:
     [(json_body, JSON, b"org/m"), (form, FORM, b"org/m"), (urlencoded, URLENCODED, b"org/m")],
     ids=["json", "multipart", "urlencoded"],
 )
-def test_an_alias_is_replaced_and_no_other_byte(
+def test_alias_is_replaced_and_other_bytes_kept(
     front: Controller, make: Any, headers: dict[str, str], written: bytes, size: int
 ) -> None:
     body = make("short", size)
@@ -97,7 +97,7 @@ def test_an_alias_is_replaced_and_no_other_byte(
     assert sent == body
 
 
-def test_an_alias_in_the_query_is_replaced_there(front: Controller) -> None:
+def test_alias_in_the_query_is_replaced(front: Controller) -> None:
     got = echoed(front.get("/v1/echo?x=%20&model=short&y=short"))
     assert got["path"] == "/v1/echo?x=%20&model=org/m&y=short"
     sound = {"content-type": "audio/wav"}
@@ -108,7 +108,7 @@ def test_an_alias_in_the_query_is_replaced_there(front: Controller) -> None:
     assert (got["path"], got["body"]) == ("/v1/echo?model=nobody", '{"model":"org/m"}')
 
 
-def test_json_that_curl_calls_a_form(front: Controller) -> None:
+def test_json_sent_as_a_form_is_read(front: Controller) -> None:
     body = b' {"model": "short"}'
     got = echoed(front.client.post("/v1/echo", content=body, headers=URLENCODED))
     assert got["body"] == ' {"model": "org/m"}'
@@ -132,7 +132,7 @@ def test_json_that_curl_calls_a_form(front: Controller) -> None:
         (b"model=short&model=org/m", URLENCODED, "invalid_model"),
     ],
 )
-def test_what_cannot_be_read_is_refused_as_openai_says_it(
+def test_unreadable_body_is_400_with_openai_error(
     front: Controller, body: bytes, headers: dict[str, str], code: str
 ) -> None:
     response = front.client.post("/v1/completions", content=body, headers=headers)
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_refused_as_openai_says_it(
 
 
 @pytest.mark.slow
-def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
+def test_exception_while_forwarding_is_500_in_json(engine: Engine) -> None:
     """Whatever is raised, and by whom: the connection lives, and the log has it."""
     sabotage = (
         "import kvelastic.controller.__main__ as main\n"
@@ -182,7 +182,7 @@ def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_small_bodies_need_no_other_process(engine: Engine) -> None:
+def test_only_large_bodies_start_the_reader_process(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         assert front.complete("org/m", pad="x" * 500_000).status_code == 200
         assert worker_of(front) is None
@@ -196,7 +196,7 @@ def test_small_bodies_need_no_other_process(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_reader_s_death_costs_no_request(front: Controller, number: signal.Signals) -> None:
+def test_killed_body_reader_loses_no_request(front: Controller, number: signal.Signals) -> None:
     assert front.complete("org/m", pad="x" * 2 * MIB).status_code == 200
     worker = worker_of(front)
     assert worker is not None
@@ -205,7 +205,7 @@ def test_the_reader_s_death_costs_no_request(front: Controller, number: signal.S
     assert (worker_of(front) == worker) == (number != signal.SIGKILL)
 
 
-def test_the_reader_may_die_while_it_reads(front: Controller, engine: Engine) -> None:
+def test_body_reader_killed_while_reading_loses_nothing(front: Controller, engine: Engine) -> None:
     front.complete("org/m", pad="x" * 2 * MIB)
     worker = worker_of(front)
     assert worker is not None
@@ -221,7 +221,7 @@ def test_the_reader_may_die_while_it_reads(front: Controller, engine: Engine) ->
 
 
 @pytest.mark.slow
-def test_the_reader_ends_when_its_controller_is_killed(engine: Engine) -> None:
+def test_body_reader_ends_after_controller_is_killed(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete("org/m", pad="x" * 2 * MIB)
         worker = worker_of(front)
@@ -231,7 +231,7 @@ def test_the_reader_ends_when_its_controller_is_killed(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_what_waits_costs_its_own_size(engine: Engine) -> None:
+def test_queued_large_body_is_held_once(engine: Engine) -> None:
     """No copy of a body and nothing made of it lives as long as it waits."""
     bodies, size = 3, 2 * MIB
 
@@ -277,7 +277,7 @@ def test_what_waits_costs_its_own_size(engine: Engine) -> None:
     engine.reset()
 
 
-def test_a_large_body_whose_client_goes_is_let_go(front: Controller, engine: Engine) -> None:
+def test_large_body_is_freed_after_client_disconnects(front: Controller, engine: Engine) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         sock.sendall(head + b'{"x":"' + b"x" * 5_000_000)
@@ -286,7 +286,7 @@ def test_a_large_body_whose_client_goes_is_let_go(front: Controller, engine: Eng
 
 
 @pytest.mark.slow
-def test_an_engine_may_answer_before_it_has_the_whole_body(front: Controller) -> None:
+def test_engine_may_respond_before_the_whole_body(front: Controller) -> None:
     """And what is sent to it goes on: its answer is not cut."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = {"models": [{"name": "m", "url": f"http://127.0.0.1:{server.getsockname()[1]}"}]}

@@ -85,7 +85,7 @@ def page(browser: Browser, front: Controller, engine: Engine) -> Iterator[Shown]
 # ---------------------------------------------------------------------------------- its files
 
 
-def test_files_are_served_with_a_strict_policy_and_tags(front: Controller) -> None:
+def test_files_have_strict_security_policy_and_etags(front: Controller) -> None:
     index = front.get("/")
     assert index.status_code == 200
     assert index.headers["content-type"] == "text/html; charset=utf-8"
@@ -121,7 +121,7 @@ def test_files_are_served_with_a_strict_policy_and_tags(front: Controller) -> No
 # ------------------------------------------------------------------------------------ the page
 
 
-def test_rows_show_how_models_are(page: Shown, front: Controller) -> None:
+def test_rows_show_model_state(page: Shown, front: Controller) -> None:
     assert front.complete("org/m", max_tokens=60).status_code == 200
     row = page.row("org/m")
     expect(row.locator(".state")).to_have_text("awake")
@@ -132,7 +132,7 @@ def test_rows_show_how_models_are(page: Shown, front: Controller) -> None:
     expect(page.page.locator("#totals")).to_contain_text("2 served, 2 awake, 0 asleep")
 
 
-def test_a_hostile_name_is_text(page: Shown) -> None:
+def test_hostile_name_is_shown_as_text(page: Shown) -> None:
     expect(page.row(HOSTILE).locator(".name")).to_have_text(HOSTILE)
     assert page.page.title() == "kvelastic"
     assert page.page.locator("#rows img, #rows b").count() == 0
@@ -176,7 +176,7 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
     ]
 
 
-def test_a_sleep_that_is_refused_says_why(page: Shown, front: Controller, engine: Engine) -> None:
+def test_refused_sleep_shows_the_reason(page: Shown, front: Controller, engine: Engine) -> None:
     row = page.row("org/m")
     body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
     with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
@@ -197,15 +197,13 @@ def test_a_sleep_that_is_refused_says_why(page: Shown, front: Controller, engine
     expect(row.locator(".problem")).to_be_empty()
 
 
-def test_logs_are_offered_of_engines_that_are_launched_here_only(page: Shown) -> None:
+def test_logs_button_only_for_launched_engines(page: Shown) -> None:
     expect(page.row(HOSTILE).get_by_role("button", name="Logs")).to_be_visible()
     expect(page.row("org/m").get_by_role("button", name="Sleep")).to_be_visible()
     assert page.row("org/m").get_by_role("button", name="Logs").count() == 0
 
 
-def test_an_answer_goes_when_it_is_no_longer_true(
-    page: Shown, front: Controller, engine: Engine
-) -> None:
+def test_outdated_result_message_is_removed(page: Shown, front: Controller, engine: Engine) -> None:
     row = page.row("org/m")
     answer = row.locator("td:last-child .answer")
     row.get_by_role("button", name="Sleep org/m").click()
@@ -236,7 +234,7 @@ def test_an_answer_goes_when_it_is_no_longer_true(
     expect(row.locator(".held")).to_contain_text("of 256 MiB: ")
 
 
-def test_a_slider_sends_the_request_and_shows_the_answer(page: Shown, front: Controller) -> None:
+def test_slider_sends_limit_and_shows_result(page: Shown, front: Controller) -> None:
     row = page.row("org/m")
     limit = row.get_by_role("slider", name="Limit of org/m")
     expect(limit).to_have_attribute("aria-valuetext", "256 MiB")
@@ -262,7 +260,9 @@ def test_a_slider_sends_the_request_and_shows_the_answer(page: Shown, front: Con
     expect(text).to_have_value("0 B")
 
 
-def test_a_request_that_takes_time(page: Shown, front: Controller, instance: Instance) -> None:
+def test_slow_limit_request_shows_progress_then_applied(
+    page: Shown, front: Controller, instance: Instance
+) -> None:
     ids = instance.alloc(64)
     assert ids
     row = page.row("org/m")
@@ -276,7 +276,7 @@ def test_a_request_that_takes_time(page: Shown, front: Controller, instance: Ins
     expect(answer).to_have_text("In force now: limit 8M.")
 
 
-def test_a_device_and_its_model_show_one_moment(page: Shown, instance: Instance) -> None:
+def test_device_card_and_model_row_agree(page: Shown, instance: Instance) -> None:
     """The chart's samples are older than what a model's row says; the table below it is not."""
     stale: list[str] = []
 
@@ -347,7 +347,7 @@ def test_links_are_shown(page: Shown, front: Controller, tmp_path: Path) -> None
     page.wait_until("document.getElementById('links-section').hidden")
 
 
-def test_everything_works_by_the_keyboard_alone(page: Shown, front: Controller) -> None:
+def test_dashboard_works_with_the_keyboard_alone(page: Shown, front: Controller) -> None:
     keyboard = page.page.keyboard
     seen: list[str] = []
     focused = "[document.activeElement].map((e) => e.ariaLabel || e.textContent)[0]"
@@ -398,7 +398,7 @@ window.hide = (value) => { hidden = value; document.dispatchEvent(new Event("vis
 """
 
 
-def test_a_hidden_page_asks_nothing(browser: Browser, front: Controller, engine: Engine) -> None:
+def test_hidden_page_stops_polling(browser: Browser, front: Controller, engine: Engine) -> None:
     with browser.page(front.url, before=HIDE) as page:
         page.wait_until(COUNT.format(2))
         # Timers of the page go on by this clock only, from here on.
@@ -421,7 +421,7 @@ def test_a_hidden_page_asks_nothing(browser: Browser, front: Controller, engine:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 768, 360])
-def test_how_it_looks(
+def test_layout_at_each_width_and_colour_scheme(
     browser: Browser, front: Controller, engine: Engine, tmp_path: Path, scheme: Scheme, width: int
 ) -> None:
     is_phone = width == 360

@@ -44,7 +44,7 @@ def test_logs_of_a_launched_engine(browser: Browser, tmp_path: Path) -> None:
         assert page.page.title() == "kvelastic"
 
 
-def test_the_page_asks_for_a_key_and_keeps_it_in_this_tab(browser: Browser, engine: Engine) -> None:
+def test_page_prompts_for_key_and_can_forget_it(browser: Browser, engine: Engine) -> None:
     auth = {"api_keys": [API], "admin_keys": [ADMIN]}
     with Controller(config_for(engine, auth=auth)) as front, browser.page(front.url) as page:
         dialog, field = page.page.locator("#key"), page.page.get_by_label("Key of this controller")
@@ -83,7 +83,7 @@ def test_the_page_asks_for_a_key_and_keeps_it_in_this_tab(browser: Browser, engi
         assert page.problems == []
 
 
-def test_a_controller_that_goes_and_comes_back(browser: Browser, engine: Engine) -> None:
+def test_page_reconnects_after_controller_restart(browser: Browser, engine: Engine) -> None:
     config = config_for(engine)
     with Controller(config) as front:
         port, url = front.port, front.url

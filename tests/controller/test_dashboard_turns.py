@@ -12,7 +12,7 @@ from waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_rows_say_who_waits_and_who_makes_room(browser: Browser) -> None:
+def test_rows_show_waiting_and_yielding_models(browser: Browser) -> None:
     """Of two models one is awake at once: the first streams while the second is asked for."""
     with Engine("vllm", "a") as one, Engine("vllm", "b") as two, ThreadPoolExecutor(1) as threads:
         config = config_for(

@@ -65,7 +65,7 @@ def add(path: Path, data: bytes) -> None:
         (b"\n\n\n", 2, b"\n\n"),
     ],
 )
-def test_the_last_lines_and_what_is_added(
+def test_reader_returns_last_lines_and_additions(
     path: Path, reader: LogReader, written: bytes, lines: int, shown: bytes
 ) -> None:
     add(path, written)
@@ -78,12 +78,12 @@ def test_the_last_lines_and_what_is_added(
     assert reader.more() == b"line\n"
 
 
-def test_a_long_line_and_a_long_file_are_read_from_their_end(path: Path) -> None:
+def test_last_lines_skip_a_long_first_line(path: Path) -> None:
     add(path, b"x" * (1 << 20) + b"\nlast\n")
     assert last_lines(path, 9) == ["last"]
 
 
-def test_a_file_that_comes_later_or_is_emptied_or_replaced(path: Path, reader: LogReader) -> None:
+def test_reader_follows_created_truncated_and_replaced_files(path: Path, reader: LogReader) -> None:
     assert reader.begin(5) == reader.more() == b""
     add(path, b"first\n")
     assert reader.more() == b"first\n"
@@ -98,7 +98,7 @@ def test_a_file_that_comes_later_or_is_emptied_or_replaced(path: Path, reader: L
     assert reader.more() == b"the new one\n"
 
 
-def test_a_call_that_is_left_behind_finds_it_closed(path: Path, reader: LogReader) -> None:
+def test_reads_after_close_return_nothing(path: Path, reader: LogReader) -> None:
     """Of a task that was cancelled: it must touch no descriptor that is another one's by now."""
     add(path, b"a\n")
     assert reader.begin(1) == b"a\n"
@@ -108,7 +108,7 @@ def test_a_call_that_is_left_behind_finds_it_closed(path: Path, reader: LogReade
     assert reader.begin(1) == reader.more() == b""
 
 
-def test_clients_that_come_and_go_at_once_leave_no_descriptor(front: Controller) -> None:
+def test_disconnected_followers_leave_no_descriptors(front: Controller) -> None:
     def come_and_go(_: int) -> None:
         with socket.create_connection(("127.0.0.1", front.port)) as sock:
             sock.sendall(
@@ -124,7 +124,7 @@ def test_clients_that_come_and_go_at_once_leave_no_descriptor(front: Controller)
     wait_until(lambda: log not in {each.path for each in process.open_files()})
 
 
-def test_who_is_too_far_behind_is_told_how_much_is_left_out(path: Path, reader: LogReader) -> None:
+def test_slow_reader_skips_ahead_and_reports_bytes(path: Path, reader: LogReader) -> None:
     add(path, b"half a ")
     begun = reader.begin(1)
     line = b"%063d\n"
@@ -167,7 +167,7 @@ def front(model: dict[str, Any]) -> Iterator[Controller]:
         yield front
 
 
-def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -> None:
+def test_log_is_followed_line_by_line(model: dict[str, Any], front: Controller) -> None:
     say(model, "before", 3)
     with front.client.stream("GET", "/models/m/logs?lines=2&follow=true") as response:
         assert response.headers["content-type"] == "text/plain; charset=utf-8"
@@ -180,7 +180,7 @@ def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -
     wait_until(lambda: metric(front, "log_followers") == 0)
 
 
-def test_without_follow_it_ends(model: dict[str, Any], front: Controller) -> None:
+def test_log_without_follow_ends(model: dict[str, Any], front: Controller) -> None:
     say(model, "line", 3)
     assert front.get("/models/m/logs?lines=2").text == "line 1\nline 2\n"
     assert front.client.head("/models/m/logs").status_code == 200
@@ -195,7 +195,7 @@ def test_an_admin_key_is_needed(front: Controller) -> None:
         assert front.get("/models/m/logs", headers=headers).status_code == status
 
 
-def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
+def test_stalled_follower_is_cut_without_blocking_engine(
     model: dict[str, Any], front: Controller
 ) -> None:
     """The engine writes 5 MB again and again, while nothing is read."""
@@ -230,7 +230,7 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
         assert seen == "y" * 500 + " 19999"
 
 
-def test_there_are_only_so_many_followers(front: Controller) -> None:
+def test_number_of_followers_is_limited(front: Controller) -> None:
     """All at once: each was counted when its answer began, and all were let in."""
     socks: list[socket.socket] = []
     try:
@@ -251,7 +251,7 @@ def test_there_are_only_so_many_followers(front: Controller) -> None:
     wait_until(lambda: metric(front, "log_followers") == 0)
 
 
-def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> None:
+def test_following_survives_engine_restart_and_ends_with_controller(tmp_path: Path) -> None:
     model = launched(tmp_path, on_demand=True)
     with (
         Controller({"models": [model]}) as front,

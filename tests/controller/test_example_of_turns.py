@@ -41,7 +41,7 @@ def stand_ins(folder: Path) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def test_it_is_read_without_a_warning_and_holds_any_two() -> None:
+def test_example_has_no_warnings_and_fits_two_models() -> None:
     settings = load(EXAMPLE)
     assert warnings_of(settings) == []
     ((name, size_bytes),) = settings.devices.items()
@@ -56,7 +56,7 @@ def test_it_is_read_without_a_warning_and_holds_any_two() -> None:
 
 
 @pytest.mark.slow
-def test_whichever_is_asked_for_runs(tmp_path: Path) -> None:
+def test_requested_model_is_awake_beside_another(tmp_path: Path) -> None:
     config = yaml.safe_load(EXAMPLE.read_text())
     for model in config["models"]:
         model["launch"]["port"] = free_port()

@@ -26,7 +26,7 @@ def front(engine: Engine) -> Iterator[Controller]:
 
 
 @pytest.mark.slow
-def test_an_answer_comes_back_as_it_is(front: Controller, engine: Engine) -> None:
+def test_response_is_passed_through_unchanged(front: Controller, engine: Engine) -> None:
     body = {"model": "org/m", "prompt": "x"}
     headers = {"x-request-id": "one"}
     through = front.post("/v1/completions", body, headers=headers)
@@ -41,23 +41,21 @@ def test_an_answer_comes_back_as_it_is(front: Controller, engine: Engine) -> Non
     assert len(through.headers.get_list("date")) == 1
 
 
-def test_the_body_reaches_the_engine_byte_for_byte(front: Controller, engine: Engine) -> None:
+def test_request_body_reaches_the_engine_unchanged(front: Controller, engine: Engine) -> None:
     body = '{ "model":"org/m",  "prompt": "ä\\u00e4", "max_tokens":1}'.encode()
     front.client.post("/v1/completions", content=body)
     assert engine.state()["body"].encode() == body
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 503])
-def test_an_engine_s_errors_are_the_client_s(front: Controller, status: int) -> None:
+def test_engine_errors_reach_the_client(front: Controller, status: int) -> None:
     response = front.complete("org/m", fake={"status": status})
     assert response.status_code == status
     assert response.json()["error"]["message"] == "as asked"
     assert response.headers["retry-after"] == "7"
 
 
-def test_a_stream_is_byte_for_byte_and_comes_as_it_is_made(
-    front: Controller, engine: Engine
-) -> None:
+def test_stream_is_unchanged_and_unbuffered(front: Controller, engine: Engine) -> None:
     body = {"model": "org/m", "stream": True, "max_tokens": 5}
     direct = httpx.post(engine.url + "/v1/chat/completions", json=body).content
     assert front.post("/v1/chat/completions", body).content == direct
@@ -72,7 +70,7 @@ def test_a_stream_is_byte_for_byte_and_comes_as_it_is_made(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_cancels_the_engine_s_work(
+def test_client_disconnect_cancels_the_engine_request(
     front: Controller, engine: Engine, stream: bool
 ) -> None:
     before = engine.count("cancelled")
@@ -88,7 +86,9 @@ def test_a_client_that_goes_cancels_the_engine_s_work(
     wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 
 
-def test_clients_of_a_pipeline_are_let_go_as_well(front: Controller, engine: Engine) -> None:
+def test_disconnect_of_pipelining_client_cancels_the_request(
+    front: Controller, engine: Engine
+) -> None:
     before = engine.count("cancelled")
     body = json.dumps({"model": "org/m", "fake": {"hang": "first"}}).encode()
     one = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -102,7 +102,7 @@ def test_clients_of_a_pipeline_are_let_go_as_well(front: Controller, engine: Eng
     wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 
 
-def test_half_a_stream_is_not_passed_off_as_a_whole_one(front: Controller) -> None:
+def test_truncated_stream_is_a_protocol_error(front: Controller) -> None:
     body = {"model": "org/m", "stream": True, "fake": {"cut_after": 2}}
     with (
         pytest.raises(httpx.RemoteProtocolError),
@@ -111,12 +111,12 @@ def test_half_a_stream_is_not_passed_off_as_a_whole_one(front: Controller) -> No
         response.read()
 
 
-def test_an_engine_that_breaks_off_is_502(front: Controller) -> None:
+def test_engine_connection_reset_is_502(front: Controller) -> None:
     response = front.complete("org/m", fake={"reset": True})
     assert (response.status_code, response.json()["error"]["code"]) == (502, "engine_failed")
 
 
-def test_an_engine_that_hangs_is_504(front: Controller, engine: Engine) -> None:
+def test_engine_idle_timeout_is_504(front: Controller, engine: Engine) -> None:
     with front.reloaded(config_for(engine, model={"timeouts": {"idle": "100ms"}})):
         response = front.complete("org/m", fake={"hang": "first"})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
@@ -124,7 +124,7 @@ def test_an_engine_that_hangs_is_504(front: Controller, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["short", "a/b"])
-def test_an_alias_is_the_engine_s_own_name_there(
+def test_alias_is_replaced_by_the_engines_name(
     front: Controller, engine: Engine, name: str
 ) -> None:
     assert front.complete(name).status_code == 200
@@ -132,7 +132,7 @@ def test_an_alias_is_the_engine_s_own_name_there(
 
 
 @pytest.mark.parametrize("path", ["org/m", "org%2Fm", "org%2fm", "a/b", "a%2Fb", "short"])
-def test_names_in_paths(front: Controller, path: str) -> None:
+def test_paths_accept_encoded_model_names_and_aliases(front: Controller, path: str) -> None:
     assert front.get(f"/v1/models/{path}").json()["object"] == "model"
     stats = front.get(f"/traffic/stats/{path}").json()["model_stats"]
     assert stats["model_name"] == "org/m"
@@ -140,7 +140,7 @@ def test_names_in_paths(front: Controller, path: str) -> None:
     assert list(health["health"].values()) == [True]
 
 
-def test_any_other_path_of_v1_is_the_engine_s(front: Controller) -> None:
+def test_other_v1_paths_reach_the_engine(front: Controller) -> None:
     response = front.post("/v1/some/new%20thing?x=1&y=%2F", {"model": "org/m"})
     assert response.json()["path"] == "/v1/some/new%20thing?x=1&y=%2F"
     form = front.client.post(
@@ -154,7 +154,7 @@ def test_any_other_path_of_v1_is_the_engine_s(front: Controller) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/../sleep", "/v1/%2e%2e/sleep", "/v1//x", "/v1/..%5csleep"])
-def test_no_path_leads_around_the_routes(front: Controller, engine: Engine, path: str) -> None:
+def test_path_traversal_is_refused(front: Controller, engine: Engine, path: str) -> None:
     before = engine.count("sleep_calls")
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         body = b'{"model":"org/m"}'
@@ -178,7 +178,7 @@ def test_no_path_leads_around_the_routes(front: Controller, engine: Engine, path
         (b'{"model": "nobody"}', 404, "model_not_found"),
     ],
 )
-def test_errors_of_our_own_have_openai_s_shape(
+def test_controller_errors_have_openai_format(
     front: Controller, body: bytes, status: int, code: str
 ) -> None:
     response = front.client.post("/v1/completions", content=body)
@@ -187,13 +187,13 @@ def test_errors_of_our_own_have_openai_s_shape(
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_unknown_models_leave_no_trace(front: Controller) -> None:
+def test_unknown_models_add_no_traffic_statistics(front: Controller) -> None:
     for number in range(50):
         front.complete(f"nobody-{number}")
     assert list(front.get("/traffic/stats").json()["traffic_stats"]) == ["org/m"]
 
 
-def test_hop_by_hop_headers_stay_on_their_hop(front: Controller, engine: Engine) -> None:
+def test_hop_by_hop_headers_are_not_forwarded(front: Controller, engine: Engine) -> None:
     headers = {
         "connection": "keep-alive, x-mine",
         "x-mine": "1",
@@ -216,7 +216,7 @@ def test_hop_by_hop_headers_stay_on_their_hop(front: Controller, engine: Engine)
 
 
 @pytest.mark.slow
-def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
+def test_traffic_statistics_count_finished_requests(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete("org/m", max_tokens=11)
         front.complete("org/m", max_tokens=5, stream=True)
@@ -233,7 +233,7 @@ def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_get_what_the_least_busy_can_take() -> None:
+def test_requests_go_to_the_least_busy_replica() -> None:
     with Engine() as one, Engine() as two:
         config = config_for(one, model={"url": None, "urls": [one.url, two.url]})
         with (
@@ -259,7 +259,7 @@ def test_replicas_get_what_the_least_busy_can_take() -> None:
 
 
 @pytest.mark.slow
-def test_no_engine_at_all_is_503_with_retry_after() -> None:
+def test_unreachable_engine_is_503_with_retry_after() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -223,7 +223,7 @@ _OPEN = re.compile(  # the dashboard's files, and /health, whose answer to HEAD 
 _HEAD = re.compile(rb"HTTP/1\.1 ([1-5][0-9][0-9]) [^\r\n]*\r\n((?:[^\r\n:]+:[^\r\n]*\r\n)*)\r\n")
 
 
-def answers_in(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+def parse_responses(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
     """Status, headers and body of each answer; fails where it is not HTTP.
 
     A HEAD's answer has a length and no body: what follows an answer's head is the next head, or is
@@ -276,7 +276,7 @@ async def ask(port: int, data: bytes, dice: Dice) -> bytes:
 
 def judge(number: int, data: bytes, answer: bytes, seen: Counter[int]) -> None:
     good = 0
-    for status, headers, body in answers_in(answer):
+    for status, headers, body in parse_responses(answer):
         seen[status] += 1
         assert status != 500 or b"internal_error" not in body, (number, data, answer)
         good += 200 <= status < 300 and not _OPEN.search(headers)

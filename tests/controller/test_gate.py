@@ -10,7 +10,7 @@ from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
 
 
-class Written:
+class RecordingEffects:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.admitted: list[Ticket] = []
@@ -36,8 +36,8 @@ class Written:
 DEFAULT = Rules()
 
 
-def asleep(rules: Rules = DEFAULT, *, by_hand: bool = True) -> tuple[Gate, Written]:
-    effects = Written()
+def asleep(rules: Rules = DEFAULT, *, by_hand: bool = True) -> tuple[Gate, RecordingEffects]:
+    effects = RecordingEffects()
     gate = Gate(effects, rules)
     assert gate.ask_sleep(0.0, by_hand=by_hand) is None
     gate.slept(True, 0.0)
@@ -60,7 +60,7 @@ def test_a_thousand_requests_wake_a_sleeping_model_once() -> None:
     assert gate.in_flight == 1000
 
 
-def test_beyond_the_bound_is_429_with_retry_after() -> None:
+def test_full_queue_is_429_with_retry_after() -> None:
     gate, effects = asleep(Rules(queue_limit=2))
     tickets = [Ticket() for _ in range(3)]
     for ticket in tickets:
@@ -71,7 +71,7 @@ def test_beyond_the_bound_is_429_with_retry_after() -> None:
     assert (refusal.status, refusal.retry_after_s) == (429, 1.0)
 
 
-def test_higher_priority_goes_first_and_equals_in_order() -> None:
+def test_higher_priority_is_admitted_first_equals_fifo() -> None:
     gate, effects = asleep()
     low, first, second, high = Ticket(-1), Ticket(), Ticket(), Ticket(5)
     for ticket in (low, first, second, high):
@@ -80,7 +80,7 @@ def test_higher_priority_goes_first_and_equals_in_order() -> None:
     assert effects.admitted == [high, first, second, low]
 
 
-def test_a_deadline_ends_the_wait() -> None:
+def test_queue_deadline_ends_the_wait() -> None:
     gate, effects = asleep(Rules(queue_timeout_s=10.0))
     ticket = Ticket()
     gate.arrive(ticket, 1.0)
@@ -92,7 +92,7 @@ def test_a_deadline_ends_the_wait() -> None:
     assert not effects.admitted
 
 
-def test_a_client_that_leaves_frees_its_place() -> None:
+def test_client_disconnect_frees_its_queue_slot() -> None:
     gate, effects = asleep(Rules(queue_limit=1))
     gone, next_one = Ticket(), Ticket()
     gate.arrive(gone, 1.0)
@@ -103,8 +103,8 @@ def test_a_client_that_leaves_frees_its_place() -> None:
     assert effects.admitted == [next_one]
 
 
-def test_nothing_in_flight_is_put_to_sleep() -> None:
-    effects = Written()
+def test_sleep_is_refused_with_requests_in_flight() -> None:
+    effects = RecordingEffects()
     gate = Gate(effects, Rules())
     ticket = Ticket()
     gate.arrive(ticket, 0.0)
@@ -116,8 +116,8 @@ def test_nothing_in_flight_is_put_to_sleep() -> None:
     assert gate.ask_sleep(100.0, by_hand=False) is None
 
 
-def test_a_request_that_comes_while_it_falls_asleep_wakes_it() -> None:
-    effects = Written()
+def test_request_during_sleep_transition_wakes_the_model() -> None:
+    effects = RecordingEffects()
     gate = Gate(effects, Rules())
     assert gate.ask_sleep(0.0, by_hand=True) is None
     ticket = Ticket()
@@ -127,8 +127,8 @@ def test_a_request_that_comes_while_it_falls_asleep_wakes_it() -> None:
     assert effects.said == ["sleep", "wake"]
 
 
-def test_a_sleep_that_fails_lets_the_waiting_go_on() -> None:
-    effects = Written()
+def test_failed_sleep_admits_waiting_requests() -> None:
+    effects = RecordingEffects()
     gate = Gate(effects, Rules())
     gate.ask_sleep(0.0, by_hand=False)
     ticket = Ticket()
@@ -138,7 +138,7 @@ def test_a_sleep_that_fails_lets_the_waiting_go_on() -> None:
     assert gate.state is State.AWAKE
 
 
-def test_a_wake_that_fails_tells_everybody_and_is_not_tried_at_once() -> None:
+def test_failed_wake_refuses_waiters_and_backs_off() -> None:
     gate, effects = asleep()
     first, second, third = Ticket(), Ticket(), Ticket()
     gate.arrive(first, 1.0)
@@ -151,7 +151,7 @@ def test_a_wake_that_fails_tells_everybody_and_is_not_tried_at_once() -> None:
     assert effects.said.count("wake") == 2
 
 
-def test_min_sleep_makes_requests_wait_and_then_wakes() -> None:
+def test_min_sleep_delays_the_wake() -> None:
     gate, effects = asleep(Rules(min_sleep_s=60.0), by_hand=False)
     ticket = Ticket()
     gate.arrive(ticket, 1.0)
@@ -163,7 +163,7 @@ def test_min_sleep_makes_requests_wait_and_then_wakes() -> None:
     assert effects.said == ["sleep", "wake"]
 
 
-def test_who_could_only_wait_in_vain_is_told_so() -> None:
+def test_request_that_would_time_out_is_refused() -> None:
     gate, _ = asleep(Rules(min_sleep_s=60.0, queue_timeout_s=10.0), by_hand=False)
     ticket = Ticket()
     gate.arrive(ticket, 1.0)
@@ -171,7 +171,7 @@ def test_who_could_only_wait_in_vain_is_told_so() -> None:
     assert (ticket.refusal.status, ticket.refusal.retry_after_s) == (503, 59.0)
 
 
-def test_without_wake_on_request_it_stays_asleep() -> None:
+def test_without_wake_on_request_model_stays_asleep() -> None:
     gate, effects = asleep(Rules(wake_on_request=False))
     ticket = Ticket()
     gate.arrive(ticket, 1.0)
@@ -180,8 +180,8 @@ def test_without_wake_on_request_it_stays_asleep() -> None:
     assert effects.said == ["sleep", "wake"]
 
 
-def test_max_in_flight_is_kept() -> None:
-    effects = Written()
+def test_max_in_flight_is_respected() -> None:
+    effects = RecordingEffects()
     gate = Gate(effects, Rules(max_in_flight=1))
     first, second = Ticket(), Ticket()
     gate.arrive(first, 0.0)
@@ -203,8 +203,8 @@ STEPS = st.lists(
 
 @pytest.mark.slow
 @given(STEPS)
-def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str, int]]) -> None:
-    effects = Written()
+def test_random_steps_keep_the_gate_consistent(steps: list[tuple[str, int]]) -> None:
+    effects = RecordingEffects()
     gate = Gate(effects, Rules(queue_limit=5, queue_timeout_s=20.0, min_sleep_s=7.0))
     tickets: list[Ticket] = []
     now_s = 0.0
@@ -242,7 +242,7 @@ def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str,
     room=st.integers(0, 4),
     is_awake=st.booleans(),
 )
-def test_who_waits_moves_to_another_gate_with_its_order_and_its_deadline(
+def test_waiting_requests_move_with_order_and_deadline(
     priorities: list[int], gone: set[int], room: int, is_awake: bool
 ) -> None:
     old, _ = asleep(by_hand=False, rules=Rules(min_sleep_s=60))
@@ -252,7 +252,7 @@ def test_who_waits_moves_to_another_gate_with_its_order_and_its_deadline(
     for number in gone & set(range(len(tickets))):
         old.leave(tickets[number], 9.0)
     left = [t for n, t in enumerate(tickets) if n not in gone]
-    effects = Written()
+    effects = RecordingEffects()
     new = Gate(effects, Rules(max_in_flight=room, queue_limit=0))
     new.state = State.AWAKE if is_awake else State.STARTING
     new.adopt(old.take_waiting(), 10.0)

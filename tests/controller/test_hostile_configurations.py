@@ -197,13 +197,13 @@ def refused(path: Path) -> str:
     return result.output
 
 
-def test_there_are_a_hundred() -> None:
+def test_at_least_a_hundred_cases_exist() -> None:
     assert sum(map(len, (BOMBS, CHARACTERS, NUMBERS, PROGRAMS))) >= 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configurations", [BOMBS, CHARACTERS, NUMBERS, PROGRAMS])
-def test_each_is_refused_with_the_key_s_name(
+def test_hostile_configuration_error_names_the_key(
     folder: Path, configurations: list[tuple[str, str]]
 ) -> None:
     path = folder / "controller.yaml"
@@ -214,7 +214,7 @@ def test_each_is_refused_with_the_key_s_name(
         assert len(output) < 20_000, text[:200]
 
 
-def test_what_is_named_is_not_waited_for(folder: Path) -> None:
+def test_special_files_are_refused_without_blocking(folder: Path) -> None:
     """FIFOs without another end, sockets, links and devices, wherever a file is named."""
     path = folder / "controller.yaml"
     os.mkfifo(folder / "fifo")
@@ -234,7 +234,7 @@ def test_what_is_named_is_not_waited_for(folder: Path) -> None:
     assert "neither a regular file" in refused(Path("/dev/zero"))
 
 
-def test_a_pipe_is_read_to_its_end() -> None:
+def test_configuration_is_read_from_a_pipe() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"models: []\n")
     os.close(writer)
@@ -244,7 +244,7 @@ def test_a_pipe_is_read_to_its_end() -> None:
 
 
 @needs.openssl
-def test_a_certificate_and_a_key_that_are_exchanged(tmp_path: Path) -> None:
+def test_swapped_certificate_and_key_are_refused(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     path = tmp_path / "controller.yaml"
     path.write_text(f"server: {{tls_cert: {certificate}, tls_key: {key}}}")

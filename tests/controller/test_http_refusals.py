@@ -54,7 +54,7 @@ NO_HTTP = [
 
 
 @pytest.mark.parametrize("sent", NO_HTTP)
-def test_what_is_no_http_is_answered_in_json(front: Controller, sent: bytes) -> None:
+def test_invalid_http_is_refused_in_json(front: Controller, sent: bytes) -> None:
     status, headers, body = parts(raw(front.port, sent))
     assert status in {400, 426}
     assert headers[b"content-type"] == b"application/json"
@@ -64,7 +64,7 @@ def test_what_is_no_http_is_answered_in_json(front: Controller, sent: bytes) -> 
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_what_comes_behind_a_whole_request_does_not_spoil_its_answer(
+def test_garbage_after_request_does_not_corrupt_its_response(
     front: Controller, engine: Engine
 ) -> None:
     """It is cut short, but nothing that is not the engine's is in it."""
@@ -93,7 +93,7 @@ HIDDEN = b"POST /v1/score?model=m HTTP/1.1\r\nHost: a\r\n" + AUTH + b"Content-Le
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
 @pytest.mark.parametrize("method", [b"GET", b"POST"])
-def test_an_upgrade_is_refused_and_its_body_is_not_taken_for_requests(
+def test_upgrade_is_426_and_its_body_not_parsed(
     front: Controller, engine: Engine, protocol: bytes, method: bytes
 ) -> None:
     before = engine.state()["counts"]
@@ -109,7 +109,7 @@ def test_an_upgrade_is_refused_and_its_body_is_not_taken_for_requests(
     assert not [line for line in front.lines if "pip install" in line]
 
 
-def test_an_upgrade_behind_another_request_waits_for_its_turn(
+def test_pipelined_upgrade_waits_for_the_previous_response(
     front: Controller, engine: Engine
 ) -> None:
     body = json.dumps({"model": "m", "fake": {"hold": "turn"}}).encode()
@@ -151,13 +151,13 @@ def bodies(front: Controller) -> Iterator[tuple[int, str, bytes]]:
     )
 
 
-def test_anthropic_s_clients_get_errors_that_they_know(front: Controller) -> None:
+def test_errors_have_anthropic_format_on_messages_paths(front: Controller) -> None:
     for status, kind, answer in bodies(front):
         check_anthropic_error(answer, status, kind)
 
 
 @pytest.mark.slow
-def test_anthropic_s_clients_that_are_slow_get_them_too(engine: Engine) -> None:
+def test_timeouts_have_anthropic_format_on_messages_paths(engine: Engine) -> None:
     server = {"header_timeout": "500ms", "body_timeout": "500ms"}
     with Controller(config_for(engine, server=server)) as front:
         head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -177,7 +177,7 @@ def check_anthropic_error(answer: bytes, status: int, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_anthropic_s_own_client_reads_them(front: Controller) -> None:
+def test_anthropic_client_library_reads_the_errors(front: Controller) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(api_key=KEY, base_url=front.url, max_retries=0) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
@@ -190,6 +190,6 @@ def test_anthropic_s_own_client_reads_them(front: Controller) -> None:
             client.messages.create(model="m", max_tokens=1, messages=[])
 
 
-def test_openai_s_paths_keep_openai_s_shape(front: Controller) -> None:
+def test_openai_paths_keep_openai_error_format(front: Controller) -> None:
     for path in ("/v1/messagesx", "/v1/completions", "/v1/models"):
         assert "code" in front.post(path, {}).json()["error"]

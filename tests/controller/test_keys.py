@@ -66,7 +66,7 @@ def complete(front: Controller, **headers: str) -> httpx.Response:
 # ------------------------------------------------------------------- admin keys, and no others
 
 
-def test_with_admin_keys_alone_a_page_of_another_site_cannot_use_models(
+def test_foreign_origin_cannot_use_models_without_api_keys(
     half_open: Controller, engine: Engine
 ) -> None:
     before = engine.count("requests")
@@ -94,25 +94,21 @@ CARRIERS = [
 
 
 @pytest.mark.parametrize("headers", CARRIERS)
-def test_a_key_of_the_controller_never_reaches_an_engine(
+def test_controller_key_is_not_forwarded_to_the_engine(
     half_open: Controller, engine: Engine, headers: dict[str, str]
 ) -> None:
     assert complete(half_open, **headers).status_code == 200
     assert ADMIN not in json.dumps(engine.state()["headers"])
 
 
-def test_a_key_that_is_not_the_controller_s_goes_on_where_models_need_none(
-    half_open: Controller, engine: Engine
-) -> None:
+def test_foreign_key_is_forwarded_without_api_keys(half_open: Controller, engine: Engine) -> None:
     complete(half_open, **bearer(ENGINE_KEY))
     assert ["Authorization", f"Bearer {ENGINE_KEY}"] in [
         [key.title(), value] for key, value in engine.state()["headers"]
     ]
 
 
-def test_a_key_in_any_header_stays_here_where_all_need_one(
-    front: Controller, engine: Engine
-) -> None:
+def test_controller_keys_are_removed_from_all_headers(front: Controller, engine: Engine) -> None:
     headers = {**bearer(API), "api-key": BOUNDED, "x-other": f"Bearer {ADMIN}", "x-mine": "a b"}
     assert complete(front, **headers).status_code == 200
     seen = {key.lower(): value for key, value in engine.state()["headers"]}
@@ -131,9 +127,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("path", OPERATIONS)
-def test_operations_of_an_engine_need_an_admin_key(
-    front: Controller, engine: Engine, path: str
-) -> None:
+def test_engine_operations_need_an_admin_key(front: Controller, engine: Engine, path: str) -> None:
     def status(key: str) -> int:
         with httpx.Client() as client:
             request = client.build_request("POST", front.url, json={"lora_name": "x"})
@@ -155,14 +149,12 @@ def test_operations_of_an_engine_need_an_admin_key(
     ["/v1/embeddings", "/v1/responses/resp_1/cancel", "/v1/audio/transcriptions", "/v1/rerank",
      "/tokenize", "/v1/messages/count_tokens", "/v1/own/a/b", "/v1/other"],
 )  # fmt: skip
-def test_inference_and_what_the_configuration_adds_to_it_needs_none(
-    front: Controller, path: str
-) -> None:
+def test_inference_paths_need_no_admin_key(front: Controller, path: str) -> None:
     answer = front.post(path, {"model": "m"}, headers=bearer(API))
     assert (answer.status_code, answer.json()["path"]) == (200, path)
 
 
-def test_where_nobody_has_a_key_whoever_is_here_may_do_both(engine: Engine) -> None:
+def test_without_keys_local_clients_may_call_operations(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         path = "/v1/load_lora_adapter?model=m"
         assert front.post(path, {}).status_code == 200
@@ -172,9 +164,7 @@ def test_where_nobody_has_a_key_whoever_is_here_may_do_both(engine: Engine) -> N
 # ------------------------------------------------------------------------------------- priority
 
 
-def test_a_key_s_bound_holds_whatever_priority_is_claimed(
-    front: Controller, engine: Engine
-) -> None:
+def test_key_priority_bound_caps_requested_priority(front: Controller, engine: Engine) -> None:
     """One request is at the engine; of those behind it, the order in which they are served."""
 
     def ask(key: str, name: str, priority: int, **body: Any) -> None:
@@ -225,7 +215,7 @@ def audits(front: Controller) -> list[dict[str, Any]]:
     return [line for line in lines if line["action"] != "POST /action/wakeup/nobody"]
 
 
-def test_who_did_what_is_in_the_log(engine: Engine) -> None:
+def test_audit_log_names_key_and_action(engine: Engine) -> None:
     auth = {"api_keys": [sha256(API)], "admin_keys": [{"key": ADMIN, "name": "ops"}]}
     with Controller(config_for(engine, auth=auth, model={"aliases": ["alias"]})) as front:
         front.post("/action/sleep/alias", headers=bearer(ADMIN))

@@ -52,7 +52,7 @@ def limit_of(instance: Instance) -> int:
     return int(segment.inspect(instance.name).usage["limit_bytes"])
 
 
-def test_list_is_that_of_the_other_machine(front: Controller, instance: Instance) -> None:
+def test_list_shows_the_remote_instances(front: Controller, instance: Instance) -> None:
     remote = json.loads(kvctl("--address", front.url, "list", instance.name, "--json").stdout)
     local = json.loads(kvctl("list", instance.name, "--json").stdout)
     assert [row.keys() for row in remote] == [row.keys() for row in local]
@@ -62,7 +62,7 @@ def test_list_is_that_of_the_other_machine(front: Controller, instance: Instance
     assert json.loads(by_model)[0]["name"] == instance.name
 
 
-def test_limits_are_set_there(front: Controller, instance: Instance) -> None:
+def test_limits_are_set_remotely(front: Controller, instance: Instance) -> None:
     done = kvctl("--address", front.url, "limit", instance.name, "64M", "--wait", "60")
     assert (done.exit_code, limit_of(instance)) == (0, 64 * MIB), done.stderr
     assert done.stdout.startswith(f"{instance.name}: limit 64.00 MiB (67108864 bytes) applied")
@@ -76,7 +76,7 @@ def test_limits_are_set_there(front: Controller, instance: Instance) -> None:
     assert kvctl("--address", front.url, "trim", "org/m", "--wait=60").exit_code == 0
 
 
-def test_refused_change_ends_with_1_and_says_why(front: Controller) -> None:
+def test_refused_change_exits_1_with_reason(front: Controller) -> None:
     refused = kvctl("--address", front.url, "set", "org/m", "--min", "1T", "--wait", "60")
     assert refused.exit_code == 1
     assert "refused" in refused.stderr
@@ -99,7 +99,7 @@ def test_unknown_name_lists_the_known_ones(front: Controller, words: tuple[str, 
     assert "org/m" in failed.stderr
 
 
-def test_instance_without_a_model_is_for_its_own_machine(front: Controller) -> None:
+def test_remote_change_of_instance_without_model_fails(front: Controller) -> None:
     with Instance(KVELASTIC_HOST_MEMORY="64M", KVELASTIC_LEDGER=f"oth-{os.getpid()}") as other:
         failed = kvctl("--address", front.url, "limit", other.name, "1G")
     assert failed.exit_code == 1
@@ -119,7 +119,7 @@ def test_wrong_key_names_the_variable(
     assert "wrong" not in failed.stderr
 
 
-def test_key_that_no_header_can_carry_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_invalid_as_header_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVELASTIC_CONTROLLER_KEY", "secret\nx: y")
     failed = kvctl("--address", "http://127.0.0.1:1", "list")
     assert failed.exit_code == 1
@@ -129,17 +129,17 @@ def test_key_that_no_header_can_carry_is_not_shown(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "address", ["10.0.0.1:8080", "ftp://x", "http://", "http://a:b@c", "http://a:99999", "x"]
 )
-def test_address_of_another_form_is_a_usage_error(address: str) -> None:
+def test_malformed_address_is_a_usage_error(address: str) -> None:
     assert kvctl("--address", address, "list").exit_code == 2
 
 
-def test_commands_of_this_machine_only_are_named() -> None:
+def test_local_only_command_lists_the_remote_ones() -> None:
     failed = kvctl("--address", "http://127.0.0.1:1", "gc")
     assert failed.exit_code == 2
     assert "limit-percent, list" in failed.stderr
 
 
-def test_closed_port_is_an_error_with_the_address() -> None:
+def test_closed_port_error_names_the_address() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -182,14 +182,14 @@ def server(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
         b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
     ],
 )
-def test_other_servers_answers_are_errors(answer: bytes) -> None:
+def test_responses_of_other_servers_are_errors(answer: bytes) -> None:
     with server(answer) as (address, _):
         failed = kvctl("--address", address, "list")
     assert failed.exit_code == 1
     assert address in failed.stderr
 
 
-def test_redirect_is_not_followed_with_the_key() -> None:
+def test_redirect_is_not_followed() -> None:
     moved = b"HTTP/1.1 307 Moved\r\nlocation: %s/memory\r\ncontent-length: 0\r\n\r\n"
     with server(b"") as (other, got), server(moved % other.encode()) as (address, _):
         assert kvctl("--address", address, "list").exit_code == 1

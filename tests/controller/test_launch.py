@@ -38,7 +38,7 @@ def pid_of(front: Controller) -> int | None:
     return front.get("/admin/models/m/logs").json()["pid"]
 
 
-def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:
+def test_requests_wait_for_a_starting_engine(tmp_path: Path) -> None:
     config = launched(tmp_path, "--slow-start-s=0.2")
     with Controller(config) as front:
         assert front.complete().status_code == 200
@@ -50,7 +50,7 @@ def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_what_tidies_up_after_an_engine_is_waited_for(tmp_path: Path) -> None:
+def test_stop_waits_for_engine_cleanup_processes(tmp_path: Path) -> None:
     """As Python's resource tracker: it hears no SIGTERM, and works once the engine has gone."""
     left = tmp_path / "shared_memory"
     left.touch()
@@ -75,7 +75,7 @@ def test_what_tidies_up_after_an_engine_is_waited_for(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
+def test_killed_engine_is_restarted(tmp_path: Path) -> None:
     with Controller(launched(tmp_path)) as front:
         assert front.complete().status_code == 200
         first = pid_of(front)
@@ -119,7 +119,7 @@ def test_a_sleep_ends_if_its_engine_closes_its_port(tmp_path: Path) -> None:
         assert front.complete().status_code == 200
 
 
-def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
+def test_engine_failing_at_start_is_503_with_reason(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, "--die=3", restart=False)) as front:
         wait_until(lambda: front.state() == "down")
         response = front.complete()
@@ -129,7 +129,7 @@ def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
         assert problem_of(front) == "launch: the engine ended with 3"
 
 
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_command_is_reported(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, command=["/no/such/program"], restart=False)) as front:
         wait_until(lambda: front.state() == "down")
         assert front.complete().status_code == 503
@@ -139,7 +139,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
         )
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_working_folder_is_reported(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, cwd="/no/such/folder", restart=False)) as front:
         wait_until(lambda: front.state() == "down")
         assert problem_of(front) == (
@@ -152,7 +152,7 @@ def problem_of(front: Controller) -> object:
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
-def test_a_launch_that_fails_in_any_way_is_a_problem_that_is_shown(
+def test_unexpected_launch_error_is_reported(
     tmp_path: Path, on_demand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def failed(*_: object, **__: object) -> None:
@@ -179,13 +179,13 @@ def test_a_launch_that_fails_in_any_way_is_a_problem_that_is_shown(
     asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
 
 
-def test_an_engine_that_is_never_ready_is_started_anew(tmp_path: Path) -> None:
+def test_engine_exceeding_ready_timeout_is_restarted(tmp_path: Path) -> None:
     config = launched(tmp_path, "--slow-start-s=600", ready_timeout="200ms")
     with Controller(config) as front:
         wait_until(lambda: front.get("/admin/models/m/logs").json()["starts"] >= 3)
 
 
-def test_an_engine_that_is_deaf_is_killed_with_its_group(tmp_path: Path) -> None:
+def test_engine_ignoring_sigterm_is_killed(tmp_path: Path) -> None:
     config = launched(tmp_path, "--deaf", stop_timeout="200ms")
     with Controller(config) as front:
         assert front.complete().status_code == 200
@@ -205,13 +205,13 @@ def test_a_launched_engine_sleeps_and_wakes(tmp_path: Path) -> None:
         assert front.complete().status_code == 200
 
 
-def test_restarts_wait_longer_and_longer() -> None:
+def test_restart_delay_grows() -> None:
     restarts = Restarts(1.0, 10.0)
     assert [restarts.ended(0.0) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     assert restarts.ended(STEADY_S) == 1
 
 
-def test_a_log_file_that_becomes_a_fifo_stops_nobody(tmp_path: Path) -> None:
+def test_log_file_replaced_by_fifo_does_not_block(tmp_path: Path) -> None:
     """Without a reader its `open` would wait for one, and the loop with it."""
     config = launched(tmp_path, "--die=3", restart=True)
     path = Path(config["models"][0]["launch"]["log_file"])

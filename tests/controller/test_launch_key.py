@@ -50,7 +50,7 @@ def environment(environ: dict[str, str], settings: Settings) -> dict[str, str]:
     return engine_environment(environ, settings, settings.models[0], "its-key", "its-mark")
 
 
-def test_an_environment_without_keys_of_the_controller() -> None:
+def test_engine_environment_has_no_controller_keys() -> None:
     kept = {"PATH": "/bin", "HF_TOKEN": "hf", "CUDA_VISIBLE_DEVICES": "0", "KVELASTIC_LEDGER": "x"}
     taken = {
         "KVELASTIC_API_KEY": "whatever",
@@ -66,7 +66,7 @@ def test_an_environment_without_keys_of_the_controller() -> None:
     assert (found["ANY_NAME"], found["VLLM_API_KEY"]) == ("told", "told")
 
 
-def test_keys_are_new_unless_the_configuration_has_one() -> None:
+def test_engine_key_is_generated_unless_configured() -> None:
     model = settings_of().models[0]
     assert new_engine_key(model) != new_engine_key(model)
     assert len(new_engine_key(model)) >= 32
@@ -87,20 +87,18 @@ def test_keys_are_new_unless_the_configuration_has_one() -> None:
         (["vllm", "serve", "--host=localhost", "--api-key", "k"], "--api-key"),
     ],
 )
-def test_commands_that_open_an_engine_to_others_are_warned_of(
-    command: list[str], warning: str | None
-) -> None:
+def test_command_listening_on_all_interfaces_warns(command: list[str], warning: str | None) -> None:
     found = warnings_of_the_model(settings_of(*command, api_key="k"))
     assert len(found) == (warning is not None)
     assert warning is None or warning in found[0]
 
 
-def test_sglang_listens_on_loopback_by_itself() -> None:
+def test_sglang_default_host_gives_no_warning() -> None:
     settings = settings_of("python", "-m", "sglang.launch_server", engine="sglang")
     assert not warnings_of_the_model(settings)
 
 
-def test_a_key_in_the_command_that_the_configuration_does_not_name_is_a_fault() -> None:
+def test_unconfigured_key_in_command_is_refused() -> None:
     with pytest.raises(ControllerConfigError, match="--api-key"):
         parse(
             "models: [{name: m, engine: vllm, launch: {command: [vllm, --api-key=k], port: 9000}}]"
@@ -132,7 +130,7 @@ def test_kvctl_serve_checks_and_starts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
+def test_check_prints_warnings(tmp_path: Path) -> None:
     path = tmp_path / "controller.yaml"
     path.write_text(yaml.safe_dump(launched(tmp_path)))
     done = run_python("-m", "kvelastic.controller", "--config", path, "--check")
@@ -140,7 +138,7 @@ def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_launched_engine_has_a_key_that_only_the_controller_sends(tmp_path: Path) -> None:
+def test_launched_engine_key_is_never_disclosed(tmp_path: Path) -> None:
     seen = tmp_path / "environment"
     engine = (
         "import json, os, sys;"

@@ -154,7 +154,7 @@ def ask(front: Controller, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("shape", HOSTILE)
-def test_time_grows_no_faster_than_size(front: Controller, shape: str) -> None:
+def test_parsing_time_is_linear_in_request_size(front: Controller, shape: str) -> None:
     """A size that took too long is asked again right after the smaller one: a processor that others
     use as well is slower for both.
     """

@@ -28,10 +28,10 @@ def listen_on(addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str
     return heard
 
 
-def test_address_that_the_machine_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_address_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listen_on([ABSENT, "127.0.0.1"], monkeypatch) == ["127.0.0.1"]
 
 
-def test_host_without_an_address_of_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_available_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="assign requested address"):
         listen_on([ABSENT], monkeypatch)

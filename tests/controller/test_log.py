@@ -46,7 +46,7 @@ def rest_of(fd: int) -> list[str]:
     return b"".join(iter(lambda: os.read(fd, 65536), b"")).decode().splitlines()
 
 
-def test_lines_come_in_their_order() -> None:
+def test_lines_keep_their_order() -> None:
     with writer_of_a_pipe(1 << 20) as (writer, read):
         wanted = [f"line {number}" for number in range(5000)]
         found: list[str] = []
@@ -60,7 +60,7 @@ def test_lines_come_in_their_order() -> None:
         assert writer.dropped_lines == 0
 
 
-def test_times_are_for_people_and_sort_as_text() -> None:
+def test_times_are_iso_8601_in_utc() -> None:
     with writer_of_a_pipe(1 << 20) as (writer, read):
         before = datetime.now(timezone.utc)
         RequestLog(writer).write({"path": "/v1/completions"})
@@ -74,7 +74,7 @@ def test_times_are_for_people_and_sort_as_text() -> None:
     assert request["time"] >= event["time"]
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
+def test_unread_lines_are_dropped_and_counted() -> None:
     with writer_of_a_pipe(100_000) as (writer, read):
         wanted = [f"line {number:06}" for number in range(50_000)]
         for line in wanted:
@@ -91,7 +91,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
         assert f"{dropped} lines of this log were dropped" in json.loads(last)["message"]
 
 
-def test_the_end_does_not_wait_for_who_does_not_read() -> None:
+def test_close_does_not_wait_for_a_stalled_reader() -> None:
     with writer_of_a_pipe(100_000) as (writer, read):
         for _ in range(1000):
             writer.write("x" * 50)
@@ -101,7 +101,7 @@ def test_the_end_does_not_wait_for_who_does_not_read() -> None:
         reader.join()
 
 
-def test_a_stream_that_others_made_non_blocking_loses_nothing() -> None:
+def test_non_blocking_stream_loses_no_lines() -> None:
     with writer_of_a_pipe(1 << 20) as (writer, read):
         os.set_blocking(writer._fd, False)  # type: ignore[arg-type]
         for _ in range(1000):
@@ -114,7 +114,7 @@ def test_a_stream_that_others_made_non_blocking_loses_nothing() -> None:
         assert found == ["x" * 50] * 1000
 
 
-def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_truncated_line_does_not_corrupt_the_next(tmp_path: Path) -> None:
     """As on a disk that is full, and then has room again."""
     log = tmp_path / "log"
     program = (
@@ -163,7 +163,7 @@ def controller(
 
 
 @pytest.mark.slow
-def test_a_stderr_that_nobody_reads_stops_neither_requests_nor_the_end(tmp_path: Path) -> None:
+def test_unread_stderr_blocks_neither_requests_nor_shutdown(tmp_path: Path) -> None:
     port = free_port()
     read, write = os.pipe()
     fcntl.fcntl(write, F_SETPIPE_SZ, SMALL_PIPE_BYTES)
@@ -188,7 +188,7 @@ def test_a_stderr_that_nobody_reads_stops_neither_requests_nor_the_end(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "closed"])
-def test_lines_that_are_lost_are_counted_for_prometheus(tmp_path: Path, kind: str) -> None:
+def test_lost_lines_are_counted_in_metrics(tmp_path: Path, kind: str) -> None:
     port = free_port()
     if kind == "full":
         stderr = os.open("/dev/full", os.O_WRONLY)

@@ -65,7 +65,7 @@ def memory_of(front: Controller) -> dict[str, Any]:
     return front.get("/memory/org%2Fm").json()["memory"]
 
 
-def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
+def test_memory_shows_the_instances_usage(front: Controller, instance: Instance) -> None:
     ids = instance.alloc(16)
     assert ids
     wait_until(lambda: memory_of(front)["in_use_bytes"] == 16 * PAGE_BYTES // 4)
@@ -78,7 +78,7 @@ def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
     assert instance.name in [row["name"] for row in everything["instances"]]
 
 
-def test_devices_hold_what_their_instances_hold(front: Controller, instance: Instance) -> None:
+def test_device_usage_equals_its_instances_usage(front: Controller, instance: Instance) -> None:
     ids = instance.alloc(16)
     assert ids
     instance.cache(ids[::2])
@@ -91,7 +91,7 @@ def test_devices_hold_what_their_instances_hold(front: Controller, instance: Ins
     assert member["cached_bytes"] == 8 * PAGE_BYTES // 4
 
 
-def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instance) -> None:
+def test_metrics_include_instance_and_device_memory(front: Controller, instance: Instance) -> None:
     assert instance.alloc(16)
     samples = [
         sample
@@ -109,7 +109,7 @@ def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instan
     assert [s for s in samples if s.name == "kvelastic_device_capacity_bytes"]
 
 
-def test_a_request_is_answered(front: Controller, instance: Instance) -> None:
+def test_memory_request_is_applied(front: Controller, instance: Instance) -> None:
     request = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": DEADLINE_S}
     response = front.client.patch("/memory/org/m", json=request)
     assert response.status_code == 200
@@ -124,9 +124,7 @@ def test_a_request_is_answered(front: Controller, instance: Instance) -> None:
     assert [m["min_bytes"] for m in device["members"]] == [8 * MIB]
 
 
-def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
-    front: Controller, instance: Instance
-) -> None:
+def test_limit_below_blocks_in_use_is_202_shrinking(front: Controller, instance: Instance) -> None:
     instance.alloc(64)
     response = front.client.patch("/memory/org/m", json={"limit": "4M", "wait": 0.1})
     assert response.status_code == 202
@@ -135,7 +133,7 @@ def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
     assert memory_of(front)["over_bytes"] > 0
 
 
-def test_requests_that_wait_are_in_nobody_s_way(
+def test_waiting_memory_requests_do_not_block_others(
     engine: Engine, front: Controller, instance: Instance
 ) -> None:
     """Fifty wait ten minutes for an instance that is stopped: each kept a thread of a few."""
@@ -166,7 +164,7 @@ def test_requests_that_wait_are_in_nobody_s_way(
         instance.go_on()
 
 
-def test_a_writer_that_hangs_is_in_nobody_s_way(front: Controller, instance: Instance) -> None:
+def test_segment_lock_holder_does_not_block_reads(front: Controller, instance: Instance) -> None:
     """A kvctl that was stopped has the lock: the request is refused, and reading goes on."""
     with Path("/dev/shm", instance.name).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -177,7 +175,7 @@ def test_a_writer_that_hangs_is_in_nobody_s_way(front: Controller, instance: Ins
     assert answer.status_code == 200
 
 
-def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> None:
+def test_trim_unmaps_parked_pages(front: Controller, instance: Instance) -> None:
     ids = instance.alloc(64)
     assert ids
     instance.free(ids)
@@ -202,7 +200,7 @@ WRONG: list[dict[str, object]] = [
 ]
 
 
-def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) -> None:
+def test_invalid_request_changes_nothing(front: Controller, instance: Instance) -> None:
     before = front.get("/memory/org/m").json()["memory"]["revision"]
     for request in WRONG:
         response = front.client.patch("/memory/org/m", json=request)
@@ -212,7 +210,7 @@ def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) 
     assert front.get("/memory/org/m").json()["memory"]["revision"] == before
 
 
-def test_a_guarantee_above_the_limit_in_force_is_refused(
+def test_guarantee_above_the_current_limit_is_refused(
     front: Controller, instance: Instance
 ) -> None:
     def ask(**asked: object) -> int:
@@ -226,7 +224,7 @@ def test_a_guarantee_above_the_limit_in_force_is_refused(
     assert memory_of(front)["min_bytes"] == 65 * MIB
 
 
-def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None:
+def test_change_of_a_dead_instance_is_refused(front: Controller, instance: Instance) -> None:
     instance.kill()
     response = front.client.patch("/memory/org/m", json={"limit": "1M"})
     assert response.status_code in {404, 409}
@@ -237,7 +235,7 @@ def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None
     ledger.reap()
 
 
-def test_what_is_configured_is_requested_at_the_start(engine: Engine, instance: Instance) -> None:
+def test_configured_memory_is_requested_at_start(engine: Engine, instance: Instance) -> None:
     memory = {"min": "4M", "limit": "32M", "priority": 3}
     with Controller(
         config_for(engine, model={"instance": instance.name, "memory": memory})
@@ -247,7 +245,7 @@ def test_what_is_configured_is_requested_at_the_start(engine: Engine, instance: 
         assert (row["min_bytes"], row["priority"]) == (4 * MIB, 3)
 
 
-def test_a_controller_that_cannot_listen_changes_nothing(
+def test_controller_that_cannot_listen_changes_no_limits(
     engine: Engine, instance: Instance, tmp_path: Path
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
@@ -265,7 +263,7 @@ def test_a_controller_that_cannot_listen_changes_nothing(
     assert first.requested_revision == 1
 
 
-def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
+def test_memory_pressure_suspends_idle_low_priority_models() -> None:
     group = f"ctl-press-{os.getpid()}"
     environ = {
         "KVELASTIC_HOST_MEMORY": "64M",
@@ -289,7 +287,7 @@ def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
             wait_until(lambda: hungry.alloc(4 * 8))
 
 
-def test_with_every_pool_exhausted_others_are_served(
+def test_exhausted_queues_do_not_block_other_requests(
     engine: Engine, instance: Instance, tmp_path: Path
 ) -> None:
     """Waits for memory, followers of logs, a full queue, and the reader of large bodies stopped."""

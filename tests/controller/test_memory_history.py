@@ -50,7 +50,7 @@ SAMPLE = st.dictionaries(
 
 @settings(max_examples=60)
 @given(samples=st.lists(SAMPLE, max_size=30), seconds=st.floats(0, 100))
-def test_a_window_has_what_was_added(
+def test_window_returns_the_added_samples(
     samples: list[dict[str, dict[str, int]]], seconds: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_window_has_what_was_added(
         assert shown == wanted
 
 
-def test_the_history_s_size_has_a_bound() -> None:
+def test_history_size_is_bounded() -> None:
     history = MemoryHistory()
     for number in range(SAMPLES + 5):
         history.add(float(number), [device(f"d{number}", {f"i{number}": 1})])
@@ -92,7 +92,7 @@ def test_the_history_s_size_has_a_bound() -> None:
     assert len(history.window(1.0, now_s=1300.0, wall_s=0)["devices"]) <= 64
 
 
-def test_one_name_twice_in_a_sample_is_added_up_and_an_unreadable_device_is_left_out() -> None:
+def test_duplicate_names_are_summed_and_unreadable_devices_skipped() -> None:
     history = MemoryHistory()
     both = device("d", {"a": 1})
     both["members"] = both["members"] * 2
@@ -104,7 +104,7 @@ def test_one_name_twice_in_a_sample_is_added_up_and_an_unreadable_device_is_left
     history.check_integrity()
 
 
-def test_a_history_that_goes_back_is_found() -> None:
+def test_check_integrity_detects_decreasing_times() -> None:
     history = MemoryHistory()
     history.add(2.0, [])
     history.add(1.0, [])
@@ -112,7 +112,7 @@ def test_a_history_that_goes_back_is_found() -> None:
         history.check_integrity()
 
 
-def test_the_history_s_route() -> None:
+def test_memory_history_route() -> None:
     group = f"past-{os.getpid()}"
     with (
         Engine("vllm", "org/m") as engine,

@@ -54,7 +54,7 @@ def served(calls: Calls, memory: MemorySettings | None = None) -> ServedModel:
     return ServedModel(settings, SleepSettings(), calls)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_starts_later_or_again_gets_what_is_configured() -> None:
+def test_restarted_engine_gets_the_configured_memory() -> None:
     async def serve() -> None:
         model = served(Calls(), MemorySettings(limit=32 * MIB, priority=3))
         await model.look_at_first()
@@ -75,7 +75,7 @@ def test_an_engine_that_starts_later_or_again_gets_what_is_configured() -> None:
     asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
 
 
-def test_an_engine_that_does_not_run_lacks_no_instance() -> None:
+def test_missing_instance_of_stopped_engine_is_no_problem() -> None:
     async def serve() -> None:
         calls = Calls()
         calls.is_ready = False
@@ -87,7 +87,7 @@ def test_an_engine_that_does_not_run_lacks_no_instance() -> None:
     asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
 
 
-def test_a_missing_instance_is_shown_again_after_a_sleep() -> None:
+def test_missing_instance_is_reported_again_after_sleep() -> None:
     async def serve() -> None:
         model = served(Calls())
         await model.look_at_first()
@@ -112,7 +112,7 @@ def test_a_missing_instance_is_shown_again_after_a_sleep() -> None:
         pytest.param(None, id="by the configuration"),
     ],
 )
-def test_a_refusal_of_what_is_configured_is_shown(change: Callable[[], object] | None) -> None:
+def test_refused_configured_memory_is_reported(change: Callable[[], object] | None) -> None:
     async def serve() -> None:
         with instance():
             model = served(Calls(), MemorySettings(min=1 << 40))

@@ -71,12 +71,12 @@ def check_json(body: bytes) -> str | None:
         b'{"model":"nobody","model":null,"model":"m"}',
     ],
 )
-def test_of_json_the_object_s_own_last_key_counts(body: bytes) -> None:
+def test_last_top_level_json_model_key_is_used(body: bytes) -> None:
     assert check_json(body) == "m"
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"Model":"m"}', b'{"model":"m","model":null}'])
-def test_json_without_a_model(body: bytes) -> None:
+def test_json_without_a_model_has_no_field(body: bytes) -> None:
     assert check_json(body) is None
 
 
@@ -98,7 +98,7 @@ def test_json_without_a_model(body: bytes) -> None:
         (b'{"model":"' + b"x" * MAX_NAME_BYTES + b'"}', "invalid_model"),
     ],
 )
-def test_json_that_cannot_be_meant(body: bytes, code: str) -> None:
+def test_invalid_json_is_refused(body: bytes, code: str) -> None:
     with pytest.raises(Refusal) as refused:
         find_in_json(body)
     assert (refused.value.status, refused.value.code) == (400, code)
@@ -133,7 +133,7 @@ def check_urlencoded(body: bytes) -> str | None:
         (b"", None),
     ],
 )
-def test_forms_in_a_url_s_manner(body: bytes, name: str | None) -> None:
+def test_urlencoded_forms(body: bytes, name: str | None) -> None:
     assert check_urlencoded(body) == name
 
 
@@ -142,7 +142,7 @@ def test_forms_in_a_url_s_manner(body: bytes, name: str | None) -> None:
     [b"model=a&model=b", b"a=b&" * MAX_FIELDS + b"model=m", b"model=" + b"x" * MAX_NAME_BYTES],
     ids=["twice", "fields", "long"],
 )
-def test_forms_in_a_url_s_manner_that_are_refused(body: bytes) -> None:
+def test_invalid_urlencoded_forms_are_refused(body: bytes) -> None:
     with pytest.raises(Refusal, match="400"):
         find_in_urlencoded(body)
 
@@ -214,7 +214,7 @@ def test_multipart_forms(body: bytes, chunk_bytes: int) -> None:
     assert check_multipart(body, chunk_bytes) == "m"
 
 
-def test_a_multipart_model_may_be_any_text() -> None:
+def test_multipart_model_may_be_any_text() -> None:
     for value in ("\r\n\r\n", "", "ä", " m ", "a\r\n--c"):
         body = part("x", b"y") + part("model", value.encode()) + b"--b--"
         for chunk_bytes in (1, 1 << 20):
@@ -233,12 +233,12 @@ def test_a_multipart_model_may_be_any_text() -> None:
     ],
     ids=["twice", "parts", "headers", "padding", "text", "long"],
 )
-def test_multipart_forms_that_are_refused(body: bytes) -> None:
+def test_invalid_multipart_forms_are_refused(body: bytes) -> None:
     with pytest.raises(Refusal, match="400"):
         find_in_multipart(body, b"b")
 
 
-def test_boundaries() -> None:
+def test_multipart_boundary_is_parsed_or_refused() -> None:
     assert boundary_of(b'multipart/form-data; charset=x; boundary="a b"') == b"a b"
     for bad in (b"multipart/form-data", b"multipart/form-data; boundary=", b"m; boundary=b" * 100):
         with pytest.raises(Refusal, match="boundary"):
@@ -303,7 +303,7 @@ def mutated(dice: random.Random, body: bytes) -> bytes:
 @pytest.mark.parametrize(
     "count", [1500, pytest.param(100_000, marks=pytest.mark.soak)], ids=["some", "hundred_thousand"]
 )
-def test_mutated_bodies_are_read_as_engines_read_them(count: int) -> None:
+def test_mutated_bodies_are_parsed_as_by_engines(count: int) -> None:
     """Or refused: what counts is that no other model is read, and no other byte is changed."""
     checks = {
         Form.JSON: check_json,

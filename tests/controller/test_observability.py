@@ -29,7 +29,7 @@ def front(engine: Engine) -> Iterator[Controller]:
         yield front
 
 
-def test_metrics_count_what_happened(engine: Engine) -> None:
+def test_metrics_count_requests_sleeps_and_wakes(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete(max_tokens=9)
         front.complete(fake={"status": 500})
@@ -56,7 +56,7 @@ def test_metrics_count_what_happened(engine: Engine) -> None:
         assert found["kvelastic_request_seconds_bucket", "+Inf", "m"] == 2
 
 
-def test_a_line_of_json_a_request(front: Controller) -> None:
+def test_each_request_is_logged_as_one_json_line(front: Controller) -> None:
     trace = {"x-request-id": "abc-123"}
     front.post("/v1/completions", {"model": "m", "max_tokens": 3}, headers=trace)
     line = json.loads(front.wait_for_line("abc-123"))
@@ -66,7 +66,7 @@ def test_a_line_of_json_a_request(front: Controller) -> None:
     assert (line["status"], line["error"]) == (404, "model_not_found")
 
 
-def test_every_route_of_the_issue_is_described(front: Controller) -> None:
+def test_every_route_is_in_the_openapi_description(front: Controller) -> None:
     paths = front.get("/openapi.json").json()["paths"]
     for path in (
         "/health", "/models", "/health/{model}", "/traffic/stats", "/traffic/stats/{model}",
@@ -83,7 +83,7 @@ def test_every_route_of_the_issue_is_described(front: Controller) -> None:
     assert "/action/sleep/{model}" in front.get("/docs").text
 
 
-def test_no_request_made_from_the_description_fails_the_controller(front: Controller) -> None:
+def test_requests_from_openapi_description_cause_no_500(front: Controller) -> None:
     document = front.get("/openapi.json").json()
     for path in ("/admin/reload",):  # changes what the other tests of this module use
         del document["paths"][path]

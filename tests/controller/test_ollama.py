@@ -41,7 +41,7 @@ def client(front: Controller) -> Iterator[ollama.Client]:
     client._client.close()
 
 
-def test_a_chat_whole_and_as_a_stream(engine: Engine, client: ollama.Client) -> None:
+def test_chat_with_and_without_streaming(engine: Engine, client: ollama.Client) -> None:
     answer = client.chat("short", HELLO, options={"num_predict": 3, "num_ctx": 4096})
     assert answer.message.content == "x x x "
     assert (answer.model, answer.done, answer.done_reason) == ("short", True, "stop")
@@ -105,7 +105,7 @@ def test_embeddings(engine: Engine, client: ollama.Client) -> None:
     assert client.embeddings("m", "a").embedding == [0.0, 0.5]
 
 
-def test_what_is_there_and_what_is_awake(
+def test_list_ps_and_keep_alive_times(
     engine: Engine, front: Controller, client: ollama.Client
 ) -> None:
     (model,) = client.list().models
@@ -129,7 +129,7 @@ def test_what_is_there_and_what_is_awake(
     assert front.client.head("/api/tags").status_code == 200
 
 
-def test_keep_alive_and_requests_for_nothing_load_and_unload(
+def test_keep_alive_and_empty_requests_load_and_unload(
     engine: Engine, front: Controller, client: ollama.Client
 ) -> None:
     client.chat("m", HELLO, keep_alive=0)
@@ -156,9 +156,7 @@ def test_keep_alive_and_requests_for_nothing_load_and_unload(
     [{"sleep": {"wake_on_request": False}}, {"model": {"pin": True}}],
     ids=["for good", "pin"],
 )
-def test_what_would_end_others_use_is_not_put_to_sleep(
-    engine: Engine, more: dict[str, Any]
-) -> None:
+def test_keep_alive_0_does_not_sleep_protected_models(engine: Engine, more: dict[str, Any]) -> None:
     with Controller(config_for(engine, **more)) as front:
         body = {"model": "m", "messages": HELLO, "stream": False, "keep_alive": 0}
         assert front.post("/api/chat", body).status_code == 200
@@ -167,7 +165,7 @@ def test_what_would_end_others_use_is_not_put_to_sleep(
         assert engine.count("sleep_calls") == 0
 
 
-def test_errors_are_in_ollama_s_shape(
+def test_errors_have_ollama_format(
     engine: Engine, front: Controller, client: ollama.Client
 ) -> None:
     for status, call in (
@@ -208,7 +206,7 @@ def test_errors_are_in_ollama_s_shape(
         client.chat("m", HELLO)
 
 
-def test_a_client_that_goes_away_cancels_its_request(engine: Engine, front: Controller) -> None:
+def test_client_disconnect_cancels_its_request(engine: Engine, front: Controller) -> None:
     engine.change(fake={"hold": "h"})
     body = {"model": "m", "messages": HELLO}
     with front.client.stream("POST", "/api/chat", json=body) as response:
@@ -219,7 +217,7 @@ def test_a_client_that_goes_away_cancels_its_request(engine: Engine, front: Cont
     assert json.loads(line)["kind"] == "request"
 
 
-def test_keys_and_pages_are_checked_as_everywhere(engine: Engine) -> None:
+def test_keys_and_origins_are_checked(engine: Engine) -> None:
     with Controller(config_for(engine, auth={"api_keys": ["k"]})) as front:
         for path in ("/api/tags", "/api/ps"):
             assert front.get(path).status_code == 401
@@ -238,7 +236,7 @@ def test_keys_and_pages_are_checked_as_everywhere(engine: Engine) -> None:
         assert front.get("/api/tags", headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_a_request_after_a_keep_alive_that_is_over_does_not_wait_for_min_sleep(
+def test_request_after_expired_keep_alive_ignores_min_sleep(
     engine: Engine,
 ) -> None:
     sleep = {"min_sleep": "1h", "queue_timeout": "1m", "check_every": "20ms"}
@@ -250,14 +248,14 @@ def test_a_request_after_a_keep_alive_that_is_over_does_not_wait_for_min_sleep(
         assert engine.count("wake_calls") == 1
 
 
-def test_capabilities_are_those_of_the_configuration(engine: Engine) -> None:
+def test_capabilities_come_from_the_configuration(engine: Engine) -> None:
     config = config_for(engine, model={"capabilities": ["embedding"]})
     with Controller(config) as front:
         shown = front.post("/api/show", {"model": "m"}).json()
         assert shown["capabilities"] == ["embedding"]
 
 
-def test_a_client_starts_and_stops_an_engine(tmp_path: Path) -> None:
+def test_request_starts_engine_and_keep_alive_stops_it(tmp_path: Path) -> None:
     """As with Ollama itself: a request loads a model, and it leaves by time."""
     launch: dict[str, Any] = {
         "command": [sys.executable, str(FAKES / "engine.py"), "--kind=openai", "--port={port}"],

@@ -93,9 +93,7 @@ def asked(call: Call, body: bytes, *answer: bytes) -> tuple[int, bytes, Engine]:
 
 
 @pytest.mark.parametrize("count", [1, 3_000_000])
-def test_a_chat_is_the_same_for_the_engine_whatever_its_size(
-    in_loop: list[int], count: int
-) -> None:
+def test_large_chat_is_translated_like_a_small_one(in_loop: list[int], count: int) -> None:
     message = {"role": "user", "content": "é", "images": ["iVBOR" + "A" * count]}
     body = json.dumps({"model": "m:latest", "messages": [message], "stream": False}).encode()
     answer = b'{"choices":[{"message":{"content":"hello"}}]}'
@@ -119,7 +117,9 @@ def test_a_chat_is_the_same_for_the_engine_whatever_its_size(
         pytest.param(b"{" * 1_100_000, 400, id="no JSON"),
     ],
 )
-def test_a_large_request_is_refused_elsewhere(in_loop: list[int], body: bytes, status: int) -> None:
+def test_large_invalid_request_is_refused_outside_the_loop(
+    in_loop: list[int], body: bytes, status: int
+) -> None:
     told, said, engine = asked(Call.CHAT, body)
     assert told == status, said
     assert json.loads(said)["error"]
@@ -127,16 +127,14 @@ def test_a_large_request_is_refused_elsewhere(in_loop: list[int], body: bytes, s
     assert not in_loop
 
 
-def test_millions_of_tools_go_on_as_they_are() -> None:
+def test_millions_of_tools_are_forwarded_unchanged() -> None:
     body = b'{"model":"m","messages":[{"role":"u"}],"tools":[' + b"1," * 2_000_000 + b"1]}"
     _, _, engine = asked(Call.CHAT, body)
     assert b'"tools":[1,1,1' in engine.asked
 
 
 @pytest.mark.parametrize("count", [1, 2_000])
-def test_embeddings_are_the_same_for_the_client_whatever_their_size(
-    in_loop: list[int], count: int
-) -> None:
+def test_large_embeddings_are_translated_like_small_ones(in_loop: list[int], count: int) -> None:
     vector = b"[" + b",".join([b"0.25"] * 500) + b"]"
     one = b'{"embedding":' + vector + b',"index":%d}'
     data = b'{"data":[' + b",".join(one % n for n in range(count)) + b"]}"
@@ -147,7 +145,7 @@ def test_embeddings_are_the_same_for_the_client_whatever_their_size(
     assert max(in_loop) <= HERE_BYTES
 
 
-def test_an_answer_that_cannot_be_used_is_told_whatever_its_size(in_loop: list[int]) -> None:
+def test_large_invalid_response_is_502(in_loop: list[int]) -> None:
     data = b'{"data":[' + b'{"embedding":[]},' * 1_000_000 + b"1]}"
     pieces = [data[n : n + 65_536] for n in range(0, len(data), 65_536)]
     status, said, _ = asked(Call.EMBED, b'{"model":"m","input":"x"}', *pieces)
@@ -163,7 +161,7 @@ def test_an_answer_that_cannot_be_used_is_told_whatever_its_size(in_loop: list[i
         b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n' * 10_000,
     ],
 )
-def test_a_stream_is_read_in_small_parts(in_loop: list[int], events: bytes) -> None:
+def test_stream_is_translated_in_small_parts(in_loop: list[int], events: bytes) -> None:
     whole = events + b"data: [DONE]\n\n"
     status, said, _ = asked(Call.CHAT, b'{"model":"m","messages":[{"role":"u"}]}', whole)
     assert status == 200
@@ -180,6 +178,6 @@ def test_a_stream_is_read_in_small_parts(in_loop: list[int], events: bytes) -> N
         b'data: {"choices":"' + b"x" * (ollama_answer.EVENT_BYTES + HERE_BYTES) + b'"}\n',
     ],
 )
-def test_an_event_that_would_hold_the_loop_ends_the_stream(event: bytes) -> None:
+def test_oversized_stream_event_ends_the_stream(event: bytes) -> None:
     _, said, _ = asked(Call.CHAT, b'{"model":"m","messages":[{"role":"u"}]}', event)
     assert "an event of its stream is too large" in json.loads(said)["error"]

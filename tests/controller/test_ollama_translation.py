@@ -34,7 +34,7 @@ def openai_of(call: Call, engine: str = "vllm", **body: Any) -> tuple[str, dict[
     return path, json.loads(data)
 
 
-def test_a_chat() -> None:
+def test_chat_request_becomes_openai_request() -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
     path, body = openai_of(Call.CHAT, messages=messages)
     assert path == "/v1/chat/completions"
@@ -48,7 +48,7 @@ def test_a_chat() -> None:
     assert body == {"model": "m", "messages": messages}
 
 
-def test_options_are_named_as_the_engine_knows_them() -> None:
+def test_options_get_the_engines_names() -> None:
     options = {
         "temperature": 0.5,
         "top_k": 7,
@@ -111,7 +111,7 @@ def test_images_formats_and_thinking() -> None:
     assert body["reasoning_effort"] == "high"
 
 
-def test_generate_is_a_chat_unless_it_is_raw() -> None:
+def test_generate_becomes_chat_request_unless_raw() -> None:
     path, body = openai_of(Call.GENERATE, prompt="x", system="s", stream=False)
     assert path == "/v1/chat/completions"
     assert [m["content"] for m in body["messages"]] == ["s", "x"]
@@ -173,7 +173,7 @@ def test_keep_alive(value: object, seconds: float | None) -> None:
         (413, b'{"model": "m", "tools": [' + b"[]," * 400_000 + b"[]]}", "at most"),
     ],
 )
-def test_wrong_requests_are_told_what_is_wrong(status: int, body: bytes, said: str) -> None:
+def test_invalid_request_error_names_the_fault(status: int, body: bytes, said: str) -> None:
     with pytest.raises(Refusal) as caught:
         read(Call.CHAT, body)
     assert caught.value.status == status
@@ -200,7 +200,7 @@ def lines_of(stream: Stream, *pieces: bytes) -> list[Any]:
 
 
 @given(st.lists(st.integers(1, 400), max_size=8))
-def test_a_stream_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
+def test_stream_translation_is_independent_of_chunk_boundaries(cuts: list[int]) -> None:
     data = events(delta(role="assistant", content=""), delta(content="H\u00e9"), FINISH, USAGE)
     at = sorted({0, *(c for c in cuts if c < len(data)), len(data)})
     pieces = [data[a:b] for a, b in pairwise(at)]
@@ -218,7 +218,7 @@ def test_a_stream_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
     assert (last["prompt_eval_duration"], last["eval_duration"]) == (5 * 10**8, 5 * 10**8)
 
 
-def test_tool_calls_of_a_stream_are_whole_in_its_last_line() -> None:
+def test_streamed_tool_calls_are_complete_in_last_line() -> None:
     def call(index: int, **function: str) -> dict[str, Any]:
         return delta(tool_calls=[{"index": index, "function": function}])
 
@@ -255,13 +255,13 @@ def test_thinking_and_text_completions() -> None:
         (b"data: " + b"[" * 200_000 + b"\n", "not as OpenAI"),
     ],
 )
-def test_a_stream_that_is_none_is_told(data: bytes, said: str) -> None:
+def test_invalid_stream_raises_with_the_reason(data: bytes, said: str) -> None:
     stream = Stream(Call.CHAT, "m")
     with pytest.raises(BadAnswerError, match=said):
         lines_of(stream, data)
 
 
-def test_answers_in_one_piece() -> None:
+def test_non_stream_responses_are_translated() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
     message = {"content": None, "tool_calls": [{"id": "1", "function": function}]}
     choice = {"message": message, "finish_reason": "tool_calls"}
@@ -298,7 +298,7 @@ def test_errors_of_engines(body: bytes, said: str) -> None:
     assert error_text(500, body) == said
 
 
-def test_models_are_listed_as_ollama_s_clients_read_them() -> None:
+def test_model_lists_have_ollama_format() -> None:
     since = datetime(2026, 1, 1, tzinfo=timezone.utc)
     models = [Listed("m", "vllm", since, 7, 60.0), Listed("n", "vllm", since)]
     assert [m["name"] for m in tags(models)["models"]] == ["m", "n"]

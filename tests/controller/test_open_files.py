@@ -49,7 +49,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_the_limit_is_raised_and_a_launched_engine_gets_the_old_one(tmp_path: Path) -> None:
+def test_limit_is_raised_but_not_for_engines(tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, str(FAKES / "engine.py"), "--port={port}"]
     launch = {"command": command, "port": port, "log_file": str(tmp_path / "log")}
@@ -61,7 +61,7 @@ def test_the_limit_is_raised_and_a_launched_engine_gets_the_old_one(tmp_path: Pa
         assert limits(pid) == (SOFT, HARD)
 
 
-def test_more_clients_than_files_are_told_so_and_the_others_are_served(engine: Engine) -> None:
+def test_excess_connections_are_503_while_others_are_served(engine: Engine) -> None:
     engine.reset()
     with Controller(config_for(engine), open_files=(SOFT, HARD)) as front, ExitStack() as stack:
         front.client.close()  # its connection would count
@@ -107,7 +107,7 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def test_no_descriptor_is_said_and_is_not_the_engines_fault(engine: Engine) -> None:
+def test_descriptor_shortage_is_503_out_of_descriptors(engine: Engine) -> None:
     engine.reset()
     with Controller(config_for(engine)) as front, dial(front.port) as holder:
         holder.sendall(post("/v1/completions", stream=True, fake={"hold": "h"}))
@@ -138,7 +138,7 @@ def test_no_descriptor_is_said_and_is_not_the_engines_fault(engine: Engine) -> N
             assert rest_of(sock).startswith(b"HTTP/1.1 200")
 
 
-def test_what_an_error_was_raised_from_counts() -> None:
+def test_out_of_descriptors_is_found_in_the_cause() -> None:
     os_error = OSError(24, "Too many open files")
     error = SegmentError("cannot open it")
     error.__cause__ = os_error

@@ -31,7 +31,7 @@ def code_of(*headers: tuple[bytes, bytes], own_pages_only: bool = False, **serve
     "host",
     [b"localhost", b"LocalHost:8080", b"127.0.0.1:8080", b"127.9.9.9", b"[::1]", b"[::1]:8080"],
 )
-def test_hosts_of_this_machine(host: bytes) -> None:
+def test_local_hosts_are_accepted(host: bytes) -> None:
     assert code_of((b"host", host)) == ""
 
 
@@ -46,11 +46,11 @@ def test_hosts_of_this_machine(host: bytes) -> None:
         b"2130706433", b"0x7f.0.0.1", b"xlocalhost", b"\xe2\x80\xa5localhost", b"127.0.0.1.evil",
     ],
 )  # fmt: skip
-def test_hosts_that_are_not(host: bytes) -> None:
+def test_other_hosts_are_refused(host: bytes) -> None:
     assert code_of((b"host", host)) == "foreign_host"
 
 
-def test_a_second_host_or_origin_is_one_too_many() -> None:
+def test_repeated_host_or_origin_header_is_refused() -> None:
     own = (b"host", b"localhost")
     assert code_of(own, own) == "foreign_host"
     origin = (b"origin", b"http://localhost")
@@ -68,7 +68,7 @@ def test_a_second_host_or_origin_is_one_too_many() -> None:
         b"evil http://localhost:8080", b"http://http://localhost:8080", b"http://127.0.0.1:8080",
     ],
 )  # fmt: skip
-def test_origins_that_are_not_the_controller_s_own(origin: bytes) -> None:
+def test_foreign_origins_are_refused(origin: bytes) -> None:
     host = (b"host", b"localhost:8080")
     assert code_of(host, (b"origin", origin)) == "foreign_origin"
     assert code_of((b"origin", origin)) == "foreign_origin"
@@ -76,7 +76,7 @@ def test_origins_that_are_not_the_controller_s_own(origin: bytes) -> None:
     assert code_of(host, (b"origin", b"https://localhost:8080")) == ""
 
 
-def test_what_a_page_includes_comes_without_an_origin_and_is_refused_as_well() -> None:
+def test_cross_site_request_without_origin_is_refused() -> None:
     host = (b"host", b"localhost:8080")
     for site in (b"cross-site", b"same-site", b"what"):
         assert code_of(host, (b"sec-fetch-site", site)) == "foreign_origin"
@@ -84,7 +84,7 @@ def test_what_a_page_includes_comes_without_an_origin_and_is_refused_as_well() -
         assert code_of(host, (b"sec-fetch-site", site)) == ""
 
 
-def test_names_that_the_configuration_adds() -> None:
+def test_configured_hosts_and_origins_are_allowed() -> None:
     more: dict[str, Any] = {
         "allowed_hosts": ("Models.Internal", "fe80::7"),
         "allowed_origins": (PAGE,),
@@ -99,7 +99,7 @@ def test_names_that_the_configuration_adds() -> None:
     assert own_only == "foreign_origin"
 
 
-def test_time_grows_with_the_size_of_a_header_and_no_faster() -> None:
+def test_check_time_is_linear_in_header_size() -> None:
     def cpu_s(size: int) -> float:
         hostile = [b"a" * size, b"[" + b":" * size, b"localhost:" + b"1" * size, b"." * size]
         began = time.process_time()
@@ -117,18 +117,18 @@ def test_time_grows_with_the_size_of_a_header_and_no_faster() -> None:
     "origin",
     ["*", "null", "localhost", "http://a/", "http://a/b", "http://u@a", "http://*.a", "//a", "a:b"],
 )
-def test_what_cannot_be_allowed(origin: str) -> None:
+def test_invalid_allowed_origins_are_refused(origin: str) -> None:
     with pytest.raises(ControllerConfigError, match=r"server\.allowed_origins"):
         parse(f"server: {{allowed_origins: ['{origin}']}}", {})
 
 
 @pytest.mark.parametrize("host", ["", "a:80", "http://a", "a b", "*"])
-def test_what_is_no_host(host: str) -> None:
+def test_invalid_allowed_hosts_are_refused(host: str) -> None:
     with pytest.raises(ControllerConfigError, match=r"server\.allowed_hosts"):
         parse(f"server: {{allowed_hosts: ['{host}']}}", {})
 
 
-def test_an_origin_is_kept_as_browsers_send_it() -> None:
+def test_allowed_origins_are_normalized() -> None:
     text = "server: {allowed_origins: ['HTTP://a']}"
     with pytest.raises(ControllerConfigError):
         parse(text, {})
@@ -156,7 +156,7 @@ def front(engine: Engine) -> Iterator[Controller]:
 
 @pytest.mark.parametrize("origin", [PAGE, APP])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/nowhere"])
-def test_a_browser_is_told_beforehand_that_it_may(
+def test_cors_preflight_allows_configured_origins(
     front: Controller, origin: str, path: str
 ) -> None:
     asked = {
@@ -175,7 +175,7 @@ def test_a_browser_is_told_beforehand_that_it_may(
     assert "access-control-allow-credentials" not in answer.headers
 
 
-def test_every_answer_says_to_whom_it_may_be_shown(front: Controller, engine: Engine) -> None:
+def test_every_response_has_cors_headers(front: Controller, engine: Engine) -> None:
     key = {"authorization": "Bearer key", "origin": PAGE}
     fake = {"status": 500}
     answers = [
@@ -201,7 +201,7 @@ def test_every_answer_says_to_whom_it_may_be_shown(front: Controller, engine: En
     "origin", ["http://evil.example", "http://localhost:3001", "https://localhost:3000", "null",
                "http://localhost:3000/", "HTTP://localhost:3000", "http://localhost:3000.evil"],
 )  # fmt: skip
-def test_no_other_page_is_told_anything(front: Controller, origin: str) -> None:
+def test_foreign_origin_gets_no_cors_headers(front: Controller, origin: str) -> None:
     key = {"authorization": "Bearer key", "origin": origin}
     asked = {"origin": origin, "access-control-request-method": "POST"}
     for answer in (
@@ -214,9 +214,7 @@ def test_no_other_page_is_told_anything(front: Controller, origin: str) -> None:
     assert front.client.options("/v1/completions", headers=asked).status_code == 405
 
 
-def test_an_engine_does_not_open_what_the_controller_has_not(
-    front: Controller, engine: Engine
-) -> None:
+def test_engine_cors_headers_are_replaced(front: Controller, engine: Engine) -> None:
     """vLLM says `access-control-allow-origin: *` of its own accord."""
     engine.change(cors="*")
     try:
@@ -230,7 +228,7 @@ def test_an_engine_does_not_open_what_the_controller_has_not(
         engine.reset()
 
 
-def test_without_keys_a_page_that_is_allowed_uses_models_and_changes_nothing(
+def test_allowed_origin_without_keys_may_only_use_models(
     engine: Engine,
 ) -> None:
     config = config_for(engine, server={"allowed_origins": [APP]})

@@ -60,7 +60,7 @@ def engine_of(front: Controller) -> int:
 
 
 @contextlib.contextmanager
-def left_behind(config: dict[str, Any], folder: Path | None = None) -> Iterator[int]:
+def orphaned_engine(config: dict[str, Any], folder: Path | None = None) -> Iterator[int]:
     """The process of an engine whose controller was killed."""
     with Controller(config, folder=folder) as front:
         pid = engine_of(front)
@@ -76,9 +76,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_an_orphan_is_ended_before_an_engine_is_started(tmp_path: Path) -> None:
+def test_orphan_is_ended_before_a_new_engine_starts(tmp_path: Path) -> None:
     config = launched(tmp_path, ORPHAN)
-    with left_behind(config) as orphan, Controller(config) as front:
+    with orphaned_engine(config) as orphan, Controller(config) as front:
         pid = engine_of(front)
         assert pid != orphan
         assert not is_running(orphan)
@@ -87,11 +87,9 @@ def test_an_orphan_is_ended_before_an_engine_is_started(tmp_path: Path) -> None:
         assert not is_running(pid)
 
 
-def test_an_orphan_is_adopted_where_the_configuration_says_so(
-    tmp_path: Path, records: Path
-) -> None:
+def test_orphan_is_adopted_if_configured(tmp_path: Path, records: Path) -> None:
     config = launched(tmp_path, ORPHAN, orphan="adopt")
-    with left_behind(config) as orphan:
+    with orphaned_engine(config) as orphan:
         for _ in range(2):  # adopted, left behind again
             with Controller(config) as front:
                 assert engine_of(front) == orphan
@@ -108,15 +106,15 @@ def test_an_orphan_is_adopted_where_the_configuration_says_so(
     assert not list(records.glob("engine-*"))
 
 
-def test_an_adopted_engine_ends_with_its_new_controller(tmp_path: Path) -> None:
+def test_adopted_engine_ends_with_its_controller(tmp_path: Path) -> None:
     config = launched(tmp_path, ORPHAN, orphan="adopt")
-    with left_behind(config) as orphan, Controller(config) as front:
+    with orphaned_engine(config) as orphan, Controller(config) as front:
         assert engine_of(front) == orphan
         assert front.end() == 0
         assert not is_running(orphan)
 
 
-def test_an_orphan_on_demand_whose_port_is_a_stranger_s_is_not_waited_for(tmp_path: Path) -> None:
+def test_on_demand_orphan_is_ended_if_port_taken(tmp_path: Path) -> None:
     """Its controller was killed before it listened."""
     config = launched(tmp_path, ORPHAN, "--slow-start-s=600", orphan="adopt", on_demand=True)
     with Controller(config) as front, contextlib.closing(socket.socket()) as client:
@@ -134,9 +132,9 @@ def test_an_orphan_on_demand_whose_port_is_a_stranger_s_is_not_waited_for(tmp_pa
         assert front.end() == 0
 
 
-def test_an_orphan_that_was_launched_in_another_way_is_not_adopted(tmp_path: Path) -> None:
+def test_orphan_with_different_launch_settings_is_not_adopted(tmp_path: Path) -> None:
     config = launched(tmp_path, ORPHAN, orphan="adopt")
-    with left_behind(config) as orphan:
+    with orphaned_engine(config) as orphan:
         config["models"][0]["launch"]["env"] = {"ANYTHING": "else"}
         with Controller(config) as front:
             assert engine_of(front) != orphan
@@ -144,12 +142,12 @@ def test_an_orphan_that_was_launched_in_another_way_is_not_adopted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", ["record", "mark"])
-def test_one_trace_of_an_orphan_is_enough(tmp_path: Path, records: Path, lost: str) -> None:
+def test_orphan_is_found_by_record_or_mark_alone(tmp_path: Path, records: Path, lost: str) -> None:
     config = launched(tmp_path, ORPHAN)
     if lost == "mark":  # as by a program that writes over its environment
         command = config["models"][0]["launch"]["command"]
         config["models"][0]["launch"]["command"] = ["env", "-u", "KVELASTIC_LAUNCHED_BY", *command]
-    with left_behind(config) as orphan:
+    with orphaned_engine(config) as orphan:
         [path] = records.glob("engine-*")
         assert path.stat().st_mode & 0o777 == 0o600
         if lost == "record":
@@ -160,7 +158,7 @@ def test_one_trace_of_an_orphan_is_enough(tmp_path: Path, records: Path, lost: s
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_in_sessions_of_their_own_end_with_their_engine(
+def test_workers_in_separate_sessions_end_with_their_engine(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     worker = tmp_path / "worker"
@@ -185,16 +183,16 @@ def test_workers_in_sessions_of_their_own_end_with_their_engine(
     assert not is_running(int(worker.read_text()))
 
 
-def test_an_engine_of_a_model_that_is_no_longer_configured_is_ended(tmp_path: Path) -> None:
+def test_orphan_of_an_unconfigured_model_is_ended(tmp_path: Path) -> None:
     config = launched(tmp_path, ORPHAN)
-    with left_behind(config, tmp_path) as orphan:
+    with orphaned_engine(config, tmp_path) as orphan:
         with Controller({"models": []}):  # of another file
             assert is_running(orphan)
         with Controller({"models": []}, folder=tmp_path):
             wait_until(lambda: not is_running(orphan))
 
 
-def test_an_engine_whose_controller_runs_is_left_alone(tmp_path: Path) -> None:
+def test_engine_of_a_running_controller_is_left_alone(tmp_path: Path) -> None:
     config = launched(tmp_path, ORPHAN)
     with Controller(config) as first:
         pid = engine_of(first)
@@ -206,7 +204,7 @@ def test_an_engine_whose_controller_runs_is_left_alone(tmp_path: Path) -> None:
         assert engine_of(first) == pid
 
 
-def test_a_stranger_on_the_port_is_named_and_waited_for(tmp_path: Path) -> None:
+def test_launch_waits_for_port_and_names_its_process(tmp_path: Path) -> None:
     config = launched(tmp_path)
     with Engine("vllm", "m", port_of(config)) as stranger, Controller(config) as front:
         problem = f"port {port_of(config)} is taken by process {stranger.process.pid}"
@@ -219,7 +217,7 @@ def test_a_stranger_on_the_port_is_named_and_waited_for(tmp_path: Path) -> None:
         assert front.get("/models").json()["models"]["m"]["last_problem"] is None
 
 
-def test_a_stranger_that_is_faster_than_the_engine_does_not_answer_for_it(tmp_path: Path) -> None:
+def test_other_process_on_port_receives_no_requests(tmp_path: Path) -> None:
     """The launched one lives, and listens nowhere: its health is asked of the stranger."""
     fake = [sys.executable, str(FAKES / "engine.py"), "--port=0"]
     config = launched(tmp_path, command=fake, restart=False)
@@ -232,7 +230,7 @@ def test_a_stranger_that_is_faster_than_the_engine_does_not_answer_for_it(tmp_pa
             assert stranger.count("requests") == 0
 
 
-def test_an_engine_that_listens_on_all_interfaces_is_told_of(tmp_path: Path) -> None:
+def test_engine_listening_on_all_interfaces_is_reported(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, "--host=0.0.0.0")) as front:
         assert engine_of(front)
         front.wait_for_line("the engine listens on all interfaces")
@@ -247,21 +245,21 @@ def record_of(pid: int, port: int = 9000) -> Record:
     return Record.of(Mark("file", "m", port, "digest", gone), pid)
 
 
-def found_of_file() -> list[LaunchedEngine]:
+def engines_of_record_files() -> list[LaunchedEngine]:
     return [engine for engine in launch_record.find_engines() if engine.mark.source == "file"]
 
 
-def test_a_record_names_one_process_and_not_who_has_its_number_now(records: Path) -> None:
+def test_record_does_not_match_a_reused_pid(records: Path) -> None:
     with Engine() as process:
         record = record_of(process.process.pid)
         launch_record.write(record)
-        [found] = found_of_file()
+        [found] = engines_of_record_files()
         assert (found.leader, found.is_orphan) == (record.leader, True)
         before = dataclasses.replace(
             record.leader, start_time_ticks=record.leader.start_time_ticks - 1
         )
         launch_record.write(Record(record.mark, before))
-        assert found_of_file() == []
+        assert engines_of_record_files() == []
         assert not list(records.glob("engine-*"))  # of one that has ended
 
 
@@ -270,20 +268,20 @@ def test_a_record_names_one_process_and_not_who_has_its_number_now(records: Path
     ["", "[]", "{", "null", '{"mark": 1}', '{"mark": "{}", "leader": 1}', "[" * 60000],
     ids=range(7),
 )
-def test_files_that_are_no_records_are_passed_over(records: Path, text: str) -> None:
+def test_invalid_record_files_are_ignored(records: Path, text: str) -> None:
     launch_record.make_folder()
     (records / "engine-1-9000.json").write_text(text)
     (records / "engine-1-9001.json").symlink_to("/etc/passwd")
     os.mkfifo(records / "engine-1-9002.json")
-    assert found_of_file() == []
+    assert engines_of_record_files() == []
     assert Mark.from_text(text) is None
 
 
-def test_records_in_a_folder_that_others_can_write_to_are_not_believed(records: Path) -> None:
+def test_records_in_a_world_writable_folder_are_ignored(records: Path) -> None:
     with Engine() as process:
         launch_record.write(record_of(process.process.pid))
         records.chmod(0o777)
-        assert found_of_file() == []
+        assert engines_of_record_files() == []
 
 
 # ------------------------------------------------------------------------------------- at length
@@ -293,7 +291,7 @@ def test_records_in_a_folder_that_others_can_write_to_are_not_believed(records: 
     "lives", [5, pytest.param(500, marks=pytest.mark.soak)], ids=["short", "minutes"]
 )
 @pytest.mark.timeout(1800)
-def test_kills_and_reloads_leave_no_orphan_and_no_wrong_answer(lives: int, tmp_path: Path) -> None:
+def test_random_kills_and_reloads_leave_no_orphans(lives: int, tmp_path: Path) -> None:
     """Two models; their controller is killed, ended, reloaded, their engines are killed."""
     dice = random.Random(11)
     done: dict[str, int] = {}

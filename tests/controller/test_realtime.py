@@ -65,7 +65,7 @@ def in_flight(front: Controller, model: str = "m") -> int:
     "path",
     ["/v1/realtime?model=m", "/v1/realtime?x=1&model=short", "/upstream/short/v1/realtime"],
 )
-def test_messages_go_both_ways_as_they_are(engine: Engine, front: Controller, path: str) -> None:
+def test_messages_pass_both_ways_unchanged(engine: Engine, front: Controller, path: str) -> None:
     with open_socket(front, path, subprotocols=["other", "realtime"]) as ws:
         assert ws.subprotocol == "realtime"
         assert ws.recv() == CREATED
@@ -83,7 +83,7 @@ def test_messages_go_both_ways_as_they_are(engine: Engine, front: Controller, pa
     assert engine.count("closed_1000") == 1
 
 
-def test_a_line_of_the_log_and_the_traffic_have_it(engine: Engine, front: Controller) -> None:
+def test_websocket_is_logged_and_counted_as_request(engine: Engine, front: Controller) -> None:
     before = front.get("/traffic/stats/m").json()["model_stats"]["requests_since_start"]
     with open_socket(front, additional_headers={"X-Request-Id": "ws-1"}) as ws:
         ws.recv()
@@ -95,7 +95,7 @@ def test_a_line_of_the_log_and_the_traffic_have_it(engine: Engine, front: Contro
     assert not [line for line in front.lines if '"WebSocket ' in line]
 
 
-def test_it_wakes_the_model(engine: Engine, front: Controller) -> None:
+def test_websocket_wakes_the_model(engine: Engine, front: Controller) -> None:
     assert front.post("/action/sleep/m").json()["success"]
     with open_socket(front) as ws:
         assert ws.recv() == CREATED
@@ -103,9 +103,7 @@ def test_it_wakes_the_model(engine: Engine, front: Controller) -> None:
     assert engine.count("requests_while_asleep") == 0
 
 
-def test_who_goes_before_the_handshake_is_over_is_forgotten(
-    engine: Engine, front: Controller
-) -> None:
+def test_disconnect_during_handshake_leaves_the_queue(engine: Engine, front: Controller) -> None:
     assert front.post("/action/sleep/m").json()["success"]
     engine.change(wake_hold="w")
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
@@ -118,9 +116,7 @@ def test_who_goes_before_the_handshake_is_over_is_forgotten(
 
 
 @pytest.mark.parametrize("code", [1000, 1008, 4001])
-def test_a_close_of_the_engine_is_the_client_s(
-    engine: Engine, front: Controller, code: int
-) -> None:
+def test_engine_close_code_reaches_the_client(engine: Engine, front: Controller, code: int) -> None:
     with open_socket(front) as ws:
         ws.recv()
         ws.send(json.dumps({"fake": {"close": code}}))
@@ -131,7 +127,7 @@ def test_a_close_of_the_engine_is_the_client_s(
     wait_until(lambda: in_flight(front) == 0)
 
 
-def test_a_close_of_the_client_is_the_engine_s(engine: Engine, front: Controller) -> None:
+def test_client_close_code_reaches_the_engine(engine: Engine, front: Controller) -> None:
     with open_socket(front) as ws:
         ws.recv()
         ws.close(code=4002, reason="done")
@@ -143,7 +139,7 @@ def test_a_close_of_the_client_is_the_engine_s(engine: Engine, front: Controller
     wait_until(lambda: in_flight(front) == 0)
 
 
-def test_an_engine_that_breaks_off_ends_it(engine: Engine, front: Controller) -> None:
+def test_engine_connection_reset_closes_with_1011(engine: Engine, front: Controller) -> None:
     with open_socket(front) as ws:
         ws.recv()
         ws.send('{"fake": {"reset": true}}')
@@ -157,7 +153,7 @@ def test_an_engine_that_breaks_off_ends_it(engine: Engine, front: Controller) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "with a message half sent"])
-def test_a_killed_engine_ends_it_and_the_next_one_starts(tmp_path: Path, when: str) -> None:
+def test_killed_engine_closes_with_1011_and_restarts(tmp_path: Path, when: str) -> None:
     (model,) = on_demand(tmp_path, "a", backoff="10ms")
     del model["instance"]
     model["launch"]["command"].remove("--instance")
@@ -186,7 +182,7 @@ def test_a_killed_engine_ends_it_and_the_next_one_starts(tmp_path: Path, when: s
         assert front.end() == 0
 
 
-def test_refusals_are_answers_of_http(engine: Engine, front: Controller) -> None:
+def test_refusals_are_http_responses(engine: Engine, front: Controller) -> None:
     for path, status, code in (
         ("/v1/realtime", 400, "model_missing"),
         ("/v1/realtime?model=nobody", 404, "model_not_found"),
@@ -210,7 +206,7 @@ def test_refusals_are_answers_of_http(engine: Engine, front: Controller) -> None
     assert in_flight(front) == 0
 
 
-def test_an_engine_that_is_not_there_is_503() -> None:
+def test_unreachable_engine_is_503() -> None:
     with Engine("openai", "x") as gone:
         url = gone.url
     with Controller({"models": [{"name": "x", "url": url}]}) as front:
@@ -221,7 +217,7 @@ def test_an_engine_that_is_not_there_is_503() -> None:
 
 
 @pytest.mark.slow
-def test_keys_and_pages_are_checked(engine: Engine) -> None:
+def test_keys_and_origins_are_checked(engine: Engine) -> None:
     def status(front: Controller, **more: Any) -> int:
         try:
             with open_socket(front, "/v1/realtime?model=org/m", **more) as ws:
@@ -289,7 +285,7 @@ def send_on(sock: socket.socket, data: bytes) -> int:
 
 
 @pytest.mark.slow
-def test_messages_are_bounded_both_ways(engine: Engine, front: Controller) -> None:
+def test_message_size_is_limited_both_ways(engine: Engine, front: Controller) -> None:
     for asked in ("x" * ((16 << 20) + 1), json.dumps({"fake": {"big": (16 << 20) + 1}})):
         with open_socket(front) as ws:
             ws.recv()
@@ -304,9 +300,7 @@ def test_messages_are_bounded_both_ways(engine: Engine, front: Controller) -> No
         assert ws.recv(DEADLINE_S) == "x" * (15 << 20)
 
 
-def test_half_a_frame_and_half_a_message_end_with_their_client(
-    engine: Engine, front: Controller
-) -> None:
+def test_incomplete_frames_end_with_client_disconnect(engine: Engine, front: Controller) -> None:
     for part in (b"\x81", b"\x81\xfe\x10\x00mask1234", frame(1, b"half", fin=False)):
         with opened(front) as sock:
             sock.sendall(part)
@@ -327,7 +321,9 @@ def test_half_a_frame_and_half_a_message_end_with_their_client(
     ],
     ids=["naked", "opcode", "continuation", "utf-8", "ping", "length", "compressed"],
 )
-def test_what_is_no_websocket_is_cut(engine: Engine, front: Controller, sent: bytes) -> None:
+def test_invalid_websocket_frames_close_the_connection(
+    engine: Engine, front: Controller, sent: bytes
+) -> None:
     with opened(front) as sock:
         sock.sendall(sent)
         while sock.recv(4096):
@@ -336,7 +332,7 @@ def test_what_is_no_websocket_is_cut(engine: Engine, front: Controller, sent: by
     assert front.complete("m").status_code == 200
 
 
-def test_a_message_of_endless_empty_pieces_is_cut(engine: Engine, front: Controller) -> None:
+def test_endless_empty_fragments_close_the_connection(engine: Engine, front: Controller) -> None:
     with opened(front) as sock:
         sock.sendall(frame(2, b"", fin=False))
         assert send_on(sock, frame(0, b"", fin=False) * 1000) < 1_000
@@ -344,7 +340,7 @@ def test_a_message_of_endless_empty_pieces_is_cut(engine: Engine, front: Control
 
 
 @pytest.mark.slow
-def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
+def test_unread_pongs_close_the_connection(engine: Engine) -> None:
     """By how much is unread, long before `send_timeout`."""
     config = config_for(engine, model={"aliases": ["m"]})
     with Controller(config) as front:
@@ -355,9 +351,7 @@ def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_that_does_not_read_stops_the_engine_and_is_cut(
-    engine: Engine, front: Controller
-) -> None:
+def test_client_not_reading_blocks_engine_and_is_cut(engine: Engine, front: Controller) -> None:
     cut, before_mib = metric(front, "send_timeouts_total"), memory_mib(front)
     impatient = front.first_config | {"server": {"send_timeout": "300ms"}}
     with front.reloaded(impatient), opened(front) as sock:
@@ -369,7 +363,7 @@ def test_a_client_that_does_not_read_stops_the_engine_and_is_cut(
     assert memory_mib(front) < before_mib + 200
 
 
-def test_handshakes_that_are_none_are_refused(engine: Engine, front: Controller) -> None:
+def test_invalid_handshakes_are_refused(engine: Engine, front: Controller) -> None:
     head = handshake("/v1/realtime?model=m")
     body = handshake("/v1/realtime?model=m", "Content-Length: 5") + b"hello"
     for sent, status in (
@@ -392,7 +386,7 @@ def test_handshakes_that_are_none_are_refused(engine: Engine, front: Controller)
 
 
 @pytest.mark.slow
-def test_over_tls(engine: Engine, tmp_path: Path) -> None:
+def test_websocket_over_tls(engine: Engine, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     config = config_for(engine, server={"tls_cert": str(certificate), "tls_key": str(key)})
     context = ssl.create_default_context(cafile=str(certificate))
@@ -407,7 +401,7 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_silence_ends_it(engine: Engine) -> None:
+def test_idle_timeout_closes_with_1001(engine: Engine) -> None:
     config = config_for(engine, model={"timeouts": {"idle": "2s"}})
     with Controller(config) as front, open_socket(front, "/v1/realtime?model=org/m") as ws:
         assert ws.recv() == CREATED
@@ -419,7 +413,7 @@ def test_silence_ends_it(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
+def test_controller_shutdown_closes_with_1012(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         with open_socket(front, "/v1/realtime?model=org/m") as ws:
             ws.recv()
@@ -433,7 +427,7 @@ def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_many_at_once(engine: Engine, front: Controller) -> None:
+def test_many_concurrent_websockets(engine: Engine, front: Controller) -> None:
     def one(number: int) -> bool:
         with open_socket(front) as ws:
             ws.recv()

@@ -11,7 +11,7 @@ from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
 
-def test_models_come_and_go_and_no_request_is_lost() -> None:
+def test_adding_and_removing_models_loses_no_request() -> None:
     with (
         Engine("vllm", "one") as one,
         Engine("vllm", "two") as two,
@@ -34,7 +34,7 @@ def test_models_come_and_go_and_no_request_is_lost() -> None:
 
 
 @pytest.mark.slow
-def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:
+def test_changed_model_settings_apply_and_keep_state() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.post("/action/sleep/m")
         front.write(config_for(engine, model={"aliases": ["new"]}))
@@ -43,7 +43,7 @@ def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:
         assert front.complete("new").status_code == 200
 
 
-def test_a_file_with_a_fault_changes_nothing() -> None:
+def test_invalid_file_changes_nothing() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.path.write_text("models: [{name: x}]")
         answer = front.post("/admin/reload")
@@ -54,13 +54,13 @@ def test_a_file_with_a_fault_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_what_needs_a_restart_is_said() -> None:
+def test_settings_that_need_restart_are_listed() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.write(config_for(engine, server={"header_timeout": 3}))
         assert front.post("/admin/reload").json()["needs_restart"] == ["server.header_timeout"]
 
 
-def test_keys_change_with_it() -> None:
+def test_reload_changes_keys() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.write(config_for(engine, auth={"api_keys": ["k"], "admin_keys": ["a"]}))
         assert front.post("/admin/reload").status_code == 200
@@ -69,7 +69,7 @@ def test_keys_change_with_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("new_one_sleeps", [False, True])
-def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sleeps: bool) -> None:
+def test_queued_requests_move_to_the_new_engine(new_one_sleeps: bool) -> None:
     with Engine() as old, Engine() as new, Controller(config_for(old)) as front:
         assert front.post("/action/sleep/m").status_code == 200
         old.change(wake_hold="w")
@@ -95,7 +95,7 @@ def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sle
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_model_that_is_gone_is_told_so() -> None:
+def test_queued_requests_of_removed_model_are_503() -> None:
     with (
         Engine("vllm", "one") as one,
         Engine("vllm", "two") as two,

@@ -83,9 +83,7 @@ def test_reading_needs_a_key(front: Controller, path: str) -> None:
     assert front.get(path, headers=bearer(ADMIN)).status_code == 200
 
 
-def test_models_need_a_key_and_the_engine_does_not_get_it(
-    front: Controller, engine: Engine
-) -> None:
+def test_models_need_a_key_hidden_from_the_engine(front: Controller, engine: Engine) -> None:
     refused = front.complete()
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert refused.headers["www-authenticate"] == "Bearer"
@@ -107,11 +105,11 @@ def test_changing_needs_an_admin_key(front: Controller, method: str, path: str) 
     assert status(**bearer(ADMIN)) not in {401, 403}
 
 
-def test_the_health_of_the_controller_is_no_secret(front: Controller) -> None:
+def test_health_needs_no_key(front: Controller) -> None:
     assert front.get("/health").status_code == 200
 
 
-def test_bodies_and_headers_have_bounds(front: Controller) -> None:
+def test_body_and_header_sizes_are_limited(front: Controller) -> None:
     big = front.client.post("/v1/completions", content=b"x" * 100_001, headers=bearer(API))
     assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
     head = (
@@ -130,7 +128,7 @@ def test_bodies_and_headers_have_bounds(front: Controller) -> None:
 
 
 @pytest.mark.slow
-def test_slow_clients_are_let_go(engine: Engine) -> None:
+def test_slow_clients_get_408(engine: Engine) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     server = {"header_timeout": "300ms", "body_timeout": "300ms", "keep_alive": "1s"}
     with Controller(config_for(engine, server=server)) as front, ThreadPoolExecutor(4) as threads:
@@ -163,7 +161,7 @@ HIDDEN = b"POST /action/sleep/m HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0
 
 
 @pytest.mark.parametrize("crooked", SMUGGLED)
-def test_no_request_hides_in_another(front: Controller, engine: Engine, crooked: bytes) -> None:
+def test_request_smuggling_is_refused(front: Controller, engine: Engine, crooked: bytes) -> None:
     before = engine.state()
     head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer api-key-1\r\n"
     answer = raw(front.port, head + crooked + HIDDEN)
@@ -173,7 +171,7 @@ def test_no_request_hides_in_another(front: Controller, engine: Engine, crooked:
     assert after["counts"] == before["counts"]
 
 
-def test_ten_thousand_mutated_bytes_do_no_harm(front: Controller, engine: Engine) -> None:
+def test_mutated_requests_never_succeed(front: Controller, engine: Engine) -> None:
     before = engine.count("sleep_calls")
     dice = random.Random(7)
     body = b'{"model":"m","prompt":"x"}'
@@ -207,7 +205,7 @@ def test_ten_thousand_mutated_bytes_do_no_harm(front: Controller, engine: Engine
     assert front.get("/health").status_code == 200
 
 
-def test_without_keys_other_sites_pages_are_refused(engine: Engine) -> None:
+def test_without_keys_foreign_origins_are_refused(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         page = {"origin": "http://evil.example"}
         assert front.post("/action/sleep/m", headers=page).status_code == 403
@@ -220,7 +218,7 @@ def test_without_keys_other_sites_pages_are_refused(engine: Engine) -> None:
         assert front.client.options("/v1/completions").status_code == 405
 
 
-def test_with_keys_for_models_only_nobody_changes_anything(engine: Engine) -> None:
+def test_without_admin_keys_changes_are_refused(engine: Engine) -> None:
     config = config_for(engine, auth={"api_keys": [DIGEST]})
     with Controller(config) as front:
         response = front.post("/action/sleep/m", headers=bearer(ADMIN))
@@ -236,7 +234,7 @@ def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_plain_key_is_warned_about(engine: Engine) -> None:
+def test_plain_key_in_configuration_warns(engine: Engine) -> None:
     config = config_for(engine, auth={"api_keys": ["plain-secret"]})
     with Controller(config) as front:
         front.wait_for_line("sha256:HEX")
@@ -244,7 +242,7 @@ def test_a_plain_key_is_warned_about(engine: Engine) -> None:
 
 
 @needs.openssl
-def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path) -> None:
+def test_certificate_enables_https(engine: Engine, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     import ssl
     import urllib.request
@@ -258,7 +256,7 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_bodies_together_have_a_bound(engine: Engine) -> None:
+def test_total_buffered_body_size_is_limited(engine: Engine) -> None:
     config = config_for(engine, server={"max_buffered": 3000})
     with Controller(config) as front:
         with ThreadPoolExecutor() as pool:
@@ -271,7 +269,7 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
         assert front.complete(pad="x" * 2000).status_code == 200
 
 
-def test_a_body_is_held_no_longer_than_until_its_answer_begins(engine: Engine) -> None:
+def test_body_is_freed_when_the_response_begins(engine: Engine) -> None:
     config = config_for(engine, server={"max_buffered": 3000})
     with Controller(config) as front:
         body = {"model": "m", "stream": True, "pad": "x" * 2000, "fake": {"hold": "c"}}

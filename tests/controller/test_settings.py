@@ -26,12 +26,12 @@ def test_durations(text: object, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5 m", "-1", -1, "1x", "m", True, None, float("nan"), "1e9"])
-def test_what_is_no_duration(text: object) -> None:
+def test_invalid_durations_are_refused(text: object) -> None:
     with pytest.raises(InvalidArgumentError):
         parse_duration_s(text)
 
 
-def test_the_issue_s_keys_are_read() -> None:
+def test_all_configuration_keys_are_read() -> None:
     settings = parse(
         """
         server: {host: 127.0.0.1, port: 8080}
@@ -113,13 +113,13 @@ MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
         ("sleep: {auto: true, auto: false}", "twice"),
     ],
 )
-def test_faults_are_named(text: str, said: str) -> None:
+def test_configuration_errors_name_the_fault(text: str, said: str) -> None:
     with pytest.raises(ControllerConfigError) as caught:
         parse(text, {}, source="x.yaml")
     assert said in str(caught.value)
 
 
-def test_devices_that_are_accepted() -> None:
+def test_accepted_device_names() -> None:
     for device in ("host", "gpu0", "GPU-5bf5a4ac-0d34-4f0e-8a0e-0123456789ab", "MIG-" + "0a" * 16):
         text = f"devices: {{gpu0: 1G}}\n{MODEL % f', memory: {{device: {device}}}'}"
         assert parse(text, {}).models[0].memory.device == device
@@ -155,14 +155,14 @@ def test_devices_that_are_accepted() -> None:
         ("server: {max_body: hunter2}", "server.max_body: this is no size"),
     ],
 )
-def test_a_fault_is_told_by_its_place_and_no_value_is_shown(text: str, said: str) -> None:
+def test_errors_name_the_position_but_no_values(text: str, said: str) -> None:
     with pytest.raises(ControllerConfigError) as caught:
         parse(text, {})
     assert said in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ControllerConfigError) as caught:
         parse("server: {port: x}\nsleep: {auto: perhaps}", {})
     assert "server.port" in str(caught.value)
@@ -180,7 +180,7 @@ def test_the_example_loads_and_names_every_key() -> None:
             assert f"{key}:" in text, f"{key} is not in {EXAMPLE.name}"
 
 
-def test_the_schema_takes_what_is_taken_and_nothing_else() -> None:
+def test_json_schema_accepts_the_same_as_the_parser() -> None:
     check = jsonschema_rs.validator_for(json_schema())
     example = yaml.safe_load(EXAMPLE.read_text())
     check.validate(example)
@@ -198,7 +198,7 @@ def test_the_schema_takes_what_is_taken_and_nothing_else() -> None:
                 parse(yaml.safe_dump(text), {})
 
 
-def test_keys_that_stand_in_the_file_are_warned_of_and_others_are_not() -> None:
+def test_only_keys_written_in_the_file_warn() -> None:
     text = """
 auth:
   api_keys: ["${HERE}", "plain", "${GONE:-default}", {key: "x${HERE}"}]
@@ -211,18 +211,18 @@ auth:
     assert warnings_of(parse("auth: {api_keys: ['${HERE}']}", {"HERE": "secret"})) == []
 
 
-def test_a_key_is_given_once() -> None:
+def test_duplicate_key_is_refused() -> None:
     digest = "sha256:" + hashlib.sha256(b"k").hexdigest()
     with pytest.raises(ControllerConfigError, match="twice in api_keys"):
         parse(f"auth: {{api_keys: [k, '{digest}']}}", {})
 
 
 @pytest.mark.parametrize("path", ["/v2/x", "v1/x", "/v1/a/../b", "/v1//a", "/v1/", "/v1/a%20b"])
-def test_what_is_no_path_under_v1(path: str) -> None:
+def test_invalid_model_paths_are_refused(path: str) -> None:
     with pytest.raises(ControllerConfigError, match=r"auth\.model_paths"):
         parse(f"auth: {{model_paths: ['{path}']}}", {})
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_missing_file_is_refused() -> None:
     with pytest.raises(ControllerConfigError, match=r"cannot read \S+: No such file or directory$"):
         load(Path("/nowhere/at/all.yaml"))

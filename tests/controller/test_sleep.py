@@ -55,7 +55,7 @@ def both(shared: tuple[Engine, Controller]) -> tuple[Engine, Controller]:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_by_hand_and_back(kind: str) -> None:
+def test_sleep_and_wake_by_hand(kind: str) -> None:
     with Engine(kind) as engine, Controller(config_for(engine)) as front:
         answer = front.post("/action/sleep/m")
         assert (answer.status_code, answer.json()["success"]) == (200, True)
@@ -78,7 +78,7 @@ def memory_mib(front: Controller) -> float:
     return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) / 1024
 
 
-def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
+def test_thousand_concurrent_requests_wake_a_model_once(
     both: tuple[Engine, Controller],
 ) -> None:
     engine, front = both
@@ -100,7 +100,7 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     assert engine.count("requests_while_asleep") == 0
 
 
-def test_beyond_the_bound_they_are_told_when_to_come_again(
+def test_full_queue_is_429_with_retry_after(
     both: tuple[Engine, Controller],
 ) -> None:
     engine, front = both
@@ -122,7 +122,7 @@ def test_beyond_the_bound_they_are_told_when_to_come_again(
         assert engine.count("wake_calls") == 1
 
 
-def test_a_wait_ends_at_its_deadline(both: tuple[Engine, Controller]) -> None:
+def test_queued_request_times_out(both: tuple[Engine, Controller]) -> None:
     engine, front = both
     with front.reloaded(config_for(engine, sleep={"queue_timeout": "100ms", "min_sleep": 0})):
         front.post("/action/sleep/m")
@@ -133,7 +133,7 @@ def test_a_wait_ends_at_its_deadline(both: tuple[Engine, Controller]) -> None:
         engine.release("w")
 
 
-def test_who_goes_away_while_it_waits_leaves_the_queue(
+def test_disconnected_client_leaves_the_queue(
     both: tuple[Engine, Controller],
 ) -> None:
     engine, front = both
@@ -179,7 +179,7 @@ def test_a_stream_keeps_its_model_awake(both: tuple[Engine, Controller]) -> None
             assert engine.count("slept_while_busy") == 0
 
 
-def test_a_model_that_was_never_used_falls_asleep_and_a_request_wakes_it() -> None:
+def test_unused_model_sleeps_and_a_request_wakes_it() -> None:
     with Engine() as engine:
         sleep = {"auto": True, "idle_after": "100ms", "check_every": "20ms", "min_sleep": 0}
         with Controller(config_for(engine, sleep=sleep)) as front:
@@ -199,7 +199,7 @@ def test_a_pinned_model_stays_awake() -> None:
             assert pinned.count("sleep_calls") == 0
 
 
-def test_min_sleep_is_waited_for() -> None:
+def test_request_waits_for_min_sleep() -> None:
     with Engine() as engine:
         sleep = {"auto": True, "idle_after": "50ms", "check_every": "20ms", "min_sleep": "500ms"}
         with Controller(config_for(engine, sleep=sleep)) as front:
@@ -210,7 +210,7 @@ def test_min_sleep_is_waited_for() -> None:
             assert time.monotonic() - before_s + slept_s >= 0.45
 
 
-def test_without_wake_on_request_it_is_503(both: tuple[Engine, Controller]) -> None:
+def test_without_wake_on_request_asleep_model_is_503(both: tuple[Engine, Controller]) -> None:
     engine, front = both
     with front.reloaded(config_for(engine, sleep={"wake_on_request": False})):
         front.post("/action/sleep/m")
@@ -219,7 +219,7 @@ def test_without_wake_on_request_it_is_503(both: tuple[Engine, Controller]) -> N
         assert engine.state()["asleep"]
 
 
-def test_a_sleep_that_fails_is_rolled_back(
+def test_failed_sleep_is_rolled_back(
     both: tuple[Engine, Controller],
 ) -> None:
     engine, front = both
@@ -231,7 +231,7 @@ def test_a_sleep_that_fails_is_rolled_back(
     assert front.state() == "awake"
 
 
-def test_a_wake_that_fails_is_rolled_back_in_all_replicas() -> None:
+def test_failed_wake_is_rolled_back_in_all_replicas() -> None:
     with Engine() as one, Engine() as two:
         config = config_for(one, model={"url": None, "urls": [one.url, two.url]})
         with Controller(config) as front:
@@ -247,7 +247,7 @@ def test_a_wake_that_fails_is_rolled_back_in_all_replicas() -> None:
             assert front.complete().status_code == 200
 
 
-def test_an_engine_that_hangs_at_its_wake_is_given_up(both: tuple[Engine, Controller]) -> None:
+def test_hanging_wake_times_out_all_waiters(both: tuple[Engine, Controller]) -> None:
     """The requests come while it falls asleep, so all of them wait for the same wake."""
     engine, front = both
     config = config_for(engine, sleep={"wake_timeout": "100ms", "min_sleep": 0})
@@ -263,7 +263,7 @@ def test_an_engine_that_hangs_at_its_wake_is_given_up(both: tuple[Engine, Contro
         assert engine.count("wake_calls") == 1
 
 
-def test_a_controller_that_starts_finds_models_asleep() -> None:
+def test_starting_controller_finds_models_asleep() -> None:
     with Engine() as engine:
         with Controller(config_for(engine)) as front:
             front.post("/action/sleep/m")
@@ -273,7 +273,7 @@ def test_a_controller_that_starts_finds_models_asleep() -> None:
         assert engine.count("requests_while_asleep") == 0
 
 
-def test_what_cannot_sleep_says_so() -> None:
+def test_sleep_of_engine_without_sleep_is_400() -> None:
     with Engine("openai") as engine, Controller(config_for(engine)) as front:
         answer = front.post("/action/sleep/m")
         assert (answer.status_code, answer.json()["success"]) == (400, False)
@@ -281,7 +281,7 @@ def test_what_cannot_sleep_says_so() -> None:
         assert front.get("/action/sleep/m").status_code == 405
 
 
-def test_sigterm_lets_requests_end_and_ends_with_0() -> None:
+def test_sigterm_waits_for_requests_and_exits_0() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         body = {"model": "m", "stream": True, "fake": {"hold": "h"}}
         with front.client.stream("POST", "/v1/completions", json=body) as response:

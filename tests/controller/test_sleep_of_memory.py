@@ -52,7 +52,7 @@ def sleep(front: Controller) -> None:
     assert answer.json()["success"], answer.text
 
 
-def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
+def test_sleep_releases_all_memory_and_keeps_limit(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     front.client.patch("/memory/org/m", json={"limit": "128M", "wait": DEADLINE_S})
@@ -72,9 +72,7 @@ def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
     assert instance.alloc(64) is not None
 
 
-def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wakes(
-    front: Controller, instance: Instance
-) -> None:
+def test_limit_set_while_asleep_applies_after_wake(front: Controller, instance: Instance) -> None:
     sleep(front)
     request = {"limit": "96M", "min": "8M", "priority": 4, "wait": DEADLINE_S}
     response = front.client.patch("/memory/org/m", json=request)
@@ -88,7 +86,7 @@ def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wak
     assert (row["limit_bytes"], row["effective_limit_bytes"]) == (96 * MIB, 96 * MIB)
 
 
-def test_a_limit_that_an_operator_sets_meanwhile_survives(
+def test_limit_set_by_kvctl_while_asleep_survives_wake(
     front: Controller, instance: Instance
 ) -> None:
     """By kvctl, of which the controller hears nothing; also a limit of 0 is one like any other."""
@@ -100,9 +98,7 @@ def test_a_limit_that_an_operator_sets_meanwhile_survives(
         assert memory(front)["asleep"] is False
 
 
-def test_the_limit_of_one_that_nobody_has_limited_is_known_in_sleep(
-    front: Controller, instance: Instance
-) -> None:
+def test_default_limit_is_shown_while_asleep(front: Controller, instance: Instance) -> None:
     assert memory(front)["limit_bytes"] == 256 * MIB
     sleep(front)
     row = memory(front)
@@ -115,7 +111,7 @@ def test_the_limit_of_one_that_nobody_has_limited_is_known_in_sleep(
     assert rows["models"]["org/m"]["limit_bytes"] == 256 * MIB
 
 
-def test_the_engine_sleeps_first_and_wakes_last(
+def test_engine_sleeps_before_and_wakes_after_its_memory(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     """While the engine's own call runs its memory is there: it may still need it."""
@@ -136,7 +132,7 @@ def test_the_engine_sleeps_first_and_wakes_last(
     assert front.state("org/m") == "awake"
 
 
-def test_an_engine_that_cannot_be_put_to_sleep_keeps_its_memory(
+def test_failed_engine_sleep_keeps_the_memory(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     engine.change(sleep_status=500)
@@ -145,7 +141,7 @@ def test_an_engine_that_cannot_be_put_to_sleep_keeps_its_memory(
     assert instance.alloc(1) is not None
 
 
-def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
+def test_failed_wake_puts_memory_back_to_sleep(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     front.client.patch("/memory/org/m", json={"limit": "128M", "wait": DEADLINE_S})
@@ -160,9 +156,7 @@ def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
     assert (row["asleep"], row["limit_bytes"]) == (False, 128 * MIB)
 
 
-def test_a_wake_that_the_device_has_no_room_for_is_refused_with_who_has_it(
-    front: Controller, instance: Instance
-) -> None:
+def test_wake_without_room_names_the_holders(front: Controller, instance: Instance) -> None:
     front.client.patch("/memory/org/m", json={"min": "160M", "wait": DEADLINE_S})
     sleep(front)
     with Instance(
@@ -179,7 +173,7 @@ def test_a_wake_that_the_device_has_no_room_for_is_refused_with_who_has_it(
     assert not memory(front)["asleep"]
 
 
-def test_a_controller_that_starts_anew_wakes_what_the_last_one_put_to_sleep(
+def test_restarted_controller_wakes_models_put_to_sleep_before(
     engine: Engine, instance: Instance
 ) -> None:
     """Nothing has to be remembered: the limit was the instance's own all the time."""
@@ -194,7 +188,7 @@ def test_a_controller_that_starts_anew_wakes_what_the_last_one_put_to_sleep(
     assert instance.alloc(64) is not None
 
 
-def test_who_wakes_the_engine_alone_gets_its_memory_too(
+def test_waking_the_engine_directly_wakes_its_memory(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     sleep(front)
@@ -204,7 +198,7 @@ def test_who_wakes_the_engine_alone_gets_its_memory_too(
     assert instance.alloc(1) is not None
 
 
-def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
+def test_memory_asleep_by_kvctl_is_reported_and_wakeable(
     front: Controller, instance: Instance
 ) -> None:
     """The model is awake for the controller, and requests wait in its engine."""
@@ -236,7 +230,7 @@ def test_a_wakeup_looks_whether_another_client_has_put_the_engine_to_sleep(
     assert not engine.state()["asleep"]
 
 
-def test_where_the_engine_has_no_call_for_it_its_instance_says_whether_it_sleeps(
+def test_sleep_state_of_sglang_comes_from_its_instance(
     instance: Instance,
 ) -> None:
     """SGLang: what it notes in its segment outlives the controller."""
@@ -253,7 +247,7 @@ def test_where_the_engine_has_no_call_for_it_its_instance_says_whether_it_sleeps
             assert not engine.state()["asleep"]
 
 
-def test_an_instance_that_is_gone_is_no_hindrance(
+def test_missing_instance_does_not_prevent_sleep_and_wake(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     instance.close()
@@ -262,7 +256,7 @@ def test_an_instance_that_is_gone_is_no_hindrance(
     assert front.complete("org/m").status_code == 200
 
 
-def test_the_configured_limit_of_a_launched_engine_is_requested_when_it_is_ready(
+def test_configured_limit_is_requested_when_engine_is_ready(
     instance: Instance, tmp_path: Path
 ) -> None:
     launch = {

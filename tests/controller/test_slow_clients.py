@@ -91,7 +91,7 @@ def impatient(front: Controller) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["at_once", "streamed", "a_byte_now_and_then"])
-def test_a_client_that_does_not_read_loses_its_place_and_its_model_can_sleep(
+def test_client_not_reading_is_cut_and_model_sleeps(
     engine: Engine, front: Controller, way: str
 ) -> None:
     cut = metric(front, "send_timeouts_total")
@@ -141,7 +141,7 @@ class Watched(asyncio.Protocol):
 
 
 @pytest.mark.parametrize(("each_bytes", "is_cut"), [(4 * LEAST_BYTES, False), (1, True)])
-def test_a_client_that_takes_enough_each_time_is_not_cut(
+def test_only_clients_below_the_minimum_rate_are_cut(
     monkeypatch: pytest.MonkeyPatch, each_bytes: int, is_cut: bool
 ) -> None:
     """The kernel says what it has taken; time passes only between two looks."""
@@ -175,7 +175,7 @@ def test_a_client_that_takes_enough_each_time_is_not_cut(
     asyncio.run(run())
 
 
-def test_the_end_of_an_answer_is_watched_too(front: Controller) -> None:
+def test_send_timeout_covers_the_end_of_responses(front: Controller) -> None:
     """All is written, the connection is being closed, and the client takes nothing of the rest."""
     with dial(front.port) as sock:
         # The last piece waits in the connection, and no exchange waits for it any more.
@@ -186,7 +186,7 @@ def test_the_end_of_an_answer_is_watched_too(front: Controller) -> None:
             wait_until(lambda: metric(front, "connections") < before)
 
 
-def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
+def test_send_timeout_covers_controller_pages(front: Controller) -> None:
     before = metric(front, "connections")
     with dial(front.port) as sock:
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
@@ -195,7 +195,7 @@ def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
             wait_until(lambda: metric(front, "connections") == before)
 
 
-def test_over_tls(engine: Engine, tmp_path: Path) -> None:
+def test_send_timeout_applies_over_tls(engine: Engine, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     server = {"send_timeout": "200ms", "tls_cert": str(certificate), "tls_key": str(key)}
     context = ssl.create_default_context(cafile=str(certificate))
@@ -211,7 +211,7 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "count", [40, pytest.param(2000, marks=pytest.mark.soak)], ids=["some", "two_thousand"]
 )
-def test_many_clients_that_stop_reading_leave_nothing_and_others_are_served(count: int) -> None:
+def test_many_stalled_clients_do_not_affect_others(count: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     body = post("/v1/completions", stream=True, max_tokens=100, fake={"pad": 100_000})
@@ -247,7 +247,7 @@ def test_many_clients_that_stop_reading_leave_nothing_and_others_are_served(coun
     more_taken=st.integers(0, 1 << 24),
     more_written=st.integers(0, 1 << 24),
 )
-def test_progress_is_all_that_waited_or_enough_of_it(
+def test_progress_needs_the_minimum_or_all_pending_bytes(
     taken: int, waited: int, more_taken: int, more_written: int
 ) -> None:
     mark = Sent(taken, taken + waited)

@@ -49,7 +49,7 @@ async def sleep(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("answer", [False, True])
-def test_an_answer_from_before_a_sleep_or_wake_is_dropped(answer: bool) -> None:
+def test_state_read_before_sleep_or_wake_is_discarded(answer: bool) -> None:
     async def run() -> None:
         calls = SlowCalls()
         model = await awake_model(calls)
@@ -70,7 +70,7 @@ def test_an_answer_from_before_a_sleep_or_wake_is_dropped(answer: bool) -> None:
     asyncio.run(run())
 
 
-def test_the_same_state_of_a_later_time_is_another_one() -> None:
+def test_state_read_before_wake_sleep_cycle_is_discarded() -> None:
     async def run() -> None:
         calls = SlowCalls()
         model = await awake_model(calls)
@@ -88,7 +88,7 @@ def test_the_same_state_of_a_later_time_is_another_one() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_of_this_generation_counts() -> None:
+def test_state_read_in_current_generation_is_applied() -> None:
     async def run() -> None:
         calls = SlowCalls()
         model = await awake_model(calls)

@@ -95,7 +95,7 @@ WRONG: list[tuple[int, str, str, object]] = [
 ]
 
 
-def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) -> None:
+def test_invalid_request_changes_nothing(front: Controller, instance: Instance) -> None:
     before = disk(front)
     for status, method, path, body in WRONG:
         response = front.client.request(
@@ -108,7 +108,7 @@ def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) 
     assert {**after, "is_current": True} == {**before, "is_current": True}
 
 
-def test_what_tiers_keep_and_what_is_asked_of_them(front: Controller, instance: Instance) -> None:
+def test_tier_statistics_and_requests(front: Controller, instance: Instance) -> None:
     tier = disk(front)
     assert (tier["tier"], tier["state"], tier["limit_bytes"]) == ("disk", "ok", DISK_BYTES)
     assert tier["records"] == instance.records
@@ -179,7 +179,7 @@ def test_the_dashboard_shows_tiers(
         assert (page.pale(), page.unnamed(), page.problems) == ([], [], [])
 
 
-def test_one_that_is_stopped_or_gone(engine: Engine, tmp_path: Path) -> None:
+def test_stopped_instance_is_202_and_dead_instance_refused(engine: Engine, tmp_path: Path) -> None:
     instance = Instance(tmp_path / "disk")
     with Controller(config_for(engine, model={"instance": instance.name})) as front:
         instance.process.send_signal(signal.SIGSTOP)
@@ -201,7 +201,7 @@ def test_one_that_is_stopped_or_gone(engine: Engine, tmp_path: Path) -> None:
     ledger.reap()
 
 
-def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> None:
+def test_waiting_tier_requests_do_not_block_others(engine: Engine, tmp_path: Path) -> None:
     """More of them than there are threads; and the controller ends while they wait."""
     instance = Instance(tmp_path / "disk")
     server = {"drain_timeout": 0.5}
@@ -238,7 +238,7 @@ def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> 
     assert instance.end() == 0
 
 
-def test_one_without_tiers(engine: Engine) -> None:
+def test_instance_without_tiers_is_404(engine: Engine) -> None:
     with (
         WithoutTiers(KVELASTIC_HOST_MEMORY="64M") as instance,
         Controller(config_for(engine, model={"instance": instance.name})) as front,

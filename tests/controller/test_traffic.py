@@ -17,7 +17,7 @@ from kvelastic.controller.models.traffic import (
 )
 
 
-def test_percentiles_are_right_to_a_twentieth() -> None:
+def test_percentiles_are_accurate_to_6_percent() -> None:
     dice = random.Random(1)
     values = sorted(dice.lognormvariate(-2, 1.5) for _ in range(5000))
     traffic = Traffic()
@@ -41,14 +41,14 @@ def test_old_requests_leave_the_window() -> None:
     assert traffic.requests == 2
 
 
-def test_a_slot_whose_place_comes_round_is_cleared() -> None:
+def test_reused_slot_is_cleared() -> None:
     traffic = Traffic()
     traffic.end(0.0, total_s=1, first_s=1, ok=True)
     traffic.end(MAX_WINDOW_S + SLOT_S, total_s=1, first_s=1, ok=True)
     assert traffic.window(MAX_WINDOW_S, MAX_WINDOW_S + SLOT_S).requests == 1
 
 
-def test_its_size_does_not_grow() -> None:
+def test_traffic_memory_does_not_grow() -> None:
     def size(traffic: Traffic) -> int:
         slots = traffic._slots
         return sum(sys.getsizeof(s.first) + sys.getsizeof(s.total) for s in slots) + len(slots)
@@ -60,7 +60,7 @@ def test_its_size_does_not_grow() -> None:
     assert size(traffic) == before
 
 
-def test_buckets_hold_what_their_bounds_say() -> None:
+def test_buckets_match_their_bounds() -> None:
     bounds = bucket_bounds_s()
     for bucket, bound in enumerate(bounds):
         assert bucket_of(bound * 0.999) <= bucket

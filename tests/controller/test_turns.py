@@ -34,12 +34,12 @@ OWN_MEMORY = MEMORY | {"KVELASTIC_LEDGER": f"{LEDGER}-own"}
 QUICK = {"min_awake": "50ms"}
 
 
-def why_waiting(front: Controller, model: str) -> str:
+def waiting_reason(front: Controller, model: str) -> str:
     found = front.get("/models").json()["models"][model]["waits"]
     return "" if found is None else str(found["why"])
 
 
-def lay_down(engine: Engine) -> None:
+def put_to_sleep_directly(engine: Engine) -> None:
     """Put it to sleep past the controller."""
     httpx.post(engine.url + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
 
@@ -55,7 +55,7 @@ class Three:
             self.instances[name] = instance
             if name == "c":
                 segment.request(instance.name, asleep=True, wait_s=DEADLINE_S)
-                lay_down(self.engines["c"])
+                put_to_sleep_directly(self.engines["c"])
 
     def config(self, **sections: Any) -> dict[str, Any]:
         sections.setdefault("swap", QUICK)
@@ -77,13 +77,13 @@ def three(shared: Three) -> Three:
     for name, engine in shared.engines.items():
         engine.reset()
         segment.request(shared.instances[name].name, asleep=True, wait_s=DEADLINE_S)
-    lay_down(shared.engines["c"])
+    put_to_sleep_directly(shared.engines["c"])
     for name in "ab":
         segment.request(shared.instances[name].name, asleep=False, priority=0, wait_s=DEADLINE_S)
     return shared
 
 
-def test_whoever_is_asked_for_runs_and_the_idlest_makes_room(three: Three) -> None:
+def test_requested_model_displaces_the_longest_idle_one(three: Three) -> None:
     with Controller(three.config(swap={"min_awake": 0})) as front:
         assert front.complete("a").status_code == 200
         assert front.complete("c").status_code == 200
@@ -93,7 +93,7 @@ def test_whoever_is_asked_for_runs_and_the_idlest_makes_room(three: Three) -> No
         assert front.state("a") == "asleep"
 
 
-def test_a_higher_priority_keeps_its_memory(three: Three) -> None:
+def test_model_with_higher_priority_is_not_displaced(three: Three) -> None:
     config = three.config()
     config["models"][1]["memory"] = {"priority": 1}
     with Controller(config) as front:
@@ -104,24 +104,24 @@ def test_a_higher_priority_keeps_its_memory(three: Three) -> None:
         assert [front.state(name) for name in "abc"] == ["asleep", "awake", "awake"]
 
 
-def stream_held(front: Controller, model: str) -> Any:
+def held_stream(front: Controller, model: str) -> Any:
     body = {"model": model, "stream": True, "fake": {"hold": "h"}}
     return front.client.stream("POST", "/v1/completions", json=body)
 
 
-def test_what_is_in_flight_is_waited_for_and_who_comes_later_waits_behind(three: Three) -> None:
+def test_swap_waits_for_requests_in_flight(three: Three) -> None:
     """a and b stream; c waits for one of them to end. New requests for that one wait for c."""
     with (
         Controller(three.config()) as front,
         ThreadPoolExecutor(4) as threads,
-        stream_held(front, "a") as one,
-        stream_held(front, "b") as two,
+        held_stream(front, "a") as one,
+        held_stream(front, "b") as two,
     ):
         pieces = [one.iter_raw(), two.iter_raw()]
         for each in pieces:
             next(each)
         wanted = threads.submit(front.complete, "c")
-        wait_until(lambda: "ends its requests first" in why_waiting(front, "c"))
+        wait_until(lambda: "ends its requests first" in waiting_reason(front, "c"))
         models = front.get("/models").json()["models"]
         (leaver,) = models["c"]["waits"]["for_room_of"]
         assert models[leaver]["makes_room_for"] == {"c": models["c"]["waits"]["why"]}
@@ -139,7 +139,7 @@ def test_what_is_in_flight_is_waited_for_and_who_comes_later_waits_behind(three:
         assert engine.count("slept_while_busy") == engine.count("requests_while_asleep") == 0
 
 
-def test_where_it_cannot_be_had_it_is_503_with_who_holds_it(three: Three) -> None:
+def test_wake_without_room_is_503_naming_the_holders(three: Three) -> None:
     config = three.config()
     for model in config["models"][:2]:
         model["pin"] = True
@@ -156,9 +156,9 @@ def test_where_it_cannot_be_had_it_is_503_with_who_holds_it(three: Three) -> Non
         assert "There is no room" in answer.text
 
 
-def test_memory_that_was_woken_past_the_controller_counts(three: Three) -> None:
+def test_memory_woken_outside_the_controller_is_counted(three: Three) -> None:
     """The engine sleeps, and its instance has been woken: the ledger would refuse the next wake."""
-    lay_down(three.engines["a"])
+    put_to_sleep_directly(three.engines["a"])
     config = three.config()
     config["models"][1]["pin"] = True
     with Controller(config) as front:
@@ -169,12 +169,12 @@ def test_memory_that_was_woken_past_the_controller_counts(three: Three) -> None:
         assert three.engines["c"].count("wake_calls") == 0
 
 
-def test_a_wait_that_ends_says_what_it_waited_for_and_nobody_is_displaced(three: Three) -> None:
+def test_timed_out_wait_names_reason_and_displaces_nothing(three: Three) -> None:
     config = three.config(sleep={"queue_timeout": "300ms", "min_sleep": 0})
     with (
         Controller(config) as front,
-        stream_held(front, "a") as one,
-        stream_held(front, "b") as two,
+        held_stream(front, "a") as one,
+        held_stream(front, "b") as two,
     ):
         response = front.complete("c")
         error = response.json()["error"]
@@ -189,11 +189,11 @@ def test_a_wait_that_ends_says_what_it_waited_for_and_nobody_is_displaced(three:
         assert three.engines["c"].count("wake_calls") == 0
 
 
-def test_who_goes_away_while_its_model_waits_for_room_displaces_nobody(three: Three) -> None:
+def test_disconnected_client_displaces_no_model(three: Three) -> None:
     with (
         Controller(three.config()) as front,
-        stream_held(front, "a") as one,
-        stream_held(front, "b") as two,
+        held_stream(front, "a") as one,
+        held_stream(front, "b") as two,
     ):
         body = json.dumps({"model": "c"}).encode()
         with socket.create_connection(("127.0.0.1", front.port)) as sock:
@@ -201,7 +201,7 @@ def test_who_goes_away_while_its_model_waits_for_room_displaces_nobody(three: Th
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
                 % (len(body), body)
             )
-            wait_until(lambda: why_waiting(front, "c"))
+            wait_until(lambda: waiting_reason(front, "c"))
         wait_until(lambda: front.state("c") == "asleep")
         for name, stream in (("a", one), ("b", two)):
             three.engines[name].release("h")
@@ -209,7 +209,7 @@ def test_who_goes_away_while_its_model_waits_for_room_displaces_nobody(three: Th
         assert [front.state(name) for name in "abc"] == ["awake", "awake", "asleep"]
 
 
-def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: Three) -> None:
+def test_highest_request_priority_is_served_first(three: Three) -> None:
     """All three want, one after the other: b fills the device alone with what it is guaranteed."""
     config = config_for(
         *three.engines.values(),
@@ -218,11 +218,11 @@ def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: T
     )
     for name in "bc":
         three.engines[name].reset()
-        lay_down(three.engines[name])
+        put_to_sleep_directly(three.engines[name])
     with (
         Controller(config) as front,
         ThreadPoolExecutor(4) as threads,
-        stream_held(front, "a") as stream,
+        held_stream(front, "a") as stream,
     ):
         wait_until(lambda: front.state("b") == front.state("c") == "asleep")
         order: list[str] = []
@@ -235,9 +235,9 @@ def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: T
             order.append(name)
 
         asked = [threads.submit(ask, "b", 0)]
-        wait_until(lambda: why_waiting(front, "b"))
+        wait_until(lambda: waiting_reason(front, "b"))
         asked.append(threads.submit(ask, "c", 5))
-        wait_until(lambda: why_waiting(front, "c"))
+        wait_until(lambda: waiting_reason(front, "c"))
         three.engines["a"].release("h")
         stream.read()
         for each in asked:
@@ -245,7 +245,7 @@ def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: T
         assert order == ["c", "b"]
 
 
-def test_random_bursts_lose_nothing_and_swap_no_more_than_min_awake_allows(three: Three) -> None:
+def test_random_bursts_lose_no_request_within_min_awake(three: Three) -> None:
     """Three of which two fit, their caches filled while they are awake."""
     dice = random.Random(5)
     with Controller(three.config(swap={"min_awake": "200ms"})) as front:
@@ -315,7 +315,7 @@ def pid_of(front: Controller, name: str) -> int | None:
     return front.get(f"/admin/models/{name}/logs").json()["pid"]
 
 
-def test_a_request_starts_it_and_another_model_s_request_stops_it(tmp_path: Path) -> None:
+def test_request_starts_engine_and_stops_the_displaced_one(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", "b"), "swap": {"min_awake": 0}}
     with Controller(config, environment=OWN_MEMORY) as front:
         wait_until(lambda: [front.state(name) for name in "ab"] == ["asleep", "asleep"])
@@ -333,7 +333,7 @@ def test_a_request_starts_it_and_another_model_s_request_stops_it(tmp_path: Path
     assert not [i for i in segment.list_segments() if LEDGER in i.name]
 
 
-def test_two_starts_at_once_do_not_charge_each_other(tmp_path: Path) -> None:
+def test_concurrent_starts_do_not_exceed_the_device(tmp_path: Path) -> None:
     """Neither shows in the ledger yet; the second would be refused there, and end with 3."""
     models = on_demand(tmp_path, "a", "b", arguments=("--slow-start-s=0.3",))
     with Controller({"models": models, "swap": QUICK}, environment=OWN_MEMORY) as front:
@@ -345,7 +345,7 @@ def test_two_starts_at_once_do_not_charge_each_other(tmp_path: Path) -> None:
         assert front.end() == 0
 
 
-def test_idleness_stops_it_and_a_crash_does_not_start_it(tmp_path: Path) -> None:
+def test_idle_engine_stops_and_crashed_engine_stays_stopped(tmp_path: Path) -> None:
     config = {
         "models": on_demand(tmp_path, "a", backoff="10ms"),
         "sleep": {"check_every": "20ms"},
@@ -366,7 +366,7 @@ def test_idleness_stops_it_and_a_crash_does_not_start_it(tmp_path: Path) -> None
         assert front.end() == 0
 
 
-def test_preload_starts_what_fits_in_the_file_s_order(tmp_path: Path) -> None:
+def test_preload_starts_fitting_models_in_file_order(tmp_path: Path) -> None:
     models = on_demand(tmp_path, "a", "b", "c")
     for model in models[1:]:
         model["launch"]["preload"] = True
@@ -377,7 +377,7 @@ def test_preload_starts_what_fits_in_the_file_s_order(tmp_path: Path) -> None:
         assert front.end() == 0
 
 
-def test_a_start_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_start_is_503_and_leaves_no_process(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", arguments=("--die=4",))}
     with Controller(config, environment=OWN_MEMORY) as front:
         response = front.complete("a")
@@ -386,7 +386,7 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         assert "ended with 4" in front.get("/models").json()["models"]["a"]["last_problem"]
 
 
-def test_the_end_does_not_wait_for_a_start(tmp_path: Path) -> None:
+def test_shutdown_does_not_wait_for_a_starting_engine(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", arguments=("--slow-start-s=600",))}
     with Controller(config, environment=OWN_MEMORY) as front, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(front.complete, "a")
@@ -395,7 +395,7 @@ def test_the_end_does_not_wait_for_a_start(tmp_path: Path) -> None:
         assert asked.result().status_code == 503
 
 
-def test_what_stands_beside_kvelastic_is_kept_free_by_the_configuration(tmp_path: Path) -> None:
+def test_configured_needs_bound_engines_without_instances(tmp_path: Path) -> None:
     """Engines without an instance on a device without a ledger: llama.cpp's, say."""
     models = on_demand(tmp_path, "a", "b", "c")
     for model in models:
@@ -418,7 +418,7 @@ def test_what_stands_beside_kvelastic_is_kept_free_by_the_configuration(tmp_path
         assert "30.00 GiB reserved of gpu0, which has 24.00 GiB" in error["message"]
 
 
-def test_engines_that_always_run_start_in_turn_when_they_do_not_all_fit(tmp_path: Path) -> None:
+def test_permanent_engines_start_in_turn_without_enough_memory(tmp_path: Path) -> None:
     """Each is loaded once, and the idlest sleeps: vLLM's wake is faster than its start."""
     models = on_demand(tmp_path, "a", "b", "c", on_demand=False)
     for model in models:
@@ -437,7 +437,7 @@ def test_engines_that_always_run_start_in_turn_when_they_do_not_all_fit(tmp_path
         assert front.end() == 0
 
 
-def test_a_program_that_only_listens_is_no_start(tmp_path: Path) -> None:
+def test_start_fails_while_another_process_has_the_port(tmp_path: Path) -> None:
     """Its port is another one's: the start fails and says so, and the next one is tried."""
     (model,) = on_demand(tmp_path, "a", backoff="10ms")
     with (

@@ -114,7 +114,7 @@ def simulate(requests: list[tuple[float, int, float]]) -> TurnSimulation:
 
 
 @pytest.mark.parametrize(("seed", "every_s"), [(0, 4), (1, 4), (6, 4), (2, 1), (4, 1), (7, 1)])
-def test_no_request_is_lost_and_no_wait_is_far_from_the_best(seed: int, every_s: float) -> None:
+def test_bursts_lose_no_request_and_wait_near_optimum(seed: int, every_s: float) -> None:
     """The sum has another bound. The optimum knows the future; with two places nobody who does not
     can promise less than twice its swaps (Sleator and Tarjan, 1985), nor so of the waits for them.
     """

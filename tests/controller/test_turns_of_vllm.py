@@ -102,7 +102,7 @@ def counted(front: Controller, name: str, metric: str) -> float:
 
 
 @pytest.mark.parametrize("neighbour", ["fake", pytest.param("vllm", marks=pytest.mark.soak)])
-def test_a_model_that_was_stopped_and_started_answers_again_without_computing(
+def test_restarted_vllm_reuses_kv_cache_from_tiers(
     smollm2: Path, tmp_path: Path, neighbour: str
 ) -> None:
     environ = engine_environment(KVELASTIC_LEDGER=LEDGER, KVELASTIC_HOST_MEMORY="256M")

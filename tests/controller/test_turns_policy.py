@@ -38,11 +38,11 @@ def decide_for(coming: Model, *present: Model, where: Room | None = None, **want
     return decide(where or room(), standings, [Want(coming.name, 1, **want)])
 
 
-def test_what_fits_goes_at_once() -> None:
+def test_model_that_fits_wakes_immediately() -> None:
     assert decide_for(model("c"), model("a"), model("b")).go == ["c"]
 
 
-def test_the_least_important_goes_and_of_equals_the_idlest() -> None:
+def test_lowest_priority_longest_idle_model_is_displaced() -> None:
     present = (
         model("precious", priority=5, idle_s=900),
         model("idle", idle_s=60),
@@ -52,26 +52,26 @@ def test_the_least_important_goes_and_of_equals_the_idlest() -> None:
     assert (decision.sleep, decision.go) == (["idler"], [])
 
 
-def test_nobody_goes_whose_going_is_not_needed() -> None:
+def test_unneeded_displacement_is_avoided() -> None:
     """The small one is idler, and too small to help; once the large one goes it may stay."""
     present = (model("small", 4, idle_s=900), model("large", 16, idle_s=10))
     assert decide_for(model("c", 16), *present).sleep == ["large"]
 
 
-def test_one_with_a_request_in_flight_never_goes_and_is_held_back_instead() -> None:
+def test_busy_model_yields_after_its_requests() -> None:
     present = (model("b", 8, is_busy=True, priority=-1, idle_s=9), model("a", 16, is_busy=True))
     decision = decide_for(model("c", 16), *present)
     assert (decision.sleep, decision.yielding) == ([], {"a"})
     assert "a ends its requests first" in decision.waits["c"].why
 
 
-def test_a_busy_one_of_a_higher_priority_is_not_held_back() -> None:
+def test_busy_model_of_higher_priority_does_not_yield() -> None:
     decision = decide_for(model("c"), model("a", 24, is_busy=True, priority=1))
     assert (decision.sleep, decision.yielding) == ([], set())
     assert "more important" in decision.waits["c"].why
 
 
-def test_min_awake_is_waited_for_and_looked_at_again() -> None:
+def test_displacement_waits_for_min_awake() -> None:
     present = (model("a", 12, stays_s=7.0), model("b", 12, stays_s=3.0, is_busy=True))
     decision = decide_for(model("c"), *present)
     assert (decision.sleep, decision.yielding) == ([], set())
@@ -79,7 +79,7 @@ def test_min_awake_is_waited_for_and_looked_at_again() -> None:
     assert "not to make room" in decision.waits["c"].why
 
 
-def test_who_has_just_made_room_spares_those_in_use_for_a_while() -> None:
+def test_models_in_use_are_spared_for_a_while() -> None:
     present = (model("a", 12, is_in_use=True), model("b", 12, is_in_use=True, is_busy=True))
     decision = decide_for(model("c"), *present, spares_s=4.0)
     assert (decision.sleep, decision.yielding, decision.look_again_in_s) == ([], set(), 4.0)
@@ -87,7 +87,7 @@ def test_who_has_just_made_room_spares_those_in_use_for_a_while() -> None:
     assert decide_for(model("c"), present[0], idle, spares_s=4.0).sleep == ["idle"]
 
 
-def test_what_never_fits_is_refused_with_who_holds_the_memory() -> None:
+def test_model_that_never_fits_is_refused_naming_holders() -> None:
     pinned = model("pinned", 12, can_leave=False)
     decision = decide_for(model("c", 16), pinned, model("idle", 8))
     assert decision.sleep == []
@@ -98,12 +98,12 @@ def test_what_never_fits_is_refused_with_who_holds_the_memory() -> None:
     assert "24.00 GiB" in decide_for(model("c", 30)).refused["c"]
 
 
-def test_guarantees_count_and_caches_beyond_them_do_not() -> None:
+def test_only_guarantees_count_against_room() -> None:
     assert decide_for(model("c", 8, 4), model("a", 8, 4)).go == ["c"]
     assert decide_for(model("c", 8, 4), model("a", 8, 6)).sleep == ["a"]
 
 
-def test_what_one_was_promised_is_not_given_to_the_next() -> None:
+def test_room_promised_to_a_model_is_not_reused() -> None:
     """Of two that start at once each finds room for one."""
     a, b = model("a", 16), model("b", 16)
     standings = {one.name: Standing(one, Stand.AWAY) for one in (a, b)}
@@ -114,7 +114,7 @@ def test_what_one_was_promised_is_not_given_to_the_next() -> None:
     assert decide(room(), standings, [Want("b", 2)]).go == []
 
 
-def test_one_who_waits_is_not_overtaken_by_a_smaller_one() -> None:
+def test_smaller_model_does_not_overtake_a_waiting_one() -> None:
     busy, large, small = model("busy", 16, is_busy=True), model("large", 16), model("small", 8)
     standings = {
         **there(busy),
@@ -130,7 +130,7 @@ def test_one_who_waits_is_not_overtaken_by_a_smaller_one() -> None:
     assert decide(room(24), standings, [Want("large", 1), Want("small", 2)]).go == []
 
 
-def test_a_request_of_higher_priority_is_served_first_then_the_model_s_own_counts() -> None:
+def test_request_priority_is_compared_before_model_priority() -> None:
     one, two, three = model("one", 24), model("two", 24, priority=3), model("three", 24)
     standings = {m.name: Standing(m, Stand.AWAY) for m in (one, two, three)}
     wants = [Want("one", 1), Want("two", 2), Want("three", 3, priority=9)]
@@ -138,7 +138,7 @@ def test_a_request_of_higher_priority_is_served_first_then_the_model_s_own_count
     assert decide(room(), standings, wants[:2]).go == ["two"]
 
 
-def test_who_falls_asleep_is_waited_for_and_nobody_else_is_displaced() -> None:
+def test_model_going_to_sleep_prevents_further_displacement() -> None:
     standings = {
         "a": Standing(model("a", 12), Stand.GOING),
         "b": Standing(model("b", 12), Stand.THERE),
@@ -149,13 +149,13 @@ def test_who_falls_asleep_is_waited_for_and_nobody_else_is_displaced() -> None:
     assert decision.waits["c"].leavers == ("a",)
 
 
-def test_a_preload_displaces_nobody() -> None:
+def test_preload_displaces_no_model() -> None:
     decision = decide_for(model("c"), model("a", 24), may_displace=False)
     assert (decision.sleep, decision.go) == ([], [])
     assert "c" in decision.refused
 
 
-def test_only_so_many_start_at_once() -> None:
+def test_number_of_concurrent_starts_is_limited() -> None:
     models = [model(name, 1) for name in "abc"]
     standings = {m.name: Standing(m, Stand.AWAY, is_starting=True) for m in models}
     wants = [Want(m.name, n, is_start=True) for n, m in enumerate(models)]
@@ -164,7 +164,7 @@ def test_only_so_many_start_at_once() -> None:
     assert decide(room(), standings, wants[1:], starts_at_once=2).go == ["b"]
 
 
-def test_of_a_group_so_many_are_awake_at_once_whatever_memory_there_is() -> None:
+def test_group_at_once_limits_awake_models() -> None:
     groups = {"g": Group(at_once=1)}
     a, b, out = model("a", 1, group="g"), model("b", 1, group="g"), model("out", 1, idle_s=99)
     assert decide_for(b, a, out, where=room(groups=groups)).sleep == ["a"]
@@ -172,7 +172,7 @@ def test_of_a_group_so_many_are_awake_at_once_whatever_memory_there_is() -> None
     assert "may be awake at once" in decide_for(b, stuck, where=room(groups=groups)).refused["b"]
 
 
-def test_an_exclusive_group_sends_the_others_to_sleep_but_for_persistent_and_pinned_ones() -> None:
+def test_exclusive_group_displaces_others_except_persistent_and_pinned() -> None:
     groups = {"alone": Group(exclusive=True), "always": Group(persistent=True)}
     present = (
         model("out", 1),
@@ -189,7 +189,7 @@ def test_an_exclusive_group_sends_the_others_to_sleep_but_for_persistent_and_pin
     ]
 
 
-def test_what_is_crowded_elsewhere_is_no_obstacle() -> None:
+def test_overcommit_on_another_device_is_ignored() -> None:
     """Models that run when the controller starts may be more than a group or a device allows."""
     groups = {"g": Group(at_once=1)}
     crowd = [model(name, 20, group="g") for name in "ab"]
@@ -227,7 +227,7 @@ def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]
 
 @pytest.mark.slow
 @given(scenes())
-def test_in_any_scene_who_goes_fits_and_who_sleeps_may(
+def test_random_scenes_yield_valid_decisions(
     scene: tuple[Room, dict[str, Standing], list[Want], int],
 ) -> None:
     where, standings, wants, starts = scene

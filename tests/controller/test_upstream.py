@@ -38,7 +38,7 @@ def raw(front: Controller, target: str, method: str = "GET", headers: str = "") 
 
 
 @pytest.mark.parametrize("name", ["org/m", "org%2Fm", "short"])
-def test_it_reaches_the_engine_as_it_is(engine: Engine, front: Controller, name: str) -> None:
+def test_request_reaches_the_engine_unchanged(engine: Engine, front: Controller, name: str) -> None:
     """The body is no JSON, names no model, and is not looked at."""
     answer = front.client.post(
         f"/upstream/{name}/any%20thing?model=other&x=%2F",
@@ -59,7 +59,7 @@ def test_it_reaches_the_engine_as_it_is(engine: Engine, front: Controller, name:
     assert front.get(f"/upstream/{name}").json()["path"] == "/"
 
 
-def test_it_wakes_the_model_and_streams(engine: Engine, front: Controller) -> None:
+def test_request_wakes_the_model_and_streams(engine: Engine, front: Controller) -> None:
     assert front.post("/action/sleep/org/m").json()["success"]
     body = {"model": NAME, "stream": True, "fake": {"hold": "h"}}
     path = "/upstream/org/m/v1/completions"
@@ -74,7 +74,7 @@ def test_it_wakes_the_model_and_streams(engine: Engine, front: Controller) -> No
     assert engine.count("wake_calls") == 1
 
 
-def test_a_client_that_goes_away_cancels_it(engine: Engine, front: Controller) -> None:
+def test_client_disconnect_cancels_the_request(engine: Engine, front: Controller) -> None:
     body = {"model": NAME, "stream": True, "fake": {"hold": "h"}}
     path = "/upstream/org/m/v1/completions"
     with front.client.stream("POST", path, json=body) as response:
@@ -85,7 +85,7 @@ def test_a_client_that_goes_away_cancels_it(engine: Engine, front: Controller) -
 
 
 @pytest.mark.slow
-def test_it_starts_an_engine(tmp_path: Path) -> None:
+def test_request_starts_an_on_demand_engine(tmp_path: Path) -> None:
     (model,) = on_demand(tmp_path, "a")
     del model["instance"]
     model["launch"]["command"].remove("--instance")
@@ -111,15 +111,13 @@ def test_it_starts_an_engine(tmp_path: Path) -> None:
         ".",
     ],
 )
-def test_a_path_that_two_may_read_differently_goes_nowhere(
-    engine: Engine, front: Controller, rest: str
-) -> None:
+def test_ambiguous_path_is_refused(engine: Engine, front: Controller, rest: str) -> None:
     for name in (NAME, "short"):
         assert raw(front, f"/upstream/{name}/{rest}", "POST") == 400
     assert engine.count("echoed") == engine.count("sleep_calls") == 0
 
 
-def test_what_names_no_model_is_not_found(engine: Engine, front: Controller) -> None:
+def test_unknown_model_is_404(engine: Engine, front: Controller) -> None:
     for path in ("/upstream/", "/upstream/nobody/v1/models", "/upstream/org", "/upstream/org/mm/x"):
         answer = front.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -131,7 +129,7 @@ def test_what_names_no_model_is_not_found(engine: Engine, front: Controller) -> 
 
 
 @pytest.mark.slow
-def test_the_longer_of_two_names_counts() -> None:
+def test_longest_matching_model_name_is_used() -> None:
     with (
         Engine("vllm", "org") as one,
         Engine("vllm", "org/m") as two,
@@ -143,7 +141,7 @@ def test_the_longer_of_two_names_counts() -> None:
             assert wanted.count("echoed") == before + 1
 
 
-def test_bounds_hold_there_too(engine: Engine) -> None:
+def test_body_size_limit_applies(engine: Engine) -> None:
     config = config_for(engine, server={"max_body": "1K"})
     with Controller(config) as front:
         answer = front.client.post(f"/upstream/{NAME}/x", content=b"x" * 2000)
@@ -154,7 +152,7 @@ KEYS = {"api_keys": ["user"], "admin_keys": ["admin"]}
 
 
 @pytest.mark.slow
-def test_what_is_no_inference_needs_an_admin_key(engine: Engine) -> None:
+def test_paths_other_than_inference_need_admin_key(engine: Engine) -> None:
     with Controller(config_for(engine, auth=KEYS)) as front:
 
         def status(key: str | None, method: str, path: str) -> int:
@@ -193,7 +191,7 @@ def test_what_is_no_inference_needs_an_admin_key(engine: Engine) -> None:
         assert front.get("/upstream/nobody/x").status_code == 401
 
 
-def test_pages_of_other_sites_get_nothing(engine: Engine, front: Controller) -> None:
+def test_foreign_origins_are_refused(engine: Engine, front: Controller) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
         for path in ("/v1/completions", "/sleep?level=1"):
             answer = httpx.post(f"{front.url}/upstream/{NAME}{path}", json={}, headers=headers)

@@ -41,7 +41,7 @@ WEBSOCKET = ("connection_made", "connection_lost", "handle_cont", "handle_ping")
 CYCLE = ("disconnected", "keep_alive", "message_event", "more_body", "response_complete", "scope")
 
 
-def test_uvicorn_has_what_is_overridden() -> None:
+def test_uvicorn_has_the_overridden_members() -> None:
     assert [name for name in METHODS if not callable(getattr(HttpToolsProtocol, name, None))] == []
     missing = [n for n in WEBSOCKET if not callable(getattr(WebSocketsSansIOProtocol, n, None))]
     assert missing == []
@@ -53,7 +53,7 @@ def test_uvicorn_has_what_is_overridden() -> None:
     assert [name for name in (*CYCLE, "response_started") if f"self.{name}" not in cycle] == []
 
 
-def test_its_version_is_within_the_bounds_and_both_are_said() -> None:
+def test_uvicorn_version_is_within_the_declared_bounds() -> None:
     (wanted,) = {
         line.partition(";")[0].strip()
         for line in metadata.requires("kvelastic") or ()

@@ -48,7 +48,7 @@ NEEDED = (
 """What happens at least twice, of what is counted."""
 
 
-def _with_one_bit_changed(raw: bytearray, pick: random.Random) -> bytes:
+def _flip_one_bit(raw: bytearray, pick: random.Random) -> bytes:
     raw[pick.randrange(min(len(raw), 4096))] ^= 1 << pick.randrange(8)
     return bytes(raw)
 
@@ -56,7 +56,7 @@ def _with_one_bit_changed(raw: bytearray, pick: random.Random) -> bytes:
 CORRUPTIONS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
     "empty": lambda _, __: b"",
     "cut": lambda raw, pick: bytes(raw[: pick.randrange(len(raw))]),
-    "one bit": _with_one_bit_changed,
+    "one bit": _flip_one_bit,
     "noise": lambda raw, pick: pick.randbytes(len(raw)),
     "noise behind the header": lambda raw, pick: bytes(raw[:512]) + pick.randbytes(len(raw) - 512),
 }
@@ -459,7 +459,7 @@ class Chaos:
     "seconds",
     [pytest.param(0.0, id="short"), pytest.param(270.0, id="long", marks=pytest.mark.soak)],
 )
-def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) -> None:
+def test_random_faults_corrupt_nothing_and_exceed_no_grant(seconds, tmp_path, capsys) -> None:
     with capsys.disabled():
         print(f"\nchaos: CHAOS_SEED={SEED}")
     end_s = time.monotonic() + float(SECONDS or seconds)

@@ -95,13 +95,13 @@ def names_in_shared_memory() -> set[str]:
     return {path.name for path in SHM.iterdir()}
 
 
-def _holds_what_it_was_granted(one: Instance) -> bool:
+def _usage_equals_grant(one: Instance) -> bool:
     return bool(one.ask("granted") == one.mapped_bytes)
 
 
 @pytest.mark.timeout(3600)  # a thousand of them on a busy machine
 @pytest.mark.parametrize("kills", [12, pytest.param(1000, marks=pytest.mark.soak)])
-def test_a_killing_in_the_middle_leaves_nothing(group, kills):
+def test_killed_instances_release_all_grants(group, kills):
     """A group of four that take, cache and give back; one is killed, another takes its place."""
     moments = random.Random(7)
     pids = set()
@@ -135,7 +135,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, kills):
             for one in alive:
                 # What the keeper is at may still change: compare when it does not.
                 wait_until(
-                    partial(_holds_what_it_was_granted, one),
+                    partial(_usage_equals_grant, one),
                     "a survivor holds what it was not granted",
                 )
                 one.ask("check_integrity")
@@ -186,7 +186,7 @@ with ledger.join("bare", group=sys.argv[1], capacity_bytes=int(sys.argv[2]), nam
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(300, marks=pytest.mark.soak)])
-def test_grants_that_a_killing_cuts_short(kills):
+def test_grants_interrupted_by_sigkill_are_recovered(kills):
     """Also the claim that nobody ends goes with its owner."""
     group = f"test-{os.getpid()}-bare"
     path = ledger.ledger_path(group, "bare")
@@ -214,7 +214,7 @@ def test_grants_that_a_killing_cuts_short(kills):
 
 
 @pytest.mark.parametrize("seconds", [2.5, pytest.param(60.0, marks=pytest.mark.soak)])
-def test_eight_at_once_add_up_and_none_starves(seconds):
+def test_eight_instances_share_memory_without_starvation(seconds):
     with Group(pages=40) as group:
         all_of_them = [group.start() for _ in range(8)]
         for one in all_of_them:

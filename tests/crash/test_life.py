@@ -65,20 +65,20 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     assert member() is None
 
 
-def is_granted_what_it_has(instance: Instance) -> bool:
+def grant_matches_usage(instance: Instance) -> bool:
     """Pages that come ahead of demand, or go when idle, may be on their way between two looks."""
     wait_until(lambda: (mine := member()) and mine.granted_bytes == instance.ask("granted") > 0)
     return True
 
 
-def is_whole(instance: Instance) -> bool:
+def is_intact(instance: Instance) -> bool:
     """Whether it has its name, its place and its grant, and answers."""
     mine = member()
     answer = segment.request(instance.name, priority=2, wait_s=DEADLINE_S)
     return (
         mine is not None
         and (mine.status, mine.pid) == ("alive", instance.pid)
-        and is_granted_what_it_has(instance)
+        and grant_matches_usage(instance)
         and segment.inspect(instance.name).status == "alive"
         and answer.state == "applied"
     )
@@ -105,7 +105,7 @@ HIDDEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HIDDEN)
-def test_the_living_keep_what_they_have_wherever_they_are_looked_at_from(instance, how):
+def test_live_instance_survives_gc_from_other_namespaces(instance, how):
     unshare, script = HIDDEN[how]
     for command in (["list", "--json"], ["gc"], ["list", "--json"]):
         said = kvctl(*command, unshare=unshare, script=script)
@@ -113,7 +113,7 @@ def test_the_living_keep_what_they_have_wherever_they_are_looked_at_from(instanc
     row = next(row for row in json.loads(said) if row["name"] == instance.name)
     assert row["alive"]
     assert row["state"] != "dead"
-    assert is_whole(instance)
+    assert is_intact(instance)
 
 
 FEW_DESCRIPTORS = """
@@ -129,20 +129,20 @@ print(segment.reap(), ledger.reap(), flush=True)
 
 
 @pytest.mark.parametrize("left", range(6))
-def test_one_with_few_descriptors_left_reaps_no_living(instance, left):
+def test_reap_with_few_descriptors_keeps_live_instances(instance, left):
     assert run_python("-c", FEW_DESCRIPTORS, str(left)).stdout == "[] []\n"
-    assert is_whole(instance)
+    assert is_intact(instance)
 
 
-def test_a_stopped_instance_lives(instance):
+def test_stopped_instance_is_alive(instance):
     instance.stop()
     assert "Removed" not in kvctl("gc")
     instance.go_on()
-    assert is_whole(instance)
+    assert is_intact(instance)
 
 
 @pytest.mark.slow
-def test_through_a_mount_that_is_read_only_all_can_be_asked_and_nothing_changed(instance):
+def test_read_only_mount_allows_only_inspection(instance):
     private = ("-m", "--propagation", "private")
     read_only = "mount --bind /dev/shm /dev/shm && mount -o remount,ro,bind /dev/shm"
 
@@ -157,7 +157,7 @@ def test_through_a_mount_that_is_read_only_all_can_be_asked_and_nothing_changed(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_users_instance_is_judged_by_root():
+def test_root_determines_liveness_of_another_users_instance():
     # The other user may not be able to read this environment: what is needed is imported before.
     segment.create(None, engine="other").close()
     said, word = os.pipe()
@@ -190,7 +190,7 @@ def test_another_users_instance_is_judged_by_root():
 # --------------------------------------------------------------------------------------- the dead
 
 
-def test_a_container_that_is_gone_gives_its_grant_back(monkeypatch):
+def test_gc_frees_the_grant_of_an_ended_container(monkeypatch):
     """Neither gc nor delete --force freed it, and nothing but a restart of the machine did."""
     needs("-p", "-f", "--mount-proc", "--kill-child")
     monkeypatch.setenv("KVELASTIC_LEDGER", GROUP)
@@ -221,7 +221,7 @@ def test_a_container_that_is_gone_gives_its_grant_back(monkeypatch):
         assert member() is None
 
 
-def test_what_a_forked_child_still_maps_is_not_free(instance):
+def test_pages_mapped_by_a_forked_child_stay_granted(instance):
     """On the host it has its parent's pages, and they are memory as long as it lives."""
     child = int(instance.ask("fork_and_pause"))
     try:
@@ -276,7 +276,7 @@ os.waitpid(child, 0)
 @pytest.mark.parametrize("lock_first", [True, False])
 @pytest.mark.parametrize("threads", [1, 6])
 @pytest.mark.parametrize("close_file", [True, False])
-def test_memory_goes_before_the_lock(tmp_path, lock_first, threads, close_file):
+def test_memory_is_freed_before_the_liveness_lock(tmp_path, lock_first, threads, close_file):
     """In a tmpfs of its own, where what is used is counted exactly."""
     private = ("-m", "--propagation", "private")
     script = f"mount -t tmpfs -o size=300m tmpfs {tmp_path}"
@@ -318,7 +318,7 @@ print(json.dumps([*said, [m.status for m in ledger.list_ledgers()[0].members]]))
 
 
 @pytest.mark.slow
-def test_on_another_file_system_nothing_is_concluded(tmp_path):
+def test_liveness_is_unknown_on_another_file_system(tmp_path):
     private = ("-m", "--propagation", "private")
     shm = tmp_path / "shm"
     shm.mkdir()

@@ -38,7 +38,7 @@ with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
 
 
 @pytest.mark.parametrize("waited_for", [True, False], ids=["waited-for", "zombie"])
-def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
+def test_segment_of_a_killed_owner_is_reaped(name, waited_for):
     with Owner(name) as owner:
         owner.kill(wait=waited_for)
         assert segment.inspect(name).status == "dead"
@@ -48,7 +48,7 @@ def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
             segment.request(name, limit_bytes=1)
 
 
-def test_the_next_instance_of_the_name_starts_at_once(name):
+def test_name_of_a_killed_instance_is_reusable_immediately(name):
     first = Owner(name)
     first.kill()
     with Owner(name) as second:
@@ -58,7 +58,7 @@ def test_the_next_instance_of_the_name_starts_at_once(name):
 
 
 @pytest.mark.parametrize("with_thread", [False, True])
-def test_a_dead_main_thread_is_not_a_dead_process(with_thread):
+def test_process_with_exited_main_thread_is_alive(with_thread):
     """The leader of a thread group is a zombie in /proc while its other threads go on."""
     program = """
 import ctypes, sys, threading
@@ -78,7 +78,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
         assert liveness.start_time_ticks(process.pid) == (ticks if with_thread else None)
 
 
-def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
+def test_writer_killed_mid_request_changes_nothing(name):
     with Owner(name):
         assert segment.request(name, limit_bytes=7 << 20, wait_s=DEADLINE_S).state == "applied"
         with LineProgram("-c", HALF_WRITER, name) as writer:
@@ -94,7 +94,7 @@ def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
 
 
 @pytest.mark.slow
-def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
+def test_writer_stopped_mid_request_does_not_stall_instance(name):
     with Owner(name, "publish") as owner, LineProgram("-c", HALF_WRITER, name) as writer:
         assert writer.read() == "half"
         os.kill(writer.pid, signal.SIGSTOP)
@@ -111,7 +111,7 @@ def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
         assert not (SHM / name).exists()
 
 
-def test_a_stopped_owner_answers_when_it_goes_on(name):
+def test_stopped_owner_acknowledges_request_after_resuming(name):
     with Owner(name) as owner:
         owner.stop()
         answer = segment.request(name, limit_bytes=3 << 20, wait_s=0.1)
@@ -127,7 +127,7 @@ def test_a_stopped_owner_answers_when_it_goes_on(name):
 
 
 @pytest.mark.slow
-def test_usage_is_whole_wherever_its_writer_was_killed_or_stopped(name):
+def test_usage_is_consistent_after_writer_killed_or_stopped(name):
     for _ in range(10):
         with Owner(name, "publish") as owner:
             owner.stop()  # at a random point of publishing, most likely
@@ -150,7 +150,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_starter_killed_at_any_moment_leaves_nothing_for_long(name):
+def test_instance_killed_during_start_is_reaped(name):
     moments = random.Random(5)
     for _ in range(12):
         with LineProgram("-c", STARTER, name) as process:

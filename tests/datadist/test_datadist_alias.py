@@ -22,7 +22,7 @@ def python(program: str, **environment: str) -> str:
     return (ended.stdout or ended.stderr).strip().splitlines()[-1]
 
 
-def test_the_alias_is_off_by_itself():
+def test_alias_is_off_by_default():
     assert "No module named 'llm_datadist'" in python("import kvelastic.datadist, llm_datadist")
 
 
@@ -36,7 +36,7 @@ def test_the_alias_has_the_same_classes():
 
 
 @pytest.mark.slow
-def test_programs_import_from_its_modules():
+def test_programs_import_from_alias_submodules():
     """As hixl's own samples and the connectors of vLLM and omni-infer do."""
     program = (
         "from kvelastic import datadist_alias as alias; alias.switch_on()\n"
@@ -59,7 +59,7 @@ def test_programs_import_from_its_modules():
     assert python(program) == "as it is there"
 
 
-def test_an_installed_one_is_not_mixed_with_ours(tmp_path):
+def test_installed_llm_datadist_is_not_mixed_with_alias(tmp_path):
     (tmp_path / "llm_datadist").mkdir()
     (tmp_path / "llm_datadist/__init__.py").write_text("WHO = 'theirs'\n")
     program = (
@@ -70,7 +70,7 @@ def test_an_installed_one_is_not_mixed_with_ours(tmp_path):
     assert "No module named 'llm_datadist.status'" in python(program)
 
 
-def test_an_installed_one_goes_first(tmp_path):
+def test_installed_llm_datadist_takes_precedence(tmp_path):
     (tmp_path / "llm_datadist.py").write_text("WHO = 'theirs'\n")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
@@ -80,10 +80,10 @@ def test_an_installed_one_goes_first(tmp_path):
     assert python(program) == "theirs"
 
 
-def test_the_variable_alone_imports_nothing_of_it():
+def test_alias_variable_alone_imports_no_datadist():
     program = "import sys; print('kvelastic.datadist' in sys.modules)"
     assert python(program, KVELASTIC_LLM_DATADIST_ALIAS="true") == "False"
 
 
-def test_the_import_brings_no_torch():
+def test_datadist_import_does_not_load_torch():
     assert python("import kvelastic.datadist, sys; print('torch' in sys.modules)") == "False"

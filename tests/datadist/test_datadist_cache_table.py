@@ -129,7 +129,7 @@ class References(RuleBasedStateMachine):
         assert used == len(self.alive()) * PAGES_EACH
 
 
-def test_tensors_that_a_cache_does_not_have_use_no_key_up() -> None:
+def test_unknown_tensor_indices_consume_no_key() -> None:
     """A peer that says nonsense of what it has had."""
     manager, caches = local_manager(second_options(POOL_PAGES * 2 * MIB))
     cache = manager.allocate_cache(DESC, [CacheKey(1, 7)])
@@ -146,7 +146,7 @@ TestReferences = References.TestCase
 
 
 @pytest.mark.soak
-def test_ten_thousand_steps() -> None:
+def test_ten_thousand_random_reference_steps() -> None:
     References.steps = 0
     for seed in range(1000):
         run_state_machine_as_test(

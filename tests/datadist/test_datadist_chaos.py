@@ -162,7 +162,7 @@ def running(kinds: list[str]) -> Iterator[Fleet]:
     assert not [node for node in link_status.nodes() if node.node_id in fleet.ports]
 
 
-def test_no_wrong_byte_and_no_page_without_a_grant() -> None:
+def test_disturbances_corrupt_nothing_and_exceed_no_grant() -> None:
     rng = random.Random(4)
     with running(["unix", "unix", "tcp"]) as fleet:
         for what in DISTURBANCES:
@@ -176,7 +176,7 @@ def test_no_wrong_byte_and_no_page_without_a_grant() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("clusters", [2, 4])
-def test_copies_for_two_minutes(
+def test_random_disturbances_for_two_minutes(
     kind: str, clusters: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(clusters)

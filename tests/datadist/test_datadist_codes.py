@@ -1,7 +1,7 @@
-"""Every status code: provoked through the interface's calls, or said why it cannot occur.
+"""Every status code: provoked through the interface's calls, or stated to be impossible.
 
-`test_a_code` goes over the enumeration, so a code that is added fails until somebody provokes it
-here, or says in `CANNOT_OCCUR` and in docs/datadist.md that nobody can.
+`test_every_status_code_is_provoked_or_excluded` visits the whole enumeration. So a new code fails
+it until a test here provokes the code, or `CANNOT_OCCUR` and docs/datadist.md exclude it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def provokes(name: str) -> Callable[[Callable[[Pair], str]], Callable[[Pair], st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in LLMStatusCode])
-def test_a_code(name: str, pair: Pair) -> None:
+def test_every_status_code_is_provoked_or_excluded(name: str, pair: Pair) -> None:
     if name in CANNOT_OCCUR:
         assert name not in PROVOKED
         return
@@ -92,7 +92,7 @@ def test_the_documentation_has_the_same_codes() -> None:
     assert set(re.findall(r"`(LLM_[A-Z_]+)`", listed)) == CANNOT_OCCUR.keys()
 
 
-def test_no_code_says_what_cannot_occur() -> None:
+def test_excluded_codes_are_unused_in_the_package() -> None:
     package = DOCUMENT.parents[1] / "kvelastic/datadist"
     for path in package.glob("*.py"):
         if path.name != "status.py":
@@ -240,7 +240,7 @@ def _(pair: Pair) -> str:
     return pair.linked().status(pull)
 
 
-def pulled_from_a_stopped_peer(pair: Pair) -> list[str]:
+def pull_from_stopped_peer(pair: Pair) -> list[str]:
     two = pair.linked()
     pair.one.stop()
     try:
@@ -252,15 +252,15 @@ def pulled_from_a_stopped_peer(pair: Pair) -> list[str]:
 
 @provokes("LLM_TIMEOUT")
 def _(pair: Pair) -> str:
-    return pulled_from_a_stopped_peer(pair)[0]
+    return pull_from_stopped_peer(pair)[0]
 
 
 @provokes("LLM_WAIT_PROCESS_TIMEOUT")
 def _(pair: Pair) -> str:
-    return pulled_from_a_stopped_peer(pair)[1]
+    return pull_from_stopped_peer(pair)[1]
 
 
-def answered_with(pair: Pair, number: int) -> str:
+def status_of_pull_refused_with(pair: Pair, number: int) -> str:
     """What a pull comes to that the peer refuses with this number."""
     two = pair.linked()
     pair.one.run(
@@ -276,8 +276,8 @@ def answered_with(pair: Pair, number: int) -> str:
 @provokes("LLM_UNKNOWN_ERROR")
 def _(pair: Pair) -> str:
     """A peer of a later version has a number that this one does not know."""
-    return answered_with(pair, 0x5010B000 + 99)
+    return status_of_pull_refused_with(pair, 0x5010B000 + 99)
 
 
-def test_a_refusal_is_no_success(pair: Pair) -> None:
-    assert answered_with(pair, 0) == "LLM_UNKNOWN_ERROR"
+def test_peer_refusal_with_code_0_is_an_error(pair: Pair) -> None:
+    assert status_of_pull_refused_with(pair, 0) == "LLM_UNKNOWN_ERROR"

@@ -58,7 +58,7 @@ ATTRIBUTES = [
 @pytest.mark.parametrize(
     ("name", "key", "good", "types", "values"), ATTRIBUTES, ids=[row[0] for row in ATTRIBUTES]
 )
-def test_an_attribute(name, key, good, types, values):
+def test_attribute_becomes_an_option(name, key, good, types, values):
     for value, text in good:
         config = LLMConfig()
         assert config.generate_options() == {}
@@ -74,7 +74,7 @@ def test_an_attribute(name, key, good, types, values):
     assert config.generate_options() == {}
 
 
-def test_ge_options_are_options_as_they_are():
+def test_ge_options_are_passed_unchanged():
     config = LLMConfig()
     config.device_id = 0
     config.ge_options = {"ge.flowGraphMemMaxSize": "4106127360", "ge.exec.deviceId": "1"}
@@ -101,7 +101,7 @@ def test_ge_options_are_options_as_they_are():
         ("transfer_backend", "hixl"),
     ],
 )
-def test_a_default_is_set_back(name, value):
+def test_empty_value_resets_an_attribute(name, value):
     config = LLMConfig()
     setattr(config, name, value)
     assert config.generate_options()
@@ -117,7 +117,7 @@ def options(**attributes: object) -> dict[str, str]:
     return config.generate_options()
 
 
-def test_the_first_generation_by_default():
+def test_options_default_to_the_first_generation():
     read = read_options(options(ge_options={"ge.flowGraphMemMaxSize": "1000"}), LLMRole.DECODER)
     assert not read.is_cache_manager
     assert read.device_pool == MemPool(950)

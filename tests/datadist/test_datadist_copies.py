@@ -59,7 +59,7 @@ def status(call, *args, **kwargs):
     return failed.value.status_code
 
 
-def test_a_row_and_a_part_of_a_row(manager):
+def test_copy_whole_and_partial_rows(manager):
     one, other = manager.allocate_cache(desc()), manager.allocate_cache(desc(rows=2))
     fill(one)
     manager.copy_cache(other, one, 1, 3)
@@ -71,7 +71,7 @@ def test_a_row_and_a_part_of_a_row(manager):
     assert read(other, 0, 64, 64) == bytes([3]) * 64
 
 
-def test_to_and_from_the_host(manager):
+def test_copy_from_device_to_host(manager):
     device = manager.allocate_cache(desc())
     host = manager.allocate_cache(desc(placement=Placement.HOST))
     fill(device)
@@ -91,12 +91,12 @@ def test_to_and_from_the_host(manager):
         {"offset": -1},
     ],
 )
-def test_what_lies_outside_a_row_is_refused(manager, arguments):
+def test_copy_outside_a_row_is_refused(manager, arguments):
     cache = manager.allocate_cache(desc())
     assert status(manager.copy_cache, cache, cache, **arguments) is S.LLM_PARAM_INVALID
 
 
-def test_caches_that_do_not_match(manager):
+def test_copy_between_mismatched_caches_is_refused(manager):
     cache = manager.allocate_cache(desc())
     for other in (desc(tensors=3), desc(row=32), desc(row=32, dtype=DataType.DT_FLOAT16)):
         assert (
@@ -106,7 +106,7 @@ def test_caches_that_do_not_match(manager):
     assert status(manager.copy_cache, blocks, cache) is S.LLM_PARAM_INVALID
 
 
-def test_blocks_fan_out(manager):
+def test_copy_blocks_to_several_targets(manager):
     cache = manager.allocate_blocks_cache(desc(rows=6))
     fill(cache, rows=6)
     manager.copy_blocks(cache, {1: [2, 3], 0: [5]})
@@ -137,7 +137,7 @@ def test_blocks_swap_out_and_in(manager):
     assert read(device, 0, 4 * 64, 64) == bytes([4]) * 64
 
 
-def test_a_swap_is_between_host_and_device(manager):
+def test_swap_needs_one_host_and_one_device_cache(manager):
     device = manager.allocate_blocks_cache(desc())
     rows = manager.allocate_cache(desc(placement=Placement.HOST))
     small = manager.allocate_blocks_cache(desc(row=32, placement=Placement.HOST))
@@ -156,7 +156,7 @@ def test_a_swap_is_between_host_and_device(manager):
 
 
 @pytest.mark.slow
-def test_memory_of_a_caller_that_has_gone_is_an_answer_and_no_crash(manager):
+def test_swap_with_unmapped_memory_returns_error(manager):
     region = mmap.mmap(-1, 4 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))
     gone = manager.register_blocks_cache(
@@ -175,7 +175,7 @@ def test_memory_of_a_caller_that_has_gone_is_an_answer_and_no_crash(manager):
     assert protect(address + MIB, MIB, 3) == 0
 
 
-def test_pools_are_needed_and_bounded():
+def test_allocation_needs_a_pool_and_respects_its_size():
     manager, caches = local_manager(second_options(8 * MIB))
     big = CacheDesc(4, [MIB], DataType.DT_FLOAT)
     assert status(manager.allocate_cache, big) is S.LLM_OUT_OF_MEMORY
@@ -191,7 +191,7 @@ def test_pools_are_needed_and_bounded():
     caches.close()
 
 
-def test_a_limit_and_sleep_act_on_the_pool():
+def test_limit_and_sleep_apply_to_the_pool():
     manager, caches = local_manager(second_options(16 * MIB))
     (memory,) = caches.pools()
     cache = manager.allocate_cache(CacheDesc(1, [4 * MIB], DataType.DT_INT8))
@@ -209,7 +209,7 @@ def test_a_limit_and_sleep_act_on_the_pool():
     caches.close()
 
 
-def test_registered_caches_count_their_addresses(manager):
+def test_register_cache_checks_its_addresses(manager):
     memory = CallersMemory(200, 256)
     kept = manager.register_cache(desc(tensors=200), memory.addresses)
     few = CallersMemory(41, 256)
@@ -229,7 +229,7 @@ def test_registered_caches_count_their_addresses(manager):
     assert status(manager.unregister_cache, allocated.cache_id) is S.LLM_PARAM_INVALID
 
 
-def test_keys_that_are_taken(manager):
+def test_duplicate_keys_are_refused(manager):
     manager.allocate_cache(desc(), [CacheKey(1, 7)])
     assert status(manager.allocate_cache, desc(), [CacheKey(1, 7)]) is S.LLM_PARAM_INVALID
     manager.allocate_cache(desc(), [CacheKey(1, 7, model_id=1)])
@@ -240,7 +240,7 @@ def test_keys_that_are_taken(manager):
     assert status(manager.allocate_blocks_cache, desc(), BlocksCacheKey(1)) is S.LLM_PARAM_INVALID
 
 
-def test_each_kind_is_deallocated_by_its_own_call(manager):
+def test_each_cache_kind_has_its_own_deallocation(manager):
     blocks, rows = manager.allocate_blocks_cache(desc()), manager.allocate_cache(desc())
     assert status(manager.deallocate_cache, blocks) is S.LLM_PARAM_INVALID
     assert status(manager.deallocate_blocks_cache, rows) is S.LLM_PARAM_INVALID
@@ -277,7 +277,7 @@ def test_wrong_types_are_type_errors(manager):
             call(*arguments)
 
 
-def test_after_finalize_nothing_is_accepted(manager):
+def test_calls_after_finalize_are_refused(manager):
     cache = manager.allocate_cache(desc())
     manager.finalize()
     assert status(manager.allocate_cache, desc()) is S.LLM_ENGINE_FINALIZED
@@ -296,7 +296,7 @@ def first():
     caches.close()
 
 
-def test_the_handle_takes_its_reference_along(first):
+def test_deleted_handle_drops_its_reference(first):
     (memory,) = first.caches.pools()
     cache = first.allocate_cache(desc())
     keyed = first.allocate_cache(desc(), [CacheKey(1, 1)])
@@ -308,7 +308,7 @@ def test_the_handle_takes_its_reference_along(first):
     assert memory.pool.blocks.stats()["blocks_used"] == 0
 
 
-def test_a_handle_deleted_inside_a_call_frees_later(first):
+def test_handle_deleted_during_a_call_is_freed_later(first):
     """The collector may run anywhere, also in a thread that holds the table's lock."""
     cache = first.allocate_cache(desc())
     with first.caches._lock:
@@ -321,7 +321,7 @@ def test_a_handle_deleted_inside_a_call_frees_later(first):
     first.deallocate_cache(other)
 
 
-def test_a_handle_that_outlives_its_manager_frees_nothing():
+def test_handle_outliving_its_manager_frees_nothing():
     manager, caches = first_manager({"ge.exec.deviceId": "0"})
     cache = manager.allocate_cache(desc())
     caches.close()
@@ -345,7 +345,7 @@ def test_tensors_are_host_copies(first):
         first.get_cache_tensors(cache, 2)
 
 
-def test_several_devices_have_a_copy_each():
+def test_each_device_has_its_own_copy():
     manager, caches = first_manager({"ge.exec.deviceId": "0;1"})
     cache = manager.allocate_cache(desc())
     assert len(cache.per_device_tensor_addrs) == 2

@@ -34,7 +34,7 @@ allocate_blocks_cache(cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCa
 
 
 @pytest.mark.parametrize("name", PROTOTYPES)
-def test_a_prototype(name):
+def test_prototype_matches_the_document(name):
     space: dict[str, object] = {}
     exec(
         "from kvelastic.datadist import *\nfrom typing import *\n"

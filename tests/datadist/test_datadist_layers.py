@@ -57,7 +57,7 @@ def start(
     return sender.send(steps, layers, record), steps
 
 
-def test_a_layer_leaves_after_its_synchronizer_and_not_before(sender):
+def test_layer_is_pushed_after_its_synchronizer_returns(sender):
     log: list[str] = []
     task, steps = start(sender, [range(3)], log)
     steps.asked[0].wait()
@@ -74,7 +74,7 @@ def test_a_layer_leaves_after_its_synchronizer_and_not_before(sender):
     assert log[3:] == ["push 1 to 0", "ask 2 None", "push 2 to 0"]
 
 
-def test_only_layers_that_somebody_wants_are_asked_for(sender):
+def test_only_requested_layers_are_synchronized(sender):
     log: list[str] = []
     task, steps = start(sender, [range(1, 3), range(2, 4)], log)
     for event in steps.computed:
@@ -89,7 +89,7 @@ def test_only_layers_that_somebody_wants_are_asked_for(sender):
 
 
 @pytest.mark.parametrize("said", [False, None, 0, RuntimeError("no")])
-def test_a_false_ends_the_task(sender, said):
+def test_false_from_synchronizer_ends_the_task(sender, said):
     log: list[str] = []
     task, steps = start(sender, [range(2), range(1), range(2, 3)], log)
     steps.says[1] = said
@@ -116,7 +116,7 @@ def test_a_failed_push_ends_the_task(sender):
     assert log[-1] == "push 1 to 1"
 
 
-def test_a_task_waits_for_no_other(sender):
+def test_tasks_run_independently(sender):
     log: list[str] = []
     first, first_steps = start(sender, [range(1)], log)
     first_steps.asked[0].wait()
@@ -129,7 +129,7 @@ def test_a_task_waits_for_no_other(sender):
     wait_until(lambda: not sender._running, "tasks that have ended are kept")
 
 
-def test_the_end_ends_all_tasks_and_waits_for_no_synchronizer(sender):
+def test_end_cancels_tasks_without_waiting_for_synchronizers(sender):
     log: list[str] = []
     running, steps = start(sender, [range(2)], log)
     other, other_steps = start(sender, [range(1)], log)

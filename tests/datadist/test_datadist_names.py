@@ -279,7 +279,7 @@ def parameters(signature: inspect.Signature) -> list[tuple[str, object, object]]
     return [(one.name, one.kind, one.default) for one in every if one.name != "self"]
 
 
-def test_what_is_exported():
+def test_exported_names_match_the_table():
     assert INTERFACE.keys() | ENUMS.keys() == set(d.__all__)
     space: dict[str, object] = {}
     exec("from kvelastic.datadist import *", space)
@@ -287,7 +287,7 @@ def test_what_is_exported():
 
 
 @pytest.mark.parametrize("name", [*INTERFACE, *ENUMS])
-def test_a_class_has_what_the_table_says_and_nothing_else(name):
+def test_class_members_match_the_table(name):
     said = members_of(name) if name in INTERFACE else set()
     assert public_names(getattr(d, name)) == said | OURS.get(name, set())
 
@@ -296,7 +296,7 @@ CALLS = [(name, line) for name in INTERFACE for line in lines_of(name) if "(" in
 
 
 @pytest.mark.parametrize(("name", "line"), CALLS, ids=[f"{a}.{b}" for a, b in CALLS])
-def test_a_signature(name, line):
+def test_signature_matches_the_table(name, line):
     space = vars(d) | {"INVALID_ID": INVALID_ID}
     exec(f"def {line}: ...", space)
     call, _, _ = line.partition("(")
@@ -308,7 +308,7 @@ ATTRIBUTES = [(name, line) for name in INTERFACE for line in lines_of(name) if l
 
 
 @pytest.mark.parametrize(("name", "line"), ATTRIBUTES, ids=[f"{a}{b}" for a, b in ATTRIBUTES])
-def test_an_attribute(name, line):
+def test_attribute_matches_the_table(name, line):
     attribute, settable, value = line[1:].partition(" = ")
     cls = getattr(d, name)
     static = inspect.getattr_static(cls, attribute, None)
@@ -321,7 +321,7 @@ def test_an_attribute(name, line):
 
 
 @pytest.mark.parametrize("path", KEYWORDS)
-def test_keywords_of_a_pull(path, manager_of):
+def test_pull_keywords_are_checked(path, manager_of):
     """Each is known and checked; what is not among them is refused."""
     name, call = path.split(".")
     manager = manager_of(name)
@@ -354,17 +354,17 @@ def manager_of():
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_numbers(name):
+def test_enum_values_match_the_table(name):
     members = getattr(d, name).__members__  # aliases, too
     assert {one: member.value for one, member in members.items()} == ENUMS[name]
 
 
-def test_what_users_derive_from_is_abstract():
+def test_layer_synchronizer_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         d.LayerSynchronizer()
 
 
-def test_the_exception_is_a_runtime_error_and_so_is_a_call_before_init():
+def test_call_before_init_raises_runtime_error():
     assert issubclass(d.LLMException, RuntimeError)
     datadist = d.LLMDataDist(d.LLMRole.MIX, 1)
     for call in (
@@ -383,7 +383,7 @@ def test_the_exception_is_a_runtime_error_and_so_is_a_call_before_init():
         assert not isinstance(failed.value, d.LLMException)
 
 
-def test_memory_that_is_described():
+def test_mem_info_checks_types_and_values():
     assert d.MemInfo(d.Memtype.MEM_TYPE_HOST, 4096, 10).mem_type is d.Memtype.MEM_TYPE_HOST
     for wrong in ((0, 1, 1), (d.Memtype.MEM_TYPE_HOST, "1", 1), (d.Memtype.MEM_TYPE_HOST, 1, 1.5)):
         with pytest.raises(TypeError):

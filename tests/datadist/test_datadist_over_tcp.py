@@ -123,7 +123,7 @@ def test_rows_are_pulled_and_pushed(pair: tuple[Cluster, Cluster]) -> None:
     assert (link.peer_id, link.way, link.side) == (ONE, "tcp", "client")
 
 
-def test_a_killed_peer_is_noticed(pair: tuple[Cluster, Cluster]) -> None:
+def test_killed_peer_breaks_the_link(pair: tuple[Cluster, Cluster]) -> None:
     owner, reader = pair
     make_blocks(owner, fill=True)
     make_blocks(reader, fill=False)
@@ -134,7 +134,7 @@ def test_a_killed_peer_is_noticed(pair: tuple[Cluster, Cluster]) -> None:
     segment.reap()  # what the killed one has left
 
 
-def test_another_secret_links_nothing(hosts: Path) -> None:
+def test_different_secret_refuses_the_link(hosts: Path) -> None:
     at = free_port()
     one = host(hosts, "one", "5" * 64, "any")
     two = host(hosts, "two", "6" * 64, "any")

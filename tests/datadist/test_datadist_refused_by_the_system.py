@@ -47,5 +47,5 @@ caches.close()
 
 
 @pytest.mark.skipif(PROCESS_VM_READV is None, reason="its number is not known here")
-def test_memory_that_has_gone_is_an_answer_where_process_vm_readv_is_refused() -> None:
+def test_unmapped_memory_is_detected_without_process_vm_readv() -> None:
     run_python("-c", PROGRAM, PROGRAMS)

@@ -81,7 +81,7 @@ def moved_bytes() -> int:
 
 
 @pytest.mark.parametrize("over", ["one host", "tcp"])
-def test_a_cluster_that_is_stopped_delays_no_other(over: str) -> None:
+def test_stopped_cluster_does_not_delay_others(over: str) -> None:
     with clusters(over) as (at, owner, late, healthy):
         late.run(TRANSFERS.format(owner=OWNER, threads=THREADS))
         wait_until(lambda: moved_bytes() > 1 << 24, "it does not copy")

@@ -75,7 +75,7 @@ def row(cluster: Cluster, at: int, name: str = "cache") -> list[int]:
 # --------------------------------------------------------------------------------------- transfers
 
 
-def test_a_key_is_used_up_by_a_pull(pair):
+def test_pull_consumes_the_key(pair):
     one, two = pair
     make(one, "[CacheKey(1, 7), CacheKey(1, 2**64 - 1), CacheKey(1, 8)]")
     make(two, fill=False)
@@ -88,7 +88,7 @@ def test_a_key_is_used_up_by_a_pull(pair):
     assert one("manager._caches.pools()[0].pool.blocks.stats()['blocks_used']") == 0
 
 
-def test_layers_of_a_key_add_up(pair):
+def test_pulling_all_layers_consumes_the_key(pair):
     one, two = pair
     make(one, "[CacheKey(1, 7)]")
     make(two, fill=False)
@@ -101,7 +101,7 @@ def test_layers_of_a_key_add_up(pair):
     assert two.status(pull.format("range(0, 1)", "None")) == "LLM_KV_CACHE_NOT_EXIST"
 
 
-def test_rows_by_id_stay(pair):
+def test_pull_by_id_keeps_the_row(pair):
     one, two = pair
     make(one)
     make(two, fill=False)
@@ -116,7 +116,7 @@ def test_rows_by_id_stay(pair):
     )
 
 
-def test_prefixes(pair):
+def test_prefix_key_survives_pulls_until_removed(pair):
     one, two = pair
     make(one, "[CacheKey(1, 2**64 - 1, prefix_id=5)]")
     make(two, fill=False)
@@ -127,7 +127,7 @@ def test_prefixes(pair):
     assert two.status(pull.format(5)) == "LLM_PREFIX_NOT_EXIST"
 
 
-def test_a_pull_by_id_uses_up_the_keys_of_its_row(pair):
+def test_pull_by_id_consumes_keys_of_the_row(pair):
     one, two = pair
     make(one, "[CacheKey(1, 7), CacheKey(1, 8)]")
     make(two, fill=False)
@@ -140,7 +140,7 @@ def test_a_pull_by_id_uses_up_the_keys_of_its_row(pair):
     assert two.status("manager.pull_cache(CacheKey(1, 7), cache)") == "LLM_KV_CACHE_NOT_EXIST"
 
 
-def test_keys_of_registered_caches_stay(pair):
+def test_keys_of_registered_caches_survive_pulls(pair):
     one, two = pair
     one.run(
         "data = [ctypes.create_string_buffer(bytes([t]) * 192, 192) for t in range(4)]\n"
@@ -155,7 +155,7 @@ def test_keys_of_registered_caches_stay(pair):
     assert two.status("manager.pull_cache(CacheKey(1, 7), cache)") == "LLM_KV_CACHE_NOT_EXIST"
 
 
-def test_blocks_are_pulled_from_either_side(pair):
+def test_both_sides_can_pull_blocks(pair):
     one, two = pair
     make_blocks(one, key=1)
     make_blocks(two, fill=False, key=2)
@@ -172,7 +172,7 @@ def test_blocks_are_pulled_from_either_side(pair):
     )
 
 
-def test_a_blocks_cache_is_looked_up_once(open_pair):
+def test_remote_blocks_cache_lookup_is_remembered(open_pair):
     """And again where it has gone: another cache of the same model is found, and none of it."""
     one, two = open_pair
     make_blocks(one, key=1)
@@ -200,7 +200,7 @@ def test_a_blocks_cache_is_looked_up_once(open_pair):
     assert two.status(push) == "LLM_KV_CACHE_NOT_EXIST"
 
 
-def test_a_row_fills_blocks(pair):
+def test_pulled_row_fills_several_blocks(pair):
     one, two = pair
     make(one, "[CacheKey(1, 7)]")
     two.run("small = manager.allocate_blocks_cache(CacheDesc(4, [8, 24], DataType.DT_INT8))")
@@ -239,7 +239,7 @@ def test_rows_and_blocks_are_pushed(open_pair):
     assert two.status("manager.pull_cache(CacheKey(1, 7), cache)") == "LLM_PARAM_INVALID"
 
 
-def test_registered_memory_is_pulled_and_kept_to_itself(pair):
+def test_registered_memory_is_private_unless_shared(pair):
     one, two = pair
     one.run("memory = ctypes.create_string_buffer(bytes(range(192)) * 4, 4 * 192)")
     one.run("addrs = [ctypes.addressof(memory) + 192 * t for t in range(4)]")
@@ -258,7 +258,7 @@ def test_registered_memory_is_pulled_and_kept_to_itself(pair):
     one.run(again)
 
 
-def test_what_is_registered_after_a_link_is_for_its_cluster_alone_by_default(pair):
+def test_memory_registered_after_linking_is_private(pair):
     """After its own link, that is: peers may have linked it at any time."""
     one, two = pair
     for cluster in pair:
@@ -276,7 +276,7 @@ def test_what_is_registered_after_a_link_is_for_its_cluster_alone_by_default(pai
 # ------------------------------------------------------------------------------------------ layers
 
 
-def test_layers_leave_when_they_are_computed(open_pair):
+def test_layers_are_sent_when_computed(open_pair):
     one, two = open_pair
     make(one, fill=False)
     make(two)
@@ -293,7 +293,7 @@ def test_layers_leave_when_they_are_computed(open_pair):
     assert row(one, 1) == [2, 18, 34, 50]
 
 
-def test_layers_to_raw_addresses(pair):
+def test_layers_are_sent_to_raw_addresses(pair):
     one, two = pair
     make_blocks(one, fill=False)
     make(two)
@@ -314,7 +314,7 @@ def test_layers_to_raw_addresses(pair):
         assert two.status(send.format(*wrong)) == "LLM_PARAM_INVALID"
 
 
-def test_a_layered_transfer_has_the_link_to_itself(pair):
+def test_layered_transfer_uses_the_link_exclusively(pair):
     one, two = pair
     make(one, "[CacheKey(1, 1)]")
     make(two)
@@ -346,7 +346,7 @@ def test_a_dead_peer_ends_a_layered_transfer(open_pair):
 # ------------------------------------------------------------------------------------------- links
 
 
-def test_a_stopped_peer_times_out_and_is_linked_anew(pair):
+def test_stopped_peer_times_out_and_can_be_relinked(pair):
     one, two = pair
     make(one, "[CacheKey(1, 1)]")
     make(two)
@@ -363,7 +363,7 @@ def test_a_stopped_peer_times_out_and_is_linked_anew(pair):
     wait_until(lambda: one("len(datadist._links._node.leases)") == 0, "a lease is left")
 
 
-def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
+def test_killed_peer_breaks_link_and_releases_pins(pair):
     one, two = pair
     make(one, "[CacheKey(1, 1)]")
     make(two, "[CacheKey(2, 1)]")
@@ -381,7 +381,7 @@ def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
         assert again.status("manager.pull_cache(CacheKey(1, 1), cache)") == "LLM_SUCCESS"
 
 
-def test_codes_of_links(pair):
+def test_link_status_codes(pair):
     one, two = pair
 
     def link(clusters: str) -> list[str]:
@@ -453,7 +453,7 @@ def test_both_sides_may_link_each_other(listeners):
     assert one(one.link) == two(two.link) == "LLM_SUCCESS"
 
 
-def test_both_sides_link_each_other_at_once(listeners):
+def test_both_sides_link_each_other_concurrently(listeners):
     one, two = listeners
     make_blocks(one, key=1)
     make_blocks(two, key=2)
@@ -468,7 +468,7 @@ def test_both_sides_link_each_other_at_once(listeners):
         wait_until(lambda: two("1 not in datadist._links._peers"))
 
 
-def test_force_is_one_sided(pair):
+def test_forced_unlink_is_one_sided(pair):
     one, two = pair
     make(one)
     assert two("datadist.unlink_clusters([cluster(1, 1)], force=True)[0].name") == "LLM_SUCCESS"
@@ -479,7 +479,7 @@ def test_force_is_one_sided(pair):
     assert two(f"datadist.link_clusters([cluster(1, {one.port})])[0].name") == "LLM_SUCCESS"
 
 
-def test_an_unlink_that_the_peer_does_not_hear_of(pair):
+def test_unlink_from_a_stopped_peer_reports_failure(pair):
     one, two = pair
     one.stop()
     said = two("datadist.unlink_clusters([cluster(1, 1)], 200)[0].name")
@@ -504,13 +504,13 @@ TABLE = (
 STATUS = "datadist.query_register_mem_status(group).name"
 
 
-def status_at_last(cluster: Cluster) -> str:
+def wait_for_group_status(cluster: Cluster) -> str:
     """What becomes of a group that is being prepared."""
     wait_until(lambda: cluster(STATUS) != "PREPARING")
     return cluster(STATUS)
 
 
-def test_a_group_of_three_links_with_one_another():
+def test_group_of_three_links_every_pair():
     with second(1) as one, second(2) as two, second(3) as three:
         members = {1: 0, 2: 1, 3: 2}
         for cluster in (three, one):
@@ -519,7 +519,7 @@ def test_a_group_of_three_links_with_one_another():
         assert one.status(f"datadist.link('g', {members}, '{TABLE}')") == "LLM_ALREADY_LINK"
         two.run(f"group = datadist.link('g', {members}, '{TABLE}')")
         for cluster in (one, two, three):
-            assert status_at_last(cluster) == "OK"
+            assert wait_for_group_status(cluster) == "OK"
             make_blocks(cluster, key=cluster.cluster_id)
         for cluster in (one, two, three):
             other = cluster.cluster_id % 3 + 1
@@ -531,11 +531,11 @@ def test_a_group_of_three_links_with_one_another():
             assert cluster.status("datadist.unlink(group)") == "LLM_NOT_YET_LINK"
 
 
-def test_a_group_that_never_is():
+def test_group_with_missing_member_fails():
     with second(1, link_total_time=1) as one:
         table = TABLE.replace(', {"rank_id": "2"}', "")
         one.run(f"group = datadist.link('g', {{1: 1, 2: 0}}, '{table}')")
-        assert status_at_last(one) == "FAILED"
+        assert wait_for_group_status(one) == "FAILED"
         one.run("datadist.unlink(group)")
         apart = table.replace("}, {", '}]}, {"server_id": "10.0.0.2", "device": [{')
         said = one.status(f"datadist.link('g', {{1: 1, 2: 0}}, '{apart}')")
@@ -573,7 +573,7 @@ def test_switch_role_of_the_second_generation():
             assert one.status(switch.format("MIX", taken)) == "LLM_FAILED"
 
 
-def test_two_clusters_listen_at_any_port():
+def test_clusters_can_listen_on_any_free_port():
     with (
         second(1, listen_ip_info="127.0.0.1:0"),
         second(2, listen_ip_info="127.0.0.1:0"),
@@ -581,7 +581,7 @@ def test_two_clusters_listen_at_any_port():
         pass
 
 
-def test_a_switch_that_is_refused_changes_nothing():
+def test_refused_switch_role_changes_nothing():
     """Types, values, two addresses at once: what was listened at is listened at after each."""
     at = free_port()
     with (
@@ -604,7 +604,7 @@ def test_a_switch_that_is_refused_changes_nothing():
         assert two(f"datadist.link_clusters([cluster(1, {at})])[0].name") == "LLM_SUCCESS"
 
 
-def test_the_first_generation():
+def test_first_generation_links_and_pulls():
     at = free_port()
     with (
         Cluster(1, "PROMPT", listen_ip_info=f"127.0.0.1:{at}", enable_switch_role=True) as prompt,
@@ -642,7 +642,7 @@ def test_the_first_generation():
         prompt.go_on()
 
 
-def test_several_devices_pull_each_from_its_own():
+def test_each_device_pulls_from_its_counterpart():
     at = free_port()
     with (
         Cluster(1, "PROMPT", listen_ip_info=f"127.0.0.1:{at}", device_id=[0, 1]) as prompt,

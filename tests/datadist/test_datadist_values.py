@@ -49,7 +49,7 @@ def wrong(value: object) -> Any:
     return value
 
 
-def test_a_description():
+def test_cache_description_computes_its_sizes():
     desc = CacheDesc(80, [4, 2048, 1, 128], DataType.DT_FLOAT16)
     assert (desc.size, desc.batch_size, desc.row_bytes) == (2 << 20, 4, 1 << 19)
     assert desc == CacheDesc(80, (4, 2048, 1, 128), DataType.DT_FLOAT16, Placement.DEVICE, 0, -1)
@@ -102,7 +102,7 @@ def test_a_description():
         (ValueError, lambda: TransferWithCacheKeyConfig(KEY, range(1), range(1), 1)),
     ],
 )  # fmt: skip
-def test_what_is_refused(kind, make):
+def test_invalid_values_are_refused(kind, make):
     with pytest.raises(kind):
         make()
 
@@ -167,7 +167,7 @@ def table(*servers: tuple[str, tuple[int, ...]]) -> str:
     )
 
 
-def test_a_group():
+def test_rank_table_is_parsed_into_a_group():
     here = table(("node-7", (0, 1)))
     group = parse_group(2, "pd", {1: 0, 2: 1}, here)
     assert (group.own.rank, group.own.host) == (1, None)
@@ -199,12 +199,12 @@ def test_a_group():
         ("n", {1: 0, 2: 1}, "["),
     ],
 )
-def test_groups_that_are_none(name, ranks, text):
+def test_invalid_groups_are_refused(name, ranks, text):
     with pytest.raises(LLMParamError):
         parse_group(1, name, ranks, text)
 
 
-def test_runs_that_continue_are_one():
+def test_contiguous_runs_are_merged():
     def runs(*starts: int) -> list[Run]:
         return [Run(0, start, 4) for start in starts]
 
@@ -213,7 +213,7 @@ def test_runs_that_continue_are_one():
     assert len(pairs_merged(runs(0, 4), [Run(0, 0, 4), Run(1, 4, 4)])) == 2
 
 
-def test_a_row_fills_blocks():
+def test_row_is_split_into_blocks():
     desc = CacheDesc(1, [2, 10], DataType.DT_INT8)
     assert row_as_blocks(desc, [0], 1, 3, 4) == [Run(0, 10, 4), Run(0, 14, 4), Run(0, 18, 2)]
     assert row_as_blocks(desc, [0], 0, 2, 4) == [Run(0, 0, 4), Run(0, 4, 4)]
@@ -242,7 +242,7 @@ def test_every_error_has_a_status(cls):
     assert status_of(cls("x")) is not LLMStatusCode.LLM_SUCCESS
 
 
-def test_errors_as_exceptions():
+def test_library_errors_become_llm_exceptions():
     with pytest.raises(LLMException) as failed, as_llm_exceptions("allocate"):
         raise errors.LimitReachedError("no more")
     assert failed.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
@@ -256,7 +256,7 @@ def test_errors_as_exceptions():
     assert again.status_code is LLMStatusCode.LLM_TIMEOUT
 
 
-def test_a_folder_whose_sockets_would_have_too_long_a_path(tmp_path: Path) -> None:
+def test_overlong_socket_path_is_refused(tmp_path: Path) -> None:
     room = MOST_PATH_BYTES - len(str(tmp_path)) - len("/" + "/" + "cluster_1")
     places = LinkPlaces(tmp_path / ("x" * room), None, (), None)
     assert len(places.cluster(1).path) == MOST_PATH_BYTES
@@ -278,7 +278,7 @@ def test_a_cpu_cache_is_a_blocks_cache():
     assert Cache.create_cpu_cache(desc, [4096]).is_blocks_cache
 
 
-def test_what_is_sent_may_be_assigned_to():
+def test_transfer_config_fields_are_assignable():
     config = TransferConfig(1, [1, 2])
     config.src_layer_range = range(1)
     config.dst_addrs = [3, 4]

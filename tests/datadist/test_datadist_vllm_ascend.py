@@ -136,7 +136,7 @@ class Worker(LineProgram):
 
 
 @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-def test_a_replay(mla):
+def test_vllm_ascend_connector_calls_replay(mla):
     with (
         Worker("kv_producer", 1, 2, mla) as prefill,
         Worker("kv_consumer", 2, 1, mla) as decode,
@@ -151,7 +151,7 @@ def test_a_replay(mla):
         assert (prefill.finish(), decode.finish()) == (0, 0)
 
 
-def test_the_example_of_two_processes():
+def test_two_process_example_runs():
     example = Path(__file__).parents[2] / "examples/datadist_two_processes.py"
     said = run_python(example).stdout
     assert [line.split()[-4:] for line in said.splitlines() if "decoder" in line] == [

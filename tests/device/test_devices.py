@@ -65,12 +65,12 @@ def test_a_healthy_gpu(way):
 
 
 @every_way
-def test_no_gpu_at_all_is_no_problem(way):
+def test_no_gpu_is_not_a_problem(way):
     assert gpus(FakeNvml([]), way) == ()
 
 
 @every_way
-def test_processes_with_most_memory_first_and_unknown_memory_last(way):
+def test_processes_are_sorted_by_memory_unknown_last(way):
     fake = FakeNvml(
         [FakeGpu(processes={"compute": [(1, 5), (2, nvml.NOT_AVAILABLE_BYTES), (3, 9), (4, None)]})]
     )
@@ -82,7 +82,7 @@ def test_processes_with_most_memory_first_and_unknown_memory_last(way):
     )
 
 
-def test_a_process_of_two_kinds_counts_once():
+def test_process_listed_under_two_kinds_counts_once():
     # The last one grows between the two questions.
     kinds = {
         "compute": [(1, 5), (2, None), (4, 3)],
@@ -113,13 +113,13 @@ def test_mig_instances_follow_their_gpu(way):
     assert whole.problem == ""
 
 
-def test_mig_that_is_on_without_instances_says_what_to_do():
+def test_mig_without_instances_suggests_nvidia_smi():
     (gpu,) = gpus(FakeNvml([FakeGpu(slots=[None, None])]))
     assert "nvidia-smi mig -cgi" in gpu.problem
     assert gpu.total_bytes == 80 * GIB
 
 
-def test_mig_instances_that_may_not_be_seen_are_named_together():
+def test_unreadable_mig_instances_are_named_together():
     slots: list[FakeGpu | None] = [FakeGpu(uuid="MIG-a"), None, FakeGpu(), FakeGpu()]
     refusals = {f"mig_device:{slot}": Status.NO_PERMISSION for slot in (2, 3)}
     gpu, seen = gpus(FakeNvml([FakeGpu(slots=slots, refusals=refusals)]))
@@ -133,7 +133,7 @@ def test_mig_instances_that_may_not_be_seen_are_named_together():
 @every_way
 @pytest.mark.parametrize("status", Status)
 @pytest.mark.parametrize("question", [*QUESTIONS, "*"])
-def test_a_refusal_by_one_gpu_hides_neither_it_nor_the_others(way, question, status):
+def test_failing_gpu_query_hides_no_gpu(way, question, status):
     refused = FakeGpu(name="broken", refusals={question: status}, slots=[None])
     first, broken, last = gpus(FakeNvml([FakeGpu(), refused, FakeGpu(uuid="GPU-last")]), way)
     assert first.problem == last.problem == ""
@@ -145,14 +145,14 @@ def test_a_refusal_by_one_gpu_hides_neither_it_nor_the_others(way, question, sta
         assert (getattr(broken, field) is None) == (question in {ask, "device", "*"})
 
 
-def test_a_gpu_that_is_lost_says_so_once():
+def test_lost_gpu_is_reported_once():
     (gpu,) = gpus(FakeNvml([FakeGpu(refusals={"*": Status.GPU_IS_LOST})]))
     assert gpu.problem.startswith("name, UUID, memory, MIG, processes: the GPU is lost")
     assert gpu.problem.count("lost") == 1
     assert gpu.processes is None
 
 
-def test_an_integrated_gpu_has_no_memory_of_its_own():
+def test_integrated_gpu_reports_shared_memory():
     refusals = {"memory": Status.NOT_SUPPORTED, "is_mig_on": Status.NOT_SUPPORTED}
     (gpu,) = gpus(FakeNvml([FakeGpu(refusals=refusals)]))
     assert gpu.name == "NVIDIA Fake 80GB"
@@ -163,14 +163,14 @@ def test_an_integrated_gpu_has_no_memory_of_its_own():
 
 
 @pytest.mark.parametrize("kind", ["graphics", "mps"])
-def test_a_gpu_without_graphics_or_mps_has_no_problem(kind):
+def test_gpu_without_graphics_or_mps_has_no_problem(kind):
     refusals = {f"processes:{kind}": Status.NOT_SUPPORTED}
     (gpu,) = gpus(FakeNvml([FakeGpu(processes={"compute": [(1, 5)]}, refusals=refusals)]))
     assert gpu.problem == ""
     assert len(gpu.processes) == 1
 
 
-def test_processes_that_cannot_be_asked_are_not_none_at_all():
+def test_unsupported_process_query_is_reported():
     (gpu,) = gpus(FakeNvml([FakeGpu(refusals={"processes:compute": Status.NOT_SUPPORTED})]))
     assert gpu.processes is None
     assert gpu.problem == "processes: NVML cannot tell for this GPU"
@@ -187,7 +187,7 @@ def test_processes_that_cannot_be_asked_are_not_none_at_all():
         (77, "error 77"),
     ],
 )
-def test_an_nvml_that_does_not_start_is_not_stopped(way, status, words):
+def test_nvml_is_not_stopped_after_failed_start(way, status, words):
     fake = FakeNvml([FakeGpu()], {"start": status})
     found, problem = list_gpus(way(fake), name_of)
     assert found == ()
@@ -196,7 +196,7 @@ def test_an_nvml_that_does_not_start_is_not_stopped(way, status, words):
 
 
 @every_way
-def test_gpus_that_cannot_be_counted_leave_nvml_stopped(way):
+def test_failed_gpu_count_stops_nvml(way):
     fake = FakeNvml([FakeGpu()], {"count": Status.UNKNOWN})
     found, problem = list_gpus(way(fake), name_of)
     assert found == ()
@@ -205,7 +205,7 @@ def test_gpus_that_cannot_be_counted_leave_nvml_stopped(way):
 
 
 @every_way
-def test_a_stop_that_fails_and_a_version_that_is_not_told_change_nothing(way):
+def test_failed_stop_and_unknown_version_are_ignored(way):
     fake = FakeNvml([FakeGpu()], {"stop": Status.GPU_IS_LOST, "version": Status.UNKNOWN})
     (gpu,) = gpus(fake, way)
     assert gpu.total_bytes == 80 * GIB
@@ -213,7 +213,7 @@ def test_a_stop_that_fails_and_a_version_that_is_not_told_change_nothing(way):
     assert gpu.problem == ""
 
 
-def test_nvml_is_stopped_also_when_a_bug_ends_the_look():
+def test_nvml_is_stopped_after_an_exception():
     fake = FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})])
 
     def broken(_: int) -> str:
@@ -235,7 +235,7 @@ def asked(library: ModuleType) -> DeviceFacts:
     return gpu
 
 
-def test_a_package_that_lacks_a_function():
+def test_package_without_a_function_is_reported():
     library = pynvml_module(FakeNvml([FakeGpu()]))
     delattr(library, COMPUTE)
     gpu = asked(library)
@@ -243,7 +243,7 @@ def test_a_package_that_lacks_a_function():
     assert gpu.total_bytes == 80 * GIB
 
 
-def test_a_package_that_fails_in_an_odd_way():
+def test_unexpected_package_exception_is_reported():
     library = pynvml_module(FakeNvml([FakeGpu()]))
 
     def odd(_: object) -> None:
@@ -256,7 +256,7 @@ def test_a_package_that_fails_in_an_odd_way():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_process_that_starts_while_they_are_counted(times):
+def test_process_count_race_is_retried_once(times):
     library = pynvml_module(FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})]))
     real, left = getattr(library, COMPUTE), [times]
 
@@ -274,7 +274,7 @@ def test_a_process_that_starts_while_they_are_counted(times):
         assert "INSUFFICIENT_SIZE" in gpu.problem
 
 
-def test_without_the_package_only_the_host_is_found(monkeypatch):
+def test_missing_nvml_package_lists_only_the_host(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", pynvml_module(FakeNvml([FakeGpu()])))
     assert len(machine.list_devices().devices) == 2
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
@@ -284,7 +284,7 @@ def test_without_the_package_only_the_host_is_found(monkeypatch):
     assert "pip install 'kvelastic[cuda]'" in found.gpu_problem
 
 
-def test_errors_of_nvml_keep_their_number_and_their_place():
+def test_nvml_error_keeps_status_and_code():
     error = nvml_error(Status.NOT_FOUND)
     assert (error.status, error.code) == (6, "NVML")
     assert str(error) == "NVML answered with error 6 (NOT_FOUND)"
@@ -296,7 +296,7 @@ def test_errors_of_nvml_keep_their_number_and_their_place():
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:    400 kB\nHugePages_Total:  0\n"
 
 
-def test_the_host_by_its_meminfo():
+def test_host_memory_comes_from_meminfo():
     assert host_facts(MEMINFO, 77) == DeviceFacts(
         kind="host",
         name="host",
@@ -308,13 +308,13 @@ def test_the_host_by_its_meminfo():
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 5 kB\n", "MemTotal: x kB\nMemAvailable: 5\n"])
-def test_a_host_that_cannot_be_read(meminfo):
+def test_invalid_meminfo_is_reported(meminfo):
     host = host_facts(meminfo, None, "first")
     assert (host.used_bytes, host.free_bytes) == (None, None)
     assert host.problem == "first; /proc/meminfo does not say how much there is"
 
 
-def test_the_host_of_this_machine(monkeypatch):
+def test_host_facts_of_this_machine(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     (host,) = machine.list_devices(config.Config(host_memory=5 << 30)).devices
@@ -324,7 +324,7 @@ def test_the_host_of_this_machine(monkeypatch):
     assert host.problem == ""
 
 
-def test_a_bad_variable_is_said_and_hides_nothing(monkeypatch):
+def test_invalid_host_memory_variable_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "banana")
     (host,) = machine.list_devices().devices
@@ -333,7 +333,7 @@ def test_a_bad_variable_is_said_and_hides_nothing(monkeypatch):
     assert host.total_bytes
 
 
-def test_names_are_read_where_pids_are_the_hosts(tmp_path, monkeypatch):
+def test_process_names_need_the_host_pid_namespace(tmp_path, monkeypatch):
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").touch()
     (tmp_path / "41").mkdir()
@@ -345,7 +345,7 @@ def test_names_are_read_where_pids_are_the_hosts(tmp_path, monkeypatch):
     assert machine.process_name(42, tmp_path) is None
 
 
-def test_names_of_one_device_have_one_key():
+def test_spellings_of_one_device_share_a_key():
     digits = "ABCDEF00-1111-2222-3333-444444444444"
     assert device_key(f"GPU-{digits}") == device_key(f"MIG-{digits.lower()}") == digits.lower()
     assert DeviceFacts("mig", None, uuid=f"MIG-{digits}").key == device_key(f"GPU-{digits}")

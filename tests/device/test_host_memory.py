@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_cgroups_the_machine_is_the_bound(machine: Machine) -> None:
+def test_without_cgroups_machine_memory_is_the_bound(machine: Machine) -> None:
     (room,) = machine.look()
     assert (room["where"], room["total_bytes"], room["left_bytes"]) == (
         "the machine",
@@ -73,7 +73,7 @@ def test_without_cgroups_the_machine_is_the_bound(machine: Machine) -> None:
     assert room["spare_bytes"] == 32 * GIB - 256 * MIB
 
 
-def test_every_cgroup_above_counts_in_v2(machine: Machine) -> None:
+def test_every_parent_cgroup_bounds_memory_in_v2(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/a/b\n")
     machine.v2("/a/b", "max", GIB)
     machine.v2("/a", 2 * GIB, GIB)
@@ -83,13 +83,13 @@ def test_every_cgroup_above_counts_in_v2(machine: Machine) -> None:
     assert tightest["spare_bytes"] == GIB - 64 * MIB, "1/32 of the limit stays free"
 
 
-def test_what_the_kernel_can_take_back_is_left(machine: Machine) -> None:
+def test_reclaimable_page_cache_counts_as_free(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/a\n")
     machine.v2("/a", 2 * GIB, 2 * GIB, inactive=300 * MIB, active=200 * MIB)
     assert machine.look()[0]["left_bytes"] == 400 * MIB
 
 
-def test_v1_counts_with_all_below_it_and_no_limit_is_a_large_number(machine: Machine) -> None:
+def test_cgroup_v1_is_hierarchical_and_ignores_huge_limit(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "5:cpu,memory:/x/y\n0::/\n1:name=systemd:/x\n")
     machine.v1("/x/y", 9223372036854771712, GIB)
     machine.v1("/x", GIB, GIB, inactive=100 * MIB)
@@ -99,14 +99,14 @@ def test_v1_counts_with_all_below_it_and_no_limit_is_a_large_number(machine: Mac
     assert other["where"] == "the machine"
 
 
-def test_in_a_container_only_the_top_is_there(machine: Machine) -> None:
+def test_container_uses_the_root_cgroup(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/kubepods/pod1\n")
     machine.v2("", GIB, 100 * MIB)
     assert machine.look()[0]["left_bytes"] == GIB - 100 * MIB
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "-1\n", "max"])
-def test_what_cannot_be_read_sets_no_bound(machine: Machine, text: str) -> None:
+def test_unreadable_limits_are_ignored(machine: Machine, text: str) -> None:
     machine.write("proc/self/cgroup", "0::/a\nnonsense\n::\n:\n")
     machine.v2("/a", text, 0)
     machine.write("proc/meminfo", text)
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_sets_no_bound(machine: Machine, text: str) -> None:
     _vmm.HostMemory(str(machine.root)).refuse_if_tight(1 << 50)
 
 
-def test_a_page_is_refused_before_the_kernel_would_kill_for_it(machine: Machine) -> None:
+def test_allocation_near_the_cgroup_limit_is_refused(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/a\n")
     memory = _vmm.HostMemory(str(machine.root))
     machine.v2("/a", GIB, GIB - 32 * MIB - 100 * MIB)  # 32 MiB stay free, 100 are to be had
@@ -185,9 +185,7 @@ def run_in(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_pool_that_fills_its_cgroup_hears_none_and_is_not_killed(
-    cgroup: MemoryCgroup, count: int
-) -> None:
+def test_pool_filling_its_cgroup_is_not_oom_killed(cgroup: MemoryCgroup, count: int) -> None:
     filling = run_in(cgroup, 200 * MIB, FILL, count)
     outputs = [process.stdout for process in filling if process.stdout]
     filled_mib = sum(int(output.readline() or 0) for output in outputs)

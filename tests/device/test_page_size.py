@@ -36,12 +36,12 @@ RTX_PRO_6000_US = (71.0, 72.0)
     ("handle_us", "mib"),
     [(0, 2), (0.9, 2), (1, 8), (3.9, 8), (4, 32), (15.6, 32), (15.7, 128), (5000, 128)],
 )
-def test_a_dear_driver_gets_large_pages(handle_us: float, mib: int) -> None:
+def test_page_size_grows_with_driver_cost(handle_us: float, mib: int) -> None:
     assert page_size.for_price(handle_us, 72 * GIB) == mib * MIB
 
 
 @pytest.mark.parametrize("prices_us", [H100_US, RTX_PRO_6000_US])
-def test_noise_of_a_factor_of_two_changes_no_decision(prices_us: tuple[float, float]) -> None:
+def test_twofold_measurement_noise_keeps_the_page_size(prices_us: tuple[float, float]) -> None:
     sizes = {
         page_size.for_price(
             page_size.fixed_us(prices_us[0] * small, prices_us[1] * large), 72 * GIB
@@ -52,13 +52,13 @@ def test_noise_of_a_factor_of_two_changes_no_decision(prices_us: tuple[float, fl
     assert sizes == {128 * MIB}
 
 
-def test_growing_8_gib_takes_no_longer_than_kvcacheds_contiguous_layout_on_an_h100() -> None:
+def test_growing_8_gib_on_h100_matches_kvcached() -> None:
     size_bytes = page_size.for_price(page_size.fixed_us(*H100_US), 72 * GIB)
     create_us, map_us, set_access_us = 18, 2.3, 40
     assert 8 * GIB / size_bytes * (create_us + map_us + set_access_us) <= 7900
 
 
-def test_what_a_driver_charges_for_each_byte_is_no_price_of_a_handle() -> None:
+def test_per_byte_cost_is_excluded_from_handle_cost() -> None:
     assert page_size.fixed_us(10 + 12, 10 + 16 * 12) == pytest.approx(10)
     assert page_size.fixed_us(22, 20) == 22, "the larger size was not dearer: no price for bytes"
     assert page_size.fixed_us(12, 16 * 12 + 90) == 0, "noise"
@@ -67,12 +67,12 @@ def test_what_a_driver_charges_for_each_byte_is_no_price_of_a_handle() -> None:
 @pytest.mark.parametrize(
     ("capacity_bytes", "mib"), [(72 * GIB, 128), (4 * GIB, 64), (200 * MIB, 2), (MIB, 2)]
 )
-def test_a_small_device_has_pages_enough(capacity_bytes: int, mib: int) -> None:
+def test_small_device_gets_smaller_pages(capacity_bytes: int, mib: int) -> None:
     assert page_size.for_price(5000, capacity_bytes) == mib * MIB
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_growing_and_shrinking_is_not_slower_than_kvcached(profile: str) -> None:
+def test_growing_and_shrinking_is_no_slower_than_kvcached(profile: str) -> None:
     """8 GiB at published prices, memory kept, against its contiguous pages of 128 MiB."""
     prices = PROFILES[profile]
     size_bytes = page_size.for_price(prices.own_us(2 * MIB, given_back=True), 72 * GIB)
@@ -94,7 +94,7 @@ def chosen(devices: list[Device], group: str, **environment: str) -> int:
     return placement.page_size_bytes(settings, devices) // MIB
 
 
-def test_what_is_set_counts_and_the_host_has_its_own(group: str) -> None:
+def test_configured_page_size_overrides_and_host_uses_default(group: str) -> None:
     host = Device("host", GIB, _vmm.HostDriver)
     assert chosen([gpu(280)], group, KVELASTIC_PAGE_SIZE_MB="4") == 4
     assert chosen([host], group) == 2
@@ -103,18 +103,18 @@ def test_what_is_set_counts_and_the_host_has_its_own(group: str) -> None:
     assert list(ledger.SHM_DIR.glob(f".kvelastic_ledger_{group}_*")) == []
 
 
-def test_of_several_gpus_the_dearest_counts_and_the_smallest_bounds(group: str) -> None:
+def test_slowest_gpu_decides_and_smallest_gpu_bounds(group: str) -> None:
     assert chosen([gpu(5, name="GPU-a"), gpu(280, name="GPU-b")], group) == 128
     assert chosen([gpu(280, name="GPU-b"), gpu(280, 2 * GIB, name="GPU-c")], group) == 32
 
 
-def test_the_first_price_decides_for_a_device_and_for_no_other(group: str) -> None:
+def test_first_measured_cost_decides_per_device(group: str) -> None:
     assert chosen([gpu(10)], group) == 32
     assert chosen([gpu(280)], group) == 32
     assert chosen([gpu(280, name="GPU-y")], group) == 128
 
 
-def test_a_ledger_that_cannot_be_read_leaves_each_its_own_size(group: str) -> None:
+def test_unreadable_ledger_does_not_share_page_size(group: str) -> None:
     ledger.ledger_path(group, "GPU-x").write_bytes(b"a ledger of another version")
     assert [chosen([gpu(price_us)], group) for price_us in (10, 280)] == [32, 128]
 
@@ -133,7 +133,7 @@ sys.stdin.readline()
 """
 
 
-def test_processes_that_measure_other_prices_have_one_size(group: str, tmp_path: Path) -> None:
+def test_processes_with_different_costs_share_one_page_size(group: str, tmp_path: Path) -> None:
     """On one simulated GPU, all at once; the decision goes with the last of them."""
     environment = {**simulated(tmp_path), "KVSIM_MEMORY": "12G", "KVELASTIC_LEDGER": group}
     with ExitStack() as stack:
@@ -177,20 +177,20 @@ print(page_size.measured_price_us(driver), driver.total_bytes - driver.free_byte
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_drivers_price_is_measured_and_leaves_nothing(profile: str, tmp_path: Path) -> None:
+def test_measuring_driver_cost_leaves_no_memory(profile: str, tmp_path: Path) -> None:
     price_us, left_bytes = on_simulator(MEASURE, tmp_path, KVSIM_PROFILE=profile).split()
     assert page_size.for_price(float(price_us), 72 * GIB) == 128 * MIB
     assert left_bytes == "0"
 
 
 @pytest.mark.parametrize("call", ["AddressReserve", "Create", "Map", "SetAccess"])
-def test_where_it_cannot_be_measured_a_known_price_counts(call: str, tmp_path: Path) -> None:
+def test_failed_measurement_uses_the_default_cost(call: str, tmp_path: Path) -> None:
     plan = f"cuMem{call}:1-:CUDA_ERROR_OUT_OF_MEMORY"
     told = on_simulator(MEASURE, tmp_path, KVSIM_FAIL=plan)
     assert told.split() == [str(page_size.UNKNOWN_US), "0"]
 
 
-def test_an_embedded_cache_on_a_gpu_follows_the_prices(tmp_path: Path) -> None:
+def test_embedded_gpu_cache_page_size_follows_driver_cost(tmp_path: Path) -> None:
     program = """
 from kvelastic.kvcached import embedded
 embedded.init("vLLM", tp_rank=0, world_size=1, pp_rank=0, device="cuda")

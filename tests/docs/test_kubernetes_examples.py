@@ -15,7 +15,7 @@ FILES = sorted((Path(__file__).parents[2] / "examples" / "kubernetes").glob("*.y
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_file_is_marked_and_its_metrics_and_variables_exist(file: Path) -> None:
+def test_example_uses_only_existing_metrics_and_variables(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# NOT RUN.")
     assert all(isinstance(part, dict) for part in yaml.safe_load_all(text))

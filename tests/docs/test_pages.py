@@ -46,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     bad = []
     for link in LINK.findall(prose(page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -95,7 +95,7 @@ def options_of(command: click.Command) -> set[str]:
 
 
 @each_page
-def test_commands_of_kvctl_and_their_options_exist(page: Path) -> None:
+def test_kvctl_commands_and_options_exist(page: Path) -> None:
     bad = []
     text = page.read_text()
     code = "\n".join(
@@ -168,7 +168,7 @@ def test_extras_and_modules_exist(page: Path) -> None:
 
 
 @each_page
-def test_examples_can_be_read(page: Path) -> None:
+def test_examples_can_be_parsed(page: Path) -> None:
     """Python, JSON and YAML; README's Python example runs in tests/packaging."""
     for language, body in FENCE.findall(page.read_text()):
         if language == "python":
@@ -180,7 +180,7 @@ def test_examples_can_be_read(page: Path) -> None:
 
 
 @each_page
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_mentioned_files_exist(page: Path) -> None:
     ours = r"benchmarks|cli|controller|docker|docs|examples|kvelastic|scripts|tests|tools|vmm_csrc"
     named = re.findall(rf"`((?:{ours})/[\w./-]*\w)`", prose(page.read_text()))
     missing = [name for name in named if not (ROOT / name).exists()]
@@ -198,19 +198,19 @@ def check(config: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_controller_takes_readme_s_configuration(tmp_path: Path) -> None:
+def test_controller_accepts_the_readme_configuration(tmp_path: Path) -> None:
     found = re.search(r"echo '(.*)' >controller.yaml", (ROOT / "README.md").read_text())
     assert found is not None
     check(found.group(1), tmp_path)
 
 
 @pytest.mark.slow
-def test_the_controller_takes_that_of_the_compose_file(tmp_path: Path) -> None:
+def test_controller_accepts_the_compose_configuration(tmp_path: Path) -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     check(compose["configs"]["controller"]["content"].replace("$$", "$"), tmp_path)
 
 
-def test_the_compose_file_shares_what_models_of_a_device_share() -> None:
+def test_compose_file_shares_ipc_pid_and_ports() -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     controller = yaml.safe_load(compose["configs"]["controller"]["content"])
     names = {
@@ -224,7 +224,7 @@ def test_the_compose_file_shares_what_models_of_a_device_share() -> None:
         assert f"--port {port}" in compose["services"][model["name"]]["command"]
 
 
-def test_the_image_copies_what_a_build_needs() -> None:
+def test_image_copies_the_build_inputs() -> None:
     """The same as `pip install .` reads, and nothing that .dockerignore leaves out."""
     kept = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split("\n")
     for need in ("CMakeLists.txt", "pyproject.toml", "vmm_csrc", "startup_files", "README.md"):
@@ -238,5 +238,5 @@ def test_the_image_copies_what_a_build_needs() -> None:
     assert any(series.startswith(engines.group(1)) for series in vllm.tried)
 
 
-def test_the_pages_of_the_checks_are_found() -> None:
+def test_checked_pages_are_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "docs/vllm.md", "docs/operators.md"} <= set(IDS)

@@ -44,7 +44,7 @@ def texts() -> list[Path]:
 
 
 @pytest.mark.parametrize("banned", BANNED)
-def test_nothing_is_called_by_a_word_of_our_own(banned: str) -> None:
+def test_banned_words_are_absent(banned: str) -> None:
     pattern = re.compile(banned, re.IGNORECASE)
     found = []
     for path in texts():
@@ -55,7 +55,7 @@ def test_nothing_is_called_by_a_word_of_our_own(banned: str) -> None:
     assert not found, f"say {BANNED[banned]}:\n" + "\n".join(found)
 
 
-def test_the_search_finds_what_is_there() -> None:
+def test_search_finds_existing_text() -> None:
     """Else a wrong folder would make every search a success."""
     assert any("paged" in path.read_text(errors="replace") for path in texts())
     assert len(texts()) > 200

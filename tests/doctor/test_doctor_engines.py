@@ -30,7 +30,7 @@ def installed() -> tuple[str, ProbeFact]:
 
 @pytest.mark.slow
 @needs.transformers
-def test_the_engine_that_is_installed_is_built_as_expected(
+def test_installed_engine_has_all_expected_hooks(
     installed: tuple[str, ProbeFact],
 ) -> None:
     version, found = installed
@@ -38,14 +38,14 @@ def test_the_engine_that_is_installed_is_built_as_expected(
     assert found.hooked == len(TRANSFORMERS.hooks(version)) > 0
 
 
-def test_a_program_that_answers_nothing_is_said() -> None:
+def test_probe_without_result_is_reported() -> None:
     assert said("print('hello')").failure == "a child that imports it said nothing"
     assert "died of SIGKILL" in said("import os; os.kill(os.getpid(), 9)").failure
     assert "no answer within 0.2 s" in said("import time; time.sleep(60)", timeout_s=0.2).failure
 
 
 @pytest.mark.parametrize("engine", [each.name for each in engines.ENGINES])
-def test_the_rooms_are_those_of_the_hooks(engine: str) -> None:
+def test_rooms_match_the_hooks(engine: str) -> None:
     one = engines.find(engine)
     for series in one.tried:
         assert sum(one.rooms(f"{series}.0").values()) == len(one.hooks(f"{series}.0"))

@@ -57,7 +57,7 @@ def name():
 # ------------------------------------------------------------------------------------ the system
 
 
-def test_shm_of_another_root(tmp_path):
+def test_shm_is_read_below_another_root(tmp_path):
     write(tmp_path, "proc/self/mounts", "proc /proc proc rw 0 0\nshm /dev/shm tmpfs rw,size=1k 0 0")
     (tmp_path / "dev/shm").mkdir(parents=True)
     shm = gather_shm(tmp_path)
@@ -67,13 +67,13 @@ def test_shm_of_another_root(tmp_path):
     assert list((tmp_path / "dev/shm").iterdir()) == []
 
 
-def test_shm_that_is_not_there(tmp_path):
+def test_missing_shm_is_reported(tmp_path):
     shm = gather_shm(tmp_path)
     assert (shm.filesystem, shm.size_bytes) == ("", 0)
     assert shm.write_error == "No such file or directory"
 
 
-def test_who_has_a_ledger_in_another_shm(tmp_path):
+def test_ledgers_in_another_shm_name_their_processes(tmp_path):
     shm = tmp_path / "dev/shm"
     shm.mkdir(parents=True)
     device = shm.stat().st_dev
@@ -94,13 +94,13 @@ def test_who_has_a_ledger_in_another_shm(tmp_path):
     assert gather_shm(tmp_path).pids_with_another == (12, 13)
 
 
-def test_shm_of_this_machine_can_be_written_to():
+def test_shm_of_this_machine_is_writable():
     shm = gather_shm(Path("/"))
     assert shm.write_error == ""
     assert shm.has_life_locks
 
 
-def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
+def test_dead_and_unreadable_segments_are_reported_and_kept(name):
     with Owner(name) as owner:
         assert name not in [segment.name for segment in gather_segments(SHM)]
         owner.kill()
@@ -112,7 +112,7 @@ def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
     assert "version 99" in found.problem
 
 
-def test_an_engine_core_without_a_server_is_named(name):
+def test_engine_core_without_server_is_reported(name):
     for has_server in (True, False):
         with engine_core(name, has_server=has_server) as core:
             found = [segment for segment in gather_segments(SHM) if segment.name == name]
@@ -120,7 +120,7 @@ def test_an_engine_core_without_a_server_is_named(name):
         assert [segment.status for segment in found] == ([] if has_server else ["orphaned"])
 
 
-def test_a_ledger_that_cannot_be_used_is_named_and_stays():
+def test_unreadable_ledger_is_reported_and_kept():
     path = ledger_path(f"doctor-{os.getpid()}", "host")
     path.write_bytes(b"KVLEDGER" + (99).to_bytes(4, "little") + bytes(500))
     try:
@@ -131,7 +131,7 @@ def test_a_ledger_that_cannot_be_used_is_named_and_stays():
         path.unlink()
 
 
-def test_only_files_of_others_with_our_prefix_count_as_hidden(tmp_path, monkeypatch):
+def test_only_inaccessible_files_with_prefix_are_hidden(tmp_path, monkeypatch):
     for file in ("kvelastic_theirs", "kvelastic_open", "psm_theirs"):
         write(tmp_path, file, "")
     (tmp_path / "kvelastic_folder").mkdir()
@@ -144,7 +144,7 @@ def test_only_files_of_others_with_our_prefix_count_as_hidden(tmp_path, monkeypa
     monkeypatch.setattr(os, "access", real)
 
 
-def test_memory_reads_the_settings_and_the_tightest_cgroup(tmp_path):
+def test_memory_facts_use_tightest_cgroup_limit(tmp_path):
     thp = "sys/kernel/mm/transparent_hugepage"
     write(tmp_path, f"{thp}/enabled", "always madvise [never]\n")
     write(tmp_path, f"{thp}/shmem_enabled", "always within_size advise never [deny] force\n")
@@ -162,7 +162,7 @@ def test_memory_of_a_kernel_without_huge_pages(tmp_path):
     assert (memory.thp_enabled, memory.thp_shmem) == (None, None)
 
 
-def test_a_page_that_cannot_be_made_is_said(monkeypatch, tmp_path):
+def test_failed_page_creation_is_reported(monkeypatch, tmp_path):
     from kvelastic import _vmm
 
     def refuse() -> object:
@@ -172,7 +172,7 @@ def test_a_page_that_cannot_be_made_is_said(monkeypatch, tmp_path):
     assert gather_memory(tmp_path).page_error == "no memfd for you"
 
 
-def test_a_page_of_small_pages_is_noticed(monkeypatch, tmp_path):
+def test_page_without_huge_pages_is_reported(monkeypatch, tmp_path):
     from kvelastic import _vmm
 
     destroyed = []
@@ -186,7 +186,7 @@ def test_a_page_of_small_pages_is_noticed(monkeypatch, tmp_path):
     assert (memory.page_error, memory.page_is_huge, destroyed) == ("", False, [7])
 
 
-def test_limits(tmp_path):
+def test_resource_limits_are_read(tmp_path):
     write(tmp_path, "proc/sys/vm/max_map_count", "262144\n")
     write(tmp_path, "proc/sys/vm/overcommit_memory", "2\n")
     write(
@@ -201,7 +201,7 @@ def test_limits(tmp_path):
     assert (limits.open_files, limits.address_space_bytes) == (256, None)
 
 
-def test_limits_that_cannot_be_read(tmp_path):
+def test_unreadable_limits_are_none(tmp_path):
     limits = gather_limits(tmp_path)
     assert (limits.max_map_count, limits.overcommit_mode) == (None, None)
     assert (limits.commit_limit_bytes, limits.committed_bytes) == (None, None)
@@ -236,7 +236,7 @@ def ask(script: str, root: Path, **environ: str) -> GpuFacts:
     )
 
 
-def test_what_the_child_says_is_understood(tmp_path):
+def test_child_output_is_parsed(tmp_path):
     facts = ask(
         """echo '{"nvml_error": "none"}'
         echo '{"cuda_version": 12040}'
@@ -259,13 +259,13 @@ def test_what_the_child_says_is_understood(tmp_path):
         ('echo \'{"cuda_version": 12000}\'; echo \'{"child_end": "failed: X"}\'', "failed: X"),
     ],
 )
-def test_a_child_that_dies_is_a_fact_and_what_it_said_counts(tmp_path, script, end):
+def test_dead_child_is_reported_with_its_output(tmp_path, script, end):
     facts = ask(script, tmp_path)
     assert (facts.child_end, facts.cuda_version) == (end, 12000)
 
 
 @pytest.mark.slow
-def test_a_child_that_hangs_is_ended(tmp_path):
+def test_hanging_child_is_killed(tmp_path):
     """It waits for somebody to write into a pipe that nobody knows of."""
     script = f"cd {tmp_path}; echo $$ >pid; echo '{{\"count\": 5}}'; exec cat pipe"
     os.mkfifo(tmp_path / "pipe")
@@ -280,12 +280,12 @@ def test_a_child_that_hangs_is_ended(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_child_that_cannot_be_started(tmp_path):
+def test_child_that_cannot_start_is_reported(tmp_path):
     facts = ask_gpus(tmp_path, command=(str(tmp_path / "nothing"),))
     assert facts.child_end.startswith("could not be started: ")
 
 
-def test_the_kernels_part_of_the_driver(tmp_path):
+def test_kernel_module_version_is_read(tmp_path):
     write(
         tmp_path,
         "proc/driver/nvidia/version",
@@ -297,7 +297,7 @@ def test_the_kernels_part_of_the_driver(tmp_path):
     assert facts.visible_devices == "1"
 
 
-def test_nothing_of_a_driver(tmp_path):
+def test_missing_driver_is_reported(tmp_path):
     write(tmp_path, "dev/nvidiactl", "")
     facts = ask("true", tmp_path)
     assert (facts.kernel_module, facts.has_device_files) == ("", False)
@@ -314,7 +314,7 @@ def test_the_child_ignores_the_working_directory(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------- config, packages
 
 
-def test_each_bad_variable_is_found_and_the_good_ones_count():
+def test_invalid_variables_are_reported_and_valid_ones_used():
     config = gather_config(
         {
             "KVELASTIC_LIMIT": "banana",
@@ -340,7 +340,7 @@ def test_each_bad_variable_is_found_and_the_good_ones_count():
     assert "KVELASTIC_LIMIT" not in config.names_set
 
 
-def test_values_that_contradict_each_other():
+def test_contradicting_values_are_reported():
     config = gather_config(
         {"KVELASTIC_MIN_RESERVED_PAGES": "9", "KVELASTIC_MAX_RESERVED_PAGES": "3"}
     )
@@ -412,17 +412,17 @@ def test_a_folder_whose_file_system_does_not_respond(monkeypatch):
         ("KVELASTIC_LIMIT", None),
     ],
 )
-def test_typos(name, nearest):
+def test_misspelled_variables_suggest_the_nearest(name, nearest):
     assert gather_config({name: "1"}).unknown == (((name, nearest),) if nearest else ())
 
 
-def test_an_unknown_name_far_from_all_still_gets_a_neighbour():
+def test_unrelated_unknown_name_gets_a_suggestion():
     ((name, nearest),) = gather_config({"KVELASTIC_ZZZ": "1"}).unknown
     assert name == "KVELASTIC_ZZZ"
     assert nearest
 
 
-def test_variables_of_kvcached():
+def test_kvcached_variables_are_reported():
     config = gather_config(
         {
             "ENABLE_KVCACHED": "true",
@@ -440,7 +440,7 @@ def test_variables_of_kvcached():
     assert config.enabled is True
 
 
-def test_a_bad_value_of_kvcacheds_name_counts_only_where_it_is_read():
+def test_overridden_legacy_value_is_not_validated():
     assert gather_config({"KVCACHED_PAGE_SIZE_MB": "3"}).errors[0][0] == "KVCACHED_PAGE_SIZE_MB"
     both = {"KVCACHED_PAGE_SIZE_MB": "3", "KVELASTIC_PAGE_SIZE_MB": "2"}
     assert gather_config(both).errors == ()
@@ -473,18 +473,18 @@ def test_packages_are_found_without_importing_them(monkeypatch, tmp_path):
     assert packages.native_error == ""
 
 
-def test_a_mere_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
+def test_plain_folder_is_not_a_package(monkeypatch, tmp_path):
     (tmp_path / "no_package").mkdir()  # a name that no test before this one has imported
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert packages_module._version("not-there-at-all", "no_package") is None
 
 
-def test_kvelastics_own_plugin_is_found_here():
+def test_installed_kvelastic_plugin_is_found():
     assert "kvelastic" in dict(gather_packages().plugins)["vllm"]
     assert metadata.version("kvelastic")
 
 
-def test_the_hooks_are_those_of_the_table_without_importing_an_engine() -> None:
+def test_hooks_are_listed_without_importing_the_engine() -> None:
     code = (
         "import sys; from kvelastic.engines import find; g = find('vllm');"
         "found = g.hooks('0.32.0+cpu');"

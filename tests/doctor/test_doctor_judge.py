@@ -42,7 +42,7 @@ def of_check(facts: Facts, check: str) -> list[Finding]:
     TABLE,
     ids=[f"{check}-{state}-{number}" for number, (check, state, *_) in enumerate(TABLE)],
 )
-def test_a_check_in_a_state(check: str, state: str, facts: Facts, seen: str) -> None:
+def test_check_returns_the_expected_state(check: str, state: str, facts: Facts, seen: str) -> None:
     fitting = [finding for finding in of_check(facts, check) if seen in finding.what]
     assert [finding.state for finding in fitting] == [state], of_check(facts, check)
     for finding in judge(facts):
@@ -51,11 +51,11 @@ def test_a_check_in_a_state(check: str, state: str, facts: Facts, seen: str) -> 
         assert "\n" not in finding.what + finding.do
 
 
-def test_a_machine_with_nothing_wrong_has_only_ok() -> None:
+def test_healthy_machine_has_only_ok_findings() -> None:
     assert {finding.state for finding in judge(GOOD)} == {"ok"}
 
 
-def test_one_fault_is_a_finding_of_its_own_check_only() -> None:
+def test_one_fault_affects_one_check() -> None:
     good = {finding.check for finding in judge(GOOD)}
     for facts in (shm(size_bytes=MIB), segment("dead"), with_packages(python=(3, 9, 0))):
         faulty = [finding for finding in judge(facts) if finding.state != "ok"]
@@ -63,7 +63,7 @@ def test_one_fault_is_a_finding_of_its_own_check_only() -> None:
         assert good == {finding.check for finding in judge(facts)}
 
 
-def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
+def test_every_check_state_is_tested_and_documented() -> None:
     tested = defaultdict(set)
     for check, state, _, _ in TABLE:
         tested[check].add(state)
@@ -79,7 +79,7 @@ def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
     assert documented == dict(tested)
 
 
-def test_advice_leads_to_the_cause() -> None:
+def test_advice_names_the_cause() -> None:
     for error in ("the CUDA driver is too old: it has no cuInit", "the driver is older than 11.3"):
         (gpu,) = of_check(with_gpus(gpus=(replace(GPU, error=error),)), "gpu.vmm")
         assert gpu.do == "see gpu.driver"
@@ -90,20 +90,20 @@ def test_advice_leads_to_the_cause() -> None:
     assert "--ipc=host" in small.do
 
 
-def test_what_is_wrong_is_not_said_to_be_well_as_well() -> None:
+def test_faulty_check_has_no_ok_finding() -> None:
     for status in ("dead", "unreadable"):
         assert len(of_check(segment(status, problem="x"), f"segments.{status}")) == 1
     assert of_check(GOOD, "gpu.driver")[0].what.endswith(", 1 GPU")
 
 
-def test_each_gpu_and_each_variable_has_its_own_line() -> None:
+def test_each_gpu_and_variable_has_a_finding() -> None:
     two = with_gpus(count=2, gpus=(GPU, BROKEN_GPU))
     assert [finding.state for finding in of_check(two, "gpu.vmm")] == ["ok", "problem"]
     config = with_config(errors=(("A", "A='' is bad"), ("B", "B='' is bad")))
     assert len(of_check(config, "config.value")) == 2
 
 
-def test_what_a_gpu_machine_may_ignore_is_no_warning_there() -> None:
+def test_host_memory_faults_are_notes_on_gpu_machines() -> None:
     slow = memory(page_is_huge=False, thp_shmem="deny", thp_enabled=None, page_error="none")
     old = replace(GOOD, memory=slow, system=kernel("4.4.0"))
     assert {finding.state for finding in judge(old)} == {"ok", "note"}

@@ -72,7 +72,7 @@ def test_no_driver_is_a_note():
     assert "gpu.vmm" not in by_check
 
 
-def test_the_page_is_made_and_every_check_has_an_answer():
+def test_page_native_and_shm_checks_are_run():
     _, by_check = findings()
     assert by_check["host.page"][0]["state"] in {"ok", "warning", "note"}
     assert by_check["python.native"][0]["state"] == "ok"
@@ -91,7 +91,7 @@ def test_simulated_gpus(simulated):
     assert "cuda:0" in by_check["gpu.device"][0]["what"]
 
 
-def test_the_context_is_a_childs_and_goes_with_it(simulated, tmp_path):
+def test_cuda_context_is_created_in_a_child_process(simulated, tmp_path):
     trace = tmp_path / "trace"
     findings(KVSIM_TRACE=str(trace), KVSIM_CONTEXT_BYTES="8M", KVSIM_MEMORY="64M", **simulated)
     lines = [line.split() for line in trace.read_text().splitlines()]
@@ -102,7 +102,7 @@ def test_the_context_is_a_childs_and_goes_with_it(simulated, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_driver_that_is_too_old(simulated, device):
+def test_old_driver_is_a_problem(simulated, device):
     code, by_check = findings(KVSIM_DRIVER_VERSION="11000", KVELASTIC_DEVICE=device, **simulated)
     assert code == 1
     (driver,) = by_check["gpu.driver"]
@@ -111,7 +111,7 @@ def test_a_driver_that_is_too_old(simulated, device):
     assert "CUDA 11.3" in driver["do"]
 
 
-def test_a_gpu_without_virtual_memory_management(simulated):
+def test_gpu_without_virtual_memory_management_is_a_problem(simulated):
     code, by_check = findings(KVSIM_NO_VMM="1", **simulated)
     assert code == 1
     assert by_check["gpu.driver"][0]["state"] == "ok"
@@ -121,27 +121,27 @@ def test_a_gpu_without_virtual_memory_management(simulated):
     assert "KVELASTIC_DEVICE=host" in gpu["do"]
 
 
-def test_a_driver_without_a_gpu(simulated):
+def test_driver_without_gpu_is_a_warning(simulated):
     _, by_check = findings(KVSIM_NO_DEVICE="1", **simulated)
     assert by_check["gpu.driver"][0]["state"] == "warning"
     _, by_check = findings(KVSIM_NO_DEVICE="1", CUDA_VISIBLE_DEVICES="", **simulated)
     assert by_check["gpu.driver"][0]["state"] == "note"
 
 
-def test_a_driver_that_does_not_start_and_one_whose_gpu_is_full(simulated):
+def test_failed_cuinit_and_full_gpu_are_reported(simulated):
     _, by_check = findings(KVSIM_FAIL="cuInit:1:999", **simulated)
     assert "CUDA_ERROR_UNKNOWN (999)" in by_check["gpu.driver"][0]["what"]
     _, by_check = findings(KVSIM_FAIL="cuDevicePrimaryCtxRetain:1:2", **simulated)
     assert "CUDA_ERROR_OUT_OF_MEMORY" in by_check["gpu.vmm"][0]["what"]
 
 
-def test_a_library_that_is_none(tmp_path):
+def test_invalid_driver_library_is_a_problem(tmp_path):
     (tmp_path / "libcuda.so.1").write_text("not a library")
     _, by_check = findings(LD_LIBRARY_PATH=str(tmp_path), KVELASTIC_DEVICE="cuda")
     assert by_check["gpu.driver"][0]["state"] == "problem"
 
 
-def test_a_bad_value_is_a_problem_and_a_typo_is_none():
+def test_invalid_value_is_a_problem_but_typo_not():
     code, by_check = findings(KVELASTIC_LIMIT="banana")
     assert code == 1
     (value,) = by_check["config.value"]
@@ -153,7 +153,7 @@ def test_a_bad_value_is_a_problem_and_a_typo_is_none():
     assert "KVELASTIC_LIMIT" in by_check["config.unknown"][0]["do"]
 
 
-def test_a_limit_of_the_process_is_seen():
+def test_process_open_file_limit_is_reported():
     done = subprocess.run(
         ["sh", "-c", f"ulimit -n 200; exec {KVCTL} doctor"],
         env=BARE, capture_output=True, text=True,
@@ -161,7 +161,7 @@ def test_a_limit_of_the_process_is_seen():
     assert "limit of open files: 200;" in done.stdout
 
 
-def test_in_a_pipe_it_is_plain_and_grouped():
+def test_piped_output_is_plain_and_grouped():
     done = doctor(KVELASTIC_LIMIT="banana")
     assert done.returncode == 1
     assert "\x1b" not in done.stdout
@@ -175,21 +175,21 @@ def test_in_a_pipe_it_is_plain_and_grouped():
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colours_are_for_terminals_that_want_them(no_color, coloured):
+def test_no_color_turns_colours_off(no_color, coloured):
     environment = BARE | {"TERM": "xterm-256color", "KVELASTIC_LIMIT": "banana"} | no_color
     written = written_to_a_terminal([KVCTL, "doctor"], environment, exit_code=1)
     assert ("\x1b[31mproblem" in written) is coloured
     assert ("\x1b" in written) is coloured
 
 
-def test_texts_of_others_cannot_steer_the_terminal():
+def test_control_characters_in_texts_are_replaced():
     text = report([Finding("segments.dead", "warning", "a\x1b[31mb", "\x1b[2J")], in_colour=True)
     assert "\x1b[31mb" not in text
     assert "\x1b[2J" not in text
     assert text.endswith("0 problems, 1 warning, 0 notes, 0 ok")
 
 
-def test_listing_does_not_pay_for_the_doctor():
+def test_kvctl_list_does_not_import_the_doctor():
     program = (
         "import sys; from kvelastic.cli.kvctl import main\n"
         "try: main(['list', '--json'])\n"
@@ -221,7 +221,7 @@ def test_a_missing_native_module_is_a_finding():
     assert (done.returncode, native["state"]) == (1, "problem")
 
 
-def test_on_a_terminal_a_long_text_goes_on_below_its_beginning():
+def test_long_text_wraps_with_indent_on_terminals():
     finding = Finding("engines.hooks", "ok", "one two three " * 10, "four five " * 10)
     lines = report([finding], in_colour=False, columns=60).splitlines()
     assert max(map(len, lines)) <= 60

@@ -178,7 +178,7 @@ def test_random_requests_under_load(pair: Pair, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.soak
 @pytest.mark.parametrize("contiguous", PAGE_BYTES, ids=["paged", "per buffer"])
-def test_everything_at_random(sglang_model, tmp_path, capsys, contiguous) -> None:
+def test_random_operations_crashes_and_load(sglang_model, tmp_path, capsys, contiguous) -> None:
     with capsys.disabled():
         print(f"\nchaos of SGLang: CHAOS_SEED={SEED}, logs in {tmp_path}")
     pick = random.Random(SEED)

@@ -34,7 +34,7 @@ def ask(front: Controller, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.end_to_end
-def test_a_controller_that_starts_anew_knows_that_it_sleeps_and_a_request_wakes_it(
+def test_new_controller_finds_sglang_asleep_and_wakes_it(
     sglang_pairs: Pairs, sglang_model: Path
 ) -> None:
     pair = sglang_pairs[PAGED]

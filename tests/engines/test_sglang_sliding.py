@@ -24,7 +24,7 @@ PROMPTS = make_prompts(12, seed=3, shortest=100, longest=400, shared_tokens=2 * 
 NEW_TOKENS = 24
 
 
-def test_the_same_tokens_as_stock(tmp_path: Path) -> None:
+def test_same_tokens_as_stock(tmp_path: Path) -> None:
     model, name = tmp_path / "model", f"kvsgl_sliding_{os.getpid()}"
     subprocess.run([sys.executable, PROGRAM, "loud_mostly_sliding", model], check=True)
     environment = {

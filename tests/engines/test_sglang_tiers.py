@@ -118,21 +118,21 @@ def check_found(answers: list[Answer], expected: list[list[int]]) -> None:
         assert len(prompt) - answer.cached_tokens <= PAGE_TOKENS
 
 
-def test_after_a_limit_of_one_page_nothing_is_computed_again(server, expected) -> None:
+def test_evicted_prefixes_are_loaded_from_the_tier(server, expected) -> None:
     server.evict()
     usage = segment.inspect(NAME).usage
     assert usage["blocks_in_use"] + usage["blocks_cached"] < len(PROMPTS) * 2, "it was evicted"
     check_found(server.ask_all(), expected)
 
 
-def test_all_at_once_find_it_too(server, expected) -> None:
+def test_concurrent_requests_load_from_the_tier(server, expected) -> None:
     """They have a beginning in common, which is loaded once."""
     server.evict()
     answers = server.generate_all(PROMPTS, NEW_TOKENS)
     check_found(answers, expected)
 
 
-def test_a_sleep_and_a_release_demote_and_what_wakes_finds_it(server, expected) -> None:
+def test_sleep_and_release_demote_blocks_for_reuse(server, expected) -> None:
     assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert segment.request(NAME, asleep=False, wait_s=DEADLINE_S).state == "applied"
     check_found(server.ask_all(), expected)
@@ -142,13 +142,13 @@ def test_a_sleep_and_a_release_demote_and_what_wakes_finds_it(server, expected) 
     check_found(server.ask_all(), expected)
 
 
-def test_under_limits_that_change_all_the_time_every_answer_is_right(server, expected) -> None:
+def test_changing_limits_keep_the_tokens(server, expected) -> None:
     with changing_limits(NAME, PAGE_BYTES, at_last_bytes=KV_BYTES):
         rounds = [server.generate_all(PROMPTS, NEW_TOKENS) for _ in range(3)]
     assert [[one.tokens for one in answers] for answers in rounds] == [expected] * 3
 
 
-def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> None:
+def test_prefixes_displaced_by_others_are_loaded_again(server, expected) -> None:
     """Under a limit of two pages prompts displace one another."""
     server.limit(2 * PAGE_BYTES)
     try:
@@ -158,9 +158,7 @@ def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> N
         server.limit(KV_BYTES)
 
 
-def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
-    server, expected
-) -> None:
+def test_prefix_load_waits_for_memory(server, expected) -> None:
     assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = [threads.submit(server.generate, prompt, NEW_TOKENS) for prompt in PROMPTS]
@@ -169,7 +167,7 @@ def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
         check_found([answer.result() for answer in answers], expected)
 
 
-def test_a_killed_server_finds_its_records_and_a_flush_hides_them(again, expected) -> None:
+def test_restarted_server_finds_objects_but_not_after_flush(again, expected) -> None:
     check_found(again.ask_all(), expected)
     again.post("/flush_cache")
     assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
@@ -179,7 +177,7 @@ def test_a_killed_server_finds_its_records_and_a_flush_hides_them(again, expecte
     wait_until(lambda: again.board().tiers[0].errors == 0, "the board is there")
 
 
-def test_a_prompt_in_chunks_goes_on_where_its_rest_just_fits(again) -> None:
+def test_chunked_prompt_continues_if_its_rest_fits(again) -> None:
     """15 blocks are there; after three chunks of four there are three, for a rest of one."""
     prompt = [3 + index % 500 for index in range(12 * PAGE_TOKENS + 20)]
     expected = again.generate(prompt, NEW_TOKENS).tokens
@@ -192,7 +190,7 @@ def test_a_prompt_in_chunks_goes_on_where_its_rest_just_fits(again) -> None:
     assert NO_MEMORY_FOR_REST not in again.text(), "rounds without a chunk mean nothing"
 
 
-def test_a_prompt_that_has_begun_gives_its_memory_up_and_goes_on_later(again) -> None:
+def test_started_prompt_yields_memory_and_continues_later(again) -> None:
     asked: list[tuple[list[int], Future[Answer]]] = []
     with ThreadPoolExecutor(1) as thread:
 

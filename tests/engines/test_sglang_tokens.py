@@ -38,7 +38,7 @@ LONG_TOKENS = 96
 
 
 @pytest.mark.end_to_end
-def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
+def test_starts_with_one_page_and_matches_stock_tokens(
     pair: Pair,
 ) -> None:
     assert pair.held_after_start_bytes <= pair.page_bytes
@@ -52,7 +52,7 @@ def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cac
     assert "No --page-size was given: kvelastic takes 32" in pair.server.text()
 
 
-def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
+def test_unused_pages_are_unmapped_after_a_burst(pair: Pair) -> None:
     pair.burst()
     needed = -(
         -(pair.usage()["blocks_in_use"] + pair.usage()["blocks_cached"])
@@ -63,7 +63,7 @@ def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
 
 
 @pytest.mark.end_to_end
-def test_zeroed_memory_changes_the_tokens_and_a_flush_leaves_one_page(pair: Pair) -> None:
+def test_zeroed_memory_changes_tokens_and_flush_recovers(pair: Pair) -> None:
     """The control: the comparison does see bad KV."""
     pair.burst()
     assert zero_worker_memory(pair.server.scheduler()) > 0
@@ -76,7 +76,7 @@ def test_zeroed_memory_changes_the_tokens_and_a_flush_leaves_one_page(pair: Pair
     assert pair.burst() == pair.expected
 
 
-def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
+def test_limit_lowered_while_idle_is_applied_immediately(pair: Pair) -> None:
     pair.burst()
     assert pair.usage()["mapped_bytes"] > pair.page_bytes
     answer = pair.limit(1)
@@ -87,7 +87,7 @@ def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.end_to_end
-def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) -> None:
+def test_limit_lowered_under_load_retracts_and_keeps_tokens(pair: Pair) -> None:
     pair.server.post("/flush_cache")
     # Long enough that whoever runs, wherever it is, needs more blocks.
     expected = tokens_of(pair.server.generate_all(PROMPTS, LONG_TOKENS))
@@ -112,7 +112,7 @@ def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) ->
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes
 
 
-def test_one_page_and_back(pair: Pair) -> None:
+def test_limit_of_one_page_and_back_keeps_tokens(pair: Pair) -> None:
     pair.server.post("/flush_cache")
     pair.limit(1)
     assert pair.burst() == pair.expected
@@ -129,7 +129,7 @@ def paged(sglang_pairs: Pairs) -> Iterator[Pair]:
     sglang_pairs[PAGED].limit(None)
 
 
-def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> None:
+def test_oversized_request_waits_and_can_be_cancelled(paged: Pair) -> None:
     """Stock answers it with status 500."""
     pair = paged
     large = [3 + index % 500 for index in range(pair.page_bytes // BLOCK_BYTES * PAGE_TOKENS + 100)]
@@ -150,7 +150,7 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> 
         assert later.result().tokens == expected
 
 
-def test_a_request_that_outgrows_the_limit_waits_for_a_higher_one(paged: Pair) -> None:
+def test_request_outgrowing_the_limit_waits_for_higher_limit(paged: Pair) -> None:
     """The last one that runs is retracted, too; stock answers it with status 500."""
     pair = paged
     long, new_tokens = PROMPTS[0][:100], 900
@@ -165,7 +165,7 @@ def test_a_request_that_outgrows_the_limit_waits_for_a_higher_one(paged: Pair) -
         assert answer.result().tokens == expected
 
 
-def test_released_it_holds_nothing_and_answers_after_it_has_resumed(pair: Pair) -> None:
+def test_release_unmaps_everything_and_resume_keeps_tokens(pair: Pair) -> None:
     pair.burst()
     pair.server.post("/release_memory_occupation")
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
@@ -173,7 +173,7 @@ def test_released_it_holds_nothing_and_answers_after_it_has_resumed(pair: Pair) 
     assert pair.burst() == pair.expected
 
 
-def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one_likes(
+def test_release_waits_for_requests_and_resume_is_idempotent(
     pair: Pair,
 ) -> None:
     """Stock ends where it is released while a request runs, or resumed while it is awake."""
@@ -199,7 +199,7 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
     assert pair.burst() == pair.expected
 
 
-def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
+def test_requests_after_a_release_wait_for_resume(paged: Pair) -> None:
     """Others keep asking, for long answers of different lengths: it is never without a request."""
     pair, is_released = paged, threading.Event()
     prompts = PROMPTS[:6]
@@ -229,7 +229,7 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
                 assert (answer[:NEW_TOKENS], len(answer)) == (expected, length)
 
 
-def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
+def test_operator_sleep_and_wake_keep_the_tokens(pair: Pair) -> None:
     pair.burst()
     assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
@@ -240,7 +240,7 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         assert burst.result() == pair.expected
 
 
-def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: Pairs) -> None:
+def test_kvctl_limit_reaches_server_with_sleep_on_idle(sglang_pairs: Pairs) -> None:
     """With `--sleep-on-idle` its loop stands still for a second at a time, and no request comes."""
     pair = sglang_pairs[SLEEPS_ON_IDLE]
     pair.burst()
@@ -260,7 +260,7 @@ def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: Pairs) -
         pair.limit(None)
 
 
-def test_the_same_tokens_without_a_radix_cache(
+def test_same_tokens_without_radix_cache(
     sglang_pairs: Pairs, sglang_model: Path, tmp_path: Path
 ) -> None:
     name = f"kvsgl_no_radix_{os.getpid()}"
@@ -296,7 +296,7 @@ def test_the_same_tokens_without_a_radix_cache(
 
 
 @pytest.mark.soak
-def test_a_minute_idle_under_a_limit(sglang_pairs: Pairs) -> None:
+def test_idle_minute_under_a_limit_finds_no_leak(sglang_pairs: Pairs) -> None:
     """SGLang looks for leaks while it idles, and ends where it finds one."""
     for pair in sglang_pairs.all():
         pair.burst()

@@ -114,7 +114,7 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ledger.reap()
 
 
-def test_the_busy_one_gets_what_the_idle_ones_cache(engines: list[Engine]) -> None:
+def test_busy_engine_takes_memory_cached_by_idle_engines(engines: list[Engine]) -> None:
     expected = [engine.burst(PROMPTS) for engine in engines]
     page_bytes = 2 * MIB
     for turn in range(2):

@@ -12,7 +12,7 @@ pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("series", needs.TRANSFORMERS)
-def test_two_runs_of_stock_give_equal_tokens(series: str, tmp_path: Path) -> None:
+def test_stock_runs_give_equal_tokens(series: str, tmp_path: Path) -> None:
     """Cold, prefix-cached, and by the other engine; and zeros in the prefix cache do show."""
     prompts = make_prompts(16, seed=3)
     with (

@@ -109,7 +109,7 @@ def pair(shared: Pair) -> Iterator[Pair]:
 
 
 @every_case
-def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
+def test_starts_with_one_page_and_matches_stock_tokens(
     pair: Pair,
 ) -> None:
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes
@@ -135,7 +135,7 @@ def test_zeroed_memory_changes_the_tokens(pair: Pair) -> None:
 
 
 @two_cases
-def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
+def test_limit_lowered_while_idle_is_applied_immediately(pair: Pair) -> None:
     pair.engine.burst(PROMPTS, NEW_TOKENS)
     assert pair.usage()["cached_bytes"] > 2 * pair.page_bytes
     answer = pair.limit(2)
@@ -146,7 +146,7 @@ def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
 
 
 @every_case
-def test_a_limit_lowered_under_load_preempts_and_keeps_the_tokens(pair: Pair) -> None:
+def test_limit_lowered_under_load_preempts_and_keeps_tokens(pair: Pair) -> None:
     before = pair.engine.counters()["preemptions"]
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
     # What is cached goes first: requests have to hold more than will be allowed.
@@ -160,7 +160,7 @@ def test_a_limit_lowered_under_load_preempts_and_keeps_the_tokens(pair: Pair) ->
 
 
 @every_case
-def test_one_page_and_back(pair: Pair) -> None:
+def test_limit_of_one_page_and_back_keeps_tokens(pair: Pair) -> None:
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
     pair.limit(1)
     assert pair.engine.wait(ids) == pair.expected
@@ -171,7 +171,7 @@ def test_one_page_and_back(pair: Pair) -> None:
 
 
 @two_cases
-def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> None:
+def test_oversized_request_waits_and_can_be_cancelled(pair: Pair) -> None:
     """Stock ends its loop where nothing can be scheduled."""
     # 18 blocks; one page has 15 besides the null block.
     large = [[3 + index % 500 for index in range(1100)]]
@@ -190,7 +190,7 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> N
 
 
 @every_case
-def test_asleep_it_holds_nothing_and_answers_after_it_is_woken(pair: Pair) -> None:
+def test_sleep_unmaps_everything_and_wake_keeps_tokens(pair: Pair) -> None:
     pair.engine.burst(PROMPTS, NEW_TOKENS)
     assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0

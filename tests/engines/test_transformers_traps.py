@@ -73,7 +73,9 @@ def both(
 
 
 @pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
-def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> None:
+def test_padding_child_sequences_and_second_session_match_stock(
+    series: str, tmp_path: Path
+) -> None:
     with both(tmp_path, ["--num-blocks", "127"], series) as (stock, engine):
         expected = stock.burst(PROMPTS, 24)
         assert engine.burst(PROMPTS, 24) == expected
@@ -137,7 +139,7 @@ def test_sliding_windows(model: str, series: str, tmp_path: Path) -> None:
         wait_until(lambda: segment.inspect(NAME).usage["blocks_in_use"] == 0)
 
 
-def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Path) -> None:
+def test_cache_bound_keeps_the_head_of_a_prefix(tmp_path: Path) -> None:
     # A block is 4 MiB (256 tokens, 8 layers, 4 heads of 64), more than the smallest page.
     shape = ["--block-tokens", "256", "--num-blocks", "20", "--layers", "8"]
     shape += ["--kv-heads", "4", "--head-dim", "64"]
@@ -152,9 +154,7 @@ def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Pa
 
 
 @pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
-def test_a_limit_holds_before_the_requests_end_that_keep_pages_over_it(
-    series: str, tmp_path: Path
-) -> None:
+def test_limit_applies_before_long_requests_end(series: str, tmp_path: Path) -> None:
     """A request has one block for all of its tokens, and needs no other: it would keep its page.
 
     Among short requests there are three long ones, as far from each other as a page has blocks.
@@ -184,7 +184,7 @@ def test_a_limit_holds_before_the_requests_end_that_keep_pages_over_it(
 
 
 @pytest.mark.parametrize("series", ["5.17", needs.NEWEST_TRANSFORMERS])
-def test_a_million_tokens_of_addresses_cost_no_memory(series: str, tmp_path: Path) -> None:
+def test_large_address_range_costs_no_memory(series: str, tmp_path: Path) -> None:
     """Stock fills its masks and indices for all that could ever be read, at the start."""
     with (
         TransformersEngine(series, tmp_path / "stock", ["--num-blocks", "1024"]) as stock,
@@ -198,7 +198,7 @@ def test_a_million_tokens_of_addresses_cost_no_memory(series: str, tmp_path: Pat
         assert more_bytes < 50 * MIB, f"{more_bytes / MIB:.1f} MiB more than stock"
 
 
-def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path) -> None:
+def test_different_engines_exchange_memory(tmp_path: Path) -> None:
     shared = {
         "KVELASTIC_LEDGER": f"test-{os.getpid()}-kinds",
         "KVELASTIC_HOST_MEMORY": str(6 * PAGE_BYTES),
@@ -235,7 +235,7 @@ def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path)
     ledger.reap()
 
 
-def test_two_batches_at_once_are_refused_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_async_batching_is_refused(tmp_path: Path) -> None:
     with elastic(tmp_path, ["--set", "use_async_batching=true"]) as engine:
         answer = engine.first_answer()
     assert answer["error"] == "UnsupportedEngineError"

@@ -82,16 +82,16 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
     assert not wrong
 
 
-def test_one_of_each_kind_of_cache(tmp_path: Path) -> None:
+def test_one_model_of_each_cache_kind_matches_stock(tmp_path: Path) -> None:
     check(tmp_path, NAMES)
 
 
 @pytest.mark.soak
-def test_all_others(tmp_path: Path) -> None:
+def test_remaining_models_match_stock(tmp_path: Path) -> None:
     check(tmp_path, OTHERS)
 
 
-def test_a_type_that_the_processor_has_no_kernel_for_is_not_taken() -> None:
+def test_dtype_without_cpu_kernel_is_skipped() -> None:
     """As with MLA in float32 where there is AMX."""
     tried = []
 

@@ -156,7 +156,7 @@ def test_random_requests_under_load(stock, elastic, instance_name, capsys) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 2], ids=["one_worker", "two_workers"])
-def test_everything_at_random(tiny_model, log_folder, capsys, workers) -> None:
+def test_random_operations_crashes_and_load(tiny_model, log_folder, capsys, workers) -> None:
     with capsys.disabled():
         print(f"\nchaos, {workers} workers: CHAOS_SEED={SEED}, logs in {log_folder}")
     pick = random.Random(SEED)

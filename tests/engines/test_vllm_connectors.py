@@ -59,7 +59,7 @@ def offloading(tiny_model: Path, log_folder: Path, tmp_path: Path) -> Iterator[V
         yield server.wait_until_ready()
 
 
-def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -> None:
+def test_blocks_being_copied_are_neither_unmapped_nor_moved(stock, offloading) -> None:
     expected = stock.complete_all(REQUESTS)
     assert offloading.complete_all(REQUESTS) == expected
 
@@ -111,7 +111,7 @@ def connector(name: str, **more: object) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "MultiConnector"])
-def test_connectors_that_compose_are_accepted(name: str) -> None:
+def test_supported_connectors_are_accepted(name: str) -> None:
     refuse_configuration(configured(connector(name)))
     refuse_configuration(configured(None))
 
@@ -138,7 +138,7 @@ def test_connectors_that_compose_are_accepted(name: str) -> None:
         ),
     ],
 )
-def test_connectors_that_do_not_are_refused_with_the_reason(refused, why: str) -> None:
+def test_unsupported_connectors_are_refused_with_the_reason(refused, why: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=why):
         refuse_configuration(configured(refused))
 

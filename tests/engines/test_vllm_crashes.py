@@ -73,7 +73,7 @@ def load_on(server: VllmServer) -> Iterator[None]:
 @pytest.mark.parametrize(
     "victim", ["worker", "core", "api", pytest.param("all", marks=pytest.mark.soak)]
 )
-def test_killed_at_a_random_moment_nothing_stays_behind(start, victim) -> None:
+def test_server_killed_at_random_leaves_no_segment(start, victim) -> None:
     server = start()
     processes = server.processes()
     assert set(processes) == {"api", "core", "worker"}
@@ -89,7 +89,7 @@ def test_killed_at_a_random_moment_nothing_stays_behind(start, victim) -> None:
     assert not segment_file().exists(), f"killed after {delay_s:.3f} s"
 
 
-def test_ended_in_the_ordinary_way_nothing_stays_behind(start) -> None:
+def test_stopped_server_leaves_no_segment(start) -> None:
     server = start()
     assert server.complete_all(make_requests(4, seed=10))
     assert server.stop() == 0
@@ -98,7 +98,7 @@ def test_ended_in_the_ordinary_way_nothing_stays_behind(start) -> None:
 
 
 @pytest.mark.parametrize("tiers", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_worker_that_is_stopped_for_ever_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
+def test_stopped_worker_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
     environment = {"KVELASTIC_IPC_TIMEOUT": "2", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}
     if tiers:
         environment["KVELASTIC_TIERS"] = f"disk:{tmp_path / 'disk'}:64M"

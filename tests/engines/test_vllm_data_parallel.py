@@ -32,7 +32,7 @@ def instances() -> dict[str, dict[str, int]]:
     return found
 
 
-def test_each_rank_has_memory_and_a_limit_of_its_own(
+def test_each_data_parallel_rank_has_its_own_limit(
     stock: VllmServer, tiny_model: Path, log_folder: Path
 ) -> None:
     requests = [

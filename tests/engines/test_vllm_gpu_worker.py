@@ -76,24 +76,24 @@ def gpu_run(
     return found
 
 
-def test_it_is_the_runner_that_was_asked_for(gpu_run: dict[str, Any]) -> None:
+def test_requested_model_runner_is_used(gpu_run: dict[str, Any]) -> None:
     runner = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
     assert gpu_run["runner"] == runner[gpu_run["asked_for"]]
 
 
-def test_the_tokens_are_those_of_stock_vllm(gpu_run: dict[str, Any]) -> None:
+def test_tokens_match_stock(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["tokens"] == gpu_run["expected"]
     assert gpu_run["tokens_under_limits"] == gpu_run["expected"]
     assert gpu_run["tokens_after_wake"] == gpu_run["expected"]
     assert gpu_run["used_bytes"] > 0
 
 
-def test_what_is_applied_holds_on_the_device(gpu_run: dict[str, Any]) -> None:
+def test_applied_limit_bounds_device_usage(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["limits_applied"] > 0
     assert gpu_run["over_the_limit"] == []
 
 
-def test_the_whole_range_whatever_others_do_while_vllm_profiles(gpu_run: dict[str, Any]) -> None:
+def test_neighbours_during_profiling_do_not_reduce_the_range(gpu_run: dict[str, Any]) -> None:
     """A neighbour has three quarters of the device and frees them; vLLM was told to use a half.
 
     Or another engine loads the weights that it had reserved before this one looked first.
@@ -105,22 +105,22 @@ def test_the_whole_range_whatever_others_do_while_vllm_profiles(gpu_run: dict[st
     assert gpu_run["num_blocks"] * block_bytes == pytest.approx(capacity_bytes, rel=0.02)
 
 
-def test_the_arena_lies_in_no_pool_of_vllms_allocator(gpu_run: dict[str, Any]) -> None:
+def test_arena_is_outside_the_pools_of_vllms_allocator(gpu_run: dict[str, Any]) -> None:
     assert "arena, in the pools []" in gpu_run["events"]
 
 
-def test_asleep_nothing_is_held_and_a_wake_maps_the_null_block(gpu_run: dict[str, Any]) -> None:
+def test_sleep_unmaps_all_and_wake_maps_null_block(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["asleep_bytes"] == 0
     asleep = gpu_run["events"].index("weights sleep at level 1")
     assert gpu_run["events"][asleep + 1] == "weights wake, 2 MiB of the device are used"
 
 
-def test_no_table_names_blocks_behind_a_rows_own(gpu_run: dict[str, Any]) -> None:
+def test_block_tables_have_no_stale_ids(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["rows"] > 0
     assert gpu_run["stale_ids"] == 0
 
 
-def test_nothing_is_unmapped_under_a_kernel_of_the_workers_stream(gpu_run: dict[str, Any]) -> None:
+def test_unmap_waits_for_kernels_on_the_worker_stream(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["under_the_kernel"] != "applied"
     assert gpu_run["unmapped_under_the_kernel"] == 0
     assert gpu_run["after_the_kernel"] == "applied"
@@ -128,5 +128,5 @@ def test_nothing_is_unmapped_under_a_kernel_of_the_workers_stream(gpu_run: dict[
     assert gpu_run["context_error"] == 0
 
 
-def test_nothing_is_left_on_the_device(gpu_run: dict[str, Any]) -> None:
+def test_device_memory_is_released_at_exit(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["left_bytes"] == 0

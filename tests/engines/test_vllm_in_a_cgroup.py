@@ -36,7 +36,7 @@ def cgroup() -> Iterator[MemoryCgroup]:
         yield made
 
 
-def test_a_server_that_fills_its_cgroup_answers_everything_and_is_not_killed(
+def test_server_filling_its_cgroup_serves_without_oom_kill(
     cgroup: MemoryCgroup, tiny_model: Path, log_folder: Path
 ) -> None:
     name = f"kvelastic_cgroup_{os.getpid()}"

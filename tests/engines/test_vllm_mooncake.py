@@ -24,7 +24,7 @@ pytestmark = [
 REQUESTS = make_requests(6, seed=62, shortest=200)
 
 
-def test_records_outlive_the_engine_and_answers_the_master(
+def test_objects_outlive_engine_and_requests_survive_master_kill(
     stock: VllmServer, tiny_model: Path, log_folder: Path, tmp_path: Path
 ) -> None:
     expected = stock.complete_all(REQUESTS)

@@ -67,7 +67,7 @@ def differing(left: list[list[int]], right: list[list[int]]) -> int:
     return sum(one != other for one, other in zip(left, right, strict=True))
 
 
-def most_used_while(machine: SimulatedMachine, done: threading.Event) -> int:
+def peak_usage_while(machine: SimulatedMachine, done: threading.Event) -> int:
     """The most that the device held from now until then, by looks from outside."""
     most = machine.used_bytes()
     while not done.is_set():
@@ -75,7 +75,7 @@ def most_used_while(machine: SimulatedMachine, done: threading.Event) -> int:
     return most
 
 
-def test_same_tokens_and_use_that_grows_with_load(stock, on_gpu, machine) -> None:
+def test_same_tokens_and_usage_grows_with_load(stock, on_gpu, machine) -> None:
     segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S)
     segment.request(NAME, limit_bytes=DEVICE_BYTES, wait_s=DEADLINE_S)
     assert machine.used_bytes() == PAGE_BYTES  # the null block's
@@ -107,7 +107,7 @@ def test_limit_below_the_working_set(stock, on_gpu, machine) -> None:
     assert segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=DEADLINE_S).state == "applied"
     done = threading.Event()
     with ThreadPoolExecutor(1) as looking:
-        most = looking.submit(most_used_while, machine, done)
+        most = looking.submit(peak_usage_while, machine, done)
         try:
             tokens = on_gpu.complete_all(requests)
         finally:
@@ -133,9 +133,7 @@ def test_limits_at_random_under_load(stock, on_gpu, machine) -> None:
     assert applied > 0
 
 
-def test_asleep_the_device_is_empty_and_awake_the_tokens_are_the_same(
-    stock, on_gpu, machine
-) -> None:
+def test_sleep_empties_device_and_wake_keeps_tokens(stock, on_gpu, machine) -> None:
     requests = make_requests(12, 6)
     expected = stock.complete_all(requests)
     on_gpu.post("/sleep?level=1")
@@ -145,7 +143,7 @@ def test_asleep_the_device_is_empty_and_awake_the_tokens_are_the_same(
     assert differing(on_gpu.complete_all(requests), expected) == 0
 
 
-def test_the_devices_own_ledger_grants_what_it_holds(on_gpu, machine) -> None:
+def test_device_ledger_grants_equal_device_usage(on_gpu, machine) -> None:
     on_gpu.complete_all(make_requests(8, 7))
     (info,) = [one for one in ledger.list_ledgers() if one.device.startswith("GPU-")]
     assert info.capacity_bytes == int(DEVICE_BYTES * 0.95)
@@ -156,7 +154,7 @@ def _granted(device: str) -> int:
     return sum(one.granted_bytes for one in ledger.list_ledgers() if one.device == device)
 
 
-def test_the_scheduler_makes_no_call_of_cuda(on_gpu, machine) -> None:
+def test_scheduler_makes_no_cuda_calls(on_gpu, machine) -> None:
     on_gpu.complete_all(make_requests(8, 8))
     processes = on_gpu.processes()
     callers = {
@@ -167,7 +165,7 @@ def test_the_scheduler_makes_no_call_of_cuda(on_gpu, machine) -> None:
     assert {processes["api"].pid, processes["core"].pid} & callers == set()
 
 
-def test_two_servers_share_the_device_and_a_killed_one_gives_it_back(
+def test_servers_share_device_and_killed_server_frees_memory(
     stock, on_gpu, machine, tiny_model, tmp_path
 ) -> None:
     """The first fills the device with what it has cached; the second gets what it needs of it."""
@@ -207,7 +205,7 @@ def mig_instances(tmp_path: Path) -> Iterator[SimulatedMachine]:
         yield machine
 
 
-def test_failing_driver_calls_cost_no_token_on_a_mig_instance(
+def test_driver_failures_on_mig_instance_keep_the_tokens(
     stock, mig_instances: SimulatedMachine, tiny_model, tmp_path
 ) -> None:
     """Creating, mapping and giving access fail while the cache grows: pages come later."""
@@ -225,6 +223,6 @@ def test_failing_driver_calls_cost_no_token_on_a_mig_instance(
         assert server.stop() == 0
 
 
-def test_at_its_end_nothing_is_held(server, machine) -> None:
+def test_device_memory_is_released_at_exit(server, machine) -> None:
     assert server.stop() == 0
     assert machine.used_bytes() == 0

@@ -82,31 +82,33 @@ def parallel(tiny_model: Path, log_folder: Path) -> Iterator[VllmServer]:
         yield server.wait_until_ready()
 
 
-def both_hold(server: VllmServer) -> list[int]:
+def held_bytes_per_rank(server: VllmServer) -> list[int]:
     processes = server.processes()
     return [worker_memory_bytes(processes[name]) for name in ("worker0", "worker1")]
 
 
-def nothing_is_left() -> bool:
+def is_everything_released() -> bool:
     alive = [info for info in segment.list_segments() if info.name == NAME]
     members = [m.name for info in ledger.list_ledgers() for m in info.members if m.name == NAME]
     return not alive and not members
 
 
-def wait_for_the_end(server: VllmServer) -> str:
+def wait_for_exit(server: VllmServer) -> str:
     """The server ends by itself; answers what it printed."""
     server.process.wait(ENDED_S)
     server.wait_until_gone()
     segment.reap()
     ledger.reap()
-    assert nothing_is_left()
+    assert is_everything_released()
     return server.log.read_text(errors="replace")
 
 
 def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected) -> None:
-    assert both_hold(parallel) == [PAGE_BYTES, PAGE_BYTES], "the null block's page in each"
+    assert held_bytes_per_rank(parallel) == [PAGE_BYTES, PAGE_BYTES], (
+        "the null block's page in each"
+    )
     assert parallel.complete_all(REQUESTS) == expected
-    held = both_hold(parallel)
+    held = held_bytes_per_rank(parallel)
     usage = segment.inspect(NAME).usage
     assert held[0] == held[1] > 2 * PAGE_BYTES
     assert usage["mapped_bytes"] == sum(held), "what the device gives, both copies"
@@ -115,21 +117,21 @@ def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected
     # Two of a rank's pages, in two ranks: below the working set, with preemptions.
     answer = segment.request(NAME, limit_bytes=4 * PAGE_BYTES, wait_s=10)
     assert (answer.state, answer.mapped_bytes) == ("applied", 4 * PAGE_BYTES)
-    assert both_hold(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert held_bytes_per_rank(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert parallel.complete_together(REQUESTS) == expected
-    assert sum(both_hold(parallel)) <= 4 * PAGE_BYTES
+    assert sum(held_bytes_per_rank(parallel)) <= 4 * PAGE_BYTES
     assert parallel.metrics()["num_preemptions_total"] > 0
     segment.request(NAME, limit_bytes=1 << 30, wait_s=10)
 
     parallel.post("/sleep?level=1")
-    assert both_hold(parallel) == [0, 0]
+    assert held_bytes_per_rank(parallel) == [0, 0]
     parallel.post("/wake_up")
     assert parallel.complete_all(REQUESTS) == expected
     (member,) = [m for i in ledger.list_ledgers() for m in i.members if m.name == NAME]
     assert member.granted_bytes == segment.inspect(NAME).usage["mapped_bytes"]
 
 
-def test_two_gpus_hold_the_same_and_each_ones_ledger_grants_what_it_holds(
+def test_two_gpus_have_equal_usage_and_matching_ledgers(
     tiny_model: Path, tmp_path: Path, expected
 ) -> None:
     """Two simulated GPUs, a rank on each: what is granted is granted on both, or on none."""
@@ -167,9 +169,9 @@ def test_two_gpus_hold_the_same_and_each_ones_ledger_grants_what_it_holds(
         assert held() == [0, 0]
 
 
-def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> None:
+def test_hung_rank_fails_requests_within_the_deadline(parallel: VllmServer) -> None:
     parallel.complete_all(REQUESTS)
-    assert both_hold(parallel)[0] > PAGE_BYTES
+    assert held_bytes_per_rank(parallel)[0] > PAGE_BYTES
     worker = parallel.processes()["worker1"]
     worker.send_signal(signal.SIGSTOP)
     while worker.status() != psutil.STATUS_STOPPED:  # its threads run on for a moment
@@ -186,11 +188,11 @@ def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> No
             parallel.complete(Request([9 + index % 400 for index in range(900)], 4))
     finally:
         worker.send_signal(signal.SIGCONT)
-    assert named in wait_for_the_end(parallel)
+    assert named in wait_for_exit(parallel)
 
 
-def test_a_killed_rank_ends_the_instance(tiny_model: Path, log_folder: Path) -> None:
+def test_killed_rank_ends_the_server(tiny_model: Path, log_folder: Path) -> None:
     with VllmServer(tiny_model, log_folder / "killed.log", ELASTIC, TWO_RANKS) as server:
         server.wait_until_ready()
         server.processes()["worker1"].kill()
-        assert "Executor failed" in wait_for_the_end(server)
+        assert "Executor failed" in wait_for_exit(server)

@@ -17,7 +17,7 @@ from ray_hosts import RayHosts
 pytestmark = [needs.ray, needs.hosts]
 
 
-def test_replica_gives_stocks_tokens_and_survives_sleep_and_the_death_of_its_core(
+def test_replica_matches_stock_after_sleep_and_core_crash(
     stock: VllmServer, tiny_model: Path
 ) -> None:
     arguments = [

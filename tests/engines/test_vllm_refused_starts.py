@@ -16,7 +16,7 @@ def refused_start(server: VllmServer) -> str:
     return server.log.read_text(errors="replace")
 
 
-def test_an_unknown_version_ends_the_server_with_the_reason(
+def test_unknown_vllm_version_refuses_the_start(
     tiny_model: Path, log_folder: Path, tmp_path: Path
 ) -> None:
     # Python runs this at its start, in every process: the plugin finds another table then.
@@ -35,7 +35,7 @@ def test_an_unknown_version_ends_the_server_with_the_reason(
     assert "unset KVELASTIC_STRICT" in text
 
 
-def test_a_bad_variable_ends_the_server_with_its_name(tiny_model: Path, log_folder: Path) -> None:
+def test_invalid_variable_refuses_the_start(tiny_model: Path, log_folder: Path) -> None:
     environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_PAGE_SIZE_MB": "3"}
     text = refused_start(VllmServer(tiny_model, log_folder / "variable.log", environment))
     assert "KVELASTIC_PAGE_SIZE_MB='3' is not accepted" in text

@@ -33,7 +33,7 @@ def held_bytes(server: VllmServer, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.end_to_end
-def test_asleep_it_holds_nothing_and_awake_it_says_the_same(stock, awake, instance_name) -> None:
+def test_sleep_unmaps_everything_and_wake_keeps_tokens(stock, awake, instance_name) -> None:
     requests = make_requests(12, seed=21)
     expected = stock.complete_all(requests)
     assert awake.complete_all(requests) == expected
@@ -54,7 +54,7 @@ def test_asleep_it_holds_nothing_and_awake_it_says_the_same(stock, awake, instan
     assert held_bytes(awake, instance_name)[0] > 0
 
 
-def test_weights_wake_first_and_the_cache_alone_does_not_serve(awake, instance_name) -> None:
+def test_wake_by_tags_wakes_weights_before_cache(awake, instance_name) -> None:
     awake.post("/sleep?level=1")
     awake.post("/wake_up?tags=weights")
     assert awake.is_sleeping()
@@ -74,9 +74,7 @@ def test_level_0_keeps_the_cache(awake, instance_name) -> None:
     awake.post("/wake_up?tags=scheduling")
 
 
-def test_a_request_that_arrives_asleep_is_answered_after_the_wake(
-    stock, awake, instance_name
-) -> None:
+def test_request_during_sleep_is_served_after_wake(stock, awake, instance_name) -> None:
     requests = make_requests(4, seed=22)
     expected = stock.complete_all(requests)
     awake.post("/sleep?level=1")
@@ -90,9 +88,7 @@ def test_a_request_that_arrives_asleep_is_answered_after_the_wake(
         assert [answer.result(timeout=120) for answer in answers] == expected
 
 
-def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
-    stock, awake, instance_name
-) -> None:
+def test_operator_sleep_suspends_running_and_new_requests(stock, awake, instance_name) -> None:
     later = Request([11, 12, 13], 30)
     expected = stock.complete_all([LONG, later])
     with ThreadPoolExecutor(2) as threads:
@@ -110,7 +106,7 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
         assert [running.result(timeout=120), coming.result(timeout=120)] == expected
 
 
-def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, instance_name) -> None:
+def test_segment_shows_vllm_asleep_after_waking_cache_alone(awake, instance_name) -> None:
     def engine_asleep() -> bool | None:
         return segment.inspect(instance_name).engine_asleep
 
@@ -126,7 +122,7 @@ def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, inst
     assert engine_asleep() is False
 
 
-def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> None:
+def test_vllm_wake_ends_the_operator_sleep(stock, awake, instance_name) -> None:
     request = Request([15, 16, 17], 20)
     segment.request(instance_name, asleep=True, wait_s=DEADLINE_S)
     awake.post("/sleep?level=1")
@@ -135,9 +131,7 @@ def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> Non
     assert awake.complete(request) == stock.complete(request)
 
 
-def test_a_wake_that_a_neighbour_leaves_no_room_for_is_refused_and_comes_later(
-    stock, awake, instance_name
-) -> None:
+def test_wake_without_room_is_refused_and_later_succeeds(stock, awake, instance_name) -> None:
     """What vLLM has reserved (its weights) is others' while it sleeps; here one has taken it."""
     request = Request([18, 19, 20], 20)
     expected = stock.complete(request)

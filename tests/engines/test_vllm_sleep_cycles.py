@@ -173,7 +173,7 @@ def test_a_few_cycles_under_traffic(stock, elastic, instance_name, capsys) -> No
 
 
 @pytest.mark.soak
-def test_fifty_cycles_under_traffic_and_nothing_grows(stock, tiny_model, log_folder, capsys):
+def test_fifty_cycles_under_traffic_leak_no_memory(stock, tiny_model, log_folder, capsys):
     known = know(stock, make_requests(32, seed=21, longest=400))
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",

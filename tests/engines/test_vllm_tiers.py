@@ -70,7 +70,7 @@ def disturbed(server: TieredServer) -> Iterator[None]:
         yield
 
 
-def test_after_a_limit_of_one_page_nothing_is_computed_again(tiered, expected) -> None:
+def test_evicted_prefixes_are_loaded_from_the_tier(tiered, expected) -> None:
     tiered.evict()
     loaded = 0
     for request, tokens in zip(REQUESTS, expected, strict=True):
@@ -80,7 +80,7 @@ def test_after_a_limit_of_one_page_nothing_is_computed_again(tiered, expected) -
     assert loaded > 1000, "nothing had been evicted"
 
 
-def test_sleep_demotes_and_what_wakes_finds_it(tiered, expected) -> None:
+def test_sleep_demotes_blocks_for_reuse_after_wake(tiered, expected) -> None:
     for _ in range(2):
         tiered.post("/sleep?level=1")
         tiered.post("/wake_up")
@@ -89,7 +89,7 @@ def test_sleep_demotes_and_what_wakes_finds_it(tiered, expected) -> None:
         check_found(answer, REQUESTS[0], expected[0])
 
 
-def test_another_salt_finds_nothing(tiered, expected) -> None:
+def test_different_cache_salt_finds_nothing(tiered, expected) -> None:
     tiered.evict()
     before = tiered.metrics()
     body = {"model": "m", "prompt": REQUESTS[0].prompt, "max_tokens": 1, "cache_salt": "other"}
@@ -104,13 +104,13 @@ def test_another_salt_finds_nothing(tiered, expected) -> None:
         assert after[name] == before[name]
 
 
-def test_under_limits_that_change_all_the_time_every_answer_is_stocks(tiered, expected) -> None:
+def test_changing_limits_keep_the_tokens(tiered, expected) -> None:
     with changing_limits(NAME, PAGE_BYTES, at_last_bytes=KV_BYTES):
         rounds = [tiered.complete_all(REQUESTS) for _ in range(3)]
     assert rounds == [expected] * 3
 
 
-def test_a_server_that_was_killed_finds_its_records_and_a_reset_hides_them(
+def test_restarted_server_finds_objects_but_not_after_reset(
     tiered, expected, tiny_model, log_folder, folder
 ) -> None:
     tiered.post("/sleep?level=1")  # demotes all
@@ -144,7 +144,7 @@ def test_a_server_that_was_killed_finds_its_records_and_a_reset_hides_them(
         assert "could not be read from the tiers" in log.read_text(errors="replace")
 
 
-def test_groups_and_windows(log_folder, tmp_path) -> None:
+def test_cache_groups_with_sliding_windows_use_the_tier(log_folder, tmp_path) -> None:
     model = tmp_path / "model"
     program = PROGRAMS / "tiny_architectures.py"
     subprocess.run([sys.executable, program, "full_and_sliding", model], check=True)
@@ -162,7 +162,7 @@ def test_groups_and_windows(log_folder, tmp_path) -> None:
         server.check_end()
 
 
-def test_a_cache_on_a_gpu_has_a_host_tier(tiny_model, log_folder, tmp_path, expected) -> None:
+def test_gpu_cache_uses_a_host_tier(tiny_model, log_folder, tmp_path, expected) -> None:
     """Over the simulated device: copies go through the driver, in the worker's process."""
     with (
         SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine,

@@ -86,7 +86,7 @@ def test_random_requests_over_a_bad_disk(servers, tiny_model, log_folder, tmp_pa
 
 
 @pytest.mark.soak
-def test_lives_over_one_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys) -> None:
+def test_server_restarts_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys) -> None:
     with capsys.disabled():
         print(f"\nchaos with tiers: CHAOS_SEED={SEED}, logs in {log_folder}")
     disk, pick = Disk(tmp_path), random.Random(SEED)

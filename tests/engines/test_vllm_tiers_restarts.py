@@ -75,7 +75,7 @@ def answers() -> dict[str, list[int]]:
     return {}
 
 
-def test_an_adapter_of_other_contents_finds_nothing(first, model, answers) -> None:
+def test_changed_adapter_finds_no_objects(first, model, answers) -> None:
     answers["base"] = first.ask(FIRST).tokens
     adapted = first.ask(FIRST, model=ADAPTER)
     assert adapted.own == adapted.loaded == 0
@@ -99,7 +99,7 @@ def put_to_sleep_and_wake(server: TieredServer, way: str = "abort") -> None:
     server.post("/wake_up")
 
 
-def test_what_a_sleep_stops_is_demoted_and_goes_on_from_there(first) -> None:
+def test_requests_preempted_by_sleep_continue_from_tiers(first) -> None:
     """A sleep that keeps its requests preempts them: their blocks are copied, too."""
     request = SECOND._replace(max_tokens=500)
     expected = first.complete(request)
@@ -121,9 +121,7 @@ def wait_until_loaded(server: TieredServer, blocks: int) -> None:
     wait_until(lambda: server.board().blocks.loaded >= blocks, f"{blocks} blocks were not loaded")
 
 
-def test_an_engine_that_is_told_to_end_leaves_what_it_had(
-    first, model, log_folder, folder, answers
-) -> None:
+def test_shutdown_demotes_all_cached_blocks(first, model, log_folder, folder, answers) -> None:
     """Nothing but its end has demoted the adapter's blocks; each start finds what is its own."""
     assert first.ask(FIRST, model=ADAPTER).tokens == answers["adapted"]
     first.check_end()
@@ -136,7 +134,7 @@ def test_an_engine_that_is_told_to_end_leaves_what_it_had(
         server.kill()
 
 
-def test_other_weights_under_the_same_path_find_nothing(model, log_folder, folder, answers) -> None:
+def test_changed_weights_find_no_objects(model, log_folder, folder, answers) -> None:
     rewrite_weights(model, 1.5)
     with TieredServer(model, log_folder / "restarts_3.log", folder, **NEVER_IDLE) as server:
         server.wait_until_ready()
@@ -170,7 +168,7 @@ def rewrite_weights(model: Path, factor: float) -> None:
     shutil.move(f"{file}.new", file)
 
 
-def test_two_workers_have_records_of_their_own_also_without_io_uring(
+def test_two_workers_store_separate_objects_without_io_uring(
     model, log_folder, folder, answers
 ) -> None:
     forbidden = [sys.executable, str(PROGRAMS / "forbid_io_uring.py"), "425", "1"]

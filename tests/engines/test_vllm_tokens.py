@@ -70,9 +70,7 @@ def test_zeroed_memory_changes_the_tokens(stock, elastic, instance_name) -> None
 
 
 @pytest.mark.end_to_end
-def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
-    stock, elastic, instance_name
-) -> None:
+def test_limit_below_working_set_preempts_and_keeps_tokens(stock, elastic, instance_name) -> None:
     requests = make_requests(32, seed=4, shortest=100, longest=600)
     expected = stock.complete_all(requests)
     preempted = elastic.metrics()["num_preemptions_total"]
@@ -85,9 +83,7 @@ def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
 
 
 @pytest.mark.end_to_end
-def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
-    elastic, instance_name
-) -> None:
+def test_limit_lowered_while_idle_evicts_and_unmaps(elastic, instance_name) -> None:
     worker = elastic.processes()["worker"]
     elastic.complete_all(make_requests(16, seed=5, shortest=200))
     before = usage(instance_name)
@@ -104,15 +100,13 @@ def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
     assert 0 < after["cached_bytes"] < before["cached_bytes"]
 
 
-def test_parked_pages_go_back_when_idle(elastic, instance_name) -> None:
+def test_parked_pages_are_unmapped_when_idle(elastic, instance_name) -> None:
     requests = make_requests(16, seed=6, shortest=200)
     elastic.complete_all(requests)
     wait_until(lambda: usage(instance_name)["parked_bytes"] == 0, "parked pages stayed")
 
 
-def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
-    stock, elastic, instance_name
-) -> None:
+def test_oversized_request_waits_for_limit_without_spinning(stock, elastic, instance_name) -> None:
     # 31 blocks are in one page beside the null block; the last tokens need a 32nd.
     request = Request([3 + index % 500 for index in range(990)], 30)
     expected = stock.complete(request)
@@ -175,7 +169,7 @@ def test_limit_changed_at_random_under_load(stock, elastic, instance_name, soak_
     assert elastic.process.poll() is None
 
 
-def test_server_says_how_it_is_used(elastic, instance_name) -> None:
+def test_segment_shows_engine_model_and_usage(elastic, instance_name) -> None:
     info = segment.inspect(instance_name)
     assert (info.status, info.header["engine"], info.header["model"]) == ("alive", "vLLM", "m")
     assert info.usage["blocks_total"] == KV_BYTES // (64 << 10)

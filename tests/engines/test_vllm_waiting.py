@@ -38,9 +38,7 @@ def explained(name: str) -> dict[str, dict[str, str]]:
     return {line["about"]: line for line in lines}
 
 
-def test_a_request_larger_than_the_limit_is_named_everywhere_with_what_helps(
-    stock, limited, instance_name
-) -> None:
+def test_request_above_the_limit_is_reported_with_advice(stock, limited, instance_name) -> None:
     expected = stock.complete_all([LARGE, *SMALL])
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(limited.complete, LARGE)]
@@ -82,7 +80,7 @@ def test_a_request_larger_than_the_limit_is_named_everywhere_with_what_helps(
     assert look_at(instance_name).word == "applied"
 
 
-def test_a_request_that_is_aborted_waits_no_longer(limited, instance_name) -> None:
+def test_aborted_request_leaves_the_memory_wait(limited, instance_name) -> None:
     body = {"model": "m", "prompt": LARGE.prompt, "max_tokens": LARGE.max_tokens}
     with closing(http.client.HTTPConnection("127.0.0.1", limited.port)) as client:
         client.request(

@@ -66,7 +66,7 @@ def neighbours(tiny_model: Path, log_folder: Path) -> Iterator[tuple[VllmServer,
     ledger.reap()
 
 
-def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours) -> None:
+def test_memory_released_by_idle_neighbour_resumes_waiting_request(neighbours) -> None:
     a, b = neighbours
     expected = a.complete(SHORT)
     for turn in range(3):
@@ -84,7 +84,7 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(a.complete, SHORT)
             try:
-                wait_until(partial(_has_starved, a, before))
+                wait_until(partial(_has_waited_for_memory, a, before))
                 assert not answer.done()
             finally:
                 keeper.resume()
@@ -94,5 +94,5 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         assert MISSED not in said
 
 
-def _has_starved(server: VllmServer, after: int) -> bool:
+def _has_waited_for_memory(server: VllmServer, after: int) -> bool:
     return STARVED in server.log.read_text()[after:]

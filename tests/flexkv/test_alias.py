@@ -30,11 +30,11 @@ def run(program: str, *paths: Path, **environment: str) -> str:
 ON = "from kvelastic.flexkv import alias; alias.switch_on(); "
 
 
-def test_without_it_there_is_no_flexkv() -> None:
+def test_flexkv_is_absent_without_the_alias() -> None:
     assert "No module named 'flexkv'" in run("import kvelastic.flexkv, flexkv")
 
 
-def test_a_module_is_one_object_under_both_names() -> None:
+def test_module_is_one_object_under_both_names() -> None:
     program = ON + (
         "import flexkv.common.config as a, kvelastic.flexkv.common.config as b, sys, flexkv;"
         "from flexkv.common.config import CacheConfig;"
@@ -47,7 +47,7 @@ def test_a_module_is_one_object_under_both_names() -> None:
     assert run(program) == "one"
 
 
-def test_imported_first_by_the_alias_it_is_the_same() -> None:
+def test_import_by_alias_first_gives_same_module() -> None:
     program = ON + (
         "from flexkv.integration.utils import cdiv; import kvelastic.flexkv.integration.utils as u;"
         "assert u.cdiv is cdiv; print('one')"
@@ -55,12 +55,12 @@ def test_imported_first_by_the_alias_it_is_the_same() -> None:
     assert run(program) == "one"
 
 
-def test_what_flexkv_has_not_is_not_there() -> None:
+def test_unknown_flexkv_modules_are_absent() -> None:
     assert "No module named 'flexkv.nothing'" in run(ON + "import flexkv.nothing")
     assert "No module named 'flexkv.common.x'" in run(ON + "import flexkv.common.x.y")
 
 
-def test_an_installed_flexkv_goes_first(tmp_path: Path) -> None:
+def test_installed_flexkv_takes_precedence(tmp_path: Path) -> None:
     package = tmp_path / "flexkv"
     (package / "common").mkdir(parents=True)
     (package / "__init__.py").write_text("NAME = 'the real one'\n")
@@ -70,7 +70,7 @@ def test_an_installed_flexkv_goes_first(tmp_path: Path) -> None:
     assert "flexkv.integration" in run(ON + "import flexkv.integration.utils", tmp_path)
 
 
-def test_it_is_switched_on_once_and_off_again() -> None:
+def test_switching_alias_on_twice_and_off() -> None:
     program = ON + (
         "import sys; n = len(sys.meta_path); alias.switch_on(); assert len(sys.meta_path) == n;"
         "alias.switch_off(); import flexkv"
@@ -78,7 +78,7 @@ def test_it_is_switched_on_once_and_off_again() -> None:
     assert "No module named 'flexkv'" in run(program)
 
 
-def test_switched_off_it_loads_no_module_a_second_time() -> None:
+def test_switched_off_alias_imports_nothing() -> None:
     program = ON + "import flexkv, flexkv.common; alias.switch_off(); "
     for further in ("flexkv", "flexkv.common", "flexkv.common.block"):
         assert "No module named 'flexkv'" in run(program + f"import {further}")
@@ -89,13 +89,13 @@ def test_switched_off_it_loads_no_module_a_second_time() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [("true", "here"), ("false", "absent"), ("", "absent")]
 )
-def test_the_variable_switches_it_on_where_python_starts(value: str, expected: str) -> None:
+def test_variable_switches_alias_on_at_python_start(value: str, expected: str) -> None:
     program = (
         "import importlib.util; print('here' if importlib.util.find_spec('flexkv') else 'absent')"
     )
     assert run(program, KVELASTIC_FLEXKV_ALIAS=value) == expected
 
 
-def test_the_variable_costs_no_import_before_its_use() -> None:
+def test_alias_variable_alone_imports_no_modules() -> None:
     program = "import sys; print(sorted(m for m in sys.modules if 'numpy' in m or 'msgspec' in m))"
     assert run(program, KVELASTIC_FLEXKV_ALIAS="true") == "[]"

@@ -74,7 +74,7 @@ BAD: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("call", BAD.values(), ids=list(BAD))
-def test_a_bad_argument_is_an_error_of_its_call(
+def test_invalid_argument_raises_and_keeps_the_connection(
     tasks: Tasks, call: Callable[[Any], object]
 ) -> None:
     task, _ = tasks.put_match(PROMPT)
@@ -85,7 +85,7 @@ def test_a_bad_argument_is_an_error_of_its_call(
     tasks.cancel(task)
 
 
-def test_what_is_at_the_bounds_is_accepted(tasks: Tasks) -> None:
+def test_arguments_at_the_bounds_are_accepted(tasks: Tasks) -> None:
     flag: Any = np.True_
     found = [
         tasks.get_match(np.full(MOST_TOKENS, 1 << 40), np.ones(MOST_TOKENS, bool))[0],

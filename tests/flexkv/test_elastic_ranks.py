@@ -74,7 +74,7 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
 
 
 @pytest.mark.slow
-def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
+def test_blocks_are_loaded_onto_other_pages(elastic: Elastic) -> None:
     import torch
 
     count = 70  # more than a page
@@ -99,7 +99,7 @@ def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
     elastic.pool.free(again + between)
 
 
-def test_a_block_without_memory_is_a_failed_copy_and_nothing_else(elastic: Elastic) -> None:
+def test_unmapped_block_fails_only_its_own_copy(elastic: Elastic) -> None:
     ids = elastic.alloc(2)
     far = max(process_range(elastic))
     assert elastic.move("put", np.arange(3 * TOKENS), [*ids, far]) is KVResponseStatus.FAILED
@@ -112,7 +112,7 @@ def process_range(elastic: Elastic) -> range:
     return range(int(elastic.kv[0].shape[1]))
 
 
-def test_a_range_whose_pages_are_all_there_is_elastic_nevertheless() -> None:
+def test_fully_mapped_range_is_still_elastic() -> None:
     import torch
 
     memory = Memory(LAYOUTS["paged"], 2)
@@ -128,7 +128,7 @@ def test_a_range_whose_pages_are_all_there_is_elastic_nevertheless() -> None:
     handle.close()
 
 
-def test_what_lies_where_is_what_the_kernel_says(elastic: Elastic) -> None:
+def test_page_locations_come_from_the_kernel(elastic: Elastic) -> None:
     handle = TensorSharedHandle(elastic.kv[0])
     assert handle.is_elastic
     first = handle.description.offset // process_mappings.PAGE_BYTES

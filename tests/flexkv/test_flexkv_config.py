@@ -29,13 +29,13 @@ def test_defaults_are_those_of_flexkv() -> None:
     check_supported(ModelConfig(), cache)
 
 
-def test_a_token_has_the_bytes_of_all_layers_and_ranks() -> None:
+def test_token_size_covers_all_layers_and_ranks() -> None:
     model = ModelConfig(num_layers=3, num_kv_heads=8, head_size=64, tp_size=4)
     assert model.token_size_in_bytes == 3 * 2 * 8 * 64 * 2
     assert (model.heads_per_rank, model.ranks_in_a_record) == (2, 4)
 
 
-def test_mla_is_one_row_which_every_rank_has() -> None:
+def test_mla_has_one_row_shared_by_ranks() -> None:
     model = ModelConfig(num_layers=2, num_kv_heads=1, head_size=576, use_mla=True, tp_size=4)
     assert (model.kv_dim, model.heads_per_rank, model.ranks_in_a_record) == (1, 1, 1)
     assert ModelConfig(kv_dim=1).use_mla is True
@@ -44,18 +44,18 @@ def test_mla_is_one_row_which_every_rank_has() -> None:
 @pytest.mark.parametrize(
     ("dtype", "size"), [("bfloat16", 2), (np.float32, 4), (np.dtype("float16"), 2), ("fp8", 1)]
 )
-def test_dtypes_come_as_names_or_as_numpy_has_them(dtype: Any, size: int) -> None:
+def test_dtypes_are_names_or_numpy_dtypes(dtype: Any, size: int) -> None:
     assert ModelConfig(dtype=dtype).token_size_in_bytes == 2 * size
 
 
-def test_dtypes_of_torch_are_taken() -> None:
+def test_torch_dtypes_are_accepted() -> None:
     torch = pytest.importorskip("torch")
     model = ModelConfig(dtype=torch.bfloat16)
     assert (model.dtype_name, model.token_size_in_bytes) == ("bfloat16", 4)
 
 
 @pytest.mark.parametrize(("fourth", "kv_dim"), [(2, 2), (1, 1), (False, 2), (True, 1)], ids=str)
-def test_values_by_place_are_those_of_either_flexkv(fourth: Any, kv_dim: int) -> None:
+def test_positional_arguments_match_both_flexkv_versions(fourth: Any, kv_dim: int) -> None:
     """Its fourth field was `use_mla`, and is `kv_dim`; the fifth is the dtype in both."""
     model = ModelConfig(4, 8, 128, fourth, np.float16, 4, 2)
     assert (model.num_layers, model.num_kv_heads, model.head_size) == (4, 8, 128)
@@ -63,7 +63,7 @@ def test_values_by_place_are_those_of_either_flexkv(fourth: Any, kv_dim: int) ->
     assert (model.tp_size, model.dp_size) == (4, 2)
 
 
-def test_fields_are_set_one_by_one_as_adapters_do() -> None:
+def test_fields_can_be_set_one_by_one() -> None:
     model = ModelConfig()
     model.num_layers, model.head_size, model.dtype = 4, 576, np.float16
     model.tp_size = 4  # before the heads, which it divides
@@ -92,7 +92,7 @@ def test_fields_are_set_one_by_one_as_adapters_do() -> None:
     ],
     ids=str,
 )
-def test_a_value_that_cannot_be_is_refused_when_it_is_set(wrong: dict[str, Any]) -> None:
+def test_setting_an_invalid_value_is_refused(wrong: dict[str, Any]) -> None:
     model = ModelConfig()
     for name, value in wrong.items():
         with pytest.raises(InvalidArgumentError, match=name):
@@ -100,7 +100,7 @@ def test_a_value_that_cannot_be_is_refused_when_it_is_set(wrong: dict[str, Any])
     assert model == ModelConfig()
 
 
-def test_a_manager_keeps_what_it_was_made_with() -> None:
+def test_manager_keeps_its_initial_configuration() -> None:
     model = ModelConfig(num_layers=2)
     manager = KVManager(model, CacheConfig())
     model.num_layers = 3
@@ -120,7 +120,7 @@ def test_a_manager_keeps_what_it_was_made_with() -> None:
         {"tp_size": True},
     ],
 )
-def test_a_model_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_model_config_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         ModelConfig(**wrong)
 
@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         ({}, {"use_mooncake_store_backend": True}, "mooncake:HOST:PORT"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_to_use_instead(
+def test_unsupported_options_are_refused_with_an_alternative(
     model: dict[str, Any], cache: dict[str, Any], instead: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=instead) as refused:
@@ -159,12 +159,12 @@ def test_what_is_not_there_is_refused_with_what_to_use_instead(
         {"num_remote_blocks": 0},
     ],
 )
-def test_a_cache_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_cache_config_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CacheConfig(**wrong).check()
 
 
-def test_folders_come_in_one_string_or_in_a_list() -> None:
+def test_folders_are_a_string_or_a_list() -> None:
     assert CacheConfig(ssd_cache_dir="/a; /b;").ssd_folders == ["/a", "/b"]
     assert CacheConfig(ssd_cache_dir=["/a", "/b"]).ssd_folders == ["/a", "/b"]
     assert CacheConfig().ssd_folders == []

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "flexkv.md").read_text()
 
 
-def test_native_files_are_found_where_the_table_says() -> None:
+def test_native_files_of_the_table_exist() -> None:
     table = PAGE.split("## Where FlexKV's native files are found")[1].split("\n## ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert [row[1].strip(" `") for row in rows] == [
@@ -35,12 +35,12 @@ def test_native_files_are_found_where_the_table_says() -> None:
             assert found, f"{path} of the row {row[1]} is not there"
 
 
-def test_settings_that_the_page_names_are_known() -> None:
+def test_documented_settings_exist() -> None:
     for name in re.findall(r"(?<![A-Z_])FLEXKV_[A-Z0-9_]+", PAGE):
         assert name == "FLEXKV_" or name.removeprefix("FLEXKV_").lower() in BY_NAME, name
 
 
-def test_what_is_refused_says_what_to_use_also_on_the_page() -> None:
+def test_refused_settings_are_documented() -> None:
     table = PAGE.split("## What is refused")[1].split("\n## ")[0]
     for setting in SETTINGS:
         if setting.instead and setting.name != "swa_multi_group":
@@ -48,7 +48,7 @@ def test_what_is_refused_says_what_to_use_also_on_the_page() -> None:
     load_user_config_from_env({})
 
 
-def test_the_first_example_runs_and_moves_what_it_says(tmp_path: Path) -> None:
+def test_first_documented_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     code = code.replace("/mnt/kv", str(tmp_path))

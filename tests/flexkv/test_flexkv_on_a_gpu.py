@@ -13,7 +13,7 @@ from simulated_machine import SimulatedMachine
 pytestmark = pytest.mark.slow
 
 
-def test_blocks_of_a_gpu_go_to_every_tier_and_come_back(tmp_path: Path) -> None:
+def test_gpu_blocks_round_trip_through_every_tier(tmp_path: Path) -> None:
     with SimulatedMachine(tmp_path, memory_bytes=64 << 20) as machine:
         environment = machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"}
         ran = run_python(flexkv_on_a_gpu.__file__, tmp_path, environment=environment)

@@ -63,7 +63,7 @@ from tools.flexkv_replay import replay
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def test_a_key_stands_for_all_tokens_up_to_its_block() -> None:
+def test_block_key_covers_all_preceding_tokens() -> None:
     tokens = prompt(1, 4, more=1)
     sequence = SequenceMeta(tokens, TOKENS)
     assert (sequence.num_blocks, len(sequence), len(sequence.keys)) == (4, 17, 64)
@@ -81,7 +81,7 @@ def test_a_key_stands_for_all_tokens_up_to_its_block() -> None:
         SequenceMeta(tokens, 0)
 
 
-def test_names_of_a_namespace_are_joined_without_meeting() -> None:
+def test_namespace_seeds_do_not_collide() -> None:
     seeds = [
         namespace_seed(bytes(16), names) for names in (None, ["a"], ["a", "b"], ["ab"], ["b", "a"])
     ]
@@ -95,7 +95,7 @@ def test_names_of_a_namespace_are_joined_without_meeting() -> None:
 
 
 @pytest.mark.parametrize("kind", KVCacheLayoutType)
-def test_what_one_layout_puts_another_gets(kind: KVCacheLayoutType) -> None:
+def test_blocks_are_exchanged_between_different_layouts(kind: KVCacheLayoutType) -> None:
     tokens = prompt(3, 5)
     with running() as first:
         assert first.put(tokens) == 5
@@ -105,7 +105,7 @@ def test_what_one_layout_puts_another_gets(kind: KVCacheLayoutType) -> None:
         assert other.get(tokens) == 5
 
 
-def test_a_tensor_for_each_layer_is_the_same_as_one_for_all() -> None:
+def test_per_layer_tensors_equal_one_tensor() -> None:
     with KVManager(MODEL, cache_config()) as manager:
         own = Engine(manager)
         layers = [own.tensor[layer] for layer in range(MODEL.num_layers)]
@@ -115,7 +115,7 @@ def test_a_tensor_for_each_layer_is_the_same_as_one_for_all() -> None:
         assert own.get(tokens) == 3
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_mismatched_tensors_are_refused() -> None:
     with KVManager(MODEL, cache_config()) as manager:
         own = Engine(manager)
         for wrong in (
@@ -138,7 +138,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 # --- mempool, ring --------------------------------------------------------------------------------
 
 
-def test_a_mempool_gives_each_block_once_and_refuses_a_double_free() -> None:
+def test_mempool_refuses_double_free() -> None:
     pool = Mempool(4)
     blocks = pool.allocate_blocks(3)
     assert len(set(blocks.tolist())) == 3
@@ -159,7 +159,7 @@ def test_a_mempool_gives_each_block_once_and_refuses_a_double_free() -> None:
     assert pool.num_free_blocks == 4
 
 
-def test_a_ring_keeps_the_last_in_their_order() -> None:
+def test_ring_buffer_keeps_the_newest_in_order() -> None:
     ring: RingBuffer[int] = RingBuffer(3)
     for number in range(5):
         ring.append(number)
@@ -184,7 +184,7 @@ def records(count: int) -> list[memoryview]:
     return [memoryview(bytes([at]) * 4096) for at in range(count)]
 
 
-def test_a_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
+def test_radix_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
     tree = RadixTree(store, WORLD)
     sequence = SequenceMeta(prompt(1, 5), TOKENS)
     assert tree.is_empty()
@@ -213,7 +213,7 @@ def test_a_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
         tree.match_prefix(sequence, first=6)
 
 
-def test_places_are_for_all_or_for_none(store: HostStore) -> None:
+def test_reservation_is_all_or_nothing(store: HostStore) -> None:
     tree = RadixTree(store, WORLD)
     old, new = SequenceMeta(prompt(1, 4), TOKENS), SequenceMeta(prompt(2, 7), TOKENS)
     assert store.put(old.keys, records(4)) == [True] * 4
@@ -227,7 +227,7 @@ def test_places_are_for_all_or_for_none(store: HostStore) -> None:
     place.release()
 
 
-def test_what_is_erased_on_its_way_does_not_come(store: HostStore) -> None:
+def test_put_after_removal_stores_nothing(store: HostStore) -> None:
     tree = RadixTree(store, WORLD)
     sequence = SequenceMeta(prompt(1, 3), TOKENS)
     place = tree.insert(sequence)
@@ -239,7 +239,7 @@ def test_what_is_erased_on_its_way_does_not_come(store: HostStore) -> None:
     assert tree.is_empty()
 
 
-def test_a_failed_put_gives_its_places_back(store: HostStore) -> None:
+def test_failed_put_releases_its_reservation(store: HostStore) -> None:
     sequence = SequenceMeta(prompt(1, 3), TOKENS)
     place = RadixTree(store, WORLD).insert(sequence)
     assert place is not None
@@ -250,7 +250,7 @@ def test_a_failed_put_gives_its_places_back(store: HostStore) -> None:
     assert store.put(sequence.keys, records(3)) == [True] * 3
 
 
-def test_a_place_of_an_ended_reservation_is_not_taken_from_a_later_one(store: HostStore) -> None:
+def test_releasing_an_old_reservation_keeps_the_new_one(store: HostStore) -> None:
     keys = SequenceMeta(prompt(1, 1), TOKENS).keys
     first = store.reserve(keys)
     assert first is not None
@@ -271,7 +271,7 @@ def kinds(graph: TransferOpGraph) -> list[TransferType]:
     return [op.transfer_type for op in graph.order()]
 
 
-def test_patterns_are_those_of_flexkv() -> None:
+def test_transfer_graphs_match_flexkv() -> None:
     keys = SequenceMeta(prompt(1, 5), TOKENS).keys
     fragments = [
         Fragment(DeviceType.CPU, 0, 2),
@@ -290,7 +290,7 @@ def test_patterns_are_those_of_flexkv() -> None:
     assert get_graph(b"", []).num_ops == 0
 
 
-def test_a_graph_that_cannot_be_is_refused() -> None:
+def test_invalid_transfer_graph_is_refused() -> None:
     graph = TransferOpGraph()
     keys = SequenceMeta(prompt(1, 2), TOKENS).keys
     first = graph.add_transfer_op(TransferOp(TransferType.DISK2H, keys=keys))
@@ -310,7 +310,7 @@ def test_a_graph_that_cannot_be_is_refused() -> None:
             TransferOp(TransferType.H2D, **wrong)
 
 
-def test_the_engine_says_of_each_operation_and_each_graph_that_it_is_over(tmp_path: Path) -> None:
+def test_transfer_engine_reports_completed_operations_and_graphs(tmp_path: Path) -> None:
     with running(cache_config(tmp_path)) as engine:
         transfers = engine.manager.task_engine.transfer_engine
         index = engine.manager.task_engine.cache_engine
@@ -342,7 +342,7 @@ def test_the_engine_says_of_each_operation_and_each_graph_that_it_is_over(tmp_pa
         assert skipped == 3
 
 
-def test_put_gives_back_what_slots_that_do_not_fit_had_reserved() -> None:
+def test_put_with_mismatched_slots_releases_its_reservation() -> None:
     with running() as engine:
         index = engine.manager.task_engine.cache_engine
         with pytest.raises(InvalidArgumentError):
@@ -353,7 +353,7 @@ def test_put_gives_back_what_slots_that_do_not_fit_had_reserved() -> None:
 
 
 @pytest.mark.parametrize("kind", [TransferType.DISK2D, TransferType.PEERH2H, TransferType.H2DISK])
-def test_what_no_worker_does_is_refused_with_what_to_use(kind: TransferType) -> None:
+def test_unsupported_transfer_type_is_refused(kind: TransferType) -> None:
     with running() as engine:
         graph = TransferOpGraph()
         graph.add_transfer_op(TransferOp(kind, keys=bytes(range(16))))
@@ -361,7 +361,7 @@ def test_what_no_worker_does_is_refused_with_what_to_use(kind: TransferType) -> 
             engine.manager.task_engine.transfer_engine.submit_transfer_graph(graph)
 
 
-def test_operations_of_ones_own_run_in_their_order(tmp_path: Path) -> None:
+def test_custom_transfer_graph_runs_in_dependency_order(tmp_path: Path) -> None:
     """CPU to disk and back by hand, without the cache engine."""
     with running(cache_config(tmp_path)) as engine:
         tokens = prompt(1, 20)
@@ -384,7 +384,7 @@ def test_operations_of_ones_own_run_in_their_order(tmp_path: Path) -> None:
         assert engine.get(tokens) == 20
 
 
-def test_a_block_that_is_named_twice_is_refused() -> None:
+def test_duplicate_block_in_a_graph_is_refused() -> None:
     with running() as engine:
         transfers = engine.manager.task_engine.transfer_engine
         key = bytes(range(16))
@@ -407,7 +407,7 @@ def test_a_block_that_is_named_twice_is_refused() -> None:
 # --- storage --------------------------------------------------------------------------------------
 
 
-def test_storage_opens_what_the_configuration_names(tmp_path: Path) -> None:
+def test_storage_opens_the_configured_tiers(tmp_path: Path) -> None:
     cache = cache_config(
         tmp_path, enable_remote=True, remote_cache_path=str(tmp_path / "shared"), num_cpu_blocks=7
     )
@@ -427,14 +427,14 @@ def test_storage_opens_what_the_configuration_names(tmp_path: Path) -> None:
         storage.close()
 
 
-def test_a_store_that_cannot_be_opened_leaves_none_open(tmp_path: Path) -> None:
+def test_failed_store_open_closes_all_stores(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o777)
     (tmp_path / "kv").chmod(0o777)
     with pytest.raises(InvalidArgumentError):
         StorageEngine(MODEL, cache_config(tmp_path), load())  # the fixture looks at /dev/shm
 
 
-def test_a_shared_folder_is_a_remote_tier_of_another_manager(tmp_path: Path) -> None:
+def test_shared_folder_serves_as_remote_tier(tmp_path: Path) -> None:
     from dataclasses import replace
 
     model = replace(MODEL, weights="sha256:1")
@@ -453,7 +453,7 @@ def test_a_shared_folder_is_a_remote_tier_of_another_manager(tmp_path: Path) -> 
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_own_heads_back_and_mla_ranks_all_the_same() -> None:
+def test_ranks_get_their_own_heads_except_mla() -> None:
     from kvelastic.flexkv.common.config import ModelConfig
 
     for kv_dim in (2, 1):
@@ -482,7 +482,7 @@ def test_each_rank_gets_its_own_heads_back_and_mla_ranks_all_the_same() -> None:
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def test_tasks_expire_by_age_and_give_back_what_they_hold() -> None:
+def test_expired_tasks_release_their_reservations() -> None:
     now = [0.0]
     tasks = KVTaskEngine(MODEL, cache_config(), clock=lambda: now[0])
     tasks.start()
@@ -505,7 +505,7 @@ def test_tasks_expire_by_age_and_give_back_what_they_hold() -> None:
         tasks.shutdown()
 
 
-def test_tasks_expire_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_tasks_expire_above_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtask, "MOST_TASKS", 3)
     with running() as engine:
         ids = [engine.manager.get_match(prompt(seed, 1))[0] for seed in range(5)]
@@ -513,7 +513,7 @@ def test_tasks_expire_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
         assert states == [None, None, *[TaskStatus.COMPLETED] * 3]
 
 
-def test_a_failed_copy_fails_the_task_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_fails_task_and_releases_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvelastic.errors import DriverError
 
     with running() as engine:
@@ -534,7 +534,7 @@ def test_a_failed_copy_fails_the_task_and_keeps_nothing(monkeypatch: pytest.Monk
         assert engine.get(tokens) == 3
 
 
-def test_many_threads_put_and_get_at_once() -> None:
+def test_threads_put_and_get_concurrently() -> None:
     errors: list[BaseException] = []
     with running(cache_config(num_cpu_blocks=24)) as engine:
 
@@ -570,7 +570,7 @@ def test_many_threads_put_and_get_at_once() -> None:
 # --- tracer, debug --------------------------------------------------------------------------------
 
 
-def test_a_trace_replays_to_the_same_hits(tmp_path: Path) -> None:
+def test_trace_replays_with_the_same_hits(tmp_path: Path) -> None:
     trace = tmp_path / "requests.jsonl"
     with running(cache_config(tmp_path, num_cpu_blocks=12, trace_path=str(trace))) as engine:
         for seed in (1, 2, 1, 3, 2, 1):
@@ -599,7 +599,7 @@ def test_a_trace_replays_to_the_same_hits(tmp_path: Path) -> None:
         b"not json\n",
     ],
 )
-def test_a_trace_that_lies_is_refused(tmp_path: Path, line: bytes) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path, line: bytes) -> None:
     trace = tmp_path / "trace"
     trace.write_bytes(b'{"kvelastic_flexkv_trace":1}\n' + line)
     with running() as engine:
@@ -612,7 +612,7 @@ def test_a_trace_that_lies_is_refused(tmp_path: Path, line: bytes) -> None:
         assert list(replay(trace, engine.manager)) == []
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(
+def test_full_disk_stops_only_the_recording(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if not Path("/dev/full").exists():
@@ -623,7 +623,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     assert "not recorded any more" in caplog.text
 
 
-def test_a_person_is_told_what_is_open_and_what_was_done(tmp_path: Path) -> None:
+def test_describe_lists_open_and_completed_tasks(tmp_path: Path) -> None:
     with running(cache_config(tmp_path)) as engine:
         engine.put(prompt(1, 3))
         task, _ = engine.manager.get_match(prompt(1, 3))

@@ -48,7 +48,7 @@ def serve(manager: KVManager) -> list[int]:
     return found
 
 
-def test_a_trace_replays_to_the_same_hits(tmp_path: Path) -> None:
+def test_trace_replays_with_the_same_hits(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     with opened(path) as manager:
         found = serve(manager)
@@ -60,7 +60,7 @@ def test_a_trace_replays_to_the_same_hits(tmp_path: Path) -> None:
     assert all(step.found == step.recorded for step in steps)
 
 
-def test_a_trace_that_breaks_off_ends_there_and_one_that_lies_is_named(tmp_path: Path) -> None:
+def test_truncated_trace_ends_and_invalid_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     with opened(path) as manager:
         serve(manager)
@@ -80,7 +80,7 @@ def test_a_trace_that_breaks_off_ends_there_and_one_that_lies_is_named(tmp_path:
     assert second
 
 
-def test_a_person_sees_tiers_and_tasks() -> None:
+def test_describe_shows_tiers_and_tasks() -> None:
     with opened() as manager:
         task, _ = manager.put_match(np.arange(8))
         text = describe(manager.task_engine)

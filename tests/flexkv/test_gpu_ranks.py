@@ -131,7 +131,7 @@ def test_a_dead_ranks_pages_are_released(two: tuple[LineProgram, LineProgram]) -
     wait_until_used(manager, 0)
 
 
-def test_a_page_that_is_not_mapped_is_a_failed_copy(two: tuple[LineProgram, LineProgram]) -> None:
+def test_unmapped_page_fails_the_copy(two: tuple[LineProgram, LineProgram]) -> None:
     rank, manager = two
     rank.ask("map 1")
     rank.ask(f"write {block_id(1, 3)}")

@@ -47,7 +47,7 @@ def configured(environ: dict[str, str] | None = None, **more: Any) -> FlexKVConf
     return config
 
 
-def test_a_models_shape_is_that_of_all_its_ranks() -> None:
+def test_model_shape_covers_all_ranks() -> None:
     model = configured().model_config
     assert (model.num_layers, model.num_kv_heads, model.head_size, model.kv_dim) == (4, 6, 64, 2)
     assert (model.tp_size, model.dp_size, model.dtype_name, model.model) == (
@@ -62,7 +62,7 @@ def test_a_models_shape_is_that_of_all_its_ranks() -> None:
     assert configured(cache_dtype="fp8_e4m3").model_config.token_size_in_bytes == 4 * 2 * 6 * 64
 
 
-def test_sizes_and_blocks_are_the_users() -> None:
+def test_cache_sizes_come_from_user_settings() -> None:
     config = configured({"FLEXKV_CPU_CACHE_GB": "1", "FLEXKV_EVICTION_POLICY": "slru"})
     block_bytes = 4 * 2 * 6 * 64 * 2 * 32
     assert config.cache_config.tokens_per_block == 32
@@ -71,7 +71,7 @@ def test_sizes_and_blocks_are_the_users() -> None:
     assert not config.cache_config.enable_ssd
 
 
-def test_the_user_names_the_weights(
+def test_weights_name_comes_from_user_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvelastic.logs._said", set())
@@ -92,7 +92,7 @@ def test_the_user_names_the_weights(
     assert configured(in_file).model_config.weights == "commit 7"
 
 
-def test_engines_that_order_bytes_otherwise_share_no_records(
+def test_different_engine_layouts_share_no_objects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def engine(version: str, **more: Any) -> str:
@@ -109,7 +109,7 @@ def test_engines_that_order_bytes_otherwise_share_no_records(
     assert len({*same, *others}) == 4
 
 
-def test_endpoints_belong_to_one_engine_unless_the_user_names_them() -> None:
+def test_endpoints_are_per_engine_unless_configured() -> None:
     own = configured()
     assert own.server_recv_port.endswith("_i7")
     assert own.gpu_register_port == own.server_recv_port + "_gpu_register"
@@ -121,13 +121,13 @@ def test_endpoints_belong_to_one_engine_unless_the_user_names_them() -> None:
     assert FlexKVConfig(server_recv_port="ipc:///a").gpu_register_port == "ipc:///a_gpu_register"
 
 
-def test_clients_of_an_instance_follow_those_of_the_one_before() -> None:
+def test_client_ids_continue_across_instances() -> None:
     config = configured({"FLEXKV_INSTANCE_NUM": "3", "FLEXKV_INSTANCE_ID": "2"}, dp=4)
     assert config.model_config.instance_num == 3
     assert config.dp_client_id_of_instance == 8
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="pipeline_parallel_size=2"):
         configured(pp=2)
     with pytest.raises(UnsupportedError, match="enable_gds"):
@@ -137,7 +137,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     assert not FlexKVConfig.from_env({"ENABLE_FLEXKV": "0"}).enable_flexkv
 
 
-def test_counts_are_logged_and_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_are_logged_and_reset(caplog: pytest.LogCaptureFixture) -> None:
     stats = FlexKVStats(num_log_interval_requests=2)
     stats.record_put(num_all_tokens=100, num_unmatched_tokens=50)
     stats.record_failed(1)
@@ -217,7 +217,7 @@ def loading(scheduler: Any) -> None:
     scheduler.launch()
 
 
-def test_a_load_that_fails_is_over_only_when_a_worker_names_its_blocks(scheduler: Any) -> None:
+def test_failed_load_finishes_after_worker_reports_blocks(scheduler: Any) -> None:
     loading(scheduler)
     scheduler._manager.statuses = {5: KVResponseStatus.FAILED}
     first, second, third = output(), output(), output(invalid_block_ids={7, 8, 9})
@@ -232,7 +232,7 @@ def test_a_load_that_fails_is_over_only_when_a_worker_names_its_blocks(scheduler
     assert scheduler.take_failed_blocks() == set(), "they are named once"
 
 
-def test_without_a_server_nothing_is_found_and_loads_fail(scheduler: Any) -> None:
+def test_missing_server_fails_loads_and_finds_nothing(scheduler: Any) -> None:
     loading(scheduler)
     scheduler._manager.is_away = True
     answer = output()
@@ -244,7 +244,7 @@ def test_without_a_server_nothing_is_found_and_loads_fail(scheduler: Any) -> Non
     assert scheduler._manager.asked == asked, "a server that is away is not asked each time"
 
 
-def test_a_match_that_vllm_does_not_take_up_is_cancelled(scheduler: Any) -> None:
+def test_unused_match_is_cancelled(scheduler: Any) -> None:
     scheduler.get_num_new_matched_tokens(request(), 4)
     asked = scheduler._manager.asked
     scheduler.launch()
@@ -252,7 +252,7 @@ def test_a_match_that_vllm_does_not_take_up_is_cancelled(scheduler: Any) -> None
     assert scheduler._open_tasks() == []
 
 
-def test_prompts_that_are_more_than_their_tokens_are_left_out(scheduler: Any) -> None:
+def test_multimodal_and_embedding_prompts_are_skipped(scheduler: Any) -> None:
     for more in ({"mm_features": [object()]}, {"prompt_embeds": object()}):
         assert scheduler.get_num_new_matched_tokens(request(**more), 0) == (0, False)
     assert scheduler._manager.asked == 0

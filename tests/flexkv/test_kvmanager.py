@@ -134,7 +134,7 @@ SIGNATURES: list[tuple[Any, str, list[tuple[str, Any]]]] = [
 @pytest.mark.parametrize(
     ("owner", "name", "expected"), SIGNATURES, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_signatures_begin_as_the_seeds_do(
+def test_signatures_begin_as_in_flexkv(
     owner: Any, name: str, expected: list[tuple[str, Any]]
 ) -> None:
     parameters = list(inspect.signature(getattr(owner, name)).parameters.values())[1:]
@@ -142,7 +142,7 @@ def test_signatures_begin_as_the_seeds_do(
     assert head == expected
 
 
-def test_the_newer_order_goes_by_keyword() -> None:
+def test_newer_parameters_are_accepted_by_keyword() -> None:
     KVManager(
         MODEL,
         cache_config(),
@@ -156,7 +156,7 @@ def test_the_newer_order_goes_by_keyword() -> None:
 # --- start and ready ------------------------------------------------------------------------------
 
 
-def test_it_is_ready_when_every_rank_of_every_client_has_registered() -> None:
+def test_ready_after_every_rank_has_registered() -> None:
     model = ModelConfig(
         num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", tp_size=2, dp_size=2
     )
@@ -172,7 +172,7 @@ def test_it_is_ready_when_every_rank_of_every_client_has_registered() -> None:
     tasks.shutdown()
 
 
-def test_before_start_and_after_shutdown_every_call_says_so() -> None:
+def test_calls_before_start_or_after_shutdown_raise() -> None:
     manager = KVManager(MODEL, cache_config())
     assert not manager.is_ready()
     with pytest.raises(NotInitializedError, match="start"):
@@ -194,7 +194,7 @@ def test_before_start_and_after_shutdown_every_call_says_so() -> None:
             call()
 
 
-def test_a_manager_starts_again_after_a_shutdown(tmp_path: Path) -> None:
+def test_manager_restarts_after_shutdown(tmp_path: Path) -> None:
     model = ModelConfig(
         num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", model="m", weights="w"
     )
@@ -215,14 +215,14 @@ def test_a_manager_starts_again_after_a_shutdown(tmp_path: Path) -> None:
     manager.shutdown()
 
 
-def test_a_shutdown_before_the_start_leaves_the_manager_startable() -> None:
+def test_manager_starts_after_an_early_shutdown() -> None:
     manager = KVManager(MODEL, cache_config())
     manager.shutdown()
     with manager:
         assert not manager.get_match(prompt(1, 2))[1].any()
 
 
-def test_a_launch_before_the_tensors_are_there_is_refused_and_can_be_repeated() -> None:
+def test_launch_before_registration_is_refused_and_repeatable() -> None:
     with KVManager(MODEL, cache_config()) as manager:
         task, _ = manager.put_match(prompt(1, 2))
         with pytest.raises(NotInitializedError, match="register"):
@@ -233,7 +233,7 @@ def test_a_launch_before_the_tensors_are_there_is_refused_and_can_be_repeated() 
         assert manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
 
 
-def test_a_configuration_that_is_not_accepted_opens_nothing() -> None:
+def test_invalid_configuration_is_refused() -> None:
     with pytest.raises(ConfigError):
         KVManager(MODEL, CacheConfig(enable_ssd=True))
     with pytest.raises(UnsupportedError, match="enable_gds"):
@@ -252,7 +252,7 @@ def test_get_match_finds_the_longest_cached_prefix(engine: Engine) -> None:
     assert engine.get(other) == 2
 
 
-def test_the_mask_is_bools_one_for_each_token(engine: Engine) -> None:
+def test_match_mask_is_one_bool_per_token(engine: Engine) -> None:
     tokens = prompt(1, 3, more=2)
     engine.put(tokens)
     task, mask = engine.manager.get_match(tokens)
@@ -261,7 +261,7 @@ def test_the_mask_is_bools_one_for_each_token(engine: Engine) -> None:
     engine.manager.cancel(task)
 
 
-def test_a_tail_shorter_than_a_block_is_never_matched(engine: Engine) -> None:
+def test_partial_last_block_is_never_matched(engine: Engine) -> None:
     tokens = prompt(1, 3, more=TOKENS - 1)
     assert engine.put(tokens) == 3
     _, mask = engine.manager.get_match(tokens)
@@ -270,9 +270,7 @@ def test_a_tail_shorter_than_a_block_is_never_matched(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("first_true", [2 * TOKENS, 2 * TOKENS + 1, 3 * TOKENS - 1])
-def test_the_span_starts_at_the_block_of_the_first_true_token(
-    engine: Engine, first_true: int
-) -> None:
+def test_match_starts_at_block_of_first_true_token(engine: Engine, first_true: int) -> None:
     tokens = prompt(1, 5)
     engine.put(tokens)
     token_mask = np.arange(len(tokens)) >= first_true
@@ -284,7 +282,7 @@ def test_the_span_starts_at_the_block_of_the_first_true_token(
     assert [engine.holds(7 + at, tokens, 2 + at) for at in range(3)] == [True] * 3
 
 
-def test_a_mask_that_ends_early_bounds_the_span_to_whole_blocks(engine: Engine) -> None:
+def test_mask_end_bounds_the_match_to_whole_blocks(engine: Engine) -> None:
     tokens = prompt(1, 5)
     engine.put(tokens)
     token_mask = np.arange(len(tokens)) < 3 * TOKENS + 1
@@ -292,7 +290,7 @@ def test_a_mask_that_ends_early_bounds_the_span_to_whole_blocks(engine: Engine) 
     assert mask.sum() == 3 * TOKENS
 
 
-def test_cpu_comes_before_ssd_and_the_rest_from_there(with_disk: Engine) -> None:
+def test_get_reads_cpu_first_then_ssd(with_disk: Engine) -> None:
     tokens = prompt(1, 6)
     with_disk.put(tokens)
     evict_cpu(with_disk, 4)  # the ends of chains go first
@@ -301,7 +299,7 @@ def test_cpu_comes_before_ssd_and_the_rest_from_there(with_disk: Engine) -> None
     assert with_disk.get(tokens) == 6
 
 
-def test_what_the_ssd_alone_had_is_in_the_cpu_tier_afterwards(with_disk: Engine) -> None:
+def test_get_from_ssd_promotes_blocks_to_cpu(with_disk: Engine) -> None:
     tokens = prompt(1, 5)
     with_disk.put(tokens)
     evict_cpu(with_disk)
@@ -313,7 +311,7 @@ def test_what_the_ssd_alone_had_is_in_the_cpu_tier_afterwards(with_disk: Engine)
     with_disk.manager.cancel(task)
 
 
-def test_cpu_only_asks_no_other_tier(with_disk: Engine) -> None:
+def test_cpu_only_match_skips_other_tiers(with_disk: Engine) -> None:
     tokens = prompt(1, 3)
     with_disk.put(tokens)
     evict_cpu(with_disk)
@@ -321,7 +319,7 @@ def test_cpu_only_asks_no_other_tier(with_disk: Engine) -> None:
     assert not mask.any()
 
 
-def test_a_match_holds_its_blocks_until_it_is_cancelled(engine: Engine) -> None:
+def test_match_pins_its_blocks_until_cancelled(engine: Engine) -> None:
     tokens = prompt(1, 4)
     engine.put(tokens)
     cpu = engine.manager.task_engine.cache_engine.engine(DeviceType.CPU)
@@ -334,7 +332,7 @@ def test_a_match_holds_its_blocks_until_it_is_cancelled(engine: Engine) -> None:
     assert cpu.num_used_blocks == 0
 
 
-def test_no_hit_is_a_task_that_is_complete(engine: Engine) -> None:
+def test_match_without_hits_is_complete(engine: Engine) -> None:
     task, mask = engine.manager.get_match(prompt(1, 3))
     assert not mask.any()
     assert engine.manager.task_engine.status_of(task) is TaskStatus.COMPLETED
@@ -344,9 +342,7 @@ def test_no_hit_is_a_task_that_is_complete(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("granularity", [0, 1, 2])
-def test_a_layer_granularity_other_than_all_is_refused_by_name(
-    engine: Engine, granularity: int
-) -> None:
+def test_partial_layer_granularity_is_refused_by_name(engine: Engine, granularity: int) -> None:
     with pytest.raises(NotImplementedError, match="layer_granularity"):
         engine.manager.get_match(prompt(1, 2), layer_granularity=granularity)
 
@@ -378,14 +374,14 @@ def test_namespaces_share_no_block(engine: Engine) -> None:
         (np.zeros(8, np.int64), np.array([1, 0, 1, 1, 1, 1, 1, 1], np.bool_)),
     ],
 )
-def test_what_is_no_request_is_refused(engine: Engine, tokens: Any, mask: Any) -> None:
+def test_invalid_tokens_or_mask_are_refused(engine: Engine, tokens: Any, mask: Any) -> None:
     for call in (engine.manager.get_match, engine.manager.put_match):
         with pytest.raises(InvalidArgumentError):
             call(tokens, mask)
     assert engine.manager.task_engine.open_tasks == 0
 
 
-def test_tokens_come_from_torch_as_well() -> None:
+def test_torch_tokens_are_accepted() -> None:
     torch = pytest.importorskip("torch")
     with running() as engine:
         tokens = prompt(1, 3)
@@ -400,7 +396,7 @@ def test_tokens_come_from_torch_as_well() -> None:
 # --- put_match ------------------------------------------------------------------------------------
 
 
-def test_put_match_is_true_where_the_data_is_not_there_yet(engine: Engine) -> None:
+def test_put_match_mask_is_true_for_missing_blocks(engine: Engine) -> None:
     tokens = prompt(1, 6)
     engine.put(tokens[: 2 * TOKENS])
     task, mask = engine.manager.put_match(tokens)
@@ -408,7 +404,7 @@ def test_put_match_is_true_where_the_data_is_not_there_yet(engine: Engine) -> No
     engine.manager.cancel(task)
 
 
-def test_a_put_that_adds_nothing_is_complete(engine: Engine) -> None:
+def test_put_of_stored_blocks_is_complete(engine: Engine) -> None:
     tokens = prompt(1, 3)
     engine.put(tokens)
     task, mask = engine.manager.put_match(tokens)
@@ -416,7 +412,7 @@ def test_a_put_that_adds_nothing_is_complete(engine: Engine) -> None:
     assert engine.manager.wait(task, 0)[task].status is KVResponseStatus.SUCCESS
 
 
-def test_the_mask_of_a_put_must_be_a_prefix(engine: Engine) -> None:
+def test_put_mask_must_be_a_prefix(engine: Engine) -> None:
     tokens = prompt(1, 4)
     with pytest.raises(InvalidArgumentError, match="False tokens"):
         engine.manager.put_match(tokens, np.arange(len(tokens)) >= TOKENS)
@@ -424,7 +420,7 @@ def test_the_mask_of_a_put_must_be_a_prefix(engine: Engine) -> None:
     assert mask.sum() == 2 * TOKENS
 
 
-def test_places_are_taken_at_match_time_and_not_ready(engine: Engine) -> None:
+def test_put_match_reserves_blocks_that_are_not_ready(engine: Engine) -> None:
     tokens = prompt(1, 4)
     task, _ = engine.manager.put_match(tokens)
     index = engine.manager.task_engine.cache_engine
@@ -440,7 +436,7 @@ def test_places_are_taken_at_match_time_and_not_ready(engine: Engine) -> None:
     assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (0, 0)
 
 
-def test_a_put_evicts_what_was_used_least_lately() -> None:
+def test_put_evicts_least_recently_used_blocks() -> None:
     with running(cache_config(num_cpu_blocks=8)) as engine:
         old, new = prompt(1, 4), prompt(2, 8)
         assert engine.put(old) == 4
@@ -449,7 +445,7 @@ def test_a_put_evicts_what_was_used_least_lately() -> None:
         assert engine.get(new) == 8
 
 
-def test_a_put_that_finds_no_space_is_silently_none() -> None:
+def test_put_without_space_stores_nothing() -> None:
     with running(cache_config(num_cpu_blocks=8)) as engine:
         held = prompt(1, 6)
         engine.put(held)
@@ -466,7 +462,7 @@ def test_a_put_that_finds_no_space_is_silently_none() -> None:
 # --- async ----------------------------------------------------------------------------------------
 
 
-def test_get_async_and_put_async_match_bind_and_launch_in_one_call(engine: Engine) -> None:
+def test_get_async_and_put_async_match_and_launch(engine: Engine) -> None:
     tokens = prompt(1, 5)
     engine.put(tokens[: 2 * TOKENS])
     engine.compute(tokens, range(5))
@@ -485,7 +481,7 @@ def test_get_async_and_put_async_match_bind_and_launch_in_one_call(engine: Engin
     assert not engine.tensor[:, :, 15:17].any()
 
 
-def test_get_async_takes_slots_of_the_true_tokens_only(engine: Engine) -> None:
+def test_get_async_takes_slots_of_masked_tokens_only(engine: Engine) -> None:
     tokens = prompt(1, 4)
     engine.put(tokens)
     engine.clear()
@@ -504,7 +500,7 @@ def test_get_async_takes_slots_of_the_true_tokens_only(engine: Engine) -> None:
     assert engine.manager.task_engine.open_tasks == 0
 
 
-def test_prefetch_pulls_from_the_disk_and_touches_no_block(with_disk: Engine) -> None:
+def test_prefetch_loads_from_disk_without_touching_gpu_blocks(with_disk: Engine) -> None:
     tokens = prompt(1, 6)
     with_disk.put(tokens)
     evict_cpu(with_disk, 4)
@@ -519,7 +515,7 @@ def test_prefetch_pulls_from_the_disk_and_touches_no_block(with_disk: Engine) ->
     assert cpu.num_used_blocks == 6
 
 
-def test_the_mask_of_a_prefetch_is_what_was_really_delivered(with_disk: Engine) -> None:
+def test_failed_prefetch_mask_covers_loaded_blocks_only(with_disk: Engine) -> None:
     tokens = prompt(1, 6)
     with_disk.put(tokens)
     evict_cpu(with_disk, 4)
@@ -533,7 +529,7 @@ def test_the_mask_of_a_prefetch_is_what_was_really_delivered(with_disk: Engine) 
     assert answer.return_mask.sum() == 4 * TOKENS
 
 
-def test_a_prefetch_of_what_is_there_is_complete_at_once(engine: Engine) -> None:
+def test_prefetch_of_cached_blocks_is_complete_immediately(engine: Engine) -> None:
     tokens = prompt(1, 3)
     engine.put(tokens)
     task = engine.manager.prefetch_async(tokens)
@@ -546,7 +542,7 @@ def test_a_prefetch_of_what_is_there_is_complete_at_once(engine: Engine) -> None
 # --- launch ---------------------------------------------------------------------------------------
 
 
-def test_one_launch_takes_several_tasks_and_answers_their_ids(engine: Engine) -> None:
+def test_launch_of_several_tasks_returns_their_ids(engine: Engine) -> None:
     first, second = prompt(1, 2), prompt(2, 3)
     tasks = [engine.manager.put_match(tokens)[0] for tokens in (first, second)]
     engine.compute(first, [0, 1])
@@ -557,7 +553,7 @@ def test_one_launch_takes_several_tasks_and_answers_their_ids(engine: Engine) ->
     assert (engine.get(first), engine.get(second)) == (2, 3)
 
 
-def test_a_batch_is_waited_for_by_one_id(engine: Engine) -> None:
+def test_batch_launch_returns_one_id(engine: Engine) -> None:
     first, second = prompt(1, 2), prompt(2, 3)
     tasks = [engine.manager.put_match(tokens)[0] for tokens in (first, second)]
     (batch,) = engine.manager.launch(tasks, [slots_of([0, 1]), slots_of([2, 3, 4])], as_batch=True)
@@ -584,7 +580,7 @@ def test_a_batch_is_waited_for_by_one_id(engine: Engine) -> None:
     ],
     ids=str,
 )
-def test_slots_that_do_not_fit_are_refused_and_the_task_stands(engine: Engine, slots: Any) -> None:
+def test_mismatched_slots_are_refused_and_task_stays_launchable(engine: Engine, slots: Any) -> None:
     tokens = prompt(1, 2)
     task, _ = engine.manager.put_match(tokens)
     with pytest.raises(InvalidArgumentError):
@@ -595,7 +591,7 @@ def test_slots_that_do_not_fit_are_refused_and_the_task_stands(engine: Engine, s
     assert engine.manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
 
 
-def test_a_slot_mapping_may_name_the_first_slot_of_each_block(engine: Engine) -> None:
+def test_slot_mapping_may_repeat_first_slot_of_blocks(engine: Engine) -> None:
     """As FlexKV's own adapters build it: `block_ids.repeat(block_size) * block_size`."""
     tokens = prompt(1, 3)
     engine.compute(tokens, [7, 2, 9])
@@ -609,7 +605,7 @@ def test_a_slot_mapping_may_name_the_first_slot_of_each_block(engine: Engine) ->
     assert engine.get(tokens) == 3
 
 
-def test_a_get_into_one_block_twice_is_refused(engine: Engine) -> None:
+def test_get_with_duplicate_slots_is_refused(engine: Engine) -> None:
     tokens = prompt(1, 2)
     engine.put(tokens)
     task, _ = engine.manager.get_match(tokens)
@@ -633,9 +629,7 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     may_plan.set()
 
 
-def test_a_launch_does_not_wait_until_its_graph_is_planned(
-    planning: threading.Event, engine: Engine
-) -> None:
+def test_launch_does_not_wait_for_graph_planning(planning: threading.Event, engine: Engine) -> None:
     first, second = prompt(1, 3), prompt(2, 3)
     engine.compute(first, [0, 1, 2])
     task, _ = engine.manager.put_match(first)
@@ -649,7 +643,7 @@ def test_a_launch_does_not_wait_until_its_graph_is_planned(
     assert (engine.get(first), engine.get(second)) == (3, 0)
 
 
-def test_a_shutdown_drops_what_is_not_planned(planning: threading.Event) -> None:
+def test_shutdown_drops_unplanned_tasks(planning: threading.Event) -> None:
     with running() as engine:
         tasks = [engine.manager.put_match(prompt(seed, 3))[0] for seed in (1, 2)]
         engine.manager.launch(tasks, [slots_of([0, 1, 2]), slots_of([3, 4, 5])])
@@ -660,9 +654,7 @@ def test_a_shutdown_drops_what_is_not_planned(planning: threading.Event) -> None
         assert not ending.is_alive()
 
 
-def test_a_graph_that_cannot_be_planned_is_a_task_that_failed(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine
-) -> None:
+def test_planning_error_fails_the_task(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     tokens = prompt(1, 2)
     task, _ = engine.manager.put_match(tokens)
     with monkeypatch.context() as broken:
@@ -675,7 +667,7 @@ def test_a_graph_that_cannot_be_planned_is_a_task_that_failed(
     assert engine.put(tokens) == 2, "its places were given back"
 
 
-def test_a_task_that_is_over_keeps_its_result_alone(with_disk: Engine) -> None:
+def test_completed_task_keeps_only_its_result(with_disk: Engine) -> None:
     """Nobody may ask for half an hour, and 100,000 tasks may be over."""
     manager, graphs = with_disk.manager, []
     over: dict[int, int] = {}
@@ -703,7 +695,7 @@ def test_a_task_that_is_over_keeps_its_result_alone(with_disk: Engine) -> None:
     assert {task: 0 if mask is None else int(mask.sum()) for task, mask in masks.items()} == over
 
 
-def test_a_launch_is_all_or_nothing(engine: Engine) -> None:
+def test_launch_is_all_or_nothing(engine: Engine) -> None:
     tasks = [engine.manager.put_match(prompt(seed, 2))[0] for seed in (1, 2)]
     with pytest.raises(InvalidArgumentError):
         engine.manager.launch(tasks, [slots_of([0, 1]), slots_of([2])])
@@ -716,7 +708,7 @@ def test_a_launch_is_all_or_nothing(engine: Engine) -> None:
     engine.manager.cancel(tasks)
 
 
-def test_launching_what_is_not_ready_raises_value_error(engine: Engine) -> None:
+def test_launching_a_launched_or_unknown_task_raises(engine: Engine) -> None:
     tokens = prompt(1, 2)
     task, _ = engine.manager.put_match(tokens)
     engine.manager.launch(task, slots_of([0, 1]))
@@ -729,7 +721,7 @@ def test_launching_what_is_not_ready_raises_value_error(engine: Engine) -> None:
         engine.manager.launch(999, slots_of([0, 1]))
 
 
-def test_layers_one_by_one_and_sliding_windows_are_refused_by_name(engine: Engine) -> None:
+def test_layerwise_and_sliding_window_arguments_are_refused(engine: Engine) -> None:
     with pytest.raises(UnsupportedError, match="layerwise_transfer"):
         engine.manager.launch([], [], layerwise_transfer=True)
     with pytest.raises(UnsupportedError, match="swa"):
@@ -743,7 +735,7 @@ def test_layers_one_by_one_and_sliding_windows_are_refused_by_name(engine: Engin
 # --- cancel ---------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_put_leaves_nothing(engine: Engine) -> None:
+def test_cancelled_put_stores_nothing(engine: Engine) -> None:
     tokens = prompt(1, 4)
     task, _ = engine.manager.put_match(tokens)
     engine.manager.cancel(task)
@@ -753,7 +745,7 @@ def test_a_cancelled_put_leaves_nothing(engine: Engine) -> None:
     assert engine.put(tokens) == 4
 
 
-def test_a_running_task_that_is_cancelled_leaves_its_blocks_alone(with_disk: Engine) -> None:
+def test_cancelled_running_get_writes_no_blocks(with_disk: Engine) -> None:
     tokens = prompt(1, 8)
     with_disk.put(tokens)
     evict_cpu(with_disk)
@@ -781,7 +773,7 @@ def test_a_running_task_that_is_cancelled_leaves_its_blocks_alone(with_disk: Eng
     assert not with_disk.tensor.any(), "a cancelled load has written to a block"
 
 
-def test_ids_that_are_not_known_are_left_alone(engine: Engine) -> None:
+def test_cancel_ignores_unknown_ids(engine: Engine) -> None:
     engine.manager.cancel([17, 18])
     engine.manager.cancel([])
     with pytest.raises(InvalidArgumentError):
@@ -791,7 +783,7 @@ def test_ids_that_are_not_known_are_left_alone(engine: Engine) -> None:
 # --- wait -----------------------------------------------------------------------------------------
 
 
-def test_wait_says_of_each_task_what_became_of_it(engine: Engine) -> None:
+def test_wait_returns_the_status_of_each_task(engine: Engine) -> None:
     tokens = prompt(1, 2)
     put, _ = engine.manager.put_match(tokens)
     answers = engine.manager.wait([put, 999], 0)
@@ -815,7 +807,7 @@ def slow_disk(engine: Engine) -> tuple[threading.Event, threading.Event]:
     return begun, go_on
 
 
-def test_a_put_is_a_success_while_the_disk_is_still_written(with_disk: Engine) -> None:
+def test_put_succeeds_before_the_disk_write_completes(with_disk: Engine) -> None:
     tokens = prompt(1, 3)
     begun, go_on = slow_disk(with_disk)
     task, _ = with_disk.manager.put_match(tokens)
@@ -833,7 +825,7 @@ def test_a_put_is_a_success_while_the_disk_is_still_written(with_disk: Engine) -
     assert with_disk.get(tokens) == 3
 
 
-def test_one_deadline_is_of_all_tasks_together(with_disk: Engine) -> None:
+def test_wait_deadline_is_shared_by_all_tasks(with_disk: Engine) -> None:
     _, go_on = slow_disk(with_disk)
     tasks = []
     for seed in range(3):
@@ -847,7 +839,7 @@ def test_one_deadline_is_of_all_tasks_together(with_disk: Engine) -> None:
     assert {answer.status for answer in answers.values()} == {KVResponseStatus.SUCCESS}
 
 
-def test_try_wait_leaves_out_what_is_on_its_way(with_disk: Engine) -> None:
+def test_try_wait_omits_running_tasks(with_disk: Engine) -> None:
     tokens = prompt(1, 4)
     with_disk.put(tokens)
     evict_cpu(with_disk)
@@ -873,7 +865,7 @@ def test_try_wait_leaves_out_what_is_on_its_way(with_disk: Engine) -> None:
     with_disk.manager.cancel(unready)
 
 
-def test_a_get_that_fails_says_which_tokens_came(with_disk: Engine) -> None:
+def test_failed_get_mask_covers_loaded_tokens(with_disk: Engine) -> None:
     tokens = prompt(1, 6)
     with_disk.put(tokens)
     evict_cpu(with_disk)
@@ -892,7 +884,7 @@ def test_a_get_that_fails_says_which_tokens_came(with_disk: Engine) -> None:
 
 
 @pytest.mark.parametrize(("staging_blocks", "calls"), [(1024, 1), (64, 2)])
-def test_small_blocks_are_moved_in_few_calls(
+def test_small_blocks_are_copied_in_batches(
     monkeypatch: pytest.MonkeyPatch, staging_blocks: int, calls: int
 ) -> None:
     copied: list[int] = []
@@ -913,7 +905,7 @@ def test_small_blocks_are_moved_in_few_calls(
 # --- reset and shutdown ---------------------------------------------------------------------------
 
 
-def test_reset_forgets_all_tiers_and_cancels_what_is_on_its_way(with_disk: Engine) -> None:
+def test_reset_clears_all_tiers_and_cancels_tasks(with_disk: Engine) -> None:
     tokens = prompt(1, 4)
     with_disk.put(tokens)
     open_put, _ = with_disk.manager.put_match(prompt(2, 2))
@@ -928,7 +920,7 @@ def test_reset_forgets_all_tiers_and_cancels_what_is_on_its_way(with_disk: Engin
     assert with_disk.get(tokens) == 4
 
 
-def test_with_a_fingerprint_of_the_weights_a_disk_is_found_again(tmp_path: Path) -> None:
+def test_matching_weights_find_the_disk_after_restart(tmp_path: Path) -> None:
     tokens = prompt(1, 3)
     named = ModelConfig(
         num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", weights="sha256:1"
@@ -948,14 +940,14 @@ def test_with_a_fingerprint_of_the_weights_a_disk_is_found_again(tmp_path: Path)
         assert engine.get(tokens) == 0
 
 
-def test_without_one_a_restart_begins_empty(tmp_path: Path) -> None:
+def test_restart_without_weights_fingerprint_begins_empty(tmp_path: Path) -> None:
     with running(cache_config(tmp_path)) as engine:
         engine.put(prompt(1, 3))
     with running(cache_config(tmp_path)) as engine:
         assert engine.get(prompt(1, 3)) == 0
 
 
-def test_shutdown_with_tasks_open_leaves_nothing(tmp_path: Path) -> None:
+def test_shutdown_with_open_tasks_leaves_no_threads(tmp_path: Path) -> None:
     manager = KVManager(MODEL, cache_config(tmp_path))
     manager.start()
     own = Engine(manager)

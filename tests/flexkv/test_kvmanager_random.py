@@ -364,7 +364,7 @@ def random_steps(folder: Path, seed: int, steps: int) -> Machine:
     return machine
 
 
-def test_a_long_run_leaks_nothing_and_brings_no_wrong_byte(tmp_path: Path) -> None:
+def test_long_random_run_leaks_and_corrupts_nothing(tmp_path: Path) -> None:
     machine = random_steps(tmp_path, 1, 500)
     assert machine.came > 0
     assert machine.failed > 0
@@ -372,7 +372,7 @@ def test_a_long_run_leaks_nothing_and_brings_no_wrong_byte(tmp_path: Path) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 4))
-def test_ten_thousand_steps(tmp_path: Path, seed: int) -> None:
+def test_ten_thousand_random_steps(tmp_path: Path, seed: int) -> None:
     machine = random_steps(tmp_path, seed, 10_000)
     assert machine.came > 1000
     assert machine.failed > 50

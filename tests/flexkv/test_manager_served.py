@@ -78,7 +78,7 @@ def got(one: KVManager, kv: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_client_0_starts_the_server_and_ends_it(
+def test_client_0_starts_and_ends_the_server(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
@@ -110,7 +110,7 @@ def test_client_0_starts_the_server_and_ends_it(
 
 
 @pytest.mark.slow
-def test_a_served_manager_starts_again_after_a_shutdown(
+def test_served_manager_restarts_after_shutdown(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
@@ -129,7 +129,7 @@ def test_a_served_manager_starts_again_after_a_shutdown(
 
 
 @pytest.mark.slow
-def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> None:
+def test_clients_share_stored_blocks(tmp_path: Path, ends: ExitStack) -> None:
     port = f"ipc://{tmp_path}/s"
     second = manager(ends, TWO, server_recv_port=port, dp_client_id=1)
     waiting = threading.Thread(target=second.start)  # until client 0 has started the server
@@ -151,7 +151,7 @@ def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> Non
 
 
 @pytest.mark.slow
-def test_a_server_of_somebody_else_stays_when_its_clients_go(
+def test_external_server_outlives_its_clients(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXKV_SERVER_LAUNCH_MODE", "external")
@@ -184,7 +184,7 @@ def test_a_server_of_somebody_else_stays_when_its_clients_go(
     assert not one.get_match(PROMPT)[1].any()
 
 
-def test_external_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_launch_mode_without_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXKV_SERVER_LAUNCH_MODE", "external")
     with pytest.raises(ConfigError, match="FLEXKV_SERVER_CLIENT_MODE=1"):
         KVManager(ONE, CACHE)
@@ -194,20 +194,18 @@ def test_external_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -
     "arguments",
     [(0, "ipc:///tmp/a", "ipc:///tmp/b"), (None, None, "1"), (None, None, True), (None, 5)],
 )
-def test_arguments_in_flexkvs_newer_order_are_named(arguments: tuple[Any, ...]) -> None:
+def test_newer_positional_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(InvalidArgumentError, match="pass them by name"):
         KVManager(ONE, CACHE, *arguments)
 
 
-def test_a_client_that_there_is_not_is_refused() -> None:
+def test_unknown_client_id_is_refused() -> None:
     for client in (-1, 1):
         with pytest.raises(InvalidArgumentError, match="none of 1"):
             KVManager(ONE, CACHE, dp_client_id=client)
 
 
-def test_a_rank_of_another_process_registers_without_a_server(
-    tmp_path: Path, ends: ExitStack
-) -> None:
+def test_rank_in_another_process_registers_without_server(tmp_path: Path, ends: ExitStack) -> None:
     port = f"ipc://{tmp_path}/ranks"
     rank = KVTPClient(port)
     ends.callback(rank.close)
@@ -230,7 +228,7 @@ def test_a_rank_of_another_process_registers_without_a_server(
     one.check_integrity()
 
 
-def test_each_manager_without_a_server_has_an_endpoint_for_its_ranks(
+def test_managers_without_server_have_separate_endpoints(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path
@@ -250,7 +248,7 @@ def test_each_manager_without_a_server_has_an_endpoint_for_its_ranks(
     assert list(folder.iterdir()) == []
 
 
-def test_an_endpoint_is_in_a_folder_whose_path_leaves_room_for_it(
+def test_endpoint_falls_back_to_a_shorter_path(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("x" * 100)
@@ -261,7 +259,7 @@ def test_an_endpoint_is_in_a_folder_whose_path_leaves_room_for_it(
     assert one.gpu_register_port.startswith("ipc:///tmp/")
 
 
-def test_without_a_folder_for_its_endpoint_a_manager_serves_its_own_process(
+def test_manager_without_endpoint_folder_serves_its_process(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = logging.getLogger("kvelastic.flexkv")  # kvelastic's does not reach the root's handlers
@@ -284,9 +282,7 @@ def test_without_a_folder_for_its_endpoint_a_manager_serves_its_own_process(
         named.start()
 
 
-def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(
-    tmp_path: Path, ends: ExitStack
-) -> None:
+def test_ranks_with_unequal_block_counts_use_minimum(tmp_path: Path, ends: ExitStack) -> None:
     model = ModelConfig(num_layers=2, num_kv_heads=4, head_size=8, dtype="float16", tp_size=2)
     one = manager(ends, model, gpu_register_port=f"ipc://{tmp_path}/ranks")
     one.start()
@@ -304,7 +300,7 @@ def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(
     assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
 
 
-def test_a_rank_that_goes_takes_no_rank_of_another_process_with_it(ends: ExitStack) -> None:
+def test_disconnected_rank_leaves_other_ranks_registered(ends: ExitStack) -> None:
     model = ModelConfig(num_layers=2, num_kv_heads=4, head_size=8, dtype="float16", tp_size=2)
     one = manager(ends, model)
     one.start()
@@ -321,7 +317,7 @@ def test_a_rank_that_goes_takes_no_rank_of_another_process_with_it(ends: ExitSta
 
 
 @pytest.mark.parametrize("is_served", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_is_ready_raises_the_reason_for_which_a_rank_was_refused(
+def test_is_ready_raises_the_rank_refusal(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch, is_served: bool
 ) -> None:
     if is_served:
@@ -354,7 +350,7 @@ def test_is_ready_raises_the_reason_for_which_a_rank_was_refused(
 
 @pytest.mark.parametrize("kv_dim", [1, 2])
 @pytest.mark.parametrize("is_own_process", [True, False])
-def test_a_record_is_the_same_whichever_way_tensors_are_laid_out(
+def test_stored_objects_are_independent_of_tensor_layout(
     tmp_path: Path, ends: ExitStack, kv_dim: int, is_own_process: bool
 ) -> None:
     model = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", kv_dim=kv_dim)
@@ -411,7 +407,7 @@ def test_a_record_is_the_same_whichever_way_tensors_are_laid_out(
         (KVCacheLayoutType.BLOCKFIRST, (16, 2, 2, 4, 2, 8), 1, 0),
     ],
 )
-def test_a_layout_says_which_axis_counts_blocks(
+def test_layout_determines_the_block_axis(
     kind: KVCacheLayoutType, shape: tuple[int, ...], each: int, axis: int
 ) -> None:
     layout = KVCacheLayout(kind, 2, BLOCKS, TOKENS, 2, 8)
@@ -423,6 +419,6 @@ def test_a_layout_says_which_axis_counts_blocks(
     assert os.environ.get("FLEXKV_SERVER_RECV_PORT") is None
 
 
-def test_a_row_for_k_and_v_has_no_axis_of_its_own() -> None:
+def test_layout_with_kv_dim_1_has_no_axis() -> None:
     layout = KVCacheLayout(KVCacheLayoutType.LAYERFIRST, 3, BLOCKS, TOKENS, 1, 8, kv_dim=1)
     assert block_axis_of(layout, [np.empty((BLOCKS, TOKENS, 8))] * 3) == 0

@@ -56,7 +56,7 @@ def there(handle: TensorSharedHandle) -> np.ndarray[Any, Any]:
     return seen
 
 
-def test_the_same_bytes_in_another_process() -> None:
+def test_handle_maps_same_bytes_in_another_process() -> None:
     ours, theirs = socket.socketpair()
     kv = shared_zeros((3, 4, 5), "float32")
     kv[:] = np.arange(60).reshape(3, 4, 5)
@@ -82,7 +82,7 @@ def test_the_same_bytes_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_handle_is_not_pickled_with_the_number_of_its_descriptor(duplicate: Any) -> None:
+def test_handle_refuses_pickle_and_copy(duplicate: Any) -> None:
     handle = TensorSharedHandle(shared_zeros(64))
     for one in (handle, TensorSharedHandle.of(handle.description, os.dup(handle.fd))):
         with pytest.raises(UnsupportedError, match="send_fds"):
@@ -90,7 +90,7 @@ def test_a_handle_is_not_pickled_with_the_number_of_its_descriptor(duplicate: An
         one.close()
 
 
-def test_torch_over_shared_memory_and_torchs_own() -> None:
+def test_handles_of_torch_shared_memory() -> None:
     import torch
 
     flat = shared_zeros(64, "bfloat16")
@@ -106,7 +106,7 @@ def test_torch_over_shared_memory_and_torchs_own() -> None:
     del mapped
 
 
-def test_memory_with_a_name_and_no_descriptor_is_found_by_its_name(tmp_path: Path) -> None:
+def test_named_memory_without_descriptor_is_opened_by_name(tmp_path: Path) -> None:
     import torch
 
     named = torch.from_file(str(tmp_path / "kv"), shared=True, size=16, dtype=torch.int32)
@@ -121,7 +121,7 @@ def test_memory_with_a_name_and_no_descriptor_is_found_by_its_name(tmp_path: Pat
         TensorSharedHandle(named)
 
 
-def test_memory_of_this_process_alone_is_refused() -> None:
+def test_private_memory_is_refused() -> None:
     import torch
 
     for tensor in (np.zeros(1 << 20), torch.zeros(1 << 20), np.zeros(3)):
@@ -140,7 +140,7 @@ def test_memory_of_this_process_alone_is_refused() -> None:
         private.close()
 
 
-def test_two_files_side_by_side_are_not_one() -> None:
+def test_adjacent_mappings_are_parsed_separately() -> None:
     mapping = process_mappings.Mapping
     lines = (
         "7f0000000000-7f0000001000 rw-s 00000000 00:01 11 /memfd:a (deleted)\n"
@@ -154,7 +154,7 @@ def test_two_files_side_by_side_are_not_one() -> None:
     assert (parsed[2].is_shared, parsed[2].path) == (False, "")
 
 
-def test_a_gpus_memory_without_a_descriptor_is_refused() -> None:
+def test_gpu_memory_without_descriptor_is_refused() -> None:
     import torch
 
     class OnAGpu:
@@ -192,7 +192,7 @@ def test_a_gpus_memory_without_a_descriptor_is_refused() -> None:
         TensorDescription(0, (1,) * 9, (1,) * 9, "int8", 1),
     ],
 )
-def test_a_tensor_that_does_not_lie_in_its_memory_is_refused(lie: TensorDescription) -> None:
+def test_tensor_description_outside_its_memory_is_refused(lie: TensorDescription) -> None:
     fd = os.memfd_create("lie")
     os.ftruncate(fd, 4096)
     with pytest.raises(InvalidArgumentError):
@@ -214,7 +214,7 @@ small = st.integers(-2, 70)
     ),
     st.integers(-3, 12),
 )
-def test_whatever_is_said_is_an_error_or_lies_in_the_memory(
+def test_random_descriptions_are_refused_or_within_memory(
     said: TensorDescription, axis: int
 ) -> None:
     try:
@@ -239,7 +239,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_come_out_and_go_in_byte_by_byte(name: str) -> None:
+def test_blocks_are_copied_out_and_in_unchanged(name: str) -> None:
     shape, axis, runs = SHAPES[name]
     kv = shared_zeros(shape, "float16")
     kv[...] = np.random.default_rng(1).random(shape)
@@ -261,7 +261,7 @@ def test_blocks_come_out_and_go_in_byte_by_byte(name: str) -> None:
     handle.close()
 
 
-def test_heads_before_tokens_is_the_same_run_of_bytes() -> None:
+def test_permuted_heads_give_one_contiguous_buffer() -> None:
     import torch
 
     kv = shared_zeros((6, 4, 3, 8), "float16")  # blocks, tokens, heads, size
@@ -269,7 +269,7 @@ def test_heads_before_tokens_is_the_same_run_of_bytes() -> None:
     assert seen.description.buffers(0) == [Buffer(0, 192, 192)]
 
 
-def test_a_block_that_is_not_there_copies_nothing() -> None:
+def test_unknown_block_id_copies_nothing() -> None:
     blocks = blocks_over(os.memfd_create("m"), 4096)
     staging = _vmm.Staging(2, 1024)
     staging.view(0)[:4] = b"kept"
@@ -285,7 +285,7 @@ def blocks_over(fd: int, size_bytes: int) -> SharedBlocks:
     return SharedBlocks([(fd, Buffer(0, 1024, 1024))], 4)
 
 
-def test_memory_that_its_owner_shortens_is_an_error_of_that_copy() -> None:
+def test_truncated_memory_fails_only_that_copy() -> None:
     fd = os.memfd_create("m")
     blocks = blocks_over(fd, 4096)
     staging = _vmm.Staging(1, 1024)
@@ -296,7 +296,7 @@ def test_memory_that_its_owner_shortens_is_an_error_of_that_copy() -> None:
     blocks.close()
 
 
-def test_closed_blocks_refuse_and_a_copy_that_runs_keeps_its_descriptor() -> None:
+def test_close_during_copy_keeps_the_descriptor_open() -> None:
     read_end, write_end = os.pipe()
     blocks = SharedBlocks([(os.memfd_create("m"), Buffer(0, 8, 8))], 4)
     (fd,) = blocks._fds

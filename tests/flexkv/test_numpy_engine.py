@@ -18,7 +18,7 @@ def serve(folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_prompts_come_back_after_a_restart_with_the_same_answers(tmp_path: Path) -> None:
+def test_restart_reuses_kv_with_the_same_results(tmp_path: Path) -> None:
     cold, expected = serve(tmp_path)
     warm, answers = serve(tmp_path)
     assert answers == expected
@@ -26,6 +26,6 @@ def test_prompts_come_back_after_a_restart_with_the_same_answers(tmp_path: Path)
     assert warm < cold / 2
 
 
-def test_it_is_the_hundred_lines_that_the_documentation_promises() -> None:
+def test_numpy_engine_has_the_documented_length() -> None:
     code = PROGRAM.read_text().splitlines()
     assert len([line for line in code if line.strip()]) <= 130

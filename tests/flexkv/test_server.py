@@ -108,7 +108,7 @@ def put(client: KVDPClient, *blocks: int) -> None:
 # --- what it is for -------------------------------------------------------------------------------
 
 
-def test_what_one_client_puts_another_one_gets(started: Started) -> None:
+def test_blocks_put_by_one_client_reach_another(started: Started) -> None:
     (first, kv), (second, other) = started.rank(0), started.rank(1)
     one, two = started.client(0), started.client(1)
     first.wait_until_registered()
@@ -126,7 +126,7 @@ def test_what_one_client_puts_another_one_gets(started: Started) -> None:
     assert (other[:, :, 3] == 0).all()
 
 
-def test_each_call_of_a_manager_goes_over(started: Started) -> None:
+def test_client_supports_each_manager_call(started: Started) -> None:
     rank, kv = started.rank(0)
     client = started.client()
     rank.wait_until_registered()
@@ -154,13 +154,13 @@ def test_each_call_of_a_manager_goes_over(started: Started) -> None:
 # --- who is let in --------------------------------------------------------------------------------
 
 
-def test_another_models_client_is_refused(started: Started) -> None:
+def test_client_of_another_model_is_refused(started: Started) -> None:
     other = ModelConfig(num_layers=3, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)
     with pytest.raises(InvalidArgumentError, match="num_layers=3"):
         started.client(model=other)
 
 
-def test_a_client_that_is_there_and_one_too_many_are_refused(started: Started) -> None:
+def test_duplicate_and_excess_clients_are_refused(started: Started) -> None:
     started.client(0)
     with pytest.raises(InvalidArgumentError, match=f"process {os.getpid()} already"):
         started.client(0)
@@ -168,7 +168,7 @@ def test_a_client_that_is_there_and_one_too_many_are_refused(started: Started) -
         started.client(2)
 
 
-def test_a_client_that_comes_back_before_it_was_missed_is_let_in(
+def test_client_reconnecting_before_disconnect_is_noticed_is_accepted(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = started.client(0)
@@ -192,7 +192,7 @@ def test_a_client_that_comes_back_before_it_was_missed_is_let_in(
     assert started.server.registered_ranks == 1
 
 
-def test_a_server_whose_endpoint_is_taken_leaves_nothing(started: Started) -> None:
+def test_endpoint_in_use_leaves_no_threads(started: Started) -> None:
     before = threading.active_count()
     with pytest.raises(ChannelError, match="cannot listen"):
         started.start()
@@ -200,7 +200,7 @@ def test_a_server_whose_endpoint_is_taken_leaves_nothing(started: Started) -> No
     started.client(0)
 
 
-def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
+def test_ranks_with_wrong_shape_or_index_are_refused(started: Started) -> None:
     for more, why in (({"tp_rank": 1}, "none of 1"), ({"dp_client_id": 7}, "none of 2")):
         rank, _ = started.rank(**more)
         with pytest.raises(InvalidArgumentError, match=why):
@@ -217,7 +217,7 @@ def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
         two.wait_until_registered()
 
 
-def handed_over(started: Started, fds: list[int]) -> str:
+def hand_over_descriptors(started: Started, fds: list[int]) -> str:
     """What a rank hears that hands these over as the memory of its cache."""
     channel = connect(
         parse_address(f"unix://{started.port.removeprefix('ipc://')}_gpu_register"),
@@ -246,9 +246,7 @@ def handed_over(started: Started, fds: list[int]) -> str:
         channel.close()
 
 
-def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
-    started: Started, tmp_path: Path
-) -> None:
+def test_non_memory_descriptors_are_refused_and_closed(started: Started, tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     folder = os.open(tmp_path, os.O_RDONLY)
     zeros = os.open("/dev/zero", os.O_RDWR)
@@ -257,17 +255,17 @@ def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
     os.ftruncate(good, 1 << 20)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for fd in (read_end, folder, zeros):
-        assert "no memory" in handed_over(started, [fd])
-    assert "does not lie in its memory of 100 bytes" in handed_over(started, [short])
-    assert handed_over(started, [good] * 1000) != "registered"
-    assert handed_over(started, [good]) == "registered"
+        assert "no memory" in hand_over_descriptors(started, [fd])
+    assert "does not lie in its memory of 100 bytes" in hand_over_descriptors(started, [short])
+    assert hand_over_descriptors(started, [good] * 1000) != "registered"
+    assert hand_over_descriptors(started, [good]) == "registered"
     wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     started.server.check_integrity()
     for fd in (read_end, write_end, folder, zeros, short, good):
         os.close(fd)
 
 
-def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None:
+def test_get_into_read_only_memory_fails(started: Started) -> None:
     rank, kv = started.rank(0)
     client = started.client()
     rank.wait_until_registered()
@@ -285,7 +283,7 @@ def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None
     started.server.check_integrity()
 
 
-def test_a_rank_may_come_before_its_server_and_outlives_one(tmp_path: Path) -> None:
+def test_rank_registers_with_later_and_restarted_servers(tmp_path: Path) -> None:
     kv = shared_zeros(SHAPE, "float16")
     rank = KVTPClient(f"ipc://{tmp_path}/s_gpu_register")
     rank.register_to_server(list(kv), block_axis=1)
@@ -298,7 +296,7 @@ def test_a_rank_may_come_before_its_server_and_outlives_one(tmp_path: Path) -> N
     rank.close()
 
 
-def test_without_a_server_a_client_says_where_it_looked(tmp_path: Path) -> None:
+def test_missing_server_error_names_the_endpoint_variable(tmp_path: Path) -> None:
     client = KVDPClient(f"ipc://{tmp_path}/nobody", MODEL)
     with pytest.raises(NotInitializedError):
         client.get_match(PROMPT)
@@ -308,14 +306,14 @@ def test_without_a_server_a_client_says_where_it_looked(tmp_path: Path) -> None:
     client.unregister()
 
 
-def test_a_server_that_goes_is_an_error_of_each_call(started: Started) -> None:
+def test_calls_after_server_close_raise(started: Started) -> None:
     client = started.client()
     started.server.close()
     with pytest.raises(ChannelClosedError):
         client.get_match(PROMPT)
 
 
-def test_clients_find_a_server_that_comes_again_by_themselves(started: Started) -> None:
+def test_clients_reconnect_to_a_restarted_server(started: Started) -> None:
     clients = [started.client(0), started.client(1)]
     lost = [client.put_match(PROMPT)[0] for client in clients]
     started.server.close()
@@ -331,7 +329,7 @@ def test_clients_find_a_server_that_comes_again_by_themselves(started: Started) 
         client.cancel(new)
 
 
-def test_threads_that_find_a_new_server_at_once_register_once(started: Started) -> None:
+def test_concurrent_threads_register_once_with_new_server(started: Started) -> None:
     client = started.client()
     started.server.close()
     started.start()
@@ -340,7 +338,7 @@ def test_threads_that_find_a_new_server_at_once_register_once(started: Started) 
     assert len(set(found)) == 32
 
 
-def test_endpoints_of_flexkv_and_what_is_none() -> None:
+def test_endpoints_are_parsed_or_refused() -> None:
     assert socket_address("ipc:///tmp/a") == socket_address("unix:///tmp/a")
     assert str(socket_address("/tmp/a")) == "unix:///tmp/a"
     assert default_endpoint("x").startswith("ipc:///")
@@ -351,9 +349,7 @@ def test_endpoints_of_flexkv_and_what_is_none() -> None:
             socket_address(endpoint)
 
 
-def test_what_killed_engines_leave_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_endpoints_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     paths = [Path(default_endpoint(name).removeprefix("ipc://")) for name in ("old", "new", "up")]
     sockets = [socket.socket(socket.AF_UNIX) for _ in paths]
@@ -374,7 +370,7 @@ def test_what_killed_engines_leave_is_removed(
 # --- whose tasks ----------------------------------------------------------------------------------
 
 
-def test_a_clients_tasks_are_its_own(started: Started) -> None:
+def test_clients_cannot_use_each_others_tasks(started: Started) -> None:
     rank, _ = started.rank(0)
     one, two = started.client(0), started.client(1)
     rank.wait_until_registered()
@@ -388,7 +384,7 @@ def test_a_clients_tasks_are_its_own(started: Started) -> None:
     assert one.wait([task], DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
 
 
-def test_what_a_client_that_goes_has_begun_is_given_back(started: Started) -> None:
+def test_disconnected_client_releases_its_tasks(started: Started) -> None:
     rank, _ = started.rank(0)
     one = started.client(0)
     rank.wait_until_registered()
@@ -402,7 +398,7 @@ def test_what_a_client_that_goes_has_begun_is_given_back(started: Started) -> No
     started.server.check_integrity()
 
 
-def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
+def test_completed_tasks_per_client_are_bounded(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "MOST_TASKS_OF_A_CLIENT", 32)
@@ -420,7 +416,9 @@ def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
 
 
 @pytest.mark.slow
-def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_client_does_not_block_others(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank, _ = started.rank(0)
     one, two = started.client(0), started.client(1)
     rank.wait_until_registered()
@@ -498,7 +496,7 @@ def mutated(pick: random.Random, body: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
+def test_mutated_messages_do_not_stop_the_server(started: Started) -> None:
     rank, _ = started.rank(0)
     good = started.client(0)
     rank.wait_until_registered()
@@ -530,7 +528,7 @@ def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_bytes_are_a_message_or_an_error(body: bytes) -> None:
+def test_random_bytes_decode_or_raise(body: bytes) -> None:
     try:
         found = messages.PROTOCOL.decode(body)
     except MessageError:
@@ -543,14 +541,14 @@ def test_bytes_are_a_message_or_an_error(body: bytes) -> None:
     ("tokens", "mask"),
     [(b"", None), (b"\5", None), (b"\4abc", None), (b"\4" + bytes(32), b""), (b"\4", b"\xff")],
 )
-def test_arrays_that_are_none_are_no_message(tokens: Any, mask: Any) -> None:
+def test_invalid_arrays_are_refused(tokens: Any, mask: Any) -> None:
     body = messages.PROTOCOL.encode(messages.Match("get", tokens, mask, None, -1, None))
     with pytest.raises(MessageError):
         messages.PROTOCOL.decode(body)
 
 
 @given(st.binary(max_size=64), st.integers(0, 600))
-def test_packed_arrays_are_an_array_or_an_error(packed: bytes, count: int) -> None:
+def test_random_packed_arrays_unpack_or_raise(packed: bytes, count: int) -> None:
     for read in (calls.unpack_integers, lambda raw: calls.unpack_mask(raw, count)):
         try:
             array = read(packed)
@@ -560,18 +558,18 @@ def test_packed_arrays_are_an_array_or_an_error(packed: bytes, count: int) -> No
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40))
-def test_integers_come_out_as_they_went_in(values: list[int]) -> None:
+def test_packed_integers_round_trip(values: list[int]) -> None:
     array = np.array(values, np.int64)
     assert (calls.unpack_integers(calls.pack_integers(array)) == array).all()
 
 
 @given(st.lists(st.booleans(), max_size=70))
-def test_masks_come_out_as_they_went_in(values: list[bool]) -> None:
+def test_packed_masks_round_trip(values: list[bool]) -> None:
     mask = np.array(values, bool)
     assert (calls.unpack_mask(calls.pack_mask(mask), mask.size) == mask).all()
 
 
-def test_what_is_no_array_of_tokens_is_refused_before_it_is_sent(started: Started) -> None:
+def test_invalid_token_arrays_are_refused_by_the_client(started: Started) -> None:
     client = started.client()
     for tokens in (np.zeros((2, 2), int), np.zeros(3), ["a"], np.zeros((1 << 20) + 1, int)):
         with pytest.raises(KvelasticError):
@@ -584,7 +582,7 @@ def test_what_is_no_array_of_tokens_is_refused_before_it_is_sent(started: Starte
 
 
 @pytest.mark.slow
-def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+def test_server_process_ends_with_its_parent(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/s"
     program = (
         "import sys; from kvelastic.flexkv.server.server import KVServer;"
@@ -605,7 +603,7 @@ def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_server_is_started_and_ended_by_hand(tmp_path: Path) -> None:
+def test_server_started_by_hand_ends_on_request(tmp_path: Path) -> None:
     file = tmp_path / "server.json"
     file.write_bytes(process.dump(MODEL, CACHE, "", f"ipc://{tmp_path}/s"))
     command = [sys.executable, "-m", "kvelastic.flexkv.server", str(file)]
@@ -638,6 +636,6 @@ def test_a_server_is_started_and_ended_by_hand(tmp_path: Path) -> None:
         ('{"server_recv_port": "tcp://0.0.0.0:1"}', "tcp"),
     ],
 )
-def test_a_configuration_that_is_none_is_named(text: str, why: str) -> None:
+def test_invalid_configuration_error_names_the_cause(text: str, why: str) -> None:
     with pytest.raises(KvelasticError, match=why):
         KVServer(*process.load(text.encode()))

@@ -126,7 +126,7 @@ def until(engine: Client, outcome: str) -> None:
     raise AssertionError(f"no {outcome} in 5000 steps")
 
 
-def holds_nothing(server: KVServer) -> None:
+def wait_until_nothing_is_held(server: KVServer) -> None:
     """Wait until what killed clients held has been given back, and look whether that is all."""
     wait_until(lambda: not server.open_tasks and not server.registered_ranks)
     server.check_integrity()
@@ -160,16 +160,16 @@ def kill_one_at_random(engines: Engines, pick: random.Random) -> None:
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))]
 )
-def test_one_is_killed_and_the_others_go_on(tmp_path: Path, seed: int) -> None:
+def test_killed_client_does_not_affect_others(tmp_path: Path, seed: int) -> None:
     with engines_over(tmp_path, seed) as engines:
         kill_one_at_random(engines, random.Random(seed))
         for one in (*engines.engines, *engines.ranks):
             assert one.process.finish() == 0
-        holds_nothing(engines.server)
+        wait_until_nothing_is_held(engines.server)
 
 
 @pytest.mark.soak
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_repeatedly_killed_clients_recover(tmp_path: Path) -> None:
     pick = random.Random(os.getpid())
     end_s = time.monotonic() + 300
     with engines_over(tmp_path, 9) as engines:
@@ -177,10 +177,10 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
             kill_one_at_random(engines, pick)
         for one in engines.clients:
             one.process.kill()
-        holds_nothing(engines.server)
+        wait_until_nothing_is_held(engines.server)
 
 
-def test_all_are_killed_at_once_and_nothing_is_held(tmp_path: Path) -> None:
+def test_killing_all_clients_releases_everything(tmp_path: Path) -> None:
     with engines_over(tmp_path, 4) as engines:
         for engine in engines.engines:
             until(engine, "left")
@@ -188,4 +188,4 @@ def test_all_are_killed_at_once_and_nothing_is_held(tmp_path: Path) -> None:
             one.process.process.kill()  # all of them, and no one is waited for before
         for one in engines.clients:
             one.process.kill()
-        holds_nothing(engines.server)
+        wait_until_nothing_is_held(engines.server)

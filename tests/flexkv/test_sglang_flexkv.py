@@ -21,7 +21,7 @@ from kvelastic.flexkv.transfer_manager import TransferManagerOnRemote
 
 @needs.sglang
 @pytest.mark.engine
-def test_sglangs_connector_stores_and_loads_pages_of_host_memory(tmp_path: Path) -> None:
+def test_sglang_connector_stores_and_loads_host_pages(tmp_path: Path) -> None:
     ran = run_python(
         PROGRAMS / "sglang_flexkv.py",
         python=needs.SGLANG_PYTHON,
@@ -55,7 +55,7 @@ def configured(
     return config, rank
 
 
-def test_a_models_shape_is_that_of_all_its_ranks() -> None:
+def test_model_shape_covers_all_ranks() -> None:
     config, rank = configured({"FLEXKV_WEIGHTS": "w"}, tp_rank=1)
     model = config.model_config
     assert (model.num_layers, model.num_kv_heads, model.head_size, model.kv_dim) == (3, 4, 8, 2)
@@ -67,7 +67,7 @@ def test_a_models_shape_is_that_of_all_its_ranks() -> None:
     assert (row.num_kv_heads, row.head_size, row.kv_dim, row.dtype_name) == (1, 6, 1, "fp8")
 
 
-def test_clients_of_an_instance_follow_those_of_the_one_before() -> None:
+def test_client_ids_continue_across_instances() -> None:
     instance = {"FLEXKV_INSTANCE_NUM": "3", "FLEXKV_INSTANCE_ID": "2"}
     _, rank = configured(instance, dp_size=4, dp_rank=1, tp_rank=1)
     assert (rank.dp_client_id, rank.local_rank % 2) == (9, 1)
@@ -83,12 +83,12 @@ def test_clients_of_an_instance_follow_those_of_the_one_before() -> None:
         ({"enable_dp_attention": True}, "enable_dp_attention"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], match: str) -> None:
+def test_unsupported_settings_are_refused_by_name(more: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedError, match=match):
         configured(**more)
 
 
-def test_the_parts_for_layers_and_nodes_are_refused_when_they_are_used(tmp_path: Path) -> None:
+def test_layerwise_and_multi_node_parts_are_refused(tmp_path: Path) -> None:
     assert build_layerwise_eventfd_socket_path(3, 0, ModelConfig()).endswith("_eventfd.sock")
     two = ModelConfig(dp_size=2)
     assert build_layerwise_eventfd_socket_path(1, 0, two).endswith("_eventfd_dp1.sock")
@@ -98,7 +98,7 @@ def test_the_parts_for_layers_and_nodes_are_refused_when_they_are_used(tmp_path:
         KVTPClient(f"ipc://{tmp_path}/r").register_to_server([object()], None, [object()])
 
 
-def test_a_layout_takes_flexkvs_form_of_one_row_for_k_and_v() -> None:
+def test_layout_accepts_is_mla_and_kv_dim() -> None:
     first = (KVCacheLayoutType.LAYERFIRST, 2, 16, 4, 8, 16)
     assert KVCacheLayout(*first, is_mla=True).kv_dim == 1
     assert KVCacheLayout(*first, is_mla=False).kv_dim == 2

@@ -49,21 +49,21 @@ def written(folder: Path, name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["flexkv_config.yml", "flexkv_config.yaml"])
-def test_flexkvs_own_example_is_read(tmp_path: Path, name: str, warnings: list[str]) -> None:
+def test_flexkv_example_file_is_read(tmp_path: Path, name: str, warnings: list[str]) -> None:
     found = load_user_config_from_file(written(tmp_path, name, FLEXKV_EXAMPLE))
     assert (found.cpu_cache_gb, found.ssd_cache_gb) == (32, 1024)
     assert found.ssd_cache_dir == ["/data0/flexkv_ssd/", "/data1/flexkv_ssd/"]
     assert warnings == []
 
 
-def test_json_says_the_same(tmp_path: Path) -> None:
+def test_json_equals_yaml(tmp_path: Path) -> None:
     example = {"cpu_cache_gb": 32, "ssd_cache_gb": 1024, "ssd_cache_dir": "/data0;/data1"}
     as_json = written(tmp_path, "c.json", json.dumps(example))
     as_yaml = written(tmp_path, "c.yml", json.dumps(example))
     assert load_user_config_from_file(as_json) == load_user_config_from_file(as_yaml)
 
 
-def test_variables_say_the_same(tmp_path: Path) -> None:
+def test_variables_equal_the_file(tmp_path: Path) -> None:
     variables = {
         "FLEXKV_CPU_CACHE_GB": "32",
         "FLEXKV_SSD_CACHE_GB": "1024",
@@ -75,13 +75,13 @@ def test_variables_say_the_same(tmp_path: Path) -> None:
     assert load_user_config_from_env(variables) == from_file
 
 
-def test_nothing_set_is_flexkvs_defaults() -> None:
+def test_empty_environment_gives_flexkv_defaults() -> None:
     found = load_user_config_from_env({})
     assert found == UserConfig(16, 0, ["./flexkv_ssd"])
     assert UserConfig().ssd_cache_dir == "./ssd_cache"
 
 
-def test_the_file_goes_before_variables(tmp_path: Path) -> None:
+def test_file_overrides_variables(tmp_path: Path) -> None:
     path = written(tmp_path, "c.yml", "cpu_cache_gb: 2\n")
     found = load_user_config(
         {
@@ -94,7 +94,7 @@ def test_the_file_goes_before_variables(tmp_path: Path) -> None:
     assert found.settings["eviction_policy"] == "lfu"
 
 
-def test_what_does_nothing_is_named_in_one_warning(tmp_path: Path, warnings: list[str]) -> None:
+def test_ignored_settings_give_one_warning(tmp_path: Path, warnings: list[str]) -> None:
     text = "index_accel: 1\nevict_ratio: 0.05\ntransfer_sms_h2d: 8\nredis_host: 10.0.0.1\n"
     load_user_config_from_file(written(tmp_path, "c.yml", text))
     (warning,) = warnings
@@ -111,14 +111,12 @@ def test_what_does_nothing_is_named_in_one_warning(tmp_path: Path, warnings: lis
         ("CPU_CACHE_GB: 3\n", "is no setting of FlexKV"),
     ],
 )
-def test_an_unknown_key_is_an_error_with_the_nearest(
-    tmp_path: Path, text: str, nearest: str
-) -> None:
+def test_unknown_key_is_refused_with_a_suggestion(tmp_path: Path, text: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=nearest):
         load_user_config_from_file(written(tmp_path, "c.yml", text))
 
 
-def test_an_unknown_variable_is_a_warning_with_the_nearest(
+def test_unknown_variable_warns_with_a_suggestion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """FlexKV's versions read more variables than either knows; a start does not end for one."""
@@ -148,14 +146,14 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest(
         ("num_log_interval_requests", 1.5),
     ],
 )
-def test_a_value_that_is_not_accepted_is_named(tmp_path: Path, name: str, value: object) -> None:
+def test_invalid_value_error_names_the_setting(tmp_path: Path, name: str, value: object) -> None:
     path = written(tmp_path, "c.json", json.dumps({name: value}))
     with pytest.raises(ConfigError, match=name):
         load_user_config_from_file(path)
 
 
 @pytest.mark.parametrize("name", [one.name for one in SETTINGS if one.instead])
-def test_what_is_not_here_is_refused_with_what_to_use(tmp_path: Path, name: str) -> None:
+def test_unsupported_settings_are_refused_with_an_alternative(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, "c.json", json.dumps({name: 1, "cpu_cache_gb": 1}))
     with pytest.raises(UnsupportedError, match=f"{name}=True: use "):
         load_user_config_from_file(path)
@@ -179,12 +177,14 @@ def test_what_is_not_here_is_refused_with_what_to_use(tmp_path: Path, name: str)
         ("c.yml", "a: !!python/object/apply:os.system [x]", "YAML"),
     ],
 )
-def test_a_file_that_is_none_is_named(tmp_path: Path, name: str, text: str, why: str) -> None:
+def test_invalid_file_is_refused_with_the_reason(
+    tmp_path: Path, name: str, text: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         load_user_config_from_file(written(tmp_path, name, text))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_user_config({"FLEXKV_CONFIG_PATH": str(tmp_path / "absent.yml")})
     (tmp_path / "c.yml").write_bytes(b"\xff\xfe\x00")
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert load_user_config_from_file(written(tmp_path, "d.yml", "# nothing\n")).cpu_cache_gb == 16
 
 
-def test_what_flexkv_reads_from_the_environment_alone_is_refused_in_a_file(tmp_path: Path) -> None:
+def test_environment_only_settings_are_refused_in_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="FLEXKV_LOG_LEVEL"):
         load_user_config_from_file(written(tmp_path, "c.yml", "log_level: debug\n"))
 
@@ -221,7 +221,7 @@ def test_sizes_become_whole_blocks() -> None:
         updated(cpu_cache_gb=1e-6)
 
 
-def test_the_rest_finds_its_place() -> None:
+def test_other_settings_reach_the_cache_config() -> None:
     cache = updated(
         eviction_policy="slru",
         enable_trace=1,
@@ -233,7 +233,7 @@ def test_the_rest_finds_its_place() -> None:
     assert (cache.enable_remote, cache.remote_cache_path) == (True, "/shared")
 
 
-def test_the_level_of_the_log_is_flexkvs() -> None:
+def test_log_level_setting_applies_to_flexkv_logger() -> None:
     logger = logging.getLogger("kvelastic.flexkv")
     before = logger.level
     try:
@@ -249,12 +249,12 @@ def test_the_level_of_the_log_is_flexkvs() -> None:
     "name",
     ["enable_gds", "enable_nixl", "enable_p2p_cpu", "enable_p2p_ssd", "use_mooncake_store_backend"],
 )
-def test_what_cache_config_refuses_is_refused_from_a_variable_too(name: str) -> None:
+def test_unsupported_cache_options_are_refused_from_variables(name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
         updated(**{name: 1})
 
 
-def test_the_global_configuration_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_configuration_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
     found = GlobalConfig()
     assert found.server_client_mode is True
@@ -263,7 +263,7 @@ def test_the_global_configuration_is_the_environments(monkeypatch: pytest.Monkey
         _ = found.server_launch_mod
 
 
-def test_each_setting_has_one_row_and_a_default_that_it_accepts() -> None:
+def test_settings_are_unique_with_valid_defaults() -> None:
     names = [name for one in SETTINGS for name in (one.name, *one.legacy)]
     assert len(names) == len(set(names))
     for one in SETTINGS:

@@ -47,7 +47,7 @@ def answers(server: VllmServer) -> list[list[int]]:
     return [server.complete(request) for request in PROMPTS]
 
 
-def test_a_prompt_comes_back_from_host_and_from_disk(tiny_model: Path, tmp_path: Path) -> None:
+def test_prompt_is_loaded_from_host_and_disk(tiny_model: Path, tmp_path: Path) -> None:
     block_bytes = KV_BYTES // 1024
     environment = {
         "KVELASTIC_FLEXKV_ALIAS": "true",
@@ -86,9 +86,7 @@ def test_a_prompt_comes_back_from_host_and_from_disk(tiny_model: Path, tmp_path:
     assert "Traceback" not in text.split("[shutdown]")[0]
 
 
-def test_with_named_weights_the_disk_is_found_after_a_restart(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_named_weights_find_the_disk_after_restart(tiny_model: Path, tmp_path: Path) -> None:
     environment = {
         "KVELASTIC_FLEXKV_ALIAS": "true",
         "FLEXKV_CPU_CACHE_GB": "0.125",

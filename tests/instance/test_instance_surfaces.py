@@ -107,7 +107,7 @@ def reserved_on_the_device() -> dict[str, int]:
 PARTS = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
 
 
-def test_a_device_holds_what_its_instance_holds(instance: Instance) -> None:
+def test_device_rows_match_instance_memory(instance: Instance) -> None:
     ids = instance.alloc(40)
     assert ids
     instance.cache(ids[::2])  # not one whole page that others could have
@@ -148,7 +148,7 @@ def instance() -> Iterator[Instance]:
         yield one
 
 
-def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
+def test_surfaces_agree_while_running_shrinking_and_asleep(instance: Instance) -> None:
     name = instance.name
     assert instance.alloc(40)  # ten pages, and none of them parked
     before = assert_all_agree(name, "applied")
@@ -178,7 +178,7 @@ def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
     ("mode", "verdict"),
     [("refuse", "refused"), ("mute", "pending"), ("shrink", "shrinking"), ("apply", "applied")],
 )
-def test_what_came_of_a_request(mode: str, verdict: str) -> None:
+def test_surfaces_agree_on_request_verdict(mode: str, verdict: str) -> None:
     request = Request(limit_bytes=32 << 20)
     with Owner(f"surfaces_{mode}_{os.getpid()}", mode) as owner:
         if mode == "shrink":

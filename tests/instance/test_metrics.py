@@ -128,7 +128,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 ONE = "device=GPU-1,engine=vllm,model=Qwen/Qwen3-8B,name=one"
 
 
-def test_requests_that_wait_are_told_where_the_engine_reports_them():
+def test_waiting_requests_are_exported_if_engine_reports_them():
     found = samples(metrics.render([info()], [LEDGER]))
     assert found["kvelastic_instance_requests_waiting", ONE] == 3
     assert found["kvelastic_instance_first_needs_bytes", ONE] == 600 * MIB
@@ -141,7 +141,7 @@ def test_requests_that_wait_are_told_where_the_engine_reports_them():
     assert found["kvelastic_instance_limit_too_low", ONE] == 0
 
 
-def test_an_instance_and_its_device():
+def test_instance_and_device_metrics():
     found = samples(metrics.render([info()], [LEDGER]))
     for name, value in {
         "capacity_bytes": 1000 * MIB,
@@ -173,7 +173,7 @@ def test_an_instance_and_its_device():
         assert found[f"kvelastic_device_{name}", "device=GPU-1,group=default"] == value, name
 
 
-def test_one_that_sleeps_has_a_gauge_for_it_and_keeps_its_limit():
+def test_sleeping_instance_exports_gauge_and_keeps_its_limit():
     """`asleep` is no state of the limit: what is still to be given back is told beside it."""
     sleeping = info(answer={"effective_limit_bytes": 0})
     sleeping.usage["asleep"] = 1
@@ -185,7 +185,7 @@ def test_one_that_sleeps_has_a_gauge_for_it_and_keeps_its_limit():
     assert found["kvelastic_instance_state", f"{ONE},state=applied"] == 1
 
 
-def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
+def test_every_described_metric_is_exported_with_its_labels():
     families = {
         family.name: family
         for family in text_string_to_metric_families(
@@ -200,7 +200,7 @@ def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
     assert families == {}
 
 
-def test_names_are_as_prometheus_wants_them():
+def test_metric_names_follow_prometheus_conventions():
     names = [one.name for one in metric_table.METRICS]
     assert len(set(names)) == len(names)
     for one in metric_table.METRICS:
@@ -209,7 +209,7 @@ def test_names_are_as_prometheus_wants_them():
         assert "instance" not in one.labels  # Prometheus' own
 
 
-def test_counters_are_all_that_an_instance_counts():
+def test_every_instance_counter_has_a_metric():
     with Owner(f"metrics_{os.getpid()}_{random.randrange(1 << 40):x}") as owner:
         from kvelastic.shared import segment
 
@@ -229,7 +229,7 @@ def test_counters_are_all_that_an_instance_counts():
         ({}, "closing", "closing"),
     ],
 )
-def test_states(changes, status, state):
+def test_exactly_one_state_gauge_is_set(changes, status, state):
     found = samples(metrics.render([info(status=status, **changes)], []))
     states = {
         at: found["kvelastic_instance_state", f"{ONE},state={at}"] for at in metric_table.STATES
@@ -238,7 +238,7 @@ def test_states(changes, status, state):
     assert found["kvelastic_segments", f"status={status}"] == 1
 
 
-def test_the_dead_and_the_unreadable_are_only_counted():
+def test_dead_and_unreadable_segments_are_only_counted():
     broken = SegmentInfo("broken", "unreadable", problem="version 9")
     foreign = LedgerInfo("default_GPU-1", "foreign", problem="user 7")
     gone = LedgerInfo("GPU-1", "readable", members=(member("gone"), member("x", status="dead")))
@@ -250,13 +250,13 @@ def test_the_dead_and_the_unreadable_are_only_counted():
     assert "kvelastic_instance" not in text
 
 
-def test_a_member_whose_name_was_removed_is_still_there():
+def test_ledger_member_without_segment_is_exported():
     found = samples(metrics.render([], [LEDGER]))
     labels = "device=GPU-1,engine=,model=,name=one"
     assert found["kvelastic_instance_granted_bytes", labels] == 100 * MIB
 
 
-def test_any_names_make_a_text_that_can_be_read():
+def test_unusual_names_are_escaped_and_series_are_unique():
     """A label that is not escaped, or a series that comes twice, would cost the whole scrape."""
     strange = 'a"b\\c\nd{}\u2028é'
     undecodable = os.fsdecode(b"x\xff")
@@ -272,7 +272,7 @@ def test_any_names_make_a_text_that_can_be_read():
     assert text.count("kvelastic_device_capacity_bytes{") == 1
 
 
-def test_the_document_is_what_the_code_says():
+def test_metrics_document_is_up_to_date():
     written = (ROOT / "docs" / "metrics.md").read_text()
     assert written == metrics.document(), "python -m kvelastic.instance.metrics >docs/metrics.md"
 
@@ -280,7 +280,7 @@ def test_the_document_is_what_the_code_says():
 # ---------------------------------------------------------------------------------- dashboard
 
 
-def test_the_dashboard_names_only_metrics_and_labels_that_exist():
+def test_dashboard_uses_only_existing_metrics_and_labels():
     text = (ROOT / "docs" / "grafana" / "kvelastic.json").read_text()
     board = json.loads(text)
     panels = board["panels"]
@@ -313,7 +313,7 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist():
     assert {f"kvelastic_tier_{name}" for name in wanted} <= used
 
 
-def test_no_panel_of_the_dashboard_lies_on_another_one():
+def test_dashboard_panels_do_not_overlap():
     panels = json.loads((ROOT / "docs" / "grafana" / "kvelastic.json").read_text())["panels"]
     cells: set[tuple[int, int]] = set()
     for panel in panels:
@@ -338,7 +338,7 @@ def owner():
         yield running
 
 
-def test_printed_once(owner):
+def test_kvctl_metrics_prints_once(owner):
     result = kvctl("metrics")
     assert result.exit_code == 0
     labels = f"device=host,engine=test,model=none,name={owner.name}"
@@ -351,7 +351,7 @@ def test_printed_once(owner):
 @pytest.mark.parametrize(
     ("address", "ending"), [("127.0.0.1:0", signal.SIGINT), ("0", signal.SIGTERM)]
 )
-def test_served_until_a_signal(owner, address, ending):
+def test_listen_serves_metrics_until_a_signal(owner, address, ending):
     serving = subprocess.Popen(
         [KVCTL, "metrics", "--listen", address],
         stdout=subprocess.PIPE,
@@ -387,7 +387,7 @@ def test_served_until_a_signal(owner, address, ending):
 @pytest.mark.parametrize(
     "address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.org:0", "localhost.evil:0"]
 )
-def test_other_machines_are_kept_out(address):
+def test_public_address_needs_the_public_option(address):
     result = kvctl("metrics", "--listen", address)
     assert result.exit_code == 2
     assert "--public" in result.stderr
@@ -396,13 +396,13 @@ def test_other_machines_are_kept_out(address):
 @pytest.mark.parametrize(
     "address", ["", "x", "127.0.0.1", "127.0.0.1:x", "1:65536", "::1:80", ":-1"]
 )
-def test_a_bad_address(address):
+def test_invalid_listen_address_exits_2(address):
     result = kvctl("metrics", "--listen", address)
     assert result.exit_code == 2
     assert "127.0.0.1:9464" in result.stderr
 
 
-def test_an_address_that_is_taken_or_not_ours():
+def test_address_in_use_is_reported_without_traceback():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -415,7 +415,7 @@ def test_an_address_that_is_taken_or_not_ours():
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_library_it_says_what_to_install():
+def test_missing_prometheus_client_names_the_install_command():
     program = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from kvelastic.cli.kvctl import main\n"
@@ -427,7 +427,7 @@ def test_without_the_library_it_says_what_to_install():
     assert "Traceback" not in done.stderr
 
 
-def test_it_is_a_collector_for_others_registries():
+def test_collector_works_in_another_registry():
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()

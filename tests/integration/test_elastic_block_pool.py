@@ -106,7 +106,7 @@ class Scheduler(RuleBasedStateMachine):
         self.requests.append(hits + new)
 
     @rule(cached=st.booleans())
-    def admit_one_that_needs_everything(self, cached: bool) -> None:
+    def admit_largest_request(self, cached: bool) -> None:
         with self.pool.session():
             count = self.pool.memory.reachable
         self.admit(count, 0, cached)
@@ -120,7 +120,7 @@ class Scheduler(RuleBasedStateMachine):
         self.pool.free_blocks(reversed(self.requests.pop(index)))
 
     @rule()
-    def pages_are_emptied_by_moving(self) -> None:
+    def compact_pages(self) -> None:
         with self.pool.session():
             before = {number for number in self.written if find(self.pool, number)}
         while self.memory.compact():
@@ -132,7 +132,7 @@ class Scheduler(RuleBasedStateMachine):
                 assert {self.read(block, buffer) for buffer in range(LAYOUT.buffers)} == {number}
 
     @rule(count=st.integers(1, BLOCKS + 1))
-    def take_without_asking(self, count: int) -> None:
+    def take_more_than_available(self, count: int) -> None:
         with self.pool.session():
             available = self.pool.memory.reachable
             if count <= available:
@@ -273,7 +273,7 @@ Scheduler.TestCase.settings = settings(
 test_random_calls_in_the_order_of_a_scheduler = Scheduler.TestCase
 
 
-def test_a_block_given_back_under_a_step_stays_until_it_has_ended() -> None:
+def test_block_freed_during_a_step_keeps_its_page() -> None:
     arena, memory = make_memory()
     pool = make_pool(memory)
     per_page = LAYOUT.blocks_per_page
@@ -292,7 +292,7 @@ def test_a_block_given_back_under_a_step_stays_until_it_has_ended() -> None:
     pool.check_integrity()
 
 
-def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
+def test_held_back_block_can_be_found_and_reused() -> None:
     _, memory = make_memory()
     pool = make_pool(memory)
     with pool.session():
@@ -314,7 +314,7 @@ def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
     pool.check_integrity()
 
 
-def test_blocks_that_were_taken_anew_under_a_step_are_known_until_it_has_ended() -> None:
+def test_blocks_reused_during_a_step_are_tracked() -> None:
     """A load that wrote to one at once would meet the step's own reads and writes."""
     _, memory = make_memory()
     pool = make_pool(memory)
@@ -337,7 +337,7 @@ def test_blocks_that_were_taken_anew_under_a_step_are_known_until_it_has_ended()
     pool.check_integrity()
 
 
-def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_step() -> None:
+def test_over_limit_only_staying_pages_are_reused() -> None:
     """The others keep a page from draining, and who got one would keep it for a whole request."""
     _, memory = make_memory()
     pool = make_pool(memory)
@@ -365,7 +365,7 @@ def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_ste
     pool.check_integrity()
 
 
-def test_a_reader_of_idle_blocks_is_told_to_let_them_go_when_the_limit_is_lowered() -> None:
+def test_lowered_limit_releases_readers_of_idle_blocks() -> None:
     """Nobody would ever take them anew over the limit, and they would keep their pages for ever."""
     _, memory = make_memory()
     pool = make_pool(memory)
@@ -380,7 +380,7 @@ def test_a_reader_of_idle_blocks_is_told_to_let_them_go_when_the_limit_is_lowere
     pool.check_integrity()
 
 
-def test_a_touch_that_is_refused_changes_nothing() -> None:
+def test_refused_touch_changes_nothing() -> None:
     _, memory = make_memory()
     pool = make_pool(memory)
     with pool.session():
@@ -396,7 +396,7 @@ def test_a_touch_that_is_refused_changes_nothing() -> None:
     pool.check_integrity()
 
 
-def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> None:
+def test_pinned_block_is_neither_unmapped_nor_moved() -> None:
     arena, memory = make_memory()
     pool = make_pool(memory)
     per_page = LAYOUT.blocks_per_page
@@ -423,7 +423,7 @@ def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> 
     pool.check_integrity()
 
 
-def test_a_block_that_is_cached_already_can_be_pinned() -> None:
+def test_cached_block_can_be_pinned() -> None:
     arena, memory = make_memory()
     pool = make_pool(memory)
     with pool.session():
@@ -438,7 +438,7 @@ def test_a_block_that_is_cached_already_can_be_pinned() -> None:
         assert find(pool, 1) is None
 
 
-def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
+def test_evicted_block_may_be_named_in_a_pin() -> None:
     """A request that was preempted names blocks that it had, outside of any session."""
     _, memory = make_memory()
     pool = make_pool(memory)
@@ -450,7 +450,7 @@ def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
     pool.check_integrity()
 
 
-def test_the_tail_of_a_request_is_evicted_first() -> None:
+def test_tail_of_a_request_is_evicted_first() -> None:
     _, memory = make_memory(max_cached_blocks=4)
     pool = make_pool(memory)
     with pool.session():
@@ -471,7 +471,7 @@ def test_without_prefix_caching_nothing_is_cached() -> None:
         assert memory.stats()["blocks_cached"] == 0
 
 
-def test_an_idle_block_that_is_unpinned_tells_its_reader_when_it_goes() -> None:
+def test_reader_is_notified_when_its_idle_block_goes() -> None:
     _, memory = make_memory()
     memory.set_limit(LAYOUT.page_bytes)
     pool = make_pool(memory)
@@ -488,7 +488,7 @@ def test_an_idle_block_that_is_unpinned_tells_its_reader_when_it_goes() -> None:
         assert block not in others
 
 
-def test_a_block_outside_the_pool_is_named() -> None:
+def test_block_outside_the_pool_is_named() -> None:
     _, memory = make_memory()
     pool = make_pool(memory)
     with pytest.raises(ValueError, match=str(len(pool.blocks))):

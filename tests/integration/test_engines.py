@@ -57,7 +57,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
-def test_a_new_engine_is_a_row_and_a_folder(toy: Engine) -> None:
+def test_new_engine_needs_only_a_row_and_folder(toy: Engine) -> None:
     small: dict[str, Any] = {"block_size": 4, "itemsize": 2, "num_layers": 3}
     made = plan((10, 4, 32), engine="toy", **small)
     assert (made.form, made.num_blocks, made.layout.buffers) == ("latent", 10, 3)
@@ -73,7 +73,7 @@ def test_a_new_engine_is_a_row_and_a_folder(toy: Engine) -> None:
     assert "kvelastic.integration.toy.interfaces" in finding.do
 
 
-def test_its_instances_have_its_name(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_carry_the_engine_name(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "64M")
     embedded.init("toy", tp_rank=0, world_size=1, pp_rank=0, device="cpu")
@@ -94,7 +94,7 @@ def test_its_instances_have_its_name(toy: Engine, monkeypatch: pytest.MonkeyPatc
         embedded.shutdown_kvelastic()
 
 
-def test_no_engine_is_named_outside_of_its_folder_and_the_table() -> None:
+def test_core_code_names_no_engine() -> None:
     """But in texts: what a comment, a docstring or a message says of one is no dependency."""
     folder = ROOT / "kvelastic"
     core = [*folder.glob("*.py")]
@@ -119,7 +119,7 @@ def test_no_engine_is_named_outside_of_its_folder_and_the_table() -> None:
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
-def test_every_row_has_its_folder(engine: Engine) -> None:
+def test_every_engine_row_has_a_folder(engine: Engine) -> None:
     folder = ROOT / "kvelastic" / "integration" / engine.name
     assert (folder / "interfaces.py").is_file() == engine.has_interfaces
     if engine.has_interfaces:
@@ -136,14 +136,14 @@ def test_every_row_has_its_folder(engine: Engine) -> None:
         assert engine.loading_class.isidentifier()
 
 
-def test_every_folder_has_its_row() -> None:
+def test_every_engine_folder_has_a_row() -> None:
     made = (ROOT / "kvelastic" / "integration").glob("*/__init__.py")
     folders = {path.parent.name for path in made}
     # Ray Serve runs engines, and is none.
     assert folders - {"hooks", "ray"} == {engine.name for engine in engines.ENGINES}
 
 
-def test_an_engine_without_kvcacheds_functions_is_not_accepted_by_them() -> None:
+def test_engine_without_kvcached_functions_is_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'transformers'.* must be vllm or sglang\.$"):
         plan((10, 4, 32), engine="transformers", block_size=4, itemsize=2, num_layers=3)
 

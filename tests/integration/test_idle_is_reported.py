@@ -47,7 +47,7 @@ def is_idle(shared: TwoPools) -> bool | None:
     return found
 
 
-def test_an_engine_reports_once_that_requests_came_and_that_none_is_left(shared: TwoPools) -> None:
+def test_busy_and_idle_are_reported_once_each(shared: TwoPools) -> None:
     engine = Engine(shared.pools[0])
     memory: Any = engine.pool.memory
     native = memory.pool = Reports(memory.pool)
@@ -66,7 +66,7 @@ def test_an_engine_reports_once_that_requests_came_and_that_none_is_left(shared:
     assert native.reports == [True, False, True]
 
 
-def test_an_aborted_request_leaves_the_engine_idle_at_the_next_step(shared: TwoPools) -> None:
+def test_abort_makes_the_engine_idle_at_next_step(shared: TwoPools) -> None:
     engine = Engine(shared.pools[0])
     assert engine.turn()
     engine.scheduler.requests.clear()
@@ -75,7 +75,7 @@ def test_an_aborted_request_leaves_the_engine_idle_at_the_next_step(shared: TwoP
     assert is_idle(shared) is True
 
 
-def test_what_an_engine_has_cached_is_its_neighbours_when_its_last_request_ends(
+def test_idle_engine_makes_its_cache_reclaimable(
     shared: TwoPools,
 ) -> None:
     a, b = shared.pools

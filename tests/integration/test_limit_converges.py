@@ -110,7 +110,7 @@ def steps_until_it_holds(
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("steps_on_their_way", [0, 1, 2])
-def test_a_limit_holds_when_the_steps_on_their_way_have_ended(
+def test_limit_holds_after_the_steps_in_flight(
     steps_on_their_way: int, prefix_caching: bool
 ) -> None:
     steps, running = steps_until_it_holds(0.0, steps_on_their_way, prefix_caching=prefix_caching)
@@ -118,6 +118,6 @@ def test_a_limit_holds_when_the_steps_on_their_way_have_ended(
     assert running > 0, "more have made way than the limit needs"
 
 
-def test_without_a_time_requests_are_left_to_end() -> None:
+def test_without_a_wait_time_requests_are_not_preempted() -> None:
     steps, _ = steps_until_it_holds(None, 1, prefix_caching=True)
     assert 10 < steps < MOST_STEPS

@@ -64,7 +64,7 @@ def lower_the_limit(steps_on_their_way: int, *, prefix_caching: bool) -> Outcome
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_steps_on_their_way_hold_a_lowered_limit_up_by_half_at_most(prefix_caching: bool) -> None:
+def test_steps_in_flight_delay_limits_at_most_half(prefix_caching: bool) -> None:
     """And nobody is preempted who would not have been with no step on its way."""
     alone = lower_the_limit(0, prefix_caching=prefix_caching)
     assert 1 < alone.steps < MOST_STEPS

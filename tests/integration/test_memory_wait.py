@@ -89,7 +89,7 @@ class Engine:
 
 
 @pytest.fixture
-def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause ends by its length: what is not told is never found."""
     from kvelastic.pool.scheduling import memory_wait
 
@@ -97,7 +97,7 @@ def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def starved(shared: TwoPools, never_by_itself: None) -> tuple[Engine, Callable[[], None]]:
+def starved(shared: TwoPools, frozen_clock: None) -> tuple[Engine, Callable[[], None]]:
     """An engine whose neighbour has the whole device, and what brings it a page."""
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
@@ -111,7 +111,7 @@ def starved(shared: TwoPools, never_by_itself: None) -> tuple[Engine, Callable[[
     return Engine(a), a_page_comes
 
 
-def test_a_page_that_comes_in_the_midst_of_the_step_that_missed_it_ends_the_nap(starved) -> None:
+def test_page_arriving_during_the_step_ends_the_backoff(starved) -> None:
     engine, a_page_comes = starved
     engine.in_the_step = a_page_comes
     assert engine.turn()
@@ -121,7 +121,7 @@ def test_a_page_that_comes_in_the_midst_of_the_step_that_missed_it_ends_the_nap(
     assert engine.looked == [0, 1]
 
 
-def test_a_page_that_comes_after_the_step_ends_the_nap(starved) -> None:
+def test_page_arriving_after_the_step_ends_the_backoff(starved) -> None:
     engine, a_page_comes = starved
     assert engine.turn()
     assert not engine.turn()
@@ -140,7 +140,7 @@ def test_a_page_that_comes_after_the_step_ends_the_nap(starved) -> None:
     ],
     ids=["a request comes", "a request is aborted", "a pause"],
 )
-def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
+def test_change_of_the_requests_ends_the_backoff(starved, change) -> None:
     engine, _ = starved
     assert engine.turn()
     assert not engine.turn()
@@ -149,7 +149,7 @@ def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
     assert engine.looked == [0, 0]
 
 
-def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def backoff_gaps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times between one question to the scheduler and the next, in the course of 50 s."""
     from kvelastic.pool.scheduling import memory_wait
 
@@ -165,17 +165,15 @@ def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return [later - sooner for sooner, later in pairwise(asked_s)]
 
 
-def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
-    shared: TwoPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scheduler_backoff_doubles(shared: TwoPools, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = shared.pools
     assert b.alloc(PAGES * BLOCKS_PER_PAGE - 1) is not None
-    gaps = pauses_of(Engine(a), monkeypatch)
+    gaps = backoff_gaps(Engine(a), monkeypatch)
     assert gaps[:4] == pytest.approx([0.01, 0.02, 0.04, 0.08], abs=0.011)
     assert max(gaps) == pytest.approx(10.0, abs=0.011)
 
 
-def test_empty_steps_in_the_queue_keep_nobody_awake(starved) -> None:
+def test_empty_steps_in_the_queue_allow_backoff(starved) -> None:
     """With several steps on their way the queue is never empty: an empty step is always in it."""
     from kvelastic.integration.vllm import in_engine_core
 
@@ -196,7 +194,7 @@ def test_empty_steps_in_the_queue_keep_nobody_awake(starved) -> None:
     assert engine.looked == [0, 1]
 
 
-def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
+def test_step_with_work_in_flight_prevents_backoff(starved) -> None:
     """Its end may be what the others wait for."""
     from kvelastic.integration.vllm import in_engine_core
 
@@ -214,7 +212,7 @@ def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
 
 
 @pytest.fixture
-def in_pieces(shared: TwoPools) -> tuple[Engine, Callable[[], None]]:
+def chunked(shared: TwoPools) -> tuple[Engine, Callable[[], None]]:
     """An engine with one page, whose request needs two; and what brings it another page.
 
     Every step runs a piece of the request, finds no block for the next, and preempts it.
@@ -224,7 +222,7 @@ def in_pieces(shared: TwoPools) -> tuple[Engine, Callable[[], None]]:
     assert theirs is not None
     engine = Engine(a)
 
-    def run_a_piece_and_preempt() -> None:
+    def run_a_chunk_and_preempt() -> None:
         if engine.pool.get_num_free_blocks() < engine.wanted:
             engine.pool.free_blocks(reversed(engine.pool.get_new_blocks(2)))
 
@@ -235,19 +233,19 @@ def in_pieces(shared: TwoPools) -> tuple[Engine, Callable[[], None]]:
 
     engine.wanted = BLOCKS_PER_PAGE + 2
     a.ensure(2)
-    engine.in_the_step = run_a_piece_and_preempt
+    engine.in_the_step = run_a_chunk_and_preempt
     return engine, a_page_comes
 
 
-def test_what_the_engine_gives_back_itself_ends_no_nap(in_pieces, never_by_itself) -> None:
+def test_own_freed_blocks_do_not_end_the_backoff(chunked, frozen_clock) -> None:
     """Once it is asked at once: what one request has given back another may take."""
-    engine, _ = in_pieces
+    engine, _ = chunked
     assert [engine.turn() for _ in range(6)] == [True, True, False, False, False, False]
     assert engine.looked == [0, 0]
 
 
-def test_a_page_that_comes_after_that_ends_the_nap(in_pieces, never_by_itself) -> None:
-    engine, a_page_comes = in_pieces
+def test_later_page_ends_backoff_after_own_frees(chunked, frozen_clock) -> None:
+    engine, a_page_comes = chunked
     for _ in range(3):
         engine.turn()
     a_page_comes()
@@ -255,9 +253,9 @@ def test_a_page_that_comes_after_that_ends_the_nap(in_pieces, never_by_itself) -
     assert engine.looked == [0, 0, 1]
 
 
-def test_who_waits_for_a_page_after_that_is_woken_by_it(in_pieces) -> None:
+def test_page_wakes_the_waiter_after_own_frees(chunked) -> None:
     """The wait goes by the native count, which has what was given back in it."""
-    engine, a_page_comes = in_pieces
+    engine, a_page_comes = chunked
     engine.turn()
     seen = engine.pool.memory.arrivals
     a_page_comes()
@@ -265,15 +263,13 @@ def test_who_waits_for_a_page_after_that_is_woken_by_it(in_pieces) -> None:
     assert engine.pool.memory.arrivals != seen
 
 
-def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
-    in_pieces, never_by_itself
-) -> None:
+def test_page_arriving_during_own_frees_ends_the_backoff(chunked, frozen_clock) -> None:
     """By another thread, at any moment: that is not taken for what the engine gives back."""
-    engine, a_page_comes = in_pieces
+    engine, a_page_comes = chunked
     engine.turn()
     memory = engine.pool.memory.pool
 
-    class WhileItGives:
+    class ReleasingDuringFree:
         def __getattr__(self, name: str) -> Any:
             return getattr(memory, name)
 
@@ -281,7 +277,7 @@ def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
             a_page_comes()
             memory.free(ids)
 
-    engine.pool.memory.pool = WhileItGives()
+    engine.pool.memory.pool = ReleasingDuringFree()
     assert engine.turn()
     engine.pool.memory.pool = memory
     assert engine.looked == [0, 0]
@@ -289,11 +285,9 @@ def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
     assert engine.looked == [0, 0, 1]
 
 
-def test_pauses_of_a_request_that_runs_in_pieces_double(
-    in_pieces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = in_pieces
-    gaps = pauses_of(engine, monkeypatch)
+def test_backoff_doubles_for_a_request_in_chunks(chunked, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = chunked
+    gaps = backoff_gaps(engine, monkeypatch)
     assert gaps[:4] == pytest.approx([0.01, 0.01, 0.02, 0.04], abs=0.011)
     assert max(gaps) == pytest.approx(10.0, abs=0.011)
 
@@ -352,7 +346,7 @@ class Reports:
         return answer
 
 
-def test_what_the_first_request_without_room_needs_is_all_of_it_and_not_a_part(
+def test_waiting_request_reports_its_whole_need(
     shared: TwoPools,
 ) -> None:
     shared.pools[0].set_limit(2 * HUGE)

@@ -56,7 +56,7 @@ print(said)
 
 
 @pytest.mark.matrix
-def test_while_a_begun_prompt_waits_nobody_is_admitted_before_it() -> None:
+def test_waiting_chunked_prompt_blocks_later_admissions() -> None:
     """Else SGLang drops the first token of its answer: it counts chunks by the batches it makes."""
     chunks, alone, waits, behind, the_next_round, *_ = run_in_sglang(PROGRAM, 7)
     assert chunks == "[20, 33, 64, 64, 64]", "as much as there is, and no more than is left"

@@ -40,7 +40,7 @@ class Scheduler(SimpleNamespace):
         return not self.waiting_queue and not self.running_batch.reqs
 
 
-def test_hidden_requests_return_to_their_places() -> None:
+def test_hidden_requests_return_to_their_positions() -> None:
     scheduler = Scheduler(waiting_queue=[request(rid) for rid in "abcd"])
     b, d = scheduler.waiting_queue[1::2]
     with hidden_requests(scheduler, [b, d]):
@@ -52,7 +52,7 @@ def test_hidden_requests_return_to_their_places() -> None:
     assert scheduler.waiting == ["b", "c", "d", "new"]
 
 
-def test_whoever_comes_after_a_release_waits_behind_it() -> None:
+def test_later_requests_wait_behind_a_late_release() -> None:
     running, waiting, compiled, chunked, last = map(request, ("run", "wait", "json", "long", "new"))
     scheduler = Scheduler(
         waiting_queue=[waiting],
@@ -81,7 +81,7 @@ def test_whoever_comes_after_a_release_waits_behind_it() -> None:
     assert releases.behind(scheduler) == [], "nobody waits behind it any more"
 
 
-def test_releases_that_are_overtaken_are_answered_and_nobody_waits_behind_them() -> None:
+def test_superseded_releases_are_answered_and_block_no_request() -> None:
     scheduler = Scheduler(running_batch=SimpleNamespace(reqs=[request("runs")]))
     releases = LateReleases()
     releases.add(scheduler, "call", lambda: pytest.fail("nothing is to be released"))

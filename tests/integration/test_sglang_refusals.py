@@ -26,7 +26,7 @@ def covered(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**{**values, "page_size": 32, **changed})
 
 
-def test_every_argument_that_is_not_covered_is_named() -> None:
+def test_every_unsupported_argument_is_named() -> None:
     refuse_arguments(covered())
     with pytest.raises(UnsupportedEngineError, match="Unset ENABLE_KVELASTIC") as refused:
         refuse_arguments(covered(**{each.field: "something else" for each in COVERED}))
@@ -36,7 +36,7 @@ def test_every_argument_that_is_not_covered_is_named() -> None:
         refuse_arguments(covered(page_size=1))
 
 
-def test_an_error_ends_the_process_whatever_it_is() -> None:
+def test_any_error_ends_the_process() -> None:
     """SGLang logs an exception of a plugin, and goes on without it."""
 
     @ends_process
@@ -50,7 +50,7 @@ def test_an_error_ends_the_process_whatever_it_is() -> None:
 
 
 @pytest.mark.matrix
-def test_sglang_built_differently_is_refused_with_what_was_found() -> None:
+def test_unexpected_sglang_code_is_rejected_with_the_difference() -> None:
     changes = {
         "del batch.ScheduleBatch.check_decode_mem": "check_decode_mem: expected to exist",
         "paged.PagedTokenToKVPoolAllocator.more = lambda self: self.free_pages": (
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
+def test_rejected_server_exits_1_with_the_reason(model: Path) -> None:
     done = subprocess.run(
         command_of(model, 1, ["--tp-size", "2", "--enable-two-batch-overlap"]),
         env=sglang_environment(ENABLE_KVELASTIC="true"),
@@ -104,7 +104,7 @@ def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_a_kv_cache_of_another_kind_is_refused() -> None:
+def test_unsupported_kv_cache_kind_is_rejected() -> None:
     """SGLang knows only after it has loaded a model which kind of cache that needs."""
     program = """
 from types import SimpleNamespace as Made

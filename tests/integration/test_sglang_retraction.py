@@ -102,7 +102,7 @@ print(in_scheduler.retract_decode(stock, batch)[0])
 
 
 @pytest.mark.matrix
-def test_a_limit_retracts_those_that_have_computed_least() -> None:
+def test_limit_retracts_requests_with_least_progress() -> None:
     nobody, one, two, three, too_many, more = run_in_sglang(PROGRAM, 6)
     assert nobody == "(False, 'nobody')"
     assert one == "(True, ['e'], [a, b, c, d])", "of the last prefill, and the cheapest"

@@ -21,7 +21,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_arguments, "_is_start_checked", False)
 
 
-def test_a_name_that_is_taken_is_refused_once() -> None:
+def test_taken_name_is_rejected_at_the_first_check() -> None:
     with Owner(NAME) as owner:
         with pytest.raises(SystemExit, match=f"is taken by process {owner.pid}, which is alive"):
             in_arguments._check_start()
@@ -36,7 +36,7 @@ def test_a_name_that_is_taken_is_refused_once() -> None:
         ("KVELASTIC_MIN", "2G", r"no room for 2\.00 GiB guaranteed"),
     ],
 )
-def test_what_its_scheduler_would_refuse(
+def test_settings_the_scheduler_would_reject_are_rejected(
     name: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_arguments._check_start()
@@ -46,7 +46,7 @@ def test_what_its_scheduler_would_refuse(
         in_arguments._check_start()
 
 
-def test_the_servers_other_processes_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_skip_the_start_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     with Owner(NAME):
         in_arguments._check_start()

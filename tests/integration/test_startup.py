@@ -112,7 +112,7 @@ def environment(empty: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     return made
 
 
-def test_the_wheel_brings_both_files_and_an_uninstall_removes_them(
+def test_wheel_installs_both_files_and_uninstall_removes_them(
     environment: Environment, tmp_path: Path
 ) -> None:
     """In a copy, which others need not share."""
@@ -128,20 +128,20 @@ def test_the_wheel_brings_both_files_and_an_uninstall_removes_them(
     assert said(SAY_ARMED, python=copy.python, **ON) == "()"
 
 
-def test_a_start_without_the_variable_is_that_of_a_python_without_kvelastic(
+def test_start_without_the_variable_imports_nothing_more(
     empty: Environment, environment: Environment
 ) -> None:
     assert environment.modules() == empty.modules() == empty.modules(**ON)
     assert environment.modules(**ON) - empty.modules() == CHEAP | {"__future__"}
 
 
-def test_the_editable_install_brings_both_files() -> None:
+def test_editable_install_has_both_files() -> None:
     installed = {str(path): path for path in metadata.distribution("kvelastic").files or ()}
     for name in NAMES:
         assert Path(installed[name].locate()).read_bytes() == (FILES / name).read_bytes()
 
 
-def test_the_line_is_one_and_both_files_call_the_same_function() -> None:
+def test_both_start_files_call_the_same_function() -> None:
     lines = (FILES / NAMES[0]).read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("import os; ")
@@ -154,7 +154,7 @@ def test_the_line_is_one_and_both_files_call_the_same_function() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"ENABLE_KVELASTIC": ""}])
-def test_without_the_variable_nothing_of_ours_is_imported(environ: dict[str, str]) -> None:
+def test_without_the_variable_kvelastic_is_not_imported(environ: dict[str, str]) -> None:
     program = "import sys; print([m for m in sys.modules if m.partition('.')[0] == 'kvelastic'])"
     assert said(program, **environ) == "[]"
 
@@ -163,7 +163,7 @@ def test_without_the_variable_nothing_of_ours_is_imported(environ: dict[str, str
     "environ",
     [ON, {"ENABLE_KVELASTIC": "false"}, {"ENABLE_KVELASTIC": "banana"}, {"ENABLE_KVCACHED": "1"}],
 )
-def test_with_a_variable_it_arms_and_imports_no_more(environ: dict[str, str]) -> None:
+def test_set_variable_arms_with_minimal_imports(environ: dict[str, str]) -> None:
     modules = "print(*[m for m in sys.modules if m.partition('.')[0] == 'kvelastic'])"
     program = f"{SAY_ARMED}{modules}"
     armed, modules = said(program, **environ).splitlines()
@@ -195,7 +195,7 @@ BROKEN: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_install_ends_no_python_and_prints_nothing(case: str, tmp_path: Path) -> None:
+def test_broken_install_does_not_break_python(case: str, tmp_path: Path) -> None:
     """The files as `site` reads them, beside a kvelastic that lacks what they need."""
     for name, text in BROKEN[case].items():
         path = tmp_path / f"kvelastic/{name}.py"
@@ -217,7 +217,7 @@ print(repr(getattr(startup, "failure", None)) if startup else "not loaded")
     assert (failure not in ("None", "not loaded")) == (BROKEN[case].get("startup", "") is None)
 
 
-def test_the_same_folder_arms_once_it_is_whole(tmp_path: Path) -> None:
+def test_complete_folder_arms(tmp_path: Path) -> None:
     """Else the test before this one would pass for a line that does nothing."""
     (tmp_path / "kvelastic").symlink_to(ROOT / "kvelastic")
     (tmp_path / NAMES[0]).write_bytes((FILES / NAMES[0]).read_bytes())
@@ -228,7 +228,7 @@ def test_the_same_folder_arms_once_it_is_whole(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------- where it is, and is not
 
 
-def test_every_kind_of_child_is_armed(tmp_path: Path) -> None:
+def test_every_kind_of_child_process_is_armed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         f"""
@@ -255,12 +255,14 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("options", "is_armed"), [(["-I"], True), (["-E"], True), (["-s"], True), (["-S"], False)]
 )
-def test_options_of_python(options: list[str], is_armed: bool, environment: Environment) -> None:
+def test_arming_under_python_options(
+    options: list[str], is_armed: bool, environment: Environment
+) -> None:
     armed = said(SAY_ARMED, *options, python=environment.python, **ON)
     assert armed == str(ARMED if is_armed else ())
 
 
-def test_a_venv_sees_what_lies_in_its_system(environment: Environment, tmp_path: Path) -> None:
+def test_venv_with_system_packages_is_armed(environment: Environment, tmp_path: Path) -> None:
     """`--system-site-packages`, as venv sets it up, with `environment` as the system."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
@@ -271,7 +273,7 @@ def test_a_venv_sees_what_lies_in_its_system(environment: Environment, tmp_path:
     assert said(program, "-S", **ON) == str(ARMED)
 
 
-def test_a_checkout_on_the_path_arms_by_hand_and_any_number_of_times() -> None:
+def test_arming_a_checkout_is_idempotent() -> None:
     program = """
 import os, sys
 from kvelastic.startup import arm, at_start
@@ -326,20 +328,20 @@ except Exception as error:
         ({"ENABLE_KVELASTIC": "banana"}, "ConfigError: ENABLE_KVELASTIC='banana'"),
     ],
 )
-def test_no_import_is_refused_but_the_use_is(
+def test_unsupported_engine_fails_at_use_not_at_import(
     environ: dict[str, str], outcome: str, fake_engine: str
 ) -> None:
     assert said(MAKE, PYTHONPATH=fake_engine, **environ).startswith(outcome)
 
 
-def test_the_import_alone_loads_nothing(fake_engine: str) -> None:
+def test_importing_the_engine_loads_only_minimal_modules(fake_engine: str) -> None:
     """So vLLM, which imports it in each of its processes, is as it was."""
     modules = "print(*sorted(m for m in sys.modules if m.partition('.')[0] == 'kvelastic'))"
     program = f"import sys, {MODULE}\n{modules}"
     assert set(said(program, PYTHONPATH=fake_engine, **ON).split()) == CHEAP
 
 
-def test_a_refusal_ends_with_its_reason_and_a_second_arm_changes_nothing(fake_engine: str) -> None:
+def test_failed_registration_is_retried_until_success(fake_engine: str) -> None:
     """What is registered once is not registered again; until then it is tried each time."""
     program = f"""
 import os, sys
@@ -364,7 +366,7 @@ print(calls)
     assert lines == ["EngineError", "EngineError", "2", "3", "4", "[0, 1, 2]"]
 
 
-def test_an_engine_that_is_imported_already_is_loaded_all_the_same(fake_engine: str) -> None:
+def test_already_imported_engine_is_still_hooked(fake_engine: str) -> None:
     program = f"""
 import os
 import {MODULE}
@@ -376,7 +378,7 @@ kvelastic.startup.arm()
     assert said(program, PYTHONPATH=fake_engine).startswith("UnsupportedEngineError: ")
 
 
-def test_an_integration_that_cannot_be_imported_refuses_the_use_each_time(fake_engine: str) -> None:
+def test_failed_integration_import_raises_at_each_use(fake_engine: str) -> None:
     program = f"import sys\nsys.modules['kvelastic.config'] = None\n{MAKE}{MAKE}"
     lines = said(program, PYTHONPATH=fake_engine, **ON).splitlines()
     assert len(lines) == 2
@@ -385,7 +387,7 @@ def test_an_integration_that_cannot_be_imported_refuses_the_use_each_time(fake_e
         assert "kvelastic.config" in line
 
 
-def test_an_engine_that_has_lost_the_class_is_named_in_the_log(fake_engine: str) -> None:
+def test_missing_engine_class_is_logged(fake_engine: str) -> None:
     source = Path(fake_engine, MODULE.replace(".", "/"), "__init__.py")
     source.write_text("class Other: pass\n")
     done = run(f"import {MODULE}; print('goes on')", PYTHONPATH=fake_engine, **ON)
@@ -394,7 +396,7 @@ def test_an_engine_that_has_lost_the_class_is_named_in_the_log(fake_engine: str)
 
 
 @needs.transformers
-def test_the_real_engine_is_imported_and_refused_at_its_use() -> None:
+def test_real_engine_fails_at_use_not_at_import() -> None:
     program = f"""
 from {MODULE} import {CLASS}
 try:
@@ -409,13 +411,13 @@ except Exception as error:
 # ----------------------------------------------------------------------------- what the doctor sees
 
 
-def test_the_doctor_tries_it() -> None:
+def test_doctor_reports_an_armed_start() -> None:
     facts = ask_startup(BARE)
     assert (facts.armed, facts.failure) == (ARMED, "")
     assert {Path(name).name for name in facts.start_files} == set(NAMES)
 
 
-def test_the_doctor_sees_that_no_file_is_read(environment: Environment) -> None:
+def test_doctor_detects_missing_start_files(environment: Environment) -> None:
     """A folder on PYTHONPATH: its kvelastic can be imported, and is not at Python's start."""
     python = (environment.python, "-c", STARTUP_PROGRAM)
     assert ask_startup(BARE, command=python).armed == ARMED
@@ -432,7 +434,7 @@ def test_the_doctor_sees_that_no_file_is_read(environment: Environment) -> None:
     assert str(environment.packages) in facts.site_folders
 
 
-def test_the_doctor_hears_why_an_install_is_broken(environment: Environment) -> None:
+def test_doctor_reports_why_an_install_is_broken(environment: Environment) -> None:
     python = (environment.python, "-c", STARTUP_PROGRAM)
     for name, expected in (("startup", "ImportError"), ("engines", "ModuleNotFoundError")):
         path = environment.packages / f"kvelastic/{name}.py"
@@ -459,16 +461,16 @@ def test_the_doctor_hears_why_an_install_is_broken(environment: Environment) -> 
         ("cat", "a new Python said nothing of it"),
     ],
 )
-def test_the_doctor_bears_a_python_that_does_not_start(script: str, failure: str) -> None:
+def test_doctor_reports_a_python_that_fails_to_start(script: str, failure: str) -> None:
     assert ask_startup(command=("sh", "-c", script)).failure == failure
 
 
-def test_the_doctor_ends_a_python_that_hangs(tmp_path: Path) -> None:
+def test_doctor_kills_a_hanging_python(tmp_path: Path) -> None:
     script = f"cd {tmp_path}; mkfifo pipe; exec cat pipe"
     facts = ask_startup(command=("sh", "-c", script), timeout_s=2)
     assert facts.failure == "a new Python gave no answer within 2 s"
 
 
-def test_other_start_files_may_write() -> None:
+def test_doctor_ignores_output_of_other_start_files() -> None:
     said = json.dumps({"armed": ["a"], "failure": "", "start_files": [], "site_folders": []})
     assert ask_startup(command=("sh", "-c", f"echo hello; echo '{said}'")).armed == ("a",)

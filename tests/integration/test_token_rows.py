@@ -27,7 +27,7 @@ def rows_of(batch: int, key: tuple[int, int], itemsize: int, *, is_one_lane: boo
 @pytest.mark.parametrize("is_one_lane", [True, False])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("key", [(1, 1), (3, 5), (2, 64), (16, 64)])
-def test_every_element_has_an_address_of_its_own(
+def test_elements_have_distinct_addresses_within_the_needed_bytes(
     key: tuple[int, int], itemsize: int, is_one_lane: bool
 ) -> None:
     for batch, tokens in ((1, 1), (1, 7), (3, 4)):
@@ -51,7 +51,7 @@ def test_every_element_has_an_address_of_its_own(
 
 
 @pytest.mark.parametrize("is_one_lane", [True, False])
-def test_a_view_from_the_middle_is_the_rest_of_the_whole_one(is_one_lane: bool) -> None:
+def test_view_from_a_later_token_continues_the_whole(is_one_lane: bool) -> None:
     rows = rows_of(2, (2, 64), 2, is_one_lane=is_one_lane)
     for part in range(4):
         whole, rest = rows.view(part, 0, 9), rows.view(part, 4, 9)
@@ -60,7 +60,7 @@ def test_a_view_from_the_middle_is_the_rest_of_the_whole_one(is_one_lane: bool) 
         assert rest.offset == whole.offset + 4 * whole.strides[2]
 
 
-def test_the_distance_of_large_rows_is_no_power_of_two() -> None:
+def test_large_row_stride_is_no_power_of_two() -> None:
     for heads in (8, 16, 17, 32):
         rows = rows_of(1, (heads, 128), 4, is_one_lane=True)
         assert rows.row_bytes(0) >= LARGE_ROW_BYTES
@@ -68,5 +68,5 @@ def test_the_distance_of_large_rows_is_no_power_of_two() -> None:
     assert rows_of(1, (1, 1), 4, is_one_lane=True).row_bytes(0) == 4 * 64
 
 
-def test_no_tokens_need_no_memory() -> None:
+def test_zero_tokens_need_no_memory() -> None:
     assert rows_of(1, (1, 1), 4, is_one_lane=True).needed_bytes(0) == 0

@@ -49,7 +49,7 @@ class Processor:
         return bool(runs)
 
 
-def test_admission_is_lifted_by_the_step_that_follows_memory(shared: TwoPools) -> None:
+def test_new_memory_lifts_the_admission_block(shared: TwoPools) -> None:
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert theirs is not None
@@ -65,7 +65,7 @@ def test_admission_is_lifted_by_the_step_that_follows_memory(shared: TwoPools) -
     assert not processor.scheduler.block_new_requests
 
 
-def test_what_a_preempted_request_gave_back_lifts_nothing(shared: TwoPools) -> None:
+def test_blocks_of_a_preempted_request_keep_admission_blocked(shared: TwoPools) -> None:
     """Another would be admitted, and be preempted in its turn."""
     a, b = shared.pools
     theirs = b.alloc((PAGES - 1) * BLOCKS_PER_PAGE - 1)
@@ -80,7 +80,7 @@ def test_what_a_preempted_request_gave_back_lifts_nothing(shared: TwoPools) -> N
     assert processor.scheduler.block_new_requests
 
 
-def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_reserve_follows_the_peak_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from kvelastic.integration.transformers import in_batches, in_cache

@@ -16,17 +16,17 @@ pytestmark = [pytest.mark.slow, needs.transformers]
 PROGRAM = Path(__file__).parents[1] / "programs" / "block_manager_steps.py"
 
 
-def test_books_and_contents_agree_through_random_requests_and_limits() -> None:
-    assert_all_happens(seed=1, steps=300)
+def test_random_requests_and_limits_keep_contents_consistent() -> None:
+    run_steps(seed=1, steps=300)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_the_same_for_longer(seed: int) -> None:
-    assert_all_happens(seed=seed, steps=2000)
+def test_random_requests_for_longer(seed: int) -> None:
+    run_steps(seed=seed, steps=2000)
 
 
-def assert_all_happens(*, seed: int, steps: int) -> None:
+def run_steps(*, seed: int, steps: int) -> None:
     done = subprocess.run(
         [sys.executable, PROGRAM, str(seed), str(steps)],
         env=environment_of("5.17", KVELASTIC_LEDGER=f"test-{os.getpid()}-blocks"),

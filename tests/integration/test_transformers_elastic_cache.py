@@ -127,7 +127,7 @@ def on_disk_bytes() -> int:
     ("kind", "is_contiguous"),
     [("full", "true"), ("sliding", "true"), ("both", "true"), ("both", "false")],
 )
-def test_a_chat_of_two_turns(
+def test_two_chat_turns_match_dynamic_cache(
     kit: SimpleNamespace, kind: str, is_contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVELASTIC_CONTIGUOUS_LAYOUT", is_contiguous)
@@ -153,7 +153,7 @@ def test_a_chat_of_two_turns(
     ],
     ids=lambda how: next(iter(how)),
 )
-def test_ways_to_generate(kit: SimpleNamespace, how: dict[str, Any]) -> None:
+def test_generation_modes_match_dynamic_cache(kit: SimpleNamespace, how: dict[str, Any]) -> None:
     model, how = kit.models["both"], dict(how)
     is_padded = how.pop("padded", False)
     ids = prompt(kit, 2 if is_padded else 1, 40)
@@ -184,7 +184,7 @@ def test_zeroed_memory_changes_the_tokens(kit: SimpleNamespace) -> None:
         assert not kit.torch.equal(again, expected)
 
 
-def test_any_sequence_of_calls_leaves_what_dynamic_cache_has(
+def test_random_calls_match_dynamic_cache(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows get longer and shorter, over several pages and in several pieces."""
@@ -239,7 +239,7 @@ def test_any_sequence_of_calls_leaves_what_dynamic_cache_has(
         assert most_pages >= pages
 
 
-def test_a_prompt_can_be_copied(kit: SimpleNamespace) -> None:
+def test_copied_prompt_can_be_continued(kit: SimpleNamespace) -> None:
     model = kit.models["full"]
     ids = prompt(kit, 1, 40)
     with kit.ElasticCache.for_model(model) as start:
@@ -270,7 +270,7 @@ def state_at(cache: Any, **request: Any) -> str:
     return status_of(segment.inspect(cache.name)).state
 
 
-def test_memory_grows_with_the_tokens_and_goes_back(kit: SimpleNamespace) -> None:
+def test_memory_follows_the_token_count(kit: SimpleNamespace) -> None:
     before_bytes = on_disk_bytes()
     cache = kit.ElasticCache.for_model(kit.models["full"])
     assert mapped_bytes(cache) == granted_bytes() == 0
@@ -295,7 +295,7 @@ def test_memory_grows_with_the_tokens_and_goes_back(kit: SimpleNamespace) -> Non
         feed(kit, cache, 1)
 
 
-def test_a_cache_that_is_dropped_gives_its_memory_back(kit: SimpleNamespace) -> None:
+def test_dropped_cache_releases_its_memory(kit: SimpleNamespace) -> None:
     cache = kit.ElasticCache.for_model(kit.models["full"])
     feed(kit, cache, 10)
     keys, name = cache.layers[3].keys, cache.name
@@ -309,7 +309,7 @@ def test_a_cache_that_is_dropped_gives_its_memory_back(kit: SimpleNamespace) -> 
     ledger.reap()
 
 
-def test_cropped_pages_go_after_a_while(
+def test_cropped_pages_are_released_when_idle(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVELASTIC_IDLE_TRIM_SECONDS", "0")
@@ -320,7 +320,7 @@ def test_cropped_pages_go_after_a_while(
         assert cache.get_seq_length() == 10
 
 
-def test_a_limit_that_is_met_raises_and_a_higher_one_goes_on(kit: SimpleNamespace) -> None:
+def test_reached_limit_raises_and_higher_limit_continues(kit: SimpleNamespace) -> None:
     model = kit.models["full"]
     ids = prompt(kit, 8, 258)
     stock = dynamic(kit, model)
@@ -345,7 +345,7 @@ def test_a_limit_that_is_met_raises_and_a_higher_one_goes_on(kit: SimpleNamespac
         assert kit.torch.equal(generate(model, ids, cache, tokens=12), expected)
 
 
-def test_a_lower_limit_takes_what_is_unused_and_shows_what_is_not(kit: SimpleNamespace) -> None:
+def test_lower_limit_releases_unused_pages_only(kit: SimpleNamespace) -> None:
     with kit.ElasticCache.for_model(kit.models["full"]) as cache:
         feed(kit, cache, 6 * A_PAGE - UNUSED)
         cache.crop(3 * A_PAGE - UNUSED)
@@ -366,7 +366,7 @@ def test_a_lower_limit_takes_what_is_unused_and_shows_what_is_not(kit: SimpleNam
         assert mapped_bytes(cache) <= 2 * PAGE_BYTES
 
 
-def test_asleep_it_gets_no_more(kit: SimpleNamespace) -> None:
+def test_sleeping_cache_gets_no_more_memory(kit: SimpleNamespace) -> None:
     with kit.ElasticCache.for_model(kit.models["full"]) as cache:
         feed(kit, cache, 10)
         assert state_at(cache, asleep=True) == "shrinking"
@@ -393,7 +393,7 @@ def test_two_caches_share_the_device(kit: SimpleNamespace, monkeypatch: pytest.M
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_it_does_not_serve(kit: SimpleNamespace) -> None:
+def test_unsupported_models_and_calls_are_rejected(kit: SimpleNamespace) -> None:
     torch, cache_of = kit.torch, kit.ElasticCache
     hybrid = copy.deepcopy(kit.models["both"].config)
     hybrid.layer_types = ["conv", "full_attention", "conv", "full_attention"]
@@ -435,7 +435,9 @@ def test_what_it_does_not_serve(kit: SimpleNamespace) -> None:
         feed(kit, cache, 3)
 
 
-def test_an_untried_transformers(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_transformers_version_is_rejected(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = kit.models["full"]
     monkeypatch.setattr(kit.transformers, "__version__", "5.31.0")
     with kit.ElasticCache.for_model(model) as cache:
@@ -455,7 +457,7 @@ def test_an_untried_transformers(kit: SimpleNamespace, monkeypatch: pytest.Monke
         kit.ElasticCache.for_model(model)
 
 
-def test_a_forked_child_touches_nothing(kit: SimpleNamespace) -> None:
+def test_forked_child_changes_nothing(kit: SimpleNamespace) -> None:
     with kit.ElasticCache.for_model(kit.models["full"]) as cache:
         feed(kit, cache, 3)
         states = kit.torch.zeros(1, 2, 1, 32)
@@ -475,7 +477,7 @@ def test_a_forked_child_touches_nothing(kit: SimpleNamespace) -> None:
         feed(kit, cache, 3)
 
 
-def test_the_package_imports_neither_torch_nor_transformers() -> None:
+def test_package_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, kvelastic.integration.transformers as package\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
@@ -484,7 +486,7 @@ def test_the_package_imports_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_on_a_simulated_gpu_and_killed(tmp_path: Path) -> None:
+def test_killed_cache_process_frees_the_simulated_gpu(tmp_path: Path) -> None:
     """The same code over the CUDA driver; who is killed leaves nothing of the device taken."""
     with SimulatedMachine(tmp_path, memory_bytes=64 * MIB_BYTES) as machine:
         environment = os.environ | machine.readable_environment()

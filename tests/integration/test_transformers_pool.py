@@ -54,7 +54,7 @@ class Cache:
         self.ledger.check_integrity()
 
 
-def test_an_emptied_sector_is_free_at_once() -> None:
+def test_emptied_sector_is_free_at_once() -> None:
     """transformers returns it with the next schedule, and the page is held until then."""
     cache = Cache()
     blocks = cache.take(BLOCKS + 3)
@@ -65,7 +65,7 @@ def test_an_emptied_sector_is_free_at_once() -> None:
     cache.check()
 
 
-def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
+def test_blocks_freed_during_a_step_keep_their_contents() -> None:
     cache = Cache()
     blocks = cache.take(2 * BLOCKS)
     for block in blocks:
@@ -79,7 +79,7 @@ def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
     cache.check()
 
 
-def test_while_it_preempts_only_what_has_memory_is_free() -> None:
+def test_during_preemption_only_mapped_blocks_are_free() -> None:
     """Where the driver has no page, another request has to give its blocks up."""
     cache = Cache()
     blocks = cache.take(BLOCKS - 1)
@@ -94,7 +94,7 @@ def test_while_it_preempts_only_what_has_memory_is_free() -> None:
     cache.check()
 
 
-def test_evicted_by_a_limit_it_is_not_found_again() -> None:
+def test_block_evicted_by_a_limit_is_not_found() -> None:
     cache = Cache()
     blocks = cache.take(2 * BLOCKS)
     cache.complete(blocks)
@@ -108,7 +108,7 @@ def test_evicted_by_a_limit_it_is_not_found_again() -> None:
     cache.check()
 
 
-def test_an_alloc_takes_a_cached_block_and_its_hash_goes_first() -> None:
+def test_alloc_of_a_cached_block_removes_its_hash() -> None:
     cache = Cache(pages=1)
     blocks = cache.take(BLOCKS - 1)  # the null block is the eighth
     cache.complete(blocks)
@@ -121,7 +121,7 @@ def test_an_alloc_takes_a_cached_block_and_its_hash_goes_first() -> None:
     cache.check()
 
 
-def test_a_cached_block_that_moved_is_found_where_it_is() -> None:
+def test_moved_cached_block_is_found() -> None:
     cache = Cache()
     blocks = cache.take(2 * BLOCKS - 1)
     for block in blocks:
@@ -146,7 +146,7 @@ def test_a_cached_block_that_moved_is_found_where_it_is() -> None:
     cache.check()
 
 
-def test_shared_blocks_stay_in_use_until_the_last_request_ends() -> None:
+def test_shared_block_is_used_until_its_last_request() -> None:
     cache = Cache()
     (block,) = cache.take(1)
     cache.complete([block])
@@ -161,7 +161,7 @@ def test_shared_blocks_stay_in_use_until_the_last_request_ends() -> None:
     cache.check()
 
 
-def test_a_bound_of_none_caches_none() -> None:
+def test_zero_cache_bound_caches_nothing() -> None:
     cache = Cache(max_cached_blocks=0)
     blocks = cache.take(3)
     cache.complete(blocks)
@@ -170,7 +170,7 @@ def test_a_bound_of_none_caches_none() -> None:
     cache.check()
 
 
-def test_the_trash_sector_is_never_given_back() -> None:
+def test_trash_sector_is_never_freed() -> None:
     """Requests of a warm-up have it for all of their blocks."""
     cache = Cache()
     cache.give_back([0, 0, 0])
@@ -178,7 +178,7 @@ def test_the_trash_sector_is_never_given_back() -> None:
     assert cache.blocks.used == 0
 
 
-def test_reset_takes_everything_back() -> None:
+def test_reset_frees_everything() -> None:
     cache = Cache()
     blocks = cache.take(5)
     cache.complete(blocks[:2])
@@ -191,7 +191,7 @@ def test_reset_takes_everything_back() -> None:
     cache.check()
 
 
-def test_disagreement_is_found() -> None:
+def test_integrity_check_detects_a_mismatch() -> None:
     from kvelastic.errors import IntegrityError
 
     cache = Cache()

@@ -16,7 +16,7 @@ pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 
 
 @pytest.mark.slow
-def test_transformers_built_differently_is_refused_with_what_was_found() -> None:
+def test_unexpected_transformers_code_is_rejected_with_the_difference() -> None:
     changes = {
         "del pool.CachePool.free_blocks": "free_blocks: expected to exist",
         "import transformers; transformers.__version__ = '5.99.0'; del pool.CachePool.__init__": (
@@ -52,7 +52,9 @@ def test_transformers_built_differently_is_refused_with_what_was_found() -> None
         ("cpu", 1, True, "use_async_batching=True"),
     ],
 )
-def test_what_is_not_covered_is_named(device: str, ranks: int, at_once: bool, named: str) -> None:
+def test_unsupported_configuration_is_named(
+    device: str, ranks: int, at_once: bool, named: str
+) -> None:
     refuse_configuration(
         SimpleNamespace(use_async_batching=False),
         SimpleNamespace(type="cpu"),

@@ -38,7 +38,7 @@ def answered(method: str, path: str, status: int) -> None:
     LOGGER.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", method, path, "1.1", status)
 
 
-def test_a_poll_is_left_out_and_nothing_else(lines: list[str]) -> None:
+def test_access_log_omits_only_sleep_polls(lines: list[str]) -> None:
     answered("GET", "/is_sleeping", 200)
     answered("GET", "/is_sleeping", 500)
     answered("POST", "/sleep?level=1", 200)

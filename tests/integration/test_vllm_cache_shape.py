@@ -85,7 +85,7 @@ def check_one_group(before, page_bytes_of) -> None:
 
 @pytest.mark.slow
 @given(layers=st.integers(1, 12), block_bytes=st.integers(1, 200).map(lambda n: n * 512))
-def test_one_group_layer_by_layer(layers: int, block_bytes: int) -> None:
+def test_one_group_is_placed_layer_by_layer(layers: int, block_bytes: int) -> None:
     before = by_layers(block_bytes, layers)
     assert cache_shape.shape_of(before) == CacheShape("layers", block_bytes, layers)
     check_one_group(before, lambda one: block_bytes)
@@ -111,7 +111,7 @@ def test_several_tensors_of_one_group_keep_their_buffers() -> None:
     check_one_group(before, lambda one: block_bytes)
 
 
-def test_all_layers_of_a_block_side_by_side_keep_their_places_inside() -> None:
+def test_packed_layers_keep_their_offsets_in_the_block() -> None:
     packed = 100 << 10
     before = config(
         tensor(4, 16 << 10, packed), tensor(2, 18 << 10, packed, offset=64 << 10), layout="BLHNC"
@@ -145,7 +145,7 @@ def test_layers_of_different_sizes_are_packed_into_blocks(small, large, counts) 
     check_one_group(before, lambda one: one.layer_stride)
 
 
-def test_stages_of_a_pipeline_share_one_layout() -> None:
+def test_pipeline_stages_share_one_layout() -> None:
     stages = [by_layers(4096, 8), by_layers(4096, 7), by_layers(4096, 8)]
     shape = cache_shape.shape_of(stages[0])
     for stage in stages[1:]:
@@ -166,18 +166,18 @@ def test_packed_stages_take_the_larger_block() -> None:
 @pytest.mark.parametrize(
     "other", [CacheShape("layers", 8192, 8), CacheShape("blocks", 4096, 1)], ids=["size", "form"]
 )
-def test_ranks_that_cannot_share_ids_are_refused(other: CacheShape) -> None:
+def test_ranks_that_cannot_share_ids_are_rejected(other: CacheShape) -> None:
     with pytest.raises(UnsupportedEngineError, match="cannot mean the same"):
         CacheShape("layers", 4096, 8).joined(other)
 
 
-def test_a_placement_that_is_neither_is_refused_with_the_way_out() -> None:
+def test_unsupported_placement_is_rejected_with_the_remedy() -> None:
     heads_outside = tensor(2, 4 * 2048 * NUM_BLOCKS, 2048)
     with pytest.raises(UnsupportedEngineError, match=r"LHBNC.*VLLM_KV_CACHE_LAYOUT=LBHNC"):
         cache_shape.shape_of(config(heads_outside, layout="LHBNC"))
 
 
-def test_overlaid_groups_of_different_sizes_are_refused_layer_by_layer() -> None:
+def test_overlaid_groups_of_different_sizes_are_rejected() -> None:
     region = 4096 * NUM_BLOCKS
     before = config(tensor(2, region, 4096), tensor(2, 2 * region, 8192), groups=2)
     with pytest.raises(UnsupportedEngineError, match="VLLM_KV_CACHE_LAYOUT=BLHNC"):

@@ -39,24 +39,24 @@ FIRST = Seen(used=30 * GIB, reserved_by_torch=0, of_instances=20 * GIB)
         (Seen(36 * GIB, 16 * GIB, 20 * GIB), 16 * GIB),
     ],
 )
-def test_what_a_process_holds_among_neighbours(now: Seen, own: int) -> None:
+def test_own_usage_excludes_neighbours(now: Seen, own: int) -> None:
     assert own_bytes(FIRST, now) == own
 
 
-def test_a_neighbour_that_loads_what_it_has_reserved_is_not_charged_to_this_process() -> None:
+def test_neighbour_loading_its_reserve_is_not_counted() -> None:
     first = Seen(used=2 * GIB, reserved_by_torch=0, of_instances=18 * GIB)
     loaded = Seen(used=(2 + 16 + 16) * GIB, reserved_by_torch=16 * GIB, of_instances=18 * GIB)
     assert own_bytes(first, loaded) == 16 * GIB
 
 
-def test_what_a_start_takes() -> None:
+def test_expected_start_reserve() -> None:
     assert start_reserve.expected_bytes(16 * GIB, 1, 80 * GIB) == 18 * GIB
     assert start_reserve.expected_bytes(16 * GIB, 4, 80 * GIB) == 6 * GIB
     assert start_reserve.expected_bytes(0, 1, GIB) == GIB // 32
     assert start_reserve.expected_bytes(900 * GIB, 1, 80 * GIB) == 80 * GIB
 
 
-def test_the_size_of_a_models_weights(tmp_path: Path) -> None:
+def test_weights_size_is_the_sum_of_files(tmp_path: Path) -> None:
     assert start_reserve.weights_bytes(str(tmp_path)) == 0
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(100))
     assert start_reserve.weights_bytes(str(tmp_path)) == 100
@@ -66,7 +66,7 @@ def test_the_size_of_a_models_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["somebody/no-such-model", "not a name", ""])
-def test_a_model_that_is_not_here_yet_has_no_known_size(
+def test_model_without_local_files_has_size_zero(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("huggingface_hub")
@@ -87,7 +87,7 @@ def runner(backend: str, blocks: int) -> SimpleNamespace:
     return SimpleNamespace(attn_groups=[[group]], kv_caches=[View((blocks, 1024), (1024, 1))])
 
 
-def test_a_kernel_that_counts_in_32_bits_gets_no_longer_cache() -> None:
+def test_kernel_with_32_bit_offsets_limits_the_cache() -> None:
     fits = 2**31 // 1024 - 1
     refuse_short_offsets(runner("FLEX_ATTENTION", fits))
     refuse_short_offsets(runner("FLASH_ATTN", 100 * fits))
@@ -110,7 +110,7 @@ def cache_with_windows(device: str, v2: bool) -> tuple[SimpleNamespace, SimpleNa
 
 
 @pytest.mark.parametrize(("version", "v2"), [("0.32.0", True), ("0.33.0", False)])
-def test_windows_whose_blocks_go_while_kernels_read_ahead_are_refused(
+def test_sliding_windows_on_affected_gpu_versions_are_rejected(
     version: str, v2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda _: version)
@@ -121,7 +121,7 @@ def test_windows_whose_blocks_go_while_kernels_read_ahead_are_refused(
     refuse_cache_configuration(*cache_with_windows("cuda", True))
 
 
-def test_ids_that_a_block_table_cannot_hold() -> None:
+def test_block_ids_must_fit_32_bits() -> None:
     layout = PageLayout.solve(4096, 2, page_size_bytes=2 << 20)
     pages = 2**31 // (layout.id_span(2) - layout.id_span(1))
     scheduler_side._check_ids(layout, pages - 1)
@@ -132,7 +132,7 @@ def test_ids_that_a_block_table_cannot_hold() -> None:
 GPU = DeviceFacts("GPU-1", 80 * GIB, "NVIDIA H100")
 
 
-def test_the_capacity_of_a_gpu_is_the_part_that_the_settings_say() -> None:
+def test_gpu_capacity_is_the_configured_share() -> None:
     other = DeviceFacts("GPU-2", 40 * GIB, "NVIDIA A100")
     places = scheduler_side._places(config.Config(gpu_utilization=0.5), [GPU, other, GPU])
     assert [(place.name, place.capacity_bytes) for place in places] == [
@@ -147,18 +147,18 @@ def test_the_capacity_of_a_gpu_is_the_part_that_the_settings_say() -> None:
     ("device", "facts"),
     [("host", GPU), ("cuda", DeviceFacts("host")), ("cuda:1", DeviceFacts("host"))],
 )
-def test_a_device_that_vllm_does_not_compute_on_is_refused(device: str, facts: DeviceFacts) -> None:
+def test_device_unsuitable_for_vllm_is_rejected(device: str, facts: DeviceFacts) -> None:
     with pytest.raises(ConfigError, match=f"KVELASTIC_DEVICE='{device}'"):
         scheduler_side._places(config.Config(device=device), [facts])
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_documentation_has_the_table_of_tested_gpus() -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     assert tested_gpus.markdown() in text
     assert not tested_gpus.has_run("the simulated driver")
 
 
-def test_the_log_says_what_a_gpu_has_run_and_what_none_has(
+def test_log_lists_kernels_that_ran_on_the_gpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     h100 = replace(GPU, name="GPU-2", model="NVIDIA H100 80GB HBM3")
@@ -174,7 +174,7 @@ def test_the_log_says_what_a_gpu_has_run_and_what_none_has(
     ("named", "index", "name"),
     [(None, 0, None), (None, 1, None), ("a", 0, "a"), ("a", 1, "a_dp1"), ("a", 12, "a_dp12")],
 )
-def test_data_parallel_ranks_have_names_of_their_own(
+def test_data_parallel_ranks_have_their_own_names(
     named: str | None, index: int, name: str | None
 ) -> None:
     settings = config.load({"KVELASTIC_IPC_NAME": named} if named else {})

@@ -23,13 +23,13 @@ def pages(device: str, *, capacity: int, wanted: int, longest: int) -> int:
     return scheduler_side._pages([place], LAYOUT, wanted, longest)
 
 
-def test_a_cache_that_is_cut_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_capacity_limited_cache_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert pages("host", capacity=64, wanted=32, longest=31) == 2
     assert pages("host", capacity=64, wanted=6400, longest=63) == 4
     assert caplog.text == ""
 
 
-def test_a_request_that_can_never_be_served_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_larger_than_the_cache_warns(caplog: pytest.LogCaptureFixture) -> None:
     assert pages("host", capacity=64, wanted=6400, longest=64) == 4
     assert "holds at most 8.00 MiB of KV cache (4 pages of 2.00 MiB)" in caplog.text
     assert "needs 10.00 MiB and would wait until it is aborted" in caplog.text
@@ -40,7 +40,7 @@ def test_a_request_that_can_never_be_served_is(caplog: pytest.LogCaptureFixture)
     assert "KVELASTIC_HOST_MEMORY" not in caplog.text
 
 
-def test_the_longest_request_has_blocks_in_every_group() -> None:
+def test_longest_request_counts_blocks_of_every_group() -> None:
     def group(tokens: int, block_bytes: int) -> Any:
         spec = SimpleNamespace(
             page_size_bytes=block_bytes,

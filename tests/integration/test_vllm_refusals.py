@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, needs.vllm]
 
 
 @pytest.mark.matrix
-def test_not_enabled_it_imports_and_patches_nothing() -> None:
+def test_disabled_plugin_imports_and_patches_nothing() -> None:
     code = """
         import sys
         from kvelastic.integration.vllm.plugin import register
@@ -33,7 +33,7 @@ def test_not_enabled_it_imports_and_patches_nothing() -> None:
 
 
 @pytest.mark.matrix
-def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
+def test_enabled_plugin_patches_once_at_engine_import() -> None:
     code = """
         import sys
         from kvelastic.integration.vllm.plugin import register
@@ -85,7 +85,7 @@ def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
     ],
     ids=["engine core", "gpu worker"],
 )
-def test_an_engine_built_differently_is_refused_with_what_was_found(
+def test_unexpected_vllm_code_is_rejected_with_the_difference(
     module: str, changes: dict[str, str]
 ) -> None:
     outcomes = outcomes_of(

@@ -71,13 +71,13 @@ def start(vllm_config: Any, count: int = 1, first: int = 0) -> None:
     )
 
 
-def test_a_start_that_can_work_goes_on(started: list[str]) -> None:
+def test_valid_start_continues(started: list[str]) -> None:
     start(configured())
     start(configured(data_parallel=2), count=2)
     assert started == ["core", "core"]
 
 
-def test_a_name_that_is_taken(started: list[str]) -> None:
+def test_taken_name_is_rejected(started: list[str]) -> None:
     with Owner(NAME) as owner, pytest.raises(SegmentExistsError, match=rf"kill {owner.pid}"):
         start(configured())
     with Owner(f"{NAME}_dp1"), pytest.raises(SegmentExistsError, match=f"{NAME}_dp1"):
@@ -85,7 +85,7 @@ def test_a_name_that_is_taken(started: list[str]) -> None:
     assert started == []
 
 
-def test_another_device_than_the_engines(
+def test_device_unsuitable_for_the_engine_is_rejected(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVELASTIC_DEVICE", "cuda:7")
@@ -97,7 +97,9 @@ def test_another_device_than_the_engines(
     assert started == []
 
 
-def test_a_guarantee_that_does_not_fit(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guarantee_that_does_not_fit_is_rejected(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVELASTIC_MIN", "2G")
     with pytest.raises(GuaranteeError, match=r"KVELASTIC_MIN=2\.00 GiB: no room .* ask for less"):
         start(configured())
@@ -108,7 +110,7 @@ def test_a_guarantee_that_does_not_fit(started: list[str], monkeypatch: pytest.M
     assert started == ["core"]
 
 
-def test_what_is_not_covered(started: list[str]) -> None:
+def test_unsupported_configuration_is_rejected(started: list[str]) -> None:
     with pytest.raises(UnsupportedEngineError, match="mixture of experts"):
         start(configured(data_parallel=2, is_moe=True), count=2)
     assert started == []
@@ -118,7 +120,7 @@ def clock(sleep: Callable[[float], object]) -> SimpleNamespace:
     return SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
 
 
-def test_an_engine_core_whose_server_was_killed_is_waited_for(
+def test_start_waits_for_a_dying_engine_core(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_core(NAME, has_server=False) as core:
@@ -133,7 +135,7 @@ def test_an_engine_core_whose_server_was_killed_is_waited_for(
     assert f"Waiting for process {pid} to end: it is called {NAME}" in caplog.text
 
 
-def test_a_server_that_lives_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_does_not_wait_for_a_live_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: float) -> None:
         raise AssertionError("it waits")
 

@@ -48,7 +48,7 @@ class Server:
 
 @pytest.mark.parametrize("tells", [True, False], ids=["NVML tells", "NVML does not tell"])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_of_five_that_start_at_once_is_charged_with_its_own(seed: int, tells: bool) -> None:
+def test_concurrent_starts_are_charged_only_their_own_usage(seed: int, tells: bool) -> None:
     dice = random.Random(seed)
     servers = [Server(is_elastic=number < 3) for number in range(5)]
 
@@ -79,7 +79,7 @@ def test_each_of_five_that_start_at_once_is_charged_with_its_own(seed: int, tell
             assert abs(found - truth) <= (0 if tells else CLOSE_BYTES), done
 
 
-def test_a_stranger_that_loads_meanwhile_adds_no_more_than_libraries_take() -> None:
+def test_foreign_usage_adds_at_most_the_library_share() -> None:
     first = Seen(used=GIB, reserved_by_torch=0, of_instances=0)
     now = Seen(used=GIB + 2 * GIB + 20 * GIB, reserved_by_torch=2 * GIB, of_instances=0)
     assert own_bytes(first, now) == 2 * GIB + LIBRARIES_BYTES
@@ -113,29 +113,31 @@ class Gpu:
         return dict(self.held)
 
 
-def found_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> int | None:
+def find_own_pid(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> int | None:
     monkeypatch.setattr(own_process, "processes", gpu.processes)
     return own_process.find(gpu, "GPU-1")  # type: ignore[arg-type]
 
 
-def test_the_process_is_the_one_whose_figure_follows_an_allocation(
+def test_own_process_is_found_by_a_test_allocation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Gpu({70_001: 3 * GIB, 70_002: 5 * GIB}, own=70_002)
-    assert found_on(gpu, monkeypatch) == 70_002, "whatever os.getpid() says: a container's differ"
+    assert find_own_pid(gpu, monkeypatch) == 70_002, (
+        "whatever os.getpid() says: a container's differ"
+    )
     assert gpu.held == {70_001: 3 * GIB, 70_002: 5 * GIB}
 
 
-def test_a_driver_that_says_nothing_of_memory_is_not_believed(
+def test_driver_without_process_memory_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert found_on(Gpu({os.getpid(): 0, 70_001: 0}, own=None), monkeypatch) is None
+    assert find_own_pid(Gpu({os.getpid(): 0, 70_001: 0}, own=None), monkeypatch) is None
     untold = Gpu({}, own=None)
-    assert found_on(untold, monkeypatch) is None
+    assert find_own_pid(untold, monkeypatch) is None
     assert untold.creates == 0, "without NVML nothing is tried"
 
 
-def test_another_process_that_grows_meanwhile_does_not_disturb(
+def test_growing_neighbour_does_not_disturb_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Gpu({1: GIB, 2: GIB}, own=2)
@@ -144,27 +146,27 @@ def test_another_process_that_grows_meanwhile_does_not_disturb(
         gpu.held[1] += 100 * MIB
 
     gpu.beside = neighbour_loads
-    assert found_on(gpu, monkeypatch) == 2
+    assert find_own_pid(gpu, monkeypatch) == 2
 
-    def twin_tries_too() -> None:
+    def neighbour_allocates_the_same() -> None:
         gpu.held[1] += 66 * MIB * (1 if gpu.creates % 2 else -1)
 
     # One that takes just as much is not told apart while it keeps that; it does not for ever.
-    gpu.beside = twin_tries_too
-    assert found_on(gpu, monkeypatch) == 2
+    gpu.beside = neighbour_allocates_the_same
+    assert find_own_pid(gpu, monkeypatch) == 2
 
 
-def test_a_full_device_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_device_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu({2: 80 * GIB}, own=2)
 
     def full() -> None:
         raise OutOfMemoryError("no memory is left")
 
     gpu.beside = full
-    assert found_on(gpu, monkeypatch) is None
+    assert find_own_pid(gpu, monkeypatch) is None
 
 
-def test_the_processes_of_a_gpu_by_its_name_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_processes_are_found_by_cuda_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"compute": [(7, GIB), (8, None), (9, 2 * GIB)]}
     gpus = [FakeGpu(), FakeGpu(uuid="GPU-AB", processes=told)]  # type: ignore[arg-type]
     monkeypatch.setattr(nvml, "find", lambda: FakeNvml(gpus))
@@ -186,7 +188,7 @@ NVML_WAYS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("way", NVML_WAYS)
-def test_five_processes_that_start_at_once(way: str, tmp_path: Path) -> None:
+def test_five_processes_start_at_once(way: str, tmp_path: Path) -> None:
     is_told = NVML_WAYS[way].get("TEST_NVML") == "tells"
     folder = tmp_path / "nvml"
     folder.mkdir()
@@ -236,7 +238,7 @@ def instance_with(reserved: dict[str, int], devices: str) -> scheduler_side.Inst
     return made
 
 
-def test_a_reserve_is_lowered_and_not_raised_by_a_later_look() -> None:
+def test_later_measurement_only_lowers_the_reserve() -> None:
     instance = instance_with({"a": 8 * GIB, "b": 8 * GIB}, "aab")
     instance.lower_reserve([4 * GIB, 4 * GIB, 9 * GIB])
     assert instance._pool.asked == []  # type: ignore[attr-defined]
@@ -245,7 +247,7 @@ def test_a_reserve_is_lowered_and_not_raised_by_a_later_look() -> None:
     assert instance._pool.asked == [{"a": 7 * GIB}, {"b": 7 * GIB}]  # type: ignore[attr-defined]
 
 
-def test_before_it_sleeps_an_engine_looks_again_and_asleep_it_does_not(
+def test_reserve_is_remeasured_when_an_awake_engine_sleeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(in_engine_core.in_gpu_worker, "hand_over_reserve", lambda worker: worker)

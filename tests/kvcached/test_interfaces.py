@@ -39,7 +39,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
-def test_nothing_works_before_init(engine: ModuleType) -> None:
+def test_calls_before_init_raise_runtime_error(engine: ModuleType) -> None:
     import torch
 
     calls = [
@@ -54,7 +54,7 @@ def test_nothing_works_before_init(engine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
-def test_kvcacheds_names_are_the_same_functions(engine: ModuleType) -> None:
+def test_kvcached_names_are_aliases(engine: ModuleType) -> None:
     assert engine.init_kvcached is engine.init_kvelastic
     assert engine.shutdown_kvcached is engine.shutdown_kvelastic
 
@@ -77,7 +77,7 @@ def write_and_read_back(tensors: list[torch.Tensor], parts: Any, ids: list[int])
 
 @pytest.mark.parametrize("contiguous", ["true", "false"])
 @pytest.mark.parametrize("form", list(SHAPES))
-def test_blocks_of_all_layers_are_memory_of_their_own(
+def test_blocks_of_all_layers_do_not_overlap(
     form: str, contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -105,7 +105,7 @@ def test_blocks_of_all_layers_are_memory_of_their_own(
 
 
 @pytest.mark.parametrize("page_size", [1, 32])
-def test_sglang_indexes_by_token(page_size: int) -> None:
+def test_sglang_tensors_are_indexed_by_token(page_size: int) -> None:
     import torch
 
     sglang.init_kvelastic(device="cpu", async_sched=True)
@@ -125,7 +125,7 @@ def test_sglang_indexes_by_token(page_size: int) -> None:
     write_and_read_back(k, parts, ids)
 
 
-def test_sglang_mla_is_one_list() -> None:
+def test_sglang_mla_returns_one_list() -> None:
     import torch
 
     sglang.init_kvelastic(device="cpu")
@@ -145,7 +145,7 @@ def small() -> tuple[list[torch.Tensor], Any]:
     return tensors, vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
 
 
-def test_alloc_of_more_than_there_is_changes_nothing() -> None:
+def test_too_large_alloc_returns_none_and_changes_nothing() -> None:
     _, manager = small()
     before = manager.stats()
     assert manager.alloc(BLOCKS) is None
@@ -155,7 +155,7 @@ def test_alloc_of_more_than_there_is_changes_nothing() -> None:
     assert after == before
 
 
-def test_freeing_wrongly_is_refused_whole() -> None:
+def test_invalid_free_is_rejected_as_a_whole() -> None:
     _, manager = small()
     ids = manager.alloc(4)
     manager.free(ids[:1])
@@ -174,7 +174,7 @@ def test_freeing_wrongly_is_refused_whole() -> None:
     manager.check_integrity()
 
 
-def test_reserved_blocks_are_kept_for_the_next_allocs() -> None:
+def test_reserved_blocks_are_kept_for_the_next_alloc() -> None:
     _, manager = small()
     assert manager.try_to_reserve(50)
     assert not manager.try_to_reserve(BLOCKS)
@@ -186,7 +186,7 @@ def test_reserved_blocks_are_kept_for_the_next_allocs() -> None:
     assert manager.available_size() == BLOCKS - 1 - len(ids)
 
 
-def test_resize_shrinks_waits_and_grows_past_the_start_without_giving_a_block_twice() -> None:
+def test_resize_shrinks_and_grows_without_double_allocation() -> None:
     tensors, manager = small()
     whole = BLOCKS * TOKENS * CELL_BYTES
     ids = manager.alloc(BLOCKS - 1)
@@ -221,7 +221,7 @@ def test_clear_and_trim_leave_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
         manager.get_mapped_memory_size("furlong")
 
 
-def test_manager_first_then_tensors_is_the_same_cache() -> None:
+def test_manager_before_tensors_gives_the_same_cache() -> None:
     import torch
 
     vllm.init_kvelastic(device="cpu")
@@ -231,7 +231,7 @@ def test_manager_first_then_tensors_is_the_same_cache() -> None:
     write_and_read_back(tensors, lambda t, b: (t[0][b], t[1][b]), alloc(manager, 5))
 
 
-def test_groups_are_instances_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_separate_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setenv("KVELASTIC_IPC_NAME", "groups_test")
@@ -257,7 +257,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "match"), WRONG)
-def test_wrong_arguments_are_named(
+def test_invalid_arguments_are_named(
     change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     import torch
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_named(
         vllm.alloc_kv_cache(**{**arguments, **change})
 
 
-def test_a_manager_of_other_blocks_than_the_tensors_is_refused() -> None:
+def test_manager_with_other_block_size_is_rejected() -> None:
     small()
     with pytest.raises(errors.LayoutError, match="cell_size=64"):
         vllm.get_kv_cache_manager(BLOCKS, TOKENS, 64, LAYERS)
@@ -289,12 +289,12 @@ def test_a_manager_of_other_blocks_than_the_tensors_is_refused() -> None:
         ({"world_size": 4}, "world_size=4"),
     ],
 )
-def test_init_refuses_what_this_version_cannot_do(arguments: dict[str, Any], match: str) -> None:
+def test_init_rejects_unsupported_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(errors.UnsupportedError, match=match):
         vllm.init_kvelastic(**{"device": "cpu", **arguments})
 
 
-def test_a_start_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_limit_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVELASTIC_LIMIT", "4M")
     _, manager = small()
     assert 0 < manager.available_size() < BLOCKS - 1
@@ -305,7 +305,7 @@ def test_a_start_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "0%", "1M"])
-def test_a_start_limit_below_a_page_is_one_like_any_other(
+def test_start_limit_below_a_page_can_be_raised(
     limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As `kvctl limit NAME 0` is: one page is held, and a higher limit gives more."""
@@ -341,7 +341,7 @@ def test_threads_share_one_manager() -> None:
     assert manager.available_size() == BLOCKS - 1
 
 
-def test_after_shutdown_nothing_is_held_and_no_block_is_handed_out() -> None:
+def test_shutdown_releases_memory_and_refuses_alloc() -> None:
     vllm.init_kvelastic(device="cpu")
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
     assert len(manager.alloc(30) or []) == 30
@@ -354,7 +354,7 @@ def test_after_shutdown_nothing_is_held_and_no_block_is_handed_out() -> None:
     assert all(member.name != name for info in list_ledgers() for member in info.members)
 
 
-def test_who_sets_tiers_hears_that_this_interface_has_none(
+def test_tiers_setting_is_reported_as_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVELASTIC_TIERS", f"disk:{tmp_path}:1G")

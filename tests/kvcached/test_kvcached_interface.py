@@ -41,14 +41,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
-def test_the_documents_initialization(engine: ModuleType) -> None:
+def test_documented_initialization_runs(engine: ModuleType) -> None:
     for _ in range(2):
         engine.init_kvcached(
             tp_rank=0, tp_size=1, is_worker=False, device="cpu", async_sched=engine is sglang
         )
 
 
-def test_the_documents_allocation_manager_and_shutdown() -> None:
+def test_documented_allocation_manager_and_shutdown_run() -> None:
     import torch
 
     vllm.init_kvcached(device="cpu")
@@ -72,7 +72,7 @@ def test_the_documents_allocation_manager_and_shutdown() -> None:
         vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
 
 
-def test_the_documents_allocation_for_sglang() -> None:
+def test_documented_allocation_for_sglang_runs() -> None:
     import torch
 
     sglang.init_kvcached(device="cpu")
@@ -88,7 +88,7 @@ def test_the_documents_allocation_for_sglang() -> None:
     assert (len(k_tensors), len(v_tensors)) == (LAYERS, LAYERS)
 
 
-def test_the_documents_manual_integration() -> None:
+def test_documented_manual_integration_runs() -> None:
     """Without a word of initialization, and with blocks whose size nobody has told."""
     raw_tensors = vmm_ops.create_kv_tensors(64 << 20, 2, "cpu", 2)
     page_ids, block_ids = [0, 1], [0, 1, 2, 3]
@@ -105,7 +105,7 @@ def test_the_documents_manual_integration() -> None:
         vmm_ops.map_to_kv_tensors([], block_ids)
 
 
-def test_the_documents_errors() -> None:
+def test_documented_errors_are_raised() -> None:
     import torch
 
     with pytest.raises(RuntimeError, match="not initialized"):
@@ -120,7 +120,7 @@ def test_the_documents_errors() -> None:
 
 
 @pytest.mark.slow
-def test_the_documents_variables_are_read() -> None:
+def test_documented_variables_are_read() -> None:
     program = (
         "from kvelastic.integration.vllm import interfaces as kvi; import torch\n"
         "kvi.init_kvcached(device='cpu')\n"
@@ -143,7 +143,7 @@ def test_the_documents_variables_are_read() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"tp_size": 2}, {"world_size": 2}, {"tp_rank": 1}, {"pp_rank": 1}]
 )
-def test_a_second_init_is_refused_as_the_first(
+def test_repeated_unsupported_init_is_rejected_again(
     engine: ModuleType, arguments: dict[str, int]
 ) -> None:
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_second_init_is_refused_as_the_first(
         engine.init_kvelastic(device="cpu")
 
 
-def test_a_second_init_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_init_on_another_device_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.init_kvelastic(device="cpu")
     vllm.init_kvelastic(device="host")
     vllm.init_kvelastic()
@@ -179,7 +179,7 @@ def made() -> tuple[list[torch.Tensor], KVCacheManager]:
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
-def test_capabilities_name_what_the_snapshots_have(
+def test_capabilities_list_the_snapshot_fields(
     engine: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCACHED_PAGE_SIZE_MB", "4")
@@ -195,7 +195,7 @@ def test_capabilities_name_what_the_snapshots_have(
         assert kind in offered["integrations"]["sglang"]["attention_types"]
 
 
-def test_limits_with_revisions() -> None:
+def test_stale_and_conflicting_limit_revisions_are_rejected() -> None:
     _, manager = made()
     assert manager.memory_limit_state()["revision"] is None
     first = manager.set_memory_limit(512 * MIB, revision=3)
@@ -222,7 +222,7 @@ def test_limits_with_revisions() -> None:
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])
-def test_snapshots(engine: ModuleType) -> None:
+def test_snapshots_report_runtime_and_pools(engine: ModuleType) -> None:
     assert engine.observability_snapshot().initialized is False
     assert engine.kv_cache_pool_snapshots() == []
     engine.init_kvelastic(device="cpu", async_sched=True, is_worker=True)
@@ -264,7 +264,7 @@ def test_snapshots(engine: ModuleType) -> None:
         ((BLOCKS, TOKENS, DIM), "MLA"),
     ],
 )
-def test_views_over_a_cache_that_is_there(
+def test_kv_views_over_existing_cache_share_its_bytes(
     shape: tuple[int, ...], kind: str, contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice the tokens of half the heads are the same bytes; kernels may count smaller blocks."""
@@ -312,9 +312,7 @@ def test_views_over_a_cache_that_is_there(
     "shape", [(2, BLOCKS, TOKENS, HEADS, DIM), (BLOCKS, 2, TOKENS, HEADS, DIM)]
 )
 @pytest.mark.parametrize("kernel", [None, 4])
-def test_hybrid_models_have_k_and_v_of_a_block_side_by_side(
-    shape: tuple[int, ...], kernel: int | None
-) -> None:
+def test_hybrid_models_place_k_and_v_together(shape: tuple[int, ...], kernel: int | None) -> None:
     import torch
 
     vllm.init_kvelastic(device="cpu")
@@ -344,7 +342,7 @@ def test_hybrid_models_have_k_and_v_of_a_block_side_by_side(
 
 
 @pytest.mark.parametrize("contiguous", ["true", "false"])
-def test_states_of_mamba_have_slots_that_a_manager_hands_out(
+def test_mamba_states_use_slots_of_a_manager(
     contiguous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch

@@ -50,7 +50,7 @@ def test_client_reads_the_usage_that_kvctl_lists(pool: ElasticPool) -> None:
     wait_until(agrees)
 
 
-def test_limit_of_a_client_is_an_acknowledged_request(pool: ElasticPool) -> None:
+def test_client_limit_becomes_an_acknowledged_request(pool: ElasticPool) -> None:
     run_python(CLIENT, NAME, "limit", str(64 * MIB))
     wait_for_limit(pool, 64 * MIB)
     answer = wait_until(
@@ -76,7 +76,7 @@ def test_client_that_keeps_its_mapping_sets_limits(pool: ElasticPool) -> None:
         wait_for_limit(pool, 48 * MIB)
 
 
-def test_limit_written_before_the_start_counts(
+def test_limit_written_before_start_is_applied(
     pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{NAME}_early"
@@ -88,7 +88,7 @@ def test_limit_written_before_the_start_counts(
 
 
 @pytest.mark.parametrize("nonsense", [0, -1, -(1 << 63)])
-def test_nonsense_is_replaced_by_the_limit_in_force(pool: ElasticPool, nonsense: int) -> None:
+def test_invalid_limit_is_replaced_by_the_effective_limit(pool: ElasticPool, nonsense: int) -> None:
     write_limit(80 * MIB)
     wait_for_limit(pool, 80 * MIB)
     write_limit(nonsense)
@@ -96,7 +96,7 @@ def test_nonsense_is_replaced_by_the_limit_in_force(pool: ElasticPool, nonsense:
     assert limit_of(pool) == 80 * MIB
 
 
-def test_limits_at_the_bounds_are_those_of_kvctl(pool: ElasticPool) -> None:
+def test_extreme_limits_match_those_of_kvctl(pool: ElasticPool) -> None:
     write_limit(1)
     wait_for_limit(pool, 1)
     write_limit((1 << 63) - 1)
@@ -196,7 +196,7 @@ def test_limit_that_comes_before_the_lock_is_not_overwritten(
     assert own.record.read_request()["limit_bytes"] == 32 * MIB
 
 
-def test_client_that_keeps_the_lock_delays_only_the_limit(pool: ElasticPool) -> None:
+def test_client_holding_the_lock_delays_only_the_limit(pool: ElasticPool) -> None:
     with LineProgram(CLIENT, NAME, "hold") as client:
         assert client.read() == "held"
         assert kvctl("limit", NAME, "96M", "--wait", "60").exit_code == 0
@@ -208,7 +208,7 @@ def test_client_that_keeps_the_lock_delays_only_the_limit(pool: ElasticPool) -> 
 
 
 @pytest.mark.parametrize("size_bytes", [0, 12, 4096])
-def test_file_of_another_size_is_mended(pool: ElasticPool, size_bytes: int) -> None:
+def test_file_of_wrong_size_is_repaired(pool: ElasticPool, size_bytes: int) -> None:
     write_limit(80 * MIB)
     wait_for_limit(pool, 80 * MIB)
     os.truncate(FILE, size_bytes)
@@ -216,7 +216,7 @@ def test_file_of_another_size_is_mended(pool: ElasticPool, size_bytes: int) -> N
     assert limit_of(pool) == 80 * MIB
 
 
-def test_removed_file_is_made_again(pool: ElasticPool) -> None:
+def test_removed_file_is_recreated(pool: ElasticPool) -> None:
     write_limit(80 * MIB)
     wait_for_limit(pool, 80 * MIB)
     FILE.unlink()
@@ -226,7 +226,7 @@ def test_removed_file_is_made_again(pool: ElasticPool) -> None:
     wait_for_limit(pool, 64 * MIB)
 
 
-def test_file_of_a_client_in_its_place_sets_a_limit(pool: ElasticPool) -> None:
+def test_replacement_file_of_a_client_sets_a_limit(pool: ElasticPool) -> None:
     new = FILE.with_name(f"{NAME}_new")
     new.write_bytes(struct.pack("<3q", 72 * MIB, 0, 0))
     new.rename(FILE)
@@ -234,7 +234,7 @@ def test_file_of_a_client_in_its_place_sets_a_limit(pool: ElasticPool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["symlink", "directory", "large", "stranger"])
-def test_other_file_in_its_place_is_left_alone(
+def test_foreign_replacement_file_is_left_alone(
     pool: ElasticPool, kind: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
@@ -270,7 +270,7 @@ def test_other_file_in_its_place_is_left_alone(
     assert values()[0] == 96 * MIB
 
 
-def test_name_of_another_file_is_refused(
+def test_name_of_another_file_is_rejected(
     pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{NAME}_taken"
@@ -315,7 +315,7 @@ def test_full_shared_memory_refuses_the_start_and_leaves_nothing(
     assert not FILE.exists()
 
 
-def test_killed_instance_leaves_nothing_after_the_next_command(pool: ElasticPool) -> None:
+def test_next_command_removes_files_of_killed_instance(pool: ElasticPool) -> None:
     name = f"{NAME}_killed"
     program = """
 import sys
@@ -340,7 +340,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("writes", [pytest.param(2500, marks=pytest.mark.soak), pytest.param(40)])
-def test_eight_writers_with_kills_lose_no_limit(pool: ElasticPool, writes: int) -> None:
+def test_killed_writers_lose_no_limit(pool: ElasticPool, writes: int) -> None:
     def start(seed: int, *count: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-S", str(CLIENT), NAME, "random", str(seed), *count]
         return subprocess.Popen(command)

@@ -22,14 +22,14 @@ def _ready() -> Iterator[None]:
     vmm_ops.shutdown_kvelastic()
 
 
-def test_before_init() -> None:
+def test_calls_before_init_raise_runtime_error() -> None:
     with pytest.raises(RuntimeError, match=r"^kvelastic is not initialized"):
         vmm_ops.map_to_kv_tensors([0])
     assert not vmm_ops.kv_tensors_created()
 
 
 @pytest.mark.usefixtures("_ready")
-def test_pages_come_and_go_in_every_layer() -> None:
+def test_pages_are_mapped_and_unmapped_in_every_layer() -> None:
     raw = vmm_ops.create_kv_tensors(5 * PAGE, 2, "cpu", 3)
     assert vmm_ops.kv_tensors_created()
     assert len(raw) == 3
@@ -55,7 +55,7 @@ def test_pages_come_and_go_in_every_layer() -> None:
 
 
 @pytest.mark.usefixtures("_ready")
-def test_blocks_name_their_pages() -> None:
+def test_block_ids_select_their_pages() -> None:
     vmm_ops.create_kv_tensors(8 * PAGE, 2, "cpu", 1, block_bytes=3 * MIB)
     vmm_ops.map_to_kv_tensors([], [1])  # bytes 3 MiB to 6 MiB: pages 1 and 2
     with pytest.raises(errors.InvalidArgumentError, match="1 is mapped already"):
@@ -76,13 +76,13 @@ def test_blocks_name_their_pages() -> None:
         ((PAGE, 2, "cuda", 1), "cuda"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: tuple[int, int, str, int], match: str) -> None:
+def test_invalid_arguments_are_named(arguments: tuple[int, int, str, int], match: str) -> None:
     with pytest.raises(errors.KvelasticError, match=match):
         vmm_ops.create_kv_tensors(*arguments)
 
 
 @pytest.mark.usefixtures("_ready")
-def test_a_group_is_created_once() -> None:
+def test_second_creation_of_a_group_is_rejected() -> None:
     vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
     with pytest.raises(errors.InvalidArgumentError, match="group 0"):
         vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)

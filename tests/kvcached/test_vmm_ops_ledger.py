@@ -60,7 +60,7 @@ def resident_bytes(before: set[int]) -> int:
     )
 
 
-def test_never_more_than_the_ledger_grants(group: str) -> None:
+def test_mapping_never_exceeds_the_grant(group: str) -> None:
     before = set(open_memfds())
     vmm_ops.init_kvelastic("cpu", PAGE)
     tensors(128)
@@ -81,7 +81,7 @@ def test_never_more_than_the_ledger_grants(group: str) -> None:
     assert resident_bytes(before) == 0
 
 
-def test_what_is_unmapped_stays_granted_until_it_is_trimmed(group: str) -> None:
+def test_unmapped_pages_stay_granted_until_trim(group: str) -> None:
     before = set(open_memfds())
     vmm_ops.init_kvelastic("cpu", PAGE)
     tensors(8)
@@ -103,7 +103,7 @@ def test_what_is_unmapped_stays_granted_until_it_is_trimmed(group: str) -> None:
     assert (counters["pages_created"], counters["pages_destroyed"]) == (5, 2)
 
 
-def test_after_each_call_it_is_certain_what_strangers_hold(group: str) -> None:
+def test_memory_of_other_processes_is_exact_after_calls(group: str) -> None:
     vmm_ops.init_kvelastic("cpu", PAGE)
     tensors(8)
     neighbour = ledger.join(
@@ -131,7 +131,7 @@ def test_after_each_call_it_is_certain_what_strangers_hold(group: str) -> None:
     neighbour.close()
 
 
-def test_a_pool_of_another_process_and_pages_mapped_by_hand_share_one_ledger(group: str) -> None:
+def test_pool_and_manual_pages_share_one_ledger(group: str) -> None:
     vmm_ops.init_kvelastic("cpu", PAGE)
     tensors(CAPACITY_PAGES)
     vmm_ops.map_to_kv_tensors(range(20))
@@ -153,7 +153,7 @@ def test_a_pool_of_another_process_and_pages_mapped_by_hand_share_one_ledger(gro
         assert more is not None
 
 
-def test_an_idle_neighbour_gives_what_it_has_cached(
+def test_idle_neighbour_gives_up_its_cached_pages(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVELASTIC_RECLAIM_WAIT", "300")
@@ -169,7 +169,9 @@ def test_an_idle_neighbour_gives_what_it_has_cached(
         assert pool.mapped_bytes <= 16 * PAGE
 
 
-def test_others_see_it_and_cannot_change_it(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manual_pages_are_visible_and_not_controllable(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVELASTIC_LIMIT", "8M")
     monkeypatch.setenv("KVELASTIC_PRIORITY", "7")
     monkeypatch.setenv("KVELASTIC_IPC_NAME", group)
@@ -188,7 +190,7 @@ def test_others_see_it_and_cannot_change_it(group: str, monkeypatch: pytest.Monk
     assert "by hand" in answer["reason"]
 
 
-def test_a_forked_child_is_refused_and_gives_nothing_back(group: str) -> None:
+def test_forked_child_is_rejected_and_releases_nothing(group: str) -> None:
     vmm_ops.init_kvelastic("cpu", PAGE)
     tensors(8)
     vmm_ops.map_to_kv_tensors([0, 1])
@@ -207,9 +209,7 @@ def test_a_forked_child_is_refused_and_gives_nothing_back(group: str) -> None:
     vmm_ops.map_to_kv_tensors([2])
 
 
-def test_a_group_that_cannot_join_leaves_nothing(
-    group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_that_cannot_join_leaves_nothing(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVELASTIC_MIN", "65M")
     vmm_ops.init_kvelastic("cpu", PAGE)
     with pytest.raises(errors.GuaranteeError):

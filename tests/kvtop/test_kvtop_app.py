@@ -16,7 +16,7 @@ from kvelastic.cli.kvtop.poller import Outside, Told, look
 from kvelastic.cli.kvtop.text import ASCII, Line
 
 
-class TypedOn:
+class TypedTerminal:
     """A terminal: what is typed is put in, what is drawn can be waited for."""
 
     glyphs = ASCII
@@ -48,7 +48,7 @@ class TypedOn:
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setattr(poller, "look", lambda names: ONE)
-    terminal = TypedOn()
+    terminal = TypedTerminal()
     outside = Outside(names=(), interval_s=3600, wake=terminal.wake)
     outside.start()
     running = threading.Thread(target=App(terminal, outside).run)
@@ -60,7 +60,7 @@ def terminal(monkeypatch):
     assert not running.is_alive()
 
 
-def test_keys_are_taken_while_a_request_is_on_its_way(terminal, monkeypatch):
+def test_keys_work_while_a_request_is_pending(terminal, monkeypatch):
     asked: queue.Queue[Ask] = queue.Queue()
     may_answer = threading.Event()
 
@@ -82,15 +82,15 @@ def test_keys_are_taken_while_a_request_is_on_its_way(terminal, monkeypatch):
     terminal.wait_for("answered at last")
 
 
-def test_keys_are_taken_while_a_look_takes_long(terminal, monkeypatch):
+def test_keys_work_while_a_refresh_is_slow(terminal, monkeypatch):
     looking_now, may_end = threading.Event(), threading.Event()
 
-    def slow_look(names):
+    def slow_refresh(names):
         looking_now.set()
         assert may_end.wait(DEADLINE_S)
         return ONE
 
-    monkeypatch.setattr(poller, "look", slow_look)
+    monkeypatch.setattr(poller, "look", slow_refresh)
     terminal.press(" ")
     assert looking_now.wait(DEADLINE_S)
     terminal.press("?")
@@ -98,7 +98,7 @@ def test_keys_are_taken_while_a_look_takes_long(terminal, monkeypatch):
     may_end.set()
 
 
-def test_a_look_needs_no_ledgers(monkeypatch):
+def test_refresh_works_without_ledgers(monkeypatch):
     from kvelastic.shared import ledger
 
     def fail() -> None:

@@ -44,19 +44,19 @@ def selected(ui: Ui, instances: tuple[Instance, ...] = THREE) -> str:
         (["G", "g"], "a"),
     ],
 )
-def test_selecting(keys, name):
+def test_keys_select_an_instance(keys, name):
     ui, effects = press_all(keys)
     assert (selected(ui), effects) == (name, [])
 
 
-def test_the_selection_follows_its_instance_when_the_order_changes():
+def test_selection_follows_its_instance_when_sorted():
     ui, _ = press_all(["j", "r", "s", "s"])
     assert selected(ui) == "b"
     later = (instance("0"), *THREE)
     assert selected(found(ui, later), later) == "b"
 
 
-def test_when_the_selected_one_ends_the_next_one_there_is_selected():
+def test_ended_selection_moves_to_the_next_instance():
     ui, _ = press_all(["j"])
     left = (THREE[0], THREE[2])
     ui = found(ui, left)
@@ -64,14 +64,14 @@ def test_when_the_selected_one_ends_the_next_one_there_is_selected():
     assert selected_at(found(ui, ()), []) == 0
 
 
-def test_sorting_cycles_both_ways():
+def test_sort_keys_cycle_both_ways():
     assert [press_all("s" * n)[0].order for n in range(len(ORDERS) + 1)] == [*ORDERS, ORDERS[0]]
     assert press_all("S")[0].order == ORDERS[-1]
     assert press_all("r")[0].is_reversed
     assert not press_all("rs")[0].is_reversed
 
 
-def test_filtering_follows_the_keys_and_escape_undoes():
+def test_filter_follows_typing_and_escape_restores():
     ui, _ = press_all("/b")
     assert [one.name for one in shown(ui, THREE)] == ["b"]
     assert (ui.mode, selected(ui)) == ("filter", "b")
@@ -92,7 +92,7 @@ def test_filtering_follows_the_keys_and_escape_undoes():
         ("p-12", Ask("a", "a", "priority", -12)),
     ],
 )
-def test_a_change_is_asked_for_after_a_yes(keys, ask):
+def test_change_is_requested_after_confirmation(keys, ask):
     before, effects = press_all([*keys, "enter"])
     assert (before.mode, effects) == ("confirm", [])
     assert press_all(["x", "1", "enter"], ui=before) == (before, [])  # neither yes nor no
@@ -118,7 +118,7 @@ def test_a_change_is_asked_for_after_a_yes(keys, ask):
         ("p1001", "-1000 to 1000"),
     ],
 )
-def test_what_is_not_understood_is_said_and_can_be_mended(keys, problem):
+def test_invalid_input_is_reported_and_can_be_corrected(keys, problem):
     ui, effects = press_all([*keys, "enter"])
     assert (ui.mode, effects) == ("entry", [])
     assert problem in ui.problem
@@ -126,12 +126,12 @@ def test_what_is_not_understood_is_said_and_can_be_mended(keys, problem):
     assert (ui.mode, ui.value, ui.problem) == ("confirm", 7, "")
 
 
-def test_a_percentage_needs_a_device_that_is_known():
+def test_percentage_needs_a_known_capacity():
     ui, _ = press_all([*"l50%", "enter"], (instance("a", capacity_bytes=0),))
     assert "not known" in ui.problem
 
 
-def test_the_target_stays_when_the_list_changes_meanwhile():
+def test_target_stays_when_the_list_changes():
     ui, _ = press_all(["j", "l", "1", "G"])
     ui = found(ui, (THREE[0],))
     ui, effects = press_all(["enter", "y"], (THREE[0],), ui)
@@ -139,14 +139,14 @@ def test_the_target_stays_when_the_list_changes_meanwhile():
 
 
 @pytest.mark.parametrize("key", "lzw")
-def test_one_that_has_ended_cannot_be_changed(key):
+def test_closing_instance_cannot_be_changed(key):
     ui, effects = press_all(key, (instance("a", state="closing"),))
     assert (ui.mode, effects) == ("list", [])
     assert "closing" in ui.message
 
 
 @pytest.mark.parametrize(("key", "asleep", "verb"), [("z", False, "sleep"), ("w", True, "wake")])
-def test_sleep_and_wake_are_asked_for_after_a_yes(key, asleep, verb):
+def test_sleep_and_wake_are_requested_after_confirmation(key, asleep, verb):
     instances = (instance("a"), instance("b", asleep=asleep))
     before, effects = press_all(["j", key], instances)
     assert (before.mode, effects) == ("confirm", [])
@@ -160,13 +160,13 @@ def test_sleep_and_wake_are_asked_for_after_a_yes(key, asleep, verb):
 
 
 @pytest.mark.parametrize(("key", "asleep"), [("z", True), ("w", False)])
-def test_what_is_so_already_is_said_and_not_asked_for(key, asleep):
+def test_current_sleep_state_is_reported_without_a_request(key, asleep):
     ui, effects = press_all(key, (instance("a", asleep=asleep),))
     assert (ui.mode, effects) == ("list", [])
     assert ui.message == f"a is {'asleep' if asleep else 'awake'} already"
 
 
-def test_ending_looking_and_help():
+def test_quit_refresh_and_help_keys():
     assert press_all("q")[1] == [Quit()]
     assert press_all(" ")[1] == [Look()]
     for key in "?h":
@@ -177,7 +177,7 @@ def test_ending_looking_and_help():
         assert press_all(["escape"], ui=ui)[0].mode == "list"
 
 
-def test_without_instances_keys_do_no_harm():
+def test_keys_without_instances_are_harmless():
     ui, effects = press_all([*"jkgGlmpszw/x", "enter", "escape"], ())
     assert (ui.mode, effects) == ("list", [])
 
@@ -190,7 +190,7 @@ KEYS = st.sampled_from(
 
 @pytest.mark.slow
 @given(st.lists(KEYS, max_size=40), st.integers(1, 90), st.integers(1, 30))
-def test_any_keys_leave_a_screen_that_can_be_drawn(keys, width, height):
+def test_random_keys_leave_a_drawable_screen(keys, width, height):
     ui = Ui()
     for key in keys:
         ui, effects = press(ui, key, MANY.instances)
@@ -259,7 +259,7 @@ ASLEEP = {"asleep": True, "effective_limit_bytes": 0, "mapped_bytes": 0}
         (LIMIT, ASLEEP | {"revision": 4}, "by a later request; the limit is 1.00 GiB", "bad"),
     ],
 )
-def test_answers_in_words(ask, changes, text, mood):
+def test_request_results_are_shown_as_text(ask, changes, text, mood):
     message, said_mood = answer_line(ask, answer(**changes))
     assert text in message
     assert said_mood == mood

@@ -92,7 +92,7 @@ def instance_of(info: SegmentInfo) -> Instance:
     return found
 
 
-def test_a_device_is_what_its_ledger_says():
+def test_device_shows_its_ledger():
     (device,) = scene_of([segment_info("a")], [ledger()], 0.0).devices
     assert (device.name, device.has_ledger) == ("GPU-1", True)
     assert device.capacity_bytes == 16 * GIB
@@ -105,7 +105,7 @@ def test_a_device_is_what_its_ledger_says():
     assert device.asked_bytes == 2 * MIB
 
 
-def test_what_members_hold_is_read_from_their_records():
+def test_member_usage_comes_from_its_control_block():
     records = [segment_info("a"), segment_info("dead", status="dead")]
     records[0].usage.update(in_use_bytes=GIB, cached_bytes=2 * GIB + 300 * MIB, parked_bytes=0)
     members = [
@@ -121,7 +121,7 @@ def test_what_members_hold_is_read_from_their_records():
     assert device.held_bytes == 12 * GIB
 
 
-def test_reserves_come_out_of_a_gpu_s_capacity_and_lie_beside_the_host_s():
+def test_reserves_reduce_gpu_capacity_but_not_host_capacity():
     awake = member("a", reserve_bytes=3 * GIB, pledged_bytes=3 * GIB)
     asleep = member("b", uuid=bytes(15) + b"b", reserve_bytes=2 * GIB, asleep=True, granted_bytes=0)
     facts = {"members": (awake, asleep), "others_bytes": GIB}
@@ -133,7 +133,7 @@ def test_reserves_come_out_of_a_gpu_s_capacity_and_lie_beside_the_host_s():
     assert (host.others_of_capacity_bytes, host.free_bytes) == (0, 10 * GIB)
 
 
-def test_without_a_ledger_it_is_what_its_instances_say():
+def test_device_without_a_ledger_sums_its_instances():
     found = [segment_info("a"), segment_info("b"), segment_info("dead", status="dead")]
     (device,) = scene_of(found, [], 0.0).devices
     assert (device.has_ledger, device.capacity_bytes) == (False, 16 * GIB)
@@ -142,19 +142,19 @@ def test_without_a_ledger_it_is_what_its_instances_say():
     assert device.guaranteed_bytes == 2 * GIB
 
 
-def test_a_ledger_that_cannot_be_read_does_not_hide_the_device():
+def test_unreadable_ledger_does_not_hide_the_device():
     broken = LedgerInfo("default_GPU-1", "foreign", problem="user 7\x1b[31m")
     devices = scene_of([segment_info("a")], [broken], 0.0).devices
     assert [device.name for device in devices] == ["GPU-1", "default_GPU-1"]
     assert devices[1].problem == "user 7\ufffd[31m"
 
 
-def test_groups_of_one_device_are_told_apart():
+def test_groups_of_one_device_are_distinguished():
     found = scene_of([], [ledger(), ledger(group="other")], 0.0).devices
     assert [device.name for device in found] == ["GPU-1", "GPU-1 (other)"]
 
 
-def test_names_choose_instances_and_their_devices():
+def test_names_select_instances_and_their_devices():
     found = [segment_info("a"), segment_info("b", device="GPU-2")]
     mine = ledger("GPU-2", members=(member("b"), member("c")))
     of_a = (member("a"),)
@@ -171,7 +171,7 @@ def test_names_choose_instances_and_their_devices():
     assert scene_of(found, others, 0.0, names=["none"]).devices == ()
 
 
-def test_one_that_sleeps_is_shown_so_and_has_the_limit_that_it_wakes_with():
+def test_sleeping_instance_shows_its_wake_limit():
     awake = segment_info("a")
     assert (instance_of(awake).state, instance_of(awake).asleep) == ("applied", False)
     sleeping = segment_info("a")
@@ -183,7 +183,7 @@ def test_one_that_sleeps_is_shown_so_and_has_the_limit_that_it_wakes_with():
     assert (instance_of(sleeping).state, instance_of(sleeping).asleep) == ("shrinking", True)
 
 
-def test_an_unreadable_segment_is_an_instance_of_which_nothing_is_known():
+def test_unreadable_segment_is_shown_with_unknown_values():
     one = instance_of(SegmentInfo("x\x1b[2J", "unreadable", problem="version 9"))
     assert (one.name, one.label) == ("x\x1b[2J", "x\ufffd[2J")
     assert (one.state, one.reason, one.mapped_bytes, one.pid) == (
@@ -201,14 +201,14 @@ def scene_at(at_s: float, **changes: object) -> Scene:
     return Scene(at_s, (), (instance("a", **({"pages_in_per_s": None} | changes)),))
 
 
-def test_rates_are_differences_over_the_time_that_passed():
+def test_rates_are_differences_over_elapsed_time():
     model = Model()
     model.add(scene_at(10.0, pages_in=100, pages_out=7, blocks_evicted=0))
     (then,) = model.add(scene_at(12.0, pages_in=150, pages_out=7, blocks_evicted=3)).instances
     assert (then.pages_in_per_s, then.pages_out_per_s, then.evicted_per_s) == (25.0, 0.0, 1.5)
 
 
-def test_no_rate_where_there_is_nothing_to_compare():
+def test_rate_is_unknown_without_a_comparable_sample():
     model = Model()
     model.add(scene_at(10.0, pages_in=100))
     assert model.add(scene_at(10.0, pages_in=200)).instances[0].pages_in_per_s is None
@@ -219,7 +219,7 @@ def test_no_rate_where_there_is_nothing_to_compare():
     assert other.pages_in_per_s is None
 
 
-def test_history_is_a_ring_of_fixed_size():
+def test_history_has_a_fixed_size():
     model = Model()
     for look in range(HISTORY_LOOKS + 30):
         (one,) = model.add(scene_at(float(look), mapped_bytes=look)).instances
@@ -234,7 +234,7 @@ def test_history_is_a_ring_of_fixed_size():
 # ------------------------------------------------------------------------------------ order
 
 
-def test_every_order_keeps_all_and_can_be_reversed():
+def test_every_order_keeps_all_instances():
     unknown = instance(
         "u", mapped_bytes=None, in_use_bytes=None, limit_bytes=None, min_bytes=None, priority=None,
         pages_in_per_s=None, pages_out_per_s=None,
@@ -250,7 +250,7 @@ def test_every_order_keeps_all_and_can_be_reversed():
 
 
 @pytest.mark.parametrize("wanted", ["LLAMA", "vll", "shrink", "gpu-7", "one"])
-def test_a_filter_looks_at_all_texts(wanted):
+def test_filter_matches_all_texts(wanted):
     hit = instance("one", model="Llama-3", engine="vllm", state="shrinking", device="GPU-7")
     miss = replace(hit, key="2", label="2", model="x", engine="y", state="applied", device="z")
     assert ordered([hit, miss], "name", wanted=wanted) == [hit]

@@ -130,14 +130,14 @@ def names(three: list[Shown]) -> list[str]:
     ("columns", "lines", "keys"),
     [(80, 24, ""), (120, 40, "j"), (40, 10, ""), (20, 5, ""), (80, 24, "?")],
 )
-def test_the_screen_is_as_it_was_approved(three, tag, columns, lines, keys):
+def test_screen_matches_the_golden_file(three, tag, columns, lines, keys):
     """KVELASTIC_WRITE_GOLDEN=1 writes the files; look at them before they are committed."""
     suffix = "_help" if keys == "?" else ""
     check_golden(f"{columns}x{lines}{suffix}", names(three), tag, columns, lines, keys)
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(120, 40), (80, 24), (40, 18)])
-def test_tiers_are_shown_as_it_was_approved(tiered, three, tag, columns, lines):
+def test_tiers_screen_matches_the_golden_file(tiered, three, tag, columns, lines):
     of_all = [*names(three), tiered.name]
     check_golden(f"{columns}x{lines}_tiers", of_all, tag, columns, lines, "G")
 
@@ -168,7 +168,7 @@ def check_golden(name: str, of: list[str], tag: str, columns: int, lines: int, k
             pytest.fail("\n".join(diff))
 
 
-def test_pages_in_and_out_are_seen(three, tag):
+def test_page_rates_are_shown(three, tag):
     with OnTerminal("-n", "0.2", f"{tag}_chat", columns=200) as top:
         top.wait_for("applied")
 
@@ -197,7 +197,7 @@ def test_pages_in_and_out_are_seen(three, tag):
         top.wait_for("in use 8.00G")
 
 
-def test_one_that_ends_is_said_and_gone(owner):
+def test_ended_instance_is_reported_and_removed(owner):
     with OnTerminal("-n", "0.1", owner.name) as top:
         top.wait_for(f"{owner.name}")
         owner.kill()
@@ -215,7 +215,7 @@ def colours(top: OnTerminal, character: str) -> set[str]:
     }
 
 
-def test_colours_where_there_are_any(three):
+def test_colours_follow_the_terminal(three):
     with OnTerminal(*names(three)) as top:
         top.wait_for("applied")
         assert colours(top, "▓") == {"cyan", "default"}  # the selected line has none
@@ -241,7 +241,7 @@ def change(top: OnTerminal, key: str, value: str) -> None:
     top.press("y")
 
 
-def test_a_limit_by_keys_reaches_the_instance_and_its_answer_is_shown(owner):
+def test_limit_key_reaches_the_instance(owner):
     with OnTerminal("-n", "0.1", owner.name) as top:
         top.wait_for(f"{owner.name}")
         change(top, "l", "48M")
@@ -253,7 +253,7 @@ def test_a_limit_by_keys_reaches_the_instance_and_its_answer_is_shown(owner):
         assert segment.inspect(owner.name).request["limit_bytes"] == GIB
 
 
-def test_min_and_priority_by_keys(owner):
+def test_min_and_priority_keys_reach_the_instance(owner):
     with OnTerminal(owner.name) as top:
         top.wait_for(f"{owner.name}")
         change(top, "m", "32M")
@@ -266,7 +266,7 @@ def test_min_and_priority_by_keys(owner):
         assert request["limit_bytes"] is None
 
 
-def test_a_real_instance_and_its_ledger():
+def test_real_instance_and_its_ledger_are_shown():
     with (
         Instance(KVELASTIC_HOST_MEMORY="64M") as real,
         OnTerminal("-n", "0.1", real.name, columns=120) as top,
@@ -287,7 +287,7 @@ def test_a_real_instance_and_its_ledger():
         top.wait_for("limit 32.00 MiB  min 8.00 MiB  priority 3")
 
 
-def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
+def test_sleep_and_wake_keys_reach_the_instance():
     with Instance(KVELASTIC_HOST_MEMORY="64M") as real, OnTerminal("-n", "0.1", real.name) as top:
         real.cache(real.alloc(8))
         top.wait_for("applied")
@@ -318,14 +318,14 @@ def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
         ("mute", "limit 1.00 MiB requested; no reply yet"),
     ],
 )
-def test_other_answers(tag, mode, text):
+def test_other_request_results_are_shown(tag, mode, text):
     with Owner(f"kvtop_{tag}", mode) as running, OnTerminal(running.name, columns=120) as top:
         top.wait_for(running.name)
         change(top, "l", "1M")
         top.wait_for(text)
 
 
-def test_nothing_is_changed_without_a_yes(owner):
+def test_unconfirmed_change_is_not_requested(owner):
     with OnTerminal(owner.name) as top:
         top.wait_for(owner.name)
         top.press("l64M\r")
@@ -339,7 +339,7 @@ def test_nothing_is_changed_without_a_yes(owner):
     assert segment.inspect(owner.name).request["revision"] == 0
 
 
-def test_keys_are_read_at_once_however_long_the_interval(owner):
+def test_keys_work_with_a_long_interval(owner):
     with OnTerminal("-n", "3600", owner.name) as top:
         top.wait_for(owner.name)
         top.press("?")
@@ -368,7 +368,7 @@ def test_arrow_keys_and_escape(three, tag):
 # ---------------------------------------------------------------------------- sizes and endings
 
 
-def test_resizing_at_any_time(three, tag):
+def test_resize_at_any_time(three, tag):
     with OnTerminal(*names(three)) as top:
         top.wait_for("TREND")
         top.resize(200, 50)
@@ -387,7 +387,7 @@ def test_resizing_at_any_time(three, tag):
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(1, 1), (2, 1), (3, 2), (20, 5), (200, 50)])
-def test_it_starts_on_any_terminal(owner, columns, lines):
+def test_start_on_any_terminal_size(owner, columns, lines):
     with OnTerminal("-n", "0.1", owner.name, columns=columns, lines=lines) as top:
         top.wait_for(lambda: any(row.strip() for row in top.rows))
         top.press("jl64M\r")
@@ -398,7 +398,7 @@ def test_it_starts_on_any_terminal(owner, columns, lines):
 
 
 @pytest.mark.parametrize("way", ["q", "ctrl-c", "SIGTERM", "SIGINT", "SIGHUP", "q in a prompt"])
-def test_every_end_leaves_the_terminal_as_it_was(owner, way):
+def test_every_exit_restores_the_terminal(owner, way):
     with OnTerminal(owner.name, TERM="xterm-256color") as top:
         before = termios.tcgetattr(top.fd)
         top.wait_for(lambda: owner.name.encode() in top.raw)
@@ -420,7 +420,7 @@ def test_every_end_leaves_the_terminal_as_it_was(owner, way):
         assert b"Traceback" not in top.raw
 
 
-def test_a_terminal_that_cannot_place_text(owner):
+def test_dumb_terminal_is_rejected(owner):
     with OnTerminal(owner.name, TERM="dumb") as top:
         assert top.ended() == 1
         assert b"--once" in top.raw
@@ -452,7 +452,7 @@ def test_once_prints_a_plain_screen(three, tag):
 
 
 @pytest.mark.parametrize("program", [(KVTOP, "--once"), (KVCTL, "kvtop", "--once"), (KVTOP,)])
-def test_a_name_that_is_none_is_an_error(owner, program):
+def test_unknown_name_is_an_error(owner, program):
     done = run(*program, "no_such_instance")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no segment is called 'no_such_instance'" in done.stderr
@@ -466,13 +466,13 @@ def test_once_with_an_interval_has_rates(owner):
     assert later.stdout.splitlines()[-1].split().count("-") == 0
 
 
-def test_kvctl_kvtop_is_the_same(owner):
+def test_kvctl_kvtop_is_the_same_program(owner):
     done = run(KVCTL, "kvtop", "--refresh", "1", "--once", owner.name)
     assert done.returncode == 0
     assert owner.name in done.stdout
 
 
-def test_without_a_terminal_it_says_what_to_do():
+def test_missing_terminal_names_the_once_option():
     done = run(KVTOP)
     assert done.returncode == 1
     assert done.stderr == (
@@ -481,7 +481,7 @@ def test_without_a_terminal_it_says_what_to_do():
     assert run(KVTOP, "-n", "0").returncode == 2
 
 
-def test_it_opens_no_gpu(owner):
+def test_kvtop_opens_no_gpu(owner):
     program = (
         "import sys; from kvelastic.cli.kvtop.command import main\n"
         f"sys.argv = ['kvtop', '--once', {owner.name!r}]\n"

@@ -70,7 +70,7 @@ def draw(
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII], ids=["unicode", "ascii"])
 @pytest.mark.parametrize("typed", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("scene", ALL.values(), ids=ALL)
-def test_it_fits_every_size(scene, typed, glyphs):
+def test_screen_fits_every_size(scene, typed, glyphs):
     ui = state(scene, typed)
     for width, height in SIZES:
         lines = screen(scene, ui, width=width, height=height, glyphs=glyphs, clock="12:30:01")
@@ -84,7 +84,7 @@ def test_it_fits_every_size(scene, typed, glyphs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ALL.values(), ids=ALL)
-def test_every_width_and_height_near_the_edges(scene):
+def test_screen_fits_sizes_near_the_edges(scene):
     for width in range(1, 100):
         for height in (1, 2, 3, 4, 5, 6, 7, 9, 12):
             lines = screen(scene, Ui(), width=width, height=height, glyphs=UNICODE, clock="1")
@@ -92,12 +92,12 @@ def test_every_width_and_height_near_the_edges(scene):
             assert max(map(width_of, lines)) <= width
 
 
-def test_no_screen_is_no_lines():
+def test_zero_size_screen_has_no_lines():
     assert screen(ONE, Ui(), width=0, height=5, glyphs=UNICODE, clock="") == []
     assert screen(ONE, Ui(), width=5, height=0, glyphs=UNICODE, clock="") == []
 
 
-def test_80_columns_say_all_that_is_needed():
+def test_80_columns_show_the_essential_values():
     lines = draw(ONE)
     heading = next(line for line in lines if line.startswith("NAME"))
     for title in ("STATE", "MIN", "LIMIT", "MAPPED", "OF LIMIT", "IN/S", "OUT/S", "TREND"):
@@ -111,18 +111,18 @@ def test_80_columns_say_all_that_is_needed():
     assert "others 1.00G" in lines[3]
 
 
-def test_wide_screens_say_more():
+def test_wide_screens_show_more_columns():
     heading = next(line for line in draw(ONE, width=200, height=50) if line.startswith("NAME"))
     for title in ("PRIO", "IN USE", "EVICT/S", "MODEL"):
         assert title in heading
 
 
-def test_one_line_shows_an_instance_and_one_cell_something():
+def test_smallest_screens_still_show_an_instance():
     assert draw(ONE, width=20, height=1)[0].startswith("kvelastic")
     assert draw(ONE, width=1, height=1) != [""]
 
 
-def test_the_selected_instance_is_on_the_screen_and_marked():
+def test_selected_instance_is_visible_and_marked():
     ui = state(MANY, "G")
     lines = screen(MANY, ui, width=80, height=24, glyphs=UNICODE, clock="")
     marked = [line for line in lines if any(span.is_selected for span in line)]
@@ -130,7 +130,7 @@ def test_the_selected_instance_is_on_the_screen_and_marked():
     assert width_of(marked[0]) == 80  # the mark goes through to the edge
 
 
-def test_what_is_filtered_away_is_counted():
+def test_filtered_instances_are_counted():
     lines = draw(MANY, state(MANY, "/sglang_11"))
     assert lines[0].startswith(" kvtop  1 of 60 instances")
     assert "/sglang_11" in lines[0]
@@ -138,16 +138,16 @@ def test_what_is_filtered_away_is_counted():
     assert any("No instances" in line for line in draw(EMPTY))
 
 
-def test_more_devices_than_there_is_room_for():
+def test_excess_devices_are_counted():
     scene = replace(ONE, devices=tuple(device(f"GPU-{n}") for n in range(16)))
     assert any(line.startswith("and 10 more") for line in draw(scene))
 
 
-def test_a_ledger_that_cannot_be_read_says_why():
+def test_unreadable_ledger_shows_the_reason():
     assert any("it belongs to user 1000" in line for line in draw(MANY, height=50))
 
 
-def test_prompts_show_what_is_typed_on_any_width():
+def test_prompts_show_the_input_at_any_width():
     ui = state(ONE, "l123456")
     assert draw(ONE, ui)[-1] == "New limit of kvelastic_vllm_1 (4.00 GiB): 123456_"
     assert draw(ONE, ui, width=4, height=3)[-1] == "456_"
@@ -156,7 +156,7 @@ def test_prompts_show_what_is_typed_on_any_width():
     assert draw(ONE, state(ONE, "l512M\n"), width=24, height=2)[-1] == "limit 512.00 MiB? y/n"
 
 
-def test_sleep_and_wake_are_asked_for_in_words_of_their_own():
+def test_sleep_and_wake_have_their_own_prompts():
     sleeping = Scene(1.0, (), (instance("a", state="asleep", asleep=True, over_bytes=GIB),))
     question = "Put kvelastic_vllm_1 to sleep, which drops all that it has cached? y = yes, n = no"
     assert draw(ONE, state(ONE, "z"), width=100)[-1] == question
@@ -176,7 +176,7 @@ def test_help_fits_80_by_24_and_scrolls_below():
     assert draw(ONE, state(ONE, "?jj"), height=10)[0] == draw(ONE, state(ONE, "?"), height=10)[2]
 
 
-def test_a_plain_screen_has_all_instances():
+def test_plain_screen_has_all_instances():
     lines = plain_screen(MANY, 100, ASCII).splitlines()
     assert sum(line.startswith("kvelastic_sglang_") for line in lines) == 60
     assert max(map(len, lines)) <= 100
@@ -203,13 +203,13 @@ def test_shares_add_up(amounts, whole, width, counts):
     assert shares(amounts, whole, width) == counts
 
 
-def test_a_device_bar_has_all_parts_in_order():
+def test_device_bar_has_all_parts_in_order():
     bar = device_bar(device(), 16, ASCII)
     assert "".join(span.text for span in bar) == "####==-~x......."
     assert [span.style for span in bar] == ["in_use", "cached", "parked", "slack", "others", "free"]
 
 
-def test_what_is_reserved_is_in_the_bar_as_far_as_it_comes_out_of_the_capacity():
+def test_bar_shows_the_reserve_taken_from_the_capacity():
     on_a_gpu = device(
         reserved_bytes=4 * GIB, reserved_of_capacity_bytes=4 * GIB, free_bytes=3 * GIB
     )
@@ -223,7 +223,7 @@ def test_what_is_reserved_is_in_the_bar_as_far_as_it_comes_out_of_the_capacity()
         assert "reserved 4.00G" in lines[3]
 
 
-def test_an_instance_s_reserve_stands_below_the_table():
+def test_reserve_is_shown_below_the_table():
     awake = instance("a", reserved_bytes=3 * GIB)
     assert "priority 0  reserved 3.00 GiB  model" in draw(replace(ONE, instances=(awake,)))[-3]
     asleep = replace(awake, asleep=True, state="asleep")
@@ -231,7 +231,7 @@ def test_an_instance_s_reserve_stands_below_the_table():
     assert "priority 0  reserved when awake 3.00 GiB  model" in lines[-3]
 
 
-def test_tiers_have_a_column_and_stand_below_where_there_are_any():
+def test_tiers_have_a_column_and_detail_lines():
     lines = draw(TIERS, width=100, height=30)
     heading = next(line for line in lines if line.startswith("NAME"))
     row = next(line for line in lines if line.startswith("a_with_tiers"))
@@ -245,7 +245,7 @@ def test_tiers_have_a_column_and_stand_below_where_there_are_any():
     assert not any("TIERS" in line for line in draw(ONE, width=200, height=50))
 
 
-def test_what_is_selected_moves_nothing_above_it():
+def test_selection_does_not_move_the_lines_above():
     lines = draw(TIERS, height=30)
     other = draw(TIERS, state(TIERS, "j"), height=30)
     assert other[:-8] == lines[:-8]
@@ -259,7 +259,7 @@ def test_what_is_selected_moves_nothing_above_it():
     ("changes", "style"),
     [({}, "plain"), ({"is_stuck": True}, "bad"), ({"is_current": False}, "bad")],
 )
-def test_a_tier_that_does_not_answer_is_seen_in_the_table(changes, style):
+def test_stuck_or_stale_tier_is_highlighted_in_table(changes, style):
     host = TIERS.instances[0].tiers[0]
     shown = instance("b", tiers=(host, structs.replace(host, **changes)))
     lines = screen(
@@ -274,7 +274,7 @@ def test_a_tier_that_does_not_answer_is_seen_in_the_table(changes, style):
     assert [span.style for span in row if span.text.strip() == "6.00G"] == [style]
 
 
-def test_one_can_sort_by_what_tiers_hold():
+def test_instances_can_be_sorted_by_tier_usage():
     ui = replace(Ui(), order="tiers")
     rows = [line for line in draw(TIERS, ui, width=120) if line.startswith(("a_", "b_"))]
     assert [row.split()[0] for row in rows[:2]] == ["a_with_tiers", "b_without"]
@@ -306,7 +306,7 @@ def test_short_numbers_fit():
             assert len(short_rate(float(number))) <= CELLS, number
 
 
-def test_cutting_and_filling_counts_cells_not_characters():
+def test_cut_and_fill_count_cells_not_characters():
     assert fit("日本語", 5) == "日本 "
     assert fit("日本語", 5, "…") == "日本…"
     assert fit("日本語", 4, "…") == "日… "
@@ -324,7 +324,7 @@ def test_wrapping():
     assert wrap("x", 0, 3) == []
 
 
-def test_the_arrow_stands_at_what_is_sorted_by():
+def test_arrow_marks_the_sort_column():
     up = draw(ONE, width=200)
     assert any(line.startswith("NAME▲") for line in up)
     down = draw(ONE, state(ONE, "ss"), width=200)
@@ -332,7 +332,7 @@ def test_the_arrow_stands_at_what_is_sorted_by():
     assert any("▲MAPPED" in line for line in draw(ONE, state(ONE, "ssr"), width=200))
 
 
-def test_an_instance_over_its_limit_says_so_below():
+def test_instance_over_its_limit_is_explained_below():
     scene = replace(
         ONE, instances=(instance("a", state="shrinking", over_bytes=GIB, reason="x y"),)
     )

@@ -35,7 +35,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_a_channel_asks(server: Endpoint, secret_path: Path) -> None:
+def test_channel_call_returns_replies_and_errors(server: Endpoint, secret_path: Path) -> None:
     with connect(server.addresses[0], PROTOCOL, secret=SecretFile(secret_path)) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S) == Answer(2, "kv")
         assert channel.call(Numbers([1, 2, 3]), timeout_s=DEADLINE_S) == Answer(6)
@@ -47,7 +47,7 @@ def test_a_channel_asks(server: Endpoint, secret_path: Path) -> None:
         assert channel.call(Ask("later"), timeout_s=DEADLINE_S) == Answer(7)
 
 
-def test_an_endpoint_asks_from_many_threads(server: Endpoint, client: Endpoint) -> None:
+def test_endpoint_calls_from_many_threads(server: Endpoint, client: Endpoint) -> None:
     connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
 
     def ask(number: int) -> None:
@@ -60,7 +60,7 @@ def test_an_endpoint_asks_from_many_threads(server: Endpoint, client: Endpoint) 
         connection.call(Ask("refuse"), timeout_s=DEADLINE_S)
 
 
-def test_both_ends_ask_each_other(tmp_path: Path) -> None:
+def test_both_ends_call_each_other(tmp_path: Path) -> None:
     heard: list[object] = []
 
     def ask_back(request: Request) -> None:
@@ -76,7 +76,7 @@ def test_both_ends_ask_each_other(tmp_path: Path) -> None:
     assert heard == [Answer(4, "back")]
 
 
-def test_a_handler_that_waits_for_its_own_thread_is_told(tmp_path: Path) -> None:
+def test_blocking_call_in_handler_thread_raises(tmp_path: Path) -> None:
     def wrong(request: Request) -> None:
         request.connection.call(Ask("back"), timeout_s=DEADLINE_S)
 
@@ -90,7 +90,7 @@ def test_a_handler_that_waits_for_its_own_thread_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
+def test_descriptors_are_passed_both_ways_without_leaks(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     with Endpoint(PROTOCOL, answer, listen=[address]), Endpoint(PROTOCOL, answer) as client:
         connection = client.connect(address)
@@ -116,7 +116,7 @@ def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
         assert descriptors() == before
 
 
-def test_descriptors_over_tcp_are_refused(secret_path: Path) -> None:
+def test_descriptors_over_tcp_are_rejected(secret_path: Path) -> None:
     secret = SecretFile(secret_path)
     listen = [parse_address("tcp://127.0.0.1:0")]
     with (
@@ -129,7 +129,7 @@ def test_descriptors_over_tcp_are_refused(secret_path: Path) -> None:
         assert connection.call(Ask("goes on"), timeout_s=DEADLINE_S)
 
 
-def test_a_late_reply_is_no_answer_to_the_next_request(server: Endpoint, client: Endpoint) -> None:
+def test_late_reply_is_not_matched_to_next_request(server: Endpoint, client: Endpoint) -> None:
     connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     with pytest.raises(ChannelTimeoutError, match="has not answered a Ask in 0 s"):
         connection.call(Ask("silent"), timeout_s=0)
@@ -139,7 +139,7 @@ def test_a_late_reply_is_no_answer_to_the_next_request(server: Endpoint, client:
     assert connection.call(Ask("again"), timeout_s=DEADLINE_S) == Answer(5, "again")
 
 
-def test_too_many_requests_wait(server: Endpoint, client: Endpoint) -> None:
+def test_too_many_unanswered_requests_raise(server: Endpoint, client: Endpoint) -> None:
     connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     for _ in range(MOST_UNANSWERED):
         with pytest.raises(ChannelTimeoutError):
@@ -148,7 +148,7 @@ def test_too_many_requests_wait(server: Endpoint, client: Endpoint) -> None:
         connection.call(Ask("one more"), timeout_s=DEADLINE_S)
 
 
-def test_what_is_too_large_is_not_sent(server: Endpoint, client: Endpoint) -> None:
+def test_oversized_message_is_not_sent(server: Endpoint, client: Endpoint) -> None:
     connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     with pytest.raises(MessageError, match="send it in parts"):
         connection.call(Answer(0, "x" * 200_000), timeout_s=DEADLINE_S)
@@ -156,7 +156,7 @@ def test_what_is_too_large_is_not_sent(server: Endpoint, client: Endpoint) -> No
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_killed_peer_is_noticed_and_its_callers_are_told(
+def test_killed_peer_closes_connection_and_fails_calls(
     kind: str, tmp_path: Path, client: Endpoint, start_server: Starter
 ) -> None:
     process, address = start_server(
@@ -183,7 +183,7 @@ def test_a_killed_peer_is_noticed_and_its_callers_are_told(
 
 
 @pytest.mark.slow
-def test_a_stopped_peer_is_late_and_not_gone(
+def test_stopped_peer_times_out_and_stays_connected(
     client: Endpoint, start_server: Starter, tmp_path: Path
 ) -> None:
     process, address = start_server("tcp://127.0.0.1:0")
@@ -196,7 +196,7 @@ def test_a_stopped_peer_is_late_and_not_gone(
     assert connection.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
-def test_a_peer_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
+def test_peer_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
     opened: list[Connection] = []
     address = parse_address(f"unix://{tmp_path}/s")
     with (
@@ -214,7 +214,7 @@ def test_a_peer_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
         assert not opened[0].is_open
 
 
-def test_a_forked_child_keeps_no_connection(tmp_path: Path, start_server: Starter) -> None:
+def test_forked_child_keeps_no_connection(tmp_path: Path, start_server: Starter) -> None:
     """The bug: a child of a killed process kept its connections, so nobody saw that it had gone."""
     program = """
 import os, signal, sys

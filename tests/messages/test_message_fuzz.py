@@ -106,22 +106,22 @@ def frames_are_frames_or_errors(count: int) -> None:
     assert grown_bytes() - before < 64 << 20
 
 
-def test_changed_bodies() -> None:
+def test_mutated_bodies_decode_or_raise() -> None:
     bodies_are_messages_or_errors(FEW)
 
 
-def test_changed_frames() -> None:
+def test_mutated_frames_decode_or_raise() -> None:
     frames_are_frames_or_errors(FEW)
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_changed_messages() -> None:
+def test_hundred_thousand_mutated_messages_decode_or_raise() -> None:
     bodies_are_messages_or_errors(MANY)
     frames_are_frames_or_errors(MANY)
 
 
 @pytest.mark.slow
-def test_strangers_that_say_anything_do_not_get_in(secret_path: Path) -> None:
+def test_random_unauthenticated_bytes_are_rejected(secret_path: Path) -> None:
     """A server that is told nonsense lets nobody in, and goes on answering who knows the secret."""
     rng = random.Random(21)
     secret = SecretFile(secret_path)

@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
-def test_one_wheel_for_this_python_and_many_systems(built: Path) -> None:
+def test_wheel_is_manylinux_and_contains_the_package(built: Path) -> None:
     [wheel] = built.glob("*.whl")
     assert f"-{ABI}-manylinux" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
@@ -52,7 +52,7 @@ def test_one_wheel_for_this_python_and_many_systems(built: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
-def test_the_sdist_has_what_its_tests_and_docs_need(built: Path) -> None:
+def test_sdist_has_tests_and_docs(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -61,7 +61,7 @@ def test_the_sdist_has_what_its_tests_and_docs_need(built: Path) -> None:
     assert [name for name in names if name.startswith((".venv", "build/", "dist/"))] == []
 
 
-def test_a_warning_of_another_compiler_is_no_error() -> None:
+def test_compiler_warnings_are_errors_only_in_own_builds() -> None:
     """Only the project's own builds say so, by CMake's own variable."""
     assert "Werror" not in (ROOT / "CMakeLists.txt").read_text()
     assert "CMAKE_COMPILE_WARNING_AS_ERROR=ON" in (ROOT / "scripts" / "setup").read_text()

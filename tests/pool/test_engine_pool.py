@@ -72,7 +72,7 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield stack
 
 
-def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
+def test_toy_engine_is_visible_limited_and_closed(stack: ExitStack) -> None:
     toy = Toy(stack)
     name = toy.cache.pool.name
     assert toy.cache.pool.blocks.mapped_bytes == 0
@@ -90,7 +90,7 @@ def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
 
 
 @pytest.mark.slow
-def test_a_toy_engine_gets_what_an_idle_one_caches(
+def test_busy_toy_engine_gets_cached_pages_of_idle(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that `docs/ARCHITECTURE.md` asks of another engine, with keepers, ledger and operator."""
@@ -119,16 +119,14 @@ def test_a_toy_engine_gets_what_an_idle_one_caches(
         assert engine.answers["again"] == answer_of(prompts["r0"], 9)
 
 
-def test_a_second_cache_of_the_process_has_a_number(stack: ExitStack) -> None:
+def test_second_cache_of_a_process_is_numbered(stack: ExitStack) -> None:
     first, second = Toy(stack).begin(), Toy(stack).begin(8 * MIB_BYTES)
     assert second.cache.pool.name == f"{first.cache.pool.name}_2"
     (ledger,) = second.cache.pool.ledgers
     assert ledger.member.reserve_bytes == 0, "weights are the process's: the first has said them"
 
 
-def test_room_for_steps_stays_reserved_on_a_gpu(
-    stack: ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_step_reserve_is_kept_on_a_gpu(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     """A neighbour must not take what activations leave between two steps."""
     device = Device(f"toys-{os.getpid()}", 64 * MIB_BYTES, _vmm.HostDriver)
     toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
@@ -147,7 +145,7 @@ def test_room_for_steps_stays_reserved_on_a_gpu(
     assert "could not be raised" in caplog.text
 
 
-def test_a_reserve_that_is_set_follows_nothing(
+def test_configured_reserve_disables_the_step_reserve(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVELASTIC_RESERVE", "4M")
@@ -158,7 +156,7 @@ def test_a_reserve_that_is_set_follows_nothing(
     assert toy.cache.step_reserve is None
 
 
-def test_there_are_as_many_blocks_as_were_asked_for_and_fit(
+def test_capacity_is_requested_blocks_bounded_by_the_device(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -171,16 +169,14 @@ def test_there_are_as_many_blocks_as_were_asked_for_and_fit(
     assert said.levelname == "INFO", "what an engine asks for by default is no reason to worry"
 
 
-def test_a_device_that_does_not_fit_is_refused(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsuitable_device_is_rejected(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVELASTIC_DEVICE", "cuda:0")
     with pytest.raises(ConfigError, match="does not fit a model of Toy on cpu"):
         Toy(stack)
 
 
 @pytest.mark.slow
-def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
+def test_sglang_resume_waits_if_reserve_is_unavailable(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer cannot say that it failed, and an error would end its scheduler."""

@@ -44,14 +44,14 @@ def read_too_far(**environment: str) -> subprocess.CompletedProcess[str]:
 
 @needs.torch
 @pytest.mark.parametrize("layout", ["true", "false"], ids=["paged", "per buffer"])
-def test_reading_too_far_reads_scratch(layout: str) -> None:
+def test_out_of_range_read_hits_a_guard_page(layout: str) -> None:
     done = read_too_far(KVELASTIC_GUARD_PAGES="true", KVELASTIC_CONTIGUOUS_LAYOUT=layout)
     assert (done.returncode, done.stdout) == (0, "0.0\n[3.0]\nTrue\n"), done.stderr[-2000:]
     assert "KVELASTIC_GUARD_PAGES is on" in done.stderr
 
 
 @needs.torch
-def test_without_guards_it_is_found_out() -> None:
+def test_out_of_range_read_without_guards_faults() -> None:
     done = read_too_far()
     segment.reap()
     ledger.reap()

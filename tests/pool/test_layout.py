@@ -71,7 +71,7 @@ PAGES = st.integers(1, 5)
 
 @given(layouts(), PAGES)
 @settings(deadline=None)
-def test_no_two_blocks_overlap(layout: PageLayout, pages: int) -> None:
+def test_blocks_do_not_overlap(layout: PageLayout, pages: int) -> None:
     ranges = address_ranges(layout, pages)
     assert len(ranges) == pages * layout.blocks_per_page * layout.buffers
     for (_, end, _), (begin, _, _) in pairwise(ranges):
@@ -80,7 +80,7 @@ def test_no_two_blocks_overlap(layout: PageLayout, pages: int) -> None:
 
 @given(layouts(), PAGES)
 @settings(deadline=None)
-def test_every_block_lies_in_one_extent_of_its_page(layout: PageLayout, pages: int) -> None:
+def test_each_block_lies_in_one_extent(layout: PageLayout, pages: int) -> None:
     for begin, end, page in address_ranges(layout, pages):
         assert any(
             offset <= begin and end <= offset + size for offset, size in layout.extents(page, pages)
@@ -116,7 +116,7 @@ def test_every_buffer_is_dense(layout: PageLayout, pages: int) -> None:
 
 @given(layouts(), PAGES)
 @settings(deadline=None)
-def test_ids_by_brute_force(layout: PageLayout, pages: int) -> None:
+def test_block_ids_match_brute_force(layout: PageLayout, pages: int) -> None:
     owner = {block_id: page for page in range(pages) for block_id in layout.ids(page)}
     assert len(owner) == pages * layout.blocks_per_page
     assert owner[0] == 0  # the null block
@@ -137,22 +137,20 @@ def test_ids_by_brute_force(layout: PageLayout, pages: int) -> None:
 
 @given(layouts(), PAGES)
 @settings(deadline=None)
-def test_span_reaches_every_id_and_no_further_than_the_range(
-    layout: PageLayout, pages: int
-) -> None:
+def test_id_span_covers_every_id_within_the_range(layout: PageLayout, pages: int) -> None:
     span = layout.id_span(pages)
     assert max(max(layout.ids(page)) for page in range(pages)) == span - 1
     end = layout.offset_bytes(span - 1, layout.buffers - 1, pages) + layout.block_bytes
     assert end <= layout.range_bytes(pages)
 
 
-def test_no_pages_no_span() -> None:
+def test_zero_pages_have_no_id_span() -> None:
     assert PageLayout.solve(64, 2).id_span(0) == 0
 
 
 @given(layouts(), st.integers(0, 500))
 @settings(deadline=None)
-def test_pages_for_blocks(layout: PageLayout, blocks: int) -> None:
+def test_pages_for_blocks_is_minimal(layout: PageLayout, blocks: int) -> None:
     pages = layout.pages_for_blocks(blocks)
     assert pages * layout.blocks_per_page >= blocks
     assert pages == 0 or (pages - 1) * layout.blocks_per_page < blocks
@@ -160,7 +158,7 @@ def test_pages_for_blocks(layout: PageLayout, blocks: int) -> None:
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 12))
 @settings(deadline=None, max_examples=60)
-def test_the_most_blocks_that_fit_and_not_one_more(
+def test_page_layout_accepts_only_blocks_that_fit(
     block_bytes: int, buffers: int, granules: int
 ) -> None:
     extent = granules * GRANULE
@@ -174,7 +172,7 @@ def test_the_most_blocks_that_fit_and_not_one_more(
 @pytest.mark.slow
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 6 * GRANULE), st.booleans())
 @settings(deadline=None)
-def test_solve_follows_the_rule(
+def test_solve_minimizes_padding(
     block_bytes: int, buffers: int, page_size: int, per_buffer: bool
 ) -> None:
     layout = PageLayout.solve(
@@ -198,7 +196,7 @@ def test_solve_follows_the_rule(
     assert layout.padding_fraction == pytest.approx(waste[expected])
 
 
-def test_the_example_of_the_design() -> None:
+def test_design_document_example() -> None:
     layout = PageLayout.solve(24 << 10, 30)
     assert layout.page_bytes == 12 << 20
     assert layout.blocks_per_page == 17
@@ -210,7 +208,7 @@ def test_the_example_of_the_design() -> None:
 
 @given(st.integers(1, 4 << 20), st.integers(1, 200))
 @settings(deadline=None)
-def test_real_sizes(block_bytes: int, buffers: int) -> None:
+def test_real_block_sizes_are_solved(block_bytes: int, buffers: int) -> None:
     try:
         layout = PageLayout.solve(block_bytes, buffers)
     except LayoutError:
@@ -223,7 +221,7 @@ def test_real_sizes(block_bytes: int, buffers: int) -> None:
     assert end <= layout.range_bytes(pages)
 
 
-def test_a_block_that_fits_no_page() -> None:
+def test_block_larger_than_a_page_is_rejected() -> None:
     with pytest.raises(LayoutError, match=f"a block of {1 << 29} bytes in 3") as caught:
         PageLayout.solve(1 << 29, 3)
     assert str(MAX_PAGE_BYTES) in str(caught.value)
@@ -235,25 +233,25 @@ def test_a_block_that_fits_no_page() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", None, True])
 @pytest.mark.parametrize("name", ["block_bytes", "buffers", "granularity_bytes", "page_size_bytes"])
-def test_solve_refuses_what_is_not_positive(name: str, value: Any) -> None:
+def test_solve_rejects_non_positive_arguments(name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"block_bytes": 64, "buffers": 2, name: value}
     with pytest.raises(LayoutError, match=f"{name}={value!r} is not accepted"):
         PageLayout.solve(**arguments)
 
 
 @pytest.mark.parametrize("name", ["granularity_bytes", "page_size_bytes"])
-def test_solve_refuses_more_than_the_largest_page(name: str) -> None:
+def test_solve_rejects_sizes_above_the_largest_page(name: str) -> None:
     arguments: dict[str, Any] = {name: MAX_PAGE_BYTES + 1}
     with pytest.raises(LayoutError, match=f"{name}={MAX_PAGE_BYTES + 1}"):
         PageLayout.solve(64, 2, **arguments)
 
 
-def test_vllms_placement_needs_one_buffer_a_layer() -> None:
+def test_vllm_placement_needs_one_buffer_per_layer() -> None:
     with pytest.raises(LayoutError, match="layers=2 does not match a layout of 4 buffers"):
         place_layers(PageLayout.solve(64, 4), 2, 1)
 
 
-def test_where_one_block_is_enough_a_page_is_no_larger_than_it_has_to_be() -> None:
+def test_page_for_one_block_is_minimal() -> None:
     """Blocks of which all layers lie side by side: nothing is gained by neighbours in a page."""
     mib = 1 << 20
     small = PageLayout.solve(32 << 10, 1, fewest_blocks=1)

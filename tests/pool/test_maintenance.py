@@ -62,7 +62,7 @@ class Instance:
         self.segment.close()
 
 
-def test_the_start_is_announced():
+def test_start_publishes_the_first_acknowledgement():
     with Instance(limit_bytes=3 * HUGE) as one:
         answer = one.operator.record.read_answer()
         assert (answer["revision"], answer["state"]) == (0, "applied")
@@ -89,7 +89,7 @@ def test_stop_right_after_start_returns() -> None:
         ((1 << 64) - 1, 8 * HUGE, ""),
     ],
 )
-def test_a_request_is_answered_while_idle(limit, effective, reason):
+def test_request_is_acknowledged_while_idle(limit, effective, reason):
     with Instance(capacity_bytes=8 * HUGE) as one:
         answer = one.answer(one.request(limit))
         assert answer["state"] == "applied"
@@ -98,7 +98,7 @@ def test_a_request_is_answered_while_idle(limit, effective, reason):
         assert one.pool.limit_state()["effective_limit_bytes"] == effective
 
 
-def test_idle_memory_is_back_when_the_answer_is_there():
+def test_memory_is_released_before_the_acknowledgement():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.cache(ids[: 6 * B])
@@ -122,7 +122,7 @@ with segment.open_writable(sys.argv[1]) as operator:
 """
 
 
-def test_a_request_is_answered_while_python_is_busy_in_c():
+def test_request_is_acknowledged_while_gil_is_held():
     """The operator is another process; the main thread here keeps the GIL meanwhile."""
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
@@ -137,7 +137,7 @@ def test_a_request_is_answered_while_python_is_busy_in_c():
         assert one.memory.held_at_the_os() == 3 * HUGE
 
 
-def test_shrinking_is_applied_when_blocks_are_freed():
+def test_shrinking_completes_as_blocks_are_freed():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         pages = {p: [b for b in ids if one.memory.page_of(b) == p] for p in range(PAGES)}
@@ -159,7 +159,7 @@ def test_shrinking_is_applied_when_blocks_are_freed():
         one.pool.check_integrity()
 
 
-def test_a_limit_that_is_raised_again_ends_the_shrinking():
+def test_raised_limit_ends_shrinking():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         assert one.answer(one.request(4 * HUGE), settled=False)["state"] == "shrinking"
@@ -169,7 +169,7 @@ def test_a_limit_that_is_raised_again_ends_the_shrinking():
         assert one.pool.alloc(PAGES * B - 1) is not None
 
 
-def test_a_shrinking_that_the_driver_refuses_is_tried_again():
+def test_failed_driver_call_while_shrinking_is_retried():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.free(ids)
@@ -180,7 +180,7 @@ def test_a_shrinking_that_the_driver_refuses_is_tried_again():
         assert one.memory.held_at_the_os() == 4 * HUGE
 
 
-def test_a_request_to_trim():
+def test_trim_request_releases_parked_pages():
     with Instance(preallocate=True, min_reserved_pages=2, max_reserved_pages=4) as one:
         ids = one.pool.alloc(6 * B)
         one.pool.free(ids[B:])
@@ -195,13 +195,13 @@ def test_a_request_to_trim():
         assert one.pool.mapped_bytes == answer["mapped_bytes"] == one.memory.held_at_the_os()
 
 
-def test_a_trim_does_not_change_the_limit():
+def test_trim_does_not_change_the_limit():
     with Instance(limit_bytes=7 * HUGE) as one:
         answer = one.answer(one.request(trim=True))
         assert answer["effective_limit_bytes"] == 7 * HUGE
 
 
-def test_pages_are_mapped_ahead_of_demand_and_only_then():
+def test_preallocation_is_bounded_by_reserved_pages():
     with Instance(preallocate=True, min_reserved_pages=2, max_reserved_pages=4) as one:
         ids = one.pool.alloc(3 * B)
         wait_until(lambda: one.pool.stats()["pages_parked"] >= 2, "nothing stands by")
@@ -214,7 +214,7 @@ def test_pages_are_mapped_ahead_of_demand_and_only_then():
         one.pool.check_integrity()
 
 
-def test_pages_ahead_of_demand_stay_under_the_limit():
+def test_preallocated_pages_stay_within_the_limit():
     with Instance(
         preallocate=True, min_reserved_pages=5, max_reserved_pages=9, limit_bytes=3 * HUGE
     ) as one:
@@ -224,7 +224,7 @@ def test_pages_ahead_of_demand_stay_under_the_limit():
         assert one.pool.mapped_bytes == one.memory.held_at_the_os() == 3 * HUGE
 
 
-def test_without_preallocation_nothing_is_mapped_ahead():
+def test_without_preallocation_no_page_is_mapped_ahead():
     with Instance(preallocate=False) as one:
         one.looked()
         assert one.memory.held_at_the_os() == 0
@@ -233,7 +233,7 @@ def test_without_preallocation_nothing_is_mapped_ahead():
         assert one.memory.held_at_the_os() == 3 * HUGE
 
 
-def test_memory_that_is_not_there_ends_no_keeper():
+def test_maintenance_thread_survives_failed_allocations():
     with Instance(preallocate=True, min_reserved_pages=2, max_reserved_pages=4) as one:
         one.memory.driver.arm(1, 10**9)
         assert one.pool.alloc(2 * B) is None
@@ -242,7 +242,7 @@ def test_memory_that_is_not_there_ends_no_keeper():
         assert len(one.pool.alloc(2 * B)) == 2 * B
 
 
-def test_parked_pages_are_given_back_when_nobody_needs_them():
+def test_idle_parked_pages_are_released():
     """Half of those that a burst took first, then all."""
     with Instance(idle_trim_s=0.2, start=False) as one:
         ids = one.pool.alloc(PAGES * B - 1)
@@ -255,7 +255,7 @@ def test_parked_pages_are_given_back_when_nobody_needs_them():
         assert one.operator.record.read_usage()["parked_bytes"] == 0
 
 
-def test_decay_comes_again_after_new_use():
+def test_parked_pages_decay_again_after_use():
     with Instance(idle_trim_s=0.05, preallocate=True) as one:
         for _ in range(3):
             ids = one.pool.alloc(6 * B)
@@ -267,7 +267,7 @@ def test_decay_comes_again_after_new_use():
         assert one.pool.mapped_bytes == HUGE, "an idle pool maps nothing"
 
 
-def test_no_decay_where_it_is_not_wanted():
+def test_decay_can_be_disabled():
     with Instance(idle_trim_s=-1.0) as one:
         one.pool.free(one.pool.alloc(6 * B))
         one.looked()
@@ -275,7 +275,7 @@ def test_no_decay_where_it_is_not_wanted():
 
 
 @pytest.mark.parametrize("idle_trim_s", [-1.0, 3600.0], ids=["asleep", "with a timer"])
-def test_a_stop_is_prompt_and_final(idle_trim_s):
+def test_stop_is_prompt_and_final(idle_trim_s):
     for _ in range(20):
         with Instance(idle_trim_s=idle_trim_s) as one:
             one.pool.free(one.pool.alloc(2 * B))
@@ -292,7 +292,7 @@ def tasks() -> set[Path]:
     return set(Path("/proc/self/task").iterdir())
 
 
-def test_a_keeper_that_is_dropped_ends_too():
+def test_dropped_maintenance_object_ends_its_thread():
     with Instance() as one:
         one.keeper = None
         before = tasks()
@@ -317,7 +317,7 @@ def test_requests_wait_for_the_session():
         assert one.answer(revision, settled=False)["state"] == "shrinking"
 
 
-def test_what_a_session_held_up_is_done_after_it():
+def test_work_delayed_by_a_session_runs_after_exit():
     """A thread gives blocks back in another's session: nothing is evicted before that ends."""
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
@@ -346,12 +346,12 @@ def test_what_a_session_held_up_is_done_after_it():
         assert one.memory.held_at_the_os() == 2 * HUGE
 
 
-def test_only_the_owner_can_keep():
+def test_only_the_owner_can_start_maintenance():
     with Instance(start=False) as one, pytest.raises((errors.KvelasticError, ValueError)):
         _vmm.MaintenanceThread.start(one.pool, one.operator.record)
 
 
-def test_requests_while_the_pool_is_busy():
+def test_requests_during_allocation_keep_the_last_limit():
     """Requests come at random while threads alloc and free; the last one holds at the end."""
     with Instance(idle_trim_s=0.01, preallocate=True) as one:
         wrong: list[object] = []
@@ -388,7 +388,7 @@ def test_requests_while_the_pool_is_busy():
         assert one.pool.stats()["blocks_used"] == 0
 
 
-def test_a_forked_child_that_drops_a_keeper_leaves_its_parents_alone():
+def test_forked_child_leaves_the_parents_maintenance_running():
     with Instance() as one:
         (block,) = one.pool.alloc(1)
         one.memory.write(block, 4)
@@ -403,7 +403,7 @@ def test_a_forked_child_that_drops_a_keeper_leaves_its_parents_alone():
         assert one.memory.read(block) == {4}
 
 
-def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_request() -> None:
+def test_failed_pool_reports_failed_to_every_request() -> None:
     with Instance() as instance:
         ids = instance.pool.alloc(2 * B)
         assert ids is not None
@@ -423,7 +423,7 @@ def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_request() -> None
         assert instance.answer(instance.request(PAGES * HUGE))["state"] == "failed"
 
 
-def test_idle_cached_blocks_are_evicted_and_their_pages_returned() -> None:
+def test_idle_cached_blocks_are_evicted_and_pages_released() -> None:
     with Instance(cache_idle_s=0.05, idle_trim_s=0.05) as instance:
         ids = alloc(instance.pool, 2 * B - 1)
         instance.pool.cache(ids[:B])
@@ -435,7 +435,7 @@ def test_idle_cached_blocks_are_evicted_and_their_pages_returned() -> None:
         wait_until(lambda: instance.pool.stats()["pages_mapped"] == 1, "the emptied page is mapped")
 
 
-def test_cached_blocks_stay_when_idle_eviction_is_off() -> None:
+def test_cached_blocks_stay_if_idle_eviction_is_off() -> None:
     with Instance(idle_trim_s=0.0) as instance:
         instance.pool.cache(alloc(instance.pool, 3))
         for _ in range(3):
@@ -443,7 +443,7 @@ def test_cached_blocks_stay_when_idle_eviction_is_off() -> None:
         assert instance.pool.stats()["blocks_cached"] == 3
 
 
-def test_idle_eviction_starts_again_after_the_cache_was_empty() -> None:
+def test_idle_eviction_restarts_after_an_empty_cache() -> None:
     with Instance(cache_idle_s=0.05) as instance:
         ids = alloc(instance.pool, 3)
         for _ in range(2):  # with an empty cache the keeper has no timer
@@ -453,7 +453,7 @@ def test_idle_eviction_starts_again_after_the_cache_was_empty() -> None:
 
 
 @pytest.mark.parametrize("cache_idle_s", [-1.0, 3600.0])
-def test_a_round_without_idle_blocks_does_not_wait_for_the_session(cache_idle_s: float) -> None:
+def test_round_without_idle_blocks_ignores_the_session(cache_idle_s: float) -> None:
     with Instance(cache_idle_s=cache_idle_s) as instance:
         instance.pool.cache(alloc(instance.pool, 3))
         instance.looked()

@@ -37,7 +37,7 @@ def choose(
     )
 
 
-def test_the_requests_that_have_computed_least_make_way() -> None:
+def test_requests_with_least_progress_are_preempted_first() -> None:
     holders = [(900, [11, 21]), (100, [31]), (50, [41]), (700, [51])]
     assert choose(1, holders) == ([2], True)
     assert choose(2, holders) == ([2, 1], True)
@@ -45,7 +45,7 @@ def test_the_requests_that_have_computed_least_make_way() -> None:
     assert choose(4, holders) == ([2, 1, 3, 0], True)
 
 
-def test_a_request_that_goes_makes_its_other_pages_cheaper() -> None:
+def test_preempted_request_makes_its_other_pages_cheaper() -> None:
     holders = [(100, [11, 12, 21]), (10, [31, 22]), (60, [41]), (500, [51])]
     # Page 3 costs 10, page 4 then 60; page 2 costs 100 without the request that has gone.
     assert choose(2, holders) == ([1, 2], True)
@@ -53,29 +53,29 @@ def test_a_request_that_goes_makes_its_other_pages_cheaper() -> None:
     assert choose(4, holders) == ([1, 2, 0], True)
 
 
-def test_shared_blocks_need_every_request_that_has_them() -> None:
+def test_shared_blocks_require_every_request_using_them() -> None:
     holders = [(10, [11]), (20, [11]), (40, [21]), (99, [31, 41, 51])]
     assert choose(1, holders) == ([0, 1], True)
 
 
-def test_pages_that_empty_by_themselves_cost_nothing() -> None:
+def test_already_empty_pages_need_no_preemption() -> None:
     holders = [(10, [11]), (10, [21]), (10, [31])]
     assert choose(2, holders) == ([], True), "pages 4 and 5 are empty"
     assert choose(2, holders, given_back=[41, 51]) == ([], True), "steps on their way use them"
 
 
-def test_pages_with_blocks_of_others_are_not_counted_on() -> None:
+def test_pages_with_foreign_blocks_are_not_counted() -> None:
     holders = [(10, [11]), (20, [21]), (30, [31]), (40, [41]), (50, [51])]
     assert choose(1, holders, others={1: 1}) == ([1], True)
     assert choose(5, holders, others={1: 1}) == ([1, 2, 3, 4], False)
 
 
-def test_nothing_over_the_limit_preempts_nobody() -> None:
+def test_pool_within_its_limit_preempts_no_request() -> None:
     assert choose(0, [(10, [11])]) == ([], True)
 
 
 @pytest.mark.parametrize("wait_s", [0.25, None])
-def test_requests_are_left_alone_for_the_time_that_is_set(
+def test_requests_are_preempted_only_after_wait_time(
     wait_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = LAYOUTS["paged"]

@@ -42,7 +42,7 @@ def full(memory, pool):
         ((0, 6, 0, 6, 0), 6, [1]),  # first come, first taken
     ],
 )
-def test_the_fullest_page_that_holds_all(memory, open_blocks, count, taken):
+def test_alloc_takes_the_fullest_page_that_fits(memory, open_blocks, count, taken):
     pool = memory.pool()
     pages = full(memory, pool)
     for page, number in enumerate(open_blocks):
@@ -53,7 +53,7 @@ def test_the_fullest_page_that_holds_all(memory, open_blocks, count, taken):
     pool.check_integrity()
 
 
-def test_over_the_limit_the_fullest_page_is_filled_first(memory):
+def test_alloc_over_limit_fills_the_fullest_page_first(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     for page, number in ((1, 6), (2, 7), (3, 6), (4, 1)):
@@ -66,7 +66,7 @@ def test_over_the_limit_the_fullest_page_is_filled_first(memory):
 # ---------------------------------------------------------------------------------------- evicted
 
 
-def test_an_alloc_evicts_what_was_cached_first(memory):
+def test_alloc_evicts_least_recently_cached_blocks_first(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     order = [pages[3][2], pages[1][0], pages[4][7], pages[1][1]]
@@ -85,7 +85,7 @@ def test_an_alloc_evicts_what_was_cached_first(memory):
     pool.check_integrity()
 
 
-def test_a_free_block_is_taken_before_a_cached_one(memory):
+def test_free_block_is_taken_before_a_cached_one(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     pool.cache(pages[2][:3])
@@ -94,7 +94,7 @@ def test_a_free_block_is_taken_before_a_cached_one(memory):
     assert not pool.has_evicted
 
 
-def test_a_new_page_is_mapped_before_a_cached_block_is_lost(memory):
+def test_new_page_is_mapped_before_evicting_cached_blocks(memory):
     pool = memory.pool()
     ids = pool.alloc(2 * B - 1)
     pool.cache(ids)
@@ -103,7 +103,7 @@ def test_a_new_page_is_mapped_before_a_cached_block_is_lost(memory):
     assert pool.mapped_bytes == 3 * HUGE
 
 
-def test_the_cheapest_page_is_evicted_first(memory):
+def test_cheapest_page_is_evicted_first(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     for page, kept in ((1, 5), (2, 2), (3, 8), (4, 3)):
@@ -117,7 +117,7 @@ def test_the_cheapest_page_is_evicted_first(memory):
         pool.check_integrity()
 
 
-def test_parked_pages_go_before_any_cached_one(memory):
+def test_parked_pages_are_released_before_cached_ones(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     pool.cache(pages[1])
@@ -128,7 +128,7 @@ def test_parked_pages_go_before_any_cached_one(memory):
 
 
 @pytest.mark.parametrize("bound", [0, 1, 5, B, 11])
-def test_the_cache_is_bounded(memory, bound):
+def test_cached_blocks_stay_within_the_bound(memory, bound):
     pool = memory.pool(max_cached_blocks=bound)
     ids = pool.alloc(3 * B - 1)
     for block in ids:
@@ -143,7 +143,7 @@ def test_the_cache_is_bounded(memory, bound):
     pool.check_integrity()
 
 
-def test_past_the_bound_whole_pages_go_where_that_costs_no_more(memory):
+def test_cache_bound_evicts_whole_pages_if_equally_cheap(memory):
     pool = memory.pool(max_cached_blocks=B)
     pages = full(memory, pool)
     pool.cache(pages[1][:2])
@@ -162,7 +162,7 @@ def states(pool):
     return {name: pool.stats()[name] for name in names}
 
 
-def test_wrong_ids_are_told_and_change_nothing():
+def test_invalid_ids_raise_and_change_nothing():
     for name, layout in LAYOUTS.items():
         memory = Memory(layout, PAGES)
         pool = memory.pool()
@@ -198,7 +198,7 @@ def test_wrong_ids_are_told_and_change_nothing():
 
 
 @pytest.mark.parametrize("call", ["free", "cache", "touch"])
-def test_a_reserved_block_is_nobodys_to_give(memory, call):
+def test_reserved_block_cannot_be_freed_cached_or_touched(memory, call):
     """It was never handed out, so only a mistake can name it."""
     pool = memory.pool()
     assert pool.try_to_reserve(B - 1)
@@ -211,7 +211,7 @@ def test_a_reserved_block_is_nobodys_to_give(memory, call):
     pool.check_integrity()
 
 
-def test_counts_that_cannot_be_had(memory):
+def test_unsatisfiable_counts_return_none(memory):
     pool = memory.pool()
     before = states(pool)
     for count in (PAGES * B, 1 << 31, 1 << 32, 1 << 62, (1 << 64) - 1):
@@ -234,7 +234,7 @@ def test_counts_that_cannot_be_had(memory):
     [{"max_blocks": 0}, {"max_blocks": 1}, {"min_reserved_pages": 3, "max_reserved_pages": 2}],
     ids=str,
 )
-def test_pools_without_sense_are_refused(memory, options):
+def test_invalid_pool_options_are_rejected(memory, options):
     with pytest.raises(errors.InvalidArgumentError):
         memory.pool(**options)
 
@@ -242,7 +242,7 @@ def test_pools_without_sense_are_refused(memory, options):
 # ---------------------------------------------------------------------------------- reservations
 
 
-def test_reserved_blocks_are_there_for_the_next_alloc(memory):
+def test_reserved_blocks_serve_the_next_alloc(memory):
     pool = memory.pool()
     assert pool.try_to_reserve(10)
     assert pool.try_to_reserve(5)
@@ -271,7 +271,7 @@ def test_at_most_max_blocks_are_in_use(memory):
     assert len(pool.alloc(4)) == 4
 
 
-def test_clear_voids_everything(memory):
+def test_clear_invalidates_all_blocks(memory):
     pool = memory.pool()
     ids = pool.alloc(20)
     pool.cache(ids[:5])
@@ -290,7 +290,7 @@ def test_clear_voids_everything(memory):
 # --------------------------------------------------------------------------------------- limits
 
 
-def test_shrink_then_grow_past_the_start_hands_out_each_block_once(memory):
+def test_shrink_then_grow_hands_out_each_block_once(memory):
     pool = memory.pool(limit_bytes=3 * HUGE)
     first = pool.alloc(10)
     for block in first:
@@ -318,7 +318,7 @@ def test_shrink_then_grow_past_the_start_hands_out_each_block_once(memory):
         ((1 << 64) - 1, 4),
     ],
 )
-def test_a_limit_is_whole_pages_within_range_and_device(memory, limit, pages):
+def test_limit_is_rounded_to_pages_of_the_device(memory, limit, pages):
     pool = memory.pool(capacity_bytes=4 * HUGE)
     state = pool.set_limit(limit)
     assert state == {

@@ -20,7 +20,7 @@ LAYOUT = PageLayout.solve(64 << 10, 4)
     ("tokens", "cached", "warned"),
     [(0, 0, False), (1, 1, True), (127, 1, True), (128, 1, False), (300, 2, False), (-1, 4, False)],
 )
-def test_less_than_a_block_is_one_block_and_a_warning(
+def test_cached_tokens_below_a_block_warn(
     tokens: int, cached: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = config.load(

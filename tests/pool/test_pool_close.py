@@ -51,7 +51,7 @@ def device() -> Iterator[Device]:
     assert not [info for info in ledger.list_ledgers() if info.group == made.group]
 
 
-def test_all_is_given_back_by_a_close_that_discards(device: Device) -> None:
+def test_discarding_close_releases_all_memory(device: Device) -> None:
     before = set(open_memfds())
     pool = device.pool()
     assert pool.blocks.alloc(3 * B)
@@ -67,7 +67,7 @@ def test_all_is_given_back_by_a_close_that_discards(device: Device) -> None:
     assert pool.blocks.available_size() == 0
 
 
-def test_what_is_in_use_keeps_its_memory_and_its_grant(device: Device) -> None:
+def test_close_keeps_memory_and_grant_of_used_blocks(device: Device) -> None:
     """Tensors over it stay valid, so no other instance may be granted what is behind them."""
     import torch
 
@@ -100,7 +100,7 @@ def test_what_is_in_use_keeps_its_memory_and_its_grant(device: Device) -> None:
     assert resident_bytes(before) == device.granted_bytes() == 0
 
 
-def test_a_close_in_a_forked_child_gives_nothing_back(device: Device) -> None:
+def test_close_in_a_forked_child_releases_nothing(device: Device) -> None:
     pool = device.pool()
     assert pool.blocks.alloc(B)
     held = device.granted_bytes()

@@ -30,7 +30,7 @@ def tags(memory: Memory, blocks: list[int]) -> list[set[int]]:
     return [memory.read(block) for block in blocks]
 
 
-def now_at(pool: _vmm.Pool, blocks: list[int]) -> list[int]:
+def current_ids(pool: _vmm.Pool, blocks: list[int]) -> list[int]:
     """Where the blocks are after what has happened; they must not have been evicted."""
     where = {block: block for block in blocks}
     for block, to in pool.take_changes():
@@ -42,27 +42,27 @@ def now_at(pool: _vmm.Pool, blocks: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["paged", "per buffer", "block that divides no page"])
-def test_pages_are_emptied_and_nothing_is_lost(layout: str) -> None:
+def test_compaction_empties_pages_and_keeps_contents(layout: str) -> None:
     memory = Memory(LAYOUTS[layout], PAGES)
     pool = memory.pool(movable=True)
     blocks = cached_on(memory, pool, {1: 2, 2: 1, 3: 3, 4: 1, 5: 1})
     before = tags(memory, blocks)
     while pool.compact():
         pool.check_integrity()
-    assert tags(memory, now_at(pool, blocks)) == before
+    assert tags(memory, current_ids(pool, blocks)) == before
     pool.trim()
     with_null_block = len(blocks) + 1
     assert pool.stats()["pages_mapped"] == -(-with_null_block // memory.layout.blocks_per_page)
     memory.range.check_integrity()
 
 
-def test_moved_blocks_are_evicted_in_the_order_in_which_they_were_cached() -> None:
+def test_moved_blocks_keep_their_eviction_order() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool(movable=True)
     blocks = cached_on(memory, pool, {1: 2, 2: 1, 3: 3})
     while pool.compact():
         pass
-    where = now_at(pool, blocks)
+    where = current_ids(pool, blocks)
     pool.trim()
     pool.set_limit(pool.mapped_bytes)
     assert pool.alloc(pool.available_size() - len(where)) is not None, "every hole"
@@ -71,16 +71,16 @@ def test_moved_blocks_are_evicted_in_the_order_in_which_they_were_cached() -> No
         assert pool.take_changes() == [(block, -1)]
 
 
-def test_a_lowered_limit_moves_before_it_evicts() -> None:
+def test_lowered_limit_compacts_before_evicting() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool(movable=True)
     blocks = cached_on(memory, pool, {1: 2, 2: 2, 3: 2, 4: 2})
     before = tags(memory, blocks)
     assert pool.set_limit(2 * memory.layout.page_bytes)["state"] == "applied"
-    assert tags(memory, now_at(pool, blocks)) == before
+    assert tags(memory, current_ids(pool, blocks)) == before
 
 
-def test_a_pool_whose_engine_cannot_follow_evicts() -> None:
+def test_pool_without_movable_blocks_evicts() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()
     cached_on(memory, pool, {1: 2, 2: 1})
@@ -89,7 +89,7 @@ def test_a_pool_whose_engine_cannot_follow_evicts() -> None:
     assert len(evicted(pool)) == 3
 
 
-def test_a_copy_that_fails_leaves_every_block_where_it_was() -> None:
+def test_failed_copy_leaves_every_block_in_place() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool(movable=True)
     blocks = cached_on(memory, pool, {1: 2, 2: 1, 3: 3})
@@ -104,7 +104,7 @@ def test_a_copy_that_fails_leaves_every_block_where_it_was() -> None:
     assert pool.compact() > 0
 
 
-def test_holes_in_parked_pages_do_not_count() -> None:
+def test_holes_in_parked_pages_are_not_compacted() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool(movable=True)
     used = pool.alloc(B - 1)  # all of page 0

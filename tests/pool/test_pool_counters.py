@@ -22,7 +22,7 @@ def pool() -> Iterator[ElasticPool]:
     ledger.reap()
 
 
-def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) -> None:
+def test_page_creation_and_destruction_are_counted(pool: ElasticPool) -> None:
     record = pool.segment.record
 
     def counted() -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) 
         assert counters["pages_created"] == counters["pages_destroyed"] == grown
 
 
-def test_the_record_counts_what_the_pool_did_before_it_had_one() -> None:
+def test_control_block_includes_counts_from_before_maintenance() -> None:
     made = make_pool(own_settings())
     try:
         assert made.blocks.alloc(1)  # as vLLM takes its null block, before the keeper starts

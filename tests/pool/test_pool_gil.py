@@ -72,7 +72,7 @@ def memory() -> Memory:
 
 
 @pytest.mark.slow
-def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
+def test_mapping_call_releases_the_gil(memory) -> None:
     """The test can fail: this call takes time, and lets others run."""
     pool = memory.pool()
 
@@ -83,7 +83,7 @@ def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
     wait_until(lambda: calls(map_and_unmap, 500))
 
 
-def test_blocks_at_hand(memory) -> None:
+def test_mapped_free_blocks_are_allocated_under_the_gil(memory) -> None:
     pool = memory.pool()
     pool.free(pool.alloc(BLOCKS_PER_PAGE))
 
@@ -95,7 +95,7 @@ def test_blocks_at_hand(memory) -> None:
     assert not calls(step)
 
 
-def test_all_of_the_limit_in_use_or_cached(memory) -> None:
+def test_alloc_with_a_full_cache_keeps_the_gil(memory) -> None:
     """A full prefix cache: the usual state of an engine that has worked for a while."""
     pool = memory.pool()
     pool.cache(pool.alloc(PAGES * BLOCKS_PER_PAGE - 1))
@@ -109,7 +109,7 @@ def test_all_of_the_limit_in_use_or_cached(memory) -> None:
     assert not calls(step)
 
 
-def test_more_than_there_is(memory) -> None:
+def test_alloc_beyond_the_pool_keeps_the_gil(memory) -> None:
     pool = memory.pool()
     used = pool.alloc(PAGES * BLOCKS_PER_PAGE - 2)
 
@@ -121,7 +121,7 @@ def test_more_than_there_is(memory) -> None:
     pool.free(used)
 
 
-def test_others_have_nothing_to_give(shared) -> None:
+def test_alloc_on_a_full_device_keeps_the_gil(shared) -> None:
     """The engine asks once in a while, not for every request of every step."""
     a, b = shared.pools
     used = a.alloc(DEVICE_PAGES * BLOCKS_PER_PAGE - 1)

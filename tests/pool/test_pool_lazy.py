@@ -37,7 +37,7 @@ print(made, used)
 """
 
 
-def test_a_tebibyte_of_addresses_costs_next_to_nothing():
+def test_tebibyte_address_range_uses_little_memory():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     made, used = map(int, run.stdout.split())

@@ -22,7 +22,7 @@ def memory():
     return Memory(WHOLE, PAGES)
 
 
-def test_a_run_is_side_by_side_and_never_the_null_block(memory):
+def test_run_is_contiguous_without_the_null_block(memory):
     pool = memory.pool()
     assert pool.alloc_run(3) == [1, 2, 3]
     assert pool.alloc_run(5) == [4, 5, 6, 7, 8]
@@ -31,7 +31,7 @@ def test_a_run_is_side_by_side_and_never_the_null_block(memory):
     assert memory.held_at_the_os() == PAGES * HUGE
 
 
-def test_all_blocks_of_its_pages():
+def test_run_contains_all_blocks_of_its_pages():
     memory = Memory(LAYOUTS["paged"], 4)
     pool = memory.pool()
     ids = pool.alloc_run(2)
@@ -40,7 +40,7 @@ def test_all_blocks_of_its_pages():
     pool.check_integrity()
 
 
-def test_a_hole_that_is_too_short_is_passed_over(memory):
+def test_hole_too_short_for_a_run_is_skipped(memory):
     pool = memory.pool()
     first, second = pool.alloc_run(2), pool.alloc_run(2)
     pool.free(first)
@@ -50,7 +50,7 @@ def test_a_hole_that_is_too_short_is_passed_over(memory):
     pool.check_integrity()
 
 
-def test_parked_pages_are_used_with_no_driver_call(memory):
+def test_run_from_parked_pages_needs_no_driver_call(memory):
     pool = memory.pool()
     pool.free(pool.alloc_run(4))
     calls = memory.driver.calls
@@ -58,7 +58,7 @@ def test_parked_pages_are_used_with_no_driver_call(memory):
     assert memory.driver.calls == calls
 
 
-def test_parked_pages_make_room_where_the_limit_is_short(memory):
+def test_parked_pages_are_replaced_at_the_limit(memory):
     pool = memory.pool(limit_bytes=5 * HUGE)
     kept = pool.alloc_run(1)
     pool.free(pool.alloc_run(3))
@@ -71,7 +71,7 @@ def test_parked_pages_make_room_where_the_limit_is_short(memory):
     assert pool.mapped_bytes == 5 * HUGE
 
 
-def test_parked_pages_that_lie_in_between_are_given_back_for_their_addresses(memory):
+def test_parked_pages_between_runs_yield_their_addresses(memory):
     pool = memory.pool()
     runs = [pool.alloc_run(2) for _ in range(4)]
     for at in (0, 1, 3):
@@ -82,7 +82,7 @@ def test_parked_pages_that_lie_in_between_are_given_back_for_their_addresses(mem
     pool.check_integrity()
 
 
-def test_what_cannot_be_had_changes_nothing(memory):
+def test_unsatisfiable_run_changes_nothing(memory):
     pool = memory.pool()
     assert pool.alloc_run(PAGES) is None
     assert pool.alloc_run(1 << 40) is None
@@ -97,7 +97,7 @@ def test_what_cannot_be_had_changes_nothing(memory):
     pool.free(held)
 
 
-def test_a_closed_pool_gives_no_run(memory):
+def test_closed_pool_refuses_a_run(memory):
     pool = memory.pool()
     pool.close()
     with pytest.raises(errors.PoolFailedError):
@@ -107,7 +107,7 @@ def test_a_closed_pool_gives_no_run(memory):
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 29), max_size=40))
-def test_runs_come_and_go_as_a_model_says(steps):
+def test_random_runs_match_a_model(steps):
     """Below 20: a run of that many pages modulo five; from 20 on: the oldest, limits, trims."""
     memory = Memory(WHOLE, PAGES)
     pool = memory.pool()
@@ -139,7 +139,7 @@ def test_runs_come_and_go_as_a_model_says(steps):
         assert memory.held_at_the_os() == pool.mapped_bytes
 
 
-def test_two_threads_never_have_the_same_page(memory):
+def test_threads_never_share_a_page_of_runs(memory):
     pool = memory.pool()
     wrong: list[object] = []
     owner: dict[int, int] = {}
@@ -167,7 +167,7 @@ def test_two_threads_never_have_the_same_page(memory):
     pool.check_integrity()
 
 
-def test_a_ledger_that_grants_too_little_gives_no_run():
+def test_partly_granted_run_returns_its_grant():
     """All of a run or nothing: what was granted of it goes back."""
     machine = Machine({"a": 6})
     memory = Memory(WHOLE, PAGES)

@@ -41,7 +41,7 @@ def full(memory, pool):
 
 
 @pytest.mark.parametrize("how", ["free", "cache"])
-def test_the_ladder_waits_for_the_session_of_another_thread(memory, how):
+def test_reclaim_waits_for_another_threads_session(memory, how):
     """The pool shrinks; a session of one thread is open while another thread gives blocks back."""
     pool = memory.pool()
     pages = full(memory, pool)
@@ -62,7 +62,7 @@ def test_the_ladder_waits_for_the_session_of_another_thread(memory, how):
     pool.check_integrity()
 
 
-def test_the_bound_of_the_cache_waits_for_the_session_of_another_thread(memory):
+def test_cache_bound_waits_for_another_threads_session(memory):
     pool = memory.pool(max_cached_blocks=2)
     ids = pool.alloc(10)
     pool.cache(ids[:2])
@@ -78,7 +78,7 @@ def test_the_bound_of_the_cache_waits_for_the_session_of_another_thread(memory):
     pool.check_integrity()
 
 
-def test_a_session_runs_the_ladder_itself(memory):
+def test_session_reclaims_in_its_own_calls(memory):
     pool = memory.pool()
     pages = full(memory, pool)
     pool.enter()
@@ -106,7 +106,7 @@ def test_a_session_runs_the_ladder_itself(memory):
     ],
     ids=["alloc", "set_limit", "trim", "clear", "try_to_reserve", "enter"],
 )
-def test_others_wait_for_the_session_and_go_on(memory, call):
+def test_other_threads_wait_for_the_session(memory, call):
     pool = memory.pool()
     pages = full(memory, pool)
     pool.cache(pages[1])
@@ -130,7 +130,7 @@ def test_others_wait_for_the_session_and_go_on(memory, call):
     pool.check_integrity()
 
 
-def test_an_exit_too_many_is_told(memory):
+def test_unmatched_session_exit_raises(memory):
     pool = memory.pool()
     with pytest.raises(errors.InvalidArgumentError):
         pool.exit()

@@ -49,7 +49,7 @@ def test_pages_over_the_limit_get_no_new_blocks() -> None:
     pool.check_integrity()
 
 
-def test_under_load_a_limit_holds_when_what_was_in_use_has_ended() -> None:
+def test_limit_is_reached_under_continuous_load() -> None:
     """Requests come and go: the pages to drain stay the same ones, so nothing new delays them."""
     pool = make()
     running = [pool.alloc(3) for _ in range((8 * PAGES - 1) // 3)]
@@ -75,7 +75,7 @@ def test_under_load_a_limit_holds_when_what_was_in_use_has_ended() -> None:
     pool.check_integrity()
 
 
-def test_a_lower_limit_drops_what_is_reserved() -> None:
+def test_lower_limit_drops_reservations_before_cached_blocks() -> None:
     """Nobody uses it yet: it makes way, before anything cached, and allocs take what there is."""
     pool = make()
     used = pool.alloc(4)
@@ -94,7 +94,7 @@ def test_a_lower_limit_drops_what_is_reserved() -> None:
     pool.check_integrity()
 
 
-def test_a_limit_that_parked_pages_can_meet_drops_no_reservation() -> None:
+def test_limit_met_by_parked_pages_keeps_reservations() -> None:
     pool = make()
     pool.free(pool.alloc(8 * PAGES - 1) or [])
     assert pool.try_to_reserve(8)
@@ -103,7 +103,7 @@ def test_a_limit_that_parked_pages_can_meet_drops_no_reservation() -> None:
     pool.check_integrity()
 
 
-def test_nothing_is_reserved_while_the_pool_is_over_its_limit() -> None:
+def test_reservation_fails_while_over_the_limit() -> None:
     pool = make()
     by_page: dict[int, list[int]] = {}
     for block in pool.alloc(8 * PAGES - 1) or []:

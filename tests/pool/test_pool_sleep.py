@@ -78,7 +78,7 @@ def asleep_and_empty(limit_bytes: int) -> _vmm.LimitState:
     }
 
 
-def test_before_its_first_block_it_sleeps_and_wakes(one: Sleeper) -> None:
+def test_unused_pool_sleeps_and_wakes(one: Sleeper) -> None:
     assert one.sleep() == asleep_and_empty(PAGES * HUGE)
     one.wake()
     assert one.held_bytes == 0, "memory comes with the next alloc, not with the wake"
@@ -86,7 +86,7 @@ def test_before_its_first_block_it_sleeps_and_wakes(one: Sleeper) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_nothing_in_use_all_goes_the_null_block_too(layout: str) -> None:
+def test_sleep_without_used_blocks_unmaps_every_page(layout: str) -> None:
     one = Sleeper(layout=layout)
     ids = one.alloc(one.pool.available_size())
     assert ids
@@ -100,7 +100,7 @@ def test_with_nothing_in_use_all_goes_the_null_block_too(layout: str) -> None:
     assert stats["pages_unmapped_ever"] == stats["pages_mapped_ever"] == PAGES
 
 
-def test_blocks_in_use_stay_until_they_are_freed_and_then_all_goes(one: Sleeper) -> None:
+def test_used_blocks_keep_their_pages_until_freed(one: Sleeper) -> None:
     ids = one.alloc(BLOCKS_PER_PAGE + 3)
     assert ids
     for block in ids:
@@ -121,7 +121,7 @@ def test_blocks_in_use_stay_until_they_are_freed_and_then_all_goes(one: Sleeper)
     assert one.pool.limit_state() == asleep_and_empty(PAGES * HUGE)
 
 
-def test_only_the_null_page_is_left_while_its_own_block_is_in_use(one: Sleeper) -> None:
+def test_null_page_stays_while_its_blocks_are_used(one: Sleeper) -> None:
     ids = one.alloc(3 * BLOCKS_PER_PAGE - 1)
     assert ids
     first = [block for block in ids if one.memory.page_of(block) == 0]
@@ -132,7 +132,7 @@ def test_only_the_null_page_is_left_while_its_own_block_is_in_use(one: Sleeper) 
     assert one.pool.limit_state() == asleep_and_empty(PAGES * HUGE)
 
 
-def test_asleep_it_hands_out_nothing(one: Sleeper) -> None:
+def test_sleeping_pool_allocates_nothing(one: Sleeper) -> None:
     ids = one.alloc(4)
     assert ids
     one.sleep()
@@ -153,7 +153,7 @@ def test_asleep_it_hands_out_nothing(one: Sleeper) -> None:
 
 
 @pytest.mark.parametrize("movable", [False, True])
-def test_what_is_cached_is_evicted_and_the_engine_is_told(movable: bool) -> None:
+def test_sleep_evicts_cached_blocks_and_reports_them(movable: bool) -> None:
     one = Sleeper(movable=movable)
     ids = one.alloc(2 * BLOCKS_PER_PAGE)
     assert ids
@@ -173,7 +173,7 @@ def test_what_is_cached_is_evicted_and_the_engine_is_told(movable: bool) -> None
     assert one.held_bytes == 0
 
 
-def test_awake_again_the_limit_is_as_before(one: Sleeper) -> None:
+def test_wake_restores_the_limit(one: Sleeper) -> None:
     one.pool.set_limit(3 * HUGE)
     one.free(one.alloc(2 * BLOCKS_PER_PAGE) or [])
     one.sleep()
@@ -193,7 +193,7 @@ def test_awake_again_the_limit_is_as_before(one: Sleeper) -> None:
         assert one.memory.read(block) == {block % 250 + 1}, "two blocks share memory"
 
 
-def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one: Sleeper) -> None:
+def test_limit_set_while_asleep_applies_after_wake(one: Sleeper) -> None:
     one.free(one.alloc(9) or [])
     one.sleep()
     for pages in (2, 0, 4):
@@ -204,7 +204,7 @@ def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one: Sleeper) -> None
     assert one.pool.available_size() == 4 * BLOCKS_PER_PAGE - 1
 
 
-def test_the_null_block_is_never_handed_out_however_often_it_sleeps() -> None:
+def test_repeated_sleep_never_hands_out_the_null_block() -> None:
     """Nor any block twice: the first page has one block less each time, not one less a time."""
     one = Sleeper(pages=2)
     for _ in range(20):
@@ -218,7 +218,7 @@ def test_the_null_block_is_never_handed_out_however_often_it_sleeps() -> None:
         one.wake()
 
 
-def test_two_sleeps_are_one_and_so_are_two_wakes(one: Sleeper) -> None:
+def test_sleep_and_wake_are_idempotent(one: Sleeper) -> None:
     ids = one.alloc(5)
     assert ids
     assert one.sleep() == one.sleep()
@@ -233,7 +233,7 @@ def test_two_sleeps_are_one_and_so_are_two_wakes(one: Sleeper) -> None:
     one.free(ids)
 
 
-def test_woken_before_its_blocks_were_freed_it_goes_on_with_them(one: Sleeper) -> None:
+def test_wake_before_free_keeps_the_used_blocks(one: Sleeper) -> None:
     ids = one.alloc(BLOCKS_PER_PAGE + 2)
     assert ids
     for block in ids:
@@ -249,7 +249,7 @@ def test_woken_before_its_blocks_were_freed_it_goes_on_with_them(one: Sleeper) -
     one.free(ids + more)
 
 
-def test_reserved_blocks_make_way_and_clear_gives_all_back(one: Sleeper) -> None:
+def test_sleep_drops_reservations_and_clear_releases_memory(one: Sleeper) -> None:
     assert one.pool.try_to_reserve(3)
     assert one.sleep()["state"] == "applied"
     assert one.pool.stats()["blocks_reserved"] == one.held_bytes == 0
@@ -262,7 +262,7 @@ def test_reserved_blocks_make_way_and_clear_gives_all_back(one: Sleeper) -> None
     assert one.held_bytes == 0
 
 
-def test_a_driver_that_refuses_leaves_it_shrinking_and_the_next_sleep_ends_it(
+def test_failed_sleep_is_completed_by_the_next_sleep(
     one: Sleeper,
 ) -> None:
     """Whichever of the calls behind it fails: the books are right, and nothing is lost for good."""
@@ -313,7 +313,7 @@ def test_sleep_waits_for_a_session(one: Sleeper) -> None:
 
 
 @pytest.mark.slow
-def test_it_sleeps_and_wakes_while_others_allocate() -> None:
+def test_sleep_and_wake_during_concurrent_allocation() -> None:
     """Four threads alloc, write, read, cache and free; asleep with all freed nothing is held."""
     one = Sleeper(preallocate=True)
     stop = threading.Event()

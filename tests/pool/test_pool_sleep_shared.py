@@ -10,7 +10,7 @@ from kvelastic import _vmm
 from kvelastic.shared import ledger, segment
 
 
-def test_all_that_it_was_granted_can_be_had_by_others(shared: TwoPools) -> None:
+def test_memory_of_sleeping_pool_is_available_to_others(shared: TwoPools) -> None:
     a, b = shared.pools
     ids = a.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert ids is not None
@@ -34,7 +34,7 @@ def test_all_that_it_was_granted_can_be_had_by_others(shared: TwoPools) -> None:
     shared.check()
 
 
-def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: TwoPools) -> None:
+def test_sleep_releases_guaranteed_memory_and_keeps_the_guarantee(shared: TwoPools) -> None:
     a, b = shared.pools
     member = shared.places[0].member
     member.set_min(2 * HUGE)
@@ -46,7 +46,7 @@ def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: TwoPools) -> No
     shared.check()
 
 
-def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPools) -> None:
+def test_sleep_withdraws_a_pending_memory_request(shared: TwoPools) -> None:
     """With its keeper, as an instance runs: nobody gives memory up for one that sleeps."""
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
@@ -75,7 +75,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
         keeper.stop()
 
 
-def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> None:
+def test_maintenance_acknowledges_blocks_freed_while_asleep(shared: TwoPools) -> None:
     """The record says shrinking with the bytes over, then applied with none; no request between."""
     pool, name = shared.pools[0], shared.segments[0].name
     keeper = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=-1.0)

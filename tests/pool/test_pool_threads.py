@@ -69,7 +69,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_block_twice(name):
+def test_no_block_is_handed_out_twice(name):
     memory = Memory(LAYOUTS[name], PAGES)
     page_bytes = memory.layout.page_bytes
     pool = memory.pool(max_cached_blocks=60)

@@ -63,7 +63,7 @@ def demoter(pool: _vmm.Pool, *, most: int = 5, works: bool = True) -> Iterator[d
             thread.join(0.01)
 
 
-def test_a_clean_block_goes_before_an_older_dirty_one() -> None:
+def test_clean_block_is_evicted_before_older_dirty_ones() -> None:
     pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
     clean = ids[10:12]
     assert pool.mark_clean([*clean, ids[0]], keys([*clean, ids[1]])) == 2
@@ -74,7 +74,7 @@ def test_a_clean_block_goes_before_an_older_dirty_one() -> None:
     pool.check_integrity()
 
 
-def test_without_tiers_nothing_counts_as_dropped() -> None:
+def test_without_tiers_no_eviction_counts_as_dropped() -> None:
     memory = Memory(LAYOUTS["paged"], 2)
     pool = memory.pool()
     ids = alloc(pool, 15)
@@ -84,7 +84,7 @@ def test_without_tiers_nothing_counts_as_dropped() -> None:
     assert (stats["blocks_evicted"], stats["blocks_dropped"]) == (2, 0)
 
 
-def test_what_the_engine_gives_up_is_not_dropped() -> None:
+def test_freed_blocks_do_not_count_as_dropped() -> None:
     pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
     pool.free(ids[:5])
     pool.clear()
@@ -92,7 +92,7 @@ def test_what_the_engine_gives_up_is_not_dropped() -> None:
 
 
 @pytest.mark.parametrize("how", ["limit", "sleep"])
-def test_a_limit_and_a_sleep_wait_until_everything_is_copied(how: str) -> None:
+def test_limit_and_sleep_wait_for_writeback(how: str) -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool, ids = filled(memory)
     with demoter(pool) as kept:
@@ -111,7 +111,7 @@ def test_a_limit_and_a_sleep_wait_until_everything_is_copied(how: str) -> None:
     pool.check_integrity()
 
 
-def test_a_tier_that_takes_nothing_is_not_waited_for() -> None:
+def test_failing_tier_ends_the_writeback_wait() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool, _ = filled(memory)
     with demoter(pool, works=False) as kept:
@@ -120,7 +120,7 @@ def test_a_tier_that_takes_nothing_is_not_waited_for() -> None:
     assert pool.stats()["blocks_dropped"] == PAGES * B - 1
 
 
-def test_nobody_waits_where_nobody_copies() -> None:
+def test_without_a_demoter_sleep_does_not_wait() -> None:
     pool, _ = filled(Memory(LAYOUTS["paged"], PAGES))
     pool.sleep()
     pool.wake()
@@ -132,7 +132,7 @@ def test_nobody_waits_where_nobody_copies() -> None:
     assert pool.stats()["blocks_dropped"] == PAGES * B - 1 + 9
 
 
-def test_a_demoter_that_never_answers_costs_the_deadline_only() -> None:
+def test_stalled_demoter_costs_only_the_deadline() -> None:
     pool, _ = filled(Memory(LAYOUTS["paged"], PAGES))
     pool.use_tiers(limit_wait_s=0.05, sleep_wait_s=0.05)
     assert pool.next_demotion(0) is None
@@ -140,7 +140,7 @@ def test_a_demoter_that_never_answers_costs_the_deadline_only() -> None:
     assert pool.stats()["blocks_dropped"] == PAGES * B - 1
 
 
-def test_keys_are_for_blocks_that_are_there() -> None:
+def test_invalid_keys_and_blocks_are_rejected() -> None:
     pool = Memory(LAYOUTS["paged"], 2).pool()
     ids = alloc(pool, 3)
     with pytest.raises(errors.InvalidArgumentError, match="give 16 for each"):
@@ -163,7 +163,7 @@ def test_keys_are_for_blocks_that_are_there() -> None:
         pool.next_demotion(float("nan"))
 
 
-def test_flags_must_be_as_many_as_blocks() -> None:
+def test_writeback_flags_must_match_the_block_count() -> None:
     pool, _ = filled(Memory(LAYOUTS["paged"], 2))
     batch = pool.begin_writeback(3)
     with pytest.raises(errors.InvalidArgumentError, match="3 blocks"):
@@ -174,7 +174,7 @@ def test_flags_must_be_as_many_as_blocks() -> None:
     assert pool.forget_copies() == 3
 
 
-def test_a_page_is_not_unmapped_while_it_is_copied() -> None:
+def test_page_stays_mapped_during_its_copy() -> None:
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool, _ = filled(memory)
     batch = pool.begin_writeback(3)
@@ -188,7 +188,7 @@ def test_a_page_is_not_unmapped_while_it_is_copied() -> None:
     pool.check_integrity()
 
 
-def test_a_copy_that_was_torn_is_told_before_it_is_kept() -> None:
+def test_block_changed_during_writeback_is_reported() -> None:
     pool, ids = filled(Memory(LAYOUTS["paged"], 2))
     batch = pool.begin_writeback(4)
     assert pool.still_unchanged(batch.ticket) == [True] * 4
@@ -200,7 +200,7 @@ def test_a_copy_that_was_torn_is_told_before_it_is_kept() -> None:
     assert pool.still_unchanged(batch.ticket) == []
 
 
-def test_everything_can_be_cleaned_and_stays_cached() -> None:
+def test_cleaned_blocks_stay_cached() -> None:
     pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
     assert pool.clean(3600) == len(ids), "nobody copies: it answers at once"
     with demoter(pool):
@@ -240,7 +240,7 @@ def test_keyless_blocks_over_the_cache_bound_are_evicted() -> None:
     pool.check_integrity()
 
 
-def test_blocks_over_the_cache_bound_are_dropped_when_no_tier_takes_them() -> None:
+def test_refused_blocks_over_the_cache_bound_are_dropped() -> None:
     pool = Memory(LAYOUTS["paged"], PAGES).pool(max_cached_blocks=10)
     pool.use_tiers()
     assert pool.next_demotion(0) is None

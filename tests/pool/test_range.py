@@ -26,7 +26,7 @@ def memory(request):
     "batch", [[6], [2, 2], [1, 0], [1 << 32], [-1], [2, 1 << 31], [1 << 64]], ids=str
 )
 @pytest.mark.parametrize("call", ["map", "unmap"])
-def test_a_wrong_page_spoils_the_whole_batch(memory, call, batch):
+def test_invalid_page_rejects_the_whole_batch(memory, call, batch):
     memory.range.map([0, 3] if call == "map" else [1, 2])
     before = [memory.range.is_mapped(page) for page in range(PAGES)]
     with pytest.raises((errors.InvalidArgumentError, OverflowError)):
@@ -36,13 +36,13 @@ def test_a_wrong_page_spoils_the_whole_batch(memory, call, batch):
     memory.range.check_integrity()
 
 
-def test_an_empty_batch_does_nothing(memory):
+def test_empty_batch_does_nothing(memory):
     memory.range.map([])
     memory.range.unmap([])
     assert memory.range.held_bytes == 0
 
 
-def test_a_page_outside_is_not_mapped(memory):
+def test_page_outside_the_range_is_not_mapped(memory):
     assert not memory.range.is_mapped(PAGES)
     assert not memory.range.is_mapped((1 << 32) - 1)
 
@@ -85,7 +85,7 @@ def test_unmapped_pages_of_handles_are_reported(memory):
         memory.range.ring_at_unmap(bell)
 
 
-def test_kept_pages_are_counted_and_used_first(memory):
+def test_recycled_handles_are_counted_and_used_first(memory):
     memory.range.map([1, 2])
     memory.range.unmap([1, 2])
     creates = memory.host.stats()["creates"]
@@ -98,7 +98,7 @@ def test_kept_pages_are_counted_and_used_first(memory):
 
 @pytest.mark.slow
 @needs.torch
-def test_the_memory_goes_with_its_last_user():
+def test_memory_lives_as_long_as_its_last_user():
     import torch
 
     memory = Memory(LAYOUTS["paged"], PAGES)
@@ -121,7 +121,7 @@ def test_the_memory_goes_with_its_last_user():
 
 
 @pytest.mark.slow
-def test_a_forked_child_that_drops_a_range_takes_nothing_from_its_parent():
+def test_range_dropped_by_forked_child_stays_the_parents():
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()
     ids = pool.alloc(20)
@@ -143,7 +143,7 @@ def test_a_forked_child_that_drops_a_range_takes_nothing_from_its_parent():
     assert memory.held_at_the_os() == HUGE
 
 
-def test_threads_map_and_unmap_pages_of_their_own(memory):
+def test_threads_map_and_unmap_separate_pages(memory):
     wrong = []
 
     def work(page):
@@ -165,17 +165,17 @@ def test_threads_map_and_unmap_pages_of_their_own(memory):
     assert memory.held_at_the_os() == memory.range.held_bytes == 0
 
 
-def test_a_list_that_changes_while_it_is_read(memory):
+def test_page_list_that_changes_while_read_is_safe(memory):
     """An index that empties the list it stands in must not send native code after freed memory."""
     for page in (1, 2):
         pages: list[object] = []
 
-        class Evil:
+        class ListClearingIndex:
             def __index__(self, pages=pages, page=page):
                 pages.clear()
                 return page
 
-        pages += [Evil(), *(object() for _ in range(1000))]
+        pages += [ListClearingIndex(), *(object() for _ in range(1000))]
         memory.range.map(pages)
         assert [p for p in range(PAGES) if memory.range.is_mapped(p)] == list(range(1, page + 1))
 
@@ -232,7 +232,7 @@ POOL_CALLS = {
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_by_a_pool():
+def test_pool_rejects_calls_of_a_forked_child():
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()
     ids = pool.alloc(20)
@@ -253,7 +253,7 @@ def test_a_forked_child_is_refused_by_a_pool():
     pool.check_integrity()
 
 
-def test_a_forked_child_is_refused_by_a_range():
+def test_range_rejects_calls_of_a_forked_child():
     memory = Memory(LAYOUTS["paged"], PAGES)
     memory.range.map([0, 1])
     memory.range.unmap([1])
@@ -270,7 +270,7 @@ def test_a_forked_child_is_refused_by_a_range():
     memory.range.check_integrity()
 
 
-def test_a_pool_that_a_forked_child_makes_for_itself_is_its_own():
+def test_forked_child_can_create_its_own_pool():
     memory = Memory(LAYOUTS["paged"], PAGES)
     memory.pool().alloc(1)
 

@@ -33,19 +33,19 @@ SOUND = {"pages": 8, "extent_bytes": HUGE, "block_bytes": 256 << 10, "blocks_per
     ],
     ids=str,
 )
-def test_numbers_without_sense_are_refused(change):
+def test_invalid_geometry_numbers_are_rejected(change):
     with pytest.raises(errors.InvalidArgumentError):
         _vmm.Range.reserve(_vmm.HostDriver(), _vmm.Geometry(**(SOUND | change)))
 
 
 @pytest.mark.parametrize("change", [{"block_bytes": 0}, {"blocks_per_page": 0}, {"pages": 0}])
-def test_a_geometry_is_refused_where_it_is_made(change):
+def test_geometry_constructor_rejects_zero(change):
     """A ring's pool has no range to look at it, and a division by zero ends the process."""
     with pytest.raises(errors.InvalidArgumentError, match=next(iter(change))):
         _vmm.Geometry(**(SOUND | change))
 
 
-def test_a_block_must_not_reach_into_the_next_page():
+def test_block_must_not_cross_a_page_boundary():
     """3.2 blocks of 640 KiB fit an extent, but page 1 begins inside one, so two are left in it."""
     numbers = {"pages": 8, "extent_bytes": HUGE, "block_bytes": 640 << 10}
     geometry = _vmm.Geometry(**numbers, blocks_per_page=2)
@@ -57,7 +57,7 @@ def test_a_block_must_not_reach_into_the_next_page():
         _vmm.Geometry(**numbers, blocks_per_page=3)
 
 
-def test_what_the_layout_solves_is_accepted():
+def test_solved_layouts_are_valid_geometries():
     for block_bytes in (1 << 10, 24 << 10, 100_000, 3 << 20):
         for buffers in (1, 2, 30):
             for per_buffer in (False, True):
@@ -69,7 +69,7 @@ def test_what_the_layout_solves_is_accepted():
                 ]
 
 
-def test_none_is_no_object():
+def test_none_or_wrong_object_is_rejected():
     geometry = _vmm.Geometry(**SOUND)
     memory = _vmm.Range.reserve(_vmm.HostDriver(), geometry)
     numbers = {"max_blocks": 64, "limit_bytes": 1 << 30, "capacity_bytes": 1 << 30}

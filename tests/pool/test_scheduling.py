@@ -49,7 +49,7 @@ class Room:
 # --- sessions and what is followed --------------------------------------------------------------
 
 
-def test_a_session_begins_with_what_the_pool_did_and_nothing_is_taken_in_it() -> None:
+def test_session_sees_earlier_changes_and_delays_new_ones() -> None:
     room = Room()
     ids = room.cached(2 * A_PAGE)
     room.pool.set_limit(HUGE)
@@ -69,7 +69,7 @@ def test_a_session_begins_with_what_the_pool_did_and_nothing_is_taken_in_it() ->
     assert room.pool.stats()["blocks_cached"] <= A_PAGE
 
 
-def test_who_fails_to_follow_is_in_no_session() -> None:
+def test_failed_follow_leaves_no_open_session() -> None:
     room = Room()
     room.cached(A_PAGE)
     room.pool.sleep()
@@ -86,7 +86,7 @@ def test_who_fails_to_follow_is_in_no_session() -> None:
     room.blocks.check_integrity()
 
 
-def test_what_is_evicted_for_a_block_that_is_taken_is_told_before_it_is_handed_out() -> None:
+def test_eviction_is_reported_before_its_block_is_reused() -> None:
     room = Room(pages=1)
     ids = room.cached(A_PAGE - 1)
     (again,) = room.take(1)
@@ -94,7 +94,7 @@ def test_what_is_evicted_for_a_block_that_is_taken_is_told_before_it_is_handed_o
     assert again in ids
 
 
-def test_what_moved_is_told_with_where_it_is() -> None:
+def test_moved_block_is_reported_with_its_new_id() -> None:
     room = Room()
     ids = room.take(2 * A_PAGE - 1)
     last_page = room.memory.page_of(max(ids))
@@ -109,7 +109,7 @@ def test_what_moved_is_told_with_where_it_is() -> None:
 # --- how much there is --------------------------------------------------------------------------
 
 
-def test_what_was_prepared_can_be_taken_and_what_is_cached_stays() -> None:
+def test_prepared_blocks_can_be_taken_without_eviction() -> None:
     room = Room()
     room.cached(3)
     with room.blocks.session():
@@ -120,7 +120,7 @@ def test_what_was_prepared_can_be_taken_and_what_is_cached_stays() -> None:
     assert not room.blocks.fell_short
 
 
-def test_what_cannot_be_had_is_said_and_is_forgotten_by_the_next_session() -> None:
+def test_shortage_is_reset_by_the_next_session() -> None:
     room = Room(pages=2)
     with room.blocks.session():
         assert room.blocks.prepare(5 * A_PAGE) < 2 * A_PAGE
@@ -134,7 +134,7 @@ def test_what_cannot_be_had_is_said_and_is_forgotten_by_the_next_session() -> No
     room.blocks.check_integrity()
 
 
-def test_headroom_is_left_where_it_can_be_had_and_given_where_not() -> None:
+def test_headroom_is_kept_only_while_memory_suffices() -> None:
     room = Room(pages=2)
     room.blocks.headroom = A_PAGE
     with room.blocks.session():
@@ -146,7 +146,7 @@ def test_headroom_is_left_where_it_can_be_had_and_given_where_not() -> None:
         assert room.blocks.fell_short
 
 
-def test_usage_is_of_what_there_is_under_the_present_limit() -> None:
+def test_usage_is_relative_to_the_current_limit() -> None:
     room = Room()
     assert room.blocks.usage == 0
     room.take(A_PAGE - 1)
@@ -156,7 +156,7 @@ def test_usage_is_of_what_there_is_under_the_present_limit() -> None:
     assert (room.blocks.reachable, room.blocks.usage) == (0, 1)
 
 
-def test_blocks_go_from_state_to_state_and_are_counted() -> None:
+def test_block_state_changes_are_counted() -> None:
     room = Room()
     blocks, stats = room.blocks, lambda: Counter(room.pool.stats())
     ids = room.take(6)
@@ -174,7 +174,7 @@ def test_blocks_go_from_state_to_state_and_are_counted() -> None:
     blocks.check_integrity()
 
 
-def test_a_block_taken_behind_its_back_is_found() -> None:
+def test_block_allocated_without_the_scheduler_is_detected() -> None:
     room = Room()
     room.pool.alloc(1)
     with pytest.raises(IntegrityError, match="0 blocks are in use, in the native pool 1"):
@@ -184,7 +184,7 @@ def test_a_block_taken_behind_its_back_is_found() -> None:
 # --- steps and pins -----------------------------------------------------------------------------
 
 
-def test_what_is_given_back_under_a_step_keeps_its_memory_until_it_has_ended() -> None:
+def test_blocks_freed_during_a_step_keep_their_memory() -> None:
     room = Room()
     ids = room.take(3 * A_PAGE)
     first, second = room.blocks.step_begins(), room.blocks.step_begins()
@@ -205,7 +205,7 @@ def test_what_is_given_back_under_a_step_keeps_its_memory_until_it_has_ended() -
     room.blocks.check_integrity()
 
 
-def test_a_block_taken_anew_under_a_step_is_said_until_that_has_ended() -> None:
+def test_block_reused_during_a_step_is_reported() -> None:
     room = Room(pages=1)
     ids = room.take(A_PAGE - 1)
     step = room.blocks.step_begins()
@@ -218,7 +218,7 @@ def test_a_block_taken_anew_under_a_step_is_said_until_that_has_ended() -> None:
     assert room.blocks.reused_under == 0
 
 
-def test_a_reader_outlives_steps_and_may_end_with_one() -> None:
+def test_pinned_blocks_are_held_past_steps_until_unpin() -> None:
     room = Room()
     ids = room.take(2 * A_PAGE)
     now, later = room.blocks.pin(ids[:2]), room.blocks.pin(ids[2:4])
@@ -237,7 +237,7 @@ def test_a_reader_outlives_steps_and_may_end_with_one() -> None:
 # --- backoff ------------------------------------------------------------------------------------
 
 
-def test_what_is_given_back_here_is_no_arrival_and_a_page_of_others_is(shared: TwoPools) -> None:
+def test_only_foreign_pages_raise_the_availability_epoch(shared: TwoPools) -> None:
     mine, other = shared.pools
     theirs = other.alloc((PAGES - 1) * PAGED.blocks_per_page - 1)
     blocks = SchedulerBlocks(mine)
@@ -257,7 +257,7 @@ def test_what_is_given_back_here_is_no_arrival_and_a_page_of_others_is(shared: T
 
 
 @pytest.mark.parametrize("gives_back", [False, True], ids=["nothing fits", "runs in pieces"])
-def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
+def test_scheduler_backoff_doubles_while_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, gives_back: bool
 ) -> None:
     """One that gave something back is asked again at once, for another may have that."""
@@ -302,7 +302,7 @@ def toy(room: Room, steps_on_their_way: int = 1) -> ToyEngine:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_on_their_way", [0, 1, 3])
 @pytest.mark.parametrize("max_cached_blocks", [-1, 5])
-def test_a_toy_engine_answers_the_same_whatever_the_limit_does(
+def test_toy_engine_output_is_independent_of_the_limit(
     steps_on_their_way: int, max_cached_blocks: int
 ) -> None:
     pick = random.Random(f"{steps_on_their_way} {max_cached_blocks}")
@@ -336,7 +336,7 @@ def test_a_toy_engine_answers_the_same_whatever_the_limit_does(
     assert room.memory.held_at_the_os() == 0
 
 
-def test_a_prefix_that_moved_is_found_by_a_toy_engine() -> None:
+def test_toy_engine_finds_a_moved_prefix() -> None:
     room = Room()
     engine = toy(room, steps_on_their_way=0)
     filler = room.take(A_PAGE - 2)
@@ -357,7 +357,7 @@ def test_a_prefix_that_moved_is_found_by_a_toy_engine() -> None:
     assert engine.answers["other"] == answer_of([2] * BLOCK_TOKENS, 3)
 
 
-def test_a_toy_engine_naps_until_a_neighbour_gives_memory(
+def test_toy_engine_waits_until_neighbour_releases_memory(
     shared: TwoPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: 0.0))

@@ -94,7 +94,7 @@ def valid_ids(layout: PageLayout, pages: int) -> list[int]:
 
 @given(CASES)
 @settings(deadline=None)
-def test_split_views(case: Case) -> None:
+def test_split_views_match_the_layout(case: Case) -> None:
     blocks, tokens, heads, dim, layers, itemsize, per_buffer, pages = case
     made = small_plan(
         (2, blocks, tokens, heads, dim),
@@ -131,7 +131,7 @@ def test_split_views(case: Case) -> None:
 @pytest.mark.slow
 @given(CASES)
 @settings(deadline=None)
-def test_fused_and_latent_views_and_vllms_own_placement(case: Case) -> None:
+def test_fused_latent_and_vllm_views_match_the_layout(case: Case) -> None:
     blocks, tokens, heads, dim, layers, itemsize, per_buffer, pages = case
     assume(blocks != 2)  # (2, 2, ...) is K and V first
     arguments: dict[str, Any] = {
@@ -170,7 +170,7 @@ def test_fused_and_latent_views_and_vllms_own_placement(case: Case) -> None:
 @pytest.mark.slow
 @given(CASES)
 @settings(deadline=None)
-def test_token_views(case: Case) -> None:
+def test_token_views_match_the_layout(case: Case) -> None:
     blocks, tokens, heads, dim, layers, itemsize, per_buffer, pages = case
     num_tokens = blocks * tokens - (tokens - 1)  # the last block in part
     arguments: dict[str, Any] = {
@@ -222,13 +222,13 @@ def test_views_work_as_torch_tensors() -> None:
             assert (tensor[1][block_id] == (at + layer + 101) % 251).all()
 
 
-def test_two_blocks_of_k_and_v_are_read_as_k_and_v_first() -> None:
+def test_ambiguous_shape_is_taken_as_k_v_first() -> None:
     made = plan((2, 2, 16, 4, 64), engine="vllm", block_size=16, itemsize=2, num_layers=1)
     assert made.form == "split"
     assert made.num_blocks == 2
 
 
-def test_a_block_shape_of_other_bytes_is_refused() -> None:
+def test_block_shape_of_other_size_is_rejected() -> None:
     with pytest.raises(LayoutError, match=r"\(16, 4, 64\) of 2-byte elements.*64 bytes"):
         block_view(PageLayout.solve(64, 2), 1, 0, (16, 4, 64), 2)
 
@@ -275,7 +275,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "match"), REFUSED)
-def test_plan_refuses_with_value_and_accepted_ones(
+def test_plan_error_names_value_and_accepted_values(
     change: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     assert plan(**GOOD).num_blocks == 100
@@ -283,7 +283,7 @@ def test_plan_refuses_with_value_and_accepted_ones(
         plan(**{**GOOD, **change})
 
 
-def test_plan_takes_numpy_integers() -> None:
+def test_plan_accepts_numpy_integers() -> None:
     made = plan(**{**GOOD, "kvcache_shape": np.array([2, 100, 16, 4, 64])})
     assert made.block_shape == (16, 4, 64)
     assert all(type(size) is int for size in made.block_shape)

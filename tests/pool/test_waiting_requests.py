@@ -51,12 +51,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
 
-def test_an_instance_that_reports_nothing_is_not_said_to_have_none_waiting(pool) -> None:
+def test_waiting_count_is_unknown_without_a_report(pool) -> None:
     status = look_at(pool.name)
     assert (status.requests_waiting, status.is_limit_too_low) == (None, False)
 
 
-def test_what_the_first_request_needs_is_the_least_limit_in_whole_pages(pool, reporter) -> None:
+def test_first_request_need_is_published_in_whole_pages(pool, reporter) -> None:
     reporter.report(0)
     assert look_at(pool.name).requests_waiting == 0
     reporter.report(3, first_blocks=2 * B - 1, first_may_blocks=2 * B)
@@ -92,7 +92,7 @@ def test_what_the_first_request_needs_is_the_least_limit_in_whole_pages(pool, re
         "more than the device",
     ],
 )
-def test_the_state_says_that_a_request_needs_more_than_the_limit(
+def test_state_is_stuck_if_request_exceeds_the_limit(
     pool, reporter, caplog, limit_bytes, needed_blocks, state
 ) -> None:
     limit(pool, limit_bytes)
@@ -101,9 +101,7 @@ def test_the_state_says_that_a_request_needs_more_than_the_limit(
     assert len(warnings(caplog)) == (state == "stuck")
 
 
-def test_one_line_of_the_log_names_what_is_needed_and_the_command(
-    pool, reporter, clock, caplog
-) -> None:
+def test_log_line_names_the_need_and_the_command(pool, reporter, clock, caplog) -> None:
     limit(pool, 2 * PAGE)
     for _ in range(3):
         reporter.report(2, first_blocks=2 * B, first_may_blocks=4 * B)
@@ -124,7 +122,7 @@ def test_one_line_of_the_log_names_what_is_needed_and_the_command(
     assert len(warnings(caplog)) == 2, "it fitted, and does not again"
 
 
-def test_requests_that_come_and_go_do_not_fill_the_log(pool, reporter, clock, caplog) -> None:
+def test_changing_requests_do_not_flood_the_log(pool, reporter, clock, caplog) -> None:
     limit(pool, 2 * PAGE)
     for blocks in range(2 * B, 2 * B + 5):
         reporter.report(1, first_blocks=8 * blocks)
@@ -135,7 +133,7 @@ def test_requests_that_come_and_go_do_not_fill_the_log(pool, reporter, clock, ca
     assert len(warnings(caplog)) == 2
 
 
-def test_an_instance_that_sleeps_has_no_limit_that_is_too_low(pool, reporter, caplog) -> None:
+def test_sleeping_instance_is_never_reported_as_stuck(pool, reporter, caplog) -> None:
     limit(pool, 2 * PAGE)
     segment.request(pool.name, asleep=True, wait_s=DEADLINE_S)
     reporter.report(1, first_blocks=2 * B)

@@ -26,18 +26,18 @@ from kvelastic.shared import segment
 PAGES = 8
 EVERY_DRIVER = (
     "granularity",
-    "reserving_costs_nothing_and_faults",
-    "a_page_lives",
-    "runs_are_one_call",
-    "odd_sizes_are_refused",
+    "reserved_range_is_free_and_faults",
+    "page_life_cycle",
+    "adjacent_pages_share_one_call",
+    "unaligned_sizes_are_rejected",
     "a_range_and_a_pool",
-    "records_of_blocks",
-    "moves_of_blocks",
+    "block_copies_to_staging",
+    "block_moves",
     "rows_far_apart",
     "threads",
-    "what_is_unmapped_is_scratch",
+    "unmapped_addresses_are_scratch",
 )
-EVERY_CUDA = (*EVERY_DRIVER, "a_page_goes_to_another_process")
+EVERY_CUDA = (*EVERY_DRIVER, "page_is_exported_to_another_process")
 """Cases of any GPU; the others look into the simulated driver."""
 
 
@@ -165,7 +165,7 @@ def case_granularity(driver: _vmm.Driver) -> None:
     assert granule & (granule - 1) == 0
 
 
-def case_reserving_costs_nothing_and_faults(driver: _vmm.Driver) -> None:
+def case_reserved_range_is_free_and_faults(driver: _vmm.Driver) -> None:
     before = held_bytes(driver)
     size = 1024 * driver.granularity_bytes
     address = driver.reserve(size)
@@ -177,7 +177,7 @@ def case_reserving_costs_nothing_and_faults(driver: _vmm.Driver) -> None:
     driver.release(address, size)
 
 
-def case_a_page_lives(driver: _vmm.Driver) -> None:
+def case_page_life_cycle(driver: _vmm.Driver) -> None:
     granule = driver.granularity_bytes
     before = held_bytes(driver)
     address = driver.reserve(4 * granule)
@@ -204,7 +204,7 @@ def case_a_page_lives(driver: _vmm.Driver) -> None:
     driver.release(address, 4 * granule)
 
 
-def case_runs_are_one_call(driver: _vmm.Driver) -> None:
+def case_adjacent_pages_share_one_call(driver: _vmm.Driver) -> None:
     granule = driver.granularity_bytes
     address = driver.reserve(4 * granule)
     handles = [driver.create(granule) for _ in range(4)]
@@ -223,7 +223,7 @@ def case_runs_are_one_call(driver: _vmm.Driver) -> None:
     driver.release(address, 4 * granule)
 
 
-def case_odd_sizes_are_refused(driver: _vmm.Driver) -> None:
+def case_unaligned_sizes_are_rejected(driver: _vmm.Driver) -> None:
     before = driver.stats()
     for size in (0, 1, driver.granularity_bytes + 1, driver.granularity_bytes // 2):
         for call in (driver.reserve, driver.create):
@@ -257,7 +257,7 @@ def case_a_range_and_a_pool(driver: _vmm.Driver) -> None:
         assert held_bytes(driver) == before
 
 
-def case_records_of_blocks(driver: _vmm.Driver) -> None:
+def case_block_copies_to_staging(driver: _vmm.Driver) -> None:
     for extents in (1, 3):
         memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
         pool = whole_pool(memory)
@@ -348,7 +348,7 @@ def case_rows_far_apart(driver: _vmm.Driver) -> None:
     driver.release(base, 2 * apart)
 
 
-def case_moves_of_blocks(driver: _vmm.Driver) -> None:
+def case_block_moves(driver: _vmm.Driver) -> None:
     for extents in (1, 3):
         memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
         pool = whole_pool(memory)
@@ -395,7 +395,7 @@ def case_threads(driver: _vmm.Driver) -> None:
     assert memory.held_bytes == 0
 
 
-def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Driver) -> None:
+def case_recycled_page_costs_three_calls(driver: _vmm.Driver) -> None:
     calls = simulator()
     assert calls is not None, "only the simulator counts calls"
     memory = _vmm.Range.reserve(driver, geometry(driver))
@@ -422,7 +422,7 @@ def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Dr
     assert calls.kvsim_count(b"*") == 0, "parked pages cost no call of any kind"
 
 
-def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
+def case_batches_of_handles_grow(driver: _vmm.Driver) -> None:
     """Batches of 4, 8, then 16 handles at most: a call each to give access, and to unmap."""
     sim = simulator()
     assert sim is not None
@@ -440,12 +440,12 @@ def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
     assert pool.mapped_bytes == driver.granularity_bytes
 
 
-def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
+def case_failures_leave_nothing_behind(driver: _vmm.Driver) -> None:
     """Every call from the first to the last fails, in growing, shrinking and ending."""
-    no_failure_leaves_anything_behind(lambda: driver, geometry(driver, extents=2))
+    failures_leave_nothing_behind(lambda: driver, geometry(driver, extents=2))
 
 
-def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
+def case_every_failure_of_a_worker_start_is_clean(driver: _vmm.Driver) -> None:
     """As an engine's: the device is opened, a page priced, and a scheduler maps over the ring."""
     whole = geometry(driver)
 
@@ -470,7 +470,7 @@ def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
     every_call_fails_once(work)
 
 
-def no_failure_leaves_anything_behind(
+def failures_leave_nothing_behind(
     open_one: Callable[[], _vmm.Driver], whole: _vmm.Geometry
 ) -> None:
 
@@ -509,7 +509,7 @@ def every_call_fails_once(work: Callable[[], None]) -> None:
         assert left == (0, 0, 0), f"call {failing} of {calls} left {left} behind"
 
 
-def case_a_busy_device_is_waited_for(driver: _vmm.Driver) -> None:
+def case_not_ready_is_retried(driver: _vmm.Driver) -> None:
     sim = simulator()
     assert sim is not None
     sim.kvsim_fail(b"cuMemSetAccess:1-3:CUDA_ERROR_NOT_READY,cuMemUnmap:1-2:CUDA_ERROR_NOT_READY")
@@ -519,7 +519,7 @@ def case_a_busy_device_is_waited_for(driver: _vmm.Driver) -> None:
     assert sim.kvsim_count(b"cuMemSetAccess") >= 4
 
 
-def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
+def case_out_of_memory_returns_none(driver: _vmm.Driver) -> None:
     """KVSIM_MEMORY has room for five pages: the sixth is refused, and nothing is lost."""
     memory = _vmm.Range.reserve(driver, geometry(driver))
     pool = whole_pool(memory)
@@ -532,7 +532,7 @@ def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
     pool.check_integrity()
 
 
-def case_a_full_device_copies_and_unmaps(driver: _vmm.Driver) -> None:
+def case_full_device_copies_and_unmaps(driver: _vmm.Driver) -> None:
     """KVSIM_CONTEXT_GROWTH: a stream takes memory, of which there is none when it is needed."""
     granule = driver.granularity_bytes
     memory = _vmm.Range.reserve(driver, geometry(driver))
@@ -555,7 +555,7 @@ def case_a_full_device_copies_and_unmaps(driver: _vmm.Driver) -> None:
         driver.destroy(handle, granule)
 
 
-def case_no_more_mappings_is_an_answer(driver: _vmm.Driver) -> None:
+def case_mapping_cap_raises_out_of_memory(driver: _vmm.Driver) -> None:
     """KVSIM_MAX_MAPPINGS is five: the sixth is refused when it gets access."""
     memory = _vmm.Range.reserve(driver, geometry(driver))
     memory.map([0, 2])
@@ -601,7 +601,7 @@ def guarded(driver: _vmm.Driver) -> _vmm.Driver:
     return _vmm.GuardDriver(driver, driver.granularity_bytes)
 
 
-def case_what_is_unmapped_is_scratch(driver: _vmm.Driver) -> None:
+def case_unmapped_addresses_are_scratch(driver: _vmm.Driver) -> None:
     granule = driver.granularity_bytes
     before = held_bytes(driver)
     memory = _vmm.Range.reserve(guarded(driver), geometry(driver))
@@ -628,7 +628,7 @@ def case_what_is_unmapped_is_scratch(driver: _vmm.Driver) -> None:
     assert held_bytes(driver) == before
 
 
-def case_a_kernel_that_reads_too_far_reads_scratch(driver: _vmm.Driver) -> None:
+def case_guarded_kernel_overread_hits_scratch(driver: _vmm.Driver) -> None:
     sim = simulator()
     assert sim is not None
     memory = _vmm.Range.reserve(guarded(driver), geometry(driver))
@@ -646,7 +646,7 @@ def case_a_kernel_that_reads_too_far_reads_scratch(driver: _vmm.Driver) -> None:
         bare.map([0])
 
 
-def case_a_guarded_cycle_costs_six_calls(driver: _vmm.Driver) -> None:
+def case_guarded_cycle_costs_six_calls(driver: _vmm.Driver) -> None:
     sim = simulator()
     assert sim is not None
     names = (b"cuMemMap", b"cuMemSetAccess", b"cuMemUnmap")
@@ -660,11 +660,11 @@ def case_a_guarded_cycle_costs_six_calls(driver: _vmm.Driver) -> None:
     assert [sim.kvsim_count(name) for name in names] == [2, 2, 2]
 
 
-def case_no_failure_of_a_guard_leaves_anything_behind(driver: _vmm.Driver) -> None:
-    no_failure_leaves_anything_behind(lambda: guarded(driver), geometry(driver, extents=2))
+def case_guard_failures_leave_nothing_behind(driver: _vmm.Driver) -> None:
+    failures_leave_nothing_behind(lambda: guarded(driver), geometry(driver, extents=2))
 
 
-def case_a_page_goes_to_another_process(driver: _vmm.Driver) -> None:
+def case_page_is_exported_to_another_process(driver: _vmm.Driver) -> None:
     assert isinstance(driver, _vmm.CudaDriver)
     granule = driver.granularity_bytes
     address = driver.reserve(granule)

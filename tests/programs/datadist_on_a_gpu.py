@@ -45,7 +45,7 @@ def got(gpu: Gpu, cache: CacheHandle, tensor: int, size: int) -> bytes:
     return back.raw
 
 
-def case_memory_comes_back() -> None:
+def case_deallocated_memory_is_released() -> None:
     """By a limit, by trim and at the end."""
     manager, caches = opened()
     blocks = caches.pools()[0].pool.blocks
@@ -60,7 +60,7 @@ def case_memory_comes_back() -> None:
     caches.close()
 
 
-def case_a_page_stays_until_the_kernel_that_reads_it_is_done() -> None:
+def case_page_stays_until_its_kernel_ends() -> None:
     """A kernel of the default stream still reads a cache that is deallocated."""
     gpu = Gpu()
     manager, caches = opened()
@@ -82,7 +82,7 @@ def case_a_page_stays_until_the_kernel_that_reads_it_is_done() -> None:
     caches.close()
 
 
-def case_a_copy_is_complete_when_it_returns() -> None:
+def case_copy_is_synchronous() -> None:
     """Also of what a kernel of the default stream is still to write."""
     gpu = Gpu()
     manager, caches = opened()
@@ -105,7 +105,7 @@ def case_a_copy_is_complete_when_it_returns() -> None:
     caches.close()
 
 
-def case_to_the_host_and_back() -> None:
+def case_copy_to_host_and_back() -> None:
     gpu = Gpu()
     manager, caches = opened()
     device = manager.allocate_cache(desc())
@@ -121,7 +121,7 @@ def case_to_the_host_and_back() -> None:
     caches.close()
 
 
-def case_a_copy_beside_a_capture() -> None:
+def case_copy_keeps_a_capture_valid() -> None:
     """A CUDA graph is captured in a stream that waits for the default one; the copy ends it not."""
     blocking = 0
     gpu = Gpu(blocking)
@@ -136,7 +136,7 @@ def case_a_copy_beside_a_capture() -> None:
     caches.close()
 
 
-def case_another_gpu_is_left_alone() -> None:
+def case_second_gpu_needs_no_context_on_first() -> None:
     """Caches of the second GPU need no context on the first."""
     manager, caches = opened(SECOND_GPU)
     one, other = manager.allocate_cache(desc()), manager.allocate_cache(desc())

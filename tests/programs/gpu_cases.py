@@ -45,7 +45,7 @@ def begun(gpu: Gpu, call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def case_an_alloc_goes_on_while_an_unmap_waits(gpu: Gpu) -> None:
+def case_alloc_continues_while_an_unmap_waits(gpu: Gpu) -> None:
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
     pool = pool_over(memory)
@@ -71,7 +71,7 @@ def case_an_alloc_goes_on_while_an_unmap_waits(gpu: Gpu) -> None:
         memory.check_integrity()
 
 
-def case_an_alloc_goes_on_while_a_move_waits(gpu: Gpu) -> None:
+def case_alloc_continues_while_a_move_waits(gpu: Gpu) -> None:
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
     pool = pool_over(memory)
@@ -90,7 +90,7 @@ def case_an_alloc_goes_on_while_a_move_waits(gpu: Gpu) -> None:
     pool.check_integrity()
 
 
-def case_no_page_goes_from_under_a_kernel(gpu: Gpu) -> None:
+def case_pages_used_by_kernels_stay_mapped(gpu: Gpu) -> None:
     """Threads that alloc, read and free, limits, moves, sleep and a keeper; kernels come and go."""
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
@@ -163,7 +163,7 @@ def case_no_page_goes_from_under_a_kernel(gpu: Gpu) -> None:
     memory.check_integrity()
 
 
-def case_a_stream_that_the_default_one_does_not_order(gpu: Gpu) -> None:
+def case_unregistered_non_blocking_stream_is_not_fenced(gpu: Gpu) -> None:
     """Where only the default stream is named, a kernel in a non-blocking one is not seen."""
     memory = reserve(gpu)
     memory.map([0, 1])
@@ -183,7 +183,7 @@ def case_a_stream_that_the_default_one_does_not_order(gpu: Gpu) -> None:
     assert gpu.error() != SUCCESS
 
 
-def case_a_kernel_of_the_default_stream(gpu: Gpu) -> None:
+def case_unmap_waits_for_the_default_stream(gpu: Gpu) -> None:
     memory = reserve(gpu)
     memory.map([0, 1])
     gpu.driver.use_streams([0])
@@ -197,7 +197,7 @@ def case_a_kernel_of_the_default_stream(gpu: Gpu) -> None:
     assert gpu.error() == SUCCESS
 
 
-def case_nobody_said_which_streams(gpu: Gpu) -> None:
+def case_unknown_streams_raise(gpu: Gpu) -> None:
     memory = reserve(gpu)
     memory.map([0, 1])
     assert not gpu.driver.knows_streams
@@ -209,7 +209,7 @@ def case_nobody_said_which_streams(gpu: Gpu) -> None:
     memory.unmap([1], destroy=True)
 
 
-def case_no_kernel_uses_the_pages(gpu: Gpu) -> None:
+def case_empty_stream_list_needs_no_fence(gpu: Gpu) -> None:
     memory = reserve(gpu)
     memory.map([0, 1])
     gpu.driver.use_streams([])
@@ -219,7 +219,7 @@ def case_no_kernel_uses_the_pages(gpu: Gpu) -> None:
     gpu.release()
 
 
-def case_a_capture_goes_on_beside_every_call(gpu: Gpu) -> None:
+def case_driver_calls_keep_other_captures_valid(gpu: Gpu) -> None:
     """In this thread and from another, whatever the mode, in streams of both kinds."""
     graph, blocking = gpu.new_stream(), gpu.new_stream(0)
     gpu.driver.use_streams([0, gpu.stream])
@@ -250,7 +250,7 @@ def case_a_capture_goes_on_beside_every_call(gpu: Gpu) -> None:
     assert gpu.end_capture(graph) != SUCCESS
 
 
-def case_a_capture_of_the_stream_itself_is_waited_for(gpu: Gpu) -> None:
+def case_unmap_waits_for_capture_of_its_stream(gpu: Gpu) -> None:
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
     memory.map([0, 1])
@@ -267,7 +267,7 @@ def case_a_capture_of_the_stream_itself_is_waited_for(gpu: Gpu) -> None:
     assert not memory.is_mapped(1)
 
 
-def case_a_capture_that_begins_in_the_midst_of_a_fence_is_waited_for(gpu: Gpu) -> None:
+def case_capture_started_during_a_fence_is_awaited(gpu: Gpu) -> None:
     """The event becomes the graph's; the stream gets another one after the capture."""
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
@@ -287,7 +287,7 @@ def case_a_capture_that_begins_in_the_midst_of_a_fence_is_waited_for(gpu: Gpu) -
     assert gpu.count("cuEventCreate") == gpu.count("cuEventDestroy") == 2
 
 
-def case_a_stream_of_another_context_is_waited_for(gpu: Gpu) -> None:
+def case_unmap_waits_for_stream_of_another_context(gpu: Gpu) -> None:
     """As one of a green context; the driver's own is the device's primary context."""
     context = ctypes.c_void_p()
     assert gpu.sim.cuCtxCreate_v2(ctypes.byref(context), 0, 0) == SUCCESS
@@ -305,7 +305,7 @@ def case_a_stream_of_another_context_is_waited_for(gpu: Gpu) -> None:
     assert gpu.error() == SUCCESS
 
 
-def case_streams_and_events_are_given_back(gpu: Gpu) -> None:
+def case_streams_and_events_are_destroyed(gpu: Gpu) -> None:
     made = gpu.count("cuStreamCreate")
     for _ in range(3):
         driver = _vmm.CudaDriver("cuda")
@@ -320,7 +320,7 @@ def case_streams_and_events_are_given_back(gpu: Gpu) -> None:
     assert gpu.count("cuEventCreate") == gpu.count("cuEventDestroy") > 0
 
 
-def case_a_failed_wait_leaves_no_event(gpu: Gpu) -> None:
+def case_failed_wait_leaks_no_event(gpu: Gpu) -> None:
     gpu.driver.use_streams([0, gpu.stream])
     memory = reserve(gpu)
     memory.map([0, 1])

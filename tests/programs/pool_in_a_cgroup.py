@@ -57,7 +57,7 @@ class Instance:
         looks = self.keeper.memory_looks
         wait_until(lambda: self.keeper.memory_looks >= looks + 2, "the keeper does not look")
 
-    def next_arrival(self, seen: int) -> int:
+    def next_availability_epoch(self, seen: int) -> int:
         """Return when the count of arrivals is another one, and which."""
         wait_until(lambda: self.pool.arrivals != seen, "nobody says that something has come")
         count: int = self.pool.arrivals
@@ -89,7 +89,7 @@ def another_process(size_bytes: int) -> Iterator[LineProgram]:
         yield process
 
 
-def caches_make_way() -> None:
+def caches_are_evicted_for_the_heap() -> None:
     with instance() as one:
         for blocks in one.fill():
             one.pool.cache(blocks)
@@ -103,7 +103,7 @@ def caches_make_way() -> None:
         assert one.pool.stats()["blocks_cached"] > 0, "more was dropped than was needed"
 
 
-def requests_make_way() -> None:
+def requests_are_preempted_for_the_heap() -> None:
     with instance() as one:
         requests = one.fill()
 
@@ -120,7 +120,7 @@ def requests_make_way() -> None:
         assert len(requests) * 2 * MIB > 20 * MIB, "more was preempted than was needed"
 
 
-def what_comes_again_is_kept_free() -> None:
+def recurring_peak_stays_free() -> None:
     with instance() as one:
         first = one.pool.alloc(2 * one.page_blocks)
         assert first is not None
@@ -135,18 +135,18 @@ def what_comes_again_is_kept_free() -> None:
             del step
 
 
-def who_was_refused_a_page_hears_when_there_is_one() -> None:
+def refused_alloc_is_notified_of_free_memory() -> None:
     with instance() as one, another_process(40 * MIB) as other:
         one.fill()
         got, seen = None, one.pool.arrivals
         assert one.pool.alloc(one.page_blocks) is None
         other.finish()
         while got is None:  # there may be one for a moment before, at the very edge
-            seen = one.next_arrival(seen)
+            seen = one.next_availability_epoch(seen)
             got = one.pool.alloc(one.page_blocks)
 
 
-def a_lower_limit_of_the_cgroup_is_kept() -> None:
+def lowered_cgroup_limit_is_respected() -> None:
     from memory_cgroup import MemoryCgroup
 
     cgroup = MemoryCgroup.at(Path(sys.argv[1]))

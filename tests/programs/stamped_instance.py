@@ -156,7 +156,7 @@ class Engine:
         elif what < 0.75:
             self.end()
         elif what < 0.93:
-            self.find_again()
+            self.reuse_cached_blocks()
         elif what < 0.97:
             self.check_all()
         elif what < 0.98:
@@ -213,7 +213,7 @@ class Engine:
                 del self.stamps[block]
             self.blocks.free(ids)
 
-    def find_again(self) -> None:
+    def reuse_cached_blocks(self) -> None:
         """As a prefix cache does: look and take, with nothing in between."""
         self.blocks.enter()
         try:
@@ -273,7 +273,7 @@ def commands() -> IO[bytes]:
     return open(0, "rb", buffering=0)
 
 
-def is_told_to_end(stdin: IO[bytes], counts: Counter[str], rest: Any) -> bool:
+def obey_stdin(stdin: IO[bytes], counts: Counter[str], rest: Any) -> bool:
     """Does what stdin says; waits there during a rest."""
     if not select.select([stdin], [], [], 0)[0]:
         return False
@@ -331,7 +331,7 @@ def serve(name: str, seed: int) -> None:
 
         stdin = commands()
         print(json.dumps({"name": pool.name}), flush=True)
-        while not is_told_to_end(stdin, engine.counts, rest):
+        while not obey_stdin(stdin, engine.counts, rest):
             engine.step()
             if dice.random() < RESERVES_A_STEP:
                 reserve_anew(pool, dice, engine.counts)
@@ -370,16 +370,16 @@ def join_and_leave(name: str, seed: int) -> None:
     counts: Counter[str] = Counter()
     stdin = commands()
     print(json.dumps({"name": name}), flush=True)
-    while not is_told_to_end(stdin, counts, lambda: None):
+    while not obey_stdin(stdin, counts, lambda: None):
         try:
-            stay_for_a_moment(name, settings.ledger, capacity_bytes, dice)
+            join_briefly(name, settings.ledger, capacity_bytes, dice)
             counts["joins"] += 1
         except KvelasticError as error:
             counts[f"refused: {error.code}"] += 1
         time.sleep(dice.random() * 0.005)
 
 
-def stay_for_a_moment(name: str, group: str, capacity_bytes: int, dice: random.Random) -> None:
+def join_briefly(name: str, group: str, capacity_bytes: int, dice: random.Random) -> None:
     """Nobody may take a live member's grant, or remove its segment."""
     from kvelastic.shared import ledger, segment
 

@@ -51,7 +51,7 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_a_burst_needs_the_same_part_on_any_machine(speed: Speed) -> None:
+def test_burst_needs_the_same_share_at_any_speed(speed: Speed) -> None:
     plan = plan_for(speed)
     _, burst, back = plan.turns
     assert plan.part == pytest.approx(PART, rel=0.05)
@@ -60,19 +60,19 @@ def test_a_burst_needs_the_same_part_on_any_machine(speed: Speed) -> None:
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_all_of_a_burst_is_under_way_at_once(speed: Speed) -> None:
+def test_burst_requests_overlap(speed: Speed) -> None:
     plan = plan_for(speed)
     for turn in plan.turns[1:]:
         assert turn.over_s <= plan.answer_s / 2 * 1.0001
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_the_longest_conversation_fits_the_servers(speed: Speed) -> None:
+def test_longest_conversation_fits_the_servers(speed: Speed) -> None:
     last = plan_for(speed).turns[-1]
     assert last.prompt_tokens + last.answer_tokens <= MOST_CONVERSATION_TOKENS
 
 
-def test_a_machine_twice_as_fast_gets_the_same_in_half_the_time() -> None:
+def test_twice_the_speed_halves_the_time() -> None:
     slow, fast = plan_for(Speed(800.0, 0.05)), plan_for(Speed(1600.0, 0.025))
     assert fast.budget_pages == slow.budget_pages
     for its, mine in zip(slow.turns, fast.turns, strict=True):
@@ -81,24 +81,24 @@ def test_a_machine_twice_as_fast_gets_the_same_in_half_the_time() -> None:
         assert mine.over_s == pytest.approx(its.over_s / 2)
 
 
-def test_answers_are_longer_where_prompts_take_long() -> None:
+def test_slower_prompts_get_longer_answers() -> None:
     assert plan_for(Speed(300.0, 0.05)).turns[1].answer_tokens > 128
     assert plan_for(Speed(880.0, 0.05)).turns[1].answer_tokens == 128
 
 
 @pytest.mark.parametrize("bad", [(0.0, 0.05), (800.0, 0.0), (math.inf, 0.1), (math.nan, 0.1)])
-def test_an_invalid_speed_is_refused(bad: tuple[float, float]) -> None:
+def test_invalid_speed_is_rejected(bad: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="invalid speed"):
         plan_for(Speed(*bad))
 
 
-def test_what_no_cache_can_have() -> None:
+def test_new_tokens_exclude_full_cached_blocks() -> None:
     # 288 tokens were said, and the last of them was never computed: eight whole blocks.
     assert new_tokens(320, 288) == 320 - 8 * BLOCK_TOKENS
     assert new_tokens(321, 289) == 321 - 9 * BLOCK_TOKENS
 
 
-def test_bursts_in_turn_come_faster_where_the_machine_is_faster() -> None:
+def test_alternating_bursts_arrive_faster_on_faster_machines() -> None:
     slow, fast = QUICK.on_machine(0.1), QUICK.on_machine(0.01)
     assert slow.over_s < QUICK.answer_tokens * 0.1
     assert fast.over_s == pytest.approx(slow.over_s / 10)
@@ -108,7 +108,7 @@ def test_bursts_in_turn_come_faster_where_the_machine_is_faster() -> None:
 # --- conversations --------------------------------------------------------------------------------
 
 
-def test_each_turn_continues_what_was_said(plan: Plan) -> None:
+def test_each_turn_continues_its_conversation(plan: Plan) -> None:
     talk = Conversations("a", plan)
     said: dict[int, list[int]] = {}
     for turn in (1, 2, 3):
@@ -123,7 +123,7 @@ def test_each_turn_continues_what_was_said(plan: Plan) -> None:
             said[index] = [*request.prompt, *answer]
 
 
-def test_no_two_conversations_begin_alike_and_runs_repeat(plan: Plan) -> None:
+def test_conversations_have_unique_prefixes_and_runs_repeat(plan: Plan) -> None:
     requests = Conversations("a", plan).requests(1)
     of_b = Conversations("b", plan).requests(1)
     first_blocks = {tuple(request.prompt[:BLOCK_TOKENS]) for request in (*requests, *of_b)}
@@ -139,7 +139,7 @@ def test_arrivals_are_even_and_within_their_time(plan: Plan) -> None:
     assert max(gaps) == pytest.approx(min(gaps))
 
 
-def test_a_burst_is_held_beside_a_model_that_has_begun_nothing_yet() -> None:
+def test_bursts_alternate_with_the_other_models_turns() -> None:
     names = [phase.name for phase in phases(prefix_cache=True)]
     assert names == [
         "a begins", "a burst", "b begins", "b burst", "a comes back", "b comes back",
@@ -150,7 +150,7 @@ def test_a_burst_is_held_beside_a_model_that_has_begun_nothing_yet() -> None:
 # --- ways and memory ------------------------------------------------------------------------------
 
 
-def test_tiers_are_switched_on_by_their_variable_alone(plan: Plan, tmp_path: Path) -> None:
+def test_tiers_are_enabled_by_their_variable_alone(plan: Plan, tmp_path: Path) -> None:
     elastic, tiers = (
         launch(plan, way, "a", tmp_path, prefix_cache=True) for way in (ELASTIC, TIERS)
     )
@@ -184,7 +184,7 @@ def test_halves_are_stock_vllm(plan: Plan, tmp_path: Path) -> None:
         assert "--no-enable-prefix-caching" in stock.arguments
 
 
-def test_bursts_in_turn_have_the_servers_that_they_had() -> None:
+def test_alternating_bursts_use_the_expected_servers() -> None:
     started = two_models_in_turn(QUICK)
     assert len(started) == 4
     assert started["shared", "a"].ledger == started["shared", "b"].ledger == ledger_name()
@@ -194,7 +194,7 @@ def test_bursts_in_turn_have_the_servers_that_they_had() -> None:
     assert limits["shared", "a"] is None
 
 
-def test_ways_take_turns_as_far_as_there_is_memory() -> None:
+def test_ways_are_grouped_by_available_memory() -> None:
     gib = 1 << 30
     assert at_a_time(WITH_CACHE, 22 * gib, 6 * gib) == [
         list(WITH_CACHE[:3]),
@@ -210,14 +210,14 @@ def test_ways_take_turns_as_far_as_there_is_memory() -> None:
         at_a_time(WITH_CACHE, 7 * gib, 6 * gib)
 
 
-def test_a_whole_run_has_every_way_and_a_quick_one_the_bars() -> None:
+def test_full_run_has_every_way_and_quick_fewer() -> None:
     assert set(ways_of(prefix_cache=True, quick=False)) == set(WAYS)
     assert set(ways_of(prefix_cache=True, quick=True)) == {HALVES, TIERS, WHOLE}
     for quick in (False, True):
         assert TIERS not in ways_of(prefix_cache=False, quick=quick), "they are refused then"
 
 
-def test_a_part_of_the_ways_is_kept_under_another_name() -> None:
+def test_subset_of_ways_has_its_own_file_name() -> None:
     whole = file_stem(WITH_CACHE, prefix_cache=True)
     assert len({whole, file_stem((HALVES, TIERS), prefix_cache=True)}) == 2
     assert file_stem((HALVES, TIERS), prefix_cache=False) != whole
@@ -243,7 +243,7 @@ def result(way: str, phase: Phase, first_s: float, hits: int, token: int = 7) ->
     )
 
 
-def test_bars_are_of_bursts_alone(plan: Plan) -> None:
+def test_bars_cover_only_bursts(plan: Plan) -> None:
     def way(name: str, first_s: float, hits: int) -> list[PhaseResult]:
         begun = [result(name, Phase(model, 1), 99.0, 900) for model in MODELS]
         return [*begun, *(result(name, Phase(model, 2), first_s, hits) for model in MODELS)]
@@ -265,14 +265,14 @@ def test_bars_are_of_bursts_alone(plan: Plan) -> None:
     assert "kvelastic with tiers: 95.0% (bar: 95%)" in text
 
 
-def test_answers_that_differ_are_counted(plan: Plan) -> None:
+def test_differing_answers_are_counted(plan: Plan) -> None:
     phase = Phase("a", 2)
     begun = [result(way, Phase("a", 1), 1.0, 0) for way in (WHOLE, TIERS)]
     results = [*begun, result(WHOLE, phase, 1.0, 0), result(TIERS, phase, 1.0, 0, token=6)]
     assert figures(plan, results)["compared"]["answers_that_differ"] == {TIERS: [1, 4]}
 
 
-def test_a_run_of_one_way_has_nothing_to_compare(plan: Plan) -> None:
+def test_run_of_one_way_has_no_comparison(plan: Plan) -> None:
     results = [result(TIERS, Phase("a", turn), 1.0, 0) for turn in (1, 2)]
     told = figures(plan, results)
     assert told["compared"] == {"answers_that_differ": {}}

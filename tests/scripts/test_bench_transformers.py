@@ -20,12 +20,12 @@ CONTROL = Ratio(0.99, 0.95, 1.02)
         (Ratio(1.10, 1.06, 1.20), "MISSED"),
     ],
 )
-def test_the_verdict_measures_by_the_control(cost: Ratio, expected: str) -> None:
+def test_verdict_is_relative_to_the_control(cost: Ratio, expected: str) -> None:
     assert verdict(CONTROL, cost) == expected
 
 
 @pytest.mark.parametrize("more_is_better", [True, False])
-def test_a_row_knows_which_direction_is_worse(more_is_better: bool) -> None:
+def test_verdict_depends_on_the_better_direction(more_is_better: bool) -> None:
     stock, again = [100.0, 102.0, 98.0, 100.0], [101.0, 100.0, 99.0, 100.0]
     twice = [2 * sample for sample in stock]
     cells = row("figure", stock, again, twice, more_is_better=more_is_better)
@@ -36,6 +36,6 @@ def test_a_row_knows_which_direction_is_worse(more_is_better: bool) -> None:
     assert row("same", stock, again, again, more_is_better=more_is_better)[-1] == "met"
 
 
-def test_an_engine_without_kvelastic_gives_no_figures() -> None:
+def test_engine_without_kvelastic_gives_no_results() -> None:
     with pytest.raises(NotElasticError, match="kvctl doctor"):
         check_is_elastic()

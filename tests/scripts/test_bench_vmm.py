@@ -36,7 +36,7 @@ def counted():
     return part_process.run("counted_calls", kind, {}, **counted_calls.QUICK)
 
 
-def test_a_cycle_costs_the_calls_that_we_claim(counted):
+def test_cycle_makes_the_claimed_number_of_calls(counted):
     memory_calls = {way: calls["memory"] for way, calls in counted["cycles"].items()}
     assert memory_calls == {
         "bare": 3,
@@ -50,7 +50,7 @@ def test_a_cycle_costs_the_calls_that_we_claim(counted):
     assert counted["cycles"]["parked"]["other"] == 0
 
 
-def test_the_trace_shows_what_the_arithmetic_says(counted):
+def test_trace_matches_the_arithmetic(counted):
     assert len(counted["costs"]) == 8
     for cost in counted["costs"]:
         assert cost["counted"] == {name: cost[name] for name in cost["counted"]}, cost["layout"]
@@ -65,7 +65,7 @@ def test_the_trace_shows_what_the_arithmetic_says(counted):
     ],
     ids=["llama", "qwen"],
 )
-def test_handles_and_calls_of_a_gib(model, handles, given_back_calls):
+def test_handles_and_calls_per_gib(model, handles, given_back_calls):
     costs = layout_costs.all_costs(model, GIB)
     assert [cost.handles for cost in costs] == handles
     assert [cost.given_back_calls for cost in costs] == given_back_calls
@@ -73,7 +73,7 @@ def test_handles_and_calls_of_a_gib(model, handles, given_back_calls):
         assert cost.pages * cost.page_bytes >= GIB
 
 
-def test_prices_are_those_of_the_simulator():
+def test_prices_match_the_simulator():
     names = {
         "create": "Create",
         "map": "Map",
@@ -92,7 +92,7 @@ def test_prices_are_those_of_the_simulator():
             assert getattr(priced, field) == expected, (profile, call)
 
 
-def test_at_bare_prices_the_bar_holds_where_the_readme_says():
+def test_readme_speedups_hold_at_bare_prices():
     contiguous = kvcached_calls.contiguous(LLAMA_3_8B)
     assert contiguous.page_id_bytes == 128 * MIB
 
@@ -111,7 +111,7 @@ def test_at_bare_prices_the_bar_holds_where_the_readme_says():
     assert times("a100", 16, recycled=True) == pytest.approx(0.68, abs=0.01)
 
 
-def test_ten_gib_change_hands_in_time_at_bare_prices():
+def test_handover_of_ten_gib_meets_its_time():
     bar_ms = handover.WHOLE_MS
     for profile, prices_ in prices.PROFILES.items():
         size_bytes = page_size.for_price(prices_.own_us(2 * MIB, given_back=True), 80 * GIB)
@@ -122,7 +122,7 @@ def test_ten_gib_change_hands_in_time_at_bare_prices():
         assert first_ms <= handover.FIRST_MS, profile
 
 
-def test_an_advantage_is_below_one_where_kvelastic_is_slower():
+def test_advantage_is_below_one_if_kvelastic_is_slower():
     data = {
         "contestants": {
             "ours": {"grow_us": [[4.0, 4.0], [4.0, 90.0]], "shrink_us": [[4.0, 4.0], [4.0, 4.0]]},
@@ -135,7 +135,7 @@ def test_an_advantage_is_below_one_where_kvelastic_is_slower():
 
 
 @needs.torch
-def test_every_layout_answers_as_a_dense_cache_does():
+def test_every_layout_matches_a_dense_cache():
     import torch
 
     from benchmarks.vmm import cache_layouts, decode_attention
@@ -160,7 +160,7 @@ def test_every_layout_answers_as_a_dense_cache_does():
         assert torch.equal(answer, wanted), cache.name
 
 
-def test_a_simulation_says_so_in_its_name_and_on_its_page(tmp_path):
+def test_simulated_results_are_labelled(tmp_path):
     kind = driver_kinds.DriverKind(driver_kinds.SIMULATED, "no GPU")
     section = Section("Title", ("a", "b"), [("1", "2")], ["a note"])
     picture = results.write(
@@ -177,14 +177,14 @@ def test_a_simulation_says_so_in_its_name_and_on_its_page(tmp_path):
     assert "kernel" in kept["machine"]
 
 
-def test_without_a_gpu_the_reason_is_given(monkeypatch):
+def test_missing_gpu_gives_the_reason(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     assert "no nvidia-smi" in driver_kinds.cuda().missing
     monkeypatch.setattr(shutil, "which", lambda _name: "/bin/false")
     assert "finds no GPU" in driver_kinds.cuda().missing
 
 
-def test_a_gpu_is_named_in_the_files(monkeypatch):
+def test_result_files_name_the_gpu(monkeypatch):
     said = subprocess.CompletedProcess([], 0, "NVIDIA H200, 580.95.05\n", "")
     monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_kwargs: said)
@@ -193,7 +193,7 @@ def test_a_gpu_is_named_in_the_files(monkeypatch):
     assert results.stem(kind).endswith("-cuda-nvidia-h200")
 
 
-def test_a_part_that_fails_says_what_it_said():
+def test_failed_part_includes_its_output():
     kind = driver_kinds.host()
     with pytest.raises(part_process.PartFailedError, match="only the simulator has a trace"):
         part_process.run("counted_calls", kind, {}, **counted_calls.QUICK)

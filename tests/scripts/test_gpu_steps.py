@@ -181,7 +181,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_what_needs_a_gpu_and_what_does_not() -> None:
+def test_steps_that_need_a_gpu_are_listed() -> None:
     steps = {step.name: step for step in step_list.STEPS}
     assert [name for name, step in steps.items() if step.needs_gpu] == NEEDS_GPU
     assert [name for name, step in steps.items() if not step.needs_gpu] == ["build", *SIMULATED]
@@ -195,13 +195,13 @@ def test_steps_that_provoke_faults_come_last() -> None:
     assert [*step_list.NAMES][-len(PROVOKING) :] == PROVOKING
 
 
-def test_the_usual_times_fit_into_the_time_of_a_machine() -> None:
+def test_usual_times_fit_one_machine() -> None:
     """Up to `attention`; what comes behind it goes on on the next machine (`--resume`)."""
     first = step_list.STEPS[: step_list.NAMES.index("attention") + 1]
     assert sum(step.usual_s for step in first) < 800, "15 minutes, with the machine's start"
 
 
-def test_the_list_says_what_each_step_proves_and_needs() -> None:
+def test_list_shows_purpose_and_requirements_of_steps() -> None:
     listed = subprocess.run(
         [ROOT / "scripts" / "gpu", "--list"], check=True, capture_output=True, text=True
     ).stdout
@@ -213,9 +213,7 @@ def test_the_list_says_what_each_step_proves_and_needs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [SIMULATED[::2], SIMULATED[1::2]], ids=["one half", "other half"])
-def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_steps_without_gpu_pass_on_the_simulated_driver(tmp_path: Path, names: list[str]) -> None:
     options = ["--simulated", "--quick", "--work", str(tmp_path / "work")]
     options += [f"--only={name}" for name in [*names, *NEEDS_GPU]]
     done = subprocess.run(
@@ -237,7 +235,7 @@ def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(
 
 
 @pytest.mark.slow
-def test_no_step_hides_the_next(tmp_path: Path) -> None:
+def test_failing_step_does_not_stop_the_next(tmp_path: Path) -> None:
     names = "hangs dies shouts leaves half lies nests one"
     for limit_s in (2, 8, 60):
         runner = Runner(tmp_path / str(limit_s), hang_limit_s=limit_s)
@@ -271,7 +269,7 @@ def test_no_step_hides_the_next(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_goes_on_where_it_was(runner: Runner, number: signal.Signals) -> None:
+def test_interrupted_run_resumes(runner: Runner, number: signal.Signals) -> None:
     with runner.start("one waits two") as running:
         step = runner.pid_of("pid")
         running.send_signal(number)
@@ -286,7 +284,7 @@ def test_an_interrupted_run_goes_on_where_it_was(runner: Runner, number: signal.
 
 
 @pytest.mark.slow
-def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) -> None:
+def test_step_that_kills_the_runner_twice_is_skipped(runner: Runner) -> None:
     for _ in range(2):
         with runner.start("waits two") as running:
             step = runner.pid_of("pid")
@@ -301,7 +299,7 @@ def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) ->
 
 
 @pytest.mark.slow
-def test_parts_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
+def test_next_part_continues_after_the_last(tmp_path: Path) -> None:
     """Each has time for one: they are begun only where their usual time is left."""
     runner = Runner(tmp_path, usual_s=301)
     for left in (["two", "three"], ["three"], []):
@@ -315,7 +313,7 @@ def test_parts_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_part_cut_short_is_begun_again_by_the_next(tmp_path: Path) -> None:
+def test_step_cut_off_by_a_part_is_repeated(tmp_path: Path) -> None:
     for part_s in (4, 16, 64):
         runner = Runner(tmp_path / str(part_s), usual_s=1)
         code, _, _ = runner.run("one waits", "--part-s", str(part_s))
@@ -328,7 +326,7 @@ def test_what_a_part_cut_short_is_begun_again_by_the_next(tmp_path: Path) -> Non
 
 
 @needs.no_gpu
-def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
+def test_machine_without_a_gpu_is_reported(tmp_path: Path) -> None:
     options = ["--work", str(tmp_path), "--out", str(tmp_path)]
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", *options], check=False, capture_output=True, text=True
@@ -337,7 +335,7 @@ def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
     assert done.stdout.count("not run: needs a GPU: no NVIDIA GPU here") >= len(SIMULATED)
 
 
-def test_two_at_once_are_refused(runner: Runner) -> None:
+def test_concurrent_runs_are_rejected(runner: Runner) -> None:
     (runner.folder / "work").mkdir()
     with (runner.folder / "work" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -347,7 +345,7 @@ def test_two_at_once_are_refused(runner: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_results_that_cannot_be_written_are_printed(runner: Runner) -> None:
+def test_unwritable_results_are_printed(runner: Runner) -> None:
     (runner.folder / "file").touch()
     code, said, complained = runner.run("one", "--out", str(runner.folder / "file" / "out"))
     assert code == 1
@@ -357,7 +355,7 @@ def test_results_that_cannot_be_written_are_printed(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "steps": 7}'])
-def test_a_file_that_is_no_run_is_refused(runner: Runner, text: str) -> None:
+def test_invalid_state_file_is_rejected(runner: Runner, text: str) -> None:
     path = runner.folder / "work" / "simulated" / "state.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -368,7 +366,7 @@ def test_a_file_that_is_no_run_is_refused(runner: Runner, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
+def test_run_resumes_from_saved_results(runner: Runner) -> None:
     assert runner.run("one two", "--only", "one", "--out", str(runner.folder / "home"))[0] == 0
     (kept,) = (runner.folder / "home").glob("*.json")
     other = ["--work", str(runner.folder / "elsewhere")]
@@ -377,7 +375,7 @@ def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
 
 
 @pytest.mark.slow
-def test_figures_of_two_devices_are_not_mixed(runner: Runner) -> None:
+def test_results_of_two_devices_are_not_mixed(runner: Runner) -> None:
     assert runner.run("one two", "--only", "one")[0] == 0
     kept = runner.state
     kept.facts["device"] = "NVIDIA H200, driver 580.95"
@@ -388,7 +386,7 @@ def test_figures_of_two_devices_are_not_mixed(runner: Runner) -> None:
     assert runner.begun() == ["one"]
 
 
-def test_a_machine_without_what_a_build_needs_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_missing_build_requirements_are_named(tmp_path: Path) -> None:
     answer = tmp_path / "findings.json"
     subprocess.run(
         [sys.executable, "-S", "-m", "benchmarks.gpu.steps.build", "--json", str(answer)],
@@ -420,7 +418,7 @@ assert not path.exists()
 """
 
 
-def test_instances_run_where_posix_ipc_is_not_installed() -> None:
+def test_instances_run_without_posix_ipc() -> None:
     stand_ins = ROOT / "benchmarks" / "gpu" / "stand_ins"
     done = subprocess.run(
         [sys.executable, "-c", SEGMENT_OF_A_STAND_IN],
@@ -434,7 +432,7 @@ def test_instances_run_where_posix_ipc_is_not_installed() -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_build_is_tried_again_by_the_next_part(tmp_path: Path) -> None:
+def test_failed_build_is_retried_by_the_next_part(tmp_path: Path) -> None:
     """Nothing else can run without it, and what was wrong may have been mended."""
     work = tmp_path / "work"
     failed = state.new("stem", simulated=True, quick=True)
@@ -454,7 +452,7 @@ def decided(**figures: dict[str, object]) -> list[str]:
     return decisions.lines(run)
 
 
-def test_what_was_not_measured_decides_nothing() -> None:
+def test_unmeasured_figures_decide_nothing() -> None:
     page_size, guard, recycled, *readme = decided()
     assert page_size == "Default page size: not measured; what attention asks for: not measured."
     assert "its price: not measured; reading ahead: not run" in guard
@@ -462,7 +460,7 @@ def test_what_was_not_measured_decides_nothing() -> None:
     assert all("not measured" in line or "not run" in line for line in readme)
 
 
-def test_figures_decide() -> None:
+def test_measured_figures_decide() -> None:
     over_dense = {"2": 1.05, "8": 1.004, "16": 1.02, "64": 1.006, "128": 1.001}
     page_size, guard, recycled, *readme = decided(
         facts={"default_page_bytes": 64 << 20, "page_price_us": 135.2},
@@ -484,7 +482,7 @@ def test_figures_decide() -> None:
     assert any("the contract of drivers holds: yes" in line for line in readme)
 
 
-def test_odd_findings_do_not_break_a_page() -> None:
+def test_malformed_findings_do_not_break_a_page() -> None:
     run = state.new("stem", simulated=False, quick=False)
     run.facts = {
         "device": "a GPU",

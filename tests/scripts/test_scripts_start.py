@@ -19,7 +19,7 @@ BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_tells_its_options(name: str) -> None:
+def test_every_benchmark_prints_help(name: str) -> None:
     done = run_python("-m", f"benchmarks.{name}", "--help", folder=ROOT)
     command = "scripts/gpu" if name == "gpu" else f"scripts/bench {name}"
     assert done.stdout.startswith(f"usage: {command}")
@@ -29,7 +29,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_f
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_of_a_script_does_nothing_else(name: str, tmp_path: Path) -> None:
+def test_script_help_has_no_side_effects(name: str, tmp_path: Path) -> None:
     """In a clone that has no set-up yet, from another folder."""
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
@@ -63,7 +63,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @needs.vllm
 @pytest.mark.parametrize("engine", DEMO_ENGINES)
-def test_the_demo_finds_what_it_runs(engine: str, tmp_path: Path) -> None:
+def test_demo_finds_its_programs(engine: str, tmp_path: Path) -> None:
     """And the controller takes what it is to launch."""
     program = f"""
 import json, demo, front
@@ -84,7 +84,7 @@ settings = front.settings_of(demo.ENGINES[{engine!r}], 8000, 8001, folder, names
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_demo_says_what_it_takes() -> None:
+def test_demo_rejects_unknown_arguments() -> None:
     for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"]):
         done = run_demo(*arguments)
         assert done.returncode == 2, arguments
@@ -99,13 +99,13 @@ def test_the_demo_says_what_it_takes() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", DEMO_ENGINES)
-def test_the_demo_goes_to_its_end(engine: str) -> None:
+def test_demo_runs_to_the_end(engine: str) -> None:
     done = run_demo("--engine", engine)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "== 8. The end" in done.stdout
 
 
-def test_the_folder_above_the_repository_is_not_searched_for_packages(tmp_path: Path) -> None:
+def test_parent_of_the_repository_is_not_on_path(tmp_path: Path) -> None:
     """What lies there by chance, a checkout of triton say, is nobody's package."""
     program = "import sys, kvelastic.cli; print(*sys.path, sep='\\n')"
     done = run_python("-c", program, folder=tmp_path)

@@ -41,7 +41,7 @@ def is_sound(shared: TwoPools) -> None:
 # --- two pools of this process ------------------------------------------------------------------
 
 
-def test_what_is_reserved_is_granted_to_nobody(shared: TwoPools) -> None:
+def test_reserved_memory_is_not_granted(shared: TwoPools) -> None:
     a, b = shared.places
     a.member.reserve(2 * HUGE)
     assert shared.pools[1].alloc(PAGES * BLOCKS_PER_PAGE - 1) is None
@@ -52,7 +52,7 @@ def test_what_is_reserved_is_granted_to_nobody(shared: TwoPools) -> None:
     is_sound(shared)
 
 
-def test_a_wake_takes_cache_of_a_neighbour_back_for_its_reserve(shared: TwoPools) -> None:
+def test_wake_reclaims_neighbours_cache_for_its_reserve(shared: TwoPools) -> None:
     a, b = shared.pools
     shared.places[0].member.reserve(4 * HUGE)
     a.sleep()
@@ -68,7 +68,7 @@ def test_a_wake_takes_cache_of_a_neighbour_back_for_its_reserve(shared: TwoPools
     is_sound(shared)
 
 
-def test_a_wake_that_is_refused_sleeps_on_with_nothing_half_done(shared: TwoPools) -> None:
+def test_refused_wake_leaves_the_pool_asleep(shared: TwoPools) -> None:
     a, b = shared.pools
     shared.places[0].member.reserve(4 * HUGE)
     a.sleep()
@@ -86,7 +86,7 @@ def test_a_wake_that_is_refused_sleeps_on_with_nothing_half_done(shared: TwoPool
     is_sound(shared)
 
 
-def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> None:
+def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) -> None:
     """By request, as kvctl does it, while the neighbour has to preempt for it."""
     a, b = shared.pools
     shared.places[0].member.reserve(4 * HUGE)
@@ -116,7 +116,7 @@ def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> N
             keeper.stop()
 
 
-def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> None:
+def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
     shared.places[0].member.reserve(4 * HUGE)
     name = shared.segments[0].name
     keeper = _vmm.MaintenanceThread.start(
@@ -135,7 +135,7 @@ def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> 
         keeper.stop()
 
 
-def test_two_wakes_at_once_for_one_room(shared: TwoPools) -> None:
+def test_one_of_two_concurrent_wakes_is_refused(shared: TwoPools) -> None:
     for place, pool in zip(shared.places, shared.pools, strict=True):
         pool.sleep()
         place.member.set_min(2 * HUGE)
@@ -161,7 +161,7 @@ def test_two_wakes_at_once_for_one_room(shared: TwoPools) -> None:
     assert len(refused) == 50
 
 
-def test_a_capacity_below_what_is_reserved_and_guaranteed_is_refused(shared: TwoPools) -> None:
+def test_capacity_below_reserves_and_guarantees_is_rejected(shared: TwoPools) -> None:
     group = shared.places[0].path.name.split("_")[2]
     shared.places[0].member.reserve(2 * HUGE)
     shared.places[1].member.set_min(2 * HUGE)
@@ -172,7 +172,7 @@ def test_a_capacity_below_what_is_reserved_and_guaranteed_is_refused(shared: Two
     is_sound(shared)
 
 
-def test_a_broken_account_is_named(shared: TwoPools) -> None:
+def test_corrupt_grant_total_is_named(shared: TwoPools) -> None:
     fill(shared.pools[1])
     raw = mmap.mmap(-1, _vmm.LEDGER_BYTES)
     raw[:] = shared.places[0].path.read_bytes()
@@ -183,7 +183,7 @@ def test_a_broken_account_is_named(shared: TwoPools) -> None:
         _vmm.ledger_check_integrity(raw)
 
 
-def test_the_host_takes_reserves_from_what_is_outside_the_capacity() -> None:
+def test_host_reserves_use_memory_outside_the_capacity_first() -> None:
     group = f"kvoutside-{os.getpid()}"
     with ExitStack() as stack:
         a, b = (
@@ -250,7 +250,7 @@ class Embedded(LineProgram):
 
 
 @pytest.mark.slow
-def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
+def test_reserve_of_embedded_user_ends_with_its_process() -> None:
     group = f"kvembedded-{os.getpid()}"
     outside = machine_memory_bytes() - (64 << 20)
     with Embedded(group, KVELASTIC_RESERVE=str(outside + (8 << 20))) as first:
@@ -280,6 +280,6 @@ print(anonymous_bytes(os.getpid()) - before_bytes)
 """
 
 
-def test_what_a_process_holds_is_read_of_the_kernel() -> None:
+def test_anonymous_bytes_are_read_from_the_kernel() -> None:
     assert int(run_python("-c", HOLDS).stdout) > 60 << 20
     assert anonymous_bytes(1 << 30) == 0

@@ -56,7 +56,7 @@ def kvctl(*arguments: str, **environ: str) -> Result:
 # ----------------------------------------------------------------------------------- lowered
 
 
-def test_what_is_over_a_lowered_capacity_goes_from_parked_to_cached_to_in_use(device):
+def test_lowered_capacity_releases_parked_then_cached_then_used(device):
     high, low = device.start(KVELASTIC_PRIORITY="5"), device.start()
     mine, others = fill(high, 12), fill(low, 16)
     high.free(mine[8 * B - 1 :])  # 4 pages parked, of the one with the higher priority
@@ -87,7 +87,7 @@ def test_what_is_over_a_lowered_capacity_goes_from_parked_to_cached_to_in_use(de
         one.ask("check_integrity")
 
 
-def test_guarantees_are_kept_and_the_others_give_instead(device):
+def test_lowered_capacity_respects_guarantees(device):
     first = device.start(KVELASTIC_MIN=str(10 * PAGE))
     second = device.start(KVELASTIC_PRIORITY="5")
     first.cache(fill(first, 16))
@@ -100,7 +100,7 @@ def test_guarantees_are_kept_and_the_others_give_instead(device):
     assert device.pages(second) <= 2
 
 
-def test_a_stopped_instance_is_passed_over(device):
+def test_stopped_instance_is_skipped_by_reclaim(device):
     still, other = device.start(), device.start(KVELASTIC_PRIORITY="5")
     for one in still, other:
         one.cache(fill(one, 12))
@@ -110,7 +110,7 @@ def test_a_stopped_instance_is_passed_over(device):
         assert device.pages(still) == 12
 
 
-def test_a_limit_beyond_the_capacity_is_cut_to_it_and_grows_with_it(device):
+def test_limit_follows_a_changed_capacity(device):
     one = device.start()
     device.set_pages(8)
     wait_until(lambda: one.stats()["pages_limit"] == 8, "the limit is not cut")
@@ -125,7 +125,7 @@ def test_a_limit_beyond_the_capacity_is_cut_to_it_and_grows_with_it(device):
 # ------------------------------------------------------------------------------------ raised
 
 
-def test_a_raised_capacity_reaches_who_waits_without_any_other_event(device):
+def test_raised_capacity_wakes_a_waiting_instance(device):
     holder, starved = device.start(), device.start()
     fill(holder, DEVICE_PAGES - 1)
     fill(starved, 1)
@@ -142,7 +142,7 @@ def test_a_raised_capacity_reaches_who_waits_without_any_other_event(device):
 # ------------------------------------------------------------------------------ refused, killed
 
 
-def test_less_than_the_guarantees_is_refused_with_the_figures(device):
+def test_capacity_below_guarantees_is_rejected_with_both_values(device):
     device.start(KVELASTIC_MIN=str(6 * PAGE))
     device.start(KVELASTIC_MIN=str(4 * PAGE))
     with pytest.raises(GuaranteeError, match=r"16\.00 MiB.*20\.00 MiB"):
@@ -153,7 +153,7 @@ def test_less_than_the_guarantees_is_refused_with_the_figures(device):
     assert device.set_pages(10) == DEVICE_PAGES
 
 
-def test_the_guarantees_of_the_dead_do_not_count(device):
+def test_guarantees_of_dead_members_do_not_count(device):
     device.start()
     dead = device.start(KVELASTIC_MIN=str(20 * PAGE))
     dead.kill()
@@ -170,7 +170,7 @@ while True:
 """
 
 
-def test_a_killed_setter_leaves_a_whole_value_and_no_lock(device):
+def test_killed_capacity_setter_leaves_a_consistent_ledger(device):
     one = device.start(KVELASTIC_MIN=str(6 * PAGE))
     for _ in range(5):
         with LineProgram("-c", SETTER, device.group, "8", "24") as setter:
@@ -187,7 +187,7 @@ def test_a_killed_setter_leaves_a_whole_value_and_no_lock(device):
     one.ask("check_integrity")
 
 
-def test_what_is_no_ledger_of_ours_is_refused(device):
+def test_invalid_ledger_file_is_rejected(device):
     with pytest.raises(LedgerError, match="no instance"):
         device.set_pages(8)
     device.path.write_bytes(b"none")
@@ -208,7 +208,7 @@ def test_what_is_no_ledger_of_ours_is_refused(device):
 # ----------------------------------------------------------------------------------- kvctl
 
 
-def test_kvctl_sets_it_waits_for_it_and_shows_it(device):
+def test_kvctl_capacity_sets_waits_and_prints(device):
     one = device.start(KVELASTIC_MIN=str(2 * PAGE))
     ids = fill(one, 12)
     of = ("--group", device.group)
@@ -235,7 +235,7 @@ def test_kvctl_sets_it_waits_for_it_and_shows_it(device):
     assert json.loads(shown.stdout)[0]["capacity_bytes"] == 16 << 20
 
 
-def test_it_lasts_as_long_as_somebody_is_there(device):
+def test_capacity_is_kept_until_the_last_member_leaves(device):
     with device.start():
         device.set_pages(8)
         with device.start():

@@ -90,7 +90,7 @@ class Other(LineProgram):
 # ------------------------------------------------------------------------------- come and go
 
 
-def test_the_first_makes_it_and_the_last_removes_it(device):
+def test_first_member_creates_and_last_removes_the_ledger(device):
     path = ledger.ledger_path(GROUP, device)
     assert not path.exists()
     with join(device) as first:
@@ -108,7 +108,7 @@ def test_the_first_makes_it_and_the_last_removes_it(device):
     assert found(device) is None
 
 
-def test_the_umask_changes_nothing(device):
+def test_umask_does_not_change_the_ledger_mode(device):
     before = os.umask(0o777)
     try:
         with join(device), join(device):
@@ -117,7 +117,7 @@ def test_the_umask_changes_nothing(device):
         os.umask(before)
 
 
-def test_what_a_ledger_says(device):
+def test_ledger_lists_members_and_totals(device):
     with join(device, min_bytes=3 * PAGE, priority=-7) as mine, Other(device) as other:
         assert mine.member.grant(5, PAGE) == 5
         mine.member.publish(2 * PAGE, PAGE, PAGE, PAGE, active=True)
@@ -153,7 +153,7 @@ def test_what_a_ledger_says(device):
         assert other.finish() == 0
 
 
-def test_two_groups_share_nothing(device):
+def test_groups_have_separate_ledgers(device):
     with join(device) as mine, join(device, group=GROUP + "-b", capacity_bytes=PAGE) as alone:
         assert mine.path != alone.path
         assert mine.member.grant(99, PAGE) == 32
@@ -161,13 +161,13 @@ def test_two_groups_share_nothing(device):
     assert not alone.path.exists()
 
 
-def test_no_two_names_have_one_file():
+def test_group_and_device_names_give_distinct_paths():
     pairs = [("a_b", "c"), ("a", "b_c"), ("a", "b-c"), ("a-b", "c"), ("a", "c"), ("a_", "c")]
     assert len({ledger.ledger_path(*pair) for pair in pairs}) >= len(pairs) - 1
     assert ledger.ledger_path("a", "../../etc/x").parent == Path("/dev/shm")
 
 
-def test_the_capacity_of_the_first_one_counts(device, caplog, monkeypatch):
+def test_capacity_of_the_first_member_counts(device, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("kvelastic"), "propagate", True)
     with join(device) as first, caplog.at_level(logging.WARNING, logger="kvelastic"):
         with join(device):
@@ -182,7 +182,7 @@ def test_the_capacity_of_the_first_one_counts(device, caplog, monkeypatch):
             assert second.member.grant(99, PAGE) == CAPACITY // PAGE
 
 
-def test_a_forked_child_takes_no_place_away(device):
+def test_forked_child_cannot_close_its_parents_membership(device):
     with join(device) as mine:
         mine.member.grant(3, PAGE)
         child = os.fork()
@@ -213,12 +213,12 @@ main()
 """
 
 
-def test_what_a_forked_child_drops_stays(device):
+def test_exit_of_forked_child_keeps_the_parents_membership(device):
     """An engine forks its workers: what they drop, or end with, is still the parent's."""
     assert run_python("-c", FORKER, device, GROUP).stdout == f"0 {3 * PAGE} True True\n"
 
 
-def test_all_places_can_be_taken(device):
+def test_join_of_a_full_ledger_raises(device):
     with ExitStack() as stack, Other(device) as other:
         for _ in range(_vmm.LEDGER_SLOTS - 1):
             last = stack.enter_context(join(device))
@@ -234,7 +234,7 @@ def test_all_places_can_be_taken(device):
         assert len(found(device).members) == _vmm.LEDGER_SLOTS
 
 
-def test_no_file_stays_open(device):
+def test_join_leaves_no_file_open(device):
     before = len(list(Path("/proc/self/fd").iterdir()))
     with join(device), join(device):
         for _ in range(3):
@@ -265,7 +265,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_there_is_one_ledger_however_they_come_and_go(device, tmp_path):
+def test_concurrent_joins_and_leaves_share_one_ledger(device, tmp_path):
     """Of a last leaver and two joiners nobody ends in a ledger that the others do not see."""
     arguments = [device, GROUP, "120", str(tmp_path / "token")]
     children = [
@@ -284,13 +284,13 @@ def test_there_is_one_ledger_however_they_come_and_go(device, tmp_path):
     assert not list(Path("/dev/shm").glob(".kvelastic_new_ledger_*"))
 
 
-def test_a_joiner_whose_ledger_was_removed_meanwhile_makes_a_new_one(device, monkeypatch):
+def test_join_recreates_a_ledger_removed_meanwhile(device, monkeypatch):
     """The race of the last leaver and a joiner, step by step."""
     last = join(device)
     real = ledger._open_or_make
     opened = []
 
-    def open_and_lose(*arguments: object) -> int:
+    def open_then_remove(*arguments: object) -> int:
         fd = real(*arguments)
         opened.append(fd)
         if len(opened) == 1:
@@ -298,7 +298,7 @@ def test_a_joiner_whose_ledger_was_removed_meanwhile_makes_a_new_one(device, mon
             assert not last.path.exists()
         return fd
 
-    monkeypatch.setattr(ledger, "_open_or_make", open_and_lose)
+    monkeypatch.setattr(ledger, "_open_or_make", open_then_remove)
     with join(device) as mine:
         assert len(opened) == 2
         assert os.fstat(mine._fd).st_ino == mine.path.stat().st_ino
@@ -324,7 +324,7 @@ def test_guarantees_that_are_too_much_are_refused_with_what_is_left_and_who_hold
 
 
 @pytest.mark.parametrize("priority", [1001, -1001])
-def test_a_priority_beyond_the_bounds_is_refused(device, priority):
+def test_priority_out_of_bounds_is_rejected(device, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
         join(device, priority=priority)
     assert found(device) is None
@@ -334,13 +334,13 @@ def test_a_priority_beyond_the_bounds_is_refused(device, priority):
         assert place.member.priority == 1000
 
 
-def test_a_first_member_that_is_refused_leaves_no_ledger(device):
+def test_rejected_first_member_leaves_no_ledger(device):
     with pytest.raises(GuaranteeError):
         join(device, min_bytes=CAPACITY + 1)
     assert not ledger.ledger_path(GROUP, device).exists()
 
 
-def test_the_dead_guarantee_nothing(device):
+def test_dead_member_guarantees_nothing(device):
     with Other(device, 60 * MIB) as other, join(device) as mine:
         with pytest.raises(GuaranteeError):
             mine.member.set_min(5 * MIB)
@@ -359,7 +359,7 @@ def instance(device_group: str, **environ: str) -> Instance:
 
 
 @pytest.mark.slow
-def test_instances_start_and_change_with_guarantee_and_priority():
+def test_guarantee_and_priority_are_set_and_changed():
     group = f"{GROUP}-requests"
     path = ledger.ledger_path(group, "host")
 
@@ -424,16 +424,16 @@ def refused(device: str, kind: type[KvelasticError], status: str, match: str) ->
     path.rmdir() if path.is_dir() else path.unlink()
 
 
-def a_ledger_file(device: str) -> bytearray:
+def ledger_file_bytes(device: str) -> bytearray:
     """The bytes of a ledger with a member that holds something."""
     with join(device) as mine:
         mine.member.grant(3, PAGE)
         return bytearray(mine.path.read_bytes())
 
 
-def test_another_users_ledger(device, monkeypatch):
+def test_ledger_of_another_user_is_rejected(device, monkeypatch):
     path = ledger.ledger_path(GROUP, device)
-    path.write_bytes(a_ledger_file(device))
+    path.write_bytes(ledger_file_bytes(device))
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
         owner = 12345
@@ -443,9 +443,9 @@ def test_another_users_ledger(device, monkeypatch):
     refused(device, LedgerForeignError, "foreign", f"user {owner}")
 
 
-def test_another_users_ledger_that_cannot_even_be_opened(device, monkeypatch):
+def test_unreadable_ledger_of_another_user_is_rejected(device, monkeypatch):
     path = ledger.ledger_path(GROUP, device)
-    path.write_bytes(a_ledger_file(device))
+    path.write_bytes(ledger_file_bytes(device))
     real = os.open
 
     def guarded(name: object, *arguments: object, **named: object) -> int:
@@ -457,8 +457,8 @@ def test_another_users_ledger_that_cannot_even_be_opened(device, monkeypatch):
     refused(device, LedgerForeignError, "foreign", "run as that user, or set KVELASTIC_LEDGER")
 
 
-def test_a_ledger_of_another_version(device):
-    content = a_ledger_file(device)
+def test_ledger_of_another_version_is_rejected(device):
+    content = ledger_file_bytes(device)
     for version in (0, _vmm.LEDGER_ABI_VERSION + 1, 0xFFFFFFFF):
         content[8:12] = version.to_bytes(4, "little")
         ledger.ledger_path(GROUP, device).write_bytes(content)
@@ -466,14 +466,14 @@ def test_a_ledger_of_another_version(device):
 
 
 @pytest.mark.parametrize("size", [0, 1, 11, 12, 255, 256, 4096, -1])
-def test_a_truncated_ledger(device, size):
-    ledger.ledger_path(GROUP, device).write_bytes(a_ledger_file(device)[:size])
+def test_truncated_ledger_is_rejected(device, size):
+    ledger.ledger_path(GROUP, device).write_bytes(ledger_file_bytes(device)[:size])
     refused(device, LedgerError, "unreadable", "KVELASTIC_LEDGER")
 
 
-def test_no_byte_of_a_header_may_be_wrong(device):
+def test_corrupt_header_byte_is_rejected(device):
     """With the file in place all the time: that is what a reader meets."""
-    content = a_ledger_file(device)
+    content = ledger_file_bytes(device)
     path = ledger.ledger_path(GROUP, device)
     path.write_bytes(content)
     assert found(device).status == "readable"
@@ -498,15 +498,15 @@ def test_no_byte_of_a_header_may_be_wrong(device):
     ],
     ids=["zeros", "garbage", "a good first word", "a good version"],
 )
-def test_garbage(device, content):
+def test_random_ledger_content_is_rejected(device, content):
     ledger.ledger_path(GROUP, device).write_bytes(content)
     refused(device, LedgerError, "unreadable", "KVELASTIC_LEDGER")
 
 
-def test_what_is_no_file(device, tmp_path):
+def test_ledger_path_must_be_a_regular_file(device, tmp_path):
     path = ledger.ledger_path(GROUP, device)
     target = tmp_path / "target"
-    target.write_bytes(a_ledger_file(device))
+    target.write_bytes(ledger_file_bytes(device))
     path.symlink_to(target)
     refused(device, LedgerError, "", "cannot open")
     path.mkdir()
@@ -515,7 +515,7 @@ def test_what_is_no_file(device, tmp_path):
     refused(device, LedgerError, "", str(path))
 
 
-def test_a_full_shared_memory_is_said(device, monkeypatch):
+def test_full_shared_memory_is_reported(device, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -528,7 +528,7 @@ def test_a_full_shared_memory_is_said(device, monkeypatch):
 # ------------------------------------------------------------------------- the dead and the rest
 
 
-def test_what_the_dead_held_comes_back(device):
+def test_grants_of_a_dead_member_are_released(device):
     path = ledger.ledger_path(GROUP, device)
     with join(device) as mine, Other(device) as other:
         assert mine.member.room(PAGE) == 24
@@ -541,7 +541,7 @@ def test_what_the_dead_held_comes_back(device):
         assert mine.member.room(PAGE) == 32
 
 
-def test_a_ledger_of_the_dead_is_removed(device):
+def test_ledger_of_dead_members_is_removed(device):
     path = ledger.ledger_path(GROUP, device)
     with Other(device) as one, Other(device) as two:
         one.kill()
@@ -553,7 +553,7 @@ def test_a_ledger_of_the_dead_is_removed(device):
         assert path not in ledger.reap()
 
 
-def test_who_joins_and_leaves_after_the_dead_removes_it(device):
+def test_last_leaver_removes_ledger_with_dead_members(device):
     with Other(device) as other:
         other.kill()
         with join(device) as mine:
@@ -591,7 +591,7 @@ def one_that_died(mine: ledger.JoinedLedger, **changes: object) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_a_dead_container_had_is_free(device):
+def test_grants_of_a_dead_container_are_released(device):
     with join(device) as mine:
         one_that_died(mine, pid=1 << 21, pid_namespace=12)
         assert [member.status for member in found(device).members] == ["alive", "dead"]
@@ -600,7 +600,7 @@ def test_what_a_dead_container_had_is_free(device):
         assert mine.member.room(PAGE) == 32
 
 
-def test_a_member_that_nobody_can_ask_about_is_left_alone(device):
+def test_member_of_unknown_liveness_is_kept(device):
     with join(device) as mine:
         one_that_died(mine)
         with mmap.mmap(mine._fd, 0) as memory, Path("/proc/self/status").open("rb") as no_tmpfs:
@@ -612,7 +612,7 @@ def test_a_member_that_nobody_can_ask_about_is_left_alone(device):
     assert found(device) is None  # who leaves can ask
 
 
-def test_a_recycled_pid_is_not_the_member(device):
+def test_recycled_pid_is_not_the_member(device):
     with join(device) as mine:
         me = ProcessIdentity.of_this_process()
         one_that_died(mine, pid=me.pid, start_time_ticks=me.start_time_ticks + 1)
@@ -621,7 +621,7 @@ def test_a_recycled_pid_is_not_the_member(device):
         assert [member.name for member in found(device).members] == ["mine"]
 
 
-def test_a_member_that_is_seen_to_run_is_alive_without_a_lock(device):
+def test_running_member_without_liveness_lock_is_alive(device):
     with join(device) as mine:
         me = ProcessIdentity.of_this_process()
         one_that_died(mine, pid=me.pid, start_time_ticks=me.start_time_ticks)
@@ -643,7 +643,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 """
 
 
-def test_a_dead_main_thread_is_not_a_dead_member(device):
+def test_member_lives_until_its_last_thread_ends(device):
     """Its memory is there as long as another thread goes on."""
     with LineProgram("-c", THREAD_GOES_ON, device, GROUP) as other:
         assert other.read() == "here"
@@ -667,7 +667,7 @@ sys.stdin.read()
 """
 
 
-def test_the_pages_of_a_worker_outlive_its_scheduler(device):
+def test_pages_of_a_worker_outlive_its_scheduler(device):
     """What maps the pages still runs: they are not free, and the ledger is not empty."""
     path = ledger.ledger_path(GROUP, device)
     uuid = os.urandom(16)
@@ -693,7 +693,7 @@ def test_the_pages_of_a_worker_outlive_its_scheduler(device):
             ledger.hold_as_worker(uuid, 2)
 
 
-def test_a_reader_needs_no_right_to_write(device):
+def test_ledger_is_readable_through_a_read_only_mapping(device):
     with join(device) as mine, mine.path.open("rb") as file:
         mine.member.grant(3, PAGE)
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
@@ -708,7 +708,7 @@ def test_a_reader_needs_no_right_to_write(device):
             _vmm.read_ledger(bytes(_vmm.LEDGER_BYTES))
 
 
-def test_a_stopped_member_blocks_nobody(device):
+def test_stopped_member_does_not_block_others(device):
     with Other(device, 8 * PAGE) as other, join(device) as mine:
         other.stop()
         assert mine.member.grant(99, PAGE) == 24
@@ -716,14 +716,14 @@ def test_a_stopped_member_blocks_nobody(device):
         mine.member.set_min(24 * PAGE)
         with join(device) as third:
 
-            def one_is_kept() -> bool:
+            def one_page_is_kept() -> bool:
                 mine.member.ask(PAGE)  # which counts for 250 ms
                 granted = third.member.grant(99, PAGE)
                 if granted == 24:
                     third.member.give_back(granted, PAGE)
                 return granted == 23
 
-            wait_until(one_is_kept)
+            wait_until(one_page_is_kept)
         info = found(device)
         assert [member.status for member in info.members] == ["alive", "alive"]
         ledger.reap()
@@ -733,7 +733,7 @@ def test_a_stopped_member_blocks_nobody(device):
     ledger.reap()
 
 
-def test_a_stopped_holder_of_the_files_lock_stalls_nobody(device, monkeypatch):
+def test_stopped_lock_holder_does_not_block_others(device, monkeypatch):
     """A kvctl that was stopped while it looked whether the file can go."""
     import fcntl
 
@@ -752,7 +752,7 @@ def test_a_stopped_holder_of_the_files_lock_stalls_nobody(device, monkeypatch):
     assert ledger.ledger_path(GROUP, device) in ledger.reap()
 
 
-def test_who_dies_between_shutting_and_removing_the_file_stalls_nobody(device):
+def test_death_between_shut_and_unlink_blocks_no_join(device):
     path = ledger.ledger_path(GROUP, device)
     with join(device) as mine:
         kept = os.open(path, os.O_RDWR)
@@ -767,7 +767,7 @@ def test_who_dies_between_shutting_and_removing_the_file_stalls_nobody(device):
     os.close(kept)
 
 
-def test_where_there_are_no_life_locks_joiners_keep_each_other_out(device, monkeypatch):
+def test_without_liveness_locks_joins_are_serialized(device, monkeypatch):
     """Of members there nobody knows whether they live, so they stay until they leave."""
     import fcntl
 
@@ -779,7 +779,7 @@ def test_where_there_are_no_life_locks_joiners_keep_each_other_out(device, monke
             join(device)
 
 
-def test_the_place_after_the_last_is_refused_with_what_to_do(device):
+def test_full_ledger_error_names_the_remedy(device):
     with join(device) as mine:
         others = [
             raw_join(mine._memory, path=str(mine.path), fd=mine._fd)
@@ -804,12 +804,12 @@ place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, nam
 """
 
 
-def test_a_normal_exit_leaves_no_file(device):
+def test_normal_exit_leaves_no_file(device):
     run_python("-c", EXITS, device, GROUP)
     assert found(device) is None
 
 
-def test_a_forked_child_is_refused(device):
+def test_forked_child_is_rejected(device):
     with join(device) as mine:
         mine.member.grant(3, PAGE)
         child = os.fork()

@@ -46,7 +46,7 @@ class Pace:
             raise DisturbedError
 
 
-def undisturbed(scenario: Callable[[Device], None]) -> None:
+def retry_until_undisturbed(scenario: Callable[[Device], None]) -> None:
     """Run a scenario on a new device, again and again until nothing disturbs it."""
 
     def ended() -> bool:
@@ -89,7 +89,7 @@ def sound(device: Device, *instances: Instance) -> None:
 # ------------------------------------------------------------------------------------- who gives
 
 
-def test_the_cache_of_an_idle_one_goes_to_the_busy_one_page_by_page(device):
+def test_busy_instance_gets_cheapest_pages_of_idle_cache(device):
     idle, busy = device.start(), device.start()
     pages = by_page(fill(idle, DEVICE_PAGES))
     # Page 5 holds one cached block, page 6 two, all others four; page 0 is in use.
@@ -113,7 +113,7 @@ def test_the_cache_of_an_idle_one_goes_to_the_busy_one_page_by_page(device):
     sound(device, idle, busy)
 
 
-def test_parked_pages_go_before_cached_ones(device):
+def test_parked_pages_are_reclaimed_before_cached_ones(device):
     idle, busy = device.start(KVELASTIC_IDLE_TRIM_SECONDS="-1"), device.start()
     ids = fill(idle, DEVICE_PAGES)
     idle.cache(ids[: 16 * B])
@@ -126,7 +126,7 @@ def test_parked_pages_go_before_cached_ones(device):
     sound(device, idle, busy)
 
 
-def test_blocks_in_use_of_an_equal_stay_however_idle_it_is(device):
+def test_used_blocks_of_an_idle_equal_are_kept(device):
     idle, busy = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0.1")
     fill(idle, DEVICE_PAGES)
     device.wait_until_idle(idle)
@@ -136,7 +136,7 @@ def test_blocks_in_use_of_an_equal_stay_however_idle_it_is(device):
 
 
 @pytest.mark.parametrize("joined", ["longer idle first", "longer idle last"])
-def test_the_longer_idle_one_is_asked_first(device, joined):
+def test_longer_idle_instance_is_asked_first(device, joined):
     """Asked once. Whoever does not answer in time is another test's: here nobody can answer."""
     first, second = device.start(), device.start()
     if joined == "longer idle last":
@@ -144,7 +144,7 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
     half = DEVICE_PAGES // 2
     first.cache(fill(first, half))
     # Else both may become idle in one tick of the coarse clock, for good.
-    wait_until(lambda: _caches_in_peace(device.member(first)), "the first one never gets idle")
+    wait_until(lambda: _is_idle_with_cache(device.member(first)), "the first one never gets idle")
     second.cache(fill(second, half))
     wait_until(
         lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
@@ -163,7 +163,7 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
     sound(device, first, second)
 
 
-def _caches_in_peace(member):
+def _is_idle_with_cache(member):
     return member.evictable_bytes > 0 and member.in_use_bytes == 0 and member.idle_s > 0.1
 
 
@@ -171,7 +171,7 @@ def _caches_in_peace(member):
 
 
 @pytest.mark.parametrize("priority", ["0", "10"])
-def test_a_guarantee_is_never_taken(device, priority):
+def test_guarantee_is_never_reclaimed(device, priority):
     kept = 20
     guarded = device.start(KVELASTIC_MIN=str(kept * PAGE))
     asker = device.start(KVELASTIC_PRIORITY=priority, KVELASTIC_RECLAIM_WAIT="0.2")
@@ -186,7 +186,7 @@ def test_a_guarantee_is_never_taken(device, priority):
     sound(device, guarded, asker)
 
 
-def test_a_higher_priority_takes_blocks_in_use(device):
+def test_higher_priority_reclaims_blocks_in_use(device):
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     ids = fill(low, DEVICE_PAGES)
     pages = by_page(ids)
@@ -211,7 +211,7 @@ def test_a_higher_priority_takes_blocks_in_use(device):
     assert low.stats()["pages_limit"] == DEVICE_PAGES, "what is over is over"
 
 
-def test_a_squeeze_that_nobody_wants_any_more_is_lifted(device):
+def test_unneeded_memory_pressure_is_lifted(device):
     low = device.start()
     high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.1")
     fill(low, DEVICE_PAGES)
@@ -229,7 +229,7 @@ def test_a_squeeze_that_nobody_wants_any_more_is_lifted(device):
     sound(device, low, high)
 
 
-def test_a_squeezed_one_whose_asker_dies_is_free_again(device):
+def test_death_of_the_requester_lifts_memory_pressure(device):
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     ids = fill(low, DEVICE_PAGES)
     high.send("alloc", 4 * B - 1)
@@ -241,7 +241,7 @@ def test_a_squeezed_one_whose_asker_dies_is_free_again(device):
     sound(device, low)
 
 
-def test_cached_blocks_between_blocks_in_use_are_no_way_out(device):
+def test_cached_blocks_on_used_pages_cannot_be_reclaimed(device):
     """All pages of the lower one hold a block in use: none can be had without a squeeze, however
     many bytes of it are cached."""
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
@@ -257,7 +257,7 @@ def test_cached_blocks_between_blocks_in_use_are_no_way_out(device):
     sound(device, low, high)
 
 
-def test_who_is_below_its_guarantee_gets_it_from_anybody(device):
+def test_instance_below_its_guarantee_outranks_a_higher_priority(device):
     high = device.start(KVELASTIC_PRIORITY="9")
     ids = fill(high, DEVICE_PAGES)
     poor = device.start(KVELASTIC_MIN=str(6 * PAGE))
@@ -275,11 +275,11 @@ def test_who_is_below_its_guarantee_gets_it_from_anybody(device):
     sound(device, high, poor)
 
 
-def test_a_guarantee_gives_no_right_to_more():
-    undisturbed(a_guarantee_gives_no_right_to_more)
+def test_guarantee_gives_no_right_to_more():
+    retry_until_undisturbed(run_guarantee_gives_no_right_to_more)
 
 
-def a_guarantee_gives_no_right_to_more(device: Device) -> None:
+def run_guarantee_gives_no_right_to_more(device: Device) -> None:
     high = device.start(KVELASTIC_PRIORITY="9")
     pages = by_page(fill(high, DEVICE_PAGES))
     poor = device.start(KVELASTIC_MIN=str(2 * PAGE))
@@ -304,11 +304,11 @@ def a_guarantee_gives_no_right_to_more(device: Device) -> None:
 
 
 @pytest.mark.parametrize("pages", [32, 33], ids=["an even device", "an odd device"])
-def test_busy_equals_end_at_fair_shares_and_stay_there(pages):
-    undisturbed(lambda device: busy_equals_end_at_fair_shares(device, pages))
+def test_busy_equals_converge_to_fair_shares(pages):
+    retry_until_undisturbed(lambda device: run_busy_equals_at_fair_shares(device, pages))
 
 
-def busy_equals_end_at_fair_shares(device: Device, pages: int) -> None:
+def run_busy_equals_at_fair_shares(device: Device, pages: int) -> None:
     """Both want all of it, all the time, with contents that are worth caching."""
     first = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
     second = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
@@ -342,11 +342,11 @@ def busy_equals_end_at_fair_shares(device: Device, pages: int) -> None:
     sound(device, first, second)
 
 
-def test_a_busy_higher_priority_keeps_what_it_has():
-    undisturbed(a_busy_higher_priority_keeps_what_it_has)
+def test_busy_higher_priority_keeps_its_memory():
+    retry_until_undisturbed(run_busy_higher_priority)
 
 
-def a_busy_higher_priority_keeps_what_it_has(device: Device) -> None:
+def run_busy_higher_priority(device: Device) -> None:
     high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.01")
     low = device.start(KVELASTIC_RECLAIM_WAIT="0.01")
     high.cache(fill(high, DEVICE_PAGES))
@@ -367,7 +367,7 @@ def a_busy_higher_priority_keeps_what_it_has(device: Device) -> None:
 # --------------------------------------------------------------------- the stopped and the dead
 
 
-def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
+def test_stopped_instance_is_skipped_and_the_next_asked(device):
     stopped, next_one = device.start(), device.start()
     asker = device.start(KVELASTIC_RECLAIM_WAIT="3600")  # longer than a test may run
     half = DEVICE_PAGES // 2
@@ -386,7 +386,7 @@ def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
     sound(device, stopped, next_one, asker)
 
 
-def test_what_a_killed_one_held_comes_to_who_waits(device):
+def test_waiter_gets_the_memory_of_a_killed_instance(device):
     victim, asker = device.start(), device.start(KVELASTIC_PRIORITY="1")
     fill(victim, DEVICE_PAGES)
     asker.send("alloc", DEVICE_PAGES * B - 1)
@@ -396,7 +396,7 @@ def test_what_a_killed_one_held_comes_to_who_waits(device):
     sound(device, asker)
 
 
-def test_a_killed_asker_is_forgotten(device):
+def test_request_of_a_killed_instance_is_dropped(device):
     low = device.start(KVELASTIC_PRIORITY="-1")
     holder = device.start()
     asker = device.start(KVELASTIC_PRIORITY="5")
@@ -415,7 +415,7 @@ def test_a_killed_asker_is_forgotten(device):
 # ------------------------------------------------------------------------------- without waiting
 
 
-def test_memory_arrives_without_any_alloc_that_waits(device):
+def test_memory_arrives_without_a_waiting_alloc(device):
     idle, busy = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0")
     idle.cache(fill(idle, DEVICE_PAGES))
     device.wait_until_idle(idle)
@@ -437,7 +437,7 @@ def test_memory_arrives_without_any_alloc_that_waits(device):
     sound(device, idle, busy)
 
 
-def test_what_nobody_wants_any_more_is_not_pursued_for_ever(device):
+def test_unrepeated_memory_request_expires(device):
     holder, once = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0")
     fill(holder, DEVICE_PAGES)
     assert once.alloc(B) is None
@@ -449,7 +449,7 @@ def test_what_nobody_wants_any_more_is_not_pursued_for_ever(device):
 # ---------------------------------------------------------------------------------------- limits
 
 
-def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
+def test_limit_raised_on_a_full_device_reclaims_memory(device):
     idle, busy = device.start(), device.start(KVELASTIC_LIMIT=str(2 * PAGE))
     idle.cache(fill(idle, DEVICE_PAGES))
     device.wait_until_idle(idle)
@@ -467,7 +467,7 @@ def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
     assert (answer.state, answer.effective_limit_bytes) == ("applied", DEVICE_PAGES * PAGE)
 
 
-def test_what_is_available_counts_what_others_have_to_give(device):
+def test_available_blocks_include_reclaimable_memory_of_others(device):
     idle, busy = device.start(), device.start(KVELASTIC_LIMIT=str(20 * PAGE))
     assert busy.ask("available") == 20 * B - 1
     ids = fill(idle, DEVICE_PAGES)
@@ -490,7 +490,7 @@ def test_what_is_available_counts_what_others_have_to_give(device):
     sound(device, busy)
 
 
-def test_the_end_of_an_instance_returns_all(device):
+def test_closed_instance_returns_all_memory(device):
     first, second = device.start(), device.start(KVELASTIC_PRIORITY="1")
     fill(first, DEVICE_PAGES)
     second.send("alloc", DEVICE_PAGES * B - 1)

@@ -81,7 +81,7 @@ def holds(mib: int, **more: int) -> Contender:
     return Contender(granted_bytes=mib * MIB_BYTES, page_bytes=PAGE, **more)
 
 
-def test_a_plan_is_the_native_one_with_names():
+def test_plan_matches_the_native_policy():
     asker = holds(0, ask_bytes=30 * MIB_BYTES)
     idle = holds(40, parked_bytes=10 * MIB_BYTES, cached_bytes=30 * MIB_BYTES)
     idler = replace(idle, idle_ns=10 * reclaim_simulator.IDLE_NS)
@@ -94,19 +94,19 @@ def test_a_plan_is_the_native_one_with_names():
 
 
 @pytest.mark.parametrize("asker", [-1, 1, 10])
-def test_a_plan_for_nobody_is_refused(asker):
+def test_plan_with_invalid_requester_is_rejected(asker):
     with pytest.raises(InvalidArgumentError, match="1 contenders"):
         plan_reclaim([holds(0)], asker, 0, 0)
 
 
 @pytest.mark.parametrize("free_bytes", [-1, 1 << 64])
-def test_a_plan_with_impossible_bytes_is_refused(free_bytes):
+def test_plan_with_invalid_bytes_is_rejected(free_bytes):
     with pytest.raises(InvalidArgumentError, match="free_bytes"):
         plan_reclaim([holds(0)], 0, free_bytes, 0)
 
 
 @pytest.mark.parametrize("field", ["granted_bytes", "min_bytes", "idle_ns", "wanted_ns"])
-def test_a_contender_of_impossible_values_is_refused(field):
+def test_contender_with_invalid_values_is_rejected(field):
     with pytest.raises(InvalidArgumentError, match=field):
         Contender(**{field: -1})
     with pytest.raises(InvalidArgumentError, match=field):
@@ -115,7 +115,7 @@ def test_a_contender_of_impossible_values_is_refused(field):
         Contender(priority=1 << 63)
 
 
-def test_what_is_kept_for_an_asker():
+def test_memory_is_kept_for_the_earliest_request():
     early, late = holds(10, ask_bytes=9, ask_ns=2), holds(10, ask_bytes=9, ask_ns=1)
     assert kept_bytes([late, early], 0, 20) == 9
     assert kept_bytes([early, late], 0, 20) == 0
@@ -128,7 +128,7 @@ def test_what_is_kept_for_an_asker():
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_what_is_kept_is_what_the_ledger_keeps(data):
+def test_kept_bytes_match_the_real_ledger(data):
     """The simulator leaves to others what a member of a real ledger leaves to them."""
     unit = _vmm.GRANT_UNIT_BYTES
     capacity = 16
@@ -184,14 +184,14 @@ def _address(buffer: bytearray) -> int:
 # ------------------------------------------------------------------------------ one alloc at a time
 
 
-def test_what_is_free_is_taken_without_asking():
+def test_free_memory_is_granted_without_reclaim():
     result = replay({"model": "a", "bytes": "40M"}, {"model": "b", "bytes": "24M"})
     assert [model.waits_ns for model in result.models] == [[0], [0]]
     assert result.moves == []
     assert result.models[0].peak_granted_bytes == 40 * MIB_BYTES
 
 
-def test_the_cache_of_an_idle_one_is_taken_and_of_a_busy_one_not():
+def test_only_idle_cache_is_reclaimed():
     fill = {"model": "a", "bytes": "64M", "cached": "64M"}
     want = {"model": "b", "bytes": "10M", "deadline_ms": 10}
     idle = replay(fill, want | {"at_ms": 601})  # 500 ms after it ended
@@ -203,14 +203,14 @@ def test_the_cache_of_an_idle_one_is_taken_and_of_a_busy_one_not():
     assert (busy.models[1].refused, busy.moved_bytes) == (1, 0)
 
 
-def test_parked_pages_go_before_cached_ones():
+def test_parked_pages_are_reclaimed_before_cached_ones():
     fill = {"model": "a", "bytes": "64M", "cached": "32M"}
     result = replay(fill, {"model": "b", "at_ms": 700, "bytes": "40M"})
     assert result.models[0].cached_lost_bytes == 8 * MIB_BYTES
     assert result.moved_bytes == 40 * MIB_BYTES
 
 
-def test_own_cache_makes_way_only_where_nobody_else_gives():
+def test_own_cache_is_evicted_only_as_last_resort():
     fill = {"model": "a", "bytes": "32M", "cached": "32M"}
     more = {"model": "a", "at_ms": 700, "bytes": "32M"}
     alone = replay(fill, more, {"model": "b", "bytes": "32M", "hold_ms": 2000})
@@ -220,7 +220,7 @@ def test_own_cache_makes_way_only_where_nobody_else_gives():
     assert shared.models[1].cached_lost_bytes == 32 * MIB_BYTES
 
 
-def test_a_squeezed_one_preempts_its_newest_request_and_serves_it_later():
+def test_pressure_preempts_the_newest_request():
     models = [{"name": "a"}, {"name": "b", "priority": 1}]
     result = replay(
         {"model": "a", "bytes": "32M", "hold_ms": 3000, "count": 2, "every_ms": 1},
@@ -236,7 +236,7 @@ def test_a_squeezed_one_preempts_its_newest_request_and_serves_it_later():
     assert result.models[1].got_bytes_from == {"a": 16 * MIB_BYTES}
 
 
-def test_a_request_that_ends_in_time_is_not_preempted():
+def test_request_ending_in_time_is_not_preempted():
     result = replay(
         {"model": "a", "bytes": "64M", "hold_ms": 1030},
         {"model": "b", "at_ms": 1000, "bytes": "16M"},
@@ -246,7 +246,7 @@ def test_a_request_that_ends_in_time_is_not_preempted():
     assert result.models[1].waits_ns == [ms(30)]
 
 
-def test_a_deadline_refuses_and_what_waits_behind_goes_on():
+def test_request_past_its_deadline_unblocks_the_queue():
     result = replay(
         {"model": "a", "bytes": "60M", "hold_ms": 5000},
         {"model": "b", "bytes": "32M", "at_ms": 1, "deadline_ms": 100},
@@ -256,7 +256,7 @@ def test_a_deadline_refuses_and_what_waits_behind_goes_on():
     assert result.models[1].waits_ns == [ms(99)]
 
 
-def test_a_limit_holds_and_what_can_never_fit_is_refused_at_once():
+def test_request_above_the_limit_is_refused_at_once():
     result = replay(
         {"model": "a", "bytes": "10M", "count": 4},
         {"model": "a", "bytes": "21M", "at_ms": 1},
@@ -267,13 +267,13 @@ def test_a_limit_holds_and_what_can_never_fit_is_refused_at_once():
     assert a.waits_ns == [0, 0, ms(100), ms(100)]
 
 
-def test_late_is_served_after_more_than_the_bound():
+def test_late_counts_requests_served_after_the_bound():
     arrivals = ({"model": "a", "bytes": "64M", "count": 3},)
     assert replay(*arrivals, late_ms=100).models[0].late == 1
     assert replay(*arrivals, late_ms=99).models[0].late == 2
 
 
-def test_parked_pages_that_nobody_needs_go_back_by_themselves():
+def test_idle_parked_pages_are_released():
     result = replay(
         {"model": "a", "bytes": "64M"},
         {"model": "b", "bytes": "64M", "at_ms": 11000},
@@ -288,7 +288,7 @@ RESERVING = [{"name": "a"}, {"name": "b", "reserved": "24M", "asleep": True}]
 FILL = {"model": "a", "bytes": "64M", "cached": "64M"}
 
 
-def test_a_wake_takes_what_it_reserves_from_caches():
+def test_wake_reclaims_cache_for_its_reserve():
     """Also from a busy one of higher priority: who sleeps has a place, or is refused at once."""
     models = [RESERVING[0] | {"priority": 1}, RESERVING[1]]
     result = replay(FILL, {"model": "b", "at_ms": 110, "bytes": "4M"}, models=models)
@@ -298,7 +298,7 @@ def test_a_wake_takes_what_it_reserves_from_caches():
     assert {move.asker for move in result.moves} == {1}
 
 
-def test_what_is_reserved_is_granted_to_nobody():
+def test_reserved_memory_is_not_granted():
     awake = [RESERVING[0], RESERVING[1] | {"asleep": False}]
     result = replay(FILL | {"deadline_ms": 10}, FILL | {"bytes": "40M", "cached": 0}, models=awake)
     assert (result.models[0].refused, result.models[0].served) == (1, 1)
@@ -308,7 +308,7 @@ def test_what_is_reserved_is_granted_to_nobody():
     assert result.models[0].peak_granted_bytes == 64 * MIB_BYTES
 
 
-def test_a_sleeper_s_guarantee_and_reserve_are_others():
+def test_sleeping_model_yields_guarantee_and_reserve():
     models = [RESERVING[0], RESERVING[1] | {"asleep": False, "min": "8M"}]
     top = {"models": models, "sleeps": [{"at_ms": 50, "model": "b"}]}
     result = replay(FILL | {"at_ms": 60}, **top)
@@ -319,7 +319,7 @@ def test_a_sleeper_s_guarantee_and_reserve_are_others():
     assert result.models[0].waits_ns == [ms(440)]
 
 
-def test_a_wake_that_the_sums_do_not_allow_is_refused_at_once():
+def test_wake_exceeding_the_capacity_is_refused_at_once():
     models = [RESERVING[0] | {"min": "41M"}, RESERVING[1]]
     request = {"model": "b", "at_ms": 10, "bytes": "4M", "deadline_ms": 1000}
     result = replay(FILL, request, request | {"at_ms": 20}, models=models)
@@ -328,7 +328,7 @@ def test_a_wake_that_the_sums_do_not_allow_is_refused_at_once():
     assert result.moves == []
 
 
-def test_a_wake_that_nobody_makes_room_for_is_withdrawn_and_may_be_tried_again():
+def test_unsatisfied_wake_is_withdrawn_and_may_be_retried():
     models = [RESERVING[0] | {"give_back_ms": 20_000}, RESERVING[1], {"name": "c"}]
     request = {"model": "b", "at_ms": 1000, "bytes": "4M", "deadline_ms": 6000}
     late = {"model": "c", "at_ms": 6500, "bytes": "2M", "deadline_ms": 30_000}
@@ -340,14 +340,14 @@ def test_a_wake_that_nobody_makes_room_for_is_withdrawn_and_may_be_tried_again()
     assert c.served == 1
 
 
-def test_of_two_wakes_at_once_the_first_has_the_last_room():
+def test_first_of_two_wakes_gets_the_memory():
     models = [{"name": name, "reserved": "40M", "asleep": True} for name in "ab"]
     result = replay(*({"model": name, "bytes": "2M"} for name in "ab"), models=models)
     assert [len(model.wakes_ns) for model in result.models] == [1, 0]
     assert [model.wakes_refused for model in result.models] == [0, 1]
 
 
-def test_a_fixed_part_holds_the_reserve_and_nobody_sleeps_in_it():
+def test_even_split_includes_reserves_and_disables_sleep():
     trace = parse_trace(document({"model": "b"}, models=RESERVING, total="80M"))
     split = trace.split_evenly()
     assert [model.limit_bytes for model in split.models] == [32 * MIB_BYTES, 16 * MIB_BYTES]
@@ -444,7 +444,7 @@ class Watch:
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(trace=traces())
-def test_every_trace_ends_with_sound_books(trace):
+def test_random_trace_keeps_the_invariants(trace):
     """Nothing is granted twice, nobody is taken below its min, every request comes to an end."""
     result = simulate(trace, Watch())
     for i, model in enumerate(result.models):
@@ -462,14 +462,14 @@ def test_every_trace_ends_with_sound_books(trace):
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(trace=traces())
-def test_the_same_trace_comes_to_the_same_result(trace):
+def test_simulation_is_deterministic(trace):
     assert simulate(trace) == simulate(trace)
 
 
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(trace=traces())
-def test_fixed_parts_are_nobodys_to_take(trace):
+def test_evenly_split_models_never_reclaim(trace):
     result = simulate(trace.split_evenly(), Watch())
     assert result.moves == []
     assert sum(model.preempted for model in result.models) == 0
@@ -478,7 +478,7 @@ def test_fixed_parts_are_nobodys_to_take(trace):
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(trace=traces())
-def test_no_request_is_taken_from_a_higher_priority_for_a_lower_one(trace):
+def test_lower_priority_never_preempts_a_higher_one(trace):
     """But for a guarantee or a reserve, and there is none here."""
     models = tuple(replace(model, min_bytes=0, reserved_bytes=0) for model in trace.models)
     for move in simulate(replace(trace, models=models), Watch()).moves:
@@ -490,7 +490,7 @@ def test_no_request_is_taken_from_a_higher_priority_for_a_lower_one(trace):
 @pytest.mark.parametrize("others", [1, 2, 3])
 @settings(max_examples=9)
 @given(pages=st.integers(1, 16), count=st.integers(1, 12), hold_ms=st.integers(50, 2000))
-def test_the_higher_priority_is_served_as_if_it_were_alone(pages, count, hold_ms, others):
+def test_high_priority_is_served_almost_as_if_alone(pages, count, hold_ms, others):
     """But for the time that others take to make way."""
     first = [
         {"model": "top", "at_ms": 3000, "bytes": pages * PAGE, "hold_ms": hold_ms, "count": count}
@@ -581,7 +581,7 @@ def test_two_saturated_models_settle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_replays_and_is_a_trace(name, tmp_path):
+def test_every_example_is_a_valid_trace_and_replays(name, tmp_path):
     code, out, _ = run("--example", name, "--print-example")
     path = tmp_path / "trace.json"
     path.write_text(out)
@@ -606,14 +606,14 @@ def wait_ns(model: ModelResult, percent: int) -> int:
     return waited_ns
 
 
-def test_bursts_are_better_shared():
+def test_sharing_serves_bursts_better_than_splitting():
     shared, split = example("bursts")
     assert sum(model.late for model in shared.models) == 0
     assert all(model.late > 20 for model in split.models)
     assert all(model.peak_granted_bytes > 4 * GIB_BYTES for model in shared.models)
 
 
-def test_priority_takes_at_once_and_leaves_the_guarantee():
+def test_priority_preempts_promptly_and_refuses_no_request():
     shared, _ = example("priority")
     chat, batch = shared.models
     assert wait_ns(chat, 99) <= ms(100)
@@ -622,7 +622,7 @@ def test_priority_takes_at_once_and_leaves_the_guarantee():
 
 
 @pytest.mark.slow
-def test_two_busy_models_do_not_pass_pages_to_and_fro():
+def test_two_busy_models_do_not_exchange_pages_repeatedly():
     shared, _ = example("two-busy")
     assert shared.moved_bytes < 2 * GIB_BYTES
     busy_till_ns = 60 * SECOND  # b ends a second after a, which is idle then
@@ -630,14 +630,14 @@ def test_two_busy_models_do_not_pass_pages_to_and_fro():
 
 
 @pytest.mark.slow
-def test_equals_wait_alike():
+def test_equals_have_similar_waits():
     shared, _ = example("equals")
     assert [model.served for model in shared.models] == [60] * 4
     waits = [wait_ns(model, 99) for model in shared.models]
     assert max(waits) < 2 * min(waits)
 
 
-def test_a_woken_model_has_its_reserve_at_once_and_gives_it_to_others_asleep():
+def test_reserve_is_immediate_on_wake_and_shared_asleep():
     shared, split = example("wakes")
     busy, rare = shared.models
     assert rare.wakes_ns == [ms(1), ms(1)]
@@ -646,7 +646,7 @@ def test_a_woken_model_has_its_reserve_at_once_and_gives_it_to_others_asleep():
     assert busy.cached_evicted_bytes + busy.cached_lost_bytes < split.models[0].cached_evicted_bytes
 
 
-def test_a_slow_victim_delays_by_the_patience_and_no_more():
+def test_slow_victim_delays_only_by_the_patience():
     shared, _ = example("slow-victim")
     busy = shared.models[0]
     assert busy.got_bytes_from == {"idle": 2 * GIB_BYTES}
@@ -662,7 +662,7 @@ def documented_trace() -> dict[str, Any]:
     return made
 
 
-def test_the_documented_trace_replays_and_has_every_key():
+def test_documented_trace_replays_and_has_every_key():
     trace = parse_trace(documented_trace())
     assert len(trace.arrivals) == 9
     assert trace.models[0] == ModelSpec(
@@ -677,7 +677,7 @@ def test_the_documented_trace_replays_and_has_every_key():
         assert key in table, key
 
 
-def test_the_documented_times_are_those_of_the_policy():
+def test_documented_times_match_the_policy():
     text = (ROOT / "docs/reclaim.md").read_text()
     for name in ("idle", "patience", "fair_cached", "fair_in_use", "ask_lease", "reserve_wait"):
         time_ns = getattr(reclaim_simulator, f"{name.upper()}_NS")
@@ -755,7 +755,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_trace_is_one_line_and_exit_code_2(case, tmp_path):
+def test_invalid_trace_prints_one_line_and_exits_2(case, tmp_path):
     change, message = WRONG[case]
     made = documented_trace()
     made["arrivals"].reverse()  # so that the first one has no count yet
@@ -783,7 +783,7 @@ def test_a_wrong_trace_is_one_line_and_exit_code_2(case, tmp_path):
         b"[]",
     ],
 )
-def test_a_file_that_is_no_trace_is_one_line_and_exit_code_2(content, tmp_path):
+def test_unreadable_trace_prints_one_line_and_exits_2(content, tmp_path):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     code, out, err = run(str(path))
@@ -809,7 +809,7 @@ def test_a_file_that_is_no_trace_is_one_line_and_exit_code_2(content, tmp_path):
         (["--what"], "unrecognized arguments: --what"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(args, message):
+def test_wrong_usage_exits_2(args, message):
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert message in err
@@ -830,7 +830,7 @@ def test_json_has_the_documented_keys(tmp_path):
             assert f"`{key}`" in text or f'"{key}"' in text, key
 
 
-def test_a_name_with_brackets_is_printed_as_it_is(tmp_path):
+def test_name_with_brackets_is_printed_unchanged(tmp_path):
     made = document({"model": "[red]x"}, models=[{"name": "[red]x"}])
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(made))
@@ -840,7 +840,7 @@ def test_a_name_with_brackets_is_printed_as_it_is(tmp_path):
 # -------------------------------------------------------------------------- what the checks notice
 
 
-def test_the_check_notices_more_than_there_is():
+def test_integrity_check_detects_excessive_grants():
     simulation = Simulation(parse_trace(document({"model": "a"})))
     simulation.check_integrity()
     simulation.instances[0].add(33)
@@ -851,7 +851,7 @@ def test_the_check_notices_more_than_there_is():
 @pytest.mark.parametrize(
     ("method", "what"), [("has_room_for", "guarantees add up"), ("is_there", "grants add up")]
 )
-def test_the_check_notices_a_wake_that_there_was_no_room_for(monkeypatch, method, what):
+def test_integrity_check_detects_a_wake_without_memory(monkeypatch, method, what):
     monkeypatch.setattr(Account, method, lambda *_: True)
     models = [{"name": "a", "min": "50M"}, RESERVING[1] | {"min": "8M"}]
     if method == "is_there":
@@ -860,7 +860,7 @@ def test_the_check_notices_a_wake_that_there_was_no_room_for(monkeypatch, method
         replay(FILL, {"model": "b", "at_ms": 10}, models=models)
 
 
-def test_the_check_notices_a_sleeper_that_holds_pages():
+def test_integrity_check_detects_a_sleeper_with_pages():
     simulation = Simulation(parse_trace(document({"model": "b"}, models=RESERVING)))
     simulation.check_integrity()
     simulation.instances[1].add(1)
@@ -868,14 +868,14 @@ def test_the_check_notices_a_sleeper_that_holds_pages():
         simulation.check_integrity()
 
 
-def test_the_check_notices_pages_in_use_that_nobody_has():
+def test_integrity_check_detects_unowned_pages_in_use():
     simulation = Simulation(parse_trace(document({"model": "a"})))
     simulation.instances[0].in_use += 1
     with pytest.raises(IntegrityError, match="no request has"):
         simulation.check_integrity()
 
 
-def test_a_plan_that_breaks_a_guarantee_is_noticed(monkeypatch):
+def test_plan_that_breaks_a_guarantee_is_detected(monkeypatch):
     """The simulator does not believe the policy: it checks what it says."""
     monkeypatch.setattr(
         "tools.reclaim_simulator.simulation.plan_reclaim",
@@ -889,7 +889,7 @@ def test_a_plan_that_breaks_a_guarantee_is_noticed(monkeypatch):
         )
 
 
-def test_a_reader_that_stops_reading_is_no_traceback() -> None:
+def test_closed_output_pipe_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "tools.reclaim_simulator", "--example", "bursts", "--json"]
     reading, writing = os.pipe()
     os.close(reading)

@@ -25,7 +25,7 @@ def pair() -> Iterator[tuple[Instance, Instance]]:
         yield a, b
 
 
-def test_a_refused_guarantee_changes_nothing_and_is_not_judged_again(
+def test_refused_guarantee_is_discarded_completely(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
@@ -41,7 +41,7 @@ def test_a_refused_guarantee_changes_nothing_and_is_not_judged_again(
     assert answer.effective_limit_bytes == limit, "the refused limit came with a later request"
 
 
-def test_what_was_refused_may_be_requested_for_again(pair: tuple[Instance, Instance]) -> None:
+def test_refused_request_may_be_repeated(pair: tuple[Instance, Instance]) -> None:
     a, b = pair
     assert segment.request(b.name, min_bytes=40 * MIB, wait_s=DEADLINE_S).state == "refused"
     assert segment.request(a.name, min_bytes=0, wait_s=DEADLINE_S).state == "applied"
@@ -64,7 +64,7 @@ def held(instance: Instance) -> Iterator[None]:
         instance.go_on()
 
 
-def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
+def wait_for_acknowledgement(instance: Instance, revision: int) -> segment.Answer:
     with segment.open_readonly(instance.name) as opened:
         assert opened.record.wait_answer(revision, DEADLINE_S, settled=True)
         raw = opened.record.read_answer()
@@ -78,14 +78,14 @@ def write(instance: Instance, **changes: Any) -> int:
         return record.write_request(changes.pop("limit_bytes", None), **changes)
 
 
-def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
+def test_refused_guarantee_does_not_cancel_a_later_sleep(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
     with held(b):
         write(b, min_bytes=TOO_MUCH, limit_bytes=48 * MIB, priority=3)
         last = write(b, asleep=True)
-    answer = wait_for_answer(b, last)
+    answer = wait_for_acknowledgement(b, last)
     assert (answer.state, answer.revision) == ("applied", last)
     assert segment.inspect(b.name).usage["asleep"] == 1
     assert b.alloc(1) is None
@@ -94,7 +94,7 @@ def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
     assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later request"
 
 
-def test_a_guarantee_is_compared_with_a_limit_that_is_not_applied_yet(
+def test_guarantee_is_checked_against_the_pending_limit(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
@@ -106,26 +106,26 @@ def test_a_guarantee_is_compared_with_a_limit_that_is_not_applied_yet(
         write(b, limit_bytes=16 * MIB)
         with segment.post(b.name, segment.Request(min_bytes=12 * MIB)) as higher:
             last = higher.now().requested_revision
-    answer = wait_for_answer(b, last)
+    answer = wait_for_acknowledgement(b, last)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 16 * MIB)
     assert answer.min_bytes == 12 * MIB
 
 
-def test_a_refused_guarantee_does_not_take_an_earlier_limit_with_it(
+def test_refused_guarantee_does_not_cancel_an_earlier_limit(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
     with held(b):
         write(b, limit_bytes=8 * MIB, priority=5)
         last = write(b, min_bytes=TOO_MUCH, trim=True)
-    answer = wait_for_answer(b, last)
+    answer = wait_for_acknowledgement(b, last)
     assert (answer.state, answer.effective_limit_bytes) == ("refused", 8 * MIB)
     assert (answer.min_bytes, answer.priority) == (0, 5)
     assert b.alloc(64) is None
     assert b.mapped_bytes <= 8 * MIB
 
 
-def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
+def test_refusal_is_kept_while_an_earlier_limit_completes(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
@@ -133,7 +133,7 @@ def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
     assert ids is not None
     assert until_replied(b.name, limit_bytes=2 * PAGE_BYTES)["state"] == "shrinking"
     last = write(b, min_bytes=TOO_MUCH)
-    assert wait_for_answer(b, last).state == "refused"
+    assert wait_for_acknowledgement(b, last).state == "refused"
     b.free(ids)  # what is over the limit goes, and is answered
     with segment.open_readonly(b.name) as opened:
         while (raw := opened.record.read_answer())["over_bytes"]:
@@ -142,17 +142,17 @@ def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
     assert "guarantee" in raw["reason"]
 
 
-def test_what_is_left_of_an_overtaken_request_holds(pair: tuple[Instance, Instance]) -> None:
+def test_rest_of_a_superseded_request_is_applied(pair: tuple[Instance, Instance]) -> None:
     _, b = pair
     with held(b):
         write(b, min_bytes=8 * MIB, limit_bytes=32 * MIB)
         last = write(b, min_bytes=TOO_MUCH)
-    answer = wait_for_answer(b, last)
+    answer = wait_for_acknowledgement(b, last)
     assert (answer.state, answer.min_bytes) == ("refused", 0)
     assert answer.effective_limit_bytes == 32 * MIB
 
 
-def test_a_refusal_is_not_cut_off() -> None:
+def test_long_refusal_reason_is_not_truncated() -> None:
     """The first 128 bytes end in the middle of the device's size."""
     group = f"refused-{os.getpid()}"
     names = [f"{letter}{os.getpid()}".ljust(64, letter) for letter in "abcd"]

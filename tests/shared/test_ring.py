@@ -27,7 +27,7 @@ def scheduler():
 
 
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
-def test_pages_come_and_go_in_the_worker(layout):
+def test_worker_maps_and_unmaps_pages(layout):
     with Scheduler(layout) as scheduler, scheduler.worker() as worker:
         pool = scheduler.pool
         assert worker.mapped() == []
@@ -46,7 +46,7 @@ def test_pages_come_and_go_in_the_worker(layout):
 
 
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
-def test_blocks_move_in_the_worker(layout):
+def test_worker_moves_blocks(layout):
     with Scheduler(layout) as scheduler, scheduler.worker() as worker:
         pool = scheduler.pool
         ids = pool.alloc(pool.available_size())
@@ -66,7 +66,7 @@ def test_blocks_move_in_the_worker(layout):
             assert worker.ask(f"read {block}") == str(page + 1)
 
 
-def test_a_worker_that_died_before_is_a_closed_channel(scheduler):
+def test_worker_dead_before_a_command_closes_the_channel(scheduler):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.kill()
@@ -78,7 +78,7 @@ def test_a_worker_that_died_before_is_a_closed_channel(scheduler):
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
-def test_a_worker_killed_while_it_works_is_a_closed_channel(scheduler, reaped):
+def test_worker_killed_during_a_command_closes_the_channel(scheduler, reaped):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.pause()  # so that the command is under way when it dies
@@ -101,7 +101,7 @@ def test_a_worker_killed_while_it_works_is_a_closed_channel(scheduler, reaped):
 
 
 @pytest.mark.slow
-def test_a_late_worker_is_a_timeout_and_its_pages_are_never_used_again():
+def test_pages_of_a_late_unmap_are_never_reused():
     with_a_short_timeout(late_unmap)
 
 
@@ -127,7 +127,7 @@ def late_unmap(timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_map_that_is_late_is_a_timeout():
+def test_late_map_times_out():
     with_a_short_timeout(late_map)
 
 
@@ -144,7 +144,7 @@ def late_map(timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_is_not_dead_because_no_file_can_be_opened():
+def test_descriptor_shortage_does_not_mean_the_worker_died():
     with_a_short_timeout(late_without_descriptors)
 
 
@@ -166,7 +166,7 @@ def late_without_descriptors(timeout_s: float) -> None:
         assert outcome == [errors.ChannelTimeoutError]
 
 
-def test_a_stopped_worker_is_a_closed_channel(scheduler):
+def test_stopped_worker_closes_the_channel(scheduler):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         assert worker.ask("stop") == "done"
@@ -174,7 +174,7 @@ def test_a_stopped_worker_is_a_closed_channel(scheduler):
             scheduler.pool.alloc(B)
 
 
-def test_a_failure_of_the_workers_driver_comes_back_and_nothing_is_mapped(scheduler):
+def test_driver_failure_in_the_worker_maps_nothing(scheduler):
     with scheduler.worker() as worker:
         pool = scheduler.pool
         pool.ensure(1)
@@ -198,7 +198,7 @@ def test_a_failure_of_the_workers_driver_comes_back_and_nothing_is_mapped(schedu
         pool.check_integrity()
 
 
-def test_a_worker_that_cannot_undo_says_so(scheduler):
+def test_worker_that_cannot_undo_fails_the_pool(scheduler):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.ask("arm 5 1000")  # the second map, and all that would undo the first
@@ -214,7 +214,7 @@ FIRST_ENTRY = 480
 
 
 @pytest.mark.slow
-def test_a_batch_of_more_than_an_entry_holds():
+def test_batch_larger_than_a_ring_entry_is_split():
     with Scheduler(pages=MANY) as scheduler, scheduler.worker() as worker:
         pool = scheduler.pool
         ids = pool.alloc(MANY * B - 1)
@@ -249,7 +249,7 @@ def test_a_batch_of_more_than_an_entry_holds():
 # --------------------------------------------------------------------------------- attaching
 
 
-def test_another_layout_is_refused(scheduler):
+def test_other_layout_is_rejected(scheduler):
     for layout, pages in (("per buffer", PAGES), ("paged", PAGES + 1)):
         with Worker(scheduler.segment.name, layout, pages) as worker:
             assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
@@ -258,7 +258,7 @@ def test_another_layout_is_refused(scheduler):
 
 
 @pytest.mark.parametrize("word", [0, 1], ids=["magic", "version"])
-def test_another_version_is_refused(scheduler, word):
+def test_other_magic_or_version_is_rejected(scheduler, word):
     with scheduler.segment.path.open("r+b") as file:
         file.seek(scheduler.ring_bytes() + 4 * word)
         old = int.from_bytes(file.read(4), "little")
@@ -268,7 +268,7 @@ def test_another_version_is_refused(scheduler, word):
         assert worker.first_words == ["refused", "SEGMENT_FORMAT"]
 
 
-def test_a_segment_without_a_ring_is_refused():
+def test_segment_without_a_ring_is_rejected():
     with segment.create(f"kvtest_noring_{os.getpid()}", engine="test") as bare:
         with Worker(bare.name, "paged", PAGES) as worker:
             assert worker.first_words == ["refused", "SEGMENT_FORMAT"]
@@ -280,7 +280,7 @@ def test_a_segment_without_a_ring_is_refused():
                 _vmm.Ring.create(readonly.record, memory.range.geometry, 1.0)
 
 
-def test_a_second_worker_is_refused_while_the_first_lives(scheduler):
+def test_second_worker_is_rejected_while_the_first_lives(scheduler):
     with scheduler.worker() as first:
         with Worker(scheduler.segment.name, "paged", PAGES) as second:
             assert second.first_words == ["refused", "CHANNEL_CLOSED"]
@@ -288,7 +288,7 @@ def test_a_second_worker_is_refused_while_the_first_lives(scheduler):
         assert first.mapped() == [0]
 
 
-def test_waiting_for_a_worker_that_comes_late(scheduler):
+def test_wait_for_workers_ends_when_a_worker_starts(scheduler):
     arrived: list[object] = []
 
     def wait():
@@ -305,7 +305,7 @@ def test_waiting_for_a_worker_that_comes_late(scheduler):
         assert arrived
 
 
-def test_a_forked_child_of_a_worker_ends_without_closing_the_channel(scheduler):
+def test_forked_child_of_a_worker_keeps_channel_open(scheduler):
     with scheduler.worker() as worker:
         (block,) = scheduler.pool.alloc(1)
         worker.ask(f"write {block} 9")
@@ -315,7 +315,7 @@ def test_a_forked_child_of_a_worker_ends_without_closing_the_channel(scheduler):
         assert worker.mapped() == [0, 1, 2]
 
 
-def test_a_worker_in_the_same_process(scheduler):
+def test_worker_in_the_same_process_works(scheduler):
     memory = Memory(LAYOUTS["paged"], PAGES)
     opened = segment.open_writable(scheduler.segment.name)
     worker = _vmm.RingWorker.start(opened.record, memory.range)
@@ -331,7 +331,7 @@ def test_a_worker_in_the_same_process(scheduler):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_many_threads_share_a_ring(ranks):
+def test_threads_share_a_ring(ranks):
     with Scheduler(ranks=ranks) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         owners: set[int] = set()

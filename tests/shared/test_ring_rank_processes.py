@@ -21,7 +21,7 @@ def name_of(worker: Worker) -> str:
     return rf"worker {worker.pid} \(rank {worker.rank}\)"
 
 
-def closed_naming(scheduler: Scheduler, worker: Worker) -> None:
+def assert_closed_naming(scheduler: Scheduler, worker: Worker) -> None:
     """The next command says who is gone, and later ones that the ring is closed."""
     with pytest.raises(errors.ChannelClosedError, match=f"^{name_of(worker)} is gone"):
         scheduler.pool.alloc(2 * B)
@@ -37,18 +37,18 @@ def closed_naming(scheduler: Scheduler, worker: Worker) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_a_rank_that_died_before_is_named(rank):
+def test_rank_dead_before_a_command_is_named(rank):
     with Scheduler(ranks=4) as scheduler, scheduler.all_workers() as workers:
         ids = scheduler.pool.alloc(B)
         workers[rank].kill()
-        closed_naming(scheduler, workers[rank])
+        assert_closed_naming(scheduler, workers[rank])
         scheduler.pool.free(ids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
 @pytest.mark.parametrize("command", ["map", "unmap"])
-def test_a_rank_killed_while_it_works_is_named(reaped, command):
+def test_rank_killed_during_a_command_is_named(reaped, command):
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         pool.free(pool.alloc(3 * B - 1))
@@ -75,17 +75,17 @@ def test_a_rank_killed_while_it_works_is_named(reaped, command):
         pool.check_integrity()
 
 
-def test_the_dead_one_is_named_and_not_the_one_that_is_slow():
+def test_dead_rank_is_named_not_the_slow_one():
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.ensure(1)
         workers[0].pause()
         workers[2].kill()
-        closed_naming(scheduler, workers[2])
+        assert_closed_naming(scheduler, workers[2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [[0], [2], [1, 2], [0, 1, 2]], ids=str)
-def test_ranks_that_are_late_are_named_and_no_other(late):
+def test_only_late_ranks_are_named(late):
     with_a_short_timeout(lambda timeout_s: late_ranks(late, timeout_s))
 
 
@@ -114,17 +114,17 @@ def late_ranks(late: list[int], timeout_s: float) -> None:
         pool.check_integrity()
 
 
-def test_a_rank_that_stops_is_named():
+def test_stopped_rank_is_named():
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.ensure(1)
         assert workers[1].ask("stop") == "done"
-        closed_naming(scheduler, workers[1])
+        assert_closed_naming(scheduler, workers[1])
 
 
 # --------------------------------------------------------------------------------------- coming
 
 
-def test_ranks_that_have_not_come_are_named():
+def test_missing_ranks_are_named():
     with Scheduler(ranks=4) as scheduler, ExitStack() as stack:
         nobody = "as rank 0, 1, 2, 3;"
         with pytest.raises(errors.ChannelTimeoutError, match=nobody):
@@ -140,7 +140,7 @@ def test_ranks_that_have_not_come_are_named():
 
 
 @pytest.mark.slow
-def test_waiting_for_the_last_rank():
+def test_wait_for_workers_ends_with_the_last_rank():
     with Scheduler(ranks=3) as scheduler, ExitStack() as stack:
         arrived = threading.Event()
 
@@ -158,14 +158,14 @@ def test_waiting_for_the_last_rank():
         assert arrived.is_set()
 
 
-def test_a_rank_that_the_ring_does_not_have_is_refused():
+def test_rank_outside_the_ring_is_rejected():
     with Scheduler(ranks=4) as scheduler, scheduler.start(4) as worker:
         assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
         assert "no rank 4: the scheduler counts 4 workers" in worker.refusal
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_taken_is_refused():
+def test_occupied_rank_is_rejected():
     with Scheduler(ranks=2) as scheduler, scheduler.all_workers() as workers:
         for taken in workers:
             with scheduler.start(taken.rank) as second:
@@ -185,7 +185,7 @@ def test_a_rank_that_is_taken_is_refused():
         ("two words of blocks", PAGES, "block_bytes is 14336 there and 65536 here"),
     ],
 )
-def test_another_layout_is_refused_and_the_number_named(layout, pages, number):
+def test_other_layout_is_rejected_with_both_numbers(layout, pages, number):
     with Scheduler(ranks=2) as scheduler:
         with Worker(scheduler.segment.name, layout, pages, rank=1) as worker:
             assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
@@ -194,7 +194,7 @@ def test_another_layout_is_refused_and_the_number_named(layout, pages, number):
             scheduler.ring.wait_for_workers(0.01)
 
 
-def test_nobody_takes_the_place_of_a_rank_that_had_pages():
+def test_rank_that_had_pages_cannot_be_replaced():
     """Its range would be empty, and blocks have been handed out that lie on mapped pages."""
     with Scheduler(ranks=2) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.alloc(B)
@@ -204,7 +204,7 @@ def test_nobody_takes_the_place_of_a_rank_that_had_pages():
 
 
 @pytest.mark.slow
-def test_of_many_that_want_one_rank_at_once_one_has_it():
+def test_only_one_of_several_workers_gets_a_rank():
     for _ in range(3):
         with Scheduler() as scheduler, ExitStack() as stack:
             workers = [stack.enter_context(scheduler.start(0)) for _ in range(6)]

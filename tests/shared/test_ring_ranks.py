@@ -70,7 +70,7 @@ def device() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
-def test_pages_come_and_go_in_all_ranks_alike(layout):
+def test_all_ranks_map_and_unmap_the_same_pages(layout):
     with Scheduler(layout, ranks=RANKS) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         assert everywhere(workers, "mapped") == ""
@@ -94,7 +94,7 @@ def test_pages_come_and_go_in_all_ranks_alike(layout):
         pool.check_integrity()
 
 
-def test_the_ring_names_its_workers():
+def test_ring_lists_its_workers():
     with Scheduler(ranks=3) as scheduler:
         assert scheduler.ring.workers == [(0, 0)] * 3
         with scheduler.all_workers() as workers:
@@ -134,7 +134,7 @@ def test_blocks_move_in_every_rank(layout):
         assert_tagged(workers, where)
 
 
-def test_as_many_ranks_as_a_ring_has():
+def test_ring_works_with_64_ranks():
     with Scheduler(ranks=64) as scheduler, ExitStack() as stack:
         opened = stack.enter_context(segment.open_writable(scheduler.segment.name))
         memories = [Memory(LAYOUTS["paged"], PAGES) for _ in range(64)]
@@ -153,7 +153,7 @@ def test_as_many_ranks_as_a_ring_has():
 
 
 @pytest.mark.parametrize("ranks", [0, 65])
-def test_a_ring_is_for_1_to_64_workers(ranks):
+def test_ring_requires_1_to_64_workers(ranks):
     with pytest.raises(errors.InvalidArgumentError, match=f"1 to 64 workers, not {ranks}"):
         Scheduler(ranks=ranks)
 
@@ -166,7 +166,7 @@ def test_a_ring_is_for_1_to_64_workers(ranks):
     [("paged", 3, 7), ("per buffer", 1, 9)],
     ids=["paged", "per buffer"],
 )
-def test_a_driver_that_fails_in_any_rank_at_any_step_leaves_nothing_mapped(layout, pages, calls):
+def test_driver_failure_in_any_rank_maps_nothing(layout, pages, calls):
     """The steps of what is mapped at once: each create, each map, then access."""
     with Scheduler(layout, ranks=RANKS) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
@@ -186,7 +186,7 @@ def test_a_driver_that_fails_in_any_rank_at_any_step_leaves_nothing_mapped(layou
         assert_tagged(workers, unmoved(ids[-1:]))
 
 
-def test_ranks_that_fail_at_once_are_one_failure():
+def test_simultaneous_rank_failures_are_one_failure():
     with Scheduler(ranks=RANKS) as scheduler, scheduler.all_workers() as workers:
         for failing in (workers, workers[1:], workers[:1] + workers[3:]):
             for step, worker in enumerate(failing):
@@ -197,7 +197,7 @@ def test_ranks_that_fail_at_once_are_one_failure():
         assert len(scheduler.pool.alloc(3 * B - 1)) == 3 * B - 1
 
 
-def test_an_unmap_that_fails_in_one_rank_leaves_all_mapped_everywhere():
+def test_unmap_failure_in_one_rank_keeps_all_mapped():
     with Scheduler(ranks=RANKS) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         used = with_holes(scheduler)
@@ -230,7 +230,7 @@ CALLS_OF_THE_SECOND = 4 * FIRST_BATCH_PAGES + 1
 MANY = 50
 
 
-def test_a_failure_in_a_later_batch_undoes_that_batch_everywhere():
+def test_failure_in_a_later_batch_undoes_that_batch():
     with (
         Scheduler(pages=MANY, ranks=3, timeout_s=-1) as scheduler,
         scheduler.all_workers() as workers,
@@ -262,7 +262,7 @@ def assert_closed(scheduler: Scheduler, workers: Sequence[Worker]) -> None:
     pool.check_integrity()
 
 
-def test_a_map_that_cannot_be_undone_closes_the_ring():
+def test_map_that_cannot_be_undone_closes_the_ring():
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.ensure(1)
         workers[2].ask("arm 7 1")  # access, after three creates and three maps
@@ -273,7 +273,7 @@ def test_a_map_that_cannot_be_undone_closes_the_ring():
         assert_closed(scheduler, workers)
 
 
-def test_a_rank_that_is_in_pieces_after_undoing_says_so():
+def test_partly_undone_rank_fails_the_pool():
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         with_holes(scheduler)
         scheduler.pool.trim()
@@ -284,7 +284,7 @@ def test_a_rank_that_is_in_pieces_after_undoing_says_so():
         assert_closed(scheduler, workers)
 
 
-def test_an_unmap_that_cannot_be_undone_closes_the_ring():
+def test_unmap_that_cannot_be_undone_closes_the_ring():
     """A rank that has unmapped pages needs new memory to have them mapped again."""
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.free(scheduler.pool.alloc(4 * B - 1))
@@ -296,7 +296,7 @@ def test_an_unmap_that_cannot_be_undone_closes_the_ring():
         assert_closed(scheduler, workers)
 
 
-def test_a_batch_that_cannot_be_undone_closes_the_ring():
+def test_batch_that_cannot_be_undone_closes_the_ring():
     with (
         Scheduler(pages=MANY, ranks=2, timeout_s=-1) as scheduler,
         scheduler.all_workers() as workers,
@@ -309,7 +309,7 @@ def test_a_batch_that_cannot_be_undone_closes_the_ring():
         assert_closed(scheduler, workers)
 
 
-def test_a_rank_that_cannot_undo_its_own_steps_fails_the_pool():
+def test_rank_that_cannot_undo_fails_the_pool():
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         scheduler.pool.ensure(1)
         workers[1].ask("arm 5 1000")  # the second map, and all that would undo the first
@@ -321,7 +321,7 @@ def test_a_rank_that_cannot_undo_its_own_steps_fails_the_pool():
             scheduler.pool.alloc(1)
 
 
-def test_of_two_failures_the_one_that_is_for_good_is_told():
+def test_permanent_failure_takes_precedence():
     """A pool that hears of the other would hand out blocks that a rank has in pieces."""
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         with_holes(scheduler)
@@ -336,7 +336,7 @@ def test_of_two_failures_the_one_that_is_for_good_is_told():
 # ------------------------------------------------------------------------- a page in every rank
 
 
-def test_a_page_counts_once_for_every_rank(device):
+def test_page_counts_once_per_rank(device):
     """In what the pool says, in its limit and in what the ledger grants."""
     cost = 3 * HUGE
     with (
@@ -387,7 +387,7 @@ def test_a_page_counts_once_for_every_rank(device):
         assert_holds(0)
 
 
-def test_what_was_granted_stays_taken_when_nobody_knows_what_is_mapped(device):
+def test_grant_is_kept_if_mappings_are_unknown(device):
     cost = 2 * HUGE
     with (
         ledger.join(
@@ -408,7 +408,7 @@ def test_what_was_granted_stays_taken_when_nobody_knows_what_is_mapped(device):
         scheduler.pool.check_integrity()
 
 
-def test_a_page_is_held_at_least_once(device):
+def test_device_without_ranks_is_rejected(device):
     with (
         ledger.join(device, group="ring", capacity_bytes=HUGE, name="m", uuid=bytes(16)) as place,
         pytest.raises(errors.InvalidArgumentError, match="no rank has its pages on"),

@@ -81,7 +81,7 @@ def aligned(data: bytes) -> mmap.mmap:
 # ---------------------------------------------------------------------------------------- making
 
 
-def test_the_header_says_who_made_it(name):
+def test_header_identifies_its_creator(name):
     me = liveness.ProcessIdentity.of_this_process()
     with segment.create(name, engine="vLLM", model="org/model", device="GPU-1") as made:
         header = made.record.read_header()
@@ -97,7 +97,7 @@ def test_the_header_says_who_made_it(name):
     assert header["total_bytes"] == header["ring_offset"] + header["ring_bytes"]
 
 
-def test_the_file_has_exactly_the_name_and_is_private(name):
+def test_segment_file_has_its_name_and_is_private(name):
     before = os.umask(0)
     try:
         with segment.create(name, engine="test"):
@@ -109,7 +109,7 @@ def test_the_file_has_exactly_the_name_and_is_private(name):
         os.umask(before)
 
 
-def test_closing_removes_the_name_and_may_be_repeated(name):
+def test_close_removes_the_name_and_is_idempotent(name):
     made = segment.create(name, engine="test")
     made.close()
     made.close()
@@ -118,7 +118,7 @@ def test_closing_removes_the_name_and_may_be_repeated(name):
         made.record.read_usage()
 
 
-def test_the_automatic_name_and_its_numbers():
+def test_automatic_name_is_numbered():
     with segment.create(None, engine="vLLM") as first, segment.create(None, engine="vLLM") as other:
         assert first.name == f"kvelastic_vLLM_{os.getpid()}"
         assert other.name == f"{first.name}_2"
@@ -126,14 +126,14 @@ def test_the_automatic_name_and_its_numbers():
 
 
 @pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "../x", ".hidden", "a b", "a\0b", "x" * 65])
-def test_names_that_cannot_be_segments(bad):
+def test_invalid_segment_names_are_rejected(bad):
     with pytest.raises(InvalidArgumentError, match="not accepted"):
         segment.create(bad, engine="test")
     with pytest.raises(SegmentError):
         segment.open_readonly(bad)
 
 
-def test_the_longest_name_and_texts_that_are_too_long(name):
+def test_longest_name_and_truncated_header_texts(name):
     longest = name.ljust(64, "x")
     with segment.create(longest, engine="e" * 99, model="/very/long" * 40, device="d") as made:
         header = made.record.read_header()
@@ -144,7 +144,7 @@ def test_the_longest_name_and_texts_that_are_too_long(name):
     assert len(header["model"]) == 256
 
 
-def test_a_live_instance_keeps_its_name(name, mine):
+def test_live_instance_keeps_its_name(name, mine):
     uuid = mine.record.read_header()["uuid"]
     with pytest.raises(SegmentExistsError, match=f"process {os.getpid()}"):
         segment.create(name, engine="other")
@@ -155,7 +155,7 @@ def test_a_live_instance_keeps_its_name(name, mine):
     ("has_server", "what"),
     [(True, "which is alive"), (False, "an engine core whose server has ended")],
 )
-def test_a_name_that_is_taken_says_who_has_it_and_what_to_do(name, has_server, what):
+def test_taken_name_error_names_the_process_and_remedy(name, has_server, what):
     with engine_core(name, has_server=has_server) as core:
         pid = segment.inspect(name).header["pid"]
         expected = rf"process {pid}, {what}; end it \(kill {pid}\), or choose another"
@@ -168,7 +168,7 @@ def test_a_name_that_is_taken_says_who_has_it_and_what_to_do(name, has_server, w
 
 
 @needs.root
-def test_a_name_that_another_user_has(name, mine):
+def test_name_owned_by_another_user_is_rejected(name, mine):
     code = (
         "import os, sys; from kvelastic.shared import segment; from kvelastic.errors import *;"
         "segment.create(None, engine='test').close()\n"  # it may not read Python's files later
@@ -182,14 +182,14 @@ def test_a_name_that_another_user_has(name, mine):
     assert [line.startswith(expected) for line in said] == [True, True]
 
 
-def test_a_free_name_and_a_dead_one_are_free(name):
+def test_unused_name_and_dead_segment_are_free(name):
     segment.check_free(name)
     forge(name, start_time_ticks=1)
     segment.check_free(name)
     assert not (SHM / name).exists()
 
 
-def test_a_dead_instance_makes_way(name):
+def test_dead_instance_is_replaced(name):
     forge(name, start_time_ticks=1)
     with segment.create(name, engine="next") as made:
         assert segment.inspect(name).header["engine"] == "next"
@@ -197,7 +197,7 @@ def test_a_dead_instance_makes_way(name):
 
 
 @pytest.mark.parametrize("content", [b"", b"something else" * 400])
-def test_a_foreign_file_is_neither_listed_nor_touched(name, content):
+def test_foreign_file_is_neither_listed_nor_changed(name, content):
     (SHM / name).write_bytes(content)
     with pytest.raises(SegmentExistsError, match="not a segment"):
         segment.create(name, engine="test")
@@ -208,7 +208,7 @@ def test_a_foreign_file_is_neither_listed_nor_touched(name, content):
     assert (SHM / name).read_bytes() == content
 
 
-def test_another_version_is_shown_and_never_touched(name):
+def test_other_version_is_listed_and_not_changed(name):
     data = bytearray(forge(name, start_time_ticks=1))
     data[8:12] = (77).to_bytes(4, "little")
     (SHM / name).write_bytes(data)
@@ -228,7 +228,7 @@ def test_another_version_is_shown_and_never_touched(name):
     assert not (SHM / name).exists()
 
 
-def test_a_segment_that_is_cut_while_it_is_read(name):
+def test_segment_truncated_while_read_is_still_reported(name):
     """In a process of its own: read from a mapping, it would be ended by SIGBUS."""
     forge(name, start_time_ticks=1)
     read = f"""
@@ -244,7 +244,7 @@ print(segment_listing.inspect({name!r}).header["engine"])
     assert (SHM / name).read_bytes() == b""
 
 
-def test_what_lies_in_shared_memory_and_is_no_file(name):
+def test_non_regular_files_are_ignored(name):
     os.mkfifo(SHM / name)  # opening it to read would block for ever
     assert found(name) is None
     with pytest.raises(SegmentFormatError):
@@ -274,7 +274,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_a_dead_one", [False, True])
-def test_of_starters_at_once_exactly_one_wins(name, after_a_dead_one):
+def test_one_of_several_starters_gets_the_name(name, after_a_dead_one):
     if after_a_dead_one:
         forge(name, start_time_ticks=1)
     with ExitStack() as stack:
@@ -291,7 +291,7 @@ def test_of_starters_at_once_exactly_one_wins(name, after_a_dead_one):
     assert not (SHM / name).exists()
 
 
-def test_a_name_made_anew_survives_the_end_of_its_first_owner(name):
+def test_recreated_name_survives_close_of_its_first_owner(name):
     first = segment.create(name, engine="first")
     segment.delete(name, force=True)
     with segment.create(name, engine="second"):
@@ -299,7 +299,7 @@ def test_a_name_made_anew_survives_the_end_of_its_first_owner(name):
         assert segment.inspect(name).header["engine"] == "second"
 
 
-def test_a_forked_child_never_removes_its_parents_segment(name):
+def test_forked_child_never_removes_its_parents_segment(name):
     with Owner(name, "fork") as owner:
         assert segment.inspect(name).header["pid"] == owner.pid
         assert segment.request(name, limit_bytes=1 << 30, wait_s=DEADLINE_S).state == "applied"
@@ -309,7 +309,7 @@ def test_a_forked_child_never_removes_its_parents_segment(name):
 # --------------------------------------------------------------------------------- dead or alive
 
 
-def test_a_pid_that_was_given_to_another_process_is_dead(name):
+def test_segment_of_a_recycled_pid_is_dead(name):
     me = liveness.ProcessIdentity.of_this_process()
     forge(name, start_time_ticks=me.start_time_ticks + 1)
     assert segment.inspect(name).status == "dead"
@@ -317,7 +317,7 @@ def test_a_pid_that_was_given_to_another_process_is_dead(name):
     assert not (SHM / name).exists()
 
 
-def test_a_dead_container_is_dead(name):
+def test_segment_of_a_dead_container_is_dead(name):
     """Of a pid namespace that nobody here can look into, the kernel says it all the same."""
     forge(name, pid=1 << 22, pid_namespace=1)
     assert segment.inspect(name).status == "dead"
@@ -326,7 +326,7 @@ def test_a_dead_container_is_dead(name):
 
 
 @needs.root
-def test_another_users_dead_segment_is_shown_and_not_reaped(name):
+def test_dead_segment_of_another_user_is_not_reaped(name):
     forge(name, start_time_ticks=1)
     os.chown(SHM / name, 12345, -1)
     info = found(name)
@@ -336,7 +336,7 @@ def test_another_users_dead_segment_is_shown_and_not_reaped(name):
     assert (SHM / name).exists()
 
 
-def test_what_a_starter_left_half_made_is_reaped():
+def test_unfinished_files_of_dead_starters_are_reaped():
     for of in ("segment", "ledger"):
         left, begun, foreign = (SHM / temporary_name(of) for _ in range(3))
         foreign = foreign.with_name(foreign.name + "-of-another-version")
@@ -357,7 +357,7 @@ def test_what_a_starter_left_half_made_is_reaped():
                 path.unlink(missing_ok=True)
 
 
-def test_an_unfinished_file_that_is_reaped_too_early_is_made_anew(name, monkeypatch):
+def test_unfinished_file_reaped_too_early_is_recreated(name, monkeypatch):
     """Somebody looks between the making of the file and the taking of its lock, or before it has
     its name."""
     reaped = []
@@ -379,7 +379,7 @@ def test_an_unfinished_file_that_is_reaped_too_early_is_made_anew(name, monkeypa
         assert segment.inspect(name).status == "alive"
 
 
-def test_reaping_leaves_what_another_process_has_locked(name):
+def test_reap_skips_a_locked_segment(name):
     import fcntl
 
     forge(name, start_time_ticks=1)
@@ -389,7 +389,7 @@ def test_reaping_leaves_what_another_process_has_locked(name):
     assert name in segment.reap()
 
 
-def test_delete_needs_force_where_somebody_lives(name, mine):
+def test_delete_of_a_live_segment_needs_force(name, mine):
     with pytest.raises(SegmentBusyError, match="live instance"):
         segment.delete(name)
     segment.delete(name, force=True)
@@ -403,7 +403,7 @@ def test_delete_needs_force_where_somebody_lives(name, mine):
 # -------------------------------------------------------------------------- reading and requesting
 
 
-def test_a_reader_on_a_read_only_mapping(mine):
+def test_read_only_mapping_reads_and_rejects_writes(mine):
     reader = segment.open_readonly(mine.name)
     try:
         assert reader.record.readonly
@@ -430,7 +430,7 @@ def test_a_reader_on_a_read_only_mapping(mine):
     assert (SHM / mine.name).exists()
 
 
-def test_readers_never_see_two_publications_mixed(mine):
+def test_readers_see_consistent_publications(mine):
     reader = segment.open_readonly(mine.name)
     stop = threading.Event()
 
@@ -457,7 +457,7 @@ def test_readers_never_see_two_publications_mixed(mine):
         reader.close()
 
 
-def test_requests_count_up_and_keep_what_they_do_not_change(mine):
+def test_requests_are_numbered_and_keep_other_fields(mine):
     assert mine.record.owner_request() is None
     with segment.open_writable(mine.name) as other, other.writing() as record:
         assert record.write_request(10, priority=-3) == 1
@@ -469,13 +469,13 @@ def test_requests_count_up_and_keep_what_they_do_not_change(mine):
     assert request["written_ns"] > 0
 
 
-def test_a_trim_before_any_limit_requests_no_limit(mine):
+def test_trim_before_any_limit_requests_no_limit(mine):
     mine.record.write_request(trim=True)
     assert mine.record.owner_request()["limit_bytes"] is None
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1, 1 << 30, (1 << 63) - 1])
-def test_a_request_is_answered_by_the_instance(name, limit_bytes):
+def test_instance_acknowledges_a_request(name, limit_bytes):
     with Owner(name, "apply"):
         answer = segment.request(name, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", limit_bytes)
@@ -486,7 +486,7 @@ def test_a_request_is_answered_by_the_instance(name, limit_bytes):
 
 
 @pytest.mark.slow
-def test_waiting_lasts_until_the_limit_holds(name):
+def test_request_waits_until_the_limit_is_effective(name):
     with Owner(name, "late"):
         assert segment.request(name, limit_bytes=1 << 20, wait_s=DEADLINE_S).state == "applied"
     with Owner(name, "shrink"):
@@ -508,7 +508,7 @@ def test_waiting_lasts_until_the_limit_holds(name):
         assert not answer.answers_the_request
 
 
-def test_a_request_to_nobody(name):
+def test_request_to_a_missing_or_dead_instance_raises(name):
     with pytest.raises(SegmentNotFoundError, match=name):
         segment.request(name, limit_bytes=1)
     forge(name, start_time_ticks=1)
@@ -519,21 +519,21 @@ def test_a_request_to_nobody(name):
 
 
 @pytest.mark.slow
-def test_a_wait_ends_with_the_instance(name):
+def test_wait_ends_when_the_instance_dies(name):
     with Owner(name, "mute") as owner:
 
-        def kill_it() -> None:
+        def kill_owner() -> None:
             wait_until(lambda: segment.inspect(name).request["revision"] == 1)
             owner.kill()
 
-        killer = threading.Thread(target=kill_it)
+        killer = threading.Thread(target=kill_owner)
         killer.start()
         with pytest.raises(SegmentDeadError, match="did not answer"):
             segment.request(name, limit_bytes=1, wait_s=DEADLINE_S)
         killer.join()
 
 
-def test_the_bell_wakes_a_waiting_owner(mine):
+def test_bell_wakes_a_waiting_owner(mine):
     seen = mine.record.bell
     assert not mine.record.wait_bell(seen, 0.01)
     ringer = threading.Timer(0.05, lambda: mine.record.write_request(1))
@@ -543,7 +543,7 @@ def test_the_bell_wakes_a_waiting_owner(mine):
     assert mine.record.wait_bell(seen, 0)  # a ring is never lost
 
 
-def test_a_signal_ends_a_wait_through_its_handler(mine):
+def test_signal_handler_interrupts_a_wait(mine):
     import signal
 
     class RangError(Exception):
@@ -567,7 +567,7 @@ def test_a_signal_ends_a_wait_through_its_handler(mine):
 
 
 @pytest.mark.slow
-def test_releasing_the_record_under_a_waiter_is_safe(name):
+def test_releasing_a_waiters_control_block_is_safe(name):
     made = segment.create(name, engine="test")
     reader = segment.open_readonly(name)
     outcome: list[bool] = []
@@ -587,7 +587,7 @@ def test_releasing_the_record_under_a_waiter_is_safe(name):
 # ------------------------------------------------------------------------------ malformed bytes
 
 
-def test_random_bytes_are_refused():
+def test_random_bytes_are_rejected():
     random_bytes = random.Random(2)
     for _ in range(500):
         data = random_bytes.randbytes(random_bytes.choice([0, 1, 11, 12, 100, 4095, 4096, 300_000]))
@@ -597,7 +597,7 @@ def test_random_bytes_are_refused():
             _vmm.Record.open(aligned(_vmm.RECORD_MAGIC + data))
 
 
-def test_every_truncation_is_refused(name):
+def test_every_truncation_is_rejected(name):
     data = forge(name)
     for size in [*range(0, 700, 7), 4095, 4096, 4097, len(data) - 1]:
         (SHM / name).write_bytes(data[:size])
@@ -610,7 +610,7 @@ def test_every_truncation_is_refused(name):
 
 
 @pytest.mark.slow
-def test_every_flipped_bit_of_the_header_is_noticed(name):
+def test_every_flipped_bit_of_the_header_is_detected(name):
     data = aligned(forge(name))
     for bit in range(_vmm.RECORD_HEADER_BYTES * 8):
         data[bit // 8] ^= 1 << bit % 8
@@ -620,7 +620,7 @@ def test_every_flipped_bit_of_the_header_is_noticed(name):
     _vmm.Record.open(data).release()
 
 
-def test_rubbish_after_the_header_is_read_without_harm(name):
+def test_random_bytes_after_the_header_are_read_safely(name):
     """The part that changes has no checksum: any bytes in it must read as some values."""
     data = bytearray(forge(name))
     noise = random.Random(3)
@@ -637,7 +637,7 @@ def test_rubbish_after_the_header_is_read_without_harm(name):
         assert record.read_request()["limit_bytes"] == 5
 
 
-def test_buffers_that_cannot_hold_a_segment():
+def test_unsuitable_buffers_are_rejected():
     with pytest.raises(InvalidArgumentError, match="needs"):
         _vmm.Record.create(
             bytearray(4096),
@@ -658,7 +658,7 @@ def test_buffers_that_cannot_hold_a_segment():
 
 
 @pytest.mark.parametrize("field", ["uuid", "boot_id"])
-def test_identities_of_the_wrong_length(name, field):
+def test_identities_of_wrong_length_are_rejected(name, field):
     with pytest.raises(InvalidArgumentError, match="16 bytes"):
         forge(name, **{field: b"short"})
 
@@ -673,7 +673,7 @@ def test_unknown_fields_are_named(mine):
 
 
 @pytest.mark.parametrize("priority", [1001, -1001, 5_000_000])
-def test_a_priority_beyond_the_bounds_is_refused_by_whoever_asks(name, mine, priority):
+def test_priority_out_of_bounds_is_rejected(name, mine, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
         segment.request(name, priority=priority)
     with segment.open_writable(name) as open_, pytest.raises(InvalidArgumentError, match="-1000"):
@@ -681,19 +681,19 @@ def test_a_priority_beyond_the_bounds_is_refused_by_whoever_asks(name, mine, pri
     assert mine.record.read_request()["revision"] == 0
 
 
-def test_the_bound_of_a_priority_is_the_record_s() -> None:
+def test_priority_bound_matches_native_code() -> None:
     """Said to those who read the configuration too, who do not load native code."""
     assert sizes.MAX_PRIORITY == _vmm.MAX_PRIORITY
 
 
-def test_a_wait_that_is_no_number_is_refused(name, mine):
+def test_nan_as_wait_is_rejected(name, mine):
     """It was never over, and the loop that waits never slept."""
     with pytest.raises(InvalidArgumentError, match="wait_s=nan"):
         segment.request(name, limit_bytes=1, wait_s=float("nan"))
     assert mine.record.read_request()["revision"] == 0
 
 
-def test_a_name_that_was_taken_anew_while_its_former_owner_was_judged_is_left(
+def test_name_reused_during_a_check_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The owner leaves, and another one starts, while somebody holds the lock to look at it."""
@@ -703,13 +703,13 @@ def test_a_name_that_was_taken_anew_while_its_former_owner_was_judged_is_left(
 
     with Owner(name) as former:
 
-        def look_late(fd: int, name: str) -> segment.SegmentInfo:
+        def inspect_late(fd: int, name: str) -> segment.SegmentInfo:
             monkeypatch.undo()
             former.end()
             made.append(segment.create(name, engine="b"))
             return look(fd, name)
 
-        monkeypatch.setattr(segment_listing, "_inspect", look_late)
+        monkeypatch.setattr(segment_listing, "_inspect", inspect_late)
         segment_listing.remove_if_reapable(name)
         with made[0]:
             assert segment.inspect(name).header["engine"] == "b"

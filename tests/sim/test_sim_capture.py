@@ -52,7 +52,7 @@ def in_a_thread(gpu: Driver, call: Callable[[], str]) -> str:
     ("capture", "own", "other"),
     [(GLOBAL, UNSAFE, UNSAFE), (THREAD_LOCAL, UNSAFE, SUCCESS), (RELAXED, SUCCESS, SUCCESS)],
 )
-def test_an_unsafe_call_ends_a_capture_by_its_mode(capture: int, own: str, other: str) -> None:
+def test_unsafe_call_ends_a_capture_by_its_mode(capture: int, own: str, other: str) -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         said = []
@@ -70,7 +70,7 @@ def test_an_unsafe_call_ends_a_capture_by_its_mode(capture: int, own: str, other
 @pytest.mark.parametrize(
     ("thread", "expected"), [(GLOBAL, UNSAFE), (THREAD_LOCAL, SUCCESS), (RELAXED, SUCCESS)]
 )
-def test_a_threads_own_mode_lets_it_go_beside_a_global_capture(thread: int, expected: str) -> None:
+def test_thread_mode_allows_calls_during_global_capture(thread: int, expected: str) -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         stream = begun(gpu, GLOBAL)
@@ -90,7 +90,7 @@ def test_a_threads_own_mode_lets_it_go_beside_a_global_capture(thread: int, expe
     ]
 
 
-def test_work_in_the_legacy_stream_ends_captures_of_blocking_streams() -> None:
+def test_legacy_stream_work_ends_captures_of_blocking_streams() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         event = gpu.get("cuEventCreate", 0)
@@ -103,7 +103,7 @@ def test_work_in_the_legacy_stream_ends_captures_of_blocking_streams() -> None:
     assert run(body) == [SUCCESS, SUCCESS, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", LOST]
 
 
-def test_what_is_captured_does_not_run() -> None:
+def test_captured_work_does_not_run() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         address, _ = gpu.mapped(1)
@@ -127,7 +127,7 @@ def test_what_is_captured_does_not_run() -> None:
     ]
 
 
-def test_who_waits_for_a_captured_stream_ends_the_capture() -> None:
+def test_synchronizing_a_captured_stream_ends_the_capture() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         exchange(gpu, RELAXED)

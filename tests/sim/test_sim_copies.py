@@ -42,7 +42,7 @@ def read(gpu: Driver, address: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("state", ["access", "unmapped"])
-def test_a_touch_by_the_processor_faults(state: str) -> None:
+def test_cpu_access_to_device_memory_faults(state: str) -> None:
     def body(_channel: object) -> None:
         gpu = Driver().start()
         address, _ = gpu.mapped(2)
@@ -53,7 +53,7 @@ def test_a_touch_by_the_processor_faults(state: str) -> None:
     assert start(body, KVSIM_UNREADABLE="1").killed_by() == signal.SIGSEGV
 
 
-def test_copies_and_fills_reach_what_the_processor_does_not() -> None:
+def test_driver_copies_reach_memory_unreadable_by_cpu() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         address, handles = gpu.mapped(3)
@@ -81,7 +81,7 @@ def test_copies_and_fills_reach_what_the_processor_does_not() -> None:
     assert run(body, KVSIM_UNREADABLE="1") == expected
 
 
-def test_rows_lie_at_most_the_maximum_pitch_apart() -> None:
+def test_row_pitch_is_bounded_by_the_maximum() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         most = gpu.get("cuDeviceGetAttribute", MAX_PITCH, 0, kind=ctypes.c_int)
@@ -103,7 +103,7 @@ def test_rows_lie_at_most_the_maximum_pitch_apart() -> None:
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoD_v2", "cuMemcpy"])
-def test_a_copy_within_the_device_returns_before_it_is_done(call: str) -> None:
+def test_device_to_device_copy_is_asynchronous(call: str) -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address, _ = gpu.mapped()

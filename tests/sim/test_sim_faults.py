@@ -43,11 +43,11 @@ def creates(count: int = 6) -> str:
         ({"KVSIM_FAIL": "cuMemCreate:2:NO_SUCH_RESULT"}, "......"),
     ],
 )
-def test_the_nth_call_fails(environment: dict[str, str], expected: str) -> None:
+def test_configured_call_fails(environment: dict[str, str], expected: str) -> None:
     assert run(creates, **environment) == expected
 
 
-def test_bytes_given_back_count_no_more_towards_the_bound() -> None:
+def test_freed_bytes_no_longer_count_towards_the_bound() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         handle = gpu.create(3 * PAGE)
@@ -58,7 +58,7 @@ def test_bytes_given_back_count_no_more_towards_the_bound() -> None:
     assert run(body, KVSIM_OOM_AT_BYTES="8M") == ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_SUCCESS"]
 
 
-def test_not_ready_passes() -> None:
+def test_not_ready_ends_after_its_calls() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address = gpu.reserve(PAGE)
@@ -75,7 +75,7 @@ def test_not_ready_passes() -> None:
     ]
 
 
-def test_every_call_of_an_operation_can_be_made_to_fail_in_turn() -> None:
+def test_each_call_of_an_operation_can_fail() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         failed = []
@@ -108,7 +108,7 @@ def test_every_call_of_an_operation_can_be_made_to_fail_in_turn() -> None:
     assert run(body) == [f"{name}: CUDA_ERROR_UNKNOWN" for name in names]
 
 
-def test_an_injected_failure_has_no_effect() -> None:
+def test_injected_failure_has_no_effect() -> None:
     def body() -> dict[str, int]:
         gpu = Driver().start()
         address, handles = gpu.mapped(1)
@@ -125,7 +125,7 @@ def test_an_injected_failure_has_no_effect() -> None:
     assert run(body) == {"ranges": 1, "handles": 1, "allocations": 1, "mappings": 1}
 
 
-def test_a_plan_that_does_not_parse_is_refused_and_the_old_one_stands() -> None:
+def test_invalid_fault_plan_is_rejected() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         gpu.fail("cuMemCreate:1:2")
@@ -151,7 +151,7 @@ def test_calls_are_counted() -> None:
     assert run(body) == [3, 3, 1, 1, 0, 9, True]
 
 
-def test_the_trace_has_a_line_for_every_call(tmp_path: Path) -> None:
+def test_trace_has_a_line_for_every_call(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
 
     def body() -> int:
@@ -180,7 +180,7 @@ def test_the_trace_has_a_line_for_every_call(tmp_path: Path) -> None:
     assert names >= 400  # the wrapper asks for each result's name: in the trace, not in "*"
 
 
-def test_the_trace_says_how_long_a_call_took(tmp_path: Path) -> None:
+def test_trace_includes_the_call_duration(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
 
     def body() -> None:
@@ -230,7 +230,7 @@ def page_us(most_us: dict[str, float]) -> dict[str, float]:
     return least_us(acts, most_us)
 
 
-def test_a_profile_costs_what_it_says() -> None:
+def test_profile_costs_its_documented_times() -> None:
     expected = {"create": 193, "map": 1.45, "set_access": 36, "unmap": 25.6, "release": 24}
     bare = run(lambda: page_us({}))
     # What the simulation does by itself is part of the price, up to the price.
@@ -240,7 +240,7 @@ def test_a_profile_costs_what_it_says() -> None:
         assert us <= a100[name] <= most[name], (name, us, bare[name])
 
 
-def test_a_delay_is_charged_for_each_handle_and_granule() -> None:
+def test_delay_is_charged_per_handle_and_granule() -> None:
     def body(most_us: dict[str, float]) -> list[float]:
         gpu = Driver().start()
         few, many = gpu.mapped(1, 8 * PAGE)[0], gpu.mapped(8)[0]
@@ -261,14 +261,14 @@ def test_a_delay_is_charged_for_each_handle_and_granule() -> None:
     assert 1200 <= eight < 1800
 
 
-def test_a_delay_on_top_of_a_profile_replaces_its_figure() -> None:
+def test_explicit_delay_overrides_the_profile() -> None:
     delay = "cuMemCreate=0"
     least = run(lambda: page_us({"create": 150}), KVSIM_PROFILE="a100", KVSIM_DELAY=delay)
     assert least["create"] < 150
     assert least["set_access"] >= 36
 
 
-def test_threads_wait_for_each_other_in_the_driver() -> None:
+def test_driver_calls_of_threads_are_serialized() -> None:
     def body() -> float:
         gpu = Driver().start()
         threads = [threading.Thread(target=gpu.create) for _ in range(4)]

@@ -55,7 +55,7 @@ def test_functions_are_found_by_base_name_and_version() -> None:
     run(body)
 
 
-def test_an_older_driver_knows_less() -> None:
+def test_older_driver_lacks_newer_functions() -> None:
     def body() -> list[object]:
         gpu = Driver()
         version = gpu.get("cuDriverGetVersion", kind=ctypes.c_int)
@@ -68,7 +68,7 @@ def test_an_older_driver_knows_less() -> None:
     assert run(body, KVSIM_DRIVER_VERSION="10020") == [10020, *["CUDA_ERROR_NOT_SUPPORTED"] * 2]
 
 
-def test_errors_have_names_and_words() -> None:
+def test_errors_have_names_and_messages() -> None:
     def body() -> list[object]:
         gpu = Driver()
         text = ctypes.c_char_p()
@@ -78,7 +78,7 @@ def test_errors_have_names_and_words() -> None:
     assert run(body) == ["out of memory", "CUDA_ERROR_INVALID_VALUE"]
 
 
-def test_a_machine_without_a_device() -> None:
+def test_machine_without_a_device_fails_cuinit() -> None:
     def body() -> list[str]:
         gpu = Driver()
         count = ctypes.c_int()
@@ -89,7 +89,7 @@ def test_a_machine_without_a_device() -> None:
     assert run(body, KVSIM_DEVICES="0") == expected
 
 
-def test_a_device_without_vmm_says_so_and_does_none() -> None:
+def test_device_without_vmm_rejects_vmm_calls() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         attribute = gpu.get("cuDeviceGetAttribute", 102, 0, kind=ctypes.c_int)
@@ -101,7 +101,7 @@ def test_a_device_without_vmm_says_so_and_does_none() -> None:
     assert run(body, KVSIM_NO_VMM="1") == [0, "CUDA_ERROR_NOT_SUPPORTED"]
 
 
-def test_rdma_is_refused_where_it_is_not_supported() -> None:
+def test_rdma_is_rejected_if_unsupported() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         supported = gpu.get("cuDeviceGetAttribute", 110, 0, kind=ctypes.c_int)
@@ -117,7 +117,7 @@ def test_rdma_is_refused_where_it_is_not_supported() -> None:
     assert run(body, KVSIM_RDMA="0") == [0, "cuMemCreate: CUDA_ERROR_NOT_SUPPORTED"]
 
 
-def test_a_device_is_described() -> None:
+def test_device_name_memory_and_uuid_are_reported() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         name = ctypes.create_string_buffer(64)
@@ -135,7 +135,7 @@ def test_a_device_is_described() -> None:
     assert run(body) == ["Simulated CUDA device", 1024 * MIB, [9, 0], uuid]
 
 
-def test_the_primary_context_lives_while_it_is_retained() -> None:
+def test_primary_context_lives_while_retained() -> None:
     def body() -> list[object]:
         gpu = Driver()
         gpu.call("cuInit", 0)
@@ -191,7 +191,7 @@ def test_contexts_are_a_stack() -> None:
     ]
 
 
-def test_pointers_are_described() -> None:
+def test_pointer_attributes_are_reported() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         base, _ = gpu.mapped(2)
@@ -223,7 +223,7 @@ def test_pointers_are_described() -> None:
 
 
 @needs.cuda_h
-def test_the_abi_is_that_of_cuda_h() -> None:
+def test_abi_matches_cuda_h() -> None:
     include = needs.find_cuda_include()
     compiler = os.environ.get("CXX", "g++")
     done = subprocess.run(

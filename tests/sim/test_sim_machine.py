@@ -77,7 +77,7 @@ def test_processes_compete_for_the_same_bytes(machine: dict[str, str]) -> None:
     assert holder.result() == 6 * PAGE  # the other has ended, and its bytes came back
 
 
-def test_a_killed_process_gives_everything_back(machine: dict[str, str]) -> None:
+def test_killed_process_releases_everything(machine: dict[str, str]) -> None:
     holder = start(hold(16), **machine)
     assert holder.channel.recv(16) == b"held"
 
@@ -95,7 +95,7 @@ def test_a_killed_process_gives_everything_back(machine: dict[str, str]) -> None
     assert heir.result() == "0000"
 
 
-def test_a_zombie_holds_nothing(machine: dict[str, str]) -> None:
+def test_zombie_holds_no_memory(machine: dict[str, str]) -> None:
     holder = start(hold(16), **machine)
     assert holder.channel.recv(16) == b"held"
     os.kill(holder.pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_a_zombie_holds_nothing(machine: dict[str, str]) -> None:
     holder.killed_by()
 
 
-def test_a_process_that_becomes_another_program_lets_go(machine: dict[str, str]) -> None:
+def test_exec_releases_the_memory(machine: dict[str, str]) -> None:
     script = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); from simdriver import *\n"
         "gpu = Driver(Path(sys.argv[2])).start()\n"
@@ -120,7 +120,7 @@ def test_a_process_that_becomes_another_program_lets_go(machine: dict[str, str])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [12])
-def test_death_inside_the_lock_leaves_a_sound_machine(
+def test_death_inside_the_lock_keeps_the_machine_consistent(
     machine: dict[str, str], victims: int
 ) -> None:
     def churn(channel: socket.socket) -> None:
@@ -148,7 +148,7 @@ def test_death_inside_the_lock_leaves_a_sound_machine(
 
 
 @pytest.mark.slow
-def test_many_processes_at_once_make_one_machine(machine: dict[str, str]) -> None:
+def test_concurrent_processes_create_one_machine(machine: dict[str, str]) -> None:
     children = [start(hold(2), **machine) for _ in range(8)]
     for child in children:
         assert child.channel.recv(16) == b"held"
@@ -160,7 +160,7 @@ def test_many_processes_at_once_make_one_machine(machine: dict[str, str]) -> Non
     assert run(free_bytes, **machine) == 32 * MIB
 
 
-def test_the_machine_that_is_there_decides_what_it_has(machine: dict[str, str]) -> None:
+def test_existing_machine_determines_the_configuration(machine: dict[str, str]) -> None:
     run(free_bytes, **machine)
     later = machine | {"KVSIM_MEMORY": "4G", "KVSIM_GRANULARITY": "4M", "KVSIM_DEVICES": "4"}
 
@@ -171,7 +171,7 @@ def test_the_machine_that_is_there_decides_what_it_has(machine: dict[str, str]) 
     assert run(body, **later) == [32 * MIB, 1]
 
 
-def test_a_file_that_is_no_machine_stays_as_it_is(tmp_path: Path) -> None:
+def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_bytes(b"precious data")
 
@@ -182,7 +182,7 @@ def test_a_file_that_is_no_machine_stays_as_it_is(tmp_path: Path) -> None:
     assert path.read_bytes() == b"precious data"
 
 
-def test_devices_have_memory_of_their_own(machine: dict[str, str]) -> None:
+def test_devices_have_separate_memory(machine: dict[str, str]) -> None:
     def body() -> list[object]:
         gpu = Driver().start(1)
         gpu.create(8 * PAGE, device=1)
@@ -193,7 +193,7 @@ def test_devices_have_memory_of_their_own(machine: dict[str, str]) -> None:
     assert run(body, **machine, KVSIM_DEVICES="2") == [16 * MIB, 32 * MIB, True]
 
 
-def test_visible_devices_are_numbered_anew(machine: dict[str, str]) -> None:
+def test_visible_devices_are_renumbered(machine: dict[str, str]) -> None:
     def uuids() -> list[str]:
         gpu = Driver()
         gpu.call("cuInit", 0)
@@ -212,7 +212,7 @@ def test_visible_devices_are_numbered_anew(machine: dict[str, str]) -> None:
     assert run(init, **environment, CUDA_VISIBLE_DEVICES="1,1") == "CUDA_ERROR_NO_DEVICE"
 
 
-def test_memory_of_visible_devices_is_that_of_the_machines(machine: dict[str, str]) -> None:
+def test_visible_devices_use_the_machines_memory(machine: dict[str, str]) -> None:
     environment = machine | {"KVSIM_DEVICES": "2"}
 
     def holder(channel: socket.socket) -> None:
@@ -266,7 +266,7 @@ def importing(channel: socket.socket) -> str:
     return json.dumps([free, gpu.free_bytes()])
 
 
-def test_an_exported_page_is_the_same_memory_elsewhere(machine: dict[str, str]) -> None:
+def test_exported_page_is_shared_with_the_importer(machine: dict[str, str]) -> None:
     importer = start(importing, **machine)
 
     def exporting(channel: socket.socket) -> str:
@@ -294,7 +294,7 @@ def test_an_exported_page_is_the_same_memory_elsewhere(machine: dict[str, str]) 
     assert json.loads(importer.result()) == [28 * MIB, 32 * MIB]
 
 
-def test_an_open_descriptor_holds_the_memory_without_any_process(
+def test_open_descriptor_keeps_the_memory_alive(
     machine: dict[str, str],
 ) -> None:
     def exporting(channel: socket.socket) -> None:
@@ -314,7 +314,7 @@ def test_an_open_descriptor_holds_the_memory_without_any_process(
     assert json.loads(importer.result()) == [28 * MIB, 32 * MIB]
 
 
-def test_a_closed_descriptor_holds_nothing(machine: dict[str, str]) -> None:
+def test_closed_descriptor_holds_nothing(machine: dict[str, str]) -> None:
     def body() -> list[int]:
         gpu = Driver().start()
         handle = gpu.create(2 * PAGE, exportable=True)
@@ -327,7 +327,7 @@ def test_a_closed_descriptor_holds_nothing(machine: dict[str, str]) -> None:
     assert run(body, **machine) == [28 * MIB, 32 * MIB]
 
 
-def test_importing_ones_own_page_is_another_reference(machine: dict[str, str]) -> None:
+def test_import_in_the_same_process_adds_a_reference(machine: dict[str, str]) -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         handle = gpu.create(exportable=True)
@@ -342,7 +342,7 @@ def test_importing_ones_own_page_is_another_reference(machine: dict[str, str]) -
     assert run(body, **machine) == [30 * MIB, 32 * MIB]
 
 
-def test_a_descriptor_of_another_machine_is_refused(machine: dict[str, str]) -> None:
+def test_descriptor_of_another_machine_is_rejected(machine: dict[str, str]) -> None:
     def exporting(channel: socket.socket) -> None:
         gpu = Driver().start()
         send_descriptor(channel, export(gpu, gpu.create(exportable=True)))
@@ -363,7 +363,7 @@ def test_a_descriptor_of_another_machine_is_refused(machine: dict[str, str]) -> 
     exporter.result()
 
 
-def test_a_forked_child_is_nobody_to_the_driver() -> None:
+def test_forked_child_is_not_initialized() -> None:
     def body() -> str:
         gpu = Driver().start()
         reading, writing = os.pipe()
@@ -379,7 +379,7 @@ def test_a_forked_child_is_nobody_to_the_driver() -> None:
     assert run(body) == "CUDA_ERROR_NOT_INITIALIZED CUDA_ERROR_NOT_INITIALIZED"
 
 
-def test_a_context_may_cost_memory(machine: dict[str, str]) -> None:
+def test_context_uses_the_configured_memory(machine: dict[str, str]) -> None:
     def body() -> list[int]:
         gpu = Driver()
         gpu.call("cuInit", 0)
@@ -391,7 +391,7 @@ def test_a_context_may_cost_memory(machine: dict[str, str]) -> None:
     assert run(body, **machine, KVSIM_CONTEXT_BYTES="5M") == [0, 26 * MIB, 0]
 
 
-def test_a_context_may_grow_with_streams_and_its_first_kernel(machine: dict[str, str]) -> None:
+def test_context_grows_with_streams_and_first_kernel(machine: dict[str, str]) -> None:
     def body() -> list[int]:
         gpu = Driver().start()
         used = [gpu.lib.kvsim_used_bytes(0)]
@@ -409,7 +409,7 @@ def test_a_context_may_grow_with_streams_and_its_first_kernel(machine: dict[str,
     assert used == [0, PAGE + 4 * MIB, PAGE + 4 * MIB, PAGE + 8 * MIB, PAGE]
 
 
-def test_a_context_does_not_grow_on_a_full_device(machine: dict[str, str]) -> None:
+def test_context_growth_fails_on_a_full_device(machine: dict[str, str]) -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address, handles = gpu.mapped(16)
@@ -423,7 +423,7 @@ def test_a_context_does_not_grow_on_a_full_device(machine: dict[str, str]) -> No
     assert asked == [OUT_OF_MEMORY, OUT_OF_MEMORY, "CUDA_SUCCESS"]
 
 
-def test_memory_of_the_dead_may_linger(machine: dict[str, str], tmp_path: Path) -> None:
+def test_memory_of_a_dead_process_may_linger(machine: dict[str, str], tmp_path: Path) -> None:
     linger = tmp_path / "linger"
     linger.touch()
     machine |= {"KVSIM_LINGER": str(linger)}
@@ -435,7 +435,7 @@ def test_memory_of_the_dead_may_linger(machine: dict[str, str], tmp_path: Path) 
     assert run(free_bytes, **machine) == 16 * PAGE
 
 
-def test_memory_may_return_before_a_process_ends(machine: dict[str, str]) -> None:
+def test_memory_may_be_released_before_process_end(machine: dict[str, str]) -> None:
     def body(channel: socket.socket) -> None:
         gpu = Driver().start()
         gpu.mapped(16)

@@ -252,7 +252,7 @@ def released(gpu: Driver) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_broken_rule_has_its_error(rule: str) -> None:
+def test_violated_rule_returns_its_error(rule: str) -> None:
     act, expected = RULES[rule]
 
     def body() -> str:
@@ -261,7 +261,7 @@ def test_a_broken_rule_has_its_error(rule: str) -> None:
     assert run(body, KVSIM_MEMORY="64M") == expected
 
 
-def test_before_cuinit_everything_answers_not_initialized() -> None:
+def test_calls_before_cuinit_return_not_initialized() -> None:
     def body() -> list[str]:
         gpu = Driver()
         return [
@@ -274,7 +274,7 @@ def test_before_cuinit_everything_answers_not_initialized() -> None:
     assert run(body) == ["CUDA_ERROR_NOT_INITIALIZED"] * 3 + ["CUDA_SUCCESS"]
 
 
-def test_calls_that_need_a_context_say_so_and_vmm_calls_need_none() -> None:
+def test_only_non_vmm_calls_need_a_context() -> None:
     def body() -> list[str]:
         gpu = Driver()
         gpu.call("cuInit", 0)
@@ -287,7 +287,7 @@ def test_calls_that_need_a_context_say_so_and_vmm_calls_need_none() -> None:
     assert run(body) == ["CUDA_ERROR_INVALID_CONTEXT"] * 4
 
 
-def test_a_strict_machine_asks_for_a_context_in_vmm_calls_too() -> None:
+def test_strict_machine_requires_context_in_vmm_calls() -> None:
     def body() -> list[str]:
         gpu = Driver()
         gpu.call("cuInit", 0)
@@ -300,7 +300,7 @@ def test_a_strict_machine_asks_for_a_context_in_vmm_calls_too() -> None:
 @pytest.mark.parametrize(
     "state", ["reserved", "mapped", "access", "read-only", "unmapped", "freed"]
 )
-def test_a_touch_faults_unless_there_is_access(state: str) -> None:
+def test_touch_without_access_faults(state: str) -> None:
     def body(_channel: object) -> None:
         gpu = Driver().start()
         address = gpu.reserve(PAGE)
@@ -320,7 +320,7 @@ def test_a_touch_faults_unless_there_is_access(state: str) -> None:
     assert start(body).killed_by() == (None if state == "access" else signal.SIGSEGV)
 
 
-def test_a_failed_call_changes_nothing() -> None:
+def test_failed_call_changes_nothing() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         address, handles = gpu.mapped(2)
@@ -336,7 +336,7 @@ def test_a_failed_call_changes_nothing() -> None:
     assert run(body) == ["07", 2]
 
 
-def test_the_right_way_leaves_nothing_behind() -> None:
+def test_correct_teardown_leaves_nothing_behind() -> None:
     def body() -> dict[str, int]:
         gpu = Driver().start()
         total = gpu.free_bytes()
@@ -354,7 +354,7 @@ def test_the_right_way_leaves_nothing_behind() -> None:
     assert run(body) == {"ranges": 0, "handles": 0, "allocations": 0, "mappings": 0}
 
 
-def test_memory_lives_until_it_is_released_and_unmapped_everywhere() -> None:
+def test_memory_lives_until_released_and_unmapped_everywhere() -> None:
     def body() -> None:
         gpu = Driver().start()
         total = gpu.free_bytes()
@@ -378,7 +378,7 @@ def test_memory_lives_until_it_is_released_and_unmapped_everywhere() -> None:
     run(body)
 
 
-def test_recycled_memory_is_zero_and_poison_shows_who_relies_on_that() -> None:
+def test_recycled_memory_is_zero_unless_poisoned() -> None:
     def body() -> str:
         gpu = Driver().start()
         for _ in range(2):
@@ -394,7 +394,7 @@ def test_recycled_memory_is_zero_and_poison_shows_who_relies_on_that() -> None:
     assert run(body, KVSIM_MEMORY="8M", KVSIM_POISON="1") == "a5"
 
 
-def test_contents_stay_with_the_handle_when_it_moves() -> None:
+def test_contents_stay_with_the_handle() -> None:
     def body() -> str:
         gpu = Driver().start()
         address = gpu.reserve(8 * PAGE)
@@ -426,7 +426,7 @@ def test_scattered_memory_serves_a_large_handle() -> None:
     assert run(body, KVSIM_MEMORY="16M") == "CUDA_ERROR_OUT_OF_MEMORY"
 
 
-def test_the_granularity_of_the_machine_is_the_rule() -> None:
+def test_granularity_is_configurable() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         asked = gpu.get("cuMemGetAllocationGranularity", ctypes.byref(prop()), 0)
@@ -435,7 +435,7 @@ def test_the_granularity_of_the_machine_is_the_rule() -> None:
     assert run(body, KVSIM_GRANULARITY="4M") == [4 * MIB, INVALID_VALUE, 0]
 
 
-def test_reservations_are_aligned_and_hints_are_hints() -> None:
+def test_reservations_are_aligned_and_hints_are_optional() -> None:
     def body() -> None:
         gpu = Driver().start()
         assert gpu.reserve(PAGE, 64 * MIB) % (64 * MIB) == 0
@@ -447,7 +447,7 @@ def test_reservations_are_aligned_and_hints_are_hints() -> None:
     run(body)
 
 
-def test_the_cap_on_live_mappings_is_out_of_memory_inside_set_access() -> None:
+def test_exceeded_mapping_cap_fails_set_access() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address = gpu.reserve(4 * PAGE)

@@ -29,7 +29,7 @@ def recorded(gpu: Driver, where: int) -> int:
     return made
 
 
-def test_an_event_on_a_held_stream_is_not_ready_until_the_release() -> None:
+def test_event_on_a_held_stream_is_not_ready() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         held = stream(gpu)
@@ -44,7 +44,7 @@ def test_an_event_on_a_held_stream_is_not_ready_until_the_release() -> None:
     assert run(body) == [SUCCESS, NOT_READY, SUCCESS, NOT_READY, SUCCESS, SUCCESS]
 
 
-def test_a_stream_may_be_held_more_than_once() -> None:
+def test_stream_may_be_held_more_than_once() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         held = stream(gpu)
@@ -63,9 +63,7 @@ def test_a_stream_may_be_held_more_than_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"), [(0, [NOT_READY, NOT_READY]), (NON_BLOCKING, [SUCCESS, SUCCESS])]
 )
-def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(
-    flags: int, expected: list[str]
-) -> None:
+def test_legacy_and_blocking_streams_wait_for_each_other(flags: int, expected: list[str]) -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         other = stream(gpu, flags)
@@ -79,7 +77,7 @@ def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(
     assert run(body) == expected
 
 
-def test_a_stream_waits_for_the_event_of_another() -> None:
+def test_stream_waits_for_the_event_of_another() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         first, second = stream(gpu), stream(gpu)
@@ -96,7 +94,7 @@ def test_a_stream_waits_for_the_event_of_another() -> None:
     assert run(body) == [NOT_READY, NOT_READY, SUCCESS]
 
 
-def test_an_event_means_its_last_record() -> None:
+def test_event_refers_to_its_last_record() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         held, idle = stream(gpu), stream(gpu)
@@ -142,7 +140,7 @@ def test_synchronize_waits_for_the_release(what: str) -> None:
     assert run(body) == [False, True]
 
 
-def test_work_on_a_held_stream_happens_at_the_release_and_in_order() -> None:
+def test_work_on_a_held_stream_runs_in_order() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address, _ = gpu.mapped(1)
@@ -179,7 +177,7 @@ def test_synchronous_copies_and_fills() -> None:
     assert run(body) == ["abcd", "0403020104030201", "CUDA_ERROR_INVALID_VALUE"]
 
 
-def test_a_page_unmapped_under_a_kernel_ends_the_context() -> None:
+def test_unmapping_under_a_kernel_breaks_the_context() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         address, _ = gpu.mapped(2)
@@ -196,7 +194,7 @@ def test_a_page_unmapped_under_a_kernel_ends_the_context() -> None:
     assert run(body) == [SUCCESS, *["CUDA_ERROR_ILLEGAL_ADDRESS"] * 3]
 
 
-def test_a_page_unmapped_behind_its_fence_is_safe() -> None:
+def test_unmapping_after_the_fence_is_safe() -> None:
     def body() -> str:
         gpu = Driver().start()
         address, _ = gpu.mapped(2)
@@ -213,7 +211,7 @@ def test_a_page_unmapped_behind_its_fence_is_safe() -> None:
     assert run(body) == SUCCESS
 
 
-def test_a_file_holds_the_streams_of_every_process(tmp_path: Path) -> None:
+def test_file_holds_the_streams_of_every_process(tmp_path: Path) -> None:
     held = tmp_path / "hold"
 
     def body() -> list[str]:
@@ -230,7 +228,7 @@ def test_a_file_holds_the_streams_of_every_process(tmp_path: Path) -> None:
     assert run(body, KVSIM_HOLD=str(held)) == [SUCCESS, NOT_READY]
 
 
-def test_a_thread_without_a_context_holds_the_legacy_stream_of_the_first_device() -> None:
+def test_contextless_thread_holds_first_devices_legacy_stream() -> None:
     def body() -> str:
         gpu = Driver().start()
         thread = threading.Thread(target=lambda: gpu.call("kvsim_hold_stream", LEGACY))
@@ -241,7 +239,7 @@ def test_a_thread_without_a_context_holds_the_legacy_stream_of_the_first_device(
     assert run(body) == NOT_READY
 
 
-def test_a_destroyed_stream_still_finishes_its_work() -> None:
+def test_destroyed_stream_still_finishes_its_work() -> None:
     def body() -> list[str]:
         gpu = Driver().start()
         first, second = stream(gpu), stream(gpu)
@@ -257,7 +255,7 @@ def test_a_destroyed_stream_still_finishes_its_work() -> None:
     assert run(body) == ["CUDA_ERROR_INVALID_HANDLE", NOT_READY, SUCCESS]
 
 
-def test_host_functions_run_in_their_turn() -> None:
+def test_host_functions_run_in_order() -> None:
     def body() -> list[int]:
         gpu = Driver().start()
         held = stream(gpu)
@@ -291,7 +289,7 @@ def test_elapsed_time_needs_two_finished_events_with_timing() -> None:
     assert run(body) == [NOT_READY, "CUDA_ERROR_INVALID_HANDLE", True]
 
 
-def test_a_call_waits_for_room_in_a_full_stream() -> None:
+def test_call_blocks_while_its_stream_is_full() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         held, other = stream(gpu), stream(gpu)
@@ -318,7 +316,7 @@ def test_a_call_waits_for_room_in_a_full_stream() -> None:
     assert run(body, KVSIM_QUEUE="4") == [False, NOT_READY, SUCCESS]
 
 
-def test_work_that_lags_runs_when_somebody_looks_or_waits() -> None:
+def test_lagging_work_runs_on_query_or_wait() -> None:
     def body() -> list[object]:
         gpu = Driver().start()
         address, _ = gpu.mapped()
@@ -352,7 +350,7 @@ def test_work_behind_a_held_stream_lags_too() -> None:
     assert run(body, KVSIM_LAG="2") == [NOT_READY, NOT_READY, NOT_READY, SUCCESS]
 
 
-def test_a_full_queue_that_lags_lets_the_next_entry_in() -> None:
+def test_full_lagging_queue_accepts_the_next_entry() -> None:
     def body() -> str:
         gpu = Driver().start()
         address, _ = gpu.mapped()

@@ -109,7 +109,7 @@ class PoolRules(RuleBasedStateMachine):
             self.write(block)
 
     @rule(count=st.integers(0, 40))
-    def alloc_of_an_engine_that_waits_for_readers(self, count: int) -> None:
+    def alloc_reusing_pinned_blocks(self, count: int) -> None:
         available = self.pool.available_size() + self.pool.reusable
         ids = self.pool.alloc(count, reuse=True)
         self.forget_evicted()
@@ -149,7 +149,7 @@ class PoolRules(RuleBasedStateMachine):
         self.read |= {block: tag for block, tag in blocks if block in pinned}
 
     @rule()
-    def all_that_is_available_can_be_had(self) -> None:
+    def alloc_all_available(self) -> None:
         available = self.pool.available_size()
         assert self.pool.alloc(available + 1) is None
         ids = self.pool.alloc(available)
@@ -198,7 +198,7 @@ class PoolRules(RuleBasedStateMachine):
         self.forget_evicted()
 
     @rule(wrong=st.sampled_from([0, -1, 10**15, 1 << 62, -(1 << 63)]), data=st.data())
-    def free_wrongly(self, wrong: int, data: st.DataObject) -> None:
+    def free_invalid_ids(self, wrong: int, data: st.DataObject) -> None:
         blocks = self.some(data, self.used) if self.used else []
         before = self.pool.stats()
         for ids in ([*blocks, wrong], [*blocks, *blocks] if blocks else [wrong]):
@@ -227,7 +227,7 @@ class PoolRules(RuleBasedStateMachine):
         state = self.pool.set_limit(pages * self.page_bytes)
         self.limit_pages = min(max(pages, 1), PAGES)
         self.forget_evicted()
-        self.is_as_the_limit_says(state)
+        self.check_limit_state(state)
 
     @rule()
     def sleep(self) -> None:
@@ -235,15 +235,15 @@ class PoolRules(RuleBasedStateMachine):
         state = self.pool.sleep()
         self.forget_evicted()
         assert not self.cached, "asleep, and something is cached"
-        self.is_as_the_limit_says(state)
+        self.check_limit_state(state)
 
     @rule()
     def wake(self) -> None:
         self.asleep = False
         self.pool.wake()
-        self.is_as_the_limit_says(self.pool.limit_state())
+        self.check_limit_state(self.pool.limit_state())
 
-    def is_as_the_limit_says(self, state: _vmm.LimitState) -> None:
+    def check_limit_state(self, state: _vmm.LimitState) -> None:
         effective = 0 if self.asleep else self.limit_pages * self.page_bytes
         assert state["effective_limit_bytes"] == effective
         assert (state["state"] == "applied") == (self.pool.mapped_bytes <= effective)
@@ -341,7 +341,7 @@ class PoolRules(RuleBasedStateMachine):
         assert self.pool.available_size() <= max(room - len(self.used) - len(waiting), 0)
 
     @invariant()
-    def contents_stay(self) -> None:
+    def contents_are_unchanged(self) -> None:
         if hasattr(self, "pool"):
             for block, tag in (self.used | self.cached | self.read).items():
                 self.check(block, tag)

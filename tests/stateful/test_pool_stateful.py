@@ -47,7 +47,7 @@ class FailingDriver(RuleBasedStateMachine):
     # --- what a test cannot choose ---------------------------------------------------------------
 
     @rule(call=st.integers(1, 30))
-    def the_next_calls_fail(self, call: int) -> None:
+    def fail_a_later_driver_call(self, call: int) -> None:
         self.memory.driver.arm(call)
         self.armed = True
 

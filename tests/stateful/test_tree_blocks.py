@@ -121,7 +121,7 @@ class RadixTree(RuleBasedStateMachine):
     # --- rules -----------------------------------------------------------------------------------
 
     @rule(data=st.data(), count=st.integers(1, 9), at=st.integers(1, 8))
-    def a_request_goes_on_from_a_node(self, data: st.DataObject, count: int, at: int) -> None:
+    def start_request(self, data: st.DataObject, count: int, at: int) -> None:
         with self.of_pool.session():
             above = data.draw(st.sampled_from(range(len(self.nodes()) + 1)), label="above")
             parent = self.root.all_below()[above]
@@ -152,13 +152,13 @@ class RadixTree(RuleBasedStateMachine):
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data())
-    def a_request_ends(self, data: st.DataObject) -> None:
+    def end_request(self, data: st.DataObject) -> None:
         at = data.draw(st.sampled_from(range(len(self.locked))))
         self.unlock(self.locked.pop(at))
 
     @precondition(lambda self: self.locked)
     @rule()
-    def all_requests_end(self) -> None:
+    def end_all_requests(self) -> None:
         while self.locked:
             self.unlock(self.locked.pop())
         self.settle()
@@ -169,7 +169,7 @@ class RadixTree(RuleBasedStateMachine):
             self.blocks.settle()
 
     @rule(data=st.data())
-    def the_tree_gives_a_leaf_up(self, data: st.DataObject) -> None:
+    def evict_leaf(self, data: st.DataObject) -> None:
         with self.of_pool.session():
             leaves = [node for node in self.nodes() if not node.children and node.locks == 0]
             if leaves:
@@ -177,7 +177,7 @@ class RadixTree(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has_keys)
     @rule(data=st.data())
-    def a_prompt_comes_again(self, data: st.DataObject) -> None:
+    def adopt_cached_prefix(self, data: st.DataObject) -> None:
         if not self.tag:
             return
         first = data.draw(st.integers(1, self.tag))
@@ -200,7 +200,7 @@ class RadixTree(RuleBasedStateMachine):
             self.of_pool.clear()
 
     @invariant()
-    def nothing_disagrees(self) -> None:
+    def integrity_holds(self) -> None:
         if hasattr(self, "pool"):
             self.blocks.check_integrity()
             self.of_pool.check_integrity()

@@ -13,7 +13,7 @@ from kvelastic import _vmm
 pytestmark = pytest.mark.slow
 
 
-def test_files_that_close_while_they_are_listed_do_not_matter() -> None:
+def test_files_closed_during_listing_are_ignored() -> None:
     before = open_memfds()
     driver = _vmm.HostDriver()
     done = threading.Event()

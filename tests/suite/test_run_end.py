@@ -53,7 +53,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
+def test_leftovers_fail_the_run(end, tmp_path):
     source, status = ENDS[end]
     try:
         done = run_pytest(tmp_path, LEAVES + source, "-x", "-k", "test_a")
@@ -67,7 +67,7 @@ def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_leaves_nothing_has_passed(tmp_path):
+def test_run_without_leftovers_passes(tmp_path):
     done = run_pytest(tmp_path, "def test_a(): pass")
     assert done.returncode == 0, done.stdout
     assert "left behind" not in done.stdout
@@ -80,7 +80,7 @@ def traces(monkeypatch):
     return run_end.Traces()
 
 
-def test_others_are_not_blamed(traces):
+def test_foreign_files_and_processes_are_not_reported(traces):
     """Their files have the names that ours have; their processes are alive."""
     unmarked = {name: value for name, value in os.environ.items() if name != run_end.MARK}
     names = [NAME, f"psm_{os.getpid()}"]
@@ -100,7 +100,7 @@ def test_others_are_not_blamed(traces):
             (run_end.SHM / name).unlink()
 
 
-def test_a_file_that_a_process_of_the_run_has_used_is_the_runs(traces):
+def test_file_used_by_a_process_is_the_runs(traces):
     path = run_end.SHM / f"psm_{os.getpid()}"
     with path.open("w") as file, subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file):
         traces.look()
@@ -110,7 +110,7 @@ def test_a_file_that_a_process_of_the_run_has_used_is_the_runs(traces):
 
 
 @pytest.mark.slow
-def test_a_run_says_at_its_start_what_it_skips_and_why(tmp_path):
+def test_skipped_tests_and_reasons_are_printed_first(tmp_path):
     source = """
 import needs, pytest
 @needs.gpu
@@ -135,7 +135,7 @@ time.sleep(1000)
 """
 
 
-def test_a_killed_engine_s_semaphores_go_with_it():
+def test_semaphores_of_a_killed_engine_are_removed():
     """Python's helper, which would remove them, is killed with it; maps call them deleted."""
     engine = subprocess.Popen(
         [sys.executable, "-c", MAKES_A_SEMAPHORE],

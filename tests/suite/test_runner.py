@@ -74,7 +74,7 @@ def last_run(project: Path) -> dict[str, object]:
     return row
 
 
-def test_test_that_passes_alone_is_reported_as_flaky(project: Path) -> None:
+def test_test_passing_alone_is_reported_as_flaky(project: Path) -> None:
     name = "tests/test_inner.py::test_fails_at_first[0]"
     exit_code, output = run(project, FAILS_AT_FIRST.replace("COUNT", "1"))
     assert exit_code == 0, output
@@ -92,7 +92,7 @@ def test_more_than_three_flaky_tests_fail_the_run(project: Path) -> None:
     assert "4 tests are flaky, 3 are allowed" in output
 
 
-def test_test_that_fails_three_times_fails_the_run(project: Path) -> None:
+def test_test_failing_three_times_fails_the_run(project: Path) -> None:
     source = """
 def test_fails():
     with open("times", "a") as file:
@@ -107,7 +107,7 @@ def test_fails():
     assert output.endswith("\n0 passed, 1 failed, 0 skipped\n")
 
 
-def test_lane_that_dies_fails_the_run(project: Path) -> None:
+def test_dead_lane_fails_the_run(project: Path) -> None:
     source = """
 import os, signal
 def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_after(): pass
     assert "1 tests were collected and not run" in output
 
 
-def test_process_left_behind_fails_the_run(project: Path) -> None:
+def test_leftover_process_fails_the_run(project: Path) -> None:
     source = """
 import run_end, subprocess
 run_end.ENDING_S = 0.2
@@ -130,13 +130,13 @@ def test_leaves(): subprocess.Popen(["sleep", "1000"], start_new_session=True)
     assert "now killed: sleep 1000" in output
 
 
-def test_stress_of_named_tests_is_refused(project: Path) -> None:
+def test_stress_of_named_tests_is_rejected(project: Path) -> None:
     exit_code, output = run(project, "def test_a(): pass", "--stress", "tests/test_inner.py")
     assert exit_code == 2
     assert output == "--stress and --coverage are for a whole tier; leave out tests/test_inner.py\n"
 
 
-def test_file_that_cannot_be_collected_fails_the_run(project: Path) -> None:
+def test_uncollectable_file_fails_the_run(project: Path) -> None:
     exit_code, output = run(project, "import no_such_module")
     assert exit_code == 1
     assert "tests/test_inner.py cannot be collected" in output
@@ -205,7 +205,7 @@ def test_signal_ends_every_process_and_removes_every_file(
 
 
 @needs.root
-def test_run_after_sigkill_removes_what_that_left(project: Path) -> None:
+def test_run_after_sigkill_removes_leftovers(project: Path) -> None:
     blocked = Blocked(project)
     blocked.runner.kill()
     blocked.runner.communicate(timeout=DEADLINE_S)
@@ -247,14 +247,14 @@ def run_of_slow_test(project: Path, most_of_others: float) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_test_that_is_slow_alone_too_fails_the_run(project: Path) -> None:
+def test_test_slow_even_alone_fails_the_run(project: Path) -> None:
     exit_code, output = run_of_slow_test(project, most_of_others=1)
     assert exit_code == 1
     assert re.search(r"TOO SLOW tests/test_inner.py::test_a takes \S+ s, alone too", output)
     assert not last_run(project)["passed"]
 
 
-def test_slow_test_is_not_judged_while_other_programs_use_the_processors(project: Path) -> None:
+def test_slow_test_on_a_busy_machine_is_tolerated(project: Path) -> None:
     exit_code, output = run_of_slow_test(project, most_of_others=-1)
     assert exit_code == 0, output
     assert re.search(
@@ -278,7 +278,7 @@ def test_reaped_children_are_not_other_programs(monkeypatch: pytest.MonkeyPatch)
     assert after.all_s - before.all_s >= after.busy_s - before.busy_s > 0
 
 
-def test_share_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_share_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processors for ten seconds, the run used six and others three."""
     monkeypatch.syspath_prepend(RUNNER.parent)
     from conditions import CpuTimes, OtherPrograms

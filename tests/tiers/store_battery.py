@@ -105,7 +105,7 @@ def read(store: Store, keys: bytes) -> list[bool]:
 # --- records ----------------------------------------------------------------------------------
 
 
-def what_was_put_is_read(bench: Bench) -> None:
+def stored_objects_can_be_read(bench: Bench) -> None:
     assert bench.put(1, 2, 3) == [True] * 3
     assert bench.has(1, 2, 3) == [True] * 3
     assert bench.get(3, 1, 2) == [True] * 3
@@ -116,7 +116,7 @@ def what_was_put_is_read(bench: Bench) -> None:
     assert bench.store.capacity().records == 3
 
 
-def what_was_not_put_is_a_miss(bench: Bench) -> None:
+def missing_object_is_a_miss(bench: Bench) -> None:
     bench.put(1)
     assert bench.has(1, 2) == [True, False]
     assert bench.get(2, 1, 3) == [False, True, False]
@@ -124,7 +124,7 @@ def what_was_not_put_is_a_miss(bench: Bench) -> None:
     assert (done.hits, done.misses) == (1, 2)
 
 
-def no_keys_are_no_work(bench: Bench) -> None:
+def empty_key_lists_do_nothing(bench: Bench) -> None:
     assert bench.store.put(b"", []) == []
     assert bench.store.get(b"", []) == []
     assert bench.store.has(b"") == []
@@ -133,7 +133,7 @@ def no_keys_are_no_work(bench: Bench) -> None:
         assert lease.count == 0
 
 
-def what_is_there_is_not_put_again(bench: Bench) -> None:
+def existing_object_is_not_stored_again(bench: Bench) -> None:
     assert bench.put(1, 2) == [True, True]
     assert bench.put(2, 3) == [True, True]
     done = bench.store.statistics()
@@ -141,13 +141,13 @@ def what_is_there_is_not_put_again(bench: Bench) -> None:
     assert bench.store.capacity().records == 3
 
 
-def a_key_named_twice_is_one_record(bench: Bench) -> None:
+def repeated_key_is_stored_once(bench: Bench) -> None:
     assert bench.put(1, 1, 2) == [True] * 3
     assert bench.store.capacity().records == 2
     assert bench.get(1, 1) == [True, True]
 
 
-def it_is_invisible_until_it_is_whole(bench: Bench) -> None:
+def object_is_invisible_until_complete(bench: Bench) -> None:
     if bench.kind.before_visible is None:
         pytest.skip("nothing tells of its writes")
     seen: list[bool] = []
@@ -161,7 +161,7 @@ def it_is_invisible_until_it_is_whole(bench: Bench) -> None:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-def a_lease_holds_the_leading_keys(bench: Bench) -> None:
+def lease_holds_the_leading_keys(bench: Bench) -> None:
     bench.put(0, 1, 3)
     with bench.store.lease(keys_of([0, 1, 2, 3])) as lease:
         assert lease.count == 2
@@ -172,7 +172,7 @@ def a_lease_holds_the_leading_keys(bench: Bench) -> None:
     assert bench.get(0, 1, 3) == [True] * 3
 
 
-def leased_records_are_not_displaced(bench: Bench) -> None:
+def leased_objects_are_not_displaced(bench: Bench) -> None:
     bench.put(0, 1)
     first = bench.store.lease(keys_of([0, 1]))
     second = bench.store.lease(keys_of([1]))
@@ -188,7 +188,7 @@ def leased_records_are_not_displaced(bench: Bench) -> None:
     assert bench.has(0, 1) == [False, False]
 
 
-def leased_records_outlive_a_lower_limit(bench: Bench) -> None:
+def leased_objects_survive_a_lower_limit(bench: Bench) -> None:
     bench.put(*range(ROOM))
     lease = bench.store.lease(keys_of([3, 4]))
     bench.store.set_limit(0)
@@ -200,7 +200,7 @@ def leased_records_outlive_a_lower_limit(bench: Bench) -> None:
     assert bench.has(3, 4) == [False, False]
 
 
-def leased_records_are_erased_when_the_lease_ends(bench: Bench) -> None:
+def leased_objects_are_erased_on_release(bench: Bench) -> None:
     bench.put(0, 1)
     lease = bench.store.lease(keys_of([0]))
     assert bench.store.erase(keys_of([0, 1])) == 2
@@ -216,7 +216,7 @@ def leased_records_are_erased_when_the_lease_ends(bench: Bench) -> None:
 # --- forgetting -----------------------------------------------------------------------------------
 
 
-def what_is_erased_is_gone(bench: Bench) -> None:
+def erased_objects_are_gone(bench: Bench) -> None:
     bench.put(0, 1, 2)
     assert bench.store.erase(keys_of([1, 5])) == 1
     assert bench.has(0, 1, 2) == [True, False, True]
@@ -225,7 +225,7 @@ def what_is_erased_is_gone(bench: Bench) -> None:
     assert bench.get(0, 1, 2) == [True] * 3
 
 
-def records_are_erased_by_what_they_are(bench: Bench) -> None:
+def erase_by_model_namespace_and_age(bench: Bench) -> None:
     bench.put(0, 1)
     bench.store.enter(OTHER)
     bench.put(0, 1, 2, world=OTHER)
@@ -244,7 +244,7 @@ def records_are_erased_by_what_they_are(bench: Bench) -> None:
     assert bench.store.capacity().records == 0
 
 
-def all_generations_are_erased_together(bench: Bench) -> None:
+def erase_covers_all_generations(bench: Bench) -> None:
     bench.put(0, 1)
     generations = [OTHER, OTHER.next_generation(), OTHER.next_generation().next_generation()]
     for world in generations:
@@ -261,7 +261,7 @@ def all_generations_are_erased_together(bench: Bench) -> None:
     assert bench.store.capacity().records == 2
 
 
-def worlds_share_no_record(bench: Bench) -> None:
+def namespaces_share_no_objects(bench: Bench) -> None:
     bench.put(0, 1)
     bench.store.enter(OTHER)
     assert bench.has(0, 1, world=OTHER) == [False, False]
@@ -273,7 +273,7 @@ def worlds_share_no_record(bench: Bench) -> None:
 # --- room -----------------------------------------------------------------------------------------
 
 
-def it_is_never_above_its_limit(bench: Bench) -> None:
+def usage_stays_within_the_limit(bench: Bench) -> None:
     store = bench.store
     limit_bytes = store.capacity().limit_bytes
     assert limit_bytes is not None
@@ -295,7 +295,7 @@ def it_is_never_above_its_limit(bench: Bench) -> None:
     assert bench.get(*range(ROOM)) == [True] * ROOM
 
 
-def the_ends_of_chains_go_first(bench: Bench) -> None:
+def chain_ends_are_displaced_first(bench: Bench) -> None:
     bench.put(*range(8), chain=True)
     for name in range(100, 100 + ROOM + 40):
         bench.put(name, chain=True)
@@ -307,7 +307,7 @@ def the_ends_of_chains_go_first(bench: Bench) -> None:
         assert not any(kept)
 
 
-def a_use_keeps_a_record(bench: Bench) -> None:
+def used_object_is_kept(bench: Bench) -> None:
     room = 0
     while bench.store.statistics().evicted == 0:
         bench.store.lease(keys_of([0])).release()
@@ -320,7 +320,7 @@ def a_use_keeps_a_record(bench: Bench) -> None:
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-def mistakes_are_refused_and_change_nothing(bench: Bench) -> None:
+def invalid_calls_are_rejected_and_change_nothing(bench: Bench) -> None:
     store = bench.store
     bench.put(0)
     before = store.statistics()
@@ -349,7 +349,7 @@ def mistakes_are_refused_and_change_nothing(bench: Bench) -> None:
     assert bench.get(0) == [True]
 
 
-def a_limit_that_others_decide_is_refused(bench: Bench) -> None:
+def unsupported_limit_is_rejected(bench: Bench) -> None:
     with pytest.raises(InvalidArgumentError):
         bench.store.set_limit(1 << 30)
     assert bench.store.capacity().limit_bytes is None
@@ -379,7 +379,7 @@ def statistics_add_up(bench: Bench) -> None:
 # --- many at once ---------------------------------------------------------------------------------
 
 
-def many_threads_at_once(bench: Bench) -> None:
+def threads_use_the_store_concurrently(bench: Bench) -> None:
     """Each does all there is to do with a few shared keys; nobody reads a wrong record."""
     rounds, threads = 60, 4
     begin = threading.Barrier(threads)
@@ -415,7 +415,7 @@ def many_threads_at_once(bench: Bench) -> None:
     assert not failures, failures
 
 
-def leases_hold_while_others_put(bench: Bench) -> None:
+def leases_hold_during_concurrent_puts(bench: Bench) -> None:
     """With nobody who erases, every leased record is read, whatever is put meanwhile."""
     bench.put(*range(4), chain=True)
     stop = threading.Event()
@@ -445,7 +445,7 @@ def leases_hold_while_others_put(bench: Bench) -> None:
 # --- the medium fails -----------------------------------------------------------------------------
 
 
-def a_medium_that_fails_is_a_miss(bench: Bench) -> None:
+def medium_failures_are_misses(bench: Bench) -> None:
     """Each call of the medium fails in turn: no exception, no wrong record, all of it counted."""
     if bench.kind.failing is None:
         pytest.skip("its medium cannot be made to fail")
@@ -479,7 +479,7 @@ def a_medium_that_fails_is_a_miss(bench: Bench) -> None:
 # --- life -----------------------------------------------------------------------------------------
 
 
-def close_is_repeatable(bench: Bench) -> None:
+def close_is_idempotent(bench: Bench) -> None:
     bench.put(0, 1)
     lease = bench.store.lease(keys_of([0]))
     bench.store.close()
@@ -487,7 +487,7 @@ def close_is_repeatable(bench: Bench) -> None:
     lease.release()
 
 
-def what_survives_is_found_again(bench: Bench) -> None:
+def objects_are_found_after_reopening(bench: Bench) -> None:
     bench.put(*range(4), chain=True)
     bench.store.erase(keys_of([3]))
     bench.store.close()
@@ -504,31 +504,31 @@ def what_survives_is_found_again(bench: Bench) -> None:
 Case = Callable[[Bench], None]
 
 ALL: Sequence[Case] = (
-    what_was_put_is_read,
-    what_was_not_put_is_a_miss,
-    no_keys_are_no_work,
-    what_is_there_is_not_put_again,
-    a_key_named_twice_is_one_record,
-    it_is_invisible_until_it_is_whole,
-    a_lease_holds_the_leading_keys,
-    what_is_erased_is_gone,
-    all_generations_are_erased_together,
-    worlds_share_no_record,
-    mistakes_are_refused_and_change_nothing,
-    many_threads_at_once,
-    a_medium_that_fails_is_a_miss,
-    close_is_repeatable,
+    stored_objects_can_be_read,
+    missing_object_is_a_miss,
+    empty_key_lists_do_nothing,
+    existing_object_is_not_stored_again,
+    repeated_key_is_stored_once,
+    object_is_invisible_until_complete,
+    lease_holds_the_leading_keys,
+    erased_objects_are_gone,
+    erase_covers_all_generations,
+    namespaces_share_no_objects,
+    invalid_calls_are_rejected_and_change_nothing,
+    threads_use_the_store_concurrently,
+    medium_failures_are_misses,
+    close_is_idempotent,
 )
 """What holds of every store."""
 
 BOUNDED: Sequence[Case] = (
-    leased_records_are_not_displaced,
-    leased_records_outlive_a_lower_limit,
-    leased_records_are_erased_when_the_lease_ends,
-    leases_hold_while_others_put,
-    it_is_never_above_its_limit,
-    the_ends_of_chains_go_first,
-    a_use_keeps_a_record,
+    leased_objects_are_not_displaced,
+    leased_objects_survive_a_lower_limit,
+    leased_objects_are_erased_on_release,
+    leases_hold_during_concurrent_puts,
+    usage_stays_within_the_limit,
+    chain_ends_are_displaced_first,
+    used_object_is_kept,
     statistics_add_up,
 )
 """What holds where the store itself decides who stays."""
@@ -539,7 +539,7 @@ def cases_of(kind: Kind) -> list[Case]:
     return [
         *ALL,
         *(BOUNDED if kind.is_bounded else ()),
-        *([a_limit_that_others_decide_is_refused] if kind.refuses_limits else ()),
-        *([records_are_erased_by_what_they_are] if kind.knows_ages else ()),
-        *([what_survives_is_found_again] if kind.survives else ()),
+        *([unsupported_limit_is_rejected] if kind.refuses_limits else ()),
+        *([erase_by_model_namespace_and_age] if kind.knows_ages else ()),
+        *([objects_are_found_after_reopening] if kind.survives else ()),
     ]

@@ -49,7 +49,9 @@ class Clock:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("record_bytes", [1, 4096, 5000, RECORD, 3 * MIB + 1])
-def test_what_is_put_is_read_and_found_again(folder: Path, engine: str, record_bytes: int) -> None:
+def test_stored_objects_are_read_again_after_reopening(
+    folder: Path, engine: str, record_bytes: int
+) -> None:
     store = open_store(folder, record_bytes, 64 * MIB, io=engine)
     assert store.engine == engine
     assert put(store, range(10)) == [True] * 10
@@ -67,7 +69,7 @@ def test_what_is_put_is_read_and_found_again(folder: Path, engine: str, record_b
     again.close()
 
 
-def test_files_and_folders_are_this_users_alone(folder: Path) -> None:
+def test_files_and_folders_are_private_to_the_user(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
     put(store, range(4))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -79,7 +81,7 @@ def test_files_and_folders_are_this_users_alone(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_gibibyte_through_a_hundred_mebibytes_is_never_above_them(folder: Path) -> None:
+def test_disk_usage_stays_below_the_limit(folder: Path) -> None:
     limit_bytes = 100 * MIB
     store = open_store(folder, RECORD, limit_bytes)
     block = [memoryview(bytearray(RECORD)) for _ in range(64)]
@@ -96,7 +98,7 @@ def test_a_gibibyte_through_a_hundred_mebibytes_is_never_above_them(folder: Path
 
 
 @pytest.mark.slow
-def test_small_records_in_every_order_stay_below_the_limit(folder: Path) -> None:
+def test_small_objects_stay_below_the_disk_limit(folder: Path) -> None:
     """Every second record is erased, so that the file system's own map is as large as it gets."""
     limit_bytes = 20 * MIB
     store = open_store(folder, 4096, limit_bytes)
@@ -113,7 +115,7 @@ def test_small_records_in_every_order_stay_below_the_limit(folder: Path) -> None
     store.close()
 
 
-def test_the_oldest_go_first(folder: Path) -> None:
+def test_fifo_evicts_the_oldest_objects_first(folder: Path) -> None:
     store = open_store(folder, RECORD, 4 * MIB, policy="fifo")
     for number in range(200):
         put(store, [number])
@@ -122,7 +124,7 @@ def test_the_oldest_go_first(folder: Path) -> None:
     store.close()
 
 
-def test_those_that_were_used_stay(folder: Path) -> None:
+def test_lru_keeps_used_objects(folder: Path) -> None:
     store = open_store(folder, RECORD, 4 * MIB, policy="lru")
     put(store, range(10))
     for number in range(10, 200):
@@ -132,7 +134,7 @@ def test_those_that_were_used_stay(folder: Path) -> None:
     store.close()
 
 
-def test_leased_records_stay(folder: Path) -> None:
+def test_leased_objects_are_not_evicted(folder: Path) -> None:
     store = open_store(folder, RECORD, 4 * MIB)
     put(store, range(10))
     with store.lease(keys(range(20))) as lease:
@@ -152,7 +154,7 @@ def test_leased_records_stay(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_is_changed_while_it_is_used(folder: Path) -> None:
+def test_limit_changes_while_the_store_is_used(folder: Path) -> None:
     store = open_store(folder, RECORD, 32 * MIB, policy="fifo")
     for first in range(0, 480, 20):
         put(store, range(first, first + 20))
@@ -179,7 +181,7 @@ def test_a_limit_is_changed_while_it_is_used(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("record_bytes", [1, 4096, 8193, MIB])
-def test_the_least_limit_holds_a_record(folder: Path, record_bytes: int) -> None:
+def test_least_limit_fits_one_object(folder: Path, record_bytes: int) -> None:
     probe = open_store(folder, record_bytes, 0)
     least_bytes = probe.least_limit_bytes
     probe.close()
@@ -192,7 +194,7 @@ def test_the_least_limit_holds_a_record(folder: Path, record_bytes: int) -> None
     store.close()
 
 
-def test_erased_records_cannot_be_read_from_the_files(folder: Path) -> None:
+def test_erased_objects_are_unreadable_in_the_files(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
     put(store, range(6))
     words = [bytes(record(number, RECORD)[:64]) for number in range(6)]
@@ -215,7 +217,7 @@ def test_erased_records_cannot_be_read_from_the_files(folder: Path) -> None:
     again.close()
 
 
-def test_erasing_by_model_namespace_and_age(folder: Path) -> None:
+def test_erase_by_model_namespace_and_age(folder: Path) -> None:
     wall = Clock()
     store = open_store(folder, RECORD, 8 * MIB, wall_clock=wall)
     put(store, range(3))
@@ -238,7 +240,7 @@ def test_erasing_by_model_namespace_and_age(folder: Path) -> None:
     store.close()
 
 
-def test_a_daily_budget_outlives_the_process(folder: Path) -> None:
+def test_daily_write_budget_survives_a_restart(folder: Path) -> None:
     wall = Clock()
 
     def budgeted() -> DiskStore:
@@ -259,7 +261,7 @@ def test_a_daily_budget_outlives_the_process(folder: Path) -> None:
     store.close()
 
 
-def test_a_model_keeps_to_its_quota(folder: Path) -> None:
+def test_model_stays_within_its_quota(folder: Path) -> None:
     store = open_store(folder, RECORD, 16 * MIB, quotas={"two": 0.25})
     put(store, range(200, 400))
     slots = 16 * MIB // RECORD
@@ -306,7 +308,7 @@ def test_several_folders_are_filled_evenly(tmp_path: Path) -> None:
         lambda store: store.set_limit(-1),
     ],
 )
-def test_mistakes_of_the_caller_are_named(
+def test_invalid_store_calls_are_rejected(
     folder: Path, call: Callable[[DiskStore], object]
 ) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
@@ -318,13 +320,13 @@ def test_mistakes_of_the_caller_are_named(
 @pytest.mark.parametrize(
     "change", [{"record_bytes": 0}, {"limit_bytes": -1}, {"folders": []}, {"io": "magic"}]
 )
-def test_settings_that_cannot_be_are_refused(folder: Path, change: dict[str, object]) -> None:
+def test_invalid_store_settings_are_rejected(folder: Path, change: dict[str, object]) -> None:
     settings = {"folders": [folder], "record_bytes": RECORD, "limit_bytes": MIB} | change
     with pytest.raises(InvalidArgumentError):
         DiskStore(**settings)  # type: ignore[arg-type]
 
 
-def test_a_closed_store_is_empty_and_takes_nothing(folder: Path) -> None:
+def test_closed_store_is_empty_and_refuses_objects(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
     put(store, range(3))
     store.close()
@@ -336,9 +338,7 @@ def test_a_closed_store_is_empty_and_takes_nothing(folder: Path) -> None:
     assert store.capacity().records == 0
 
 
-def test_checksums_of_python_and_files_agree(
-    folder: Path, engine: Literal["auto", "threads"]
-) -> None:
+def test_python_and_file_checksums_agree(folder: Path, engine: Literal["auto", "threads"]) -> None:
     folder.mkdir()
     io = _vmm.RecordIo(engine, 2)
     data = hashlib.shake_128(b"x").digest(9000)

@@ -69,7 +69,7 @@ def later(now_s: list[float]) -> float:
     return now_s[0]
 
 
-def test_opening_holds_no_folder_lock_while_it_reads_and_restores(
+def test_adoption_holds_no_folder_lock_while_reading(
     left: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     neighbour = Folder(str(left))
@@ -109,7 +109,7 @@ def taking_over(left: Path, steps: list[int]) -> DiskStore:
     return store
 
 
-def test_each_put_takes_over_a_bounded_part(taking_over: DiskStore, steps: list[int]) -> None:
+def test_each_put_adopts_a_bounded_part(taking_over: DiskStore, steps: list[int]) -> None:
     new: list[int] = []
     while not all(taking_over.has(KEYS)):
         before = len(steps)
@@ -126,9 +126,7 @@ def test_each_put_takes_over_a_bounded_part(taking_over: DiskStore, steps: list[
 
 
 @pytest.mark.parametrize("call", ["capacity", "erase", "clear", "check", "limit", "close"])
-def test_in_the_midst_of_it_every_call_is_right(
-    taking_over: DiskStore, left: Path, call: str
-) -> None:
+def test_calls_during_adoption_are_correct(taking_over: DiskStore, left: Path, call: str) -> None:
     taking_over.capacity()
     assert 0 <= sum(taking_over.has(KEYS)) < COUNT
     if call == "capacity":
@@ -157,7 +155,7 @@ def test_in_the_midst_of_it_every_call_is_right(
     again.close()
 
 
-def test_slots_of_an_unreadable_table_have_room_for_new_records(
+def test_slots_of_an_unreadable_table_are_reused(
     left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(*_: object) -> bytes:

@@ -71,7 +71,7 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
         file.write(bytes([byte ^ mask]))
 
 
-def test_a_flipped_bit_of_a_record_costs_this_record(filled: Path) -> None:
+def test_flipped_bit_in_an_object_loses_that_object(filled: Path) -> None:
     path = data_file(filled)
     flip(path, path.stat().st_size // 2)
     found, torn = opened_and_read(filled)
@@ -79,7 +79,7 @@ def test_a_flipped_bit_of_a_record_costs_this_record(filled: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [4096, 4096 + 50, 4096 + 100, 4096 + 127])
-def test_a_flipped_bit_of_an_entry_costs_its_record(filled: Path, at: int) -> None:
+def test_flipped_bit_of_an_entry_loses_its_object(filled: Path, at: int) -> None:
     path = data_file(filled)
     with path.open("rb") as file:
         file.seek(4096)
@@ -90,13 +90,13 @@ def test_a_flipped_bit_of_an_entry_costs_its_record(filled: Path, at: int) -> No
 
 
 @pytest.mark.parametrize("at", [0, 9, 16, 40, 60])
-def test_a_damaged_header_costs_the_file(filled: Path, at: int) -> None:
+def test_damaged_header_loses_the_whole_file(filled: Path, at: int) -> None:
     flip(data_file(filled), at)
     found, _ = opened_and_read(filled)
     assert found == []
 
 
-def test_entries_that_change_places_are_none(filled: Path) -> None:
+def test_swapped_entries_are_invalid(filled: Path) -> None:
     path = data_file(filled)
     raw = bytearray(path.read_bytes())
     used = [slot for slot in range(200) if any(raw[4096 + slot * 128 : 4224 + slot * 128])]
@@ -107,7 +107,7 @@ def test_entries_that_change_places_are_none(filled: Path) -> None:
     assert (len(found), torn) == (COUNT - 2, 2)
 
 
-def test_a_file_that_was_cut_keeps_what_is_left(filled: Path) -> None:
+def test_truncated_file_keeps_the_rest(filled: Path) -> None:
     path = data_file(filled)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
@@ -116,7 +116,7 @@ def test_a_file_that_was_cut_keeps_what_is_left(filled: Path) -> None:
     assert torn == COUNT - len(found)
 
 
-def test_records_that_are_damaged_while_it_runs_are_seen(tmp_path: Path) -> None:
+def test_damage_at_runtime_is_detected(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = open_store(folder, RECORD, LIMIT)
     put(store, range(COUNT))
@@ -170,7 +170,7 @@ def damages(rng: random.Random) -> list[Callable[[bytearray], None]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.soak)])
-def test_random_damages_serve_nothing_wrong(filled: Path, tmp_path: Path, rounds: int) -> None:
+def test_random_damage_never_serves_wrong_bytes(filled: Path, tmp_path: Path, rounds: int) -> None:
     good = data_file(filled).read_bytes()
     lost = 0
     for seed in range(rounds):
@@ -217,7 +217,7 @@ def newest_said(child: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
+def test_copies_during_writes_never_serve_wrong_bytes(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with writer(folder, 0) as child:
         try:
@@ -237,7 +237,7 @@ def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_loses_nothing_that_was_said(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_acknowledged_object(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     first = 0
     for round_number in range(8):
@@ -258,7 +258,7 @@ def test_a_writer_that_is_killed_loses_nothing_that_was_said(tmp_path: Path) -> 
         first = last + 1000
 
 
-def test_an_entry_of_the_key_of_no_block_is_not_whole(tmp_path: Path) -> None:
+def test_entry_with_the_empty_key_is_invalid(tmp_path: Path) -> None:
     """Its checksum is right: somebody has made it so."""
     folder = tmp_path / "made"
     folder.mkdir(mode=0o700)

@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFBIG])
-def test_writes_that_fail_are_refused_and_tried_again_later(folder: Path, code: int) -> None:
+def test_failed_writes_are_refused_and_retried_later(folder: Path, code: int) -> None:
     clock, files = Clock(), FailingFiles()
     store = open_store(folder, RECORD, LIMIT, io=files, clock=clock)
     assert all(put(store, range(5)))
@@ -98,7 +98,7 @@ def test_writes_that_fail_are_refused_and_tried_again_later(folder: Path, code: 
     store.close()
 
 
-def test_reads_that_fail_are_misses_and_tried_again_later(folder: Path) -> None:
+def test_failed_reads_are_misses_and_retried_later(folder: Path) -> None:
     clock, files = Clock(), FailingFiles()
     store = open_store(folder, RECORD, LIMIT, io=files, clock=clock)
     put(store, range(5))
@@ -115,7 +115,7 @@ def test_reads_that_fail_are_misses_and_tried_again_later(folder: Path) -> None:
     store.close()
 
 
-def test_a_medium_that_hangs_holds_up_nobody_who_ends_a_lease(
+def test_hanging_medium_does_not_block_lease_release(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(folder, RECORD, LIMIT)
@@ -152,7 +152,7 @@ def test_a_medium_that_hangs_holds_up_nobody_who_ends_a_lease(
     store.close()
 
 
-def test_a_file_system_that_refuses_direct_calls_gets_others(folder: Path) -> None:
+def test_store_falls_back_from_direct_io(folder: Path) -> None:
     files = FailingFiles()
     store = open_store(folder, RECORD, LIMIT, io=files)
     is_direct = any(file.is_direct for file in _files(store))
@@ -172,7 +172,7 @@ def _files(store: DiskStore) -> list[DataFile]:
     return list(store._state.table.files())
 
 
-def test_a_medium_that_is_full_keeps_what_fits(folder: Path) -> None:
+def test_full_medium_keeps_the_objects_that_fit(folder: Path) -> None:
     """A limit on the size of files stands for it; its signal is ignored, as Python does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     clock = Clock()
@@ -195,7 +195,7 @@ def test_a_medium_that_is_full_keeps_what_fits(folder: Path) -> None:
     store.close()
 
 
-def test_no_descriptor_left_is_a_refused_put(folder: Path) -> None:
+def test_descriptor_shortage_refuses_the_put(folder: Path) -> None:
     clock = Clock()
     store = open_store(folder, RECORD, LIMIT, clock=clock)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -214,7 +214,7 @@ def test_no_descriptor_left_is_a_refused_put(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("with_folder", [True, False])
-def test_a_folder_that_was_removed_is_made_again(folder: Path, with_folder: bool) -> None:
+def test_removed_folder_is_recreated(folder: Path, with_folder: bool) -> None:
     clock = Clock()
     store = open_store(folder, RECORD, LIMIT, clock=clock)
     put(store, range(5))
@@ -264,7 +264,7 @@ def _replace_by_a_strangers_folder(folder: Path) -> None:
         _replace_by_a_strangers_folder,
     ],
 )
-def test_a_folder_that_was_replaced_is_a_miss(
+def test_replaced_folder_is_a_miss(
     folder: Path, replace: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -291,7 +291,7 @@ def test_a_folder_that_was_replaced_is_a_miss(
     store.close()
 
 
-def test_a_folder_that_cannot_be_used_is_a_problem_until_it_can(
+def test_unusable_folder_is_reported_until_usable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_used_is_a_problem_until_it_can(
     store.close()
 
 
-def test_a_folder_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_skipped(tmp_path: Path) -> None:
     blocked = Path("/proc/kvelastic/kv")
     store = DiskStore([blocked], RECORD, LIMIT, MODEL)
     assert put(store, range(3)) == [False] * 3
@@ -324,7 +324,7 @@ def test_a_folder_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
     both.close()
 
 
-def test_a_limit_that_holds_nothing_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_below_one_object_warns(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     small = open_store(folder, RECORD, RECORD + 4096)
     assert put(small, range(1)) == [False]
     assert "nothing is kept there" in caplog.text
@@ -364,7 +364,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root gives files to others")
-def test_what_belongs_to_others_is_refused(folder: Path) -> None:
+def test_files_of_another_user_are_rejected(folder: Path) -> None:
     store = open_store(folder, RECORD, LIMIT)
     put(store, range(3))
     store.close()
@@ -379,7 +379,7 @@ def test_what_belongs_to_others_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
+def test_stopped_folder_lock_holder_opens_the_circuit_breaker(
     folder: Path,
 ) -> None:
     clock = Clock()
@@ -409,7 +409,7 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
     store.close()
 
 
-def test_a_neighbour_that_was_stopped_with_the_daily_count_is_not_waited_for(folder: Path) -> None:
+def test_stopped_holder_of_daily_count_blocks_no_put(folder: Path) -> None:
     store = open_store(folder, RECORD, LIMIT, daily_write_bytes=10 * RECORD, wall_clock=lambda: 1e9)
     assert put(store, range(2)) == [True] * 2
     stopped = os.open(folder / ".written", os.O_RDWR)
@@ -424,7 +424,7 @@ def test_a_neighbour_that_was_stopped_with_the_daily_count_is_not_waited_for(fol
     store.close()
 
 
-def test_a_clock_before_all_time_stops_nothing(folder: Path) -> None:
+def test_clock_before_the_epoch_is_accepted(folder: Path) -> None:
     now = [-1e9]
     more = {"daily_write_bytes": 3 * RECORD, "wall_clock": lambda: now[0]}
     store = open_store(folder, RECORD, LIMIT, **more)
@@ -471,7 +471,7 @@ print("fine")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_ROOT, reason="only root mounts a file system")
-def test_a_small_file_system_full_and_read_only(tmp_path: Path) -> None:
+def test_small_file_system_full_and_read_only(tmp_path: Path) -> None:
     script = (
         f"mount -t tmpfs -o size=8m,mode=700 none {tmp_path} && exec {sys.executable} - {tmp_path}"
     )

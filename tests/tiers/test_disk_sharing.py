@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_engines_come_to_a_fair_share(folder: Path) -> None:
+def test_two_engines_converge_to_a_fair_share(folder: Path) -> None:
     clock = Clock()
     limit_bytes = 16 * MIB
     first = open_store(folder, RECORD, limit_bytes, clock=clock)
@@ -72,7 +72,7 @@ def test_two_engines_come_to_a_fair_share(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_write_together_stay_below_the_limit(folder: Path) -> None:
+def test_concurrent_writers_stay_below_the_limit(folder: Path) -> None:
     limit_bytes = 8 * MIB
     command = [sys.executable, str(PROGRAM), "write", str(folder), str(RECORD), str(limit_bytes)]
     children = [
@@ -99,7 +99,7 @@ def test_processes_that_write_together_stay_below_the_limit(folder: Path) -> Non
     store.close()
 
 
-def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -> None:
+def test_files_of_a_closed_neighbour_are_adopted(folder: Path) -> None:
     clock = Clock()
     store = open_store(folder, RECORD, 8 * MIB, clock=clock)
     neighbour = open_store(folder, RECORD, 8 * MIB, clock=clock)
@@ -118,7 +118,7 @@ def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [5, pytest.param(60, marks=pytest.mark.soak)])
-def test_engines_that_do_anything_and_are_killed(folder: Path, rounds: int) -> None:
+def test_random_operations_with_kills_damage_no_object(folder: Path, rounds: int) -> None:
     """Two at once, killed in the middle of it, again and again: nothing torn, nothing wrong."""
     limit_bytes = 6 * MIB
     rng = random.Random(7)
@@ -149,7 +149,7 @@ def test_engines_that_do_anything_and_are_killed(folder: Path, rounds: int) -> N
         assert disk_bytes(folder) <= limit_bytes
 
 
-def test_files_of_a_living_engine_are_left_alone(folder: Path) -> None:
+def test_files_of_a_running_engine_are_left_alone(folder: Path) -> None:
     first = open_store(folder, RECORD, 16 * MIB)
     put(first, range(10))
     second = open_store(folder, RECORD, 16 * MIB)
@@ -160,7 +160,7 @@ def test_files_of_a_living_engine_are_left_alone(folder: Path) -> None:
     first.close()
 
 
-def test_records_of_another_size_go_when_room_is_needed(folder: Path) -> None:
+def test_objects_of_another_size_are_evicted_for_space(folder: Path) -> None:
     old = open_store(folder, 2 * RECORD, 8 * MIB)
     put(old, range(100))
     old.close()
@@ -177,7 +177,7 @@ def test_records_of_another_size_go_when_room_is_needed(folder: Path) -> None:
     assert taken_back in {0, 100}
 
 
-def test_erasing_reaches_what_engines_have_left(folder: Path) -> None:
+def test_erase_reaches_files_of_closed_engines(folder: Path) -> None:
     for record_bytes in (RECORD, 2 * RECORD):
         store = open_store(folder, record_bytes, record_bytes // RECORD * 8 * MIB)
         put(store, range(10))
@@ -207,7 +207,7 @@ def test_erasing_reaches_what_engines_have_left(folder: Path) -> None:
     assert not first.exists()
 
 
-def test_a_forked_child_holds_nothing(folder: Path) -> None:
+def test_store_of_a_forked_child_is_empty(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
     put(store, range(5))
     context = multiprocessing.get_context("fork")

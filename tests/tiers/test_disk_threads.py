@@ -45,7 +45,7 @@ def one_step(store: DiskStore, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-def test_threads_do_everything_at_once(tmp_path: Path, engine: str) -> None:
+def test_threads_use_two_stores_concurrently(tmp_path: Path, engine: str) -> None:
     folder = tmp_path / "kv"
     stores = [open_store(folder, RECORD, LIMIT, io=engine) for _ in range(2)]
     failures: list[BaseException] = []
@@ -79,7 +79,7 @@ def test_threads_do_everything_at_once(tmp_path: Path, engine: str) -> None:
     again.close()
 
 
-def test_what_is_leased_is_never_displaced(tmp_path: Path) -> None:
+def test_leased_objects_are_never_displaced(tmp_path: Path) -> None:
     """One thread fills the store again and again; what another one holds stays readable."""
     store = open_store(tmp_path / "kv", RECORD, 2 * MIB)
     put(store, range(8))

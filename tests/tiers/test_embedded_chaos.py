@@ -169,13 +169,13 @@ def chaos(
     return counts
 
 
-def test_no_wrong_byte_in_any_tier(tmp_path, group) -> None:
+def test_chaos_returns_no_wrong_byte(tmp_path, group) -> None:
     counts = chaos(tmp_path, group, random.Random(16), lives=4, until_s=0.0)
     assert counts["neighbour's blocks"] > 0
 
 
 @pytest.mark.soak
-def test_no_wrong_byte_in_any_tier_for_minutes(tmp_path, group, capsys) -> None:
+def test_minutes_of_chaos_return_no_wrong_byte(tmp_path, group, capsys) -> None:
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 1_000_000))
     seconds = float(os.environ.get("CHAOS_SECONDS", "240"))
     with capsys.disabled():
@@ -188,7 +188,7 @@ def test_no_wrong_byte_in_any_tier_for_minutes(tmp_path, group, capsys) -> None:
     assert counts["neighbour's blocks"] > 0
 
 
-def test_what_was_cleaned_is_found_after_a_kill(tmp_path, group, monkeypatch) -> None:
+def test_cleaned_blocks_are_found_after_a_kill(tmp_path, group, monkeypatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     life = Life(disk, tmp_path / "log", group, 1, "--steps", str(ENDLESS), "--calm")
@@ -225,7 +225,7 @@ def bytes_written_to_the_disk(engine: embedded_engine.Engine) -> int:
     return statistics.bytes_written
 
 
-def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group) -> None:
+def test_busy_write_back_above_the_watermark_writes_nothing(tmp_path, group) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     engine = embedded_engine.open_engine(
@@ -261,7 +261,7 @@ def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group)
         engine.pool.close()
 
 
-def test_a_process_that_forgets_to_close_its_tiers_ends_well(tmp_path, group) -> None:
+def test_process_with_unclosed_tiers_exits_cleanly(tmp_path, group) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     name = f"forgets_{os.getpid()}"

@@ -52,7 +52,7 @@ def open_folder(folder: Path, namespace: Namespace = MODEL) -> FolderStore:
 
 
 @pytest.mark.parametrize("open_it", [open_disk, open_folder])
-def test_clear_reaches_what_was_forgotten(tmp_path: Path, open_it: Callable[..., Store]) -> None:
+def test_clear_erases_all_generations(tmp_path: Path, open_it: Callable[..., Store]) -> None:
     """A prefix cache that is reset twice leaves records of three generations."""
     store = open_it(tmp_path)
     tiers = Tiers(
@@ -83,7 +83,7 @@ def test_clear_reaches_what_was_forgotten(tmp_path: Path, open_it: Callable[...,
 # --- disk -----------------------------------------------------------------------------------------
 
 
-def test_displaced_records_go_with_the_next_erasure(tmp_path: Path) -> None:
+def test_next_erasure_wipes_evicted_objects(tmp_path: Path) -> None:
     store = open_store(tmp_path, RECORD, 8 * MIB)
     put(store, range(20))
     assert store.evict(5) == 5
@@ -115,7 +115,7 @@ class _TornWrites:
         return self._io.read(places, views, keys)
 
 
-def test_what_a_failed_write_has_left_goes_with_an_erasure(tmp_path: Path) -> None:
+def test_erasure_wipes_remains_of_failed_writes(tmp_path: Path) -> None:
     files = _TornWrites()
     store = open_store(tmp_path, RECORD, 8 * MIB, io=files)
     put(store, range(2))
@@ -128,7 +128,7 @@ def test_what_a_failed_write_has_left_goes_with_an_erasure(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_file_system_that_gives_nothing_back_is_erased_too(
+def test_erasure_works_without_hole_punching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records that were displaced stay in slots that are parked, also of files taken over."""
@@ -152,7 +152,7 @@ def test_a_file_system_that_gives_nothing_back_is_erased_too(
     store.close()
 
 
-def test_a_lease_keeps_its_record_through_an_erasure_and_no_longer(tmp_path: Path) -> None:
+def test_lease_delays_erasure_until_its_release(tmp_path: Path) -> None:
     store = open_store(tmp_path, RECORD, 8 * MIB)
     put(store, range(4))
     lease = store.lease(keys([0, 1]))
@@ -168,7 +168,7 @@ def test_a_lease_keeps_its_record_through_an_erasure_and_no_longer(tmp_path: Pat
     assert lying(tmp_path, range(4)) == [], "a lease that is open at the end keeps nothing"
 
 
-def test_erasing_at_rest_takes_all_but_what_is_kept(tmp_path: Path) -> None:
+def test_offline_erasure_wipes_everything_selected(tmp_path: Path) -> None:
     """Displaced records, damaged entries, files without a whole header."""
     erased, kept = 0, []
     for record_bytes, first in ((RECORD, 0), (2 * RECORD, 100)):
@@ -208,7 +208,7 @@ class _FailingWipe:
         monkeypatch.setattr(DataFile, "wipe", failing)
 
 
-def test_what_the_medium_refuses_is_reported_and_tried_again(
+def test_failed_wipe_is_reported_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_disk(tmp_path)
@@ -230,7 +230,7 @@ def test_what_the_medium_refuses_is_reported_and_tried_again(
         assert tiers.close(DEADLINE_S) == []
 
 
-def test_files_of_neighbours_are_named(tmp_path: Path) -> None:
+def test_files_of_running_neighbours_are_reported(tmp_path: Path) -> None:
     # Room for a file of 64 MiB each, the least that is made.
     store, neighbour = (open_store(tmp_path, RECORD, 160 * MIB) for _ in range(2))
     put(store, range(2))
@@ -247,7 +247,7 @@ def test_files_of_neighbours_are_named(tmp_path: Path) -> None:
 # --- a shared folder ------------------------------------------------------------------------------
 
 
-def test_erasing_takes_damaged_and_half_written_files(tmp_path: Path) -> None:
+def test_erasure_removes_damaged_and_partial_files(tmp_path: Path) -> None:
     store = open_folder(tmp_path)
     put(store, range(8))
     store.enter(OTHER)
@@ -279,7 +279,7 @@ def test_erasing_takes_damaged_and_half_written_files(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_system_that_has_just_failed_is_erased_all_the_same(tmp_path: Path) -> None:
+def test_erasure_ignores_an_open_circuit_breaker(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = open_folder(folder)
     put(store, range(4))

@@ -112,7 +112,7 @@ def world() -> Iterator[World]:
     assert made.far.is_closed
 
 
-def test_what_is_demoted_comes_back(world) -> None:
+def test_demoted_blocks_can_be_loaded(world) -> None:
     out = world.demote(range(10))
     assert out.wait(DEADLINE_S)
     assert world.is_over(out)
@@ -124,7 +124,7 @@ def test_what_is_demoted_comes_back(world) -> None:
     world.check()
 
 
-def test_one_copy_only_where_that_is_wanted(world) -> None:
+def test_first_copy_policy_stores_one_copy(world) -> None:
     world.near.room = 3
     out = world.demote(range(5), copies=Copies.FIRST, batch=1)
     assert world.is_over(out)
@@ -132,7 +132,7 @@ def test_one_copy_only_where_that_is_wanted(world) -> None:
     world.check()
 
 
-def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
+def test_promotion_with_first_copy_drops_the_farther_one(world) -> None:
     world.fill([], range(6))
     run = world.load([Segment(1, 0, 6)], promote_to=0, copies=Copies.FIRST)
     assert world.is_over(run)
@@ -142,7 +142,7 @@ def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
     world.check()
 
 
-def test_chains_are_named_to_the_store(world) -> None:
+def test_parents_of_chained_keys_reach_the_store(world) -> None:
     parents = [NO_KEY, key_of(0), NO_KEY, key_of(2), key_of(77)]
     run = world.demote(range(5), tiers=[0], batch=5, parents=parents)
     assert world.is_over(run)
@@ -151,7 +151,7 @@ def test_chains_are_named_to_the_store(world) -> None:
     world.check()
 
 
-def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
+def test_block_moved_during_the_copy_is_not_stored(world) -> None:
     run = world.demote(range(4), confirm=lambda: [True, False, True, False])
     assert world.is_over(run)
     assert run.stored == [{0, 1}, set(), {0, 1}, set()]
@@ -162,7 +162,7 @@ def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
 @pytest.mark.parametrize("how", ["fail_at", "raise_at"])
 @pytest.mark.parametrize("where", ["near", "far"])
 @pytest.mark.parametrize("at", range(4))
-def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> None:
+def test_store_failure_during_demotion_affects_one_batch(world, how, where, at) -> None:
     setattr(getattr(world, where), how, at)
     run = world.demote(range(7))
     assert world.is_over(run)
@@ -177,7 +177,7 @@ def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> 
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_copy_that_fails_at_any_step_of_a_demotion(world, at) -> None:
+def test_copy_failure_during_demotion_affects_one_batch(world, at) -> None:
     world.copies.fail_at = at
     run = world.demote(range(7))
     assert world.is_over(run)
@@ -189,7 +189,7 @@ def test_a_copy_that_fails_at_any_step_of_a_demotion(world, at) -> None:
 @pytest.mark.parametrize("how", ["fail_at", "raise_at"])
 @pytest.mark.parametrize("where", ["near", "far"])
 @pytest.mark.parametrize("at", range(5))
-def test_a_store_that_fails_at_any_call_of_a_load_is_a_miss(world, how, where, at) -> None:
+def test_store_failure_during_a_load_is_a_miss(world, how, where, at) -> None:
     world.fill(range(4), range(4, 10))
     setattr(getattr(world, where), how, at)
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
@@ -200,7 +200,7 @@ def test_a_store_that_fails_at_any_call_of_a_load_is_a_miss(world, how, where, a
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_a_copy_that_fails_at_any_step_of_a_load_is_a_miss(world, at) -> None:
+def test_copy_failure_during_a_load_is_a_miss(world, at) -> None:
     world.fill(range(4), range(4, 10))
     world.copies.fail_at = at
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
@@ -212,7 +212,7 @@ def test_a_copy_that_fails_at_any_step_of_a_load_is_a_miss(world, at) -> None:
 
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("is_load", [False, True])
-def test_cancelled_at_every_step(world, at, is_load) -> None:
+def test_cancel_at_every_step_leaves_no_work(world, at, is_load) -> None:
     """In the middle of the at-th call, whichever that is."""
     world.fill(range(4), range(4, 10))
     lock, calls, cancelled = threading.Lock(), [0], threading.Event()
@@ -247,7 +247,7 @@ def test_cancelled_at_every_step(world, at, is_load) -> None:
     world.check_loaded(run)
 
 
-def test_a_hung_store_holds_nobody_else_up(world) -> None:
+def test_hung_store_does_not_block_the_others(world) -> None:
     world.fill(range(4), range(4, 10))
     world.far.hang = release = threading.Event()
     stuck = world.load([Segment(1, 0, 6)])
@@ -300,7 +300,7 @@ def test_a_load_does_not_wait_for_a_demotions_copy(world) -> None:
     world.check()
 
 
-def test_a_cancelled_load_does_not_wait_for_a_hung_store(world) -> None:
+def test_cancelled_load_does_not_wait_for_hung_store(world) -> None:
     world.fill([], range(6))
     world.far.hang = release = threading.Event()
     run = world.load([Segment(1, 0, 6)])
@@ -315,7 +315,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hung_store(world) -> None:
     assert not world.copies.blocks
 
 
-def test_close_leaves_a_hung_store_behind() -> None:
+def test_close_abandons_a_hung_store() -> None:
     world = World()
     world.fill([], range(6))
     world.far.hang = release = threading.Event()
@@ -334,7 +334,7 @@ def test_close_leaves_a_hung_store_behind() -> None:
     assert world.far.is_closed
 
 
-def test_what_nobody_waits_for_gives_way(world) -> None:
+def test_unawaited_demotion_yields_slots_to_a_load(world) -> None:
     """A slow far tier keeps slots; a load that needs them takes its place."""
     world.fill(range(4), [])
     world.far.hang = release = threading.Event()
@@ -350,7 +350,7 @@ def test_what_nobody_waits_for_gives_way(world) -> None:
     assert 2 <= sum(1 in stored for out in outs for stored in out.stored) < SLOTS
 
 
-def test_what_has_nothing_to_do_does_not_wait_for_a_busy_store(world) -> None:
+def test_first_copy_demotion_skips_a_busy_farther_store(world) -> None:
     """The far tier would take what the near one refuses, which is nothing."""
     world.fill([], range(2))
     world.far.hang = release = threading.Event()
@@ -364,7 +364,7 @@ def test_what_has_nothing_to_do_does_not_wait_for_a_busy_store(world) -> None:
     world.check()
 
 
-def test_callbacks_come_once_and_may_fail(world) -> None:
+def test_callbacks_run_once_and_may_raise(world) -> None:
     world.fill(range(4), [])
     seen: list[Run] = []
     run = world.load([Segment(0, 0, 4)])
@@ -380,7 +380,7 @@ def test_callbacks_come_once_and_may_fail(world) -> None:
     assert seen == [run, run]
 
 
-def test_what_does_not_fit_is_refused(world) -> None:
+def test_invalid_transfer_is_rejected(world) -> None:
     graph = load_graph([Segment(0, 0, 9)], batch=9)
     for transfer in (
         Transfer(graph, keys_of(range(9)), list(range(9))),
@@ -394,13 +394,13 @@ def test_what_does_not_fit_is_refused(world) -> None:
     world.check()
 
 
-def test_an_empty_transfer_is_complete_at_once(world) -> None:
+def test_empty_transfer_is_complete_at_once(world) -> None:
     run = world.executor.submit(Transfer(load_graph([], batch=1), b"", []), Priority.LOAD)
     assert run.is_complete
     assert run.is_over
 
 
-def test_many_threads_load_and_demote(world) -> None:
+def test_threads_load_and_demote_concurrently(world) -> None:
     world.fill(range(40), range(40))
     failures: list[BaseException] = []
 
@@ -473,7 +473,7 @@ def _hang_in_drop(world: World) -> Run:
     ],
     ids=["look", "is_complete", "is_over", "wait", "drain", "settle_unawaited", "submit"],
 )
-def test_a_cancelled_call_that_hangs_is_given_up(world, hang, look) -> None:
+def test_hung_cancelled_call_is_abandoned(world, hang, look) -> None:
     """Operations that wait for the same store are refused, whichever call finds that it hangs."""
     world.fill(range(4), range(10))
     cancelled = hang(world)

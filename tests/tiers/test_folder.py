@@ -41,7 +41,7 @@ def file_of(path: Path, number: int) -> Path:
     return path / name[:2] / name
 
 
-def test_what_one_machine_puts_another_reads(path: Path) -> None:
+def test_objects_are_shared_between_machines(path: Path) -> None:
     one, other = opened(path), opened(path)
     assert put(one, range(COUNT)) == [True] * COUNT
     assert put(other, range(COUNT)) == [True] * COUNT
@@ -57,7 +57,7 @@ def test_what_one_machine_puts_another_reads(path: Path) -> None:
         assert whole(store, range(COUNT)) == []
 
 
-def test_files_and_folders_are_for_this_user(path: Path) -> None:
+def test_files_and_folders_are_private_to_the_user(path: Path) -> None:
     store = opened(path)
     put(store, range(3))
     store.close()
@@ -75,7 +75,7 @@ def test_files_and_folders_are_for_this_user(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_damages_serve_nothing_wrong(path: Path) -> None:
+def test_random_damage_never_serves_wrong_bytes(path: Path) -> None:
     store = opened(path)
     lost = 0
     for seed in range(300):
@@ -100,7 +100,7 @@ def test_random_damages_serve_nothing_wrong(path: Path) -> None:
     store.close()
 
 
-def test_a_record_under_another_keys_name_is_none(path: Path) -> None:
+def test_object_under_another_keys_name_is_invalid(path: Path) -> None:
     store = opened(path)
     put(store, [1, 2])
     file_of(path, 1).write_bytes(file_of(path, 2).read_bytes())
@@ -127,7 +127,7 @@ def test_links_and_pipes_are_not_read(path: Path) -> None:
     store.close()
 
 
-def test_erasing_by_model_namespace_and_age(path: Path) -> None:
+def test_erase_by_model_namespace_and_age(path: Path) -> None:
     wall = Clock()
     store = opened(path, wall_clock=wall)
     put(store, range(3))
@@ -145,7 +145,7 @@ def test_erasing_by_model_namespace_and_age(path: Path) -> None:
     store.close()
 
 
-def test_a_limit_is_swept_oldest_first(path: Path) -> None:
+def test_sweep_keeps_the_limit_by_removing_the_oldest(path: Path) -> None:
     clock = Clock()
     size = RECORD + 128
     store = opened(path, limit_bytes=20 * size, clock=clock)
@@ -167,7 +167,7 @@ def test_a_limit_is_swept_oldest_first(path: Path) -> None:
         opened(path).set_limit(5 * size)
 
 
-def test_old_records_and_what_was_left_half_written_are_swept(path: Path) -> None:
+def test_old_objects_and_partial_files_are_swept(path: Path) -> None:
     wall, clock = Clock(), Clock()
     wall.now_s = 1_000_000_000.0
     store = opened(path, max_age_s=1000, clock=clock, wall_clock=wall)
@@ -187,7 +187,7 @@ def test_old_records_and_what_was_left_half_written_are_swept(path: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="/proc refuses root as well")
-def test_a_file_system_that_refuses_is_a_miss() -> None:
+def test_failing_file_system_is_a_miss() -> None:
     clock = Clock()
     store = FolderStore("/proc/kvelastic", RECORD, MODEL, clock=clock)
     assert store.statistics().errors == 1
@@ -204,7 +204,7 @@ def test_a_file_system_that_refuses_is_a_miss() -> None:
     store.close()
 
 
-def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
+def test_removed_folder_is_recreated(path: Path) -> None:
     clock = Clock()
     store = opened(path, clock=clock)
     put(store, range(3))
@@ -228,6 +228,6 @@ print("ends")
 """
 
 
-def test_a_server_that_does_not_answer_keeps_no_process(path: Path) -> None:
+def test_hanging_server_does_not_block_process_exit(path: Path) -> None:
     done = run_python("-c", HANGING, path)
     assert (done.stdout, done.stderr) == ("ends\n", "")

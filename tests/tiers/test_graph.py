@@ -28,18 +28,18 @@ def get(*after: int, items: tuple[int, ...] = (0,)) -> Operation:
         ([Operation(Kind.PUT, (0,))], "tier"),
     ],
 )
-def test_a_graph_that_makes_no_sense_is_refused(operations, words) -> None:
+def test_invalid_graph_is_rejected(operations, words) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         Graph(operations)
 
 
-def test_an_item_beyond_those_of_the_transfer_is_refused() -> None:
+def test_item_outside_the_transfer_is_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match="beyond 1"):
         Graph([get(items=(1,))], items=1)
 
 
 @pytest.mark.slow
-def test_an_order_is_found_in_linear_time() -> None:
+def test_topological_order_takes_linear_time() -> None:
     # A chain the wrong way round, and a fan: quadratic work would take half an hour.
     count = 100_000
     chain = [get(at + 1) for at in range(count - 1)] + [get()]
@@ -68,7 +68,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 @pytest.mark.slow
 @given(graphs(), st.randoms(use_true_random=False))
-def test_every_order_of_ends_keeps_the_order_of_the_graph(graph, dice) -> None:
+def test_random_completion_order_respects_dependencies(graph, dice) -> None:
     states = States(graph)
     ready = set(states.ready())
     running: set[int] = set()
@@ -98,7 +98,7 @@ def test_every_order_of_ends_keeps_the_order_of_the_graph(graph, dice) -> None:
 
 
 @pytest.mark.parametrize("end", sorted(ENDS, key=str))
-def test_an_end_is_final(end) -> None:
+def test_final_state_cannot_change(end) -> None:
     states = States(Graph([get(), get(0)]))
     with pytest.raises(IntegrityError):
         states.start(1)

@@ -80,7 +80,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
     assert made.environ["KVELASTIC_LEDGER"] not in {info.group for info in ledger.list_ledgers()}
 
 
-def test_it_is_shown_as_an_instance(tier: Tier) -> None:
+def test_host_tier_is_shown_as_an_instance(tier: Tier) -> None:
     tier.bench.put(*range(3 * PER_PAGE))
     with segment.open_readonly(tier.store.instance) as opened:
         header = opened.record.read_header()
@@ -91,13 +91,13 @@ def test_it_is_shown_as_an_instance(tier: Tier) -> None:
     assert member.granted_bytes == 4 * PAGE_BYTES
 
 
-def test_its_name_is_that_of_one_instance(tier: Tier) -> None:
+def test_host_tier_name_is_unique(tier: Tier) -> None:
     with pytest.raises(SegmentExistsError):
         HostStore(RECORD_BYTES, PAGE_BYTES, settings=tier.settings, name=tier.store.instance)
 
 
 @pytest.mark.slow
-def test_a_neighbour_takes_what_nobody_reads(tier: Tier) -> None:
+def test_neighbour_reclaims_unleased_memory(tier: Tier) -> None:
     assert all(tier.bench.put(*range(WHOLE)))
     lease = tier.store.lease(keys_of(range(PER_PAGE)))
     assert lease.count == PER_PAGE
@@ -122,7 +122,7 @@ def test_a_neighbour_takes_what_nobody_reads(tier: Tier) -> None:
 
 
 @pytest.mark.slow
-def test_where_memory_lacks_the_policy_says_who_goes(tier: Tier) -> None:
+def test_memory_shortage_evicts_by_the_policy(tier: Tier) -> None:
     """The beginning of a chain is the oldest, and still goes last."""
     with tier.neighbour() as other:
         assert other.alloc(12 * B - 1) is not None
@@ -139,7 +139,7 @@ def test_where_memory_lacks_the_policy_says_who_goes(tier: Tier) -> None:
         tier.store.check_integrity()
 
 
-def test_what_a_dead_neighbour_held_can_be_had(tier: Tier) -> None:
+def test_memory_of_a_dead_neighbour_becomes_available(tier: Tier) -> None:
     with tier.neighbour() as other:
         assert other.alloc(12 * B - 1) is not None
         tier.bench.put(*range(WHOLE))
@@ -154,7 +154,7 @@ def test_what_a_dead_neighbour_held_can_be_had(tier: Tier) -> None:
     assert all(tier.bench.get(*range(WHOLE)))
 
 
-def test_a_limit_from_outside_is_kept(tier: Tier) -> None:
+def test_limit_set_by_kvctl_is_respected(tier: Tier) -> None:
     tier.bench.put(*range(WHOLE))
     tier.limit(4 * PAGE_BYTES)
     have = tier.store.capacity()
@@ -170,7 +170,7 @@ def test_a_limit_from_outside_is_kept(tier: Tier) -> None:
     assert tier.store.capacity().records == WHOLE
 
 
-def test_asleep_it_holds_nothing_and_refuses(tier: Tier) -> None:
+def test_sleeping_tier_is_empty_and_refuses_objects(tier: Tier) -> None:
     tier.bench.put(*range(WHOLE))
     segment.request(tier.store.instance, asleep=True, wait_s=DEADLINE_S)
     assert tier.store.capacity().used_bytes == 0
@@ -183,7 +183,7 @@ def test_asleep_it_holds_nothing_and_refuses(tier: Tier) -> None:
     assert tier.bench.get(1, 2) == [True, True]
 
 
-def test_less_than_a_page_is_nothing(tier: Tier) -> None:
+def test_limit_below_a_page_holds_nothing(tier: Tier) -> None:
     tier.bench.put(*range(PER_PAGE))
     tier.store.set_limit(PAGE_BYTES - 1)
     assert tier.store.capacity().used_bytes == 0
@@ -193,7 +193,7 @@ def test_less_than_a_page_is_nothing(tier: Tier) -> None:
     assert tier.store.capacity().used_bytes == PAGE_BYTES
 
 
-def test_a_limit_that_holds_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_below_a_page_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "kvelastic"):
         HostStore(RECORD_BYTES, PAGE_BYTES - 1).close()
     assert "less than a page" in caplog.text
@@ -204,7 +204,7 @@ def test_a_limit_that_holds_nothing_is_said(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text == ""
 
 
-def test_a_lower_limit_keeps_what_was_used_last(tier: Tier) -> None:
+def test_lower_limit_keeps_most_recently_used_objects(tier: Tier) -> None:
     """The survivors lie all over the pages; they are moved together, and none of them is lost."""
     names = list(range(WHOLE))
     tier.bench.put(*names)
@@ -219,7 +219,7 @@ def test_a_lower_limit_keeps_what_was_used_last(tier: Tier) -> None:
     assert tier.store.capacity().used_bytes == 4 * PAGE_BYTES
 
 
-def test_nothing_wrong_is_read_while_memory_comes_and_goes(tier: Tier) -> None:
+def test_reads_are_correct_while_memory_changes(tier: Tier) -> None:
     """Threads put, lease and read stamped records; limits, sleep and a neighbour take them away."""
     failures: list[BaseException] = []
     ended = threading.Event()
@@ -272,7 +272,7 @@ def test_nothing_wrong_is_read_while_memory_comes_and_goes(tier: Tier) -> None:
     assert leased_reads[0] > 0
 
 
-def test_closing_waits_for_readers(tier: Tier) -> None:
+def test_close_waits_for_running_copies(tier: Tier) -> None:
     """Copies on their way end before the memory goes; later calls are misses and refusals."""
     tier.bench.put(*range(PER_PAGE))
     begin = threading.Barrier(3)
@@ -304,7 +304,7 @@ def test_closing_waits_for_readers(tier: Tier) -> None:
     tier.store.set_limit(PAGE_BYTES)
 
 
-def test_a_closed_store_has_no_descriptors() -> None:
+def test_closed_store_holds_no_descriptors() -> None:
     """Neither while it is referenced, nor until the collector runs."""
 
     def opened() -> HostStore:
@@ -344,7 +344,7 @@ def test_a_closed_store_has_no_descriptors() -> None:
         gc.enable()
 
 
-def test_settings_of_the_engine_do_not_bound_it(tier: Tier) -> None:
+def test_engine_limits_do_not_apply_to_the_tier(tier: Tier) -> None:
     """`KVELASTIC_MAX_CACHED_TOKENS`, `_LIMIT` and `_MIN` are the engine's."""
     tier.store.close()
     settings = replace(tier.settings, max_cached_tokens=0, limit=PAGE_BYTES, minimum=PAGE_BYTES)
@@ -359,14 +359,14 @@ def test_settings_of_the_engine_do_not_bound_it(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5])
-def test_a_bad_size_is_refused(size: int) -> None:
+def test_invalid_size_is_rejected(size: int) -> None:
     with pytest.raises(InvalidArgumentError):
         HostStore(size, PAGE_BYTES)
     with pytest.raises(InvalidArgumentError):
         HostStore(RECORD_BYTES, -1 if size != -1 else True)
 
 
-def test_views_that_cannot_be_used_change_nothing(tier: Tier) -> None:
+def test_unusable_views_are_rejected_and_change_nothing(tier: Tier) -> None:
     tier.bench.put(0)
     wide = memoryview(bytes(2 * RECORD_BYTES))[::2]
     with pytest.raises(InvalidArgumentError):
@@ -378,7 +378,7 @@ def test_views_that_cannot_be_used_change_nothing(tier: Tier) -> None:
     tier.store.check_integrity()
 
 
-def test_copies_are_refused_where_they_would_leave_their_block() -> None:
+def test_copies_beyond_their_block_are_rejected() -> None:
     block_bytes = 640 << 10
     geometry = _vmm.Geometry(
         pages=4, extent_bytes=PAGE_BYTES, block_bytes=block_bytes, blocks_per_page=2

@@ -76,7 +76,7 @@ def found(store: Store, numbers: Sequence[int]) -> list[int]:
 # --- the store ------------------------------------------------------------------------------------
 
 
-def test_every_method_of_a_store_reaches_the_inner_one() -> None:
+def test_wrapper_forwards_every_store_method() -> None:
     """A default of the base class would hide what the inner store does."""
     public = {name for name in vars(Store) if not name.startswith("_")}
     assert public <= set(vars(IdentifiedStore)) | {"name", "record_bytes", "asks_medium"}
@@ -91,7 +91,7 @@ class Untouched(DiskStore):
     enter = has = leading = lease = reserve = put = get = erase = _refuse  # type: ignore[assignment]
 
 
-def test_before_the_weights_are_known_nothing_is_read_or_written(disk: Path) -> None:
+def test_unidentified_store_reads_and_writes_nothing(disk: Path) -> None:
     store = IdentifiedStore(Untouched([disk], RECORD_BYTES, LIMIT_BYTES, WORLD))
     store.enter(WORLD)
     assert not store.is_ready
@@ -110,7 +110,7 @@ def test_before_the_weights_are_known_nothing_is_read_or_written(disk: Path) -> 
     store.close()
 
 
-def test_records_are_found_by_engines_of_the_same_weights_alone(disk: Path) -> None:
+def test_objects_are_found_only_with_same_weights(disk: Path) -> None:
     with opened(disk, fingerprint="a") as store:
         assert store.is_ready
         assert all(store.put(keys(1, 2), [record(1), record(2)], chain_after=NO_KEY))
@@ -127,7 +127,7 @@ def test_records_are_found_by_engines_of_the_same_weights_alone(disk: Path) -> N
         assert store.leading(keys(1, 2, 3))[0] == 2
 
 
-def test_a_namespace_is_erased_for_these_weights_alone(disk: Path) -> None:
+def test_namespace_is_erased_only_for_these_weights(disk: Path) -> None:
     with opened(disk, fingerprint="a") as store:
         store.put(keys(1), [record(1)])
     with opened(disk, fingerprint="b") as store:
@@ -140,7 +140,7 @@ def test_a_namespace_is_erased_for_these_weights_alone(disk: Path) -> None:
         assert store.erase_matching(Selection(model="m")) == 1, "needs no identity"
 
 
-def test_a_generation_that_ends_before_the_weights_are_known_stays_ended(disk: Path) -> None:
+def test_generation_ended_before_identification_stays_ended(disk: Path) -> None:
     with opened(disk) as store:
         store.enter(WORLD.next_generation())
         store.identify("a")
@@ -235,7 +235,7 @@ def count_found(tiers: Tiers, number: int) -> int:
         return match.count
 
 
-def records_on(disk: Path) -> int:
+def count_objects_on(disk: Path) -> int:
     store = DiskStore([disk], 64 << 10, 64 << 20)
     try:
         return store.capacity().records
@@ -243,9 +243,7 @@ def records_on(disk: Path) -> int:
         store.close()
 
 
-def test_an_engine_uses_its_disk_once_its_weights_are_hashed(
-    model: Path, disk: Path, hashing: Hashing
-) -> None:
+def test_disk_is_used_once_weights_are_hashed(model: Path, disk: Path, hashing: Hashing) -> None:
     with engine(model, disk) as (pool, tiers):
         assert hashing.has_begun.wait(DEADLINE_S)
         demote(pool, tiers, 1)
@@ -254,7 +252,7 @@ def test_an_engine_uses_its_disk_once_its_weights_are_hashed(
         wait_until(lambda: tiers.stores[0].is_ready, "the weights are known")
         demote(pool, tiers, 2)
         assert (count_found(tiers, 1), count_found(tiers, 2)) == (0, 1)
-    assert records_on(disk) == 1
+    assert count_objects_on(disk) == 1
 
     # The next start reads no file, and has the disk from its first request on.
     hashing.may_go_on.clear()
@@ -264,7 +262,7 @@ def test_an_engine_uses_its_disk_once_its_weights_are_hashed(
     assert hashing.files == 1
 
 
-def test_other_weights_under_the_same_path_find_nothing(model: Path, disk: Path) -> None:
+def test_changed_weights_find_no_objects(model: Path, disk: Path) -> None:
     with engine(model, disk) as (pool, tiers):
         wait_until(lambda: tiers.stores[0].is_ready, "the weights are known")
         demote(pool, tiers, 1)
@@ -275,7 +273,7 @@ def test_other_weights_under_the_same_path_find_nothing(model: Path, disk: Path)
         assert count_found(tiers, 1) == 0
 
 
-def test_weights_that_change_before_they_are_hashed_are_of_this_process_alone(
+def test_weights_changed_before_hashing_are_used_privately(
     model: Path, disk: Path, hashing: Hashing, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine has loaded the old files or the new ones: nobody knows."""
@@ -293,16 +291,14 @@ def test_weights_that_change_before_they_are_hashed_are_of_this_process_alone(
         assert count_found(tiers, 1) == 0
 
 
-def test_an_engine_that_ends_while_it_hashes_leaves_no_thread(
-    model: Path, disk: Path, hashing: Hashing
-) -> None:
+def test_close_during_hashing_leaves_no_thread(model: Path, disk: Path, hashing: Hashing) -> None:
     with engine(model, disk) as (_, tiers):
         assert hashing.has_begun.wait(DEADLINE_S)
     assert not tiers.stores[0].is_ready
     assert "kvelastic-hash" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_clear_before_the_weights_are_known_says_so_and_erasing_by_model_works(
+def test_clear_requires_hashed_weights_and_erase_does_not(
     model: Path, disk: Path, hashing: Hashing
 ) -> None:
     with engine(model, disk) as (_, tiers):

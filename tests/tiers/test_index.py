@@ -33,7 +33,7 @@ def put(index: TierIndex, *numbers: int, chain_after: bytes | None = None) -> li
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_claimed_key_is_no_hit_before_its_commit(policy: str) -> None:
+def test_claimed_key_is_a_miss_before_commit(policy: str) -> None:
     index = TierIndex(4, policy)
     slots, displaced = index.claim(keys(1, 2))
     assert slots == [0, 1]
@@ -61,7 +61,7 @@ def test_a_claimed_key_is_no_hit_before_its_commit(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_leased_and_pending_records_are_never_displaced(policy: str) -> None:
+def test_leased_and_pending_objects_are_never_displaced(policy: str) -> None:
     index = TierIndex(3, policy)
     put(index, 1, 2)
     index.claim(key(3))
@@ -75,7 +75,7 @@ def test_leased_and_pending_records_are_never_displaced(policy: str) -> None:
     index.check_integrity()
 
 
-def test_the_order_of_each_policy() -> None:
+def test_each_policy_displaces_in_its_order() -> None:
     def order(policy: str) -> list[int]:
         index = TierIndex(5, policy)
         put(index, 1, 2, 3, 4, 5)
@@ -90,7 +90,7 @@ def test_the_order_of_each_policy() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_leaves_go_before_inner_nodes_whichever_came_first(policy: str) -> None:
+def test_leaves_are_displaced_before_inner_nodes(policy: str) -> None:
     index = TierIndex(4, policy)
     put(index, 3, chain_after=key(2))
     put(index, 2, chain_after=key(1))
@@ -101,7 +101,7 @@ def test_leaves_go_before_inner_nodes_whichever_came_first(policy: str) -> None:
     assert put(index, 11) != [1]
 
 
-def test_a_lease_ends_once() -> None:
+def test_released_lease_cannot_be_released_again() -> None:
     index = TierIndex(1, "lru")
     put(index, 1)
     ticket, _ = index.lease(key(1))
@@ -114,7 +114,7 @@ def test_a_lease_ends_once() -> None:
     assert index.claim(key(2)) == ([0], [])
 
 
-def test_the_first_key_of_a_match_is_the_youngest_and_of_a_claim_the_oldest() -> None:
+def test_match_makes_its_first_key_the_most_recent() -> None:
     index = TierIndex(3, "lru")
     put(index, 1, 2, 3)
     assert put(index, 4) == [1]
@@ -132,7 +132,7 @@ def test_slru_protects_four_of_five() -> None:
     assert index.match(keys(2, 3, 4, 5)) == 4
 
 
-def test_fewer_slots() -> None:
+def test_resize_closes_slots_as_they_become_free() -> None:
     index = TierIndex(4, "lru")
     put(index, 1, 2, 3)
     index.claim(key(4))
@@ -170,7 +170,7 @@ def test_displace_frees_the_slots_of_the_oldest_objects() -> None:
     index.check_integrity()
 
 
-def test_what_is_erased_while_it_is_written_is_never_a_hit() -> None:
+def test_key_erased_during_its_write_is_a_miss() -> None:
     index = TierIndex(1, "lru")
     index.claim(key(1))
     assert index.erase(key(1)) == []
@@ -193,7 +193,7 @@ def test_what_is_erased_while_it_is_written_is_never_a_hit() -> None:
         lambda index: TierIndex(1, "arc"),
     ],
 )
-def test_mistakes_are_refused_and_change_nothing(call: Callable[[TierIndex], object]) -> None:
+def test_invalid_calls_are_rejected_and_change_nothing(call: Callable[[TierIndex], object]) -> None:
     index = TierIndex(2)
     with pytest.raises(InvalidArgumentError):
         call(index)
@@ -208,7 +208,7 @@ def test_mistakes_are_refused_and_change_nothing(call: Callable[[TierIndex], obj
     index.check_integrity()
 
 
-def test_keys_of_tokens() -> None:
+def test_token_keys_are_chained_per_block() -> None:
     seed = bytes(range(16))
     tokens = array("q", range(64))
     all_keys = block_keys(tokens, 16, seed)

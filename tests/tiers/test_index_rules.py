@@ -91,7 +91,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.abandon(done)
 
     @rule(name=numbers.map(key))
-    def end_what_is_not_pending(self, name: bytes) -> None:
+    def end_unclaimed_key(self, name: bytes) -> None:
         if name in self.pending():
             return
         for end in (self.index.commit, self.index.abandon):

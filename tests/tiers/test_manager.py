@@ -35,7 +35,7 @@ class World:
         )
 
     @property
-    def waiting_records(self) -> list[int]:
+    def pending_objects(self) -> list[int]:
         tiers = self.tiers.statistics_with({}, {}).tiers
         return [one.waiting_bytes // self.staging.record_bytes for one in tiers]
 
@@ -54,7 +54,7 @@ def world() -> Iterator[World]:
     assert not made.far.leased
 
 
-def test_leading_keys_are_matched_and_held(world) -> None:
+def test_leading_keys_are_matched_and_leased(world) -> None:
     world.fill(near=[0, 1, 4, 6], far=[1, 2, 3, 5, 7])
     match = world.tiers.match(keys_of(range(9)))
     assert match.count == 8
@@ -68,7 +68,7 @@ def test_leading_keys_are_matched_and_held(world) -> None:
     assert (counts.matched, counts.unmatched) == (8, 1)
 
 
-def test_a_load_holds_what_it_reads_until_it_is_done(world) -> None:
+def test_load_holds_its_leases_until_done(world) -> None:
     world.fill(near=[0, 1], far=range(2, 9))
     world.far.hang = release = threading.Event()
     with world.tiers.match(keys_of(range(9))) as match:
@@ -90,7 +90,7 @@ def test_a_load_holds_what_it_reads_until_it_is_done(world) -> None:
     world.tiers.check_integrity()
 
 
-def test_a_part_of_a_match_may_be_loaded_and_no_more(world) -> None:
+def test_part_of_a_match_may_be_loaded_once(world) -> None:
     world.fill(near=[0, 1, 2], far=[3, 4])
     with world.tiers.match(keys_of(range(5))) as match:
         load = world.tiers.load(match, [50, 51])
@@ -107,7 +107,7 @@ def test_a_part_of_a_match_may_be_loaded_and_no_more(world) -> None:
         world.tiers.match(b"abc")
 
 
-def test_what_cannot_be_read_is_a_miss(world) -> None:
+def test_failed_read_is_a_miss(world) -> None:
     world.fill(near=[0, 1], far=[2, 3])
     world.far.fail_at = 0
     with world.tiers.match(keys_of(range(4))) as match:
@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_a_miss(world) -> None:
     assert (counts.loaded, counts.missed) == (2, 2)
 
 
-def test_a_cancelled_load_touches_nothing_when_it_is_done(world) -> None:
+def test_cancelled_load_writes_no_block(world) -> None:
     world.fill(near=[], far=range(8))
     world.far.hang = release = threading.Event()
     with world.tiers.match(keys_of(range(8))) as match:
@@ -137,7 +137,7 @@ def test_a_cancelled_load_touches_nothing_when_it_is_done(world) -> None:
 
 
 @pytest.mark.parametrize(("count", "batches"), [(8, 1), (20, 3), (32, 4), (400, 4)])
-def test_a_load_of_small_blocks_reads_many_at_once(count: int, batches: int) -> None:
+def test_load_of_small_blocks_is_batched(count: int, batches: int) -> None:
     """Each read has a price of its own, and with four of them reads and copies overlap."""
     world = World(slots=512)
     world.fill(near=range(count), far=[])
@@ -151,7 +151,7 @@ def test_a_load_of_small_blocks_reads_many_at_once(count: int, batches: int) -> 
 
 
 @pytest.mark.parametrize("reason", ["reclaim", "limit", "sleep"])
-def test_shrinking_gets_its_blocks_cleaned(world, reason) -> None:
+def test_shrinking_pool_gets_its_blocks_cleaned(world, reason) -> None:
     world.pool.put_dirty(range(40))
     assert world.pool.shrink(reason)
     assert world.tiers.drain(DEADLINE_S)
@@ -160,7 +160,7 @@ def test_shrinking_gets_its_blocks_cleaned(world, reason) -> None:
     assert world.tiers.statistics().blocks.served == 40
 
 
-def test_a_block_that_was_used_while_it_left_is_stored_nowhere(world) -> None:
+def test_block_used_during_writeback_is_not_stored(world) -> None:
     def take() -> None:
         world.pool.before_copy = None
         world.pool.taken.add(1)
@@ -175,7 +175,7 @@ def test_a_block_that_was_used_while_it_left_is_stored_nowhere(world) -> None:
         assert store.records[key_of(2)] == record_of(2)
 
 
-def test_tiers_that_take_nothing_are_not_waited_for(world) -> None:
+def test_full_tiers_end_the_writeback_wait(world) -> None:
     world.near.room = world.far.room = 2
     world.pool.put_dirty(range(20))
     assert not world.pool.shrink("sleep")
@@ -184,7 +184,7 @@ def test_tiers_that_take_nothing_are_not_waited_for(world) -> None:
     assert world.tiers.statistics().blocks.refused > 0
 
 
-def test_blocks_are_cleaned_in_the_order_of_their_prompts(world) -> None:
+def test_blocks_are_cleaned_in_prompt_order(world) -> None:
     world.tiers.note_prompt(keys_of([7, 3, 5]))
     world.tiers.match(keys_of([7, 3, 9])).release()
     world.pool.put_dirty([5, 9, 3, 7, 1])
@@ -199,7 +199,7 @@ def test_blocks_are_cleaned_in_the_order_of_their_prompts(world) -> None:
     ]
 
 
-def test_write_through_cleans_without_being_asked() -> None:
+def test_write_through_cleans_without_a_reclaim_request() -> None:
     world = World(Rules(policy=WritePolicy.WRITE_THROUGH, copies=Copies.FIRST, tick_s=0.001))
     cleaned = threading.Event()
     end_writeback = world.pool.end_writeback
@@ -219,7 +219,7 @@ def test_write_through_cleans_without_being_asked() -> None:
     assert world.tiers.statistics().blocks.ahead == 30
 
 
-def test_forgetting_ends_a_generation_for_good(world) -> None:
+def test_forget_ends_the_generation_permanently(world) -> None:
     world.fill(near=[0], far=[0])
     world.pool.put_dirty([5])
     world.pool.clean_ids.add(0)
@@ -234,7 +234,7 @@ def test_forgetting_ends_a_generation_for_good(world) -> None:
     assert world.tiers.erase(Selection()) == {"host": 0, "disk": 1}
 
 
-def test_a_load_from_before_an_erasure_leaves_nothing_clean(world) -> None:
+def test_load_started_before_erase_leaves_nothing_clean(world) -> None:
     world.fill(near=[], far=range(4))
     world.far.hang = release = threading.Event()
     with world.tiers.match(keys_of(range(4))) as match:
@@ -249,7 +249,7 @@ def test_a_load_from_before_an_erasure_leaves_nothing_clean(world) -> None:
 
 
 @pytest.mark.parametrize("how", ["erase", "forget"])
-def test_nothing_is_loaded_by_a_match_from_before_an_erasure(world, how) -> None:
+def test_match_from_before_an_erase_loads_nothing(world, how) -> None:
     world.fill(near=[], far=range(4))
     with world.tiers.match(keys_of(range(4))) as match:
         assert match.count == 4
@@ -264,7 +264,7 @@ def test_nothing_is_loaded_by_a_match_from_before_an_erasure(world, how) -> None
     assert not world.pool.clean_ids
 
 
-def test_an_erasure_while_a_load_begins_is_seen(world) -> None:
+def test_erase_during_load_start_is_detected(world) -> None:
     world.fill(near=[], far=range(4))
     world.far.erase_matching = lambda selection: 0
     name_blocks = world.pool.name_blocks
@@ -284,7 +284,7 @@ def test_an_erasure_while_a_load_begins_is_seen(world) -> None:
     assert not world.near.records
 
 
-def test_nobody_waits_for_copies_once_it_is_closed() -> None:
+def test_closed_tiers_end_the_writeback_wait() -> None:
     """Also where the thread was cleaning ahead and looks for a want once more."""
     world = World(Rules(policy=WritePolicy.WRITE_THROUGH, tick_s=0.001))
     stopped = threading.Event()
@@ -308,7 +308,7 @@ def test_nobody_waits_for_copies_once_it_is_closed() -> None:
     assert not world.pool.is_attended
 
 
-def test_a_tier_slower_than_computing_is_not_asked(world) -> None:
+def test_tier_slower_than_computing_is_not_used(world) -> None:
     world.fill(near=[0], far=range(8))
     world.tiers.computed(1000, 1e-6)
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_a_tier_slower_than_computing_is_not_asked(world) -> None:
         assert match.count == 1, "tried again after a while"
 
 
-def test_a_store_that_answers_late_is_a_miss() -> None:
+def test_late_lookup_is_a_miss() -> None:
     world = World()
     answer = threading.Event()
     has = world.far.has
@@ -340,7 +340,7 @@ def test_a_store_that_answers_late_is_a_miss() -> None:
     assert world.tiers.close(DEADLINE_S) == []
 
 
-def test_a_system_without_threads_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = FakeStaging(4)
     store = FakeStore("folder", staging)
     store.asks_medium = True
@@ -357,7 +357,7 @@ def test_a_system_without_threads_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> 
     looking.close(DEADLINE_S)
 
 
-def test_closing_does_not_wait_for_what_hangs() -> None:
+def test_close_does_not_wait_for_a_hung_store() -> None:
     world = World()
     world.pool.put_dirty(range(4))
     world.far.hang = release = threading.Event()
@@ -372,7 +372,7 @@ def test_closing_does_not_wait_for_what_hangs() -> None:
     release.set()
 
 
-def test_records_of_another_size_are_refused() -> None:
+def test_object_size_mismatch_is_rejected() -> None:
     staging = FakeStaging(4)
     with pytest.raises(InvalidArgumentError, match="records of 64"):
         Tiers(
@@ -384,7 +384,7 @@ def test_records_of_another_size_are_refused() -> None:
 
 
 @pytest.mark.parametrize("reason", ["sleep", "limit", "reclaim"])
-def test_farther_tiers_are_given_all_that_was_demoted(world, reason) -> None:
+def test_demoted_blocks_are_copied_to_farther_tiers(world, reason) -> None:
     """Staging has room for a part of it only; a restart would find the far tier alone."""
     world.pool.put_dirty(range(100))
     assert world.pool.shrink(reason)
@@ -393,20 +393,20 @@ def test_farther_tiers_are_given_all_that_was_demoted(world, reason) -> None:
     assert all(world.far.records[key_of(n)] == record_of(n) for n in range(100))
 
 
-def test_a_sleep_does_not_wait_for_a_farther_tier(world) -> None:
+def test_sleep_does_not_wait_for_a_farther_tier(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(100))
     assert world.pool.shrink("sleep", seconds=5)
     assert len(world.near.records) == 100
     assert world.far.hanging.wait(DEADLINE_S)
-    assert world.waiting_records == [0, 100]
+    assert world.pending_objects == [0, 100]
     release.set()
     assert world.tiers.drain(DEADLINE_S)
     assert len(world.far.records) == 100
-    assert world.waiting_records == [0, 0]
+    assert world.pending_objects == [0, 0]
 
 
-def test_a_farther_tier_that_was_stalled_is_given_what_waited(world) -> None:
+def test_recovered_farther_tier_receives_pending_copies(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(100))
     assert world.pool.shrink("sleep")
@@ -418,7 +418,7 @@ def test_a_farther_tier_that_was_stalled_is_given_what_waited(world) -> None:
     assert len(world.far.records) == 100
 
 
-def test_a_sleep_waits_for_farther_tiers_where_the_nearest_would_displace_what_waits() -> None:
+def test_sleep_waits_for_farther_tiers_before_displacing_copies() -> None:
     world = World()
     world.near.displaces_beyond = 100
     world.pool.put_dirty(range(2000))
@@ -429,7 +429,7 @@ def test_a_sleep_waits_for_farther_tiers_where_the_nearest_would_displace_what_w
     assert world.tiers.close(DEADLINE_S) == []
 
 
-def test_what_is_erased_is_not_copied_farther(world) -> None:
+def test_erased_blocks_are_not_copied_to_farther_tiers(world) -> None:
     """Also what has been read from the near tier, and not been put into the far one yet."""
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(100))
@@ -445,7 +445,7 @@ def test_what_is_erased_is_not_copied_farther(world) -> None:
     assert not world.far.records
 
 
-def test_an_exit_cleans_and_says_what_farther_tiers_lack(world, caplog) -> None:
+def test_exit_cleans_and_warns_about_missing_farther_copies(world, caplog) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(4))
     assert world.tiers.clean_before_exit(0.1) == 0
@@ -458,7 +458,7 @@ def test_an_exit_cleans_and_says_what_farther_tiers_lack(world, caplog) -> None:
     assert caplog.text == ""
 
 
-def test_closing_gives_up_what_waits_for_a_farther_tier(world) -> None:
+def test_close_cancels_pending_farther_copies(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(100))
     assert world.pool.shrink("sleep")
@@ -468,7 +468,7 @@ def test_closing_gives_up_what_waits_for_a_farther_tier(world) -> None:
     assert len(world.far.records) < 100
 
 
-def test_erasing_does_not_wait_for_a_slow_tier(world) -> None:
+def test_erase_does_not_wait_for_a_slow_tier(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(4))
     assert world.pool.shrink("sleep")

@@ -14,5 +14,5 @@ PROGRAM = PROGRAMS / "real_mooncake.py"
     importlib.util.find_spec("mooncake") is None,
     reason="Mooncake is not installed: pip install 'kvelastic[remote]'",
 )
-def test_a_real_master_is_served_from_and_survived() -> None:
+def test_real_mooncake_master_restarts_and_serves() -> None:
     assert run_python(PROGRAM).stdout.strip() == "fine"

@@ -33,7 +33,7 @@ LATE_S = 0.05
 """After it a call that hangs is left to itself."""
 
 
-class Frozen:
+class FrozenClock:
     """A clock that goes only when it is told to."""
 
     now_s = 0.0
@@ -74,13 +74,13 @@ def stored(server: Server, name: int) -> str:
     return key
 
 
-def test_more_records_than_one_call_transfers(bench: Bench) -> None:
+def test_batches_larger_than_the_staging_are_split(bench: Bench) -> None:
     names = range(2 * STAGED_RECORDS + 3)
     assert all(bench.put(*names))
     assert all(bench.get(*reversed(names)))
 
 
-def test_another_machine_finds_them(bench: Bench, server: Server) -> None:
+def test_objects_are_shared_between_machines(bench: Bench, server: Server) -> None:
     bench.put(0, 1)
     other = make(server, Clock())
     try:
@@ -93,7 +93,7 @@ def test_another_machine_finds_them(bench: Bench, server: Server) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8, 16, 40, 48, 55, HEADER_BYTES, -1])
-def test_a_flipped_byte_is_a_miss_and_can_be_put_again(
+def test_object_with_flipped_byte_misses_and_is_replaceable(
     bench: Bench, server: Server, at: int
 ) -> None:
     bench.put(0)
@@ -111,7 +111,7 @@ def test_a_flipped_byte_is_a_miss_and_can_be_put_again(
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, HEADER_BYTES + RECORD_BYTES - 1])
-def test_a_short_record_is_a_miss(bench: Bench, server: Server, length: int) -> None:
+def test_short_object_is_a_miss(bench: Bench, server: Server, length: int) -> None:
     bench.put(0)
     key = stored(server, 0)
     server.records[key] = server.records[key][:length]
@@ -119,7 +119,7 @@ def test_a_short_record_is_a_miss(bench: Bench, server: Server, length: int) -> 
     assert bench.store.statistics().torn == 1
 
 
-def test_a_record_of_another_key_or_world_is_a_miss(bench: Bench, server: Server) -> None:
+def test_object_of_another_key_or_namespace_misses(bench: Bench, server: Server) -> None:
     bench.put(0, 1)
     bench.store.enter(OTHER)
     bench.put(0, world=OTHER)
@@ -132,7 +132,7 @@ def test_a_record_of_another_key_or_world_is_a_miss(bench: Bench, server: Server
     assert bench.store.statistics().torn == 2
 
 
-def test_a_full_server_refuses(bench: Bench, server: Server) -> None:
+def test_full_server_refuses_objects(bench: Bench, server: Server) -> None:
     server.room = 3
     assert bench.put(*range(5)) == [True, True, True, False, False]
     done = bench.store.statistics()
@@ -141,8 +141,8 @@ def test_a_full_server_refuses(bench: Bench, server: Server) -> None:
     assert bench.store.statistics().errors == 0
 
 
-def test_a_server_that_is_gone_is_left_alone_and_found_again(server: Server) -> None:
-    clock = Frozen()
+def test_failed_server_is_bypassed_and_retried_later(server: Server) -> None:
+    clock = FrozenClock()
     store = make(server, clock)
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
     bench.put(0, 1)
@@ -164,8 +164,8 @@ def test_a_server_that_is_gone_is_left_alone_and_found_again(server: Server) -> 
     store.close()
 
 
-def test_a_server_that_comes_later_is_used_then(server: Server) -> None:
-    clock = Frozen()
+def test_server_starting_later_is_used(server: Server) -> None:
+    clock = FrozenClock()
     server.is_gone = True
     store = make(server, clock)
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_a_server_that_comes_later_is_used_then(server: Server) -> None:
     store.close()
 
 
-def test_a_server_that_hangs_holds_nobody_up(server: Server) -> None:
+def test_hanging_server_blocks_no_caller(server: Server) -> None:
     """A late call goes on alone; until it ends its buffers are nobody's, and nothing is served."""
     store = make(server, Clock(), timeout_s=LATE_S)
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_a_server_that_hangs_holds_nobody_up(server: Server) -> None:
     store.close()
 
 
-def test_a_setup_that_hangs_holds_nobody_up(server: Server) -> None:
+def test_hanging_setup_blocks_no_caller(server: Server) -> None:
     server.hangs = threading.Event()
     store = make(server, Clock(), timeout_s=LATE_S)
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_a_setup_that_hangs_holds_nobody_up(server: Server) -> None:
     store.close()
 
 
-def test_closed_it_misses_and_refuses(server: Server) -> None:
+def test_closed_store_misses_and_refuses(server: Server) -> None:
     store = make(server, Clock())
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
     bench.put(0)
@@ -221,7 +221,7 @@ def test_closed_it_misses_and_refuses(server: Server) -> None:
     assert not [thread for thread in threading.enumerate() if "mooncake" in thread.name]
 
 
-def test_only_own_worlds_are_erased(bench: Bench, server: Server) -> None:
+def test_erase_reaches_only_namespaces_entered_here(bench: Bench, server: Server) -> None:
     strangers = OTHER.next_generation()
     other = make(server, Clock())
     other.enter(strangers)
@@ -241,7 +241,7 @@ def test_only_own_worlds_are_erased(bench: Bench, server: Server) -> None:
         bench.store.erase_matching(Selection(older_than_s=1.0))
 
 
-def test_a_server_that_erases_nothing_is_reported(bench: Bench, server: Server) -> None:
+def test_failed_erase_is_reported(bench: Bench, server: Server) -> None:
     bench.put(0, 1)
     server.is_gone = True
     assert bench.store.erase_matching(Selection(namespace=WORLD)) == 0
@@ -252,7 +252,7 @@ def test_a_server_that_erases_nothing_is_reported(bench: Bench, server: Server) 
     assert not server.records
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     imports = builtins.__import__
 
     def without(name: str, *arguments: Any, **more: Any) -> Any:
@@ -268,17 +268,17 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:0", "host:65536", "a b:1", ":1"])
-def test_a_bad_address_is_refused(address: str) -> None:
+def test_invalid_address_is_rejected(address: str) -> None:
     with pytest.raises(InvalidArgumentError):
         MooncakeStore(address, RECORD_BYTES)
 
 
-def test_addresses() -> None:
+def test_addresses_are_parsed() -> None:
     assert check_address("master-0.cluster:50051") == ("master-0.cluster", 50051)
     assert check_address("[fe80::1]:1") == ("fe80::1", 1)
 
 
-def test_sizes_are_checked() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     for record_bytes, segment_bytes in ((0, 0), (-1, 0), (True, 0), (1, -1)):
         with pytest.raises(InvalidArgumentError):
             MooncakeStore("a:1", record_bytes, segment_bytes=segment_bytes)

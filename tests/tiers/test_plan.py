@@ -28,7 +28,7 @@ Y, N = True, False
         ([[N, N, Y], [Y, N, Y]], [Segment(1, 0, 1)]),
     ],
 )
-def test_each_leading_key_is_taken_from_the_nearest_tier(found, expected) -> None:
+def test_leading_keys_come_from_the_nearest_tier(found, expected) -> None:
     assert nearest(found) == expected
 
 
@@ -38,7 +38,7 @@ def test_each_leading_key_is_taken_from_the_nearest_tier(found, expected) -> Non
         lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1, max_size=4)
     )
 )
-def test_segments_cover_the_leading_keys_and_nothing_else(found) -> None:
+def test_segments_cover_exactly_the_leading_keys(found) -> None:
     segments = nearest(found)
     at = 0
     for segment in segments:
@@ -56,7 +56,7 @@ def kinds(graph):
     return [(o.kind, o.tier, o.items, o.after, o.is_awaited) for o in graph.operations]
 
 
-def test_a_load_reads_and_copies_by_the_batch() -> None:
+def test_load_reads_and_copies_in_batches() -> None:
     graph = load_graph([Segment(0, 0, 3), Segment(1, 3, 1)], batch=2)
     assert kinds(graph) == [
         (Kind.GET, 0, (0, 1), (), Y),
@@ -69,7 +69,7 @@ def test_a_load_reads_and_copies_by_the_batch() -> None:
 
 
 @pytest.mark.parametrize("copies", Copies)
-def test_what_lies_below_is_promoted_behind_the_load(copies) -> None:
+def test_load_from_a_farther_tier_is_promoted_afterwards(copies) -> None:
     graph = load_graph([Segment(0, 0, 1), Segment(2, 1, 1)], batch=2, promote_to=0, copies=copies)
     expected = [
         (Kind.GET, 0, (0,), (), Y),
@@ -83,7 +83,7 @@ def test_what_lies_below_is_promoted_behind_the_load(copies) -> None:
     assert kinds(graph) == expected
 
 
-def test_a_demotion_is_complete_when_the_first_tier_has_taken_it() -> None:
+def test_demotion_stores_in_each_tier_in_order() -> None:
     graph = demote_graph(1, tiers=[0, 2], batch=1)
     assert kinds(graph) == [
         (Kind.COPY_OUT, -1, (0,), (), Y),
@@ -93,7 +93,7 @@ def test_a_demotion_is_complete_when_the_first_tier_has_taken_it() -> None:
     assert [o.only_unstored for o in graph.operations] == [N, Y, Y]
 
 
-def test_farther_tiers_are_given_what_a_nearer_one_has() -> None:
+def test_farther_tiers_receive_copies_from_the_source() -> None:
     graph = farther_graph(3, source=0, targets=[1, 2], batch=2)
     assert kinds(graph) == [
         (Kind.GET, 0, (0, 1), (), Y),
@@ -106,12 +106,12 @@ def test_farther_tiers_are_given_what_a_nearer_one_has() -> None:
     assert [o.batch for o in graph.operations] == [0, 0, 0, 1, 1, 1]
 
 
-def test_without_a_tier_nothing_is_read() -> None:
+def test_without_tiers_nothing_is_read() -> None:
     assert demote_graph(5, tiers=[], batch=2).operations == ()
 
 
 @pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_of_nothing_is_refused(batch) -> None:
+def test_empty_batch_is_rejected(batch) -> None:
     with pytest.raises(InvalidArgumentError, match="batch"):
         load_graph([Segment(0, 0, 1)], batch=batch)
     with pytest.raises(InvalidArgumentError, match="batch"):
@@ -123,7 +123,7 @@ def test_a_batch_of_nothing_is_refused(batch) -> None:
     st.lists(st.integers(0, 5), max_size=3, unique=True),
     st.integers(1, 9),
 )
-def test_every_block_is_read_once_and_offered_to_every_tier(count, tiers, batch) -> None:
+def test_each_block_is_read_once_for_all_tiers(count, tiers, batch) -> None:
     graph = demote_graph(count, tiers=tiers, batch=batch)
     read = [item for o in graph.operations if o.kind in FILLS_STAGING for item in o.items]
     assert read == (list(range(count)) if tiers else [])

@@ -58,7 +58,7 @@ def test_write_back_cleans_up_to_its_watermark(used, cached, clean, available, e
     assert to_clean(BACK, occupancy) == expected
 
 
-def test_write_back_cleans_everything_when_idle() -> None:
+def test_idle_write_back_cleans_everything() -> None:
     occupancy = Occupancy(used=0, cached=40, clean=10, available=100)
     assert to_clean(BACK, occupancy, idle_s=4.9) == 0
     assert to_clean(BACK, occupancy, idle_s=5.0) == 30
@@ -86,7 +86,7 @@ def test_blocks_near_their_idle_time_are_cleaned() -> None:
     assert to_clean(BACK, occupancy, cache_idle_s=601.0) == 0
 
 
-def test_write_through_does_not_wait() -> None:
+def test_write_through_cleans_at_once() -> None:
     occupancy = Occupancy(used=0, cached=40, clean=10, available=100)
     assert to_clean(THROUGH, occupancy) == 30
     assert to_clean(THROUGH, occupancy, affordable=3) == 3
@@ -102,7 +102,7 @@ def test_write_through_does_not_wait() -> None:
     st.floats(0, 1),
     st.integers(-5, 50),
 )
-def test_never_more_than_is_dirty_or_may_be_written(
+def test_clean_count_is_bounded_by_dirty_and_budget(
     policy, used, cached, clean, free, idle_s, watermark, affordable
 ) -> None:
     clean = min(clean, cached)
@@ -113,18 +113,18 @@ def test_never_more_than_is_dirty_or_may_be_written(
         assert count == 0
 
 
-def test_a_deadline_is_by_its_reason() -> None:
+def test_deadline_depends_on_the_reason() -> None:
     deadlines = Deadlines(1, 2, 3)
     assert [deadlines.of(r) for r in ("reclaim", "limit", "sleep", "new")] == [1, 2, 3, 1]
 
 
-def test_a_budget_fills_at_its_rate_and_no_higher_than_a_burst() -> None:
+def test_budget_refills_at_its_rate_up_to_burst() -> None:
     assert refilled(0, 2, rate_bytes_per_s=10, burst_bytes=100) == 20
     assert refilled(95, 2, rate_bytes_per_s=10, burst_bytes=100) == 100
     assert refilled(-50, 2, rate_bytes_per_s=10, burst_bytes=100) == -30
 
 
-def test_an_average_follows() -> None:
+def test_average_is_weighted() -> None:
     assert averaged(None, 4.0) == 4.0
     assert averaged(4.0, 8.0, weight=0.25) == 5.0
 
@@ -139,11 +139,11 @@ def test_an_average_follows() -> None:
         (2.0, 1.0, PROBE_AFTER_S, True),
     ],
 )
-def test_a_tier_slower_than_computing_is_not_asked(load_s, compute_s, unasked_s, expected) -> None:
+def test_tier_slower_than_computing_is_not_used(load_s, compute_s, unasked_s, expected) -> None:
     assert is_worth_asking(load_s, compute_s, unasked_s=unasked_s) is expected
 
 
-def test_a_slow_tier_is_tried_again_after_a_while() -> None:
+def test_slow_tier_is_probed_again_later() -> None:
     now = [0.0]
     costs = Costs(2, clock=lambda: now[0])
     costs.computed(10, 1.0)
@@ -169,5 +169,5 @@ def test_a_slow_tier_is_tried_again_after_a_while() -> None:
         (1e9, 0.02, 1, 1),
     ],
 )
-def test_a_batch_is_a_part_of_the_deadline(rate, deadline_s, slots, expected) -> None:
+def test_batch_size_follows_deadline_and_rate(rate, deadline_s, slots, expected) -> None:
     assert batch_blocks(1 << 20, rate, deadline_s=deadline_s, slots=slots) == expected

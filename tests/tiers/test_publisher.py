@@ -88,15 +88,15 @@ def tiers(info: SegmentInfo) -> Iterator[Tiers]:
     assert not (SHM_DIR / tier_status_name(info.header["uuid"])).exists()
 
 
-def shown_by(tiers: Tiers, info: SegmentInfo) -> Publisher:
+def publisher_of(tiers: Tiers, info: SegmentInfo) -> Publisher:
     publisher = show(tiers, info.header["uuid"])  # type: ignore[arg-type]
     assert publisher is not None
     assert tiers.observers == [publisher]
     return publisher
 
 
-def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
-    shown_by(tiers, info).publish(DEADLINE_S)
+def test_store_statistics_are_published(info: SegmentInfo, tiers: Tiers) -> None:
+    publisher_of(tiers, info).publish(DEADLINE_S)
     board = read(info)
     assert board is not None
     host, disk = board.tiers
@@ -106,8 +106,8 @@ def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
     assert (board.blocks.matched, board.blocks.dropped) == (0, 10)
 
 
-def test_a_medium_that_refuses_is_shown_with_its_reason(info: SegmentInfo, tiers: Tiers) -> None:
-    publisher = shown_by(tiers, info)
+def test_failing_medium_is_shown_with_its_reason(info: SegmentInfo, tiers: Tiers) -> None:
+    publisher = publisher_of(tiers, info)
     tiers.stores[1].refuses = "é" * 100
     publisher.publish(DEADLINE_S)
     board = read(info)
@@ -122,9 +122,9 @@ def test_a_medium_that_refuses_is_shown_with_its_reason(info: SegmentInfo, tiers
     assert board.tiers[1].state == "ok"
 
 
-def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> None:
+def test_hung_store_does_not_delay_the_others(info: SegmentInfo, tiers: Tiers) -> None:
     tiers.stores[1].may_answer.clear()
-    publisher = shown_by(tiers, info)
+    publisher = publisher_of(tiers, info)
     publisher.publish()
     tiers.stores[0].records = 7
     publisher.publish(DEADLINE_S)
@@ -146,9 +146,9 @@ def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> 
     assert board.tiers[1].records == 2
 
 
-def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tiers: Tiers) -> None:
+def test_store_that_raises_is_shown_as_stale(info: SegmentInfo, tiers: Tiers) -> None:
     tiers.stores[0].error = OSError("odd")
-    shown_by(tiers, info).publish(DEADLINE_S)
+    publisher_of(tiers, info).publish(DEADLINE_S)
     board = read(info)
     assert board is not None
     assert [tier.is_current for tier in board.tiers] == [False, True]
@@ -161,9 +161,9 @@ def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tier
     assert (answer.state, answer.counts[:2]) == ("done", (1, 2))
 
 
-def test_where_there_can_be_no_board_tiers_work_without(
+def test_missing_status_file_does_not_stop_tiers(
     info: SegmentInfo, tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shown_by(tiers, info)
+    publisher_of(tiers, info)
     assert show(Tiers(), info.header["uuid"]) is None  # type: ignore[arg-type]
     assert "kvctl tiers will not see" in caplog.text

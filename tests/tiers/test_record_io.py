@@ -17,7 +17,7 @@ PROGRAM = PROGRAMS / "forbid_io_uring.py"
 
 @pytest.mark.parametrize("call", [425, 426], ids=["setup", "enter"])
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
-def test_a_process_that_may_not_use_io_uring_has_threads(call: int, code: int) -> None:
+def test_forbidden_io_uring_falls_back_to_threads(call: int, code: int) -> None:
     done = run_python(PROGRAM, str(call), str(code), exit_code=None)
     if "prctl" in done.stderr:
         pytest.skip(f"no seccomp here: {done.stderr}")
@@ -27,14 +27,14 @@ def test_a_process_that_may_not_use_io_uring_has_threads(call: int, code: int) -
     assert os.strerror(code) in why
 
 
-def test_engines_and_depths_that_cannot_be_are_refused() -> None:
+def test_invalid_io_engines_and_depths_are_rejected() -> None:
     for arguments in (("magic", 8), ("threads", 0), ("threads", 257)):
         with pytest.raises(InvalidArgumentError):
             _vmm.RecordIo(*arguments)  # type: ignore[arg-type]
     assert _vmm.RecordIo("threads", 3).depth == 3
 
 
-def test_a_record_cannot_be_read_into_what_is_read_only(tmp_path: Path) -> None:
+def test_read_into_a_read_only_buffer_is_rejected(tmp_path: Path) -> None:
     io = _vmm.RecordIo("threads")
     with (tmp_path / "file").open("w+b") as file:
         with pytest.raises(BufferError):

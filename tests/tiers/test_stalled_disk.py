@@ -169,7 +169,7 @@ STALLS = ["get", "put", "erase", "grow"]
 
 
 @pytest.mark.parametrize("kind", STALLS)
-def test_the_tier_in_front_goes_on_beside_a_stalled_disk(world: World, kind: str) -> None:
+def test_front_tier_works_while_the_disk_stalls(world: World, kind: str) -> None:
     stall = world.stall(kind)
     world.wait_until_stuck()
     for first in (200, 300, 400):
@@ -199,7 +199,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("kind", STALLS)
-def test_twenty_operators_beside_a_stalled_disk_get_their_answers(world: World, kind: str) -> None:
+def test_operators_are_answered_while_the_disk_stalls(world: World, kind: str) -> None:
     name = f"stalled_{os.getpid()}_{random.randrange(1 << 40):x}"
     with segment.create(name, engine="test"):
         info = segment.inspect(name)

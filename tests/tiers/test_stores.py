@@ -29,5 +29,5 @@ def bench(kind: Kind, tmp_path: Path) -> Iterator[Bench]:
         for case in cases_of(kind)
     ],
 )
-def test_store(bench: Bench, case: Case) -> None:
+def test_store_battery(bench: Bench, case: Case) -> None:
     case(bench)

@@ -17,7 +17,7 @@ from kvelastic.tiers.policy import Copies, Deadlines, WritePolicy
 GIB = 1 << 30
 
 
-def test_a_list_is_read_in_its_order() -> None:
+def test_tier_list_is_parsed_in_order() -> None:
     text = "host:4G, disk:/a+/b/c:200G,folder:/d:1.5G,mooncake:10.0.0.1:50051"
     assert parse_tiers(text) == (
         TierSpec("host", limit_bytes=4 * GIB),
@@ -54,7 +54,7 @@ def test_a_list_is_read_in_its_order() -> None:
         ("host:1G,", "does not say"),
     ],
 )
-def test_what_is_wrong_is_named(text, words) -> None:
+def test_invalid_tier_list_is_named(text, words) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         parse_tiers(text)
     with pytest.raises(ConfigError, match=r"KVELASTIC_TIERS=.*set it to"):
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_named(text, words) -> None:
 
 
 @given(st.text(alphabet="hostdiskfolder:/,+0123456789GM .-\0", max_size=60))
-def test_any_text_is_read_or_refused(text) -> None:
+def test_random_text_is_parsed_or_rejected(text) -> None:
     try:
         for spec in parse_tiers(text):
             assert spec.kind in ("host", "disk", "folder", "mooncake")
@@ -85,12 +85,12 @@ def test_any_text_is_read_or_refused(text) -> None:
         ("DAILY_WRITE", "lots"),
     ],
 )
-def test_a_bad_value_names_its_variable(name, value) -> None:
+def test_invalid_value_names_its_variable(name, value) -> None:
     with pytest.raises(ConfigError, match=f"KVELASTIC_TIER_{name}="):
         load({f"KVELASTIC_TIER_{name}": value})
 
 
-def test_settings_are_what_the_variables_say() -> None:
+def test_settings_follow_the_variables() -> None:
     settings = TierSettings.of(
         load(
             {
@@ -120,5 +120,5 @@ def test_settings_are_what_the_variables_say() -> None:
     assert settings.staging_slots(1 << 10) == 1024
 
 
-def test_the_defaults_of_the_variables_are_those_of_the_parts() -> None:
+def test_variable_defaults_match_the_code() -> None:
     assert TierSettings.of(load({})) == TierSettings()

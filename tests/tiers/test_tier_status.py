@@ -93,7 +93,7 @@ def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
 # ---------------------------------------------------------------------------------------- format
 
 
-def test_what_is_written_is_read() -> None:
+def test_requests_and_statistics_survive_packing() -> None:
     assert KIND.unpack(TiersFigures, KIND.pack(7, FIGURES)) == (7, FIGURES)
     for request in (
         TierRequest("limit", "disk2", 1 << 40),
@@ -109,7 +109,7 @@ def test_what_is_written_is_read() -> None:
     assert KIND.unpack(TierAnswer, KIND.pack(9, answer)) == (9, answer)
 
 
-def test_the_largest_values_have_room(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_largest_values_fit_the_status_file(info: SegmentInfo, board: TierStatusFile) -> None:
     most = (1 << 63) - 1
     figures: Callable[..., TierFigures] = TierFigures
     tier = figures("x" * 16, "mooncake", *[most] * 16, True, False, "x" * MOST_PROBLEM_BYTES)
@@ -131,7 +131,7 @@ def test_the_largest_values_have_room(info: SegmentInfo, board: TierStatusFile) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_flipped_bit_or_noise_is_never_whole(seed: int) -> None:
+def test_flipped_bit_or_noise_is_rejected(seed: int) -> None:
     dice = random.Random(seed)
     cells: tuple[tuple[bytes, type[Shown]], ...] = (
         (KIND.pack(7, FIGURES), TiersFigures),
@@ -159,7 +159,7 @@ def sealed(of: type, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
+def test_malicious_content_with_valid_checksum_is_harmless(seed: int) -> None:
     dice = random.Random(seed)
     values = (FIGURES, TierRequest("clear"), TierAnswer(9, "done", (), ""))
     for _ in range(300):
@@ -195,7 +195,7 @@ def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
         TierRequest("format", "disk", 5),
     ],
 )
-def test_a_malformed_request_is_refused_on_both_sides(
+def test_malformed_request_is_rejected_on_both_sides(
     info: SegmentInfo, board: TierStatusFile, request_: TierRequest
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing was asked"):
@@ -209,7 +209,7 @@ def test_a_malformed_request_is_refused_on_both_sides(
 # ------------------------------------------------------------------------------------------ file
 
 
-def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo) -> None:
+def test_status_file_is_private_and_removed_on_close(info: SegmentInfo) -> None:
     assert read(info) is None
     board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     try:
@@ -235,14 +235,16 @@ def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo
         ask(info, TierRequest("verify"), 0)
 
 
-def test_the_board_of_nobody_is_reaped_and_not_told_of(info: SegmentInfo) -> None:
+def test_status_file_without_instance_is_reaped_silently(info: SegmentInfo) -> None:
     path = path_of(info)
     path.write_bytes(KIND.header)
     assert segment.reap() == []
     assert not path.exists()
 
 
-def test_a_board_that_others_may_open_is_not_read(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_status_file_accessible_to_others_is_not_read(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
     path_of(info).chmod(0o644)
     with pytest.raises(SegmentFormatError, match="user alone"):
         read(info)
@@ -250,7 +252,7 @@ def test_a_board_that_others_may_open_is_not_read(info: SegmentInfo, board: Tier
     assert read(info) == FIGURES
 
 
-def test_a_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
+def test_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"")
     path_of(info).symlink_to(target)
@@ -264,9 +266,7 @@ def test_a_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
     assert target.read_bytes() == b""
 
 
-def test_a_writer_that_ends_half_way_has_changed_nothing(
-    info: SegmentInfo, board: TierStatusFile
-) -> None:
+def test_partial_write_changes_nothing(info: SegmentInfo, board: TierStatusFile) -> None:
     newer = replace(FIGURES, blocks=replace(FIGURES.blocks, matched=1000))
     cell = KIND.pack(2, newer)
     for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
@@ -279,7 +279,7 @@ def test_a_writer_that_ends_half_way_has_changed_nothing(
     assert board.pending() == {}
 
 
-def test_another_version_and_a_short_file_are_told_of(
+def test_other_version_and_truncated_file_are_reported(
     info: SegmentInfo, board: TierStatusFile
 ) -> None:
     overwrite(info, 8, struct.pack("<I", 99))
@@ -297,7 +297,7 @@ def test_another_version_and_a_short_file_are_told_of(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
+def test_next_publication_repairs_a_corrupt_file(
     info: SegmentInfo, board: TierStatusFile, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -320,7 +320,9 @@ def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
 # -------------------------------------------------------------------------------------- requests
 
 
-def test_operators_get_their_own_answers(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_concurrent_operators_get_their_own_results(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
     """More operators than the ring has places, at once; each asks for a size of its own."""
     operators, each = 12, 6
     got: dict[int, TierAnswer | None] = {}
@@ -363,7 +365,7 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: TierStatusFil
     assert len({answer.revision for answer in got.values() if answer}) == operators * each
 
 
-def test_requests_that_nobody_answers_are_kept_and_then_refused(
+def test_full_request_ring_rejects_further_requests(
     info: SegmentInfo, board: TierStatusFile
 ) -> None:
     for size in range(RING):
@@ -378,31 +380,29 @@ def test_requests_that_nobody_answers_are_kept_and_then_refused(
     assert ask(info, TierRequest("verify"), 0) is None
 
 
-def test_an_unknown_tier_is_refused_before_anything_is_written(
-    info: SegmentInfo, board: TierStatusFile
-) -> None:
+def test_unknown_tier_is_rejected_before_writing(info: SegmentInfo, board: TierStatusFile) -> None:
     with pytest.raises(InvalidArgumentError, match="no tier 'tape'; it has host, disk"):
         ask(info, TierRequest("limit", "tape", 5), 0)
     assert board.pending() == {}
 
 
-def test_who_waits_hears_that_the_instance_has_ended(info: SegmentInfo) -> None:
+def test_wait_ends_when_the_instance_ends(info: SegmentInfo) -> None:
     board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     board.publish(FIGURES)
 
-    def end_when_asked() -> None:
+    def close_on_request() -> None:
         while not board.pending():
             pass
         board.close()
 
-    thread = threading.Thread(target=end_when_asked)
+    thread = threading.Thread(target=close_on_request)
     thread.start()
     with pytest.raises(SegmentDeadError, match="have ended"):
         ask(info, TierRequest("verify"), DEADLINE_S)
     thread.join()
 
 
-def test_a_file_that_is_cut_short_kills_no_process_that_waits(
+def test_truncated_file_does_not_crash_waiting_processes(
     info: SegmentInfo, board: TierStatusFile
 ) -> None:
     """The futex words lie in a page that is gone then: a load from it would be a SIGBUS."""
@@ -420,7 +420,7 @@ def test_a_file_that_is_cut_short_kills_no_process_that_waits(
         assert answer.state == "done"
 
 
-def test_a_request_and_an_answer_wake_who_waits(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_request_and_result_wake_their_waiters(info: SegmentInfo, board: TierStatusFile) -> None:
     def serve() -> None:
         seen = board.bell
         while not (pending := board.pending()):
@@ -435,9 +435,7 @@ def test_a_request_and_an_answer_wake_who_waits(info: SegmentInfo, board: TierSt
     assert answer == TierAnswer(1, "done", (), "")
 
 
-def test_a_bell_that_was_overwritten_delays_and_loses_nothing(
-    info: SegmentInfo, board: TierStatusFile
-) -> None:
+def test_overwritten_bell_loses_no_request(info: SegmentInfo, board: TierStatusFile) -> None:
     overwrite(info, 64, b"\xff" * 128)
     with post(info, TierRequest("verify")) as asked:
         assert board.bell == 0, "the largest number is followed by 0"
@@ -447,7 +445,7 @@ def test_a_bell_that_was_overwritten_delays_and_loses_nothing(
         assert asked.wait(DEADLINE_S) is not None
 
 
-def test_what_has_no_room_is_an_error_and_not_written(
+def test_oversized_content_is_rejected_and_not_written(
     info: SegmentInfo, board: TierStatusFile
 ) -> None:
     with pytest.raises(SegmentError, match="no room for a cell"):
@@ -457,7 +455,7 @@ def test_what_has_no_room_is_an_error_and_not_written(
     assert read(info) == FIGURES
 
 
-def test_a_closed_file_wakes_its_thread_and_a_child_leaves_it(
+def test_close_wakes_the_waiter_and_ignores_forked_children(
     info: SegmentInfo, board: TierStatusFile
 ) -> None:
     if (child := os.fork()) == 0:
@@ -489,7 +487,7 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_while_it_writes_leaves_a_whole_snapshot(info: SegmentInfo) -> None:
+def test_killed_writer_leaves_a_consistent_snapshot(info: SegmentInfo) -> None:
     def is_whole() -> int:
         shown = read(info)
         assert shown is not None
@@ -510,7 +508,9 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_a_whole_snapshot(info: S
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
-def test_another_user_can_neither_read_nor_ask(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_another_user_can_neither_read_nor_request(
+    info: SegmentInfo, board: TierStatusFile
+) -> None:
     program = f"""
 import os
 from kvelastic.shared import segment, tier_status
@@ -564,7 +564,7 @@ class FakeTiers:
             raise self.problem
 
 
-def test_each_request_does_what_it_says() -> None:
+def test_each_request_is_executed_as_specified() -> None:
     tiers = FakeTiers()
     assert labels_of(tiers.stores) == ("host", "disk", "disk2")
     done = carry_out(1, TierRequest("limit", "disk2", 50), tiers)
@@ -586,7 +586,7 @@ def test_each_request_does_what_it_says() -> None:
     assert carry_out(6, TierRequest("verify"), tiers).counts == (3, 10, 5)
 
 
-def test_what_fails_is_said_and_never_raised() -> None:
+def test_failures_are_reported_and_never_raised() -> None:
     tiers = FakeTiers()
     refused = carry_out(1, TierRequest("limit", "tape", 1), tiers)
     assert (refused.state, "no tier 'tape'" in refused.reason) == ("refused", True)

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
 
 
 @pytest.mark.slow
-def test_the_example_runs(tmp_path) -> None:
+def test_documented_example_runs(tmp_path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
@@ -30,7 +30,7 @@ def test_the_example_runs(tmp_path) -> None:
     ledger.reap()
 
 
-def test_every_variable_of_tiers_is_on_the_page() -> None:
+def test_every_tier_variable_is_documented() -> None:
     text = PAGE.read_text()
     for variable in VARIABLES:
         if variable.name.startswith("KVELASTIC_TIER"):

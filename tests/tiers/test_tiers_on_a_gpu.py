@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("tiers", ["host", "host and disk"])
-def test_no_wrong_byte_comes_back_from_the_host(tmp_path: Path, tiers: str) -> None:
+def test_host_tier_on_a_gpu_returns_correct_bytes(tmp_path: Path, tiers: str) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     more = ["--disk", str(disk)] if tiers == "host and disk" else []

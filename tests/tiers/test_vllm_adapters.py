@@ -33,11 +33,11 @@ def change(path: Path, by: bytes = b"others!") -> None:
     (path / "adapter_model.safetensors").write_bytes(by * 100)
 
 
-def test_the_same_contents_have_the_same_name_in_every_process(path: Path) -> None:
+def test_same_adapter_contents_have_the_same_key(path: Path) -> None:
     assert Adapters().contents_of(1, str(path)) == Adapters().contents_of(7, str(path))
 
 
-def test_other_contents_have_another_name_after_they_were_loaded(path: Path) -> None:
+def test_changed_adapter_has_another_key_after_reload(path: Path) -> None:
     adapters = Adapters()
     before = adapters.contents_of(1, str(path))
     change(path)
@@ -47,7 +47,7 @@ def test_other_contents_have_another_name_after_they_were_loaded(path: Path) -> 
     assert after == Adapters().contents_of(1, str(path))
 
 
-def test_files_that_changed_under_the_workers_have_a_name_of_their_own_once(path: Path) -> None:
+def test_adapter_changed_while_loaded_has_a_private_key(path: Path) -> None:
     adapters = Adapters()
     before = adapters.contents_of(1, str(path))
     change(path)
@@ -68,7 +68,7 @@ def test_every_byte_of_an_adapter_counts(path: Path) -> None:
     assert Adapters().contents_of(1, str(path)) != before
 
 
-def test_a_large_adapter_has_a_name_of_its_own_once_until_it_is_hashed(
+def test_unhashed_large_adapter_has_a_private_key(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Adapters().contents_of(1, str(path))
@@ -94,12 +94,12 @@ def test_a_large_adapter_has_a_name_of_its_own_once_until_it_is_hashed(
     assert others.contents_of(1, str(path)) not in (expected, other)
 
 
-def test_an_adapter_that_cannot_be_read_is_found_by_nobody_else() -> None:
+def test_unreadable_adapter_has_a_private_key() -> None:
     names = {Adapters().contents_of(1, "a-name-on-a-hub") for _ in range(2)}
     assert len(names) == 2
 
 
-def test_contents_are_read_once_for_a_request_and_join_what_vllm_adds(path: Path) -> None:
+def test_adapter_key_is_kept_for_the_request(path: Path) -> None:
     lora = SimpleNamespace(lora_int_id=1, lora_path=str(path))
     request = SimpleNamespace(lora_request=lora)
     first = adapter_keys(lambda _: [("lora", "a", str(path))], request)

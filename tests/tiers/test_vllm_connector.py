@@ -30,31 +30,31 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**given, **changes})
 
 
-def test_it_is_filled_in_where_none_is_configured() -> None:
+def test_connector_is_configured_by_default() -> None:
     for configured in (None, SimpleNamespace(kv_connector=None)):
         made = tier_connector.filled_in(configured, SimpleNamespace, offloads=False)
         assert tier_connector.is_ours(made)
         assert made.kv_load_failure_policy == "recompute", "a failed load must not fail a request"
 
 
-def test_one_that_names_our_spec_is_left_as_it_is() -> None:
+def test_configured_own_connector_is_kept() -> None:
     ours = connector()
     assert tier_connector.filled_in(ours, SimpleNamespace, offloads=False) is ours
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "MultiConnector"])
-def test_any_other_is_refused(name: str) -> None:
+def test_other_connectors_are_rejected(name: str) -> None:
     other = SimpleNamespace(kv_connector=name, kv_connector_extra_config={})
     with pytest.raises(UnsupportedEngineError, match=f"the KV connector {name} are both set"):
         tier_connector.filled_in(other, SimpleNamespace, offloads=False)
 
 
-def test_vllms_own_offloading_is_refused() -> None:
+def test_vllm_offloading_is_rejected() -> None:
     with pytest.raises(UnsupportedEngineError, match="--kv-offloading-size"):
         tier_connector.filled_in(None, SimpleNamespace, offloads=True)
 
 
-def test_what_is_covered_is_accepted() -> None:
+def test_supported_configuration_is_accepted() -> None:
     refuse_for_tiers(vllm_config())
     refuse_without_tiers(vllm_config(kv_transfer_config=None))
 
@@ -74,18 +74,20 @@ def test_what_is_covered_is_accepted() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_is_not_is_refused_with_the_reason(changes: dict[str, Any], why: str) -> None:
+def test_unsupported_configuration_is_rejected_with_the_reason(
+    changes: dict[str, Any], why: str
+) -> None:
     with pytest.raises(UnsupportedEngineError, match=why):
         refuse_for_tiers(vllm_config(**changes))
 
 
-def test_our_spec_without_tiers_is_refused() -> None:
+def test_own_connector_without_tiers_is_rejected() -> None:
     with pytest.raises(UnsupportedEngineError, match="names no tier"):
         refuse_without_tiers(vllm_config())
 
 
 @pytest.mark.parametrize("kind", ["MambaSpec", "ChunkedLocalAttentionSpec"])
-def test_layers_whose_blocks_are_not_named_by_tokens_are_refused(kind: str) -> None:
+def test_layers_without_token_keys_are_rejected(kind: str) -> None:
     def cache(*kinds: str) -> SimpleNamespace:
         groups = [SimpleNamespace(kv_cache_spec=type(one, (), {})()) for one in kinds]
         return SimpleNamespace(kv_cache_groups=groups)

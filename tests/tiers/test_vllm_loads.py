@@ -108,7 +108,7 @@ def ask(lookups: Lookups, name: str, of: Chain, request: str = "r") -> bool:
     return lookups.find(request, name.encode(), lambda: of)
 
 
-def test_all_blocks_that_may_follow_are_asked_for_at_once() -> None:
+def test_following_blocks_are_looked_up_together() -> None:
     tiers = FakeTiers("b", "c")
     lookups = lookups_of(tiers)
     of = chain("a", "b", "c", "d", "e")
@@ -121,7 +121,7 @@ def test_all_blocks_that_may_follow_are_asked_for_at_once() -> None:
     assert tiers.asked[1] == (NO_KEY, [key("b")]), "in another step it is asked again"
 
 
-def test_windows_are_asked_from_their_end() -> None:
+def test_sliding_windows_are_looked_up_from_their_end() -> None:
     tiers = FakeTiers("b", "c", "d")
     lookups = lookups_of(tiers)
     answers = [ask(lookups, name, chain(None, *"abcd"["abcd".index(name) :])) for name in "dcba"]
@@ -129,7 +129,7 @@ def test_windows_are_asked_from_their_end() -> None:
     assert [asked for _, asked in tiers.asked] == [[key(name)] for name in "dcba"]
 
 
-def test_what_is_taken_stays_held_and_the_rest_of_the_step_goes() -> None:
+def test_taken_blocks_stay_leased_after_the_step() -> None:
     tiers = FakeTiers("a", "b")
     lookups = lookups_of(tiers)
     assert ask(lookups, "a", chain(None, "a", "b"))
@@ -142,7 +142,7 @@ def test_what_is_taken_stays_held_and_the_rest_of_the_step_goes() -> None:
     assert tiers.held == []
 
 
-def test_a_load_of_several_windows_knows_what_each_key_continues() -> None:
+def test_load_of_several_windows_has_all_parents() -> None:
     tiers = FakeTiers("b", "c", "x")
     lookups = lookups_of(tiers)
     assert ask(lookups, "b", chain("a", "b", "c", "d"))
@@ -155,14 +155,14 @@ def test_a_load_of_several_windows_knows_what_each_key_continues() -> None:
     assert tiers.held == []
 
 
-def test_a_load_ends_before_the_first_key_that_was_not_found() -> None:
+def test_load_ends_before_the_first_missing_key() -> None:
     tiers = FakeTiers("a", "c")
     lookups = lookups_of(tiers)
     assert [ask(lookups, name, chain(None, name)) for name in "abc"] == [True, False, True]
     assert lookups.take("r", [b"a", b"b", b"c"]).count == 1
 
 
-def test_a_load_looks_up_what_the_step_has_not_found() -> None:
+def test_load_looks_up_keys_unknown_to_the_step() -> None:
     tiers = FakeTiers("a", "b", "c")
     lookups = lookups_of(tiers)
     assert ask(lookups, "b", chain("a", "b"))
@@ -173,7 +173,7 @@ def test_a_load_looks_up_what_the_step_has_not_found() -> None:
     assert tiers.held == []
 
 
-def test_after_a_failed_load_a_request_finds_nothing_more() -> None:
+def test_failed_load_disables_lookups_of_the_request() -> None:
     lookups = lookups_of(FakeTiers("a"))
     lookups.find_nothing_more("r")
     assert not ask(lookups, "a", chain(None, "a"))
@@ -182,7 +182,7 @@ def test_after_a_failed_load_a_request_finds_nothing_more() -> None:
     assert ask(lookups, "a", chain(None, "a"))
 
 
-def test_keys_are_made_anew_in_another_namespace() -> None:
+def test_keys_change_with_the_namespace() -> None:
     tiers, prefix = FakeTiers("1a"), ["0"]
     lookups = Lookups(cast("Tiers", tiers), lambda engine_key: key(prefix[0] + engine_key.decode()))
     assert not ask(lookups, "a", chain(None, "a"))
@@ -191,7 +191,7 @@ def test_keys_are_made_anew_in_another_namespace() -> None:
     assert ask(lookups, "a", chain(None, "a"))
 
 
-def test_a_load_is_told_once_when_it_is_over_and_then_holds_nothing() -> None:
+def test_finished_load_is_reported_once_and_released() -> None:
     tiers = FakeTiers("a", "b")
     loads = loads_of(tiers)
     loads.begin(tiers.match(key("a") + key("b")).assign("r", 7, [4, 5]))
@@ -206,7 +206,7 @@ def test_a_load_is_told_once_when_it_is_over_and_then_holds_nothing() -> None:
     assert (loads.open, loads.take_finished()) == (0, [])
 
 
-def test_what_is_not_there_any_more_is_no_part_of_the_load() -> None:
+def test_missing_blocks_shorten_the_load() -> None:
     tiers = FakeTiers("a")
     loads = loads_of(tiers)
     loads.begin(tiers.match(key("a") + key("b")).assign("r", 1, [4, 5]))
@@ -219,7 +219,7 @@ def test_what_is_not_there_any_more_is_no_part_of_the_load() -> None:
     assert (len(load.ids), load.leading) == (1, 0)
 
 
-def test_a_refused_load_is_over_with_nothing_loaded() -> None:
+def test_refused_load_finishes_with_nothing_loaded() -> None:
     loads = loads_of(FakeTiers())
     loads.refuse(Load().assign("r", 3, range(5)))
     assert loads.has_finished
@@ -227,7 +227,7 @@ def test_a_refused_load_is_over_with_nothing_loaded() -> None:
     assert (load.job, len(load.ids), load.leading) == (3, 5, 0)
 
 
-def test_tiers_that_refuse_a_load_hold_nothing_for_it() -> None:
+def test_load_rejected_by_the_tiers_keeps_no_lease() -> None:
     tiers = FakeTiers("a")
     tiers.refuses = True
     with pytest.raises(InvalidArgumentError):
@@ -235,7 +235,7 @@ def test_tiers_that_refuse_a_load_hold_nothing_for_it() -> None:
     assert tiers.held == []
 
 
-def test_all_can_be_ended() -> None:
+def test_all_loads_can_be_cancelled() -> None:
     tiers = FakeTiers("a", "b")
     loads = loads_of(tiers)
     for name in "ab":
@@ -256,19 +256,19 @@ def test_all_can_be_ended() -> None:
         (0.5, 1, None, True),
     ],
 )
-def test_a_load_that_computing_would_overtake_is_given_up(
+def test_load_slower_than_computing_is_cancelled(
     elapsed_s: float, arrived: int, compute_s: float | None, expected: bool
 ) -> None:
     assert is_too_slow(elapsed_s, 10, arrived, compute_s=compute_s) is expected
 
 
-def test_a_tier_that_was_quick_of_late_may_get_nowhere_a_little_longer() -> None:
+def test_recently_fast_tier_gets_more_time() -> None:
     assert is_too_slow(0.3, 10, 0, compute_s=0.1)
     assert not is_too_slow(0.3, 10, 0, compute_s=0.1, load_s=0.01)
     assert is_too_slow(0.5, 10, 0, compute_s=0.1, load_s=0.01)
 
 
-def test_what_a_slow_load_has_brought_stays() -> None:
+def test_slow_load_is_cancelled_and_finished_load_kept() -> None:
     now_s = [0.0]
     tiers = FakeTiers("a", "b")
     loads = loads_of(tiers, clock=lambda: now_s[0])
@@ -285,7 +285,7 @@ def test_what_a_slow_load_has_brought_stays() -> None:
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_who_does_not_compare_waits_for_a_slow_load(compares: bool) -> None:
+def test_slow_load_is_kept_without_cost_comparison(compares: bool) -> None:
     now_s = [0.0]
     tiers = FakeTiers("a")
     tiers.compute_s = None
@@ -300,7 +300,7 @@ def test_who_does_not_compare_waits_for_a_slow_load(compares: bool) -> None:
     assert loading.is_cancelled is compares
 
 
-def test_a_load_whose_records_have_arrived_waits_for_its_copies() -> None:
+def test_load_waiting_for_its_copies_is_not_cancelled() -> None:
     """They may stand behind pages that are being mapped: that says nothing of the tier."""
     now_s = [0.0]
     tiers = FakeTiers("a", "b")

@@ -73,7 +73,7 @@ def namespace(config: SimpleNamespace, **more: Any) -> Any:
     return namespace_of(config, **given)
 
 
-def test_the_files_of_the_weights_are_those_of_the_model(model: Path) -> None:
+def test_weight_files_are_those_of_the_model(model: Path) -> None:
     files = weight_files_of(vllm_config(str(model)))
     assert files is not None
     assert list(files.files) == ["config.json", "model.safetensors"]
@@ -81,7 +81,7 @@ def test_the_files_of_the_weights_are_those_of_the_model(model: Path) -> None:
     assert weight_files_of(vllm_config("org/some-model")) is None
 
 
-def test_two_engines_of_the_same_share_keys() -> None:
+def test_equal_engines_share_the_namespace() -> None:
     assert namespace(vllm_config()) == namespace(vllm_config())
 
 
@@ -100,7 +100,7 @@ def test_two_engines_of_the_same_share_keys() -> None:
         {"device__device_type": "cuda"},
     ],
 )
-def test_what_changes_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
+def test_configuration_that_changes_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
     other = namespace(vllm_config(**changes))
     assert other.fingerprint != namespace(vllm_config()).fingerprint
 
@@ -114,7 +114,7 @@ def test_what_changes_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
         {"record_bytes": 8192},
     ],
 )
-def test_so_does_what_is_not_in_the_configuration(more: dict[str, Any]) -> None:
+def test_other_kv_inputs_change_the_namespace(more: dict[str, Any]) -> None:
     assert namespace(vllm_config(), **more).fingerprint != namespace(vllm_config()).fingerprint
 
 
@@ -132,12 +132,12 @@ def test_so_does_what_is_not_in_the_configuration(more: dict[str, Any]) -> None:
         ({"cache__prefix_caching_hash_algo": "xxhash"}, {}),
     ],
 )
-def test_what_nobody_can_tell_is_of_this_process_alone(changes: Any, more: Any) -> None:
+def test_unknown_weights_give_a_private_namespace(changes: Any, more: Any) -> None:
     first, second = (namespace(vllm_config(**changes), **more) for _ in range(2))
     assert first.fingerprint != second.fingerprint
 
 
-def test_a_commit_stands_for_weights_that_are_not_at_a_path() -> None:
+def test_commit_identifies_weights_without_a_path() -> None:
     def by_commit(commit: str) -> Any:
         settings = SimpleNamespace(_commit_hash=commit)
         config = vllm_config("org/model", model__hf_config=settings)
@@ -147,7 +147,7 @@ def test_a_commit_stands_for_weights_that_are_not_at_a_path() -> None:
     assert by_commit("a") != by_commit("b")
 
 
-def test_a_key_is_of_a_hash_and_its_group() -> None:
+def test_key_depends_on_hash_and_group() -> None:
     space = namespace(vllm_config())
     hashed, other = bytes(32), bytes(31) + b"\1"
     first, second = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")

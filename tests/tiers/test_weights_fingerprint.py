@@ -59,7 +59,7 @@ def change(file: Path, offset: int, with_bytes: bytes) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_every_change_of_a_large_file_is_another_fingerprint(model: Path) -> None:
+def test_every_change_of_a_large_file_is_detected(model: Path) -> None:
     large = model / "model.safetensors"
     large.write_bytes(random.Random(1).randbytes(20 * MIB))
     first = fingerprint_of_weights(str(model))
@@ -80,7 +80,7 @@ def test_every_change_of_a_large_file_is_another_fingerprint(model: Path) -> Non
     assert fingerprint_of_weights(str(model)) == first
 
 
-def test_files_of_any_name_count_and_notes_do_not(model: Path) -> None:
+def test_all_files_except_notes_are_hashed(model: Path) -> None:
     first = fingerprint_of_weights(str(model))
     (model / "README.md").write_text("changed")
     (model / ".gitattributes").write_text("x")
@@ -96,7 +96,7 @@ def test_files_of_any_name_count_and_notes_do_not(model: Path) -> None:
     assert fingerprint_of_weights(str(model)) not in (first, second)
 
 
-def test_one_file_and_a_link_to_a_folder(model: Path, tmp_path: Path) -> None:
+def test_single_file_and_linked_folder_are_hashed(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"a" * 100)
     first = fingerprint_of_weights(str(file))
@@ -108,7 +108,7 @@ def test_one_file_and_a_link_to_a_folder(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["fifo", "dangling", "loop"])
-def test_odd_files_are_neither_waited_for_nor_followed(model: Path, odd: str) -> None:
+def test_pipes_and_broken_links_are_ignored(model: Path, odd: str) -> None:
     first = fingerprint_of_weights(str(model))
     if odd == "fifo":
         os.mkfifo(model / "pipe.bin")
@@ -119,7 +119,7 @@ def test_odd_files_are_neither_waited_for_nor_followed(model: Path, odd: str) ->
     assert fingerprint_of_weights(str(model)) == first
 
 
-def test_without_weights_or_without_access_there_is_none(tmp_path: Path, model: Path) -> None:
+def test_missing_weights_have_no_fingerprint(tmp_path: Path, model: Path) -> None:
     assert fingerprint_of_weights("org/some-model") is None
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -127,9 +127,7 @@ def test_without_weights_or_without_access_there_is_none(tmp_path: Path, model: 
     assert fingerprint_of_weights(str(empty)) is None
 
 
-def test_more_files_than_any_model_has_are_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_are_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_fingerprint, "_MOST_FILES", 1)
     with pytest.raises(WeightsError, match="more than 1 files"):
         WeightFiles.at(str(model))
@@ -152,7 +150,7 @@ def replaced(model: Path) -> None:
     ],
     ids=["replaced", "in-place", "removed", "added", "gone"],
 )
-def test_files_that_changed_since_the_engine_started_have_none(model: Path, cache, alter) -> None:
+def test_files_changed_since_start_are_rejected(model: Path, cache, alter) -> None:
     """The engine has loaded one of the two; nobody knows which."""
     weights = files_of(model)
     weights.fingerprint(cache)
@@ -163,7 +161,7 @@ def test_files_that_changed_since_the_engine_started_have_none(model: Path, cach
         weights.known(cache)
 
 
-def test_files_that_change_while_they_are_hashed_have_none(model: Path, cache) -> None:
+def test_files_changed_during_hashing_are_rejected(model: Path, cache) -> None:
     weights = files_of(model)
     chunks = iter(range(100))
 
@@ -177,7 +175,7 @@ def test_files_that_change_while_they_are_hashed_have_none(model: Path, cache) -
     assert files_of(model).known(cache) is None, "nor is anything remembered"
 
 
-def test_hashing_can_be_stopped(model: Path) -> None:
+def test_hashing_can_be_cancelled(model: Path) -> None:
     with pytest.raises(CancelledError):
         files_of(model).fingerprint(is_cancelled=lambda: True)
 
@@ -191,7 +189,7 @@ def test_files_are_read_once(model: Path, cache, monkeypatch: pytest.MonkeyPatch
     assert files_of(model).known(cache) == first
 
 
-def test_a_change_with_the_old_time_is_seen_through_the_cache(model: Path, cache) -> None:
+def test_change_with_the_old_mtime_is_detected(model: Path, cache) -> None:
     first = files_of(model).fingerprint(cache)
     change(model / "model.safetensors", 3 * MIB, b"new")
     weights = files_of(model)
@@ -199,7 +197,7 @@ def test_a_change_with_the_old_time_is_seen_through_the_cache(model: Path, cache
     assert weights.fingerprint(cache) != first
 
 
-def test_a_file_that_was_written_just_now_is_not_remembered(model: Path, tmp_path: Path) -> None:
+def test_freshly_written_file_is_not_cached(model: Path, tmp_path: Path) -> None:
     """Within one tick of the file system's clock a second change would not show."""
     cache = HashCache(tmp_path / "cache")
     weights = files_of(model)
@@ -210,7 +208,7 @@ def test_a_file_that_was_written_just_now_is_not_remembered(model: Path, tmp_pat
     assert not facts._replace(ctime_ns=time.time_ns() + 10**12).is_settled(time.time_ns())
 
 
-def test_the_cache_is_its_users_alone(model: Path, cache, tmp_path: Path) -> None:
+def test_cache_is_private_to_the_user(model: Path, cache, tmp_path: Path) -> None:
     weights = files_of(model)
     first = weights.fingerprint(cache)
     folder = tmp_path / "cache"
@@ -244,7 +242,7 @@ def test_the_cache_is_its_users_alone(model: Path, cache, tmp_path: Path) -> Non
     ],
     ids=range(12),
 )
-def test_a_damaged_cache_is_empty_and_replaced(model: Path, cache, tmp_path, content) -> None:
+def test_damaged_cache_is_ignored_and_replaced(model: Path, cache, tmp_path, content) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(0o700)
     file = folder / "weights.json"
@@ -256,7 +254,7 @@ def test_a_damaged_cache_is_empty_and_replaced(model: Path, cache, tmp_path, con
     assert weights.known(cache) == first == fingerprint_of_weights(str(model))
 
 
-def test_the_cache_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hash_cache, "_MOST_ENTRIES", 3)
     cache = HashCache(tmp_path / "cache")
     facts = FileFacts(1, 2, 3, 4)
@@ -266,7 +264,7 @@ def test_the_cache_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(kept) == ["/2", "/3", "/4"]
 
 
-def test_a_cache_that_cannot_be_made_is_none(model: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_is_ignored(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = HashCache(tmp_path / "file" / "cache")
     weights = files_of(model)
@@ -274,7 +272,7 @@ def test_a_cache_that_cannot_be_made_is_none(model: Path, tmp_path: Path) -> Non
     assert weights.fingerprint(cache) == weights.fingerprint(HashCache(None))
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
     assert default_folder() == Path("/var/cache/me/kvelastic")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

@@ -12,7 +12,7 @@ from waiting import DEADLINE_S
 from kvelastic.tiers.workers import Workers
 
 
-def test_workers_hand_errors_on_and_end() -> None:
+def test_workers_pass_errors_and_close() -> None:
     workers = Workers("of a test")
     assert workers.run(lambda: 3, DEADLINE_S) == 3
     with pytest.raises(KeyError):
@@ -23,7 +23,7 @@ def test_workers_hand_errors_on_and_end() -> None:
         workers.run(lambda: 3, DEADLINE_S)
 
 
-def test_calls_at_once_end_before_an_error_is_raised() -> None:
+def test_map_waits_for_all_calls_before_raising() -> None:
     workers = Workers("of a test", 2)
     ended: list[int] = []
     failed = threading.Event()
@@ -45,7 +45,7 @@ def test_calls_at_once_end_before_an_error_is_raised() -> None:
     workers.close()
 
 
-def test_until_a_late_call_ends_others_fail_at_once() -> None:
+def test_calls_fail_while_a_late_call_runs() -> None:
     workers = Workers("of a test")
     goes_on = threading.Event()
     with pytest.raises(TimeoutError, match="no answer"):
@@ -59,7 +59,7 @@ def test_until_a_late_call_ends_others_fail_at_once() -> None:
     assert not workers.is_stuck
 
 
-def test_a_call_that_times_out_before_it_begins_is_never_made() -> None:
+def test_call_timing_out_in_the_queue_never_runs() -> None:
     workers = Workers("of a test")
     goes_on = threading.Event()
     before = workers.submit(lambda: goes_on.wait(DEADLINE_S))
@@ -74,7 +74,7 @@ def test_a_call_that_times_out_before_it_begins_is_never_made() -> None:
     workers.close()
 
 
-def test_forked_child_runs_calls_although_a_thread_of_its_parent_used_the_workers() -> None:
+def test_forked_child_ignores_a_lock_of_its_parent() -> None:
     workers = Workers("of a test")
     workers._lock.acquire()  # as if another thread were in `submit`
     child = os.fork()

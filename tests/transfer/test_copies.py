@@ -65,7 +65,7 @@ def nodes(kind: str, tmp_path: Path) -> Iterator[Nodes]:
         reader.check_integrity()
 
 
-def test_pull_and_push_both_ways(nodes: Nodes) -> None:
+def test_pull_and_push_copy_both_ways(nodes: Nodes) -> None:
     owner, reader, link = nodes
     theirs, ours = Memory(os.urandom(100_000)), Memory(bytes(100_000))
     owner.register(theirs.address, theirs.size)
@@ -86,7 +86,7 @@ def test_pull_and_push_both_ways(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_many_pieces_of_all_sizes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_all_sizes_are_copied(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces need not match; more of them than a lease may have are several leases."""
     monkeypatch.setattr(pieces_module, "MOST_PIECES", 100)
     owner, _, link = nodes
@@ -112,7 +112,7 @@ def test_many_pieces_of_all_sizes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch)
     assert ours.content == shuffled
 
 
-def test_what_is_not_registered_is_refused(nodes: Nodes) -> None:
+def test_unregistered_memory_is_rejected(nodes: Nodes) -> None:
     owner, _, link = nodes
     theirs, ours = Memory(b"x" * 1000), Memory(bytes(1000))
     half = owner.register(theirs.address, 500)
@@ -142,7 +142,7 @@ def test_what_is_not_registered_is_refused(nodes: Nodes) -> None:
     link.pull([], [], timeout_s=DEADLINE_S)
 
 
-def test_memory_that_is_not_mapped_is_an_error(nodes: Nodes) -> None:
+def test_unmapped_memory_raises(nodes: Nodes) -> None:
     """On either side: an address that nobody has is no fault of the process's."""
     owner, _, link = nodes
     theirs, ours = Memory(b"x" * 8192), Memory(bytes(8192))
@@ -176,7 +176,7 @@ class CountedHold:
         self.released += 1
 
 
-def test_a_lost_race_is_retried_and_then_told(nodes: Nodes) -> None:
+def test_lost_lease_is_retried_and_then_raised(nodes: Nodes) -> None:
     owner, _, link = nodes
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     hold = CountedHold([False, False, True])
@@ -190,7 +190,7 @@ def test_a_lost_race_is_retried_and_then_told(nodes: Nodes) -> None:
     assert owner.leases.lost == 5
 
 
-def test_a_lease_that_has_ended_makes_no_copy_good(nodes: Nodes) -> None:
+def test_copy_with_an_ended_lease_is_discarded(nodes: Nodes) -> None:
     """A reader that is late, for whatever reason, is told that what it has is nothing."""
     owner, _, link = nodes
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
@@ -208,7 +208,7 @@ def test_a_lease_that_has_ended_makes_no_copy_good(nodes: Nodes) -> None:
     assert (hold.begun, hold.released) == (3, 3)
 
 
-def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
+def test_lease_expires(tmp_path: Path) -> None:
     released = threading.Event()
 
     class Told(CountedHold):
@@ -231,7 +231,7 @@ def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
         assert len(owner.leases) == 0
 
 
-def test_claims_are_looked_at_and_questions_answered(tmp_path: Path) -> None:
+def test_claims_are_checked_and_questions_answered(tmp_path: Path) -> None:
     seen: list[tuple[int, bytes]] = []
     hold = CountedHold([True] * 9)
 
@@ -265,7 +265,7 @@ def test_claims_are_looked_at_and_questions_answered(tmp_path: Path) -> None:
             back.ask(b"one", timeout_s=DEADLINE_S)
 
 
-def test_links(nodes: Nodes, tmp_path: Path) -> None:
+def test_link_and_unlink(nodes: Nodes, tmp_path: Path) -> None:
     owner, reader, link = nodes
     assert (link.peer_id, link.is_client, link.is_open) == (1, True, True)
     link.check(timeout_s=DEADLINE_S)
@@ -293,7 +293,7 @@ def test_links(nodes: Nodes, tmp_path: Path) -> None:
     assert not back.is_open
 
 
-def test_links_have_a_bound(tmp_path: Path) -> None:
+def test_link_count_is_bounded(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(0, listen=[address], most_links=2), Node(1) as one, Node(2) as two, Node(3) as three:
         one.link(address, timeout_s=DEADLINE_S)
@@ -338,7 +338,7 @@ def pieces_of(memory: Pages, blocks: Sequence[int]) -> list[Piece]:
     ]
 
 
-def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
+def test_pool_blocks_are_pulled(memory: Pages, nodes: Nodes) -> None:
     owner, _, link = nodes
     pool = memory.pool()
     register_blocks(owner, memory.range, pool)
@@ -366,7 +366,7 @@ def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
     assert pool.pinned() == []
 
 
-def test_every_byte_of_a_range_is_of_the_block_that_the_layout_says(memory: Pages) -> None:
+def test_every_byte_maps_to_its_block_by_layout(memory: Pages) -> None:
     geometry = memory.range.geometry
     layout = memory.layout
     of_block: dict[int, int] = {}
@@ -385,7 +385,7 @@ def test_every_byte_of_a_range_is_of_the_block_that_the_layout_says(memory: Page
                 _vmm.blocks_in(geometry, 0, piece)
 
 
-def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
+def test_block_being_read_is_not_reused(nodes: Nodes) -> None:
     """Freed while a peer reads it, and wanted by others: it waits for the end of the copy."""
     owner, _, link = nodes
     memory = Pages(LAYOUTS["one block a page"], pages=3)
@@ -410,7 +410,7 @@ def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
     assert pool.alloc(2) is not None
 
 
-def test_a_pool_that_closes_while_it_is_read_makes_the_copy_worthless(nodes: Nodes) -> None:
+def test_pool_closed_during_a_read_invalidates_the_copy(nodes: Nodes) -> None:
     """close(discard) ends pins: the page's generation is what tells."""
     owner, _, link = nodes
     memory = Pages(LAYOUTS["paged"], pages=3)
@@ -432,7 +432,7 @@ def test_a_pool_that_closes_while_it_is_read_makes_the_copy_worthless(nodes: Nod
     assert owner.leases.lost == 1
 
 
-def test_reading_what_is_unmapped_creates_no_page() -> None:
+def test_reading_unmapped_memory_creates_no_page() -> None:
     memory = Pages(LAYOUTS["paged"], pages=3)
     memory.range.map([0])
     before = memory.held_at_the_os()
@@ -451,7 +451,7 @@ def test_reading_what_is_unmapped_creates_no_page() -> None:
 
 
 @pytest.mark.parametrize("processors", ["one", "all"])
-def test_large_copies_are_whole_however_many_threads_make_them(processors: str) -> None:
+def test_large_copies_are_complete_with_any_thread_count(processors: str) -> None:
     rng = random.Random(11)
     size = (13 << 20) + 7
     theirs, ours = Memory(rng.randbytes(size)), Memory(bytes(size))
@@ -511,9 +511,7 @@ except Exception as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "stopped"])
-def test_a_peer_that_ends_or_stops_keeps_nothing_pinned(
-    kind: str, end: str, tmp_path: Path
-) -> None:
+def test_dead_or_stopped_peer_keeps_nothing_pinned(kind: str, end: str, tmp_path: Path) -> None:
     secret = secret_file(tmp_path)
     memory = Pages(LAYOUTS["paged"], pages=3)
     pool = memory.pool()
@@ -554,7 +552,7 @@ def test_a_peer_that_ends_or_stops_keeps_nothing_pinned(
             assert reader.ask("go on") in {"LeaseLostError", "TransferError"}
 
 
-def test_a_stopped_owner_is_late(tmp_path: Path) -> None:
+def test_stopped_owner_times_out(tmp_path: Path) -> None:
     """Its memory could be read, but nobody says that it is good."""
     program = """
 import sys

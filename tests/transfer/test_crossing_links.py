@@ -19,9 +19,7 @@ def echo(_: Link, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("ids", [(1, 2), (2, 1)])
-def test_of_two_links_that_cross_one_stands_on_both_sides(
-    tmp_path: Path, ids: tuple[int, int]
-) -> None:
+def test_one_of_two_crossing_links_remains(tmp_path: Path, ids: tuple[int, int]) -> None:
     """Each node has seen the other's Hello before its own link stands."""
     at = [address_of("unix", tmp_path, name) for name in ("one", "other")]
     with (
@@ -56,7 +54,7 @@ def test_of_two_links_that_cross_one_stands_on_both_sides(
         assert is_one()
 
 
-def test_a_peer_may_ask_before_this_side_knows_that_the_link_stands(tmp_path: Path) -> None:
+def test_peer_may_call_before_the_link_is_returned(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     asked: list[Future[bytes]] = []
     with ThreadPoolExecutor(1) as asking:

@@ -56,7 +56,7 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.slow
-def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
+def test_passed_descriptor_must_be_a_stream(tmp_path: Path) -> None:
     memory = Memory(b"x" * 100)
     with pair("unix", tmp_path) as (owner, _, link):
         owner.register(memory.address, memory.size)
@@ -75,7 +75,7 @@ def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
         assert open_descriptors() <= before
 
 
-def test_bytes_of_a_lease_are_sent_once(tmp_path: Path) -> None:
+def test_leased_bytes_are_sent_once(tmp_path: Path) -> None:
     """Or one lease would be any number of streams and threads."""
     memory = Memory(b"x" * 100)
     with pair("unix", tmp_path) as (owner, _, link):
@@ -88,7 +88,7 @@ def test_bytes_of_a_lease_are_sent_once(tmp_path: Path) -> None:
                 link.ask_to_send(lease, b"", 1e9, one)
 
 
-def test_more_bytes_than_a_lease_holds_are_refused(tmp_path: Path) -> None:
+def test_request_for_more_than_the_lease_is_rejected(tmp_path: Path) -> None:
     """Or a short message would make the owner look at any number of blocks."""
     size = (64 << 20) // 16
     memory = Memory(bytes(size))
@@ -116,7 +116,7 @@ def test_more_bytes_than_a_lease_holds_are_refused(tmp_path: Path) -> None:
         assert len(held) == 1
 
 
-def test_a_peer_that_never_comes_for_its_bytes_holds_up_nobody(tmp_path: Path) -> None:
+def test_unused_send_requests_block_no_push(tmp_path: Path) -> None:
     """It says that it waits for an hour; the lease is over before."""
     memory, ours = Memory(b"x" * 100), Memory(b"y" * 100)
     with pair("tcp", tmp_path, lease_s=0.2) as (owner, _, link):
@@ -136,7 +136,7 @@ def test_a_peer_that_never_comes_for_its_bytes_holds_up_nobody(tmp_path: Path) -
         wait_until(pushed, "no push comes through")
 
 
-def test_a_second_node_of_an_id_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+def test_second_node_with_the_same_id_is_rejected(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(1, listen=[address]) as owner, Node(2) as first:
         link = first.link(address, timeout_s=DEADLINE_S)
@@ -157,7 +157,7 @@ def test_a_second_node_of_an_id_does_not_take_the_place_of_the_first(tmp_path: P
             anew.link(address, timeout_s=DEADLINE_S).check(timeout_s=DEADLINE_S)
 
 
-def test_an_address_that_is_registered_for_something_else_meanwhile(tmp_path: Path) -> None:
+def test_memory_reregistered_during_a_copy_is_not_used(tmp_path: Path) -> None:
     memory, ours = Memory(b"x" * 100), Memory(bytes(100))
     released = []
 
@@ -191,7 +191,7 @@ def test_an_address_that_is_registered_for_something_else_meanwhile(tmp_path: Pa
         assert ours.content == bytes(100)
 
 
-def test_a_hold_that_fails_keeps_no_other(tmp_path: Path) -> None:
+def test_failing_hold_still_releases_the_other_holds(tmp_path: Path) -> None:
     released = threading.Event()
 
     class Hostile:
@@ -216,7 +216,7 @@ def test_a_hold_that_fails_keeps_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unix stream", "tcp"])
-def test_a_reader_that_is_busy_in_the_middle_of_a_stream_is_late_and_not_lost(
+def test_slow_stream_reader_is_not_disconnected(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than a lost host is waited for, with more bytes than any socket buffers."""
@@ -239,7 +239,7 @@ def test_a_reader_that_is_busy_in_the_middle_of_a_stream_is_late_and_not_lost(
 
 
 @pytest.mark.parametrize("kind", ["unix stream", "tcp"])
-def test_a_stream_ends_with_its_link(
+def test_stream_ends_with_its_link(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not at the deadline of whoever waits for its bytes."""
@@ -265,7 +265,7 @@ def test_a_stream_ends_with_its_link(
             let_go.set()
 
 
-def test_strangers_at_the_data_port_keep_nobody_out(tmp_path: Path) -> None:
+def test_unauthenticated_data_connections_do_not_block_copies(tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     with pair("tcp", tmp_path) as (owner, _, link), contextlib.ExitStack() as strangers:
         owner.register(theirs.address, theirs.size)
@@ -291,7 +291,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unix stream", "tcp"])
-def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path: Path) -> None:
+def test_descriptor_shortage_fails_the_copy_not_the_link(kind: str, tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     with pair(kind, tmp_path) as (owner, reader, link):
         owner.register(theirs.address, theirs.size)
@@ -310,7 +310,7 @@ def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [64, pytest.param(MOST_LINKS, marks=pytest.mark.matrix)])
-def test_as_many_links_as_there_may_be(tmp_path: Path, most: int) -> None:
+def test_maximum_number_of_links_work(tmp_path: Path, most: int) -> None:
     """Sixteen at a time, each of another node; all of them pull, and the next one is refused."""
     address = address_of("unix", tmp_path)
     memory = Memory(b"x" * 100)

@@ -57,7 +57,7 @@ def pair(kind: str, tmp_path: Path) -> Iterator[tuple[Node, Node, Link]]:
         yield owner, reader, link
 
 
-def refreshed(node: Node) -> None:
+def wait_for_publication(node: Node) -> None:
     """The board has been written, in the node's own thread."""
     written = threading.Event()
 
@@ -71,7 +71,7 @@ def refreshed(node: Node) -> None:
 
 def shown(node: Node) -> NodeFigures:
     """What stands on the node's board, written anew."""
-    refreshed(node)
+    wait_for_publication(node)
     (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
     return found
 
@@ -86,7 +86,7 @@ def kvctl_json(*arguments: str) -> Any:
     return json.loads(kvctl(*arguments, "--json"))
 
 
-def test_both_ends_show_what_went_over_a_link(kind: str, pair: tuple[Node, Node, Link]) -> None:
+def test_both_ends_show_bytes_of_a_link(kind: str, pair: tuple[Node, Node, Link]) -> None:
     owner, reader, link = pair
     theirs, ours = Memory(os.urandom(3000)), Memory(bytes(3000))
     owner.register(theirs.address, theirs.size)
@@ -109,7 +109,7 @@ def test_both_ends_show_what_went_over_a_link(kind: str, pair: tuple[Node, Node,
     assert at_owner.leases == 0
 
 
-def test_a_lease_is_shown_by_whom_it_is(tmp_path: Path) -> None:
+def test_lease_is_shown_with_its_owner(tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
@@ -118,17 +118,17 @@ def test_a_lease_is_shown_by_whom_it_is(tmp_path: Path) -> None:
         settle = link.settle
         seen = []
 
-        def look_and_settle(lease: int, checksum: int | None, deadline_s: float) -> None:
+        def show_and_settle(lease: int, checksum: int | None, deadline_s: float) -> None:
             seen.append(shown(owner))
             settle(lease, checksum, deadline_s)
 
-        link.settle = look_and_settle  # type: ignore[method-assign]
+        link.settle = show_and_settle  # type: ignore[method-assign]
         link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
         assert [(node.leases, node.links[0].leases) for node in seen] == [(1, 1)]
         assert shown(owner).links[0].leases == 0
 
 
-def test_links_that_have_ended_are_shown_with_the_reason(tmp_path: Path) -> None:
+def test_ended_links_are_shown_with_the_reason(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner:
         ended = threading.Event()
@@ -148,13 +148,13 @@ def test_links_that_have_ended_are_shown_with_the_reason(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
+def test_kvctl_links_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
     owner, reader, link = pair
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     owner.register(theirs.address, theirs.size)
     link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     for each in (owner, reader):
-        refreshed(each)
+        wait_for_publication(each)
     text = kvctl()
     assert f"{ONE}" in text
     assert "PROMPT" in text
@@ -173,11 +173,11 @@ def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
     assert "has no link with" in kvctl("cut", str(ONE), str(TWO), code=1)
     again = reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
     again.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
-    refreshed(owner)
+    wait_for_publication(owner)
     assert "has ended" in kvctl("cut", str(ONE), str(TWO), "--pid", str(os.getpid()))
 
 
-def test_kvctl_says_what_is_wrong(tmp_path: Path) -> None:
+def test_kvctl_links_reports_invalid_arguments(tmp_path: Path) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]), Node(ONE):
         assert "say which by --pid" in kvctl("cut", str(ONE), str(TWO), code=1)
         assert "no node is called 12345678901" in kvctl("12345678901", code=1)
@@ -188,7 +188,7 @@ def test_kvctl_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) -> None:
+def test_cut_request_for_an_older_link_is_refused(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         reader.link(address, timeout_s=DEADLINE_S)
@@ -204,7 +204,7 @@ def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) ->
         link_status.cut(node, old, wait_s=DEADLINE_S)
 
 
-def test_metrics(tmp_path: Path) -> None:
+def test_node_and_link_metrics(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     with Node(ONE, listen=[address], role="PROMPT") as owner, Node(TWO) as reader:
@@ -229,7 +229,7 @@ def test_metrics(tmp_path: Path) -> None:
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_the_file_is_the_users_alone_and_goes_with_its_node(tmp_path: Path) -> None:
+def test_status_file_is_private_and_removed_on_close(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         node = Node(ONE, listen=[address_of("unix", tmp_path)])
@@ -252,7 +252,7 @@ def test_the_file_is_the_users_alone_and_goes_with_its_node(tmp_path: Path) -> N
     assert not path.exists()
 
 
-def test_what_a_killed_node_leaves_is_not_shown_and_removed() -> None:
+def test_status_file_of_a_killed_node_is_removed() -> None:
     program = """
 import sys
 from kvelastic.transfer import Node
@@ -271,9 +271,7 @@ sys.stdin.read()
     assert not path.exists()
 
 
-def test_a_node_that_cannot_be_shown_works_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_without_status_file_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvelastic.shared.status_file.SHM_DIR", tmp_path / "nowhere")
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
@@ -292,11 +290,11 @@ NODE = NodeFigures(
 )  # fmt: skip
 
 
-def test_the_largest_board_has_room() -> None:
+def test_largest_status_fits_the_file() -> None:
     assert KIND.unpack(NodeFigures, KIND.pack(5, NODE)) == (5, NODE)
 
 
-def test_what_is_not_whole_is_nothing() -> None:
+def test_damaged_cells_are_rejected() -> None:
     snapshot = KIND.pack(1, NODE)
     for at in (0, 8, 12, 5000, len(snapshot) - 1):
         assert (

@@ -49,7 +49,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_whatever_a_board_says_is_shown_and_does_no_harm(lie: str) -> None:
+def test_lying_status_file_is_harmless(lie: str) -> None:
     with board(LIES[lie]):
         (node,) = shown()
         text = table([node])
@@ -81,7 +81,7 @@ def test_whatever_a_board_says_is_shown_and_does_no_harm(lie: str) -> None:
         {"leases": 1.5},
     ],
 )
-def test_what_no_node_says_is_not_shown(change: dict[str, object]) -> None:
+def test_invalid_status_is_not_shown(change: dict[str, object]) -> None:
     with board(msgspec.structs.replace(NODE, **change)):
         assert shown() == []
         result = kvctl()
@@ -90,7 +90,7 @@ def test_what_no_node_says_is_not_shown(change: dict[str, object]) -> None:
         assert "damaged" in result.stderr
 
 
-def test_figures_of_the_latest_link_with_a_peer(tmp_path: Path) -> None:
+def test_metrics_use_the_latest_link_per_peer(tmp_path: Path) -> None:
     address, ended = address_of("unix", tmp_path), threading.Semaphore(0)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         owner._on_end = lambda _: ended.release()
@@ -105,7 +105,7 @@ def test_figures_of_the_latest_link_with_a_peer(tmp_path: Path) -> None:
         ] == ["2.0"]
 
 
-def test_a_node_whose_address_is_no_text_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_node_with_non_utf8_address_is_shown(tmp_path: Path) -> None:
     """A folder's name may be any bytes."""
     with Node(ONE, listen=[parse_address(f"unix://{tmp_path}/\udcff\n")]):
         (node,) = shown()
@@ -140,7 +140,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_no_board_is_neither_shown_nor_waited_for(kind: str, tmp_path: Path) -> None:
+def test_foreign_file_is_ignored(kind: str, tmp_path: Path) -> None:
     """Nobody holds it, so it is no node's, whatever stands in it; what a link leads to stays."""
     whole = tmp_path / "whole"
     with board() as made:
@@ -163,7 +163,7 @@ def test_a_file_that_is_no_board_is_neither_shown_nor_waited_for(kind: str, tmp_
         path.with_name(f".kvtest_{os.getpid()}").unlink(missing_ok=True)
 
 
-def test_another_version_is_said_and_not_read() -> None:
+def test_other_version_is_reported_and_not_read() -> None:
     with board() as made:
         newer = dataclasses.replace(KIND, version=9)
         os.pwrite(made._fd, newer.header, 0)
@@ -179,7 +179,7 @@ def test_another_version_is_said_and_not_read() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o666, 0o200])
-def test_a_board_that_others_may_touch_is_not_trusted(mode: int) -> None:
+def test_status_file_accessible_to_others_is_not_trusted(mode: int) -> None:
     with board() as made:
         made._path.chmod(mode)
         is_root_and_private = os.geteuid() == 0 and mode == 0o200
@@ -189,7 +189,7 @@ def test_a_board_that_others_may_touch_is_not_trusted(mode: int) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
-def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
+def test_only_root_sees_status_files_of_others() -> None:
     with board() as made:
         os.chown(made._path, 65534, 65534)
         assert [node.node_id for node in shown()] == [ONE]
@@ -203,9 +203,7 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 10, 5000, KIND.answer_at(0)])
-def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
-    size: int, tmp_path: Path
-) -> None:
+def test_truncated_or_overwritten_status_file_is_repaired(size: int, tmp_path: Path) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner, unattended(owner) as look:
         path = SHM_DIR / link_status_name(owner.start)
         look()
@@ -222,7 +220,7 @@ def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
 
 
 @pytest.mark.slow
-def test_a_board_whose_name_is_gone_harms_nobody(tmp_path: Path) -> None:
+def test_unlinked_status_file_does_not_stop_the_node(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader, unattended(owner) as look:
         link = reader.link(address, timeout_s=DEADLINE_S)

@@ -39,9 +39,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("revision", [RING + 1, 1 << 40, MOST_REVISION - 1])
 @pytest.mark.parametrize("where", ["request", "answer"])
-def test_a_revision_that_nobody_gives_is_not_the_end_of_requests(
-    where: str, revision: int, tmp_path: Path
-) -> None:
+def test_forged_revision_does_not_block_requests(where: str, revision: int, tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, _), unattended(owner) as look:
         look()
         path = SHM_DIR / link_status_name(owner.start)
@@ -68,7 +66,7 @@ def test_a_revision_that_nobody_gives_is_not_the_end_of_requests(
         assert figures(owner).answered_revision == 1
 
 
-def test_noise_in_the_ring_is_nothing(tmp_path: Path) -> None:
+def test_noise_in_the_ring_is_ignored(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, link), unattended(owner) as look:
         look()
         with (SHM_DIR / link_status_name(owner.start)).open("r+b") as file:
@@ -78,7 +76,7 @@ def test_noise_in_the_ring_is_nothing(tmp_path: Path) -> None:
         assert figures(owner).answered_revision == 0
 
 
-def test_of_two_operators_one_cuts_and_the_other_is_told(tmp_path: Path) -> None:
+def test_only_one_of_several_operators_cuts(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, _), unattended(owner) as look:
         look()
         node = figures(owner)
@@ -94,9 +92,9 @@ def test_of_two_operators_one_cuts_and_the_other_is_told(tmp_path: Path) -> None
         assert sorted(answer.revision for answer in answers if answer) == list(range(1, 9))
 
 
-def test_an_operator_that_is_stopped_with_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_stopped_operator_does_not_block_others(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, link):
-        until_shown(ONE)
+        wait_until_shown(ONE)
         board_path = SHM_DIR / link_status_name(owner.start)
         with board_path.open("rb") as stopped:
             fcntl.flock(stopped, fcntl.LOCK_EX)
@@ -129,20 +127,20 @@ def node_process(owner: Node) -> Iterator[LineProgram]:
     reap()
 
 
-def until_shown(node_id: int) -> None:
+def wait_until_shown(node_id: int) -> None:
     wait_until(
         lambda: any(node.node_id == node_id and node.links for node in link_status.nodes()),
         f"the board of node {node_id} shows no link",
     )
 
 
-def test_a_stopped_node_is_shown_and_does_what_it_was_asked_when_it_goes_on(tmp_path: Path) -> None:
+def test_stopped_node_is_shown_and_cuts_after_resume(tmp_path: Path) -> None:
     ended = threading.Event()
     with (
         Node(ONE, listen=[address_of("unix", tmp_path)], on_end=lambda _: ended.set()) as owner,
         node_process(owner) as process,
     ):
-        until_shown(TWO)
+        wait_until_shown(TWO)
         process.stop()
         assert kvctl(str(TWO)).exit_code == 0
         result = kvctl("cut", str(TWO), str(ONE), "--wait", "0.1")
@@ -155,9 +153,9 @@ def test_a_stopped_node_is_shown_and_does_what_it_was_asked_when_it_goes_on(tmp_
         assert ended.wait(DEADLINE_S)
 
 
-def test_a_node_that_dies_while_it_is_asked_is_said_to_have_ended(tmp_path: Path) -> None:
+def test_node_dying_during_a_request_is_reported(tmp_path: Path) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner, node_process(owner) as process:
-        until_shown(TWO)
+        wait_until_shown(TWO)
         process.stop()
         with ThreadPoolExecutor(1) as operator:
             asked = operator.submit(kvctl, "cut", str(TWO), str(ONE), "--wait", str(DEADLINE_S))
@@ -168,7 +166,7 @@ def test_a_node_that_dies_while_it_is_asked_is_said_to_have_ended(tmp_path: Path
         assert any(end in result.output for end in ends)
 
 
-def test_how_long_a_node_has_said_nothing() -> None:
+def test_silence_of_a_node_is_shown() -> None:
     now_ns = time.time_ns()
     fresh = msgspec.structs.replace(NODE, published_realtime_ns=now_ns)
     assert "said nothing" not in table([fresh])
@@ -176,7 +174,7 @@ def test_how_long_a_node_has_said_nothing() -> None:
     assert "It has said nothing for 2 min: it is stopped, or very busy." in table([old])
 
 
-def test_one_is_not_called_many() -> None:
+def test_counts_of_one_are_singular() -> None:
     text = table([msgspec.structs.replace(NODE, ranges=1, leases=1, copies_lost=1,
                                           strangers_refused=1)])  # fmt: skip
     for said in ("1 link;", "1 range;", "1 lease in force", "1 copy lost", "1 stranger not let in"):
@@ -206,9 +204,7 @@ with Node(1, listen=[address]) as owner, Node(2) as reader:
 
 
 @pytest.mark.parametrize("room_kib", [0, 64])
-def test_without_room_in_shared_memory_nodes_work_and_are_not_shown(
-    room_kib: int, tmp_path: Path
-) -> None:
+def test_full_shared_memory_only_hides_the_nodes(room_kib: int, tmp_path: Path) -> None:
     private = ("unshare", "-m", "--propagation", "private", "sh", "-c")
     mount = f"mount -t tmpfs -o size={room_kib or 4}k,mode=1777 tmpfs /dev/shm"
     fill = " && head -c 4096 /dev/zero >/dev/shm/full" if not room_kib else ""
@@ -223,7 +219,7 @@ def test_without_room_in_shared_memory_nodes_work_and_are_not_shown(
     assert ended.stderr.count("kvctl links does not see node") == 2  # once each
 
 
-def test_without_descriptors_it_is_said_and_nothing_is_taken_for_none(tmp_path: Path) -> None:
+def test_descriptor_shortage_raises_instead_of_an_empty_list(tmp_path: Path) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest_free = os.dup(0)
@@ -240,7 +236,7 @@ def test_without_descriptors_it_is_said_and_nothing_is_taken_for_none(tmp_path: 
         assert [node.node_id for node in shown()] == [ONE]
 
 
-def test_requests_that_nobody_answers_have_a_bound(tmp_path: Path) -> None:
+def test_unanswered_requests_are_bounded(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, _), unattended(owner) as look:
         look()
         node = figures(owner)

@@ -45,7 +45,7 @@ def hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_a_lost_host_is_noticed(hosts: tuple[str, str], tmp_path: Path) -> None:
+def test_lost_host_is_detected(hosts: tuple[str, str], tmp_path: Path) -> None:
     secret_file(tmp_path)
     processes = []
 

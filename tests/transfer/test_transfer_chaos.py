@@ -91,7 +91,7 @@ def running(folder: Path, kinds: list[str]) -> Iterator[Fleet]:
             node.kill()
 
 
-def test_no_wrong_byte_and_nothing_pinned(tmp_path: Path) -> None:
+def test_chaos_copies_correct_bytes_and_leaves_no_pins(tmp_path: Path) -> None:
     rng = random.Random(4)
     with running(tmp_path, ["unix", "unix", "tcp"]) as fleet:
         for _ in range(4):
@@ -105,7 +105,7 @@ def test_no_wrong_byte_and_nothing_pinned(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_copies_for_two_minutes(kind: str, nodes: int, tmp_path: Path) -> None:
+def test_chaos_for_two_minutes(kind: str, nodes: int, tmp_path: Path) -> None:
     rng = random.Random(nodes)
     until_s = time.monotonic() + 120
     with running(tmp_path, [kind] * nodes) as fleet:

@@ -60,7 +60,7 @@ class Giver {
 
 }  // namespace
 
-TEST(account_on_a_gpu_takes_reserves_from_the_capacity) {
+TEST(gpu_account_subtracts_reserves_from_capacity) {
   const DeviceMemorySize gpu{100, 0};
   CHECK(gpu.left_for_caches(30) == 70 && gpu.left_for_caches(130) == 0);
   CHECK(gpu.has_room_for(70, 30) && !gpu.has_room_for(71, 30) && !gpu.has_room_for(0, 101));
@@ -68,7 +68,7 @@ TEST(account_on_a_gpu_takes_reserves_from_the_capacity) {
   CHECK(!check_account(gpu, 71, 0, 30) && !check_account(gpu, 0, 71, 30));
 }
 
-TEST(account_of_the_host_fills_what_is_outside_the_capacity_first) {
+TEST(host_account_uses_memory_outside_capacity_first) {
   const DeviceMemorySize host{80, 100};
   CHECK(host.left_for_caches(20) == 80 && host.left_for_caches(30) == 70);
   CHECK(host.has_room_for(80, 20) && host.has_room_for(0, 100) && !host.has_room_for(0, 101));
@@ -77,7 +77,7 @@ TEST(account_of_the_host_fills_what_is_outside_the_capacity_first) {
   CHECK(more(~std::uint64_t{0}, 2) == ~std::uint64_t{0} && less(1, 2) == 0);
 }
 
-TEST(account_reserved_is_granted_to_nobody_until_its_owner_sleeps) {
+TEST(account_grants_reserves_only_while_owner_sleeps) {
   Ledger ledger;
   auto a = ledger.join();
   auto b = ledger.join();
@@ -91,7 +91,7 @@ TEST(account_reserved_is_granted_to_nobody_until_its_owner_sleeps) {
   CHECK(is_sound(ledger));
 }
 
-TEST(account_asleep_neither_guarantee_nor_reserve_keeps_others_out) {
+TEST(account_ignores_guarantees_and_reserves_of_sleeping_members) {
   Ledger ledger;
   auto a = ledger.join(64 * kPage);
   REQUIRE(a);
@@ -112,7 +112,7 @@ TEST(account_asleep_neither_guarantee_nor_reserve_keeps_others_out) {
   CHECK(!ledger.try_join(me(), kPage));
 }
 
-TEST(account_a_guarantee_set_in_sleep_counts_from_the_wake) {
+TEST(account_checks_guarantee_set_asleep_at_wake) {
   Ledger ledger;
   auto a = ledger.join();
   auto b = ledger.join(40 * kPage);
@@ -128,7 +128,7 @@ TEST(account_a_guarantee_set_in_sleep_counts_from_the_wake) {
   CHECK(b->set_min(30 * kPage).error().code == Errc::kGuarantee);
 }
 
-TEST(account_a_wake_takes_back_what_others_use_of_its_reserve) {
+TEST(account_wake_reclaims_its_reserve_from_others) {
   Ledger ledger;
   auto a = ledger.join();
   auto b = ledger.join(10 * kPage);
@@ -146,7 +146,7 @@ TEST(account_a_wake_takes_back_what_others_use_of_its_reserve) {
   CHECK(is_sound(ledger));
 }
 
-TEST(account_a_wake_that_nobody_serves_is_refused_with_who_holds_what) {
+TEST(account_timed_out_wake_names_the_holders) {
   Ledger ledger;
   auto a = ledger.join(2 * kPage);
   auto b = ledger.try_join(named("holder"));
@@ -163,7 +163,7 @@ TEST(account_a_wake_that_nobody_serves_is_refused_with_who_holds_what) {
   CHECK(static_cast<bool>((*b)->set_min(64 * kPage)));
 }
 
-TEST(account_more_is_reserved_while_awake_only_when_it_is_there) {
+TEST(account_raises_reserve_only_if_memory_is_available) {
   Ledger ledger;
   auto a = ledger.join();
   auto b = ledger.try_join(named("holder"), 20 * kPage);
@@ -185,7 +185,7 @@ TEST(account_more_is_reserved_while_awake_only_when_it_is_there) {
   CHECK((*b)->grant(99, kPage) == 37 && is_sound(ledger));
 }
 
-TEST(account_a_join_with_a_reserve_that_does_not_fit_leaves_nothing) {
+TEST(account_refuses_join_with_oversized_reserve) {
   Ledger ledger;
   auto a = ledger.join(60 * kPage);
   REQUIRE(a);
@@ -204,7 +204,7 @@ TEST(account_a_join_with_a_reserve_that_does_not_fit_leaves_nothing) {
   CHECK(static_cast<bool>(joined) && a->grant(99, kPage) == 60);
 }
 
-TEST(account_the_capacity_is_never_below_guarantees_and_reserves) {
+TEST(account_refuses_capacity_below_guarantees_and_reserves) {
   Ledger ledger;
   auto a = ledger.join(10 * kPage);
   REQUIRE(a);
@@ -220,7 +220,7 @@ TEST(account_the_capacity_is_never_below_guarantees_and_reserves) {
   CHECK(a->ask_to_wake().error().code == Errc::kGuarantee);
 }
 
-TEST(account_strangers_are_what_is_neither_granted_nor_reserved) {
+TEST(account_foreign_usage_excludes_grants_and_reserves) {
   Ledger ledger;
   auto a = ledger.join();
   REQUIRE(a && a->grant(10, kPage) == 10);
@@ -231,7 +231,7 @@ TEST(account_strangers_are_what_is_neither_granted_nor_reserved) {
   CHECK(a->room(kPage) == 64 - 10 - 20 - 5);
 }
 
-TEST(account_of_two_wakes_for_one_room_one_wins) {
+TEST(account_grants_one_of_two_competing_wakes) {
   Ledger ledger;
   std::array<std::unique_ptr<LedgerMember>, 2> all{ledger.join(), ledger.join()};
   REQUIRE(all[0] && all[1]);
@@ -267,7 +267,7 @@ TEST(account_of_two_wakes_for_one_room_one_wins) {
   CHECK(refused == kRounds);
 }
 
-TEST(account_who_dies_in_the_middle_of_a_wake_leaves_no_reserve) {
+TEST(account_member_killed_during_wake_leaves_no_reserve) {
   Ledger ledger;
   auto a = ledger.join();
   REQUIRE(a && a->grant(30, kPage) == 30);
@@ -289,7 +289,7 @@ TEST(account_who_dies_in_the_middle_of_a_wake_leaves_no_reserve) {
   CHECK(a->grant(99, kPage) == 34 && is_sound(ledger));
 }
 
-TEST(account_who_dies_in_the_middle_of_a_check_stops_nobody) {
+TEST(account_member_killed_during_check_blocks_no_others) {
   Ledger ledger;
   const std::size_t index = ledger.one_that_died(a_dead_one(), 3);
   ledger.layout().slots[index].checking = 1;
@@ -299,7 +299,7 @@ TEST(account_who_dies_in_the_middle_of_a_check_stops_nobody) {
   CHECK(a && a->grant(99, kPage) == 64 && is_sound(ledger));
 }
 
-TEST(account_integrity_sees_what_is_wrong) {
+TEST(account_integrity_check_detects_wrong_sums) {
   Ledger ledger;
   auto a = ledger.join(10 * kPage);
   REQUIRE(a && a->grant(60, kPage) == 60);
@@ -317,7 +317,7 @@ TEST(account_integrity_sees_what_is_wrong) {
   CHECK(!is_sound(ledger));
 }
 
-TEST(account_holds_whatever_members_do_at_once) {
+TEST(account_stays_consistent_under_concurrent_members) {
   Ledger ledger;
   constexpr int kMembers = 4;
   std::vector<std::unique_ptr<LedgerMember>> members;

@@ -31,7 +31,7 @@ int bits_between(const BlockKey& a, const BlockKey& b) {
 
 }  // namespace
 
-TEST(keys_stand_for_all_tokens_up_to_their_end) {
+TEST(block_keys_cover_all_preceding_tokens) {
   const std::vector<std::int64_t> tokens = counted(64);
   const std::vector<BlockKey> keys = keys_of(tokens, 16);
   REQUIRE(keys.size() == 4);
@@ -45,7 +45,7 @@ TEST(keys_stand_for_all_tokens_up_to_their_end) {
   }
 }
 
-TEST(any_key_continues_as_a_seed) {
+TEST(any_block_key_can_seed_the_next) {
   const std::vector<std::int64_t> tokens = counted(64);
   const std::vector<BlockKey> keys = keys_of(tokens, 16);
   const std::vector<std::int64_t> rest(tokens.begin() + 32, tokens.end());
@@ -54,12 +54,12 @@ TEST(any_key_continues_as_a_seed) {
   CHECK(tail[1] == keys[3]);
 }
 
-TEST(what_is_no_whole_block_has_no_key) {
+TEST(partial_block_has_no_key) {
   CHECK(keys_of(counted(15), 16).empty());
   CHECK(keys_of(counted(31), 16) == keys_of(counted(16), 16));
 }
 
-TEST(lengths_of_blocks_and_zeros_are_told_apart) {
+TEST(block_keys_of_zeros_differ_by_length) {
   std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
   for (std::size_t length = 1; length <= 64; ++length) {
     const std::vector<std::int64_t> zeros(length, 0);
@@ -69,7 +69,7 @@ TEST(lengths_of_blocks_and_zeros_are_told_apart) {
   }
 }
 
-TEST(every_bit_of_tokens_and_seed_changes_half_of_the_key) {
+TEST(every_input_bit_changes_half_the_key) {
   const std::vector<std::int64_t> tokens = counted(16);
   const BlockKey key = keys_of(tokens, 16)[0];
   double sum = 0;
@@ -107,7 +107,7 @@ TEST(keys_of_small_tokens_differ_in_each_half) {
   CHECK(high.size() == 200'000);
 }
 
-TEST(a_factor_of_zero_does_not_hide_the_other_token) {
+TEST(zero_factor_does_not_mask_the_other_token) {
   // The first token makes one factor of the first product zero; see absorb().
   const auto zeroing = static_cast<std::int64_t>(kSeed.low ^ 0x6A09E667F3BCC909u);
   std::set<std::uint64_t> seen;

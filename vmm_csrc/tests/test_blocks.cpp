@@ -193,7 +193,7 @@ struct Play {
 
 }  // namespace
 
-TEST(blocks_follow_the_model) {
+TEST(blocks_match_the_model) {
   std::uint32_t seed = 1;
   for (const Geometry& shape :
        {geometry(6, 8, 256 << 10), geometry(5, 1, 2 * kMiB), geometry(9, 70, 28 << 10),
@@ -204,7 +204,7 @@ TEST(blocks_follow_the_model) {
   }
 }
 
-TEST(blocks_are_sound_while_the_null_page_goes_and_comes) {
+TEST(blocks_stay_consistent_while_null_page_is_remapped) {
   auto made = Blocks::create(geometry(3, 8, 256 << 10));
   REQUIRE(static_cast<bool>(made));
   Blocks& blocks = **made;
@@ -223,7 +223,7 @@ TEST(blocks_are_sound_while_the_null_page_goes_and_comes) {
   CHECK(static_cast<bool>(blocks.check_integrity()));
 }
 
-TEST(blocks_idle_for_long_are_evicted) {
+TEST(long_idle_blocks_are_evicted) {
   auto made = Blocks::create(geometry(3, 8, 256 << 10));
   REQUIRE(static_cast<bool>(made));
   Blocks& blocks = **made;

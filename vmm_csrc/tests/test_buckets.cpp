@@ -62,7 +62,7 @@ void compare(std::uint32_t max_value, std::uint32_t seed) {
 
 }  // namespace
 
-TEST(buckets_find_what_a_list_finds) {
+TEST(buckets_match_a_plain_list) {
   std::uint32_t seed = 1;
   for (const std::uint32_t max_value : {1U, 8U, 63U, 64U, 70U, 4095U, 4096U, 70000U, 1U << 20}) {
     compare(max_value, seed++);

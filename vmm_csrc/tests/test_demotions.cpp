@@ -76,7 +76,7 @@ class Demoter {
   std::thread thread_;
 };
 
-TEST(a_pool_is_shrunk_used_and_copied_at_once) {
+TEST(pool_is_shrunk_used_and_copied_concurrently) {
   const std::shared_ptr<Range> range = range_of_blocks();
   const std::unique_ptr<Pool> pool = pool_of(range);
   {
@@ -127,7 +127,7 @@ TEST(a_pool_is_shrunk_used_and_copied_at_once) {
   CHECK(stats.blocks_demoted + stats.blocks_dropped == stats.blocks_evicted);
 }
 
-TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
+TEST(new_request_ends_the_wait_for_writeback) {
   const std::shared_ptr<Range> range = range_of_blocks();
   const std::unique_ptr<Pool> pool = pool_of(range);
   auto ids = pool->allocator.alloc(kPages * kBlocksPerPage - 1);
@@ -155,7 +155,7 @@ TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
   CHECK(pool->state.limit_state().over_bytes == 0 && pool->state.stats().blocks_dropped > 0);
 }
 
-TEST(asks_that_follow_one_another_wait_once_together) {
+TEST(consecutive_reclaims_share_one_wait_budget) {
   using std::chrono::milliseconds;
   Demotions demotions;
   demotions.use({milliseconds(20), milliseconds(2000), milliseconds(30000)});

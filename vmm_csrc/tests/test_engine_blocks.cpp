@@ -44,7 +44,7 @@ std::shared_ptr<Driver> host() {
   return opened ? std::shared_ptr<Driver>(std::move(*opened)) : nullptr;
 }
 
-TEST(engine_blocks_bring_a_record_in_the_order_of_its_parts_and_back) {
+TEST(engine_blocks_round_trip_parts_in_order) {
   Tensors from, to;
   from.fill();
   auto out = EngineBlocks::create(host(), from.parts(), kBlocks);
@@ -71,7 +71,7 @@ TEST(engine_blocks_bring_a_record_in_the_order_of_its_parts_and_back) {
   }
 }
 
-TEST(engine_blocks_refuse_what_is_not_there_and_copy_nothing_then) {
+TEST(engine_blocks_refuse_invalid_ids_without_copying) {
   Tensors tensors;
   tensors.fill();
   auto blocks = EngineBlocks::create(host(), tensors.parts(), kBlocks);
@@ -91,7 +91,7 @@ TEST(engine_blocks_refuse_what_is_not_there_and_copy_nothing_then) {
   CHECK(staging->record(0)[0] == std::byte{0});
 }
 
-TEST(engine_blocks_refuse_parts_that_cannot_be) {
+TEST(engine_blocks_refuse_invalid_parts) {
   std::byte memory[64];
   const auto refused = [](std::vector<BlockPart> parts, std::uint64_t blocks) {
     return !EngineBlocks::create(host(), std::move(parts), blocks);

@@ -7,7 +7,7 @@
 
 namespace kvelastic {
 
-TEST(geometry_accepts_nothing_that_overflows) {
+TEST(geometry_check_refuses_overflow) {
   std::mt19937_64 random(7);
   const auto odd = [&] {
     const std::uint64_t power = std::uint64_t{1} << (random() % 64);

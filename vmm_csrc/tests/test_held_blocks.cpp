@@ -24,7 +24,7 @@ Geometry two_slices() {
   return geometry;
 }
 
-TEST(blocks_of_pieces_are_named_once_and_in_order) {
+TEST(blocks_of_pieces_are_unique_and_sorted) {
   constexpr std::uint64_t kBase = 5000;
   // Page 1: blocks 10 to 13 in both slices, then 200 bytes of padding.
   const std::vector<Piece> pieces{{kBase + 1799, 1},
@@ -84,7 +84,7 @@ struct Held {
   }
 };
 
-TEST(blocks_that_are_held_are_given_out_when_nobody_holds_them) {
+TEST(held_blocks_are_freed_after_release) {
   const Held one;
   const auto ids = one.take(3);
   auto held = one.hold({ids[2], ids[0], ids[2]});
@@ -97,7 +97,7 @@ TEST(blocks_that_are_held_are_given_out_when_nobody_holds_them) {
   CHECK(bool(one.pool->check_integrity()));
 }
 
-TEST(blocks_are_held_no_longer_than_whoever_holds_them_lives) {
+TEST(held_blocks_are_released_with_their_holder) {
   const Held one;
   const auto ids = one.take(2);
   {
@@ -108,7 +108,7 @@ TEST(blocks_are_held_no_longer_than_whoever_holds_them_lives) {
   CHECK(one.pool->state.stats().blocks_pinned == 0);
 }
 
-TEST(blocks_that_are_not_in_use_are_not_held) {
+TEST(blocks_not_in_use_cannot_be_held) {
   const Held one;
   const auto ids = one.take(2);
   CHECK(bool(one.pool->allocator.free({&ids[1], 1})));
@@ -118,7 +118,7 @@ TEST(blocks_that_are_not_in_use_are_not_held) {
         bool(one.pool->allocator.free({ids.data(), 1})));
 }
 
-TEST(blocks_of_a_pool_that_has_closed_were_not_held_all_the_time) {
+TEST(hold_is_incomplete_after_pool_closes) {
   const Held one;
   const auto ids = one.take(2);
   auto held = one.hold(ids);
@@ -129,7 +129,7 @@ TEST(blocks_of_a_pool_that_has_closed_were_not_held_all_the_time) {
   CHECK(bool(one.pool->check_integrity()));
 }
 
-TEST(blocks_are_held_by_some_threads_while_others_give_them_back) {
+TEST(blocks_are_held_and_freed_concurrently) {
   const Held one;
   std::atomic<int> held_so_far{0};
   const auto work = [&](unsigned seed) {

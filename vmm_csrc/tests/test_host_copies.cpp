@@ -33,7 +33,7 @@ void compare(const std::vector<std::size_t>& sizes, std::size_t threads) {
   }
 }
 
-TEST(host_copies_are_whole_with_any_number_of_threads) {
+TEST(host_copies_are_complete_with_any_thread_count) {
   for (std::size_t threads = 1; threads <= kMostCopyThreads; ++threads) {
     compare({}, threads);
     compare({0}, threads);
@@ -43,7 +43,7 @@ TEST(host_copies_are_whole_with_any_number_of_threads) {
   }
 }
 
-TEST(host_copies_use_more_threads_for_more_bytes_and_half_of_the_processors) {
+TEST(host_copy_threads_grow_with_bytes_and_processors) {
   constexpr std::size_t kMib = std::size_t{1} << 20;
   CHECK(copy_threads(0, 16) == 1);
   CHECK(copy_threads(2 * kMib, 16) == 1);

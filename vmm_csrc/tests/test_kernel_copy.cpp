@@ -41,16 +41,16 @@ void check_that_a_copy_that_failed_leaves_nothing_to_the_next() {
   CHECK(to == second);
 }
 
-TEST(copies_are_whole_whatever_the_sizes_of_their_pieces) {
+TEST(copies_are_complete_for_all_piece_sizes) {
   check_that_all_sizes_are_copied();
 }
 
-TEST(copies_of_what_is_not_there_are_errors) {
+TEST(copies_of_unmapped_memory_fail) {
   check_that_what_is_not_there_is_an_error();
   check_that_a_copy_that_failed_leaves_nothing_to_the_next();
 }
 
-TEST(copies_go_through_a_pipe_where_the_system_refuses_process_vm_readv) {
+TEST(copies_use_a_pipe_without_process_vm_readv) {
   without_process_vm([] {
     check_that_all_sizes_are_copied();
     check_that_what_is_not_there_is_an_error();
@@ -58,7 +58,7 @@ TEST(copies_go_through_a_pipe_where_the_system_refuses_process_vm_readv) {
   });
 }
 
-TEST(copies_of_sides_that_differ_are_refused) {
+TEST(copies_with_different_sizes_are_refused) {
   std::vector<std::byte> memory(100);
   const std::vector<Piece> whole{{address_of(memory.data()), 100}};
   const std::vector<Piece> part{{address_of(memory.data()), 99}};

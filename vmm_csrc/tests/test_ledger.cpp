@@ -24,7 +24,7 @@ namespace kvelastic {
 
 // ------------------------------------------------------------------------------------- its form
 
-TEST(ledger_is_refused_where_a_byte_of_its_header_is_wrong) {
+TEST(ledger_with_a_corrupt_header_is_refused) {
   Ledger ledger;
   REQUIRE(static_cast<bool>(LedgerView::open(ledger.bytes())));
   for (std::size_t at = 0; at < sizeof(LedgerHeader); ++at) {
@@ -41,7 +41,7 @@ TEST(ledger_is_refused_where_a_byte_of_its_header_is_wrong) {
   CHECK(static_cast<bool>(LedgerView::open(ledger.bytes())));
 }
 
-TEST(ledger_is_refused_where_bytes_are_missing) {
+TEST(truncated_ledger_is_refused) {
   Ledger ledger;
   for (const std::size_t size : {std::size_t{0}, std::size_t{7}, std::size_t{11}, std::size_t{255},
                                  sizeof(LedgerHeader), kLedgerBytes - 1}) {
@@ -53,7 +53,7 @@ TEST(ledger_is_refused_where_bytes_are_missing) {
   CHECK(!ledger_version(ledger.bytes().first(11)));
 }
 
-TEST(ledger_takes_no_name_that_does_not_fit) {
+TEST(ledger_refuses_overlong_names) {
   Ledger ledger;
   LedgerOrigin origin;
   origin.device = std::string(64, 'd');
@@ -66,7 +66,7 @@ TEST(ledger_takes_no_name_that_does_not_fit) {
 
 // ---------------------------------------------------------------------------------- membership
 
-TEST(ledger_members_come_and_go) {
+TEST(ledger_members_join_and_leave) {
   Ledger ledger;
   auto a = ledger.join(3 * kPage, -4);
   auto b = ledger.join(0, 9);
@@ -123,7 +123,7 @@ TEST(ledger_member_that_left_changes_nothing) {
   CHECK(static_cast<bool>(next->check_integrity(2, kPage)));
 }
 
-TEST(ledger_has_a_place_for_each_of_128) {
+TEST(ledger_has_128_member_slots) {
   Ledger ledger(kLedgerSlots * kPage);
   std::vector<std::unique_ptr<LedgerMember>> all;
   for (std::size_t i = 0; i < kLedgerSlots; ++i) {
@@ -138,7 +138,7 @@ TEST(ledger_has_a_place_for_each_of_128) {
   CHECK(ledger.try_join(me()).error().code == Errc::kPoolExhausted);
 }
 
-TEST(ledger_frees_the_dead_and_only_them) {
+TEST(ledger_reaps_only_dead_members) {
   Ledger ledger;
   auto alive = ledger.join(kPage);
   REQUIRE(alive && alive->grant(8, kPage) == 8);
@@ -181,7 +181,7 @@ TEST(ledger_frees_the_dead_and_only_them) {
   CHECK(ledger.reap() == 1);
 }
 
-TEST(ledger_concludes_nothing_where_it_cannot_ask) {
+TEST(ledger_keeps_members_of_unknown_liveness) {
   Ledger ledger;
   ledger.one_that_died(a_dead_one(), 8);
   const SharedFile another;
@@ -199,7 +199,7 @@ TEST(ledger_concludes_nothing_where_it_cannot_ask) {
   CHECK(*ledger_reap(ledger.bytes(), LifeJudge(mine)) == 1);
 }
 
-TEST(ledger_slot_that_is_given_anew_is_not_its_former_members) {
+TEST(ledger_reused_slot_ignores_its_former_workers) {
   Ledger ledger;
   auto first = ledger.join();
   REQUIRE(static_cast<bool>(first));
@@ -212,7 +212,7 @@ TEST(ledger_slot_that_is_given_anew_is_not_its_former_members) {
   CHECK(ledger.reap() == 1);
 }
 
-TEST(ledger_joiner_keeps_others_out_of_its_slot_and_waits_for_nobody) {
+TEST(ledger_join_skips_slots_of_stopped_joiners) {
   Ledger ledger;
   const LifeFile file = *LifeFile::of(ledger.file.path, ledger.file.fd);
   // One that was stopped in the middle of joining.
@@ -225,7 +225,7 @@ TEST(ledger_joiner_keeps_others_out_of_its_slot_and_waits_for_nobody) {
   CHECK(later && ledger.members().at(0).slot == 0);
 }
 
-TEST(ledger_door_is_shut_behind_the_last_and_stays_so) {
+TEST(ledger_stays_shut_after_the_last_member) {
   Ledger ledger;
   auto member = ledger.join();
   CHECK(!*ledger_shut(ledger.bytes()));
@@ -236,7 +236,7 @@ TEST(ledger_door_is_shut_behind_the_last_and_stays_so) {
   CHECK(ledger.members().empty());
 }
 
-TEST(ledger_keeps_the_page_size_of_the_first_that_decides) {
+TEST(ledger_keeps_the_first_decided_page_size) {
   Ledger ledger;
   CHECK(*ledger_decide_page_bytes(ledger.bytes(), 32 * kMiB) == 32 * kMiB);
   CHECK(*ledger_decide_page_bytes(ledger.bytes(), 128 * kMiB) == 32 * kMiB);
@@ -244,7 +244,7 @@ TEST(ledger_keeps_the_page_size_of_the_first_that_decides) {
   CHECK(ledger_decide_page_bytes(ledger.bytes(), kMiB).error().code == Errc::kSegmentFormat);
 }
 
-TEST(ledger_decides_one_page_size_whoever_asks_at_once) {
+TEST(ledger_decides_one_page_size_under_concurrency) {
   Ledger ledger;
   std::barrier start(4);
   std::array<std::uint64_t, 4> decided{};
@@ -283,7 +283,7 @@ TEST(ledger_refuses_a_forked_child) {
   CHECK(ledger.members().at(0).alive == Life::kAlive);
 }
 
-TEST(ledger_asker_gets_what_the_dead_had) {
+TEST(ledger_request_gets_memory_of_dead_members) {
   Ledger ledger;
   ledger.one_that_died(a_dead_one(), kPages);
   auto alive = ledger.join();
@@ -295,7 +295,7 @@ TEST(ledger_asker_gets_what_the_dead_had) {
 
 // ---------------------------------------------------------------------------------- guarantees
 
-TEST(ledger_refuses_guarantees_that_are_more_than_the_device) {
+TEST(ledger_refuses_guarantees_above_the_device_capacity) {
   Ledger ledger;
   auto a = ledger.join(40 * kPage);
   REQUIRE(a);
@@ -317,7 +317,7 @@ TEST(ledger_refuses_guarantees_that_are_more_than_the_device) {
   CHECK(static_cast<bool>(b->set_min(64 * kPage)));
 }
 
-TEST(ledger_counts_no_guarantee_of_the_dead) {
+TEST(ledger_ignores_guarantees_of_dead_members) {
   Ledger ledger;
   ledger.one_that_died(a_dead_one(), 0, 60 * kPage);
   auto alive = ledger.join();
@@ -325,7 +325,7 @@ TEST(ledger_counts_no_guarantee_of_the_dead) {
   CHECK(static_cast<bool>(alive->set_min(64 * kPage)));
 }
 
-TEST(ledger_guarantees_never_exceed_the_device_whoever_raises_them_at_once) {
+TEST(ledger_concurrent_guarantees_never_exceed_the_capacity) {
   Ledger ledger;
   std::array<std::unique_ptr<LedgerMember>, 3> all{ledger.join(), ledger.join(), ledger.join()};
   std::barrier start(4);
@@ -353,7 +353,7 @@ TEST(ledger_guarantees_never_exceed_the_device_whoever_raises_them_at_once) {
 
 // --------------------------------------------------------------------------------------- grants
 
-TEST(ledger_grants_what_there_is) {
+TEST(ledger_grants_the_available_pages) {
   Ledger ledger;
   auto a = ledger.join();
   auto b = ledger.join();
@@ -370,7 +370,7 @@ TEST(ledger_grants_what_there_is) {
   CHECK(static_cast<bool>(b->check_integrity(6, kPage)));
 }
 
-TEST(ledger_counts_whole_units) {
+TEST(ledger_grants_in_whole_units) {
   Ledger ledger(10 * kGrantUnitBytes + kGrantUnitBytes / 2);
   auto a = ledger.join();
   REQUIRE(a);
@@ -384,7 +384,7 @@ TEST(ledger_counts_whole_units) {
   CHECK(a->granted_bytes() == kGrantUnitBytes);
 }
 
-TEST(ledger_grants_nothing_that_strangers_hold) {
+TEST(ledger_grants_no_memory_held_by_other_processes) {
   Ledger ledger;
   auto a = ledger.join();
   REQUIRE(a);
@@ -399,7 +399,7 @@ TEST(ledger_grants_nothing_that_strangers_hold) {
 }
 
 /// Its owner was stopped, or killed, between two steps: it has what it claimed, and no more.
-TEST(ledger_claim_that_stands_still_holds_up_nobody) {
+TEST(ledger_stalled_claim_does_not_block_others) {
   for (const std::size_t stopped : {std::size_t{0}, std::size_t{1}}) {
     Ledger ledger;
     std::array<std::unique_ptr<LedgerMember>, 2> all{ledger.join(), ledger.join()};
@@ -416,7 +416,7 @@ TEST(ledger_claim_that_stands_still_holds_up_nobody) {
   }
 }
 
-TEST(ledger_never_grants_more_than_there_is_to_many_at_once) {
+TEST(ledger_concurrent_grants_never_exceed_the_capacity) {
   constexpr std::uint64_t kFew = 24;
   constexpr int kMembers = 4, kThreadsEach = 2, kSteps = 1500;
   Ledger ledger(kFew * kPage);
@@ -456,7 +456,7 @@ TEST(ledger_never_grants_more_than_there_is_to_many_at_once) {
   CHECK(members[0]->grant(kFew + 1, kPage) == kFew);
 }
 
-TEST(ledger_gives_the_last_page_to_one_of_those_who_want_it) {
+TEST(ledger_grants_the_last_page_to_one_member) {
   constexpr int kMembers = 4, kRounds = 200;
   Ledger ledger(kPage);
   std::vector<std::shared_ptr<LedgerMember>> members;
@@ -483,7 +483,7 @@ TEST(ledger_gives_the_last_page_to_one_of_those_who_want_it) {
 }
 
 /// What a thread takes while another one leaves must not be the next member's.
-TEST(ledger_leaving_under_a_thread_that_takes_leaves_nothing_behind) {
+TEST(ledger_leave_during_grants_leaks_no_units) {
   for (int round = 0; round < 60; ++round) {
     Ledger ledger;
     auto leaver = ledger.join();
@@ -510,7 +510,7 @@ TEST(ledger_leaving_under_a_thread_that_takes_leaves_nothing_behind) {
 
 // ---------------------------------------------------------------------------------------- asking
 
-TEST(ledger_keeps_free_memory_for_who_outranks) {
+TEST(ledger_keeps_free_memory_for_higher_ranked_requests) {
   Ledger ledger;
   auto low = ledger.join();
   auto high = ledger.join(0, 1);
@@ -532,7 +532,7 @@ TEST(ledger_keeps_free_memory_for_who_outranks) {
   CHECK(low->room(kPage) == 10);
 }
 
-TEST(ledger_forgets_an_ask_that_nobody_repeats) {
+TEST(ledger_forgets_a_request_that_is_not_renewed) {
   Ledger ledger;
   auto low = ledger.join();
   auto high = ledger.join(0, 1);
@@ -543,7 +543,7 @@ TEST(ledger_forgets_an_ask_that_nobody_repeats) {
   CHECK(ledger.members()[1].facts.ask_bytes == 0);
 }
 
-TEST(ledger_asks_once_and_then_the_next) {
+TEST(ledger_requests_from_next_member_after_patience) {
   Ledger ledger;
   auto first = ledger.join(0, -2);
   auto second = ledger.join(0, -1);
@@ -574,7 +574,7 @@ TEST(ledger_asks_once_and_then_the_next) {
   asker->stop_asking();
 }
 
-TEST(ledger_request_is_as_deep_as_it_must_be_and_no_deeper_later) {
+TEST(ledger_reclaim_request_uses_the_shallowest_step) {
   Ledger ledger;
   auto victim = ledger.join(0, -1);
   auto asker = ledger.join();
@@ -589,7 +589,7 @@ TEST(ledger_request_is_as_deep_as_it_must_be_and_no_deeper_later) {
   CHECK(victim->wanted().bytes == 2 * kPage && victim->wanted().depth == Depth::kParked);
 }
 
-TEST(ledger_takes_cache_at_once_of_who_reports_no_unfinished_request) {
+TEST(ledger_reclaims_cache_of_idle_members_immediately) {
   Ledger ledger;
   auto worker = ledger.join();
   auto asker = ledger.join();
@@ -612,7 +612,7 @@ TEST(ledger_takes_cache_at_once_of_who_reports_no_unfinished_request) {
   CHECK(ledger.members().at(0).facts.reported == Reported::kNothing);
 }
 
-TEST(ledger_a_deep_request_does_not_deepen_the_others) {
+TEST(ledger_deep_reclaim_request_does_not_affect_others) {
   Ledger ledger;
   auto victim = ledger.join(0, -1);
   auto equal = ledger.join(0, -1);
@@ -628,7 +628,7 @@ TEST(ledger_a_deep_request_does_not_deepen_the_others) {
   CHECK(victim->wanted().depth == Depth::kInUse);
 }
 
-TEST(ledger_wakes_who_waits) {
+TEST(ledger_give_back_wakes_the_waiter) {
   Ledger ledger;
   auto giver = ledger.join();
   auto asker = ledger.join();
@@ -647,7 +647,7 @@ TEST(ledger_wakes_who_waits) {
 }
 
 /// Equals share what can be shared; what strangers hold is not for them to share.
-TEST(ledger_shares_only_what_strangers_leave) {
+TEST(ledger_fair_share_excludes_memory_of_other_processes) {
   Ledger ledger;
   auto rich = ledger.join();
   auto asker = ledger.join();
@@ -663,7 +663,7 @@ TEST(ledger_shares_only_what_strangers_leave) {
   CHECK(rich->wanted().bytes == 12 * kPage);
 }
 
-TEST(ledger_facts_and_asks_of_many_threads) {
+TEST(ledger_facts_and_requests_from_many_threads) {
   Ledger ledger;
   constexpr int kMembers = 3;
   std::vector<std::shared_ptr<LedgerMember>> members;

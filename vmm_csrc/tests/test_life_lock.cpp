@@ -71,7 +71,7 @@ struct Child {
 
 }  // namespace
 
-TEST(life_lock_is_held_until_it_is_dropped) {
+TEST(liveness_lock_is_held_until_dropped) {
   const Shared shared;
   CHECK(shared.ask() == Life::kDead);
   auto held = shared.hold();
@@ -85,7 +85,7 @@ TEST(life_lock_is_held_until_it_is_dropped) {
   CHECK(shared.ask() == Life::kDead);
 }
 
-TEST(life_lock_survives_the_closing_of_all_descriptors) {
+TEST(liveness_lock_survives_closing_all_descriptors) {
   const Shared shared;
   Child child([&] {
     (void)shared.hold().release();  // as a process has it until its end
@@ -100,7 +100,7 @@ TEST(life_lock_survives_the_closing_of_all_descriptors) {
   CHECK(shared.ask() == Life::kDead);
 }
 
-TEST(life_lock_of_a_killed_process_is_free) {
+TEST(liveness_lock_of_a_killed_process_is_free) {
   const Shared shared;
   for (const bool threads : {false, true}) {
     Child child([&] {
@@ -118,7 +118,7 @@ TEST(life_lock_of_a_killed_process_is_free) {
   }
 }
 
-TEST(life_lock_goes_with_the_child_only_where_it_is_to) {
+TEST(liveness_lock_is_inherited_only_if_requested) {
   const Shared shared;
   for (const LifeLock::Children children : {LifeLock::Children::kKeep, LifeLock::Children::kDrop}) {
     auto held = shared.hold(children);
@@ -138,7 +138,7 @@ TEST(life_lock_goes_with_the_child_only_where_it_is_to) {
   }
 }
 
-TEST(life_lock_is_not_taken_through_an_exec) {
+TEST(liveness_lock_does_not_survive_exec) {
   const Shared shared;
   for (const LifeLock::Children children : {LifeLock::Children::kKeep, LifeLock::Children::kDrop}) {
     int out[2];
@@ -166,7 +166,7 @@ TEST(life_lock_is_not_taken_through_an_exec) {
   }
 }
 
-TEST(life_judge_that_asks_is_never_taken_for_a_holder) {
+TEST(liveness_query_is_not_mistaken_for_a_holder) {
   const Shared shared;
   const Child judge([&] { CHECK(shared.ask() == Life::kDead); });
   // Nor is a stranger with a read lock, which whoever may read the file can take.
@@ -178,7 +178,7 @@ TEST(life_judge_that_asks_is_never_taken_for_a_holder) {
   CHECK(shared.ask() == Life::kDead);
 }
 
-TEST(life_lock_refuses_another_file_than_the_one_that_was_meant) {
+TEST(liveness_lock_refuses_a_different_file) {
   const Shared shared;
   LifeFile other = shared.file();
   ++other.inode;
@@ -189,13 +189,13 @@ TEST(life_lock_refuses_another_file_than_the_one_that_was_meant) {
   CHECK(LifeFile::of("x", -1).error().code == Errc::kSegment);
 }
 
-TEST(life_judge_knows_nothing_of_other_file_systems) {
+TEST(liveness_is_unknown_on_other_file_systems) {
   const int fd = ::open("/proc/self/status", O_RDONLY | O_CLOEXEC);
   CHECK(LifeJudge(fd).ask(kByte, 1) == Life::kUnknown);
   ::close(fd);
 }
 
-TEST(life_locks_lie_below_everything_else_and_run_out_of_nothing) {
+TEST(three_hundred_liveness_locks_can_be_held) {
   const Shared shared;
   std::vector<std::unique_ptr<LifeLock>> all;
   constexpr std::uint64_t kMany = 300;

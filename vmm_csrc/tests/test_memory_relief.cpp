@@ -31,31 +31,31 @@ milliseconds look(std::vector<HostMemory::Room> rooms, std::uint64_t transient_m
   return std::chrono::duration_cast<milliseconds>(next_look_in(rooms, transient_mib * kMiB));
 }
 
-TEST(where_enough_is_left_nothing_is_given_back) {
+TEST(enough_free_memory_needs_no_relief) {
   CHECK(is(of({}, 100), 0, 0));
   CHECK(is(of({kWideRoom}, 1000), 0, 0));
   CHECK(is(of({small_room(32)}, 0), 0, 0));
   CHECK(is(of({small_room(132)}, 100), 0, 0));
 }
 
-TEST(below_the_margin_caches_go_and_below_half_of_it_requests) {
+TEST(below_margin_releases_cache_then_blocks_in_use) {
   CHECK(is(of({small_room(31)}, 0), 1, 0));
   CHECK(is(of({small_room(16)}, 0), 16, 0));
   CHECK(is(of({small_room(15)}, 0), 17, 1));
   CHECK(is(of({small_room(0)}, 0), 32, 16));
 }
 
-TEST(what_comes_again_is_kept_free_as_well) {
+TEST(recent_transient_memory_is_kept_free) {
   CHECK(is(of({small_room(31)}, 100), 101, 85));
   CHECK(is(of({small_room(131)}, 100), 1, 0));
 }
 
-TEST(the_room_that_lacks_most_counts) {
+TEST(tightest_memory_bound_decides_relief) {
   CHECK(is(of({kWideRoom, small_room(30), small_room(12)}, 0), 20, 4));
   CHECK(is(of({small_room(12), small_room(30), kWideRoom}, 0), 20, 4));
 }
 
-TEST(the_less_is_left_the_sooner_the_next_look) {
+TEST(poll_interval_shrinks_with_free_memory) {
   CHECK(look({}, 0) == milliseconds(2000));
   CHECK(look({kWideRoom}, 0) == milliseconds(2000));
   CHECK(look({small_room(0)}, 0) == milliseconds(200));
@@ -65,7 +65,7 @@ TEST(the_less_is_left_the_sooner_the_next_look) {
   CHECK(look({middle, small_room(100)}, 0) == milliseconds(200));
 }
 
-TEST(what_was_held_and_is_not_now_is_transient) {
+TEST(released_memory_counts_as_transient) {
   TransientMemory memory;
   CHECK(memory.now_bytes() == 0 && memory.recent_bytes() == 0);
   for (const std::uint64_t held : {500, 700, 510}) memory.see(held, true);
@@ -76,14 +76,14 @@ TEST(what_was_held_and_is_not_now_is_transient) {
   CHECK(memory.recent_bytes() == 200);
 }
 
-TEST(what_grew_long_ago_is_not_transient) {
+TEST(old_growth_is_not_transient) {
   TransientMemory memory;
   memory.see(100, true);
   for (int look = 0; look < 16; ++look) memory.see(500 + look % 2 * 30, true);
   CHECK(memory.recent_bytes() == 30);
 }
 
-TEST(a_peak_is_forgotten_after_work_without_it_and_not_after_idleness) {
+TEST(peak_expires_after_busy_not_idle_samples) {
   TransientMemory memory;
   memory.see(900, true);
   for (std::uint64_t look = 0; look < 3 * TransientMemory::kWindowLooks; ++look) {

@@ -28,7 +28,7 @@ std::vector<std::uint64_t> bytes_named(const std::vector<Piece>& pieces) {
   return named;
 }
 
-TEST(portions_are_the_same_copies_within_the_limits) {
+TEST(portions_cover_all_bytes_within_limits) {
   for (unsigned seed = 0; seed < 50; ++seed) {
     const std::uint64_t bytes = seed * 31;
     const auto from = random_pieces(1000, bytes, seed), to = random_pieces(90'000, bytes, seed + 1);
@@ -49,21 +49,21 @@ TEST(portions_are_the_same_copies_within_the_limits) {
   }
 }
 
-TEST(portions_that_fit_are_one) {
+TEST(copy_within_limits_is_one_portion) {
   const std::vector<Piece> from{{10, 5}, {20, 5}}, to{{50, 10}};
   auto portions = portions_of(from, to, 2, 10);
   CHECK(portions && portions->size() == 1 && portions->front().from.size() == 2);
   CHECK(portions_of({}, {}, 1, 1)->empty());
 }
 
-TEST(portions_of_sides_that_differ_are_refused) {
+TEST(portions_with_different_sizes_are_refused) {
   const std::vector<Piece> from{{10, 5}}, to{{50, 6}}, beyond{{~std::uint64_t{0}, 2}};
   CHECK(portions_of(from, to, 1, 1).error().code == Errc::kInvalidArgument);
   CHECK(portions_of(beyond, to, 1, 1).error().code == Errc::kInvalidArgument);
   CHECK(portions_of(to, beyond, 1, 1).error().code == Errc::kInvalidArgument);
 }
 
-TEST(pieces_are_found_in_the_range_that_has_all_of_them) {
+TEST(pieces_are_sorted_by_containing_range) {
   const std::vector<std::uint64_t> starts{100, 200, 400}, ends{200, 300, 500};
   const std::vector<Piece> pieces{{250, 50}, {100, 100}, {200, 1}, {499, 1}, {300, 0}, {199, 1}};
   auto found = pieces_by_range(pieces, starts, ends);

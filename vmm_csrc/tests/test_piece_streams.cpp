@@ -82,18 +82,18 @@ void check_that_holes_are_errors() {
   CHECK(!received && received.error().code == Errc::kMapping);
 }
 
-TEST(pieces_travel_over_a_stream_whatever_their_sizes) {
+TEST(stream_transfers_pieces_of_all_sizes) {
   check_that_all_sizes_travel();
 }
 
-TEST(pieces_travel_where_the_system_refuses_process_vm_readv) {
+TEST(stream_transfers_pieces_without_process_vm_readv) {
   without_process_vm([] {
     check_that_all_sizes_travel();
     check_that_holes_are_errors();
   });
 }
 
-TEST(pieces_that_need_many_vectors_have_the_same_sum_as_one) {
+TEST(stream_checksum_is_independent_of_piece_count) {
   const auto theirs = noise(600'001, 9);
   std::vector<std::byte> ours(theirs.size());
   std::vector<std::byte> mirrored(theirs.size());
@@ -105,11 +105,11 @@ TEST(pieces_that_need_many_vectors_have_the_same_sum_as_one) {
   CHECK(mirrored == theirs);
 }
 
-TEST(pieces_that_are_not_mapped_end_a_stream_on_either_side) {
+TEST(stream_ends_on_unmapped_pieces) {
   check_that_holes_are_errors();
 }
 
-TEST(pieces_that_come_in_parts_are_waited_for) {
+TEST(stream_receives_pieces_sent_in_parts) {
   const auto theirs = noise(700'000, 2);
   std::vector<std::byte> ours(theirs.size()), others(theirs.size());
   Stream stream;
@@ -130,7 +130,7 @@ TEST(pieces_that_come_in_parts_are_waited_for) {
   CHECK(received && sent && *received == *sent);
 }
 
-TEST(pieces_of_a_peer_that_ends_in_the_middle_are_an_error) {
+TEST(stream_closed_by_peer_is_an_error) {
   std::vector<std::byte> ours(500'000);
   const std::vector<Piece> to{{address_of(ours.data()), ours.size()}};
   for (const std::size_t before : {std::size_t{0}, std::size_t{1}, std::size_t{400'000}}) {
@@ -152,7 +152,7 @@ TEST(pieces_of_a_peer_that_ends_in_the_middle_are_an_error) {
   CHECK(!sent && sent.error().code == Errc::kChannelClosed);
 }
 
-TEST(pieces_of_a_peer_that_does_nothing_are_late) {
+TEST(stream_to_a_stalled_peer_times_out) {
   std::vector<std::byte> ours(std::size_t{8} << 20);  // more than sockets take
   const std::vector<Piece> pieces{{address_of(ours.data()), ours.size()}};
   const auto at_once = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
@@ -163,14 +163,14 @@ TEST(pieces_of_a_peer_that_does_nothing_are_late) {
   CHECK(!sent && sent.error().code == Errc::kChannelTimeout);
 }
 
-TEST(pieces_beyond_the_last_address_are_not_sent) {
+TEST(stream_refuses_pieces_beyond_the_address_space) {
   const std::vector<Piece> beyond{{~std::uint64_t{0}, 2}};
   const Stream stream;
   CHECK(send_pieces(stream.ends[0], beyond, soon()).error().code == Errc::kInvalidArgument);
   CHECK(receive_pieces(stream.ends[0], beyond, soon()).error().code == Errc::kInvalidArgument);
 }
 
-TEST(pieces_have_the_sum_that_peers_of_this_version_expect) {
+TEST(stream_checksum_matches_the_protocol_version) {
   // Where this changes, the version in kvelastic/transfer/wire.py does, too.
   std::vector<std::byte> memory(600'000);
   for (std::size_t at = 0; at < memory.size(); ++at) memory[at] = static_cast<std::byte>(at % 251);

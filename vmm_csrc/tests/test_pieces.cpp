@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
 
-TEST(pieces_are_whole_whatever_their_sizes) {
+TEST(pieces_are_copied_completely_for_all_sizes) {
   // Below and above what a second thread begins at.
   for (const std::size_t bytes :
        {std::size_t{0}, std::size_t{1}, std::size_t{70'001}, std::size_t{9} << 20}) {
@@ -32,7 +32,7 @@ TEST(pieces_are_whole_whatever_their_sizes) {
   }
 }
 
-TEST(pieces_that_do_not_match_or_overflow_are_refused) {
+TEST(mismatched_or_overflowing_pieces_are_refused) {
   std::vector<std::byte> memory(100);
   const std::vector<Piece> whole{{address_of(memory.data()), 100}};
   const std::vector<Piece> part{{address_of(memory.data()), 99}};
@@ -43,7 +43,7 @@ TEST(pieces_that_do_not_match_or_overflow_are_refused) {
   CHECK(read_from_process(::getpid(), whole, whole, {}).error().code == Errc::kChannelTimeout);
 }
 
-TEST(pieces_of_pages_that_come_and_go_are_what_their_generation_says) {
+TEST(copied_pieces_match_their_page_generation) {
   constexpr std::uint64_t kPages = 6;
   Geometry geometry;
   geometry.pages = kPages;

@@ -66,7 +66,7 @@ std::vector<BlockId> take(Pool& pool, std::uint64_t count, bool reuse = false) {
 
 }  // namespace
 
-TEST(a_pinned_block_that_is_freed_is_free_when_its_last_pin_ends) {
+TEST(freed_pinned_block_is_free_after_last_unpin) {
   Full one;
   const PinTicket first = one.pin(2), second = one.pin(1);
   CHECK(static_cast<bool>(one.blocks.free(one.first(2))));
@@ -82,7 +82,7 @@ TEST(a_pinned_block_that_is_freed_is_free_when_its_last_pin_ends) {
   CHECK(one.blocks.pin(one.first(1), PinKind::kStrict).error().code == Errc::kUnknownBlock);
 }
 
-TEST(a_pinned_block_that_is_cached_can_be_touched_and_not_evicted) {
+TEST(cached_pinned_block_can_be_touched_not_evicted) {
   Full one;
   const PinTicket ticket = one.pin(3);
   CHECK(static_cast<bool>(one.blocks.cache(one.first(3))));
@@ -94,7 +94,7 @@ TEST(a_pinned_block_that_is_cached_can_be_touched_and_not_evicted) {
   CHECK(one.blocks.evict_oldest_block(one.evicted) && one.evicted[0].id == one.ids[1]);
 }
 
-TEST(a_cached_block_that_is_pinned_is_cached_again_after_it) {
+TEST(pinned_cached_block_is_cached_after_unpin) {
   Full one;
   CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
   const PinTicket ticket = one.pin(2);
@@ -104,7 +104,7 @@ TEST(a_cached_block_that_is_pinned_is_cached_again_after_it) {
   CHECK(one.blocks.cached_blocks() == 1 && one.blocks.free_blocks() == 1);
 }
 
-TEST(a_call_that_is_refused_leaves_pinned_blocks_as_they_were) {
+TEST(refused_call_leaves_pinned_blocks_unchanged) {
   Full one;
   const PinTicket ticket = one.pin(4);
   CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
@@ -118,7 +118,7 @@ TEST(a_call_that_is_refused_leaves_pinned_blocks_as_they_were) {
   CHECK(one.blocks.unpin(ticket) && one.blocks.cached_blocks() == 2);
 }
 
-TEST(ordered_blocks_are_used_again_before_fenced_ones_and_strict_ones_are_not) {
+TEST(ordered_pins_are_reused_before_fenced_never_strict) {
   Full one;
   const PinTicket strict = *one.blocks.pin(one.first(2), PinKind::kStrict);
   const PinTicket fenced = *one.blocks.pin(std::span(one.ids).subspan(1, 3), PinKind::kFenced);
@@ -136,7 +136,7 @@ TEST(ordered_blocks_are_used_again_before_fenced_ones_and_strict_ones_are_not) {
   CHECK(one.blocks.free_blocks() == 3);  // 0, 1, 3; the others are in use
 }
 
-TEST(what_waits_to_be_cached_can_be_evicted_and_stays_until_its_pin_ends) {
+TEST(evicted_pinned_block_is_freed_after_unpin) {
   Full one;
   const PinTicket ticket = one.pin(2);
   CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
@@ -146,7 +146,7 @@ TEST(what_waits_to_be_cached_can_be_evicted_and_stays_until_its_pin_ends) {
   CHECK(one.blocks.unpin(ticket) && one.blocks.free_blocks() == 2);
 }
 
-TEST(clear_frees_pinned_blocks_when_their_pins_end) {
+TEST(clear_frees_pinned_blocks_after_unpin) {
   Full one;
   const PinTicket ticket = one.pin(3);
   CHECK(static_cast<bool>(one.blocks.cache(one.first(1))));
@@ -156,7 +156,7 @@ TEST(clear_frees_pinned_blocks_when_their_pins_end) {
   CHECK(one.blocks.unpin(ticket) && one.blocks.used_blocks() == 0);
 }
 
-TEST(a_page_that_somebody_reads_stays_over_a_lower_limit_and_in_sleep) {
+TEST(pinned_page_stays_mapped_under_limit_and_sleep) {
   auto pool = make_pool();
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, 3 * kBlocksPerPage - 1);
@@ -173,7 +173,7 @@ TEST(a_page_that_somebody_reads_stays_over_a_lower_limit_and_in_sleep) {
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
-TEST(a_closed_pool_gives_a_read_page_back_when_its_pin_ends) {
+TEST(closed_pool_unmaps_pinned_page_after_unpin) {
   for (const bool discard : {false, true}) {
     auto pool = make_pool();
     REQUIRE(pool != nullptr);
@@ -187,7 +187,7 @@ TEST(a_closed_pool_gives_a_read_page_back_when_its_pin_ends) {
   }
 }
 
-TEST(a_reserved_block_is_not_pinned) {
+TEST(reserved_block_cannot_be_pinned) {
   auto pool = make_pool();
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, 1);
@@ -196,7 +196,7 @@ TEST(a_reserved_block_is_not_pinned) {
   CHECK(pool->allocator.pin(ids, PinKind::kStrict).error().code == Errc::kDoubleFree);
 }
 
-TEST(an_alloc_with_reuse_takes_pinned_blocks_before_it_maps_a_page) {
+TEST(alloc_reuses_pinned_blocks_before_mapping_pages) {
   auto pool = make_pool();
   REQUIRE(pool != nullptr);
   const std::vector<BlockId> ids = take(*pool, kBlocksPerPage - 1);

@@ -14,7 +14,7 @@ std::shared_ptr<Places> places_over(std::shared_ptr<LedgerMember> member) {
   return *made;
 }
 
-TEST(places_a_reserve_that_sleep_gives_up_is_not_said_to_be_there) {
+TEST(reserve_dropped_by_sleep_fails_its_wait) {
   Ledger ledger;
   auto other = ledger.join();
   const std::shared_ptr<Places> places = places_over(ledger.join());
@@ -28,7 +28,7 @@ TEST(places_a_reserve_that_sleep_gives_up_is_not_said_to_be_there) {
   CHECK(own.reserve_bytes() == 0 && places->is_asleep());
 }
 
-TEST(places_a_reserve_that_sleep_gives_up_is_refused_although_a_wake_came_after) {
+TEST(reserve_dropped_by_sleep_fails_after_wake) {
   Ledger ledger;
   auto other = ledger.join();
   const std::shared_ptr<Places> places = places_over(ledger.join());
@@ -44,7 +44,7 @@ TEST(places_a_reserve_that_sleep_gives_up_is_refused_although_a_wake_came_after)
   CHECK(places->all().front().member->reserve_bytes() == 0);
 }
 
-TEST(places_a_wait_that_times_out_fails_no_later_claim) {
+TEST(timed_out_claim_does_not_fail_later_claims) {
   Ledger ledger;
   auto other = ledger.join();
   const std::shared_ptr<Places> places = places_over(ledger.join());
@@ -59,7 +59,7 @@ TEST(places_a_wait_that_times_out_fails_no_later_claim) {
   CHECK(places->all().front().member->reserve_bytes() == 10 * kPage);
 }
 
-TEST(places_a_wake_is_not_lost_while_a_sleeping_one_reserves) {
+TEST(wake_after_sleeping_reserve_is_not_lost) {
   Ledger ledger;
   const std::shared_ptr<Places> places = places_over(ledger.join());
   places->fall_asleep();
@@ -72,7 +72,7 @@ TEST(places_a_wake_is_not_lost_while_a_sleeping_one_reserves) {
   CHECK(places->all().front().member->reserve_bytes() == 20 * kPage);
 }
 
-TEST(places_what_is_there_at_once_is_not_waited_for) {
+TEST(available_claim_is_met_without_waiting) {
   Ledger ledger;
   const std::shared_ptr<Places> places = places_over(ledger.join());
   const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});

@@ -168,7 +168,7 @@ TEST(pool_threads_over_local_memory) {
   CHECK(static_cast<bool>(range->check_integrity()));
 }
 
-TEST(pool_threads_over_a_ring_with_a_keeper) {
+TEST(pool_threads_over_ring_with_maintenance_thread) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
   auto ring = RingBacking::create(segment->owner->ring_area(), geometry(), 1,
@@ -195,7 +195,7 @@ TEST(pool_threads_over_a_ring_with_a_keeper) {
   (*worker)->stop();
 }
 
-TEST(pages_that_land_over_the_limit_call_the_keeper) {
+TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   auto range = make_range();
   REQUIRE(range != nullptr);
   auto backing = std::make_shared<GatedBacking>(range);
@@ -255,7 +255,7 @@ class GatedLoads final : public OverLocal {
   std::counting_semaphore<> arrived_{0}, open_{0};
 };
 
-TEST(pages_ahead_of_demand_come_after_loads) {
+TEST(preallocated_pages_wait_for_loads) {
   Geometry large = geometry();  // a page is a batch
   large.extent_bytes = kFirstBatchBytes;
   large.block_bytes = large.extent_bytes / kBlocksPerPage;
@@ -333,7 +333,7 @@ class CountedCalls final : public OverLocal {
   std::vector<std::size_t> mapped, unmapped;
 };
 
-TEST(a_call_to_a_gpu_has_16_handles_at_most) {
+TEST(gpu_call_maps_at_most_16_handles) {
   Geometry many = geometry();
   many.pages = 50;
   auto driver = HostDriver::open();
@@ -371,7 +371,7 @@ class ThrowingBacking final : public OverLocal {
   std::atomic<int> throws = 0;
 };
 
-TEST(a_keeper_without_memory_for_its_lists_goes_on) {
+TEST(maintenance_thread_survives_bad_alloc) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
   auto range = make_range();
@@ -398,7 +398,7 @@ TEST(a_keeper_without_memory_for_its_lists_goes_on) {
   keeper->stop();
 }
 
-TEST(reservations_make_way_for_others_who_need_the_memory) {
+TEST(reclaim_drops_reservations) {
   auto range = make_range();
   REQUIRE(range != nullptr);
   auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
@@ -415,7 +415,7 @@ TEST(reservations_make_way_for_others_who_need_the_memory) {
   CHECK(static_cast<bool>(pool.check_integrity()));
 }
 
-TEST(a_keeper_whose_driver_refuses_is_not_called_without_end) {
+TEST(maintenance_thread_backs_off_after_driver_failure) {
   auto host = HostDriver::open();
   REQUIRE(static_cast<bool>(host));
   auto driver = std::make_shared<FaultDriver>(std::shared_ptr<Driver>(*std::move(host)));
@@ -441,7 +441,7 @@ TEST(a_keeper_whose_driver_refuses_is_not_called_without_end) {
   pool.maintenance.on_work(nullptr);
 }
 
-TEST(ring_refuses_what_does_not_fit) {
+TEST(ring_refuses_mismatched_layouts_and_areas) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
   const std::span<std::byte> area = segment->owner->ring_area();
@@ -461,7 +461,7 @@ TEST(ring_refuses_what_does_not_fit) {
   CHECK((*ring)->map({&page, 1}).error().code == Errc::kChannelClosed);  // no worker ever came
 }
 
-TEST(blocks_choose_the_fullest_page_that_can_hold_all) {
+TEST(alloc_chooses_the_fullest_page_that_fits) {
   auto made = Blocks::create(geometry());
   REQUIRE(static_cast<bool>(made));
   Blocks& blocks = **made;
@@ -495,7 +495,7 @@ TEST(blocks_choose_the_fullest_page_that_can_hold_all) {
   CHECK(static_cast<bool>(blocks.check_integrity()));
 }
 
-TEST(blocks_evict_the_cheapest_page_and_the_oldest_block) {
+TEST(eviction_takes_cheapest_page_and_oldest_block) {
   auto made = Blocks::create(geometry());
   REQUIRE(static_cast<bool>(made));
   Blocks& blocks = **made;

@@ -54,10 +54,10 @@ struct Books {
 };
 
 /// A keeper that counts its calls.
-struct CalledKeeper {
+struct MaintenanceWakeups {
   PendingWork calls;
   int count = 0;
-  CalledKeeper() {
+  MaintenanceWakeups() {
     calls.on_work([this] { ++count; });
   }
   /// Whether this work calls it.
@@ -72,7 +72,7 @@ struct CalledKeeper {
 
 // --- pressure -----------------------------------------------------------------------------------
 
-TEST(a_squeeze_lasts_while_it_is_asked_for) {
+TEST(pressure_lasts_while_requested) {
   Pressure pressure;
   CHECK(!pressure.is_in_force() && pressure.floor(kStart) == 0);
   pressure.begin(3, kStart);
@@ -86,7 +86,7 @@ TEST(a_squeeze_lasts_while_it_is_asked_for) {
   CHECK(pressure.floor(kStart + milliseconds(900)) == 0);
 }
 
-TEST(a_squeeze_that_was_met_takes_nothing_twice) {
+TEST(satisfied_pressure_sets_a_floor_for_repeats) {
   Pressure pressure;
   pressure.begin(3, kStart);
   CHECK(pressure.expire(false, kStart + milliseconds(1)));
@@ -95,7 +95,7 @@ TEST(a_squeeze_that_was_met_takes_nothing_twice) {
   CHECK(pressure.floor(kStart + milliseconds(1) + Pressure::kRepeatedFor) == 0);
 }
 
-TEST(the_lowest_of_request_capacity_and_squeeze_holds) {
+TEST(lowest_of_request_capacity_and_pressure_applies) {
   PageLimit limit(10 * kPage, 6 * kPage, kPage, 100);
   CHECK(limit.pages() == 6 && limit.requested_bytes() == 10 * kPage);
   limit.see_capacity(20 * kPage);
@@ -117,7 +117,7 @@ TEST(the_lowest_of_request_capacity_and_squeeze_holds) {
 // --- memory_wait
 // ----------------------------------------------------------------------------------
 
-TEST(starvation_lasts_while_somebody_wants_the_pages) {
+TEST(memory_wait_lasts_while_pages_are_wanted) {
   constexpr milliseconds lease(100);
   MemoryWait memory_wait;
   CHECK(memory_wait.pages() == 0 && memory_wait.may_wait(kStart));
@@ -134,7 +134,7 @@ TEST(starvation_lasts_while_somebody_wants_the_pages) {
   CHECK(memory_wait.pages() == 0);
 }
 
-TEST(after_a_wait_in_vain_allocs_do_not_wait_for_a_while) {
+TEST(fruitless_memory_wait_suspends_further_waits) {
   MemoryWait memory_wait;
   const MemoryWait::Time later = kStart + milliseconds(50) * MemoryWait::kFruitlessWaits;
   memory_wait.waited_in_vain(milliseconds(50), kStart);
@@ -146,11 +146,11 @@ TEST(after_a_wait_in_vain_allocs_do_not_wait_for_a_while) {
 
 // --- keeper calls --------------------------------------------------------------------------------
 
-TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
+TEST(maintenance_wakes_for_new_work_without_counter_change) {
   // The limit is lowered while pages are on their way: too much is held, and nothing can be given.
   // The pages land. As much is held as before, and now it can be given back: the keeper, which has
   // answered that figure already, must hear of it.
-  CalledKeeper keeper;
+  MaintenanceWakeups keeper;
   DueWork work;
   work.over_pages = 4;
   CHECK(keeper.is_called_for(work));  // to answer
@@ -179,8 +179,8 @@ TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
   CHECK(keeper.is_called_for(work));
 }
 
-TEST(the_keeper_is_called_once_for_each_thing) {
-  CalledKeeper keeper;
+TEST(maintenance_wakes_once_per_kind_of_work) {
+  MaintenanceWakeups keeper;
   DueWork work;
   CHECK(!keeper.is_called_for(work));
   for (bool DueWork::* thing : {&DueWork::enforce, &DueWork::provision, &DueWork::decay,
@@ -196,8 +196,8 @@ TEST(the_keeper_is_called_once_for_each_thing) {
   }
 }
 
-TEST(what_the_keeper_has_done_it_is_called_for_again) {
-  CalledKeeper keeper;
+TEST(maintenance_wakes_again_after_work_is_done) {
+  MaintenanceWakeups keeper;
   DueWork work;
   work.provision = work.decay = work.pursue = true;
   CHECK(keeper.is_called_for(work));
@@ -215,7 +215,7 @@ TEST(what_the_keeper_has_done_it_is_called_for_again) {
 
 // --- provisioning --------------------------------------------------------------------------------
 
-TEST(pages_stand_by_for_as_many_as_were_taken) {
+TEST(provisioning_matches_the_pages_taken) {
   Provisioning provisioning(2, 6, true);
   CHECK(!provisioning.is_due(0));  // nobody has taken any
   provisioning.took(4);
@@ -233,7 +233,7 @@ TEST(pages_stand_by_for_as_many_as_were_taken) {
   CHECK(!never.is_due(0));
 }
 
-TEST(pages_that_were_left_for_later_are_wanted_still) {
+TEST(deferred_pages_stay_wanted) {
   Provisioning provisioning(2, 6, true);
   provisioning.took(5);
   CHECK(provisioning.take_wanted(0) == 5);
@@ -241,7 +241,7 @@ TEST(pages_that_were_left_for_later_are_wanted_still) {
   CHECK(provisioning.is_due(1) && provisioning.take_wanted(1) == 4);
 }
 
-TEST(pages_ahead_of_demand_are_bounded_in_bytes) {
+TEST(preallocated_pages_are_bounded_in_bytes) {
   constexpr std::uint64_t kMiB = 1 << 20;
   CHECK(pages_ahead(10, 2 * kMiB) == 10);
   CHECK(pages_ahead(10, 16 * kMiB) == 10);
@@ -252,7 +252,7 @@ TEST(pages_ahead_of_demand_are_bounded_in_bytes) {
   CHECK(pages_ahead(0, 128 * kMiB) == 0);
 }
 
-TEST(a_wait_for_a_copy_spins_first_and_pauses_then) {
+TEST(copy_wait_spins_before_pausing) {
   const PausesAfterSpin::Time begin{std::chrono::hours(1)};
   const std::chrono::nanoseconds ns{1};
   PausesAfterSpin pauses(begin);
@@ -262,7 +262,7 @@ TEST(a_wait_for_a_copy_spins_first_and_pauses_then) {
   CHECK(pauses.next(begin + PausesAfterSpin::kSpin + ns) == 2 * Pauses::kFirst);
 }
 
-TEST(pages_ahead_of_demand_wait_for_loads_and_not_for_ever) {
+TEST(preallocation_waits_for_loads_with_a_bound) {
   const LoadsFirst::Time start{std::chrono::hours(1)};
   const std::chrono::milliseconds ms{1};
   LoadsFirst loads;
@@ -286,7 +286,7 @@ TEST(pages_ahead_of_demand_wait_for_loads_and_not_for_ever) {
   CHECK(!loads.go_first(later + LoadsFirst::kLongest));
 }
 
-TEST(parked_pages_are_idle_if_none_of_them_was_needed) {
+TEST(parked_pages_are_idle_if_unneeded) {
   Provisioning provisioning(0, 0, true);
   (void)provisioning.take_use(5);
   provisioning.see_parked(3);
@@ -298,7 +298,7 @@ TEST(parked_pages_are_idle_if_none_of_them_was_needed) {
   CHECK(next.unneeded_pages == 5 && next.taken_pages == 0);
 }
 
-TEST(parked_pages_go_back_by_half_after_one_step_and_all_after_the_last) {
+TEST(parked_pages_decay_by_half_then_completely) {
   const ParkedDecay::Time start{std::chrono::hours(1)};
   const std::chrono::seconds s{1};
   ParkedDecay decay(5 * s);
@@ -316,7 +316,7 @@ TEST(parked_pages_go_back_by_half_after_one_step_and_all_after_the_last) {
   CHECK((left == std::vector<std::uint64_t>{32, 32, 32, 32, 0}));
 }
 
-TEST(parked_pages_stay_as_many_as_allocs_take_of_them) {
+TEST(parked_pages_match_the_alloc_rate) {
   const ParkedDecay::Time start{std::chrono::hours(1)};
   const std::chrono::seconds s{1};
   ParkedDecay decay(5 * s);
@@ -333,7 +333,7 @@ TEST(parked_pages_stay_as_many_as_allocs_take_of_them) {
   CHECK(parked == 0);
 }
 
-TEST(parked_pages_that_come_later_are_halved_as_the_first_were) {
+TEST(later_parked_pages_are_halved_too) {
   const ParkedDecay::Time start{std::chrono::hours(1)};
   const std::chrono::seconds s{1};
   ParkedDecay decay(5 * s);
@@ -345,7 +345,7 @@ TEST(parked_pages_that_come_later_are_halved_as_the_first_were) {
 
 // --- accounting ----------------------------------------------------------------------------------
 
-TEST(reserved_blocks_are_taken_first_and_are_nobodys_to_free) {
+TEST(reserved_blocks_are_allocated_first_and_not_freeable) {
   Books books(2);
   Accounting& accounting = books.accounting;
   const std::vector<BlockId> reserved = books.take(3);
@@ -359,7 +359,7 @@ TEST(reserved_blocks_are_taken_first_and_are_nobodys_to_free) {
   CHECK(books.sound());
 }
 
-TEST(what_can_be_given_depends_on_blocks_pages_and_the_limit_in_any_order) {
+TEST(can_give_depends_on_blocks_pages_and_limit) {
   Books books(2);
   Accounting& accounting = books.accounting;
   CHECK(!accounting.can_give());
@@ -396,7 +396,7 @@ TEST(what_can_be_given_depends_on_blocks_pages_and_the_limit_in_any_order) {
   CHECK(books.sound());
 }
 
-TEST(asleep_the_null_page_alone_can_be_given) {
+TEST(asleep_pool_can_give_the_null_page) {
   Books books(1);
   CHECK(!books.accounting.can_give());
   books.accounting.limit.set_asleep(true);
@@ -409,7 +409,7 @@ TEST(asleep_the_null_page_alone_can_be_given) {
   CHECK(books.accounting.can_give());
 }
 
-TEST(a_bound_on_cached_blocks_evicts_whole_pages_where_that_costs_no_more) {
+TEST(cache_bound_evicts_whole_pages_if_equally_cheap) {
   Books books(3);
   Accounting& accounting = books.accounting;
   const std::vector<BlockId> ids = books.take(3 * kBlocksPerPage - 1);
@@ -433,7 +433,7 @@ TEST(a_bound_on_cached_blocks_evicts_whole_pages_where_that_costs_no_more) {
   CHECK(books.sound());
 }
 
-TEST(evictions_and_moves_are_told_in_order) {
+TEST(evictions_and_moves_are_reported_in_order) {
   Books books(3);
   Accounting& accounting = books.accounting;
   const std::vector<BlockId> ids = books.take(3 * kBlocksPerPage - 1);

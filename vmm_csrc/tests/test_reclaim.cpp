@@ -107,7 +107,7 @@ constexpr Depth kInUse = Depth::kInUse;
 
 }  // namespace
 
-TEST(reclaim_asks_nobody_where_nothing_is_missing) {
+TEST(reclaim_requests_only_the_missing_bytes) {
   check_cases({
       {"nothing asked", {holds(0), idle(holds(50, 50))}, 0, 50, {}},
       {"alone", {asks(holds(50), 10)}, 0, 50, {}},
@@ -126,7 +126,7 @@ TEST(reclaim_asks_nobody_where_nothing_is_missing) {
   });
 }
 
-TEST(reclaim_takes_one_rung_from_all_before_the_next) {
+TEST(reclaim_exhausts_each_step_before_the_next) {
   check_cases({
       {"parked of both before cached of one",
        {asks(holds(0), 30), idle(holds(40, 10, 30)), idle(holds(40, 10, 30), kLongIdle)},
@@ -177,7 +177,7 @@ TEST(reclaim_orders_by_priority_and_then_by_idleness) {
   });
 }
 
-TEST(reclaim_takes_cache_of_the_idle_but_no_block_that_they_use) {
+TEST(reclaim_takes_idle_cache_but_no_blocks_used) {
   check_cases({
       {"an idle equal gives its cache only",
        {asks(holds(0), 40), idle(holds(40, 5, 15))},
@@ -243,7 +243,7 @@ TEST(reclaim_takes_blocks_in_use_of_lower_priorities) {
   });
 }
 
-TEST(reclaim_never_touches_a_guarantee) {
+TEST(reclaim_never_goes_below_a_guarantee) {
   check_cases({
       {"of an idle one",
        {asks(holds(0), 40), guarded(idle(holds(40, 40)), 30)},
@@ -278,7 +278,7 @@ TEST(reclaim_never_touches_a_guarantee) {
   });
 }
 
-TEST(reclaim_gives_everybody_its_guarantee) {
+TEST(reclaim_restores_guarantees_from_any_member) {
   check_cases({
       {"from a busy one of higher priority, what it uses",
        {guarded(asks(holds(4), 6), 10), ranked(holds(40), 7)},
@@ -304,7 +304,7 @@ TEST(reclaim_gives_everybody_its_guarantee) {
 }
 
 /// What is asked for beyond the guarantee has no more right than any other ask.
-TEST(reclaim_gives_no_more_than_the_guarantee_by_it) {
+TEST(reclaim_by_guarantee_stops_at_the_guarantee) {
   check_cases({
       {"from a busy one of higher priority",
        {guarded(asks(holds(8), 30), 10), ranked(holds(40), 7)},
@@ -378,7 +378,7 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
   });
 }
 
-TEST(reclaim_takes_parked_pages_at_once_and_first) {
+TEST(reclaim_takes_parked_pages_first_without_waiting) {
   check_cases({
       {"of a busy equal, up to the asker's share",
        {asks(holds(30), 60), holds(50, 40)},
@@ -435,7 +435,7 @@ TEST(reclaim_shares_in_whole_pages) {
   });
 }
 
-TEST(reclaim_does_not_count_on_who_is_slow) {
+TEST(reclaim_skips_members_that_respond_slowly) {
   const std::uint64_t patience_ns = kRules.patience_ns;
   check_cases({
       {"just within the patience nobody else is asked",
@@ -470,7 +470,7 @@ TEST(reclaim_does_not_count_on_who_is_slow) {
   });
 }
 
-TEST(reclaim_outranks) {
+TEST(reclaim_ranks_contenders_in_order) {
   const Contender none = holds(10);
   const Contender early = asks(holds(10), 1, 100 * kMillisecond);
   const Contender late = asks(holds(10), 1, 99 * kMillisecond);
@@ -506,7 +506,7 @@ TEST(reclaim_outranks) {
   CHECK(!outranks(almost, holds(11), 10 * kMiB) && outranks(almost, holds(11), 11 * kMiB));
 }
 
-TEST(reclaim_keeps_what_comes_free) {
+TEST(reclaim_keeps_freed_memory_for_higher_ranks) {
   const auto kept = [](std::vector<Contender> all, std::uint64_t capacity) {
     return kept_bytes(all, 0, capacity * kMiB, kRules) / kMiB;
   };
@@ -530,7 +530,7 @@ TEST(reclaim_keeps_what_comes_free) {
   CHECK(kept({more, guarded(less, 18)}, 40) == 3 && kept({more, guarded(less, 22)}, 40) == 5);
 }
 
-TEST(reclaim_lets_no_page_go_to_and_fro) {
+TEST(reclaim_does_not_thrash_between_equals) {
   // Two equals that both want all there is. What one has to give for fairness goes to the other.
   std::vector<Contender> all{asks(holds(26), 14, 20 * kRules.fair_in_use_ns),
                              asks(holds(14), 26, kRules.fair_in_use_ns)};
@@ -556,7 +556,7 @@ TEST(reclaim_lets_no_page_go_to_and_fro) {
   CHECK(moved == 6 * kMiB);
 }
 
-TEST(reclaim_reach_is_what_could_be_had_at_once) {
+TEST(reclaim_reach_is_the_immediately_available_memory) {
   const auto reach = [](const std::vector<Contender>& all, std::uint64_t capacity) {
     return reachable_bytes(all, 0, capacity * kMiB, kRules) / kMiB;
   };
@@ -706,7 +706,7 @@ TEST(reclaim_rules_hold_for_every_plan) {
   CHECK(depths[kParked] > 1000 && depths[kCached] > 1000 && depths[kInUse] > 1000);
 }
 
-TEST(reclaim_takes_all_that_it_may_before_it_comes_short) {
+TEST(reclaim_falls_short_only_after_taking_everything) {
   std::mt19937_64 dice(21);
   int short_plans = 0;
   for (int round = 0; round < 50'000; ++round) {
@@ -740,7 +740,7 @@ TEST(reclaim_takes_all_that_it_may_before_it_comes_short) {
 }
 
 /// Busy equals that take from each other by the rules come to rest, all at their fair shares.
-TEST(reclaim_comes_to_rest) {
+TEST(reclaim_converges_to_equal_shares) {
   std::mt19937_64 dice(22);
   for (int round = 0; round < 500; ++round) {
     const std::size_t count = 2 + dice() % 4;

@@ -53,7 +53,7 @@ std::unique_ptr<RecordOwner> make(const Memory& memory) {
   return *std::move(owner);
 }
 
-TEST(record_keeps_its_identity) {
+TEST(control_block_keeps_its_identity) {
   const Memory memory;
   const auto owner = make(memory);
   const auto view = RecordView::open(memory.span());
@@ -69,11 +69,11 @@ TEST(record_keeps_its_identity) {
   CHECK(owner->ring_area().size() == kRingAreaBytes);
 }
 
-TEST(record_magic_reads_as_text) {
+TEST(control_block_magic_reads_as_text) {
   CHECK(std::memcmp(&kRecordMagic, "KVELASTC", 8) == 0);
 }
 
-TEST(record_texts_may_fill_their_room_and_no_more) {
+TEST(control_block_refuses_overlong_texts) {
   const Memory memory;
   RecordIdentity identity = somebody();
   identity.name = std::string(64, 'n');
@@ -86,7 +86,7 @@ TEST(record_texts_may_fill_their_room_and_no_more) {
   CHECK(!RecordOwner::create(memory.span(), identity));
 }
 
-TEST(record_needs_room_and_alignment) {
+TEST(control_block_needs_size_and_alignment) {
   const Memory memory(kSegmentBytes + 4096);
   const auto small = RecordOwner::create(memory.span().first(kSegmentBytes - 1), somebody());
   CHECK(!small && small.error().code == Errc::kInvalidArgument);
@@ -97,7 +97,7 @@ TEST(record_needs_room_and_alignment) {
   CHECK(!view && view.error().code == Errc::kInvalidArgument);
 }
 
-TEST(record_refuses_malformed_bytes) {
+TEST(control_block_refuses_malformed_bytes) {
   const Memory memory;
   const auto owner = make(memory);
   for (std::size_t bytes = 0; bytes < kSegmentBytes; bytes += bytes < 700 ? 1 : 4093) {
@@ -114,7 +114,7 @@ TEST(record_refuses_malformed_bytes) {
   CHECK(RecordView::open(memory.span()));
 }
 
-TEST(record_refuses_random_bytes) {
+TEST(control_block_refuses_random_bytes) {
   const Memory memory;
   std::mt19937_64 random(1);
   for (int round = 0; round < 200; ++round) {
@@ -127,7 +127,7 @@ TEST(record_refuses_random_bytes) {
   }
 }
 
-TEST(record_reads_rubbish_in_its_changing_part) {
+TEST(control_block_tolerates_random_mutable_fields) {
   const Memory memory;
   const auto owner = make(memory);
   std::mt19937_64 random(2);
@@ -155,7 +155,7 @@ TEST(record_reads_rubbish_in_its_changing_part) {
   }
 }
 
-TEST(record_reader_writes_nothing) {
+TEST(control_block_reader_writes_nothing) {
   const Memory memory;
   const auto owner = make(memory);
   owner->publish_usage({.mapped_bytes = 5});
@@ -170,7 +170,7 @@ TEST(record_reader_writes_nothing) {
   CHECK((*view).counter(Counter::kAllocs) == 0);
 }
 
-TEST(record_request_and_answer) {
+TEST(control_block_request_and_acknowledgement) {
   const Memory memory;
   const auto owner = make(memory);
   CHECK(!owner->read_request());
@@ -208,7 +208,7 @@ TEST(record_request_and_answer) {
   CHECK((*view).reason_of(answer) == "short");
 }
 
-TEST(record_half_a_request_is_no_request) {
+TEST(control_block_ignores_a_partial_request) {
   const Memory memory;
   const auto owner = make(memory);
   auto writer = RequestWriter::open(memory.span());
@@ -224,7 +224,7 @@ TEST(record_half_a_request_is_no_request) {
   CHECK(next->limit_bytes == 33 && next->priority == 4);
 }
 
-TEST(record_bell_wakes_another_process) {
+TEST(control_block_bell_wakes_another_process) {
   const Memory memory;
   const auto owner = make(memory);
   const std::uint32_t seen = owner->bell();
@@ -247,7 +247,7 @@ TEST(record_bell_wakes_another_process) {
   CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-TEST(record_publications_are_never_mixed) {
+TEST(control_block_reads_see_whole_publications) {
   const Memory memory;
   const auto owner = make(memory);
   const auto view = RecordView::open(memory.span());
@@ -296,7 +296,7 @@ class File {
   void* start_;
 };
 
-TEST(record_copies_of_a_file_are_never_mixed) {
+TEST(control_block_copies_see_whole_publications) {
   const File file;
   const auto owner = RecordOwner::create(file.span(), somebody());
   REQUIRE(owner);
@@ -325,7 +325,7 @@ TEST(record_copies_of_a_file_are_never_mixed) {
   publisher.join();
 }
 
-TEST(record_copy_of_a_shortened_file_has_what_is_left) {
+TEST(control_block_copy_of_a_truncated_file) {
   const File file;
   REQUIRE(RecordOwner::create(file.span(), somebody()));
   const Memory copy;
@@ -336,7 +336,7 @@ TEST(record_copy_of_a_shortened_file_has_what_is_left) {
   CHECK(copy_record(-1, copy.span()) == EBADF);
 }
 
-TEST(record_owner_is_not_held_up_by_a_storm_of_requests) {
+TEST(control_block_owner_survives_a_request_storm) {
   const Memory memory;
   const auto owner = make(memory);
   auto writer = RequestWriter::open(memory.span());
@@ -358,7 +358,7 @@ TEST(record_owner_is_not_held_up_by_a_storm_of_requests) {
   storm.join();
 }
 
-TEST(record_counters_lose_nothing) {
+TEST(control_block_counters_lose_no_updates) {
   const Memory memory;
   const auto owner = make(memory);
   const auto add = [&] {

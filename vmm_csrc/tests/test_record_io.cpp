@@ -98,7 +98,7 @@ std::vector<std::unique_ptr<RecordIo>> engines(unsigned depth) {
 
 }  // namespace
 
-TEST(record_io_brings_back_what_it_wrote) {
+TEST(record_io_reads_back_written_bytes) {
   constexpr std::size_t kCount = 50;
   for (const int flags : {0, O_DIRECT}) {
     for (const std::size_t odd : {0, 1}) {
@@ -125,7 +125,7 @@ TEST(record_io_brings_back_what_it_wrote) {
   }
 }
 
-TEST(record_io_says_what_each_piece_came_to) {
+TEST(record_io_returns_a_result_per_piece) {
   for (auto& io : engines(4)) {
     File file(2 * kRecord + 4096);
     Memory memory(4, kRecord);
@@ -145,7 +145,7 @@ TEST(record_io_says_what_each_piece_came_to) {
   }
 }
 
-TEST(record_io_serves_several_threads_at_once) {
+TEST(record_io_serves_concurrent_threads) {
   constexpr std::size_t kThreads = 12;  // more than there are rings
   constexpr std::size_t kCount = 20;
   for (auto& io : engines(4)) {
@@ -170,7 +170,7 @@ TEST(record_io_serves_several_threads_at_once) {
   }
 }
 
-TEST(record_io_is_destroyed_in_a_forked_child) {
+TEST(record_io_can_be_destroyed_in_forked_child) {
   for (auto& io : engines(4)) {
     File file(8 * kRecord);
     Memory memory(8, kRecord);
@@ -189,12 +189,12 @@ TEST(record_io_is_destroyed_in_a_forked_child) {
   }
 }
 
-TEST(record_io_refuses_depths_that_cannot_be) {
+TEST(record_io_refuses_invalid_queue_depths) {
   CHECK(RecordIo::create(EngineChoice::kAuto, 0).error().code == Errc::kInvalidArgument);
   CHECK(RecordIo::create(EngineChoice::kAuto, 257).error().code == Errc::kInvalidArgument);
 }
 
-TEST(record_checksum_sees_every_flipped_bit_and_every_key) {
+TEST(record_checksum_detects_bit_flips_keys_and_swaps) {
   constexpr std::size_t kBytes = 200;
   std::vector<std::byte> bytes(kBytes, std::byte{0});  // zeros: the worst for products
   const std::uint64_t whole = record_checksum(bytes, key_of(1));
@@ -217,7 +217,7 @@ TEST(record_checksum_sees_every_flipped_bit_and_every_key) {
   }
 }
 
-TEST(ranges_of_a_file_read_as_zeros_again) {
+TEST(zeroed_file_ranges_read_as_zeros) {
   File file(0);
   std::vector<std::byte> bytes(16 * 4096, std::byte{7});
   REQUIRE(::pwrite(file.fd, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));

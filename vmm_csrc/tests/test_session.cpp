@@ -86,7 +86,7 @@ std::unique_ptr<Pool> make_pool(std::shared_ptr<Backing> backing, std::int64_t m
 
 }  // namespace
 
-TEST(session_keeps_what_it_saw) {
+TEST(session_keeps_the_blocks_it_saw) {
   auto pool = make_pool(std::make_shared<NoMemory>(), 12);
   REQUIRE(pool != nullptr);
   std::atomic<bool> stop{false};
@@ -142,7 +142,7 @@ TEST(session_keeps_what_it_saw) {
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
-TEST(pool_over_a_backing_that_failed_hands_out_nothing) {
+TEST(pool_with_failed_backing_refuses_allocations) {
   for (int fail_after = 0; fail_after < 12; ++fail_after) {
     auto backing = std::make_shared<NoMemory>();
     auto pool = make_pool(backing);
@@ -171,7 +171,7 @@ TEST(pool_over_a_backing_that_failed_hands_out_nothing) {
   }
 }
 
-TEST(who_is_put_to_sleep_waits_for_pages_that_others_unmap) {
+TEST(sleep_waits_for_concurrent_unmaps) {
   auto backing = std::make_shared<LateGpu>();
   auto pool = make_pool(backing);
   REQUIRE(pool != nullptr);
@@ -188,7 +188,7 @@ TEST(who_is_put_to_sleep_waits_for_pages_that_others_unmap) {
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
-TEST(each_release_of_the_lock_publishes_the_state) {
+TEST(each_unlock_publishes_the_state) {
   auto pool = make_pool(std::make_shared<NoMemory>());
   REQUIRE(pool != nullptr);
   PoolState& state = pool->state;

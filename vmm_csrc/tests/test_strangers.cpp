@@ -149,7 +149,7 @@ std::shared_ptr<Pool> make_pool(std::shared_ptr<Backing> backing,
 
 }  // namespace
 
-TEST(strangers_are_neither_more_nor_fewer_while_pages_arrive) {
+TEST(foreign_usage_is_unchanged_while_pages_arrive) {
   Ledger ledger;
   Gpu gpu;
   auto mine = ledger.join(), neighbour = ledger.join();
@@ -163,7 +163,7 @@ TEST(strangers_are_neither_more_nor_fewer_while_pages_arrive) {
   CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
 }
 
-TEST(strangers_are_neither_more_nor_fewer_while_pages_leave) {
+TEST(foreign_usage_is_unchanged_while_pages_leave) {
   Ledger ledger;
   Gpu gpu;
   auto mine = ledger.join(), neighbour = ledger.join();
@@ -253,7 +253,7 @@ TEST(a_busy_neighbours_pages_wait_for_its_kernels_together) {
   CHECK(seen.cached[0] == 1 && seen.drains == 1);
 }
 
-TEST(strangers_that_come_while_pages_arrive_are_seen_when_these_are_there) {
+TEST(foreign_growth_is_seen_after_pages_arrive) {
   Ledger ledger;
   Gpu gpu;
   auto mine = ledger.join();
@@ -265,7 +265,7 @@ TEST(strangers_that_come_while_pages_arrive_are_seen_when_these_are_there) {
   CHECK(gpu.show(*mine) == Sight::kExact && has_others(ledger, kStrangersPages + 30));
 }
 
-TEST(strangers_are_not_judged_by_a_look_beside_a_change) {
+TEST(foreign_usage_ignores_samples_during_changes) {
   Ledger ledger;
   Gpu gpu;
   auto mine = ledger.join(), neighbour = ledger.join();
@@ -295,7 +295,7 @@ TEST(strangers_are_not_judged_by_a_look_beside_a_change) {
   }
 }
 
-TEST(strangers_are_looked_at_again_where_something_changed_meanwhile) {
+TEST(foreign_usage_is_sampled_again_after_a_change) {
   Ledger ledger;
   Gpu gpu;
   std::shared_ptr<LedgerMember> mine = ledger.join();
@@ -330,7 +330,7 @@ TEST(strangers_are_looked_at_again_where_something_changed_meanwhile) {
             [] { return std::vector<std::optional<DeviceMemory>>{std::nullopt}; }) == Sight::kNone);
 }
 
-TEST(strangers_are_what_they_were_at_each_step_of_a_pool_that_grows_and_shrinks) {
+TEST(foreign_usage_is_stable_while_pool_resizes) {
   Ledger ledger;
   Gpu gpu;
   auto neighbour = ledger.join();
@@ -362,7 +362,7 @@ TEST(strangers_are_what_they_were_at_each_step_of_a_pool_that_grows_and_shrinks)
   CHECK(is_exact_now());
 }
 
-TEST(strangers_are_looked_for_after_every_large_change) {
+TEST(foreign_usage_is_sampled_after_large_changes) {
   constexpr std::uint64_t kLargePage = kLargeMoveBytes / 4;
   Ledger ledger(kPages * kLargePage);
   Gpu gpu;
@@ -384,7 +384,7 @@ TEST(strangers_are_looked_for_after_every_large_change) {
   pool->maintenance.on_work(nullptr);
 }
 
-TEST(strangers_are_looked_for_by_a_worker_that_may_be_late) {
+TEST(slow_worker_delays_no_device_memory_query) {
   alignas(4096) static std::array<std::byte, 192 * 1024> area;
   const Geometry geometry = one_block_a_page(4, kPage);
   auto ring = RingBacking::create(area, geometry, 1, std::chrono::seconds(60), nullptr);
@@ -416,7 +416,7 @@ TEST(strangers_are_looked_for_by_a_worker_that_may_be_late) {
   CHECK(free_pages() == 0);
 }
 
-TEST(strangers_are_not_hidden_by_pages_that_go_with_their_range) {
+TEST(foreign_usage_is_not_hidden_by_destroyed_ranges) {
   Ledger ledger;
   Gpu shown;
   const Geometry geometry = one_block_a_page(4, kPage);
@@ -441,7 +441,7 @@ TEST(strangers_are_not_hidden_by_pages_that_go_with_their_range) {
   CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
 }
 
-TEST(strangers_are_not_hidden_by_grants_of_the_dead) {
+TEST(foreign_usage_is_not_hidden_by_dead_grants) {
   Ledger ledger;
   Gpu gpu;
   auto mine = ledger.join();

@@ -81,7 +81,7 @@ std::shared_ptr<TierIndex> make(std::uint64_t slots, EvictionPolicy policy) {
 
 }  // namespace
 
-TEST(tier_index_gives_out_each_slot_once) {
+TEST(tier_index_assigns_each_slot_once) {
   std::mt19937_64 random(16);
   for (const EvictionPolicy policy : kPolicies) {
     const auto index = make(64, policy);
@@ -183,7 +183,7 @@ TEST(tier_index_gives_out_each_slot_once) {
   }
 }
 
-TEST(tier_index_says_how_many_leading_keys_are_ready_and_how_many_known) {
+TEST(tier_index_counts_leading_ready_and_known_keys) {
   const auto made = TierIndex::create(8, EvictionPolicy::kLru);
   REQUIRE(made);
   TierIndex& index = **made;
@@ -203,7 +203,7 @@ TEST(tier_index_says_how_many_leading_keys_are_ready_and_how_many_known) {
   CHECK(leads({1, 2, 3}, 1, 1));
 }
 
-TEST(tier_index_order_of_eviction) {
+TEST(tier_index_eviction_order_of_each_policy) {
   const auto order = [](EvictionPolicy policy) {
     const auto index = make(5, policy);
     put(*index, keys({1, 2, 3, 4, 5}));
@@ -217,7 +217,7 @@ TEST(tier_index_order_of_eviction) {
   CHECK(order(EvictionPolicy::kSlru) == Order{4, 5, 1, 3, 2});
 }
 
-TEST(tier_index_slru_demotes_what_is_too_much_for_its_protected_segment) {
+TEST(tier_index_slru_bounds_its_protected_segment) {
   const auto index = make(5, EvictionPolicy::kSlru);
   put(*index, keys({1, 2, 3, 4, 5}));
   for (const std::uint64_t used : {1, 2, 3, 4, 5}) index->match(keys({used}));
@@ -227,7 +227,7 @@ TEST(tier_index_slru_demotes_what_is_too_much_for_its_protected_segment) {
   CHECK(index->match(keys({2, 3, 4, 5})) == 4);
 }
 
-TEST(tier_index_a_chain_goes_from_its_end) {
+TEST(tier_index_evicts_chains_from_the_end) {
   for (const EvictionPolicy policy : kPolicies) {
     const auto index = make(4, policy);
     put(*index, keys({1, 2, 3, 4}), {true, BlockKey{}});
@@ -237,7 +237,7 @@ TEST(tier_index_a_chain_goes_from_its_end) {
   }
 }
 
-TEST(tier_index_ghosts_go_with_their_last_child) {
+TEST(tier_index_removes_ghosts_with_last_child) {
   const auto index = make(2, EvictionPolicy::kLru);
   // Each is continued by the next, of which only every second one comes.
   for (std::uint64_t i = 2; i < 100'000; i += 2) {
@@ -248,7 +248,7 @@ TEST(tier_index_ghosts_go_with_their_last_child) {
   CHECK(static_cast<bool>(index->check_integrity()));
 }
 
-TEST(tier_index_a_circle_of_parents_is_displaced_all_the_same) {
+TEST(tier_index_evicts_cyclic_parents) {
   const auto index = make(2, EvictionPolicy::kLru);
   put(*index, keys({1}), {true, key(2)});
   put(*index, keys({2}), {true, key(1)});
@@ -257,7 +257,7 @@ TEST(tier_index_a_circle_of_parents_is_displaced_all_the_same) {
   CHECK(index->stats().ready == 2);
 }
 
-TEST(tier_index_refuses_what_is_wrong_and_stays_whole) {
+TEST(tier_index_refuses_invalid_calls_without_damage) {
   CHECK(!TierIndex::create(TierIndex::kMostSlots + 1, EvictionPolicy::kLru));
   const auto index = make(2, EvictionPolicy::kLru);
   CHECK(!index->claim(std::vector<BlockKey>{key(1), BlockKey{}}, kNoChain));
@@ -271,7 +271,7 @@ TEST(tier_index_refuses_what_is_wrong_and_stays_whole) {
   CHECK(static_cast<bool>(index->check_integrity()));
 }
 
-TEST(tier_index_of_many_slots_costs_what_is_touched) {
+TEST(tier_index_resize_keeps_most_recent_keys) {
   const auto index = make(0, EvictionPolicy::kSlru);
   CHECK(put(*index, keys({1})).empty());
   CHECK(index->stats().ready == 0);
@@ -285,7 +285,7 @@ TEST(tier_index_of_many_slots_costs_what_is_touched) {
   CHECK(index->match(keys({1, 2, 3})) == 1);
 }
 
-TEST(tier_index_stays_whole_when_memory_runs_out_anywhere) {
+TEST(tier_index_stays_consistent_after_bad_alloc) {
   for (int left = 0; left < 12; ++left) {
     const auto index = make(4, EvictionPolicy::kSlru);
     put(*index, keys({1, 2, 3, 4}), {true, BlockKey{}});

@@ -64,7 +64,7 @@ std::vector<std::uint8_t> all(const WritebackBatch& batch, std::uint8_t flag = 1
   return std::vector<std::uint8_t>(batch.ids.size(), flag);
 }
 
-TEST(clean_blocks_and_pages_go_first) {
+TEST(clean_blocks_and_pages_are_evicted_first) {
   Pages one(4);
   one.cache({one.at(1, 0)});
   one.cache({one.at(2, 0), one.at(2, 1)}, true);
@@ -86,7 +86,7 @@ TEST(clean_blocks_and_pages_go_first) {
   one.sound();
 }
 
-TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
+TEST(page_under_writeback_stays_and_blocks_remain_usable) {
   Pages one(2);
   std::vector<BlockId> page(one.ids.begin() + 7, one.ids.end());
   CHECK(static_cast<bool>(
@@ -112,7 +112,7 @@ TEST(a_page_that_is_read_stays_and_its_blocks_can_still_be_used) {
   one.sound();
 }
 
-TEST(a_copy_counts_only_for_the_block_that_was_read) {
+TEST(writeback_marks_only_unchanged_blocks_clean) {
   Pages one(2);
   one.cache(one.ids);
   const WritebackBatch batch = one.blocks->begin_writeback(100, Blocks::WriteFirst::kOldest);
@@ -145,7 +145,7 @@ TEST(a_copy_counts_only_for_the_block_that_was_read) {
   one.sound();
 }
 
-TEST(pages_that_are_cheap_to_empty_leave_first) {
+TEST(cheapest_pages_are_written_back_first) {
   Pages one(4);
   one.cache({one.at(3, 0), one.at(3, 1), one.at(3, 2)});
   one.cache({one.at(1, 0)});
@@ -170,7 +170,7 @@ TEST(pages_that_are_cheap_to_empty_leave_first) {
   one.sound();
 }
 
-TEST(blocks_without_keys_and_pinned_ones_do_not_leave) {
+TEST(keyless_and_pinned_blocks_are_not_written_back) {
   Pages one(2);
   CHECK(static_cast<bool>(one.blocks->cache(std::vector<BlockId>{one.ids[0]})));
   one.cache({one.ids[1], one.ids[2]});
@@ -185,7 +185,7 @@ TEST(blocks_without_keys_and_pinned_ones_do_not_leave) {
 }
 
 /// Random sequences: what is evicted as clean must have been copied while it held what it holds.
-TEST(nothing_is_called_clean_that_was_not_copied) {
+TEST(clean_blocks_were_always_copied) {
   for (std::uint32_t seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);
     Pages one(6);

@@ -38,14 +38,16 @@ def blocks_of(pages: int) -> int:
     return pages * BLOCKS_PER_PAGE - 1
 
 
-def others_pages(gpu: SimulatedMachine) -> int:
+def foreign_pages(gpu: SimulatedMachine) -> int:
     """What the ledger takes for other processes' memory."""
     group = gpu.environment["KVELASTIC_LEDGER"]
     (info,) = (info for info in ledger.list_ledgers() if info.group == group)
     return info.others_bytes // PAGE_BYTES
 
 
-def test_memory_that_returns_later_is_noticed(gpu: SimulatedMachine, tmp_path: Path) -> None:
+def test_memory_returned_after_death_wakes_the_waiter(
+    gpu: SimulatedMachine, tmp_path: Path
+) -> None:
     """An engine that waits for blocks hears of them, although it asks for none meanwhile."""
     linger = tmp_path / "linger"
     linger.touch()
@@ -61,7 +63,7 @@ def test_memory_that_returns_later_is_noticed(gpu: SimulatedMachine, tmp_path: P
         assert heir.alloc(20 * BLOCKS_PER_PAGE) is not None
 
 
-def test_memory_that_does_not_return_is_another_processs(
+def test_lingering_memory_counts_as_other_processes_usage(
     gpu: SimulatedMachine, tmp_path: Path
 ) -> None:
     """A refusal has the device looked at: what lingers counts, and is not granted again."""
@@ -71,11 +73,11 @@ def test_memory_that_does_not_return_is_another_processs(
         assert heir.alloc(blocks_of(2)) is not None
         victim.kill()
         assert heir.alloc(20 * BLOCKS_PER_PAGE) is None
-        wait_until(lambda: others_pages(gpu) == HELD, "it is not counted")
+        wait_until(lambda: foreign_pages(gpu) == HELD, "it is not counted")
         heir.ask("check_integrity")
 
 
-def test_memory_that_returns_first_hides_no_strangers(
+def test_early_returned_memory_hides_no_foreign_usage(
     gpu: SimulatedMachine, tmp_path: Path
 ) -> None:
     """Between the two the dead member's grant stands, and a stranger's memory seems to be its."""
@@ -95,6 +97,6 @@ def test_memory_that_returns_first_hides_no_strangers(
         victim.kill()
         free = CAPACITY - strangers - 2
         wait_until(lambda: heir.alloc(free * BLOCKS_PER_PAGE) is not None, "it is not granted")
-        wait_until(lambda: others_pages(gpu) == strangers, "strangers are not counted")
+        wait_until(lambda: foreign_pages(gpu) == strangers, "strangers are not counted")
         assert heir.alloc(strangers * BLOCKS_PER_PAGE) is None
         heir.ask("check_integrity")

@@ -33,17 +33,17 @@ def run_in(cgroup: MemoryCgroup, scenario: str) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
-        "caches_make_way",
-        "requests_make_way",
-        "what_comes_again_is_kept_free",
-        "who_was_refused_a_page_hears_when_there_is_one",
-        "a_lower_limit_of_the_cgroup_is_kept",
+        "caches_are_evicted_for_the_heap",
+        "requests_are_preempted_for_the_heap",
+        "recurring_peak_stays_free",
+        "refused_alloc_is_notified_of_free_memory",
+        "lowered_cgroup_limit_is_respected",
     ],
 )
-def test_before_the_kernel_kills(cgroup: MemoryCgroup, scenario: str) -> None:
+def test_pool_shrinks_before_the_kernel_kills(cgroup: MemoryCgroup, scenario: str) -> None:
     run_in(cgroup, scenario)
 
 
-def test_the_limit_of_a_cgroup_further_up_counts(cgroup: MemoryCgroup) -> None:
+def test_limit_of_a_parent_cgroup_counts(cgroup: MemoryCgroup) -> None:
     with cgroup.child() as inner:
-        run_in(inner, "caches_make_way")
+        run_in(inner, "caches_are_evicted_for_the_heap")

@@ -65,7 +65,7 @@ machine.close()
 """
 
 
-def test_pages_on_their_way_are_no_strangers_and_hide_none(tmp_path: Path) -> None:
+def test_pages_in_transit_do_not_affect_foreign_usage(tmp_path: Path) -> None:
     with SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine:
         done = run_python(
             "-c", PROGRAM, environment={**machine.environment, "PYTHONPATH": str(PROGRAMS)}
@@ -84,7 +84,7 @@ def test_pages_on_their_way_are_no_strangers_and_hide_none(tmp_path: Path) -> No
     ]
 
 
-def test_used_and_free_memory_are_of_one_call(tmp_path: Path) -> None:
+def test_used_and_free_memory_come_from_one_call(tmp_path: Path) -> None:
     """What cuDeviceTotalMem says is another sum: once the device is open nothing asks for it."""
     group = f"kvtest-one-call-{os.getpid()}"
     with (

@@ -36,7 +36,7 @@ with Node(2) as node:  # its threads are made under the filter
 
 
 @pytest.mark.skipif(PROCESS_VM_READV is None, reason="its number is not known here")
-def test_bytes_travel_over_a_stream_where_process_vm_readv_is_refused(tmp_path: Path) -> None:
+def test_refused_process_vm_readv_falls_back_to_stream(tmp_path: Path) -> None:
     content = os.urandom((1 << 20) + 3)
     theirs = Memory(content)
     with Node(1, listen=[address_of("unix", tmp_path)]) as owner:

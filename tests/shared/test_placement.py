@@ -45,7 +45,7 @@ def machine() -> Iterator[Machine]:
 # ----------------------------------------------------------------------------------- who is where
 
 
-def test_a_place_for_each_device_and_a_copy_for_each_rank(machine: Machine) -> None:
+def test_placement_counts_a_copy_per_rank_and_device(machine: Machine) -> None:
     devices = [machine.devices[name] for name in "bba"]
     assert copies_by_device(devices) == [("b", 2), ("a", 1)]
     assert capacity_bytes(devices) == 12 * HUGE  # b has room for four pages of two copies
@@ -56,12 +56,12 @@ def test_a_place_for_each_device_and_a_copy_for_each_rank(machine: Machine) -> N
     assert [one.member.capacity_bytes for one in mine.ledgers] == [8 * HUGE, 8 * HUGE]
 
 
-def test_devices_are_taken_in_one_order_by_everybody(machine: Machine) -> None:
+def test_devices_are_locked_in_one_order(machine: Machine) -> None:
     a, b = (one.member for one in machine.join("ab").ledgers)
     assert _vmm.Places([(b, [0]), (a, [1, 2])], HUGE).devices == [("a", 2), ("b", 1)]
 
 
-def test_places_that_cannot_be(machine: Machine) -> None:
+def test_invalid_placements_are_rejected(machine: Machine) -> None:
     a = machine.join("a").ledgers[0].member
     b = machine.join("b").ledgers[0].member
     with pytest.raises(InvalidArgumentError, match="on one device at least"):
@@ -82,7 +82,7 @@ def test_places_that_cannot_be(machine: Machine) -> None:
         )
 
 
-def test_a_start_that_one_ledger_refuses_is_in_none(machine: Machine) -> None:
+def test_start_rejected_by_one_ledger_joins_none(machine: Machine) -> None:
     machine.join("b", "owner", min_bytes=7 * HUGE)
     with pytest.raises(GuaranteeError, match=r"^b: no room for 4.00 MiB"):
         machine.join("ab", "late", min_bytes=4 * HUGE)
@@ -97,7 +97,7 @@ def test_a_start_that_one_ledger_refuses_is_in_none(machine: Machine) -> None:
 # ------------------------------------------------------------------------------------------ grants
 
 
-def test_a_full_device_keeps_nothing_of_the_others(machine: Machine) -> None:
+def test_full_device_prevents_grants_on_the_others(machine: Machine) -> None:
     holder = machine.join("b", "holder")
     assert holder.places.grant(8) == 8
     mine = machine.join("ab", "mine")
@@ -119,7 +119,7 @@ def test_a_full_device_keeps_nothing_of_the_others(machine: Machine) -> None:
     machine.check()
 
 
-def test_every_ledger_grants_the_copies_that_lie_there(machine: Machine) -> None:
+def test_every_ledger_grants_its_copies(machine: Machine) -> None:
     mine = machine.join("aabc", "mine")
     assert mine.places.grant(99) == 4  # of two copies on a, of one on c
     assert [machine.granted(name)["mine"] for name in "abc"] == [8, 4, 4]
@@ -128,7 +128,7 @@ def test_every_ledger_grants_the_copies_that_lie_there(machine: Machine) -> None
     assert [machine.granted(name)["mine"] for name in "abc"] == [0, 0, 0]
 
 
-def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> None:
+def test_opposite_device_orders_do_not_deadlock(machine: Machine) -> None:
     """Neither holds a device that the other one waits for; together they hold all of both."""
     both = [machine.join("ab", "one"), machine.join("ba", "two")]
     had_all = [False, False]
@@ -160,7 +160,7 @@ def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> Non
     machine.check()
 
 
-def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> None:
+def test_foreign_usage_is_measured_per_device(machine: Machine) -> None:
     mine = machine.join("aab", "mine")
     assert mine.places.grant(2) == 2
     mine.places.arrived(2)
@@ -190,7 +190,7 @@ while True:
 """
 
 
-def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
+def test_process_killed_during_a_grant_keeps_nothing_granted(
     machine: Machine, tmp_path: Path
 ) -> None:
     """SIGSTOP until one ledger has granted and the other has not, then SIGKILL."""
@@ -204,7 +204,7 @@ def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
     ):
         assert victim.read() == "ready"
 
-        def is_in_the_middle() -> bool:
+        def is_partly_granted() -> bool:
             seen = rounds[0]
             while rounds[0] == seen:  # it has gone on since it was stopped last
                 assert victim.process.poll() is None
@@ -215,7 +215,7 @@ def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
             os.kill(victim.pid, signal.SIGCONT)
             return False
 
-        wait_until(is_in_the_middle, "it was never seen in the middle of a grant")
+        wait_until(is_partly_granted, "it was never seen in the middle of a grant")
     ledger.reap()
     assert [machine.granted(name) for name in "ab"] == [{"mine": 0}, {"mine": 0}]
     assert mine.places.grant(8) == 8
@@ -225,7 +225,7 @@ def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
 # -------------------------------------------------------------------------- guarantee and reserve
 
 
-def test_a_guarantee_is_divided_by_copies(machine: Machine) -> None:
+def test_guarantee_is_divided_by_copies(machine: Machine) -> None:
     mine = machine.join("aab", "mine", min_bytes=6 * HUGE)
     assert mine.places.min_bytes == 6 * HUGE
     assert machine.members("a")["mine"].min_bytes == 4 * HUGE
@@ -251,7 +251,7 @@ def test_of_two_guarantees_with_parts_of_a_page_both_are_kept(machine: Machine) 
     assert other.places.grant(2) == 2
 
 
-def test_a_guarantee_that_the_second_device_refuses_holds_on_none(machine: Machine) -> None:
+def test_guarantee_rejected_by_one_device_applies_to_none(machine: Machine) -> None:
     mine = machine.join("ab", "mine", min_bytes=2 * HUGE)
     machine.join("b", "other", min_bytes=5 * HUGE)
     for awake in (True, False):
@@ -262,7 +262,7 @@ def test_a_guarantee_that_the_second_device_refuses_holds_on_none(machine: Machi
         mine.places.fall_asleep()
 
 
-def test_reserves_are_said_for_each_device(machine: Machine) -> None:
+def test_reserves_are_set_per_device(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": 3 * HUGE, "b": HUGE})
     assert machine.members("a")["mine"].reserve_bytes == 3 * HUGE
     assert mine.places.room() == 5
@@ -277,7 +277,7 @@ def test_reserves_are_said_for_each_device(machine: Machine) -> None:
     machine.check()
 
 
-def test_a_reserve_that_one_device_refuses_changes_none(machine: Machine) -> None:
+def test_reserve_rejected_by_one_device_changes_none(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": 4 * HUGE, "b": HUGE})
     machine.join("b", "other", min_bytes=5 * HUGE)
     # It would grow on b, where there is no room, and shrink on a.
@@ -289,7 +289,7 @@ def test_a_reserve_that_one_device_refuses_changes_none(machine: Machine) -> Non
     machine.check()
 
 
-def test_a_wake_that_the_second_device_refuses_claims_nothing_on_the_first(
+def test_wake_rejected_by_one_device_claims_none(
     machine: Machine,
 ) -> None:
     mine = machine.join("ab", "mine", min_bytes=4 * HUGE, reserve_bytes={"a": HUGE, "b": 4 * HUGE})
@@ -319,7 +319,7 @@ def test_a_wake_that_the_second_device_refuses_claims_nothing_on_the_first(
     machine.check()
 
 
-def test_a_wake_waits_until_every_device_has_given(machine: Machine) -> None:
+def test_wake_waits_for_every_device(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": 4 * HUGE, "b": 4 * HUGE})
     mine.places.fall_asleep()
     others = [machine.join(device, f"on_{device}") for device in "ab"]
@@ -338,7 +338,7 @@ def test_a_wake_waits_until_every_device_has_given(machine: Machine) -> None:
     machine.check()
 
 
-def test_put_to_sleep_while_it_waits_to_wake(machine: Machine) -> None:
+def test_sleep_cancels_a_pending_wake(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": HUGE, "b": 4 * HUGE})
     mine.places.fall_asleep()
     other = machine.join("b", "other")
@@ -364,7 +364,7 @@ def test_put_to_sleep_while_it_waits_to_wake(machine: Machine) -> None:
 # ------------------------------------------------------------------------------------------- asks
 
 
-def test_an_ask_stands_where_something_is_missing(machine: Machine) -> None:
+def test_memory_is_requested_only_where_missing(machine: Machine) -> None:
     other = machine.join("b", "other", priority=-1)
     assert other.places.grant(8) == 8
     mine = machine.join("ab", "mine")
@@ -381,7 +381,7 @@ def test_an_ask_stands_where_something_is_missing(machine: Machine) -> None:
     assert machine.members("b")["mine"].ask_bytes == 0
 
 
-def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
+def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) -> None:
     """The pages that go for one device's sake go on all."""
     geometry = native_geometry(PAGED, 6)
     mine = machine.join("aab", "mine", priority=-1)
@@ -408,11 +408,11 @@ def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
             assert other.places.grant(8) == 4
             assert other.places.ask(3)
 
-            def has_given() -> bool:
+            def has_released() -> bool:
                 other.places.ask(3)
                 return machine.granted("b")["mine"] == 1
 
-            wait_until(has_given)
+            wait_until(has_released)
             assert other.places.grant(3) == 3
         finally:
             keeper.stop()
@@ -422,7 +422,7 @@ def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
     machine.check()
 
 
-def test_two_first_in_different_ledgers_do_not_keep_memory_from_each_other(
+def test_two_waiters_do_not_block_each_others_device(
     machine: Machine,
 ) -> None:
     """Each outranks the other on one device: what is kept there must not block both for ever."""
@@ -456,7 +456,7 @@ sys.stdin.read()
 """
 
 
-def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> None:
+def test_worker_holds_the_grant_of_its_own_device(machine: Machine) -> None:
     mine = machine.join("ab", "mine")
     with LineProgram("-c", _SCHEDULER, PROGRAMS, machine.group) as scheduler:
         assert scheduler.read() == "ready"
@@ -474,7 +474,7 @@ def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> N
     assert machine.granted("b") == {"mine": 5}
 
 
-def test_one_device_for_each_rank(machine: Machine) -> None:
+def test_device_count_must_match_the_rank_count(machine: Machine) -> None:
     settings = Config(ledger=machine.group)
     for devices, why in (("ab", "2 devices are given for 1 ranks"), ("", "no device is given")):
         with pytest.raises(InvalidArgumentError, match=why):
@@ -491,7 +491,7 @@ def test_one_device_for_each_rank(machine: Machine) -> None:
     assert machine.granted("a") == machine.granted("b") == {}
 
 
-def test_a_pool_over_two_devices_gives_all_back(machine: Machine) -> None:
+def test_pool_over_two_devices_releases_everything(machine: Machine) -> None:
     """With a ring whose workers nobody has started: the ledgers are left at the end."""
     settings = Config(ledger=machine.group, minimum=4 * HUGE)
 

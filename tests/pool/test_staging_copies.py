@@ -28,7 +28,7 @@ def fill(memory: Memory, block: int, salt: int) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
+def test_tier_object_holds_the_block_of_all_buffers(layout: str) -> None:
     memory = Memory(LAYOUTS[layout], 6)
     pool = memory.pool()
     ids = alloc(pool, 3)
@@ -46,7 +46,7 @@ def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
     assert staging.address(1) % 4096 == 0
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_copied() -> None:
+def test_invalid_copy_is_rejected_and_copies_nothing() -> None:
     memory = Memory(LAYOUTS["paged"], 4)
     pool = memory.pool()
     ids = alloc(pool, 2)
@@ -69,13 +69,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_copied() -> None:
     assert bytes(staging.view(0)) == b"\7" * pool.record_bytes
 
 
-def test_a_view_keeps_the_memory() -> None:
+def test_view_keeps_the_staging_memory_alive() -> None:
     view = _vmm.Staging(1, 8192).view(0)
     view[0], view[8191] = 1, 2
     assert (len(view), view[0], view[8191]) == (8192, 1, 2)
 
 
-def test_a_failing_driver_is_heard_of() -> None:
+def test_driver_failure_while_copying_raises() -> None:
     memory = Memory(LAYOUTS["paged"], 4)
     pool = memory.pool()
     ids = alloc(pool, 1)
@@ -89,7 +89,7 @@ def test_a_failing_driver_is_heard_of() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
-def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
+def test_tier_object_has_a_part_per_rank(layout: str) -> None:
     with Scheduler(layout, ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         ids = alloc(pool, 20)
@@ -115,7 +115,7 @@ def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
         assert bigger.view(29)[0] == staging.view(19)[0]
 
 
-def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
+def test_copy_failure_of_one_rank_fails_the_call() -> None:
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         ids = alloc(pool, 4)
@@ -127,7 +127,7 @@ def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
         pool.check_integrity()
 
 
-def test_a_staging_that_one_rank_cannot_attach_leaves_no_part_elsewhere() -> None:
+def test_staging_attach_failure_is_undone_on_every_rank() -> None:
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         ids = alloc(pool, 1)
@@ -145,7 +145,7 @@ def test_a_staging_that_one_rank_cannot_attach_leaves_no_part_elsewhere() -> Non
         assert [first.view(0)[rank * part] for rank in range(3)] == [50, 51, 52]
 
 
-def test_a_forked_child_does_not_have_the_memory() -> None:
+def test_forked_child_cannot_use_the_staging_memory() -> None:
     staging = _vmm.Staging(2, 4096)
     staging.view(0)[0] = 7
     child = os.fork()

@@ -51,7 +51,7 @@ def is_asked(shared: TwoPools, which: int) -> bool:
     return any(member.wanted_bytes > 0 for member in members if member.name == name)
 
 
-def test_pages_of_an_idle_neighbour_come_within_the_step_that_needs_them(shared: TwoPools) -> None:
+def test_idle_neighbour_releases_pages_within_the_step(shared: TwoPools) -> None:
     a, b = shared.pools
     cache_all(b)
     b.report_busy(False)
@@ -65,14 +65,14 @@ def test_pages_of_an_idle_neighbour_come_within_the_step_that_needs_them(shared:
     shared.check()
 
 
-def test_a_busy_neighbour_is_not_waited_for(shared: TwoPools) -> None:
+def test_step_does_not_wait_for_a_busy_neighbour(shared: TwoPools) -> None:
     a, b = shared.pools
     cache_all(b)
     b.report_busy(True)
     assert prepare(a, A_PAGE_AND_MORE) < A_PAGE_AND_MORE
 
 
-def test_who_can_evict_its_own_cache_does_not_wait_for_others(shared: TwoPools) -> None:
+def test_pool_evicts_its_own_cache_before_waiting(shared: TwoPools) -> None:
     a, b = shared.pools
     cache_all(a, 2)
     cache_all(b, PAGES - 2)
@@ -80,7 +80,7 @@ def test_who_can_evict_its_own_cache_does_not_wait_for_others(shared: TwoPools) 
     assert prepare(a, A_PAGE_AND_MORE) == A_PAGE_AND_MORE
 
 
-def test_the_wait_ends_when_others_ask(shared: TwoPools) -> None:
+def test_request_of_another_instance_ends_the_wait(shared: TwoPools) -> None:
     """In the session nothing is given: who outranks it would wait as long as it does."""
     a, b = shared.pools
     cache_all(a, 1)

@@ -23,7 +23,7 @@ STREAMS = [kind for kind in KINDS if kind != "memory"]
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_pushes_in_both_directions_over_streams_all_end(kind: str, tmp_path: Path) -> None:
+def test_pushes_in_both_directions_do_not_deadlock(kind: str, tmp_path: Path) -> None:
     """A node whose push threads are all busy still sends what the peer reads for its own."""
     threads, rounds, size = 16, 2, 64 << 10
     secret = secret_file(tmp_path)
@@ -92,7 +92,7 @@ def stopped(link: Link) -> Iterator[Callable[[Message, type[Message]], None]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_peer_holds_up_no_other(kind: str, tmp_path: Path) -> None:
+def test_stopped_peer_does_not_block_others(kind: str, tmp_path: Path) -> None:
     """It pushes, pulls and settles far more than a node serves at once, and reads nothing."""
     secret = secret_file(tmp_path)
     theirs, ours = Memory(os.urandom(1000)), Memory(bytes(1000))
@@ -127,7 +127,7 @@ def test_a_stopped_peer_holds_up_no_other(kind: str, tmp_path: Path) -> None:
             link.unlink(DEADLINE_S)
 
 
-def test_a_slow_question_holds_up_no_other_peer(tmp_path: Path) -> None:
+def test_slow_question_does_not_block_other_peers(tmp_path: Path) -> None:
     let_go = threading.Event()
 
     def answer(link: Link, body: bytes) -> bytes:
@@ -153,7 +153,7 @@ def test_a_slow_question_holds_up_no_other_peer(tmp_path: Path) -> None:
         assert [one.result(DEADLINE_S) for one in asked] == 16 * [b"x"]
 
 
-def test_a_peer_that_takes_all_leases_leaves_others_theirs(
+def test_leases_are_reserved_for_every_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "MOST_LEASES", 64)
@@ -182,7 +182,7 @@ def test_a_peer_that_takes_all_leases_leaves_others_theirs(
         owner.check_integrity()
 
 
-def test_copies_that_wait_for_a_thread_end_with_their_link(tmp_path: Path) -> None:
+def test_queued_copies_end_with_their_link(tmp_path: Path) -> None:
     """Their streams are closed, and their tokens are forgotten."""
     secret = secret_file(tmp_path)
     memory = Memory(b"x" * 100)

@@ -17,7 +17,7 @@ from kvelastic.shared import ledger
 FOREVER_S = -1.0
 
 
-def test_it_goes_up_with_what_comes_and_not_with_what_goes(shared: TwoPools) -> None:
+def test_availability_epoch_rises_only_with_new_blocks(shared: TwoPools) -> None:
     pool, _ = shared.pools
 
     def comes(what: str, act: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ def test_it_goes_up_with_what_comes_and_not_with_what_goes(shared: TwoPools) -> 
     goes("a failed try", lambda: pool.alloc(PAGES * BLOCKS_PER_PAGE + 1))
 
 
-def test_who_waits_hears_of_what_came_before_and_of_what_comes(shared: TwoPools) -> None:
+def test_waiter_sees_earlier_and_later_releases(shared: TwoPools) -> None:
     pool, _ = shared.pools
     ids = pool.alloc(4)
     seen = pool.arrivals
@@ -70,13 +70,13 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
     """
     pool, name = shared.pools[0], shared.segments[0].name
 
-    def asking_s() -> float:
+    def request_age_s() -> float:
         members = [one for info in ledger.list_ledgers() for one in info.members]
         return next(one.ask_s for one in members if one.name == name and one.ask_bytes > 0)
 
     def lasts() -> bool:
         try:
-            return asking_s() > 0.6
+            return request_age_s() > 0.6
         except StopIteration:  # it has not asked yet, or before the thread waited
             pool.enter()  # in a session no call waits, as in a step of an engine
             assert pool.ensure(4) == 0
@@ -96,7 +96,7 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
 
 
 @pytest.mark.slow
-def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> None:
+def test_page_released_by_neighbour_ends_the_wait(shared: TwoPools) -> None:
     """With no alloc in between: the keeper gets what the last one could not have."""
     a, b = shared.pools
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
@@ -111,7 +111,7 @@ def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_awaited_is_asked_for_as_long_as_somebody_waits(shared: TwoPools) -> None:
+def test_reclaim_request_stands_while_a_thread_waits(shared: TwoPools) -> None:
     a, b = shared.pools
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
     with waiting(shared) as waiter:

@@ -54,16 +54,14 @@ def other_secret(tmp_path: Path, *lines: str) -> SecretFile:
     return SecretFile(path)
 
 
-def test_another_secret_does_not_get_in(on_tcp: Endpoint, tmp_path: Path) -> None:
+def test_wrong_secret_is_rejected(on_tcp: Endpoint, tmp_path: Path) -> None:
     with pytest.raises(AccessDeniedError, match="secret is not ours"):
         connect(on_tcp.addresses[0], PROTOCOL, secret=other_secret(tmp_path, "f" * 64))
     wait_until(lambda: on_tcp.refused == 1, "it is counted after the answer was sent")
     assert not on_tcp.connections
 
 
-def test_a_client_does_not_speak_to_a_server_with_another_secret(
-    secret_path: Path, tmp_path: Path
-) -> None:
+def test_client_rejects_a_server_with_another_secret(secret_path: Path, tmp_path: Path) -> None:
     """A server that lets everybody in, and so has the client's proof but not the secret."""
 
     def lie(listening: socket.socket) -> None:
@@ -88,7 +86,7 @@ def test_a_client_does_not_speak_to_a_server_with_another_secret(
         liar.join()
 
 
-def test_a_secret_is_replaced_without_a_restart(
+def test_secret_is_replaced_without_a_restart(
     on_tcp: Endpoint, secret_path: Path, tmp_path: Path
 ) -> None:
     address = on_tcp.addresses[0]
@@ -120,7 +118,9 @@ def test_a_secret_is_replaced_without_a_restart(
         ("x" * 5000, 0o600, "larger than 4096"),
     ],
 )
-def test_a_secret_must_be_one(tmp_path: Path, content: str, mode: int, match: str) -> None:
+def test_invalid_secret_content_or_mode_is_rejected(
+    tmp_path: Path, content: str, mode: int, match: str
+) -> None:
     path = tmp_path / "bad"
     path.write_text(content)
     path.chmod(mode)
@@ -128,7 +128,7 @@ def test_a_secret_must_be_one(tmp_path: Path, content: str, mode: int, match: st
         SecretFile(path)
 
 
-def test_a_secret_is_a_file(tmp_path: Path) -> None:
+def test_secret_must_be_a_regular_file(tmp_path: Path) -> None:
     with pytest.raises(SecretError, match="cannot read"):
         SecretFile(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -136,7 +136,7 @@ def test_a_secret_is_a_file(tmp_path: Path) -> None:
         SecretFile(tmp_path / "pipe")
 
 
-def test_a_secret_that_others_can_read_by_now_lets_nobody_in(
+def test_secret_readable_by_others_rejects_all_clients(
     on_tcp: Endpoint, secret_path: Path, tmp_path: Path
 ) -> None:
     client = other_secret(tmp_path, SECRET)
@@ -148,7 +148,7 @@ def test_a_secret_that_others_can_read_by_now_lets_nobody_in(
     connect(on_tcp.addresses[0], PROTOCOL, secret=client).close()
 
 
-def test_tcp_needs_a_secret_and_networks(secret_path: Path) -> None:
+def test_tcp_requires_a_secret_and_networks(secret_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a secret"):
         Endpoint(PROTOCOL, answer, listen=[LOOPBACK])
     with pytest.raises(ConfigError, match="needs a secret"):
@@ -160,7 +160,7 @@ def test_tcp_needs_a_secret_and_networks(secret_path: Path) -> None:
         Endpoint(PROTOCOL, answer, listen=[LOOPBACK], secret=SecretFile(secret_path), allowed=["x"])
 
 
-def test_another_network_does_not_get_in(
+def test_address_outside_allowed_networks_is_rejected(
     secret_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "LOOPBACK", ())
@@ -175,7 +175,7 @@ def test_another_network_does_not_get_in(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
-def test_another_user_does_not_get_in(tmp_path: Path) -> None:
+def test_another_user_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "s"
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and str(folder).startswith("/tmp/"):
@@ -198,7 +198,7 @@ def test_another_user_does_not_get_in(tmp_path: Path) -> None:
         assert not server.connections
 
 
-def test_another_version_is_told(server: Endpoint, secret_path: Path) -> None:
+def test_other_protocol_version_is_reported(server: Endpoint, secret_path: Path) -> None:
     secret = SecretFile(secret_path)
     newer = Protocol("spoken", version=4, messages=(Ask,))
     with pytest.raises(MessageVersionError, match="version 4 of spoken, the other 3"):
@@ -209,7 +209,7 @@ def test_another_version_is_told(server: Endpoint, secret_path: Path) -> None:
     connect(server.addresses[0], PROTOCOL, secret=secret).close()
 
 
-def test_another_version_of_the_wire_is_told(server: Endpoint) -> None:
+def test_other_wire_version_is_reported(server: Endpoint) -> None:
     address = server.addresses[0]
     family = socket.AF_UNIX if address.is_unix else socket.AF_INET
     with socket.socket(family) as raw:
@@ -225,7 +225,7 @@ def test_another_version_of_the_wire_is_told(server: Endpoint) -> None:
         assert f"version {WIRE_VERSION + 1} of the wire" in str(error)
 
 
-def test_a_client_reads_the_error_of_another_version_of_the_wire(tmp_path: Path) -> None:
+def test_client_reads_errors_of_another_wire_version(tmp_path: Path) -> None:
     path = tmp_path / "s"
 
     def answer_in_version_9(listening: socket.socket) -> None:
@@ -245,7 +245,7 @@ def test_a_client_reads_the_error_of_another_version_of_the_wire(tmp_path: Path)
         thread.join()
 
 
-def test_a_changed_message_ends_the_connection(on_tcp: Endpoint, secret_path: Path) -> None:
+def test_tampered_message_closes_the_connection(on_tcp: Endpoint, secret_path: Path) -> None:
     """Somebody on the way who has seen all of it cannot add, change or repeat a message."""
     for tamper in (
         lambda frame: frame + frame,
@@ -264,32 +264,34 @@ def test_a_changed_message_ends_the_connection(on_tcp: Endpoint, secret_path: Pa
             assert b"changed on its way" in received
 
 
-def out_of_time(server: Endpoint) -> None:
+def expire_all_deadlines(server: Endpoint) -> None:
     """In the endpoint's thread: no stranger has any time left."""
     for stranger in server._strangers:
         stranger.deadline_s = 0
 
 
-def test_what_a_stranger_has_sent_in_time_counts(server: Endpoint, secret_path: Path) -> None:
+def test_bytes_sent_before_the_deadline_count(server: Endpoint, secret_path: Path) -> None:
     """Under load the endpoint's thread comes late; whoever was in time gets in all the same."""
     address = server.addresses[0]
     hears = server._hear_stranger
 
-    def hear_late(stranger: endpoint_module._Stranger) -> None:
+    def receive_late(stranger: endpoint_module._Stranger) -> None:
         # The thread has seen that bytes are there, and has not read them when their time is over.
         if stranger.deadline_s:
             stranger.deadline_s = 0
         else:
             hears(stranger)
 
-    server._hear_stranger = hear_late  # type: ignore[method-assign]
+    server._hear_stranger = receive_late  # type: ignore[method-assign]
     secret = SecretFile(secret_path)
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
     assert server.refused == 0
 
 
-def test_strangers_do_not_keep_others_out(server: Endpoint, secret_path: Path) -> None:
+def test_idle_unauthenticated_connections_do_not_block_others(
+    server: Endpoint, secret_path: Path
+) -> None:
     address = server.addresses[0]
     family = socket.AF_UNIX if address.is_unix else socket.AF_INET
     strangers = []
@@ -301,7 +303,7 @@ def test_strangers_do_not_keep_others_out(server: Endpoint, secret_path: Path) -
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
         assert server.refused >= endpoint_module._MOST_STRANGERS
-        server.run_soon(lambda: out_of_time(server))
+        server.run_soon(lambda: expire_all_deadlines(server))
         for raw in strangers:  # all of them are out
             raw.settimeout(DEADLINE_S)
             assert b"kvms" in raw.recv(4096)
@@ -309,7 +311,7 @@ def test_strangers_do_not_keep_others_out(server: Endpoint, secret_path: Path) -
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
-def test_connections_have_a_bound(tmp_path: Path) -> None:
+def test_connection_count_is_bounded(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     with (
         Endpoint(PROTOCOL, answer, listen=[address], most_connections=2),
@@ -320,7 +322,7 @@ def test_connections_have_a_bound(tmp_path: Path) -> None:
         connect(address, PROTOCOL)
 
 
-def test_without_descriptors_it_waits_and_goes_on(tmp_path: Path) -> None:
+def test_listener_recovers_after_running_out_of_descriptors(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Endpoint(PROTOCOL, answer, listen=[address]), connect(address, PROTOCOL) as standing:
@@ -339,7 +341,7 @@ def test_without_descriptors_it_waits_and_goes_on(tmp_path: Path) -> None:
             assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
-def test_a_living_servers_socket_is_not_taken(tmp_path: Path) -> None:
+def test_socket_of_a_running_server_is_not_taken(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     with Endpoint(PROTOCOL, answer, listen=[address]):
         with pytest.raises(ChannelError, match="choose another address"):
@@ -352,7 +354,7 @@ def test_a_living_servers_socket_is_not_taken(tmp_path: Path) -> None:
     assert Path(address.path).read_text() == "a file of somebody"
 
 
-def test_a_server_removes_only_its_own_socket(tmp_path: Path) -> None:
+def test_server_removes_only_its_own_socket(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     first = ListeningSocket(address)
     Path(address.path).unlink()
@@ -377,12 +379,12 @@ def test_a_server_removes_only_its_own_socket(tmp_path: Path) -> None:
         "",
     ],
 )
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_address_is_rejected(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is no address"):
         parse_address(text)
 
 
-def test_addresses() -> None:
+def test_addresses_parse_and_format() -> None:
     for text in ("unix:///run/s", "tcp://10.0.0.1:5000", "tcp://[::1]:5000"):
         assert str(parse_address(text)) == text
     assert str(parse_address("tcp://localhost:1")) == "tcp://127.0.0.1:1"

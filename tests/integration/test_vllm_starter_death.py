@@ -40,7 +40,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_ends_in_order_when_its_starter_was_killed(method: str, log: Path) -> None:
+def test_core_closes_in_order_after_its_starter_dies(method: str, log: Path) -> None:
     with StartedCore(log, method, ends="orderly", grace_s=FOREVER_S) as started:
         assert started.ask("here?") == "here?", "the thread that started it has ended, no more"
         started.kill()
@@ -50,13 +50,13 @@ def test_ends_in_order_when_its_starter_was_killed(method: str, log: Path) -> No
         assert "closed" in log.read_text()
 
 
-def test_one_that_does_not_end_is_killed_with_its_workers(log: Path) -> None:
+def test_stuck_core_is_killed_with_its_workers(log: Path) -> None:
     with StartedCore(log, "spawn", ends="stuck", grace_s=0.01) as started:
         started.kill()
         started.wait_until_gone()
 
 
-def test_a_starter_that_is_stopped_has_not_ended(log: Path) -> None:
+def test_stopped_starter_does_not_count_as_ended(log: Path) -> None:
     with StartedCore(log, "fork", ends="orderly", grace_s=FOREVER_S) as started:
         started.stop()
         started.go_on()
@@ -64,14 +64,14 @@ def test_a_starter_that_is_stopped_has_not_ended(log: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_starter_that_has_ended_before_counts(method: str, log: Path) -> None:
+def test_starter_dead_before_the_check_counts(method: str, log: Path) -> None:
     with StartedCore(log, method, ends="late", grace_s=FOREVER_S) as started:
         started.kill()
         started.wait_until_gone()
         assert "closed" in log.read_text()
 
 
-def test_how_long_an_engine_core_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grace_period_follows_start_and_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_with_starter, "_has_started", False)
     monkeypatch.setenv("KVELASTIC_TIERS", "host:64M")
     monkeypatch.setenv("KVELASTIC_TIER_EXIT_SECONDS", "60")

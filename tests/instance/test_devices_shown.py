@@ -58,7 +58,7 @@ def kvctl(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_bytes_by_device_everywhere(shown: tuple[Machine, str]) -> None:
+def test_every_surface_shows_bytes_by_device(shown: tuple[Machine, str]) -> None:
     machine, name = shown
     wanted = [
         {
@@ -104,7 +104,7 @@ def test_metrics_have_a_series_for_each_device(shown: tuple[Machine, str]) -> No
     assert ("mapped_bytes", "a") not in found
 
 
-def test_each_device_lists_its_part(shown: tuple[Machine, str]) -> None:
+def test_each_device_row_lists_its_share_of_instances(shown: tuple[Machine, str]) -> None:
     machine, name = shown
     rows = [row for row in instance_memory.rows_and_devices()[0] if row["name"] == name]
     mine = [one for one in ledger.list_ledgers() if one.group == machine.group]
@@ -116,7 +116,7 @@ def test_each_device_lists_its_part(shown: tuple[Machine, str]) -> None:
     assert by_device["b"]["instances"][0]["reserved_bytes"] == HUGE
 
 
-def test_explained_is_the_device_that_lacks(shown: tuple[Machine, str]) -> None:
+def test_explain_chooses_the_fuller_device(shown: tuple[Machine, str]) -> None:
     machine, name = shown
     uuid = segment.inspect(name).header["uuid"]
 
