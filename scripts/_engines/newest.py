@@ -27,7 +27,7 @@ COLUMNS = {
     "limit": "under a limit",
     "sleep": "after a sleep",
 }
-"""The probe, the steps of `battery`, and their columns."""
+"""The probe, the steps of `engine_battery`, and their columns."""
 BUDGET_S = 20 * 60.0
 ENDING_S = 60.0
 """How long an interrupted battery may take to end its engines."""
@@ -133,7 +133,7 @@ def probe(release: Release, end_s: float) -> None:
 def try_out(release: Release, row: Row, end_s: float) -> None:
     """Run the battery; note in the row what passed. Raises `NotReachedError`."""
     logs = FOLDER / "logs" / release.engine
-    command = [sys.executable, str(Path(__file__).with_name("battery.py")), release.engine]
+    command = [sys.executable, str(Path(__file__).with_name("engine_battery.py")), release.engine]
     command += [str(logs), *([str(release.overlay)] if release.overlay else [])]
     logs.mkdir(parents=True, exist_ok=True)
     output = logs / "battery.log"

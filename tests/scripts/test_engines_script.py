@@ -123,7 +123,7 @@ def test_what_a_battery_has_passed_counts_also_if_it_fails_then(
     newest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = importlib.import_module("overlay").Release("sglang", "0.6.1", Path(sys.executable))
-    program = tmp_path / "battery.py"
+    program = tmp_path / "engine_battery.py"
     monkeypatch.setattr(newest, "__file__", str(tmp_path / "newest.py"))
     monkeypatch.setattr(newest, "ROOT", tmp_path)
     failing = """print('{"passed": "tokens"}'); raise AssertionError("the tokens differ")"""

@@ -4,7 +4,7 @@ How a request's blocks are loaded back, all on the scheduler's thread::
 
     schedule   vLLM looks up blocks (`tier_spec`, `tier_lookups`); found ones are held
                it allocates blocks for them and creates a job for its workers
-               the job is removed from the step: tiers load beside the steps (`tiers/loads_in_progress.py`)
+               vLLM's job is dropped: tiers load beside the steps (`tiers.loads_in_progress`)
     ...        the request waits; if no other request can run, the engine backs off
     schedule   first, completed loads are reported to vLLM as if a worker had done them
 

@@ -1,6 +1,6 @@
 """A short battery over one engine: stock's tokens cold, cached, under a limit, and after a sleep.
 
-    python scripts/_engines/battery.py transformers FOLDER [OVERLAY]
+    python scripts/_engines/engine_battery.py transformers FOLDER [OVERLAY]
 
 OVERLAY is a folder with another release of the engine (`overlay`), put first on PYTHONPATH. Prints
 a line of JSON for each step that passed: {"passed": "tokens"}. Exits with an error at the first
