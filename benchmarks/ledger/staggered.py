@@ -4,9 +4,9 @@
 
 answers with one JSON line. Requests come with prompts that share prefixes; each decodes a token a
 step, so all that run take one block at a time, and each ends after another number of tokens. What a
-request leaves goes to the prefix cache, found by the tokens' name. Then the engine stands idle and
-the keeper does what it does. In the end the cache is asked for every name that it knew before, and
-the memory of each block for what was written there.
+request leaves goes to the prefix cache, found by the tokens' name. Then the engine is idle while
+the maintenance thread runs. At the end every name is looked up in the cache, and the contents of
+each block are compared with what was written there.
 """
 
 from __future__ import annotations

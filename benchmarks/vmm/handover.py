@@ -1,8 +1,8 @@
 """Part 8: 10 GiB of an idle model's cache go to a busy one, between two processes on one GPU.
 
 The whole way that memory takes between models: the busy one's alloc asks by the ledger, the idle
-one's keeper evicts, unmaps and destroys, and the busy one creates and maps what it is granted. The
-page is the default one at the driver's prices. Nothing is computed: there is no kernel to wait for.
+one's maintenance thread evicts, unmaps and destroys, and the busy one creates and maps what it is
+granted. The page is the default one at the driver's prices. Nothing is computed: there is no kernel to wait for.
 
 On the simulated driver, which waits as long as a GPU was reported to take, calls are counted in one
 further round, by its trace.

@@ -30,7 +30,7 @@ def utilization(
     free_bytes = driver.free_bytes
     with Instance(PAGES, page_mib, **environ) as one:
         one.read()
-        # Pages that its keeper maps ahead meanwhile are not part of the context.
+        # Pages that its maintenance thread maps ahead meanwhile are not part of the context.
         pages, looked = -1, 0
         while pages != looked:
             pages = one.ask("stats")["result"]["pages_mapped"]

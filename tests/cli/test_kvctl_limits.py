@@ -85,7 +85,7 @@ def test_no_limit_is_shown_as_none():
         assert " none " not in table
 
 
-def test_a_guarantee_in_part_pages_is_shown_in_whole_pages():
+def test_guarantee_is_shown_in_whole_pages():
     with Instance(**DEVICE) as one:
         for asked, shown in (("5M", "4.00 MiB (2 pages of 2.00 MiB)"), ("1M", "2.00 MiB (1 page")):
             result = kvctl("set", one.name, "--min", asked, "--wait", "300")

@@ -71,7 +71,7 @@ def test_nodes_without_a_reply_show_their_state() -> None:
     assert memory() == nothing
 
 
-def test_replicas_without_a_reply_are_marked_and_hide_no_others() -> None:
+def test_replica_without_reply_is_marked_and_hides_none() -> None:
     silent = [{"replica": "b", "instance": "ray-b", "node": "n1"}, {"replica": "c"}]
     replies = [reply("a", "n1", ("ray-a", "ray-b"))]
     found = merged_memory(replies, {"n1": True}, silent)

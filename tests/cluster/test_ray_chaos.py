@@ -266,7 +266,7 @@ def check_engines(cluster: RayHosts) -> None:
         pytest.param(600.0, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
 )
-def test_failures_under_load_lose_no_request_that_had_not_begun(length_s: float) -> None:
+def test_failures_under_load_lose_no_unstarted_request(length_s: float) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}, {MIB_PER_HOST} MiB on each host")
     with RayHosts(2) as cluster:

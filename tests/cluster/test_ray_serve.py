@@ -187,7 +187,7 @@ def test_killed_engine_loses_no_request_and_is_replaced(cluster: RayHosts) -> No
     check_sums(cluster)
 
 
-def test_hanging_replica_ends_its_stream_and_hides_no_other(cluster: RayHosts) -> None:
+def test_hanging_replica_ends_its_stream_and_stays_listed(cluster: RayHosts) -> None:
     there = cluster.addresses[1]
     hanging = next(each for each in of(cluster, "chat") if each["node"] == there)
     (process,) = cluster.hosts[1].find("ray::ServeReplica:kvelastic:KvEngine:chat")
@@ -214,7 +214,7 @@ def test_hanging_replica_ends_its_stream_and_hides_no_other(cluster: RayHosts) -
     check_sums(cluster)
 
 
-def test_request_waits_while_every_replica_of_its_model_hangs(cluster: RayHosts) -> None:
+def test_request_waits_while_all_replicas_hang(cluster: RayHosts) -> None:
     name = "ray::ServeReplica:kvelastic:KvEngine:code"
     processes = [each for host in cluster.hosts for each in host.find(name)]
     body = {"model": "code", "prompt": "x", "max_tokens": 2}

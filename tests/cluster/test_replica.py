@@ -245,7 +245,7 @@ def test_failed_engine_start_error_has_its_output() -> None:
         asyncio.run(start())
 
 
-def test_ended_replica_leaves_its_log_only_after_a_problem(own: Served) -> None:
+def test_replica_log_is_kept_only_after_a_problem(own: Served) -> None:
     path = engine_logs.path_of(own.replica.instance)
     assert path.read_text().startswith("ready ")
     engine_logs.remove_oldest()

@@ -27,7 +27,7 @@ def note(lost: list[str], replica: str, why: str) -> None:
     lost.append(replica + why[:1])
 
 
-def test_replica_that_does_not_respond_loses_its_requests_and_no_others() -> None:
+def test_silent_replica_loses_only_its_own_requests() -> None:
     made, lost = watch(), list[str]()
     for number, replica in enumerate("aab"):
         made.follow(number, partial(note, lost, replica))
@@ -44,7 +44,7 @@ def test_replica_that_does_not_respond_loses_its_requests_and_no_others() -> Non
     assert made.silent() == frozenset()
 
 
-def test_request_that_no_replica_has_accepted_is_lost_when_one_falls_silent() -> None:
+def test_unaccepted_request_is_lost_with_a_silent_replica() -> None:
     made, lost = watch(), list[str]()
     made.follow(7, lost.append)
     look(made, heard="ab", times=9)
@@ -69,6 +69,6 @@ def test_ended_replicas_are_forgotten() -> None:
     assert made.reports() == {"b": {"room_bytes": 1}}
 
 
-def test_front_and_router_of_a_process_have_the_same_watch() -> None:
+def test_front_and_router_share_a_watch() -> None:
     assert watch_of("m", 1, 2) is watch_of("m", 1, 2)
     assert watch_of("m", 1, 2) is not watch_of("other", 1, 2)

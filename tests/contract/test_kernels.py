@@ -294,7 +294,7 @@ def test_free_does_not_wait_for_running_kernels(library: str) -> None:
         pool = on.pool
         ids = pool.alloc(4 * B - 1)
         assert ids is not None
-        keeper = _vmm.MaintenanceThread.start(pool, on.scheduler.segment.record)
+        maintenance = _vmm.MaintenanceThread.start(pool, on.scheduler.segment.record)
         try:
             pool.set_limit(2 * HUGE)
             on.worker.ask("hold")
@@ -306,7 +306,7 @@ def test_free_does_not_wait_for_running_kernels(library: str) -> None:
             while len(on.worker.mapped()) > 2:
                 pass
         finally:
-            keeper.stop()
+            maintenance.stop()
         pool.check_integrity()
 
 

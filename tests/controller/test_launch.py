@@ -86,9 +86,7 @@ def test_killed_engine_is_restarted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
-def test_an_engine_that_closes_its_port_and_runs_on_is_started_again(
-    tmp_path: Path, on_demand: bool
-) -> None:
+def test_running_engine_with_a_closed_port_is_restarted(tmp_path: Path, on_demand: bool) -> None:
     """vLLM's server does that if its engine core is killed during a call: it waits for the call."""
     with Controller(launched(tmp_path, on_demand=on_demand)) as front:
         assert front.complete().status_code == 200
@@ -101,7 +99,7 @@ def test_an_engine_that_closes_its_port_and_runs_on_is_started_again(
         assert not psutil.pid_exists(first)
 
 
-def test_a_sleep_ends_if_its_engine_closes_its_port(tmp_path: Path) -> None:
+def test_sleep_call_ends_when_the_port_closes(tmp_path: Path) -> None:
     config = launched(tmp_path) | {"sleep": {"sleep_timeout": "1h", "min_sleep": 0}}
     with Controller(config) as front, ThreadPoolExecutor() as threads:
         assert front.complete().status_code == 200

@@ -106,7 +106,7 @@ def test_unconfigured_key_in_command_is_refused() -> None:
 
 
 @pytest.mark.parametrize("program", ["no-such-program", "/no/such/program", "./engine"])
-def test_a_program_that_is_not_there_is_warned_of(tmp_path: Path, program: str) -> None:
+def test_check_warns_of_a_missing_launch_program(tmp_path: Path, program: str) -> None:
     settings = settings_of(program, launch={"cwd": str(tmp_path)})
     (warning,) = programs_not_found(settings, {"PATH": str(tmp_path)})
     assert warning.startswith(f"model 'm': launch.command: the program {program!r} is not there")

@@ -221,9 +221,7 @@ def test_memory_asleep_by_kvctl_is_reported_and_wakeable(
     assert again["message"] == "The model is awake already."
 
 
-def test_a_wakeup_looks_whether_another_client_has_put_the_engine_to_sleep(
-    front: Controller, engine: Engine
-) -> None:
+def test_wakeup_sees_a_sleep_by_another_client(front: Controller, engine: Engine) -> None:
     httpx.post(engine.url + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
     answer = front.post("/action/wakeup/org/m").json()
     assert answer["success"], answer

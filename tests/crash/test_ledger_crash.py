@@ -133,7 +133,7 @@ def test_killed_instances_release_all_grants(group, kills):
                 assert counts["got"] + counts["none"] > 0
                 survived += counts["got"]
             for one in alive:
-                # What the keeper is at may still change: compare when it does not.
+                # What the maintenance thread is at may still change: compare when it does not.
                 wait_until(
                     partial(_usage_equals_grant, one),
                     "a survivor holds what it was not granted",

@@ -365,7 +365,7 @@ def _open_to_all(path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["disk", "folder"])
 @pytest.mark.parametrize("make", [_file, _link, _open_to_all])
-def test_a_folder_that_its_tier_refuses_is_found_before_the_engine_starts(tmp_path, kind, make):
+def test_unusable_tier_folder_is_found_before_the_start(tmp_path, kind, make):
     folder = str(make(tmp_path / "tier"))
     (fact,) = gather_tier_folders(parse_tiers(f"{kind}:{folder}:1G"))
     assert fact.tier == kind
@@ -380,7 +380,7 @@ def test_a_folder_that_cannot_be_created(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["disk", "folder"])
-def test_a_folder_that_a_tier_can_use_is_no_finding_and_stays_as_it_is(tmp_path, kind):
+def test_usable_tier_folder_is_ok_and_unchanged(tmp_path, kind):
     kept = tmp_path / "kept"
     kept.mkdir(0o700)
     missing = tmp_path / "missing" / "kv"

@@ -96,7 +96,7 @@ def agent(tmp_path: Path, log_folder: Path) -> Iterator[Agent]:
         yield started
 
 
-def test_agent_drives_a_model_from_its_start_to_its_end(
+def test_agent_runs_a_model_from_activate_to_deactivate(
     agent: Agent, stock: VllmServer, tiny_model: Path
 ) -> None:
     requests = make_requests(12, seed=43)

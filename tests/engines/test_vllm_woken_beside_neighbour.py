@@ -79,15 +79,15 @@ def test_memory_released_by_idle_neighbour_resumes_waiting_request(neighbours) -
         before = len(a.log.read_text())
         a.post("/wake_up")
         # It gives nothing up before the woken one has looked for memory and found none.
-        keeper = b.processes()["core"]
-        keeper.suspend()
+        core = b.processes()["core"]
+        core.suspend()
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(a.complete, SHORT)
             try:
                 wait_until(partial(_has_waited_for_memory, a, before))
                 assert not answer.done()
             finally:
-                keeper.resume()
+                core.resume()
             assert answer.result(timeout=REQUEST_DEADLINE_S) == expected
         said = a.log.read_text()[before:]
         assert FED in said[said.index(STARVED) :]

@@ -49,7 +49,7 @@ def wait_until_used(manager: LineProgram, pages: int) -> None:
     wait_until(lambda: manager.ask("used 0") == str(pages * PAGE_BYTES), f"{pages} pages in use")
 
 
-def test_blocks_come_back_onto_other_pages_and_unmapped_ones_are_released(
+def test_blocks_return_to_other_pages_releasing_unmapped(
     two: tuple[LineProgram, LineProgram],
 ) -> None:
     rank, manager = two
@@ -74,7 +74,7 @@ def test_blocks_come_back_onto_other_pages_and_unmapped_ones_are_released(
         assert rank.ask(f"read {block}") == wanted(was)
 
 
-def test_a_page_is_imported_once_while_it_is_mapped(two: tuple[LineProgram, LineProgram]) -> None:
+def test_mapped_page_is_imported_once(two: tuple[LineProgram, LineProgram]) -> None:
     rank, manager = two
     blocks = [block_id(2, 0), block_id(5, 7)]
     for page in (2, 5):
@@ -105,7 +105,7 @@ def test_only_so_many_pages_are_kept(two: tuple[LineProgram, LineProgram]) -> No
         assert imports(manager) == total
 
 
-def test_a_stopped_server_blocks_no_unmap_and_releases_the_page_later(
+def test_stopped_server_does_not_block_unmap(
     two: tuple[LineProgram, LineProgram],
 ) -> None:
     rank, manager = two

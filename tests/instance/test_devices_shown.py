@@ -43,12 +43,12 @@ def shown() -> Iterator[tuple[Machine, str]]:
             preallocate=False,
             places=places,
         )
-        keeper = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
+        maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
             assert pool.alloc(3 * BLOCKS - 1)
             yield machine, own.name
         finally:
-            keeper.stop()
+            maintenance.stop()
             pool.close(discard=True)
             machine.close()
 

@@ -236,7 +236,7 @@ def arm_in(strict: bool | None) -> None:
     table.arm(version, [wrapper], {SCHEDULER: probe})
 
 
-def test_a_newer_release_that_is_built_as_expected_needs_no_change(
+def test_newer_release_with_a_clean_probe_runs(
     newer_engine: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     newer_engine(
@@ -251,7 +251,7 @@ def test_a_newer_release_that_is_built_as_expected_needs_no_change(
     assert "KVELASTIC_STRICT=true" in line
 
 
-def test_a_newer_release_that_is_built_differently_is_refused(
+def test_newer_release_with_a_failed_probe_is_refused(
     newer_engine: Callable[[str], None],
 ) -> None:
     newer_engine("class Scheduler:\n    def schedule(self):\n        return []\n")

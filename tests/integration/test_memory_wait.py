@@ -106,7 +106,7 @@ def starved(shared: TwoPools, frozen_clock: None) -> tuple[Engine, Callable[[], 
     def a_page_comes() -> None:
         b.free(theirs)
         b.trim()
-        a.ensure(WANTED)  # as the keeper does when the neighbour rings
+        a.ensure(WANTED)  # as the maintenance thread does when the neighbour rings
 
     return Engine(a), a_page_comes
 

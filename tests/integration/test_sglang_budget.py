@@ -66,7 +66,7 @@ def test_waiting_chunked_prompt_blocks_later_admissions() -> None:
 
 
 @pytest.mark.matrix
-def test_the_first_request_that_lacks_memory_is_reported_with_what_it_needs() -> None:
+def test_first_request_without_memory_reports_its_need() -> None:
     *_, found, said = run_in_sglang(PROGRAM, 7)
     # 100 tokens of a prefix, and the 1200 of which SGLang wants more than are left, in blocks of 32
     assert found == "None (False, None) 41 (False, None) 41"

@@ -107,7 +107,7 @@ def test_step_reserve_follows_the_peak_of_each_batch(monkeypatch: pytest.MonkeyP
     assert followed == [5, 9]
 
 
-def test_a_request_that_needs_more_than_the_limit_is_reported(
+def test_request_larger_than_the_limit_is_reported(
     shared: TwoPools, caplog: pytest.LogCaptureFixture
 ) -> None:
     import torch

@@ -158,7 +158,7 @@ def test_limit_after_one_above_the_capacity_counts(
     assert values()[0] == 32 * MIB
 
 
-def test_lock_held_at_the_start_does_not_undo_the_first_limit(
+def test_lock_held_at_start_keeps_the_first_limit(
     own: segment.Segment, file: KvcachedSegment
 ) -> None:
     own.record.publish_usage(limit_bytes=32 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB)
@@ -172,7 +172,7 @@ def test_lock_held_at_the_start_does_not_undo_the_first_limit(
 
 
 @pytest.mark.parametrize("what", ["nonsense", "truncated"])
-def test_limit_that_comes_before_the_lock_is_not_overwritten(
+def test_limit_written_before_the_lock_is_kept(
     own: segment.Segment,
     file: KvcachedSegment,
     what: str,
@@ -303,7 +303,7 @@ def test_forked_child_neither_removes_nor_keeps_the_file(
     assert not FILE.exists()
 
 
-def test_full_shared_memory_refuses_the_start_and_leaves_nothing(
+def test_full_shared_memory_refuses_start_without_leftovers(
     own: segment.Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pwrite(*_: object) -> int:

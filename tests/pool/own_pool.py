@@ -1,4 +1,4 @@
-"""A pool with its keeper, on a ledger of the test's own; its memory is this process's."""
+"""A pool in this process with its maintenance thread, on a ledger of the test's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_settings(**changes: Any) -> Config:
 
 
 def make_pool(settings: Config) -> ElasticPool:
-    """Before its keeper starts: nothing of it is published yet."""
+    """Before its maintenance thread starts: nothing of it is published yet."""
     device = host(settings)
     return open_pool(
         settings,

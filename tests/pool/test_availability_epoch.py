@@ -63,7 +63,7 @@ def test_waiter_sees_earlier_and_later_releases(shared: TwoPools) -> None:
 
 @contextmanager
 def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
-    """A thread that waits for an arrival in the first pool, which has a keeper, and wants blocks.
+    """A thread that waits for memory in the first pool, which has a maintenance thread.
 
     An ask that is not repeated lapses after 250 ms. In the body it has lasted longer than twice
     that, by the wait alone.
@@ -83,7 +83,9 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
             pool.exit()
             return False
 
-    keeper = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=FOREVER_S)
+    maintenance = _vmm.MaintenanceThread.start(
+        pool, shared.segments[0].record, idle_trim_s=FOREVER_S
+    )
     seen = pool.arrivals
     waiter = threading.Thread(target=pool.wait_for_arrival, args=(seen, FOREVER_S), daemon=True)
     waiter.start()
@@ -92,12 +94,12 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
         assert (waiter.is_alive(), pool.arrivals) == (True, seen)
         yield waiter
     finally:
-        keeper.stop()
+        maintenance.stop()
 
 
 @pytest.mark.slow
 def test_page_released_by_neighbour_ends_the_wait(shared: TwoPools) -> None:
-    """With no alloc in between: the keeper gets what the last one could not have."""
+    """With no alloc in between: the maintenance thread gets what the last one could not have."""
     a, b = shared.pools
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
     with waiting(shared) as waiter:
@@ -116,6 +118,6 @@ def test_reclaim_request_stands_while_a_thread_waits(shared: TwoPools) -> None:
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
     with waiting(shared) as waiter:
         b.free(ids)
-        b.trim()  # there is room now, and nobody but the keeper of the first looks for it
+        b.trim()  # there is room now; only the first pool's maintenance thread looks
         waiter.join()
         assert a.available_mapped() >= BLOCKS_PER_PAGE - 1

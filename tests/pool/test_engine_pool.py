@@ -93,7 +93,7 @@ def test_toy_engine_is_visible_limited_and_closed(stack: ExitStack) -> None:
 def test_busy_toy_engine_gets_cached_pages_of_idle(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that `docs/ARCHITECTURE.md` asks of another engine, with keepers, ledger and operator."""
+    """An engine as `docs/ARCHITECTURE.md` describes it, with maintenance threads and ledger."""
     monkeypatch.setenv("KVELASTIC_MAX_CACHED_TOKENS", "-1")
     prompts = {f"r{number}": [number] * 11 * BLOCK_TOKENS for number in range(9)}
     toys = [Toy(stack, wanted_blocks=None).begin() for _ in range(2)]

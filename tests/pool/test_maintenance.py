@@ -1,4 +1,4 @@
-"""The keeper: requests answered whatever Python does, shrinking, trimming, decay, and its end."""
+"""The maintenance thread: requests beside a busy Python, shrinking, trimming, decay, its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGES = 12
 
 
 class Instance:
-    """A pool with its keeper, and the segment as an operator sees it."""
+    """A pool with its maintenance thread, and the segment as an operator sees it."""
 
     def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: Any):
         name = f"kvtest_keeper_{os.getpid()}_{random.randrange(1 << 40):x}"
@@ -31,12 +31,12 @@ class Instance:
         self.pool = self.memory.pool(**options)
         self.idle_trim_s = idle_trim_s
         self.operator = segment.open_writable(name)
-        self.keeper: _vmm.MaintenanceThread | None = None
+        self.maintenance: _vmm.MaintenanceThread | None = None
         if start:
             self.start()
 
     def start(self) -> None:
-        self.keeper = _vmm.MaintenanceThread.start(
+        self.maintenance = _vmm.MaintenanceThread.start(
             self.pool, self.segment.record, idle_trim_s=self.idle_trim_s, sanity_check=True
         )
 
@@ -49,15 +49,15 @@ class Instance:
         return self.operator.record.read_answer()
 
     def looked(self) -> None:
-        """Return when the keeper has been through its loop since the call."""
+        """Return when the maintenance thread has been through its loop since the call."""
         self.answer(self.request(trim=False))
 
     def __enter__(self) -> Instance:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.keeper is not None:
-            self.keeper.stop()
+        if self.maintenance is not None:
+            self.maintenance.stop()
         self.operator.close()
         self.segment.close()
 
@@ -74,8 +74,8 @@ def test_stop_right_after_start_returns() -> None:
     with Instance(start=False) as one:
         for _ in range(2000):
             one.start()
-            assert one.keeper is not None
-            one.keeper.stop()
+            assert one.maintenance is not None
+            one.maintenance.stop()
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def test_stop_is_prompt_and_final(idle_trim_s):
     for _ in range(20):
         with Instance(idle_trim_s=idle_trim_s) as one:
             one.pool.free(one.pool.alloc(2 * B))
-            one.keeper.stop()  # which waits for no timer
-            one.keeper.stop()
+            one.maintenance.stop()  # which waits for no timer
+            one.maintenance.stop()
             revision = one.request(HUGE)
             assert not one.operator.record.wait_answer(revision, 0.001)
             assert one.pool.limit_state()["limit_bytes"] == PAGES * HUGE
@@ -294,11 +294,11 @@ def tasks() -> set[Path]:
 
 def test_dropped_maintenance_object_ends_its_thread():
     with Instance() as one:
-        one.keeper = None
+        one.maintenance = None
         before = tasks()
         one.start()
         (thread,) = tasks() - before
-        one.keeper = None
+        one.maintenance = None
         wait_until(lambda: thread not in tasks(), "its thread goes on")
 
 
@@ -342,7 +342,9 @@ def test_work_delayed_by_a_session_runs_after_exit():
         giver.start()
         giver.join()
         one.pool.exit()
-        assert one.answer(revision)["state"] == "applied", "the keeper went on after the session"
+        assert one.answer(revision)["state"] == "applied", (
+            "the maintenance thread went on after the session"
+        )
         assert one.memory.held_at_the_os() == 2 * HUGE
 
 
@@ -395,7 +397,7 @@ def test_forked_child_leaves_the_parents_maintenance_running():
         child = os.fork()
         if child == 0:
             try:
-                one.keeper = None
+                one.maintenance = None
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -446,7 +448,7 @@ def test_cached_blocks_stay_if_idle_eviction_is_off() -> None:
 def test_idle_eviction_restarts_after_an_empty_cache() -> None:
     with Instance(cache_idle_s=0.05) as instance:
         ids = alloc(instance.pool, 3)
-        for _ in range(2):  # with an empty cache the keeper has no timer
+        for _ in range(2):  # with an empty cache the maintenance thread has no timer
             instance.pool.cache(ids)
             wait_until(lambda: instance.pool.stats()["blocks_cached"] == 0, "blocks are cached")
             ids = alloc(instance.pool, 3)

@@ -55,11 +55,11 @@ def test_idle_neighbour_releases_pages_within_the_step(shared: TwoPools) -> None
     a, b = shared.pools
     cache_all(b)
     b.report_busy(False)
-    keeper = _vmm.MaintenanceThread.start(b, shared.segments[1].record)
+    maintenance = _vmm.MaintenanceThread.start(b, shared.segments[1].record)
     try:
         assert prepare(a, A_PAGE_AND_MORE) == A_PAGE_AND_MORE
     finally:
-        keeper.stop()
+        maintenance.stop()
     assert b.mapped_bytes == (PAGES - 2) * HUGE, "no more was taken than was needed"
     assert b.stats()["blocks_cached"] == (PAGES - 2) * BLOCKS_PER_PAGE - 1
     shared.check()

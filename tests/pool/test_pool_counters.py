@@ -15,7 +15,7 @@ from kvelastic.shared import ledger, segment
 
 @pytest.fixture
 def pool() -> Iterator[ElasticPool]:
-    """A pool without a keeper's own doings: nothing is mapped ahead or given back when idle."""
+    """A pool that maps nothing ahead and releases nothing when idle."""
     made = start_pool(own_settings(idle_trim_s=None))
     yield made
     made.close(discard=True)
@@ -61,7 +61,9 @@ def test_page_creation_and_destruction_are_counted(pool: ElasticPool) -> None:
 def test_control_block_includes_counts_from_before_maintenance() -> None:
     made = make_pool(own_settings())
     try:
-        assert made.blocks.alloc(1)  # as vLLM takes its null block, before the keeper starts
+        assert made.blocks.alloc(
+            1
+        )  # as vLLM takes its null block, before the maintenance thread starts
         made.start_maintenance()
         record = made.segment.record
         counters, usage = record.counters(), record.read_usage()

@@ -1,4 +1,4 @@
-"""A pool that sleeps on a shared device: what its ledger and its record say, and its keeper."""
+"""A pool asleep on a shared device: its ledger, control block and maintenance thread."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_sleep_releases_guaranteed_memory_and_keeps_the_guarantee(shared: TwoPoo
 
 
 def test_sleep_withdraws_a_pending_memory_request(shared: TwoPools) -> None:
-    """With its keeper, as an instance runs: nobody gives memory up for one that sleeps."""
+    """With a maintenance thread: no instance releases memory for one that sleeps."""
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert theirs is not None
-    keeper = _vmm.MaintenanceThread.start(a, shared.segments[0].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(a, shared.segments[0].record, idle_trim_s=-1.0)
     try:
 
         def ask_bytes() -> int:
@@ -72,13 +72,13 @@ def test_sleep_withdraws_a_pending_memory_request(shared: TwoPools) -> None:
         b.trim()
         assert segment.inspect(shared.segments[0].name).usage["mapped_bytes"] == 0
     finally:
-        keeper.stop()
+        maintenance.stop()
 
 
 def test_maintenance_acknowledges_blocks_freed_while_asleep(shared: TwoPools) -> None:
     """The record says shrinking with the bytes over, then applied with none; no request between."""
     pool, name = shared.pools[0], shared.segments[0].name
-    keeper = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
     try:
         ids = pool.alloc(BLOCKS_PER_PAGE)
         assert ids is not None
@@ -97,4 +97,4 @@ def test_maintenance_acknowledges_blocks_freed_while_asleep(shared: TwoPools) ->
         assert not answer.asleep
         assert pool.alloc(1) is not None
     finally:
-        keeper.stop()
+        maintenance.stop()

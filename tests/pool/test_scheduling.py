@@ -371,7 +371,7 @@ def test_toy_engine_waits_until_neighbour_releases_memory(
     assert not engine.turn()
     other.free(theirs)
     other.trim()
-    mine.ensure(1)  # as the keeper does when the neighbour rings
+    mine.ensure(1)  # as the maintenance thread does when the neighbour rings
     assert engine.turn(), "memory is there, and it pauses"
     engine.finish()
     assert engine.answers["a"] == answer_of([1, 2, 3], 10)

@@ -1,7 +1,7 @@
 """The machine's memory runs short for another reason than pages: caches go, then requests make way.
 
-In a memory cgroup of the test's own. Without the keeper's looks each of these waits in vain, or the
-kernel kills the process.
+In a memory cgroup of the test's own. If the maintenance thread did not look at the memory left,
+each test would wait without end, or the kernel would kill the process.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def case_alloc_continues_while_a_move_waits(gpu: Gpu) -> None:
 
 
 def case_pages_used_by_kernels_stay_mapped(gpu: Gpu) -> None:
-    """Threads that alloc, read and free, limits, moves, sleep and a keeper; kernels come and go."""
+    """Threads alloc, read and free beside limits, moves, sleep, kernels and maintenance."""
     gpu.driver.use_streams([gpu.stream])
     memory = reserve(gpu)
     pool = pool_over(memory)
@@ -147,7 +147,7 @@ def case_pages_used_by_kernels_stay_mapped(gpu: Gpu) -> None:
 
     name = f"kvtest_kernels_{os.getpid()}"
     with segment.create(name, engine="test", device="cuda") as shared:
-        keeper = _vmm.MaintenanceThread.start(pool, shared.record, 0.01)
+        maintenance = _vmm.MaintenanceThread.start(pool, shared.record, 0.01)
         engines = [noted(engine, seed) for seed in range(2)]
         others = [noted(operator, 7), noted(operator, 8), noted(kernels)]
         for thread in engines:
@@ -155,7 +155,7 @@ def case_pages_used_by_kernels_stay_mapped(gpu: Gpu) -> None:
         ended.set()
         for thread in others:
             thread.join()
-        keeper.stop()
+        maintenance.stop()
     assert not failures, failures[0]
     assert gpu.error() == SUCCESS
     assert gpu.count("cuMemUnmap") > 0

@@ -1,4 +1,4 @@
-"""A real instance over host memory that does as it is told: pool, keeper, segment, ledger.
+"""A real instance over host memory, driven by commands: pool, segment, ledger, maintenance.
 
 As a program it reads commands from stdin, one JSON array a line, and answers each with a JSON line:
 `["alloc", 8]`, `["free", [1, 2]]`, `["cache", [3]]`, `["stats"]`, ... As a module, for tests:

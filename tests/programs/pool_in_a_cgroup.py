@@ -23,7 +23,7 @@ STEP_BYTES = 4 * MIB
 
 
 class Instance:
-    """A pool with its keeper, as an engine has it."""
+    """A pool with its maintenance thread, as an engine has it."""
 
     def __init__(self) -> None:
         from native_pools import LAYOUTS, Memory
@@ -35,7 +35,7 @@ class Instance:
         self.pool = Memory(LAYOUTS["paged"], PAGES).pool()
         name = f"kvtest_cgroup_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.segment = segment.create(name, engine="test", device="host")
-        self.keeper = _vmm.MaintenanceThread.start(
+        self.maintenance = _vmm.MaintenanceThread.start(
             self.pool, self.segment.record, idle_trim_s=-1.0, watch_memory=True
         )
         self._machine = _vmm.HostMemory()
@@ -53,9 +53,12 @@ class Instance:
         return left
 
     def looked(self) -> None:
-        """Return when the keeper has looked once more, from beginning to end."""
-        looks = self.keeper.memory_looks
-        wait_until(lambda: self.keeper.memory_looks >= looks + 2, "the keeper does not look")
+        """Return when the maintenance thread has looked once more, from beginning to end."""
+        looks = self.maintenance.memory_looks
+        wait_until(
+            lambda: self.maintenance.memory_looks >= looks + 2,
+            "the maintenance thread does not look",
+        )
 
     def next_availability_epoch(self, seen: int) -> int:
         """Return when the count of arrivals is another one, and which."""
@@ -65,7 +68,7 @@ class Instance:
 
     def close(self) -> None:
         self.pool.check_integrity()
-        self.keeper.stop()
+        self.maintenance.stop()
         self.segment.close()
 
 

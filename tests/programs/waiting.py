@@ -1,6 +1,6 @@
 """Wait for what another thread or process does in its own time.
 
-wait_until(lambda: one.mapped_bytes == 0, "the keeper has given everything back")
+wait_until(lambda: one.mapped_bytes == 0, "the maintenance thread has given everything back")
 
 with stopped_once(worker, lambda: server.running() == 1, "it runs"):
     ...                 # it is where it was when that came true, however slow this process is

@@ -85,7 +85,7 @@ def newest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_an_engine_that_is_not_installed_is_not_reached(
+def test_engine_that_is_not_installed_is_unreached(
     newest: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overlay.packages_of", lambda engine: None)
@@ -93,7 +93,7 @@ def test_an_engine_that_is_not_installed_is_not_reached(
     assert (row.is_green, row.reason) == (False, "vllm is not installed here; run scripts/setup")
 
 
-def test_without_time_left_nothing_is_started_and_the_row_says_so(
+def test_no_engine_starts_without_time_left(
     newest: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "run", None)
@@ -119,7 +119,7 @@ def test_rows_that_passed_replace_those_of_readme(newest: ModuleType) -> None:
         newest.with_rows("another page", [green], day)
 
 
-def test_what_a_battery_has_passed_counts_also_if_it_fails_then(
+def test_steps_passed_before_a_failure_count(
     newest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = importlib.import_module("overlay").Release("sglang", "0.6.1", Path(sys.executable))

@@ -112,7 +112,7 @@ def test_kvcached_travels_as_its_source(
 
 @pytest.mark.slow
 @needs.torch
-def test_kvelastics_half_of_the_comparison_runs_on_the_host(tmp_path: Path) -> None:
+def test_comparison_with_kvcached_runs_on_the_host(tmp_path: Path) -> None:
     answer = tmp_path / "found.json"
     subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.steps.kvcached", "--quick", "--json", str(answer)],

@@ -66,7 +66,7 @@ class Device:
 
     @contextmanager
     def asker(self) -> Iterator[_vmm.LedgerMember]:
-        """A member that has no pages and no keeper: it does what the test does, and no more."""
+        """A member without pages and maintenance thread: only the test acts for it."""
         place = ledger.join(
             "host",
             group=self.group,

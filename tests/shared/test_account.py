@@ -58,11 +58,11 @@ def test_wake_reclaims_neighbours_cache_for_its_reserve(shared: TwoPools) -> Non
     a.sleep()
     ids = fill(b)
     b.cache(ids)  # all of it is cache now
-    keeper = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=-1.0)
     try:
         a.wake(DEADLINE_S)
     finally:
-        keeper.stop()
+        maintenance.stop()
     assert not a.is_asleep
     assert b.mapped_bytes <= 2 * HUGE
     is_sound(shared)
@@ -90,7 +90,7 @@ def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) 
     """By request, as kvctl does it, while the neighbour has to preempt for it."""
     a, b = shared.pools
     shared.places[0].member.reserve(4 * HUGE)
-    keepers = [
+    maintenance_threads = [
         _vmm.MaintenanceThread.start(pool, one.record, idle_trim_s=-1.0)
         for pool, one in zip(shared.pools, shared.segments, strict=True)
     ]
@@ -112,14 +112,14 @@ def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) 
         assert (answer.state, answer.asleep) == ("applied", False)
         is_sound(shared)
     finally:
-        for keeper in keepers:
-            keeper.stop()
+        for maintenance in maintenance_threads:
+            maintenance.stop()
 
 
 def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
     shared.places[0].member.reserve(4 * HUGE)
     name = shared.segments[0].name
-    keeper = _vmm.MaintenanceThread.start(
+    maintenance = _vmm.MaintenanceThread.start(
         shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0
     )
     try:
@@ -132,7 +132,7 @@ def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
         assert segment.request(name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         is_sound(shared)
     finally:
-        keeper.stop()
+        maintenance.stop()
 
 
 def test_one_of_two_concurrent_wakes_is_refused(shared: TwoPools) -> None:

@@ -308,7 +308,7 @@ def test_join_recreates_a_ledger_removed_meanwhile(device, monkeypatch):
 # ---------------------------------------------------------------------------------- guarantees
 
 
-def test_guarantees_that_are_too_much_are_refused_with_what_is_left_and_who_holds_it(device):
+def test_excessive_guarantee_is_refused_with_room_and_holders(device):
     with join(device, min_bytes=40 * MIB) as mine, Other(device, 10 * MIB):
         with pytest.raises(GuaranteeError) as refused:
             join(device, min_bytes=14 * MIB + 1)

@@ -238,7 +238,7 @@ def test_guarantee_is_divided_by_copies(machine: Machine) -> None:
         assert machine.members("b")["mine"].min_bytes == pages * HUGE
 
 
-def test_of_two_guarantees_with_parts_of_a_page_both_are_kept(machine: Machine) -> None:
+def test_two_guarantees_with_partial_pages_are_both_met(machine: Machine) -> None:
     """They fit the device in bytes; in pages rounded up they would not."""
     one = machine.join("c", "one", min_bytes=3 * HUGE // 2)
     other = machine.join("c", "other", min_bytes=5 * HUGE // 2)
@@ -402,7 +402,7 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
         assert pool.alloc(1) is None, "a has no room for two copies more"
         assert pool.mapped_bytes == 12 * HUGE
         pool.free(ids)
-        keeper = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
+        maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
             other = machine.join("b", "other")
             assert other.places.grant(8) == 4
@@ -415,7 +415,7 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
             wait_until(has_released)
             assert other.places.grant(3) == 3
         finally:
-            keeper.stop()
+            maintenance.stop()
         assert machine.granted("a")["mine"] == 2 * machine.granted("b")["mine"] == 2
         pool.check_integrity()
         assert pool.close(discard=True) == 0

@@ -1,7 +1,7 @@
 """Memory that moves between real instances: from whom, how much, when, and never what is guarded.
 
-Every instance is a process with a pool, a keeper and a segment (see programs/ledger_instance.py).
-They share a device of `DEVICE_PAGES` pages, and what one allocs with the first call of `alloc`
+Every instance is a process with a pool, a maintenance thread and a segment
+(programs/ledger_instance.py). They share a device of `DEVICE_PAGES` pages, and what one allocs with the first call of `alloc`
 fills it from page 0 on: `null` is the block that page 0 has less.
 """
 
@@ -433,7 +433,7 @@ def test_memory_arrives_without_a_waiting_alloc(device):
         assert not tried(), "it has waited"
     finally:
         idle.go_on()
-    wait_until(tried, "the keeper brings nothing")
+    wait_until(tried, "the maintenance thread brings nothing")
     sound(device, idle, busy)
 
 

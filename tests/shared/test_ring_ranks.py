@@ -362,9 +362,9 @@ def test_page_counts_once_per_rank(device):
         pool.ensure(1)
         assert_holds(1)
         assert pool.stats()["page_bytes"] == cost
-        keeper = _vmm.MaintenanceThread.start(pool, scheduler.segment.record, idle_trim_s=-1)
+        maintenance = _vmm.MaintenanceThread.start(pool, scheduler.segment.record, idle_trim_s=-1)
         usage = scheduler.segment.record.read_usage()
-        keeper.stop()
+        maintenance.stop()
         assert (usage["page_bytes"], usage["mapped_bytes"]) == (cost, cost)
         workers[1].ask("arm 3 1")
         assert pool.alloc(3 * B) is None

@@ -48,7 +48,7 @@ class Account(RuleBasedStateMachine):
         self.total = CAPACITY_PAGES + outside
         self.group = f"kvrules-{os.getpid()}"
         # It keeps the ledger there, and counts for nothing.
-        self.keeper = self.enter("keeper", 0, 0)
+        self.holder = self.enter("holder", 0, 0)
 
     def enter(self, name: str, least: int, reserve: int) -> ledger.JoinedLedger:
         return ledger.join(
@@ -65,8 +65,8 @@ class Account(RuleBasedStateMachine):
     def teardown(self) -> None:
         for model in self.members.values():
             model.place.close()
-        if hasattr(self, "keeper"):
-            self.keeper.close()
+        if hasattr(self, "holder"):
+            self.holder.close()
 
     # --- the rules, in other words than the native code's ---------------------------------------
 
@@ -193,10 +193,10 @@ class Account(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        if not hasattr(self, "keeper"):
+        if not hasattr(self, "holder"):
             return
         with (
-            self.keeper.path.open("rb") as file,
+            self.holder.path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
         ):
             _vmm.ledger_check_integrity(memory)

@@ -276,7 +276,7 @@ def test_hung_store_does_not_block_the_others(world) -> None:
     assert back.wait(DEADLINE_S)
 
 
-def test_a_load_does_not_wait_for_a_demotions_copy(world) -> None:
+def test_load_does_not_wait_for_a_demotion(world) -> None:
     """The bus to a GPU carries both directions at once."""
     world.fill(range(4), [])
     arrived, release = threading.Event(), threading.Event()

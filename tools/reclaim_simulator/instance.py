@@ -80,7 +80,7 @@ class Instance:
     """Whether that alloc has waited at all."""
     no_wait_before_ns: int = 0
     starved: int = 0
-    """What the last alloc could not be granted: the keeper goes on asking for it."""
+    """What the last alloc could not be granted: the maintenance thread goes on asking for it."""
     starved_at_ns: int = 0
 
     wanted: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})

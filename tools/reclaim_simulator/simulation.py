@@ -5,7 +5,7 @@
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
 (vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, asking others for at most
-`alloc_wait_ns`, own cached contents; then it fails, the keeper goes on asking, and the engine tries
+`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread goes on asking, and the engine tries
 again. Nothing here sleeps or looks at a clock.
 """
 
@@ -36,7 +36,7 @@ from tools.reclaim_simulator.result import ModelResult, Move, SimulationResult
 from tools.reclaim_simulator.trace import Arrival, Trace
 
 LOOK_NS: Final = PATIENCE_NS
-"""How often an alloc that waits, a keeper and an engine look again."""
+"""How often an alloc that waits, a maintenance thread and an engine look again."""
 IDLE_TRIM_NS: Final = 5_000_000_000
 """The default of `KVELASTIC_IDLE_TRIM_SECONDS`."""
 DECAY_STEPS: Final = 5
@@ -243,7 +243,7 @@ class Simulation:
         return False
 
     def _pursue(self, one: Instance) -> None:
-        """The keeper goes on where an alloc gave up, as long as the engine still wants it."""
+        """The maintenance thread goes on where an alloc gave up, as long as the engine still wants it."""
         if one.starved == 0:
             return
         wanted = min(one.starved, one.mappable())
@@ -359,7 +359,7 @@ class Simulation:
     # --- victims --------------------------------------------------------------------------------
 
     def _answer(self, victim: Instance) -> None:
-        """Its keeper deals with all that others have asked, the shallowest first."""
+        """Its maintenance thread deals with all that others have asked, the shallowest first."""
         self._answers[victim.index] = False
         for depth, asked in victim.wanted.items():
             if not asked:

@@ -27,7 +27,7 @@ bool is_sound(Ledger& ledger) {
   return static_cast<bool>(LedgerView::open(ledger.bytes())->check_integrity());
 }
 
-/// A member that gives what it is asked for, as a keeper does, until it ends.
+/// A member that gives what it is asked for, as a maintenance thread does, until it ends.
 class Giver {
  public:
   Giver(LedgerMember& member, std::uint64_t pages) : member_(member), pages_(pages) {

@@ -138,7 +138,7 @@ TEST(new_request_ends_the_wait_for_writeback) {
   (void)pool->writeback.next_demotion(std::chrono::nanoseconds(0));
   (void)pool->limits.set(HostDriver::kGranularityBytes);
   std::atomic<bool> request{false};
-  std::thread keeper(
+  std::thread maintenance(
       [&] { CHECK(static_cast<bool>(pool->limits.enforce([&] { return request.load(); }))); });
   const auto want = pool->writeback.next_demotion(std::chrono::seconds(60));
   CHECK(want && want->reason == DemotionReason::kLimit);
@@ -151,7 +151,7 @@ TEST(new_request_ends_the_wait_for_writeback) {
   }
   CHECK(pool->state.stats().blocks_dropped == 0);
   request = true;
-  keeper.join();
+  maintenance.join();
   CHECK(pool->state.limit_state().over_bytes == 0 && pool->state.stats().blocks_dropped > 0);
 }
 

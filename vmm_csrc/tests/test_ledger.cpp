@@ -685,7 +685,7 @@ TEST(ledger_facts_and_requests_from_many_threads) {
         member.stop_asking();
       }
     });
-    // ... and a keeper's, that is asked.
+    // ... and of a maintenance thread that is asked.
     threads.emplace_back([&, i] {
       LedgerMember& member = *members[static_cast<std::size_t>(i)];
       std::uint32_t seen = member.bell();

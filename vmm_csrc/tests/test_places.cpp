@@ -22,7 +22,7 @@ TEST(reserve_dropped_by_sleep_fails_its_wait) {
   CHECK(other->grant(60, kPage) == 60);
   const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
   REQUIRE(claimed && *claimed != Places::kNothingClaimed);
-  places->fall_asleep();  // by the keeper, say, before the other thread begins to wait
+  places->fall_asleep();  // e.g. by maintenance, before the other thread begins to wait
   const Status there = places->wait_for_claim(*claimed, kAMoment);
   CHECK(!there && there.error().code == Errc::kReserve);
   CHECK(own.reserve_bytes() == 0 && places->is_asleep());

@@ -237,7 +237,7 @@ Handover hand_over(bool giver_is_busy) {
   return seen;
 }
 
-TEST(an_idle_neighbours_first_pages_arrive_before_the_others_are_emptied) {
+TEST(idle_neighbour_releases_its_first_pages_alone) {
   const Handover seen = hand_over(false);
   REQUIRE(seen.cached.size() > 2);
   constexpr std::uint64_t kFirst = kFirstBatchBytes / kPage;
@@ -247,7 +247,7 @@ TEST(an_idle_neighbours_first_pages_arrive_before_the_others_are_emptied) {
   CHECK(seen.cached[1] == 1);
 }
 
-TEST(a_busy_neighbours_pages_wait_for_its_kernels_together) {
+TEST(busy_neighbour_releases_pages_together) {
   const Handover seen = hand_over(true);
   REQUIRE(!seen.cached.empty());
   CHECK(seen.cached[0] == 1 && seen.drains == 1);

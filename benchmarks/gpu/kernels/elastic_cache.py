@@ -1,4 +1,4 @@
-"""A decoder's cache over a pool of kvelastic's, with its keeper, as an engine has one."""
+"""A decoder's cache over an elastic pool with its maintenance thread, as in an engine."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ENGINES = {
 """Who gets the first burst of a pair, and who the second."""
 _READY_S = 50.0
 _LOOK_S = 1.5
-"""Keepers look at a shared device every second."""
+"""Maintenance threads look at a shared device every second."""
 _GPU: dict[str, Any] = {
     # The layers of Llama 2 7B, eight of them: 2 x 8 x 32 heads x 128 x 2 bytes, 128 KiB a token.
     "shape": {
