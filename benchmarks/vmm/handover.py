@@ -2,7 +2,7 @@
 
 The whole way that memory takes between models: the busy one's alloc asks by the ledger, the idle
 one's maintenance thread evicts, unmaps and destroys, and the busy one creates and maps what it is
-granted. The page is the default one at the driver's prices. Nothing is computed: there is no kernel to wait for.
+granted. The page is the default one at the driver's prices. No kernel runs, so none is waited for.
 
 On the simulated driver, which waits as long as a GPU was reported to take, calls are counted in one
 further round, by its trace.

@@ -1,7 +1,7 @@
 """The capacity of a device, changed while instances run: who gives, who gets, and what is refused.
 
 Every instance is a process with a pool and a maintenance thread (programs/ledger_instance.py). They
-share a device of `DEVICE_PAGES` pages. No page is trimmed, so pages go because of the capacity only.
+share a device of `DEVICE_PAGES` pages. Nothing is trimmed: only the capacity takes pages away.
 """
 
 from __future__ import annotations

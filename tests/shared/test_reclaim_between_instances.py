@@ -1,8 +1,8 @@
 """Memory that moves between real instances: from whom, how much, when, and never what is guarded.
 
 Every instance is a process with a pool, a maintenance thread and a segment
-(programs/ledger_instance.py). They share a device of `DEVICE_PAGES` pages, and what one allocs with the first call of `alloc`
-fills it from page 0 on: `null` is the block that page 0 has less.
+(programs/ledger_instance.py). They share a device of `DEVICE_PAGES` pages. Blocks of the first
+`alloc` fill it from page 0 on, which has one block less than the others: the null block.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ TEST(reserve_dropped_by_sleep_fails_after_wake) {
   CHECK(other->grant(60, kPage) == 60);
   const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
   REQUIRE(claimed);
-  places->fall_asleep();  // the keeper, before the reserving thread looks again
+  places->fall_asleep();  // the maintenance thread, before the reserving thread looks again
   const Result<Places::Claimed> awake = places->ask_to_wake();
   REQUIRE(awake);
   CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());

@@ -187,9 +187,9 @@ TEST(pool_threads_over_ring_with_maintenance_thread) {
     std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
     MaintenanceOptions quick;
     quick.idle_trim = std::chrono::milliseconds(1);
-    auto keeper = MaintenanceThread::start(pool, record, quick);
+    auto maintenance = MaintenanceThread::start(pool, record, quick);
     hammer(*pool, 3, 200);
-    keeper->stop();
+    maintenance->stop();
   }
   CHECK(pool->state.limit_state().mapped_bytes == range->mapped_pages() * kPage);
   (*worker)->stop();
@@ -204,14 +204,15 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   Pool& pool = **made;
   std::atomic<int> calls = 0;
   pool.maintenance.on_work([&] { ++calls; });
-  // A parked page before, so that the keeper has been called for decay already; with the idle trim
-  // off it never asks to be called for that again.
+  // A parked page before, so that the maintenance thread has been called for decay already; with
+  // the idle trim off it never asks to be called for that again.
   backing->let_it_go_on();
   CHECK(static_cast<bool>(pool.allocator.ensure(2 * kBlocksPerPage - 1)));
   backing->wait_for_a_map();
   std::thread engine([&] { (void)pool.allocator.ensure(kPages * kBlocksPerPage - 1); });
   backing->wait_for_a_map();
-  // The keeper lowers the limit while the others are on their way: they cannot be given back yet.
+  // The maintenance thread lowers the limit while the others are on their way: they cannot be given
+  // back yet.
   (void)pool.limits.set(kPage);
   Result<LimitState> meanwhile = pool.limits.enforce();
   REQUIRE(static_cast<bool>(meanwhile));
@@ -223,7 +224,8 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   CHECK(calls > before);
   Result<LimitState> done = pool.limits.enforce();
   CHECK(done && done->over_bytes == 0);
-  // Nothing is left to do: another look does not call the keeper again, or it would never rest.
+  // Nothing is left to do: another look does not call the maintenance thread again, or it would
+  // never rest.
   const int rest = calls;
   CHECK(static_cast<bool>(pool.limits.enforce()));
   CHECK(calls == rest);
@@ -382,7 +384,7 @@ TEST(maintenance_thread_survives_bad_alloc) {
   std::shared_ptr<Pool> pool = *std::move(made);
   CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
   std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
-  auto keeper = MaintenanceThread::start(pool, record, {});
+  auto maintenance = MaintenanceThread::start(pool, record, {});
   backing->throws = 3;
   auto writer = RequestWriter::open(segment->bytes);
   REQUIRE(static_cast<bool>(writer));
@@ -395,7 +397,7 @@ TEST(maintenance_thread_survives_bad_alloc) {
   CHECK(backing->throws == 0);
   CHECK(pool->state.limit_state().mapped_bytes == kPage);
   CHECK(static_cast<bool>(pool->check_integrity()));
-  keeper->stop();
+  maintenance->stop();
 }
 
 TEST(reclaim_drops_reservations) {
@@ -434,7 +436,7 @@ TEST(maintenance_thread_backs_off_after_driver_failure) {
   const int before = calls;
   CHECK(before > 0);
   for (int i = 0; i < 10; ++i) CHECK(!pool.limits.enforce());
-  CHECK(calls == before);  // the keeper tries again in its own time
+  CHECK(calls == before);  // the maintenance thread tries again in its own time
   driver->arm(0, 0);
   Result<LimitState> done = pool.limits.enforce();
   CHECK(done && done->over_bytes == 0);

@@ -53,7 +53,7 @@ struct Books {
   bool sound() const { return static_cast<bool>(accounting.check_integrity()); }
 };
 
-/// A keeper that counts its calls.
+/// A maintenance thread that counts its calls.
 struct MaintenanceWakeups {
   PendingWork calls;
   int count = 0;
@@ -144,73 +144,74 @@ TEST(fruitless_memory_wait_suspends_further_waits) {
   CHECK(memory_wait.may_wait(kStart));
 }
 
-// --- keeper calls --------------------------------------------------------------------------------
+// --- maintenance thread calls
+// --------------------------------------------------------------------------------
 
 TEST(maintenance_wakes_for_new_work_without_counter_change) {
   // The limit is lowered while pages are on their way: too much is held, and nothing can be given.
-  // The pages land. As much is held as before, and now it can be given back: the keeper, which has
-  // answered that figure already, must hear of it.
-  MaintenanceWakeups keeper;
+  // The pages land. As much is held as before, and now it can be given back: the maintenance
+  // thread, which has answered that figure already, must hear of it.
+  MaintenanceWakeups maintenance;
   DueWork work;
   work.over_pages = 4;
-  CHECK(keeper.is_called_for(work));  // to answer
-  CHECK(!keeper.is_called_for(work));
+  CHECK(maintenance.is_called_for(work));  // to answer
+  CHECK(!maintenance.is_called_for(work));
   {
-    const PendingWork::Enforcing enforcing(keeper.calls);
-    CHECK(!keeper.is_called_for(work));
+    const PendingWork::Enforcing enforcing(maintenance.calls);
+    CHECK(!maintenance.is_called_for(work));
   }
   work.enforce = true;
-  CHECK(keeper.is_called_for(work));
-  CHECK(!keeper.is_called_for(work));  // once: where it fails it tries again in its own time
+  CHECK(maintenance.is_called_for(work));
+  CHECK(!maintenance.is_called_for(work));  // once: where it fails it tries again in its own time
   // It enforces. What it finds meanwhile is its own; what lands after it is a call again.
   {
-    const PendingWork::Enforcing enforcing(keeper.calls);
+    const PendingWork::Enforcing enforcing(maintenance.calls);
     {
-      const PendingWork::Enforcing of_another_thread(keeper.calls);
+      const PendingWork::Enforcing of_another_thread(maintenance.calls);
     }
     work.enforce = false;
-    CHECK(!keeper.is_called_for(work));
+    CHECK(!maintenance.is_called_for(work));
     work.enforce = true;
-    CHECK(!keeper.is_called_for(work));
+    CHECK(!maintenance.is_called_for(work));
     work.enforce = false;
   }
-  CHECK(!keeper.is_called_for(work));
+  CHECK(!maintenance.is_called_for(work));
   work.enforce = true;
-  CHECK(keeper.is_called_for(work));
+  CHECK(maintenance.is_called_for(work));
 }
 
 TEST(maintenance_wakes_once_per_kind_of_work) {
-  MaintenanceWakeups keeper;
+  MaintenanceWakeups maintenance;
   DueWork work;
-  CHECK(!keeper.is_called_for(work));
+  CHECK(!maintenance.is_called_for(work));
   for (bool DueWork::* thing : {&DueWork::enforce, &DueWork::provision, &DueWork::decay,
                                 &DueWork::watch, &DueWork::pursue, &DueWork::failed}) {
     work.*thing = true;
-    CHECK(keeper.is_called_for(work));
-    CHECK(!keeper.is_called_for(work));
+    CHECK(maintenance.is_called_for(work));
+    CHECK(!maintenance.is_called_for(work));
   }
   for (const std::uint64_t over : {1, 2, 0}) {
     work.over_pages = over;
-    CHECK(keeper.is_called_for(work));
-    CHECK(!keeper.is_called_for(work));
+    CHECK(maintenance.is_called_for(work));
+    CHECK(!maintenance.is_called_for(work));
   }
 }
 
 TEST(maintenance_wakes_again_after_work_is_done) {
-  MaintenanceWakeups keeper;
+  MaintenanceWakeups maintenance;
   DueWork work;
   work.provision = work.decay = work.pursue = true;
-  CHECK(keeper.is_called_for(work));
-  CHECK(keeper.calls.take_provision() && !keeper.calls.take_provision());
-  CHECK(keeper.is_called_for(work));
-  CHECK(keeper.calls.is_decay_armed() && !keeper.calls.arm_decay(false));
-  CHECK(keeper.is_called_for(work));
-  keeper.calls.end_pursuit();
-  CHECK(keeper.is_called_for(work));
-  CHECK(!keeper.is_called_for(work));
-  // Another keeper has been called for nothing yet.
-  keeper.calls.on_work([&] { ++keeper.count; });
-  CHECK(keeper.is_called_for(work));
+  CHECK(maintenance.is_called_for(work));
+  CHECK(maintenance.calls.take_provision() && !maintenance.calls.take_provision());
+  CHECK(maintenance.is_called_for(work));
+  CHECK(maintenance.calls.is_decay_armed() && !maintenance.calls.arm_decay(false));
+  CHECK(maintenance.is_called_for(work));
+  maintenance.calls.end_pursuit();
+  CHECK(maintenance.is_called_for(work));
+  CHECK(!maintenance.is_called_for(work));
+  // Another maintenance thread has been called for nothing yet.
+  maintenance.calls.on_work([&] { ++maintenance.count; });
+  CHECK(maintenance.is_called_for(work));
 }
 
 // --- provisioning --------------------------------------------------------------------------------

@@ -176,14 +176,14 @@ TEST(sleep_waits_for_concurrent_unmaps) {
   auto pool = make_pool(backing);
   REQUIRE(pool != nullptr);
   CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
-  std::thread keeper([&] { (void)pool->maintenance.trim(); });
+  std::thread maintenance([&] { (void)pool->maintenance.trim(); });
   backing->wait_for_a_wait();
   pool->limits.set_asleep(true);
   auto asleep = std::async(std::launch::async, [&] { return pool->limits.settle(); });
   (void)asleep.wait_for(std::chrono::milliseconds(50));  // long enough to answer too early
   backing->end_kernels();
   Result<LimitState> state = asleep.get();
-  keeper.join();
+  maintenance.join();
   CHECK(state && state->mapped_bytes == 0);
   CHECK(static_cast<bool>(pool->check_integrity()));
 }
