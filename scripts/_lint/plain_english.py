@@ -1,6 +1,6 @@
-"""A ratchet on the prose: it may not get harder to read than it is.
+"""A ratchet on the prose and on the names of tests: they may not get harder to read.
 
-    plain_english.py               fails if the score is above MOST
+    plain_english.py               fails if the score is above MOST, or a test's name is too long
     plain_english.py FILE ...      lists the phrases to replace
 
 The score is the number of phrases of `phrases.txt` in 1,000 words of docstrings, comments, messages
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Final
 
 MOST: Final = 0.8
+MOST_WORDS: Final = 8
+"""In the name of a test, without `test_`."""
+TEST_NAME: Final = re.compile(r"^ *(?:async )?def test_(\w+)|^TEST\((\w+)\)", re.MULTILINE)
 ROOTS: Final = (
     "kvelastic", "cli", "controller", "vmm_csrc", "docs", "README.md", "CONTRIBUTING.md",
     "scripts", "examples",
@@ -45,6 +48,20 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
             yield number, found[1]
 
 
+def long_test_names() -> Iterator[str]:
+    """Yield the names of tests that have more than `MOST_WORDS` words."""
+    listed = subprocess.run(
+        ["git", "ls-files", "tests", "vmm_csrc/tests"], capture_output=True, text=True, check=True
+    )
+    for path in map(Path, listed.stdout.split()):
+        if path.suffix not in {".py", ".cpp"} or not path.is_file():
+            continue
+        for found in TEST_NAME.finditer(path.read_text()):
+            name = found[1] or found[2]
+            if len(name.split("_")) > MOST_WORDS:
+                yield f"{path}: {name} has more than {MOST_WORDS} words"
+
+
 def main(names: list[str]) -> int:
     """Print the score, or the phrases of the files that are named; return the exit code."""
     for name in names:
@@ -64,7 +81,9 @@ def main(names: list[str]) -> int:
             phrases += len(PHRASES.findall(text))
     score = 1000 * phrases / words
     print(f"{score:.1f} phrases to replace in 1,000 words; at most {MOST}", file=sys.stderr)
-    return int(score > MOST)
+    long = list(long_test_names())
+    print("".join(f"{line}\n" for line in long), end="", file=sys.stderr)
+    return int(score > MOST or bool(long))
 
 
 if __name__ == "__main__":

@@ -144,8 +144,7 @@ TEST(fruitless_memory_wait_suspends_further_waits) {
   CHECK(memory_wait.may_wait(kStart));
 }
 
-// --- maintenance thread calls
-// --------------------------------------------------------------------------------
+// --- maintenance wakeups -------------------------------------------------------------------------
 
 TEST(maintenance_wakes_for_new_work_without_counter_change) {
   // The limit is lowered while pages are on their way: too much is held, and nothing can be given.
