@@ -200,7 +200,7 @@ def _sentence(node: NodeFigures) -> str:
         f" {standing}; peers reach {reached};"
         f" {_counted(node.leases, 'lease')} in force, {node.leases_expired} ended by their time;"
         f" {_counted(node.copies_lost, 'copy', 'copies')} lost;"
-        f" {_counted(node.strangers_refused, 'stranger')} not let in.{stale}"
+        f" {_counted(node.strangers_refused, 'unauthenticated connection')} refused.{stale}"
     )
 
 

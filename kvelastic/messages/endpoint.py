@@ -3,7 +3,7 @@
 It detects immediately when a peer's process has ended, and within a second when a peer's host is
 lost (`peers.LOST_AFTER_S`).
 
-A connection is unauthenticated (a `_Stranger`) until its handshake is complete. Each has five
+A connection is unauthenticated (a `_Pending`) until its handshake is complete. Each has five
 seconds for a step of the handshake, and may send a few hundred bytes. The number of such
 connections is bounded. At the bound, a new one replaces the connection that has made no progress
 for longest. Data that arrived in time counts, even if this thread reads it late.
@@ -54,8 +54,8 @@ from kvelastic.messages.protocol import Protocol
 from kvelastic.messages.secret import SecretFile
 
 _log = logging.getLogger("kvelastic.messages")
-_STRANGER_S: Final = 5.0
-_MOST_STRANGERS: Final = 64
+_HANDSHAKE_S: Final = 5.0
+_MOST_UNAUTHENTICATED: Final = 64
 DEFAULT_MOST_CONNECTIONS: Final = 1024
 _WITHOUT_DESCRIPTORS_S: Final = 0.1
 _REFUSALS_EVERY_S: Final = 10.0
@@ -63,7 +63,7 @@ _REFUSALS_EVERY_S: Final = 10.0
 Handler = Callable[[Request], None]
 
 
-class _Stranger:
+class _Pending:
     """An unauthenticated connection, whose handshake is not complete."""
 
     def __init__(self, accepted: socket.socket, deadline_s: float) -> None:
@@ -120,7 +120,7 @@ class Endpoint:
         self._pid = os.getpid()
         self._listeners: list[ListeningSocket] = []
         self._connections: set[Connection] = set()
-        self._strangers: dict[_Stranger, None] = {}
+        self._pending: dict[_Pending, None] = {}
         self._to_do: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
@@ -246,7 +246,7 @@ class Endpoint:
 
     def _patience_s(self) -> float | None:
         now_s = time.monotonic()
-        waits = [stranger.deadline_s for stranger in itertools.islice(self._strangers, 1)]
+        waits = [pending.deadline_s for pending in itertools.islice(self._pending, 1)]
         if self._timers:
             waits.append(self._timers[0][0])
         if any(connection.peer.uid is None for connection in self._connections):
@@ -255,10 +255,10 @@ class Endpoint:
 
     def _look_at_clock(self) -> None:
         now_s = time.monotonic()
-        while self._strangers and (late := next(iter(self._strangers))).deadline_s <= now_s:
-            self._hear_stranger(late)
-            if late in self._strangers and late.deadline_s <= now_s:
-                self._refuse(late, ChannelTimeoutError(f"no handshake in {_STRANGER_S:g} s"))
+        while self._pending and (late := next(iter(self._pending))).deadline_s <= now_s:
+            self._receive_unauthenticated(late)
+            if late in self._pending and late.deadline_s <= now_s:
+                self._refuse(late, ChannelTimeoutError(f"no handshake in {_HANDSHAKE_S:g} s"))
         if now_s >= self._alive_at_s:
             self._alive_at_s = now_s + ALIVE_EVERY_S
             for connection in list(self._connections):
@@ -271,8 +271,8 @@ class Endpoint:
         served = key.data
         if isinstance(served, ListeningSocket):
             self._accept(served)
-        elif isinstance(served, _Stranger):
-            self._hear_stranger(served)
+        elif isinstance(served, _Pending):
+            self._receive_unauthenticated(served)
         elif isinstance(served, Connection):
             if events & selectors.EVENT_WRITE:
                 served.write()
@@ -305,23 +305,23 @@ class Endpoint:
             return
         drop_in_children(accepted)
         accepted.setblocking(False)
-        stranger = _Stranger(accepted, time.monotonic() + _STRANGER_S)
-        while len(self._strangers) >= _MOST_STRANGERS:
-            self._refuse(next(iter(self._strangers)), ChannelError("others came after it"))
-        self._strangers[stranger] = None
-        self._selector.register(accepted, selectors.EVENT_READ, stranger)
+        pending = _Pending(accepted, time.monotonic() + _HANDSHAKE_S)
+        while len(self._pending) >= _MOST_UNAUTHENTICATED:
+            self._refuse(next(iter(self._pending)), ChannelError("others came after it"))
+        self._pending[pending] = None
+        self._selector.register(accepted, selectors.EVENT_READ, pending)
         try:
             prepare(accepted)
-            stranger.peer = peer_of(accepted)
-            check_peer(stranger.peer, self._allowed)
+            pending.peer = peer_of(accepted)
+            check_peer(pending.peer, self._allowed)
             if len(self._connections) >= self._most_connections:
                 raise ChannelError(f"{self._most_connections} connections stand already")
-            secret = self._secret if stranger.peer.uid is None else None
-            stranger.handshake = Handshake(
-                self.protocol, secret, stranger.reader, stranger.writer, is_client=False
+            secret = self._secret if pending.peer.uid is None else None
+            pending.handshake = Handshake(
+                self.protocol, secret, pending.reader, pending.writer, is_client=False
             )
         except (KvelasticError, OSError) as error:
-            self._refuse(stranger, error)
+            self._refuse(pending, error)
 
     def _pause(self, listener: ListeningSocket) -> None:
         """Stop accepting for a while because no descriptor is left; avoids a busy loop."""
@@ -332,42 +332,40 @@ class Endpoint:
 
         self.run_later(_WITHOUT_DESCRIPTORS_S, look_again)
 
-    def _hear_stranger(self, stranger: _Stranger) -> None:
-        handshake = stranger.handshake
-        if stranger not in self._strangers or handshake is None:
+    def _receive_unauthenticated(self, pending: _Pending) -> None:
+        handshake = pending.handshake
+        if pending not in self._pending or handshake is None:
             return  # it was closed after this event was reported
         try:
-            receive_into(stranger.socket, stranger.reader)
-            while not handshake.is_done and (frame := stranger.reader.next()) is not None:
+            receive_into(pending.socket, pending.reader)
+            while not handshake.is_done and (frame := pending.reader.next()) is not None:
                 answer = handshake.receive(frame)
                 # The handshake made progress, at most twice: restart the timeout and move the
                 # connection to the end of the queue.
-                stranger.deadline_s = time.monotonic() + _STRANGER_S
-                self._strangers[stranger] = self._strangers.pop(stranger)
+                pending.deadline_s = time.monotonic() + _HANDSHAKE_S
+                self._pending[pending] = self._pending.pop(pending)
                 # A new socket has room for a few hundred bytes. If not, the peer is not reading.
-                if answer and stranger.socket.send(answer) != len(answer):
-                    raise ChannelClosedError("a stranger does not read")
+                if answer and pending.socket.send(answer) != len(answer):
+                    raise ChannelClosedError("the peer does not read during the handshake")
         except (KvelasticError, OSError) as error:
-            self._refuse(stranger, error)
+            self._refuse(pending, error)
             return
         if handshake.is_done:
-            del self._strangers[stranger]
-            self._selector.unregister(stranger.socket)
-            self._adopt(
-                self._make(stranger.socket, stranger.peer, stranger.reader, stranger.writer)
-            )
+            del self._pending[pending]
+            self._selector.unregister(pending.socket)
+            self._adopt(self._make(pending.socket, pending.peer, pending.reader, pending.writer))
 
-    def _refuse(self, stranger: _Stranger, error: Exception) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger.socket)
+    def _refuse(self, pending: _Pending, error: Exception) -> None:
+        del self._pending[pending]
+        self._selector.unregister(pending.socket)
         told: Exception = error
         if isinstance(error, SecretError):  # details of our secret file belong in our log only
             told = AccessDeniedError("it refuses connections for now; the log of the peer says why")
         with contextlib.suppress(OSError):
-            stranger.socket.send(stranger.writer.write(Kind.ERROR, 0, error_body(told)))
-        for fd in stranger.reader.take_descriptors():
+            pending.socket.send(pending.writer.write(Kind.ERROR, 0, error_body(told)))
+        for fd in pending.reader.take_descriptors():
             os.close(fd)
-        stranger.socket.close()
+        pending.socket.close()
         if isinstance(error, ChannelClosedError):
             return  # the peer closed the connection, as a probe does
         self._refused += 1
@@ -378,7 +376,7 @@ class Endpoint:
             _log.log(
                 level,
                 "%s was not let in (%d so far): %s",
-                stranger.peer or "a peer",
+                pending.peer or "a peer",
                 self._refused,
                 error,
             )
@@ -424,8 +422,8 @@ class Endpoint:
     def _close_all(self) -> None:
         for listener in self._listeners:
             listener.close()
-        for stranger in list(self._strangers):
-            self._refuse(stranger, ChannelClosedError("the endpoint closes"))
+        for pending in list(self._pending):
+            self._refuse(pending, ChannelClosedError("the endpoint closes"))
         for connection in list(self._connections):
             connection.close()
             self._safely(self._settle, connection)

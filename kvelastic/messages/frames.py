@@ -28,7 +28,7 @@ HEADER: Final = struct.Struct("<4sBBBBIQ")
 CODE_BYTES: Final = 16
 MOST_DESCRIPTORS: Final = 16
 """Maximum descriptors passed with one message."""
-MOST_BYTES_OF_A_STRANGER: Final = 512
+MOST_UNAUTHENTICATED_BYTES: Final = 512
 """Maximum body bytes of an unauthenticated peer."""
 _COUNT: Final = struct.Struct("<Q")
 _ERROR: Final = struct.Struct("<B")
@@ -92,7 +92,7 @@ class FrameReader:
         self._bytes = bytearray()
         self._key = b""
         self._count = 0
-        self._most_bytes = MOST_BYTES_OF_A_STRANGER
+        self._most_bytes = MOST_UNAUTHENTICATED_BYTES
         self._descriptors: list[int] = []
 
     def use_key(self, key: bytes) -> None:
@@ -195,7 +195,7 @@ def error_of(body: bytes) -> KvelasticError:
     """Decode a peer's error. Raises `MessageError` if the body is malformed."""
     code_bytes = body[0] if body else 0
     code = body[1 : 1 + code_bytes].decode("ascii", "replace")
-    if not re.fullmatch(r"[A-Z_]{1,48}", code) or len(body) > MOST_BYTES_OF_A_STRANGER:
+    if not re.fullmatch(r"[A-Z_]{1,48}", code) or len(body) > MOST_UNAUTHENTICATED_BYTES:
         raise MessageError("the peer sent an error that cannot be read")
     text = body[1 + code_bytes :].decode("utf-8", "replace")
     return native_error(code, "".join(c if c.isprintable() else "?" for c in text))

@@ -23,14 +23,14 @@ from kvelastic.messages.peers import Network, check_peer, peer_of
 from kvelastic.transfer.wire import TOKEN_BYTES
 
 _TOKEN_S: Final = 1.0
-_MOST_STRANGERS: Final = 32
+_MOST_UNAUTHENTICATED: Final = 32
 _WITHOUT_DESCRIPTORS_S: Final = 0.1
 
 Arrived: TypeAlias = "SimpleQueue[socket.socket | None]"
 """Receives the stream with the expected token; None if its link has ended."""
 
 
-class _Stranger:
+class _Pending:
     """An unauthenticated stream, whose token is incomplete."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -58,7 +58,7 @@ class DataPort:
         self._allowed = allowed
         self._lock = threading.Lock()
         self._awaited: dict[bytes, Arrived] = {}
-        self._strangers: dict[_Stranger, None] = {}
+        self._pending: dict[_Pending, None] = {}
         self._is_closed = False
         self._listener: Final = _first_free(host, ports)
         try:
@@ -110,28 +110,28 @@ class DataPort:
         try:
             while not self._is_closed:
                 for key, _ in self._selector.select(self._patience_s()):
-                    if isinstance(key.data, _Stranger):
-                        self._hear(key.data)
+                    if isinstance(key.data, _Pending):
+                        self._receive(key.data)
                     else:
                         self._accept()
                 self._look_at_clock()
         finally:
-            for stranger in list(self._strangers):
-                self._end(stranger)
+            for pending in list(self._pending):
+                self._end(pending)
             self._selector.close()
             self._listener.close()
 
     def _patience_s(self) -> float | None:
-        ends = [stranger.deadline_s for stranger in self._strangers]
+        ends = [pending.deadline_s for pending in self._pending]
         if self._paused_until_s is not None:
             ends.append(self._paused_until_s)
         return max(min(ends) - time.monotonic(), 0) if ends else None
 
     def _look_at_clock(self) -> None:
         now_s = time.monotonic()
-        for stranger in [one for one in self._strangers if one.deadline_s <= now_s]:
-            self._hear(stranger)  # accept data that arrived in time, even if this check is late
-            self._end(stranger)
+        for pending in [one for one in self._pending if one.deadline_s <= now_s]:
+            self._receive(pending)  # accept data that arrived in time, even if this check is late
+            self._end(pending)
         if self._paused_until_s is not None and self._paused_until_s <= now_s:
             self._paused_until_s = None
             self._selector.register(self._listener.socket, selectors.EVENT_READ)
@@ -153,40 +153,40 @@ class DataPort:
         except (KvelasticError, OSError):
             stream.close()
             return
-        while len(self._strangers) >= _MOST_STRANGERS:
-            self._end(next(iter(self._strangers)))
-        stranger = _Stranger(stream)
-        self._strangers[stranger] = None
-        self._selector.register(stream, selectors.EVENT_READ, stranger)
+        while len(self._pending) >= _MOST_UNAUTHENTICATED:
+            self._end(next(iter(self._pending)))
+        pending = _Pending(stream)
+        self._pending[pending] = None
+        self._selector.register(stream, selectors.EVENT_READ, pending)
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _receive(self, pending: _Pending) -> None:
         """Read more of the token; once it is complete, hand the stream over."""
-        if stranger not in self._strangers:
+        if pending not in self._pending:
             return  # it was closed after this event was reported
         try:
-            more = stranger.stream.recv(TOKEN_BYTES - len(stranger.token))
-            stranger.token += more
+            more = pending.stream.recv(TOKEN_BYTES - len(pending.token))
+            pending.token += more
             if not more:
                 raise AccessDeniedError("a stream that ended before its token was whole")
-            if len(stranger.token) < TOKEN_BYTES:
+            if len(pending.token) < TOKEN_BYTES:
                 return
-            self._hand_over(stranger)
+            self._hand_over(pending)
         except BlockingIOError:
             return
         except (KvelasticError, OSError):
-            self._end(stranger)
+            self._end(pending)
 
-    def _hand_over(self, stranger: _Stranger) -> None:
+    def _hand_over(self, pending: _Pending) -> None:
         with self._lock:  # so that `forget` finds every stream that has arrived
-            arrived = self._awaited.pop(stranger.token, None)
+            arrived = self._awaited.pop(pending.token, None)
             if arrived is None:
                 raise AccessDeniedError("a stream with an unknown token")
-            del self._strangers[stranger]
-            self._selector.unregister(stranger.stream)
-            arrived.put(stranger.stream)
+            del self._pending[pending]
+            self._selector.unregister(pending.stream)
+            arrived.put(pending.stream)
 
-    def _end(self, stranger: _Stranger) -> None:
-        if stranger in self._strangers:
-            del self._strangers[stranger]
-            self._selector.unregister(stranger.stream)
-            stranger.stream.close()
+    def _end(self, pending: _Pending) -> None:
+        if pending in self._pending:
+            del self._pending[pending]
+            self._selector.unregister(pending.stream)
+            pending.stream.close()

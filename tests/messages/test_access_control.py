@@ -266,23 +266,23 @@ def test_tampered_message_closes_the_connection(on_tcp: Endpoint, secret_path: P
 
 def expire_all_deadlines(server: Endpoint) -> None:
     """In the endpoint's thread: no stranger has any time left."""
-    for stranger in server._strangers:
+    for stranger in server._pending:
         stranger.deadline_s = 0
 
 
 def test_bytes_sent_before_the_deadline_count(server: Endpoint, secret_path: Path) -> None:
     """Under load the endpoint's thread comes late; whoever was in time gets in all the same."""
     address = server.addresses[0]
-    hears = server._hear_stranger
+    hears = server._receive_unauthenticated
 
-    def receive_late(stranger: endpoint_module._Stranger) -> None:
+    def receive_late(stranger: endpoint_module._Pending) -> None:
         # The thread has seen that bytes are there, and has not read them when their time is over.
         if stranger.deadline_s:
             stranger.deadline_s = 0
         else:
             hears(stranger)
 
-    server._hear_stranger = receive_late  # type: ignore[method-assign]
+    server._receive_unauthenticated = receive_late  # type: ignore[method-assign]
     secret = SecretFile(secret_path)
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
@@ -295,14 +295,14 @@ def test_idle_unauthenticated_connections_do_not_block_others(
     address = server.addresses[0]
     family = socket.AF_UNIX if address.is_unix else socket.AF_INET
     strangers = []
-    for _ in range(2 * endpoint_module._MOST_STRANGERS):
+    for _ in range(2 * endpoint_module._MOST_UNAUTHENTICATED):
         raw = socket.socket(family)
         raw.connect(address.path if address.is_unix else (address.host, address.port))
         strangers.append(raw)
     secret = SecretFile(secret_path)
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
-        assert server.refused >= endpoint_module._MOST_STRANGERS
+        assert server.refused >= endpoint_module._MOST_UNAUTHENTICATED
         server.run_soon(lambda: expire_all_deadlines(server))
         for raw in strangers:  # all of them are out
             raw.settimeout(DEADLINE_S)

@@ -177,10 +177,16 @@ def test_silence_of_a_node_is_shown() -> None:
 def test_counts_of_one_are_singular() -> None:
     text = table([msgspec.structs.replace(NODE, ranges=1, leases=1, copies_lost=1,
                                           strangers_refused=1)])  # fmt: skip
-    for said in ("1 link;", "1 range;", "1 lease in force", "1 copy lost", "1 stranger not let in"):
+    for said in (
+        "1 link;",
+        "1 range;",
+        "1 lease in force",
+        "1 copy lost",
+        "1 unauthenticated connection refused",
+    ):
         assert said in text
     none = table([msgspec.structs.replace(NODE, links=())])
-    for said in ("0 links;", "0 ranges;", "0 leases", "0 copies", "0 strangers"):
+    for said in ("0 links;", "0 ranges;", "0 leases", "0 copies", "0 unauthenticated connections"):
         assert said in none
 
 

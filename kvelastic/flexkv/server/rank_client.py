@@ -121,7 +121,7 @@ class KVTPClient:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         """Rung when the connection ends, and when exported pages are unmapped."""
         self._endpoint = Endpoint(
-            messages.PROTOCOL, self._hear, on_close=lambda _: self._end(), name="flexkv-tp"
+            messages.PROTOCOL, self._receive, on_close=lambda _: self._end(), name="flexkv-tp"
         )
         self._thread: threading.Thread | None = None
 
@@ -267,7 +267,7 @@ class KVTPClient:
         files = list({_memory_of(one): None for one in self._handles})
         return files.index(_memory_of(handle))
 
-    def _hear(self, request: Request) -> None:
+    def _receive(self, request: Request) -> None:
         """Handle a request of the server. Runs in the endpoint's thread. Takes milliseconds."""
         asked = request.message
         memories = self._memories()

@@ -62,13 +62,13 @@ class Registrations:
         """Open an endpoint for ranks only. Raises `ChannelError` if the address is in use."""
         return Endpoint(
             messages.PROTOCOL,
-            self._hear_ranks,
+            self._receive_from_ranks,
             listen=[socket_address(gpu_register_port)],
             on_close=self.connection_ended,
             name="flexkv-ranks",
         )
 
-    def _hear_ranks(self, request: Request) -> None:
+    def _receive_from_ranks(self, request: Request) -> None:
         if not self.hear(request):
             raise MessageError("this engine has no server: only its ranks register here")
 

@@ -68,7 +68,7 @@ class KVServer:
             addresses = [self.server_recv_port, self.gpu_register_port]
             self._endpoint = Endpoint(
                 messages.PROTOCOL,
-                self._hear,
+                self._receive,
                 listen=[socket_address(one) for one in addresses],
                 on_close=self._connection_ended,
                 name="flexkv",
@@ -147,7 +147,7 @@ class KVServer:
 
     # --- the endpoint's thread -----------------------------------------------------------------
 
-    def _hear(self, request: Request) -> None:
+    def _receive(self, request: Request) -> None:
         message = request.message
         if self._registrations.hear(request):
             return
