@@ -375,7 +375,7 @@ class Endpoint:
             level = logging.WARNING if isinstance(error, AccessDeniedError) else logging.INFO
             _log.log(
                 level,
-                "%s was not let in (%d so far): %s",
+                "refused the connection of %s (%d refused so far): %s",
                 pending.peer or "a peer",
                 self._refused,
                 error,
