@@ -23,34 +23,36 @@ class HostSlots:
 
     def __init__(self) -> None:
         self._blocks = array("q")
-        self._worlds = array("I")
+        self._namespace_ids = array("I")
         self._put_at_s = array("d")
         self._keys = bytearray()
         self._slot_of: dict[int, int] = {}
         self._namespaces: list[Namespace] = []
-        self._world_of: dict[bytes, int] = {}
+        self._namespace_id_of: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def world_of(self, namespace: Namespace) -> int:
+    def namespace_id_of(self, namespace: Namespace) -> int:
         """Return the id of a namespace: a small number, the same for each call."""
-        world = self._world_of.setdefault(namespace.fingerprint, len(self._namespaces))
-        if world == len(self._namespaces):
+        namespace_id = self._namespace_id_of.setdefault(
+            namespace.fingerprint, len(self._namespaces)
+        )
+        if namespace_id == len(self._namespaces):
             self._namespaces.append(namespace)
-        return world
+        return namespace_id
 
-    def fill(self, slot: int, block: int, key: bytes, world: int, now_s: float) -> None:
-        """Record that `block` holds a record of namespace id `world`."""
+    def fill(self, slot: int, block: int, key: bytes, namespace_id: int, now_s: float) -> None:
+        """Record that `block` holds a record of namespace `namespace_id`."""
         missing = slot + 1 - len(self._blocks)
         if missing > 0:
             missing += len(self._blocks) // 2  # slots come in ascending order
             self._blocks.extend([GONE] * missing)
-            self._worlds.extend([0] * missing)
+            self._namespace_ids.extend([0] * missing)
             self._put_at_s.extend([0.0] * missing)
             self._keys.extend(bytes(missing * KEY_BYTES))
         self._blocks[slot] = block
-        self._worlds[slot] = world
+        self._namespace_ids[slot] = namespace_id
         self._put_at_s[slot] = now_s
         self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
         self._slot_of[block] = slot
@@ -88,14 +90,16 @@ class HostSlots:
 
     def keys_matching(self, selection: Selection, now_s: float) -> bytes:
         """Return the keys of the selected records, concatenated."""
-        worlds = {
-            world for world, namespace in enumerate(self._namespaces) if selection.names(namespace)
+        namespace_ids = {
+            namespace_id
+            for namespace_id, namespace in enumerate(self._namespaces)
+            if selection.names(namespace)
         }
         age_s = selection.older_than_s
         return b"".join(
             self.key_of(slot)
             for slot in self._slot_of.values()
-            if self._worlds[slot] in worlds
+            if self._namespace_ids[slot] in namespace_ids
             and (age_s is None or now_s - self._put_at_s[slot] >= age_s)
         )
 

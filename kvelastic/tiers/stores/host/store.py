@@ -120,7 +120,7 @@ class HostStore(Store):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._busy = 0
-        self._world: int | None = None
+        self._namespace_id: int | None = None
         self._closed = False
         self._sleeps_for_limit = False
         self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
@@ -173,7 +173,7 @@ class HostStore(Store):
     def enter(self, namespace: Namespace) -> None:
         """Set the namespace of later puts."""
         with self._lock:
-            self._world = self._blocks.slots.world_of(namespace)
+            self._namespace_id = self._blocks.slots.namespace_id_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
         """Return for each key whether its record is present."""
@@ -262,8 +262,8 @@ class HostStore(Store):
         count = self._count_of(keys, records)
         self._check_chain(chain_after)
         with self._lock:
-            world = self._entered()
-            if world is None:
+            namespace_id = self._entered()
+            if namespace_id is None:
                 self._counts["refused"] += count
                 return [False] * count
             self._busy += 1
@@ -278,7 +278,7 @@ class HostStore(Store):
                 self._drop_displaced(displaced)
                 for at, slot in self._places.take(keys).items():
                     slots[at] = slot
-            self._fill(keys, records, slots, world)
+            self._fill(keys, records, slots, namespace_id)
             return self._index.has(keys)
         finally:
             with self._lock:
@@ -286,12 +286,12 @@ class HostStore(Store):
 
     def _entered(self) -> int | None:
         """Return the current namespace id; None if no record is accepted. The lock is held."""
-        if self._world is None:
+        if self._namespace_id is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
-        return None if self._closed or self._pool.blocks.is_asleep else self._world
+        return None if self._closed or self._pool.blocks.is_asleep else self._namespace_id
 
     def _fill(
-        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], world: int
+        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], namespace_id: int
     ) -> None:
         """Write the records that got slots; refuse those for which there is no memory."""
         new = [at for at, slot in enumerate(slots) if slot >= 0]
@@ -321,7 +321,7 @@ class HostStore(Store):
                 self._blocks.follow()
                 now_s = time.monotonic()
                 for at, block in zip(kept, blocks, strict=False):
-                    self._blocks.fill(slots[at], block, _key(keys, at), world, now_s)
+                    self._blocks.fill(slots[at], block, _key(keys, at), namespace_id, now_s)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased during the write
                 self._counts["puts"] += len(kept) - len(gone)

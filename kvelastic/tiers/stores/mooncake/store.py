@@ -375,17 +375,17 @@ class MooncakeStore(Store):
                 "a Mooncake server does not know the age of records; select by namespace or model"
             )
         with self._lock:
-            worlds = dict(self._entered)
+            entered = dict(self._entered)
             self._unerased = Unerased()
         if selection.namespace is not None:  # even if this process has not entered it
-            worlds[selection.namespace.fingerprint] = selection.namespace
+            entered[selection.namespace.fingerprint] = selection.namespace
         count = 0
-        for fingerprint, namespace in worlds.items():
+        for fingerprint, namespace in entered.items():
             if not selection.names(namespace):
                 continue
             code = None
             if self._ready():
-                code = self._call(self._asks, partial(_remove_world, fingerprint))
+                code = self._call(self._asks, partial(_remove_namespace, fingerprint))
             if code is not None:
                 self._judge([code], 0)
             if code is None or code < 0:
@@ -451,7 +451,7 @@ class MooncakeStore(Store):
                 self._slots.clear()
 
 
-def _remove_world(fingerprint: bytes, client: Client) -> int:
+def _remove_namespace(fingerprint: bytes, client: Client) -> int:
     return client.remove_by_regex(f"^{fingerprint.hex()}-.*", True)
 
 
