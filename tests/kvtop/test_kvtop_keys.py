@@ -236,7 +236,7 @@ ASLEEP = {"asleep": True, "effective_limit_bytes": 0, "mapped_bytes": 0}
         (Ask("a", "a", "min", GIB), {}, "not taken by the instance; the guarantee is 0 B", "bad"),
         (
             Ask("a", "a", "min", GIB),
-            {"min_bytes": 2 * GIB},
+            {"min_bytes": GIB},
             "guarantee 1.00 GiB applied",
             "good",
         ),
