@@ -40,9 +40,10 @@ class Model:
     def held_of(self, device: str) -> int:
         return self.held * self.ranks.count(device)
 
-    def least_of(self, device: str, least: int) -> float:
-        """Of a guarantee for all devices together, what counts on one of them: whole bytes."""
-        return -(-least * HUGE * self.ranks.count(device) // len(self.ranks)) / HUGE
+    def least_of(self, device: str, least: int) -> int:
+        """Of a guarantee for all devices together, what counts on one of them: whole pages."""
+        pages = max(least // len(self.ranks), 1) if least else 0
+        return pages * self.ranks.count(device)
 
 
 class Places(RuleBasedStateMachine):
@@ -66,7 +67,7 @@ class Places(RuleBasedStateMachine):
             + reserve.get(device, 0)
             + sum(one.least_of(device, one.least) for one in self.others(key))
             + mine.least_of(device, least)
-            <= PAGES[device] + 1e-9
+            <= PAGES[device]
             for device in set(ranks)
         )
 
@@ -200,7 +201,7 @@ class Places(RuleBasedStateMachine):
                 assert member.reserve_bytes == reserved
                 assert member.pledged_bytes == (reserved if one.awake else 0)
                 assert member.asleep is not one.awake
-                assert abs(member.min_bytes - one.least_of(device, one.least) * HUGE) < 1
+                assert member.min_bytes == one.least_of(device, one.least) * HUGE
         for one in self.members.values():
             one.joined.places.check_integrity(one.held)
 
