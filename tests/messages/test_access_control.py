@@ -1,4 +1,4 @@
-"""Who may speak: users, secrets, networks, versions; and strangers who only try."""
+"""Access control: users, secrets, networks, versions; and unauthenticated connections."""
 
 from __future__ import annotations
 
@@ -265,22 +265,22 @@ def test_tampered_message_closes_the_connection(on_tcp: Endpoint, secret_path: P
 
 
 def expire_all_deadlines(server: Endpoint) -> None:
-    """In the endpoint's thread: no stranger has any time left."""
-    for stranger in server._pending:
-        stranger.deadline_s = 0
+    """In the endpoint's thread: end the time of all pending connections."""
+    for pending in server._pending:
+        pending.deadline_s = 0
 
 
 def test_bytes_sent_before_the_deadline_count(server: Endpoint, secret_path: Path) -> None:
-    """Under load the endpoint's thread comes late; whoever was in time gets in all the same."""
+    """If the endpoint's thread is late, a peer that was in time is accepted all the same."""
     address = server.addresses[0]
-    hears = server._receive_unauthenticated
+    receive = server._receive_unauthenticated
 
-    def receive_late(stranger: endpoint_module._Pending) -> None:
+    def receive_late(pending: endpoint_module._Pending) -> None:
         # The thread has seen that bytes are there, and has not read them when their time is over.
-        if stranger.deadline_s:
-            stranger.deadline_s = 0
+        if pending.deadline_s:
+            pending.deadline_s = 0
         else:
-            hears(stranger)
+            receive(pending)
 
     server._receive_unauthenticated = receive_late  # type: ignore[method-assign]
     secret = SecretFile(secret_path)
@@ -294,17 +294,17 @@ def test_idle_unauthenticated_connections_do_not_block_others(
 ) -> None:
     address = server.addresses[0]
     family = socket.AF_UNIX if address.is_unix else socket.AF_INET
-    strangers = []
+    raw_sockets = []
     for _ in range(2 * endpoint_module._MOST_UNAUTHENTICATED):
         raw = socket.socket(family)
         raw.connect(address.path if address.is_unix else (address.host, address.port))
-        strangers.append(raw)
+        raw_sockets.append(raw)
     secret = SecretFile(secret_path)
     with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
         assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
         assert server.refused >= endpoint_module._MOST_UNAUTHENTICATED
         server.run_soon(lambda: expire_all_deadlines(server))
-        for raw in strangers:  # all of them are out
+        for raw in raw_sockets:  # all of them are out
             raw.settimeout(DEADLINE_S)
             assert b"kvms" in raw.recv(4096)
             raw.close()

@@ -5,8 +5,8 @@
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
 (vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, asking others for at most
-`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread goes on asking, and the engine tries
-again. Nothing here sleeps or looks at a clock.
+`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread goes on asking, and the
+engine tries again. Nothing here sleeps or looks at a clock.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Simulation:
         return False
 
     def _pursue(self, one: Instance) -> None:
-        """The maintenance thread goes on where an alloc gave up, as long as the engine still wants it."""
+        """Continue in the maintenance thread where an alloc gave up, while the engine wants it."""
         if one.starved == 0:
             return
         wanted = min(one.starved, one.mappable())
