@@ -240,13 +240,16 @@ class KVTaskEngine(Calls):
         self.transfer_engine.gpu_worker.unregister(dp_client_id)
 
     def forget_client(self, dp_client_id: int) -> None:
-        """Cancel and forget the tasks of a client that has exited."""
+        """Cancel and forget the tasks of a client that has exited.
+
+        Writes to farther tiers of tasks that have ended for the client go on.
+        """
         with self._lock:
-            ids = [task.task_id for task in self._tasks.values() if task.dp_id == dp_client_id]
-        self._cancel(ids)
+            tasks = [task for task in self._tasks.values() if task.dp_id == dp_client_id]
+        self._cancel([task.task_id for task in tasks if not task.is_over])
         with self._lock:
-            for task_id in ids:
-                self._tasks.pop(task_id, None)
+            for task in tasks:
+                self._tasks.pop(task.task_id, None)
             for batch_id in [
                 one for one, (dp_id, _) in self._batches.items() if dp_id == dp_client_id
             ]:

@@ -825,6 +825,23 @@ def test_put_succeeds_before_the_disk_write_completes(with_disk: Engine) -> None
     assert with_disk.get(tokens) == 3
 
 
+def test_disk_writes_of_ended_puts_outlive_their_client(with_disk: Engine) -> None:
+    tokens = prompt(1, 3)
+    begun, go_on = slow_disk(with_disk)
+    with_disk.compute(tokens, range(3))
+    ended, _ = with_disk.manager.put_match(tokens)
+    with_disk.manager.launch(ended, slots_of(range(3)))
+    assert with_disk.manager.wait(ended, SOON_S)[ended].status is KVResponseStatus.SUCCESS
+    assert begun.wait(SOON_S)
+    tasks = with_disk.manager.task_engine
+    tasks.forget_client(0)
+    assert tasks.client_of(ended) is None
+    go_on.set()
+    assert tasks.transfer_engine.drain(SOON_S)
+    evict_cpu(with_disk)
+    assert with_disk.get(tokens) == 3
+
+
 def test_wait_deadline_is_shared_by_all_tasks(with_disk: Engine) -> None:
     _, go_on = slow_disk(with_disk)
     tasks = []
