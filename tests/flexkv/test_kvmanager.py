@@ -825,7 +825,9 @@ def test_put_succeeds_before_the_disk_write_completes(with_disk: Engine) -> None
     assert with_disk.get(tokens) == 3
 
 
-def test_disk_writes_of_ended_puts_outlive_their_client(with_disk: Engine) -> None:
+def test_disk_writes_of_ended_puts_outlive_their_client(
+    with_disk: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = prompt(1, 3)
     begun, go_on = slow_disk(with_disk)
     with_disk.compute(tokens, range(3))
@@ -834,7 +836,11 @@ def test_disk_writes_of_ended_puts_outlive_their_client(with_disk: Engine) -> No
     assert with_disk.manager.wait(ended, SOON_S)[ended].status is KVResponseStatus.SUCCESS
     assert begun.wait(SOON_S)
     tasks = with_disk.manager.task_engine
+    cancelled: list[int] = []
+    monkeypatch.setattr(tasks.transfer_engine, "cancel", cancelled.append)
     tasks.forget_client(0)
+    monkeypatch.undo()
+    assert cancelled == []
     assert tasks.client_of(ended) is None
     go_on.set()
     assert tasks.transfer_engine.drain(SOON_S)
