@@ -582,7 +582,9 @@ class KVTaskEngine(Calls):
     @property
     def open_tasks(self) -> int:
         """Number of tasks that run or hold leases or space."""
-        return len(self._open)
+        with self._lock:
+            self._pump()
+            return len(self._open)
 
     def open_tasks_of(self, dp_client_id: int) -> int:
         """Return the number of a client's tasks that run or hold leases or space. Linear."""
