@@ -50,7 +50,7 @@ class MaintenanceLoop:
                 if is_out_of_descriptors(error):
                     self._serving.files.note("looking at instances' memory")
                     continue
-                _log.exception("upkeep failed; it goes on")
+                _log.exception("maintenance failed; it continues")
 
     async def _sample_on(self) -> None:
         while True:

@@ -182,7 +182,7 @@ CASES = {
         replace(CALM, requests_waiting=1, first_needs_bytes=1200 * MIB), None,
         ["the capacity of the device is 1000.00 MiB: raising the limit does not help",
          "kvctl capacity host SIZE with 1200M"], ["kvctl limit"]),
-    "a request waits for a squeeze to end": (
+    "a request waits for memory pressure to end": (
         replace(CALM, requests_waiting=1, first_needs_bytes=400 * MIB, is_squeezed=True,
                 effective_limit_bytes=100 * MIB), None, ["which its limit allows"],
         ["kvctl limit"]),

@@ -199,7 +199,7 @@ def test_alloc_continues_while_lowered_limit_waits_for_kernel(library: str) -> N
 
 
 def test_pages_being_unmapped_are_counted_once(library: str) -> None:
-    """Two threads go down the ladder at once: the second does not take as many pages again."""
+    """Two threads reclaim at once: the second does not take as many pages again."""
     with gpus(library) as on:
         pool = on.pool
         ids = pool.alloc(8 * B - 1)

@@ -25,7 +25,7 @@ class Instance:
     """A pool with its maintenance thread, and the segment as an operator sees it."""
 
     def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: Any):
-        name = f"kvtest_keeper_{os.getpid()}_{random.randrange(1 << 40):x}"
+        name = f"kvtest_maintenance_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.memory = Memory(LAYOUTS["paged"], PAGES)
         self.segment = segment.create(name, engine="test", model="m", device="host")
         self.pool = self.memory.pool(**options)

@@ -204,7 +204,7 @@ def test_higher_priority_reclaims_blocks_in_use(device):
     assert len(high.read()) == 4 * B - 1
     wait_until(
         lambda: segment.inspect(low.name).answer["state"] == "applied",
-        "the squeeze does not end",
+        "the memory pressure does not end",
     )
     assert (device.pages(low), device.pages(high)) == (DEVICE_PAGES - 4, 4)
     sound(device, low, high)
@@ -220,7 +220,7 @@ def test_unneeded_memory_pressure_is_lifted(device):
     whole_bytes = DEVICE_PAGES * PAGE
     wait_until(
         lambda: segment.inspect(low.name).answer["effective_limit_bytes"] == whole_bytes,
-        "operators are shown the squeeze for ever",
+        "operators are shown the memory pressure for ever",
     )
     wait_until(
         lambda: segment.inspect(low.name).answer["state"] == "applied",

@@ -50,7 +50,7 @@ _MAX_PRIORITY: Final = (1 << 63) - 1
 
 
 class Depth(IntEnum):
-    """How far down the ladder an instance is asked to go."""
+    """Down to which reclaim step an instance is asked to go."""
 
     PARKED = 1
     CACHED = 2

@@ -215,7 +215,7 @@ class Instance:
         return pages
 
     def give_up(self, pages: int, depth: Depth, now_ns: int) -> int:
-        """Go down the ladder for others; returns the pages given at once.
+        """Reclaim pages for others, step by step; returns the pages given at once.
 
         What is in use is squeezed out: no request begins until enough have ended.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvelastic.transformers")
 
-_NAP_S: Final = 0.05
+_BACKOFF_S: Final = 0.05
 """Maximum wait for memory before the loop checks its requests again."""
 _STAYS: Final = "kvelastic"
 """Key of a placeholder for one more active request."""
@@ -111,7 +111,7 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
             ready = original(processor)
         except NothingFits:
             _report_waiting(batches, processor)
-            if batches.blocks.wait_for_arrival(seen, _NAP_S):
+            if batches.blocks.wait_for_arrival(seen, _BACKOFF_S):
                 continue
         break
     if ready or not processor.has_pending_requests():
