@@ -155,7 +155,7 @@ class KvFront:
         return response
 
     async def _view(self, path: str) -> Response:
-        """Return the view of all nodes in the form of one controller's response."""
+        """Return the whole cluster's view in the form of one controller's response."""
         call = EngineRequest("GET", path)
         nodes, found = await asyncio.gather(
             self._nodes(), self._at_all(_REPORT_S, "control", None, call)
@@ -174,7 +174,7 @@ class KvFront:
         return found + [{**one, "state": NO_REPLY} for one in silent]
 
     def _without_reply(self, replied: set[str]) -> list[dict[str, Any]]:
-        """Return the last reports of all other replicas that Ray lists, at least their names."""
+        """Return the last report, or at least the name, of every other replica that Ray lists."""
         return [
             {"replica": replica, "model": model, **report}
             for model, watch in self._watches.items()
@@ -225,12 +225,12 @@ class KvFront:
         )
 
     async def _at_all(self, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Call all replicas of all models; return the results of those that reply in time."""
+        """Call every replica of every model; return the results that arrive in time."""
         calls = [self._at(name, timeout_s, method, *arguments) for name in self._handles]
         return [one for some in await asyncio.gather(*calls) for one in some]
 
     async def _at(self, name: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Call all replicas of a model; return the results of those that reply in time.
+        """Call every replica of a model; return the results that arrive in time.
 
         Does not wait for a replica that is known to be silent.
         """
