@@ -245,15 +245,16 @@ class KVTaskEngine(Calls):
         Writes to farther tiers of tasks that have ended for the client go on.
         """
         with self._lock:
+            self._pump()
             tasks = [task for task in self._tasks.values() if task.dp_id == dp_client_id]
-        self._cancel([task.task_id for task in tasks if not task.is_over])
+            running = [task.task_id for task in tasks if not task.is_over]
+        self._cancel(running)
         with self._lock:
             for task in tasks:
                 self._tasks.pop(task.task_id, None)
-            for batch_id in [
-                one for one, (dp_id, _) in self._batches.items() if dp_id == dp_client_id
-            ]:
-                del self._batches[batch_id]
+            self._batches = {
+                one: batch for one, batch in self._batches.items() if batch[0] != dp_client_id
+            }
 
     def client_of(self, task_id: int) -> int | None:
         """Return the client that started a task or a batch; None if the id is unknown."""
