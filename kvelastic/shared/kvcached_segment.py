@@ -38,9 +38,9 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from kvelastic import _vmm
 from kvelastic.errors import SegmentBusyError, SegmentError, SegmentExistsError
@@ -104,6 +104,12 @@ def create(
             if not isinstance(error, SegmentExistsError) or candidate == names[-1]:
                 raise
     raise AssertionError("the last candidate returns or raises")
+
+
+def _capped(limit_bytes: int, usage: Mapping[str, Any]) -> int:
+    """Return the limit, or the capacity if that is less: both mean the same."""
+    capacity_bytes: int = usage["capacity_bytes"]
+    return min(limit_bytes, capacity_bytes or limit_bytes)
 
 
 class KvcachedSegment:
@@ -220,7 +226,8 @@ class KvcachedSegment:
             if usage != values[1:]:
                 self._publish_usage(values)
             return
-        is_news = limit_bytes > 0 and self._capped(limit_bytes) != self._agreed_bytes
+        capped_bytes = _capped(limit_bytes, self._own.record.read_usage())
+        is_news = limit_bytes > 0 and capped_bytes != self._agreed_bytes
         if is_news and values[0] == self._agreed_bytes:
             self._request(limit_bytes)
             self._publish_usage(values)
@@ -240,7 +247,7 @@ class KvcachedSegment:
             if self._values()[0] != self._agreed_bytes:
                 return
             record.write_request(**vars(request))
-            self._agreed_bytes = self._capped(limit_bytes)
+            self._agreed_bytes = _capped(limit_bytes, self._own.record.read_usage())
             _log.info(
                 "A kvcached client has set the limit to %s, by %s.",
                 format_size(limit_bytes),
@@ -260,15 +267,10 @@ class KvcachedSegment:
             limit_bytes = request["limit_bytes"]
         parked_bytes = usage["parked_bytes"]
         return [
-            self._capped(limit_bytes),
+            _capped(limit_bytes, usage),
             max(0, usage["mapped_bytes"] - parked_bytes),
             parked_bytes,
         ]
-
-    def _capped(self, limit_bytes: int) -> int:
-        """Return the limit, or the capacity if that is less: both mean the same."""
-        capacity_bytes: int = self._own.record.read_usage()["capacity_bytes"]
-        return min(limit_bytes, capacity_bytes or limit_bytes)
 
     def _read(self) -> bytes:
         """Return what the file holds, and at most a byte more than it should."""
