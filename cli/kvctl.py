@@ -34,7 +34,7 @@ _COMMANDS: Final = {
     "links": "commands.links.links_command",
     "list": "commands.listing.list_command",
     "metrics": "commands.metrics.metrics_command",
-    "serve": "commands.serve.serve_command",
+    "serve": ".controller.__main__.main",
     "set": "commands.limits.set_command",
     "shell": "commands.shell.shell_command",
     "sleep": "commands.sleeping.sleep_command",
@@ -44,7 +44,10 @@ _COMMANDS: Final = {
     "wake": "commands.sleeping.wake_command",
     "watch": "commands.listing.watch_command",
 }
-"""Each command's module and function in `kvelastic.cli`. Only the command that runs is imported."""
+"""Each command's module and function in `kvelastic.cli`; a leading dot: in `kvelastic`.
+
+Only the command that runs is imported.
+"""
 
 
 class KvctlGroup(Program, click.Group):
@@ -74,7 +77,7 @@ class KvctlGroup(Program, click.Group):
         if place is None:
             return super().get_command(ctx, cmd_name)
         module, _, name = place.rpartition(".")
-        command = getattr(import_module(f"kvelastic.cli.{module}"), name)
+        command = getattr(import_module(f".{module}", "kvelastic.cli"), name)
         assert isinstance(command, click.Command)
         return command
 
