@@ -105,7 +105,7 @@ def _has_life_locks(shm: Path) -> bool:
     try:
         from kvelastic import _vmm
     except ImportError:
-        return True  # a check of its own reports a missing native module
+        return True  # python.native reports a missing native module
     with NamedTemporaryFile(prefix=".kvelastic_doctor_", dir=shm) as file:
         try:
             held = _vmm.LifeLock.hold(file.name, file.fileno(), 0)
@@ -146,7 +146,7 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
         from kvelastic.shared.engine_cores import has_lost_its_server
         from kvelastic.shared.segment_listing import list_segments
     except ImportError:
-        return ()  # a check of its own reports a missing native module
+        return ()  # python.native reports a missing native module
     segments = list_segments()
     found = [
         SegmentFact(info.name, info.status, info.is_ours, info.problem, info.header.get("pid", 0))
@@ -167,7 +167,7 @@ def gather_instances() -> tuple[InstanceStatus, ...]:
     try:
         from kvelastic.instance.reading import look_at_all
     except ImportError:
-        return ()  # a check of its own reports a missing native module
+        return ()  # python.native reports a missing native module
     return tuple(status for status in look_at_all() if status.is_alive)
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from waiting import DEADLINE_S
 
+from benchmarks.gpu.carried.pack import KVCACHED
+
 ROOT = Path(__file__).parents[2]
-KVCACHED = "kvcached==0.1.6"
 AIBRIX = "aibrix==0.8.0"
 
 

