@@ -57,7 +57,7 @@ BUILD = Step(
 )
 STEPS = (
     BUILD,
-    Step("facts", "granularity, attributes, memory, what a page costs", 60, 5, (f"{OWN}.facts",)),
+    Step("facts", "granularity, attributes, memory, what a page costs", 60, 10, (f"{OWN}.facts",)),
     Step("prices", "what a page's price depends on", 60, 5, (f"{OWN}.prices",)),
     Step(
         "stream-wait",

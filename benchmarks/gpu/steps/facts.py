@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import subprocess
+import sys
 
-from benchmarks.gpu.driver_calls import DriverCalls
+from benchmarks.gpu.driver_calls import DriverCalls, has_torch
 from benchmarks.gpu.findings import Findings
 from kvelastic import _vmm
 from kvelastic.device import page_size
@@ -21,6 +24,7 @@ ATTRIBUTES = {
 }
 GRANULARITIES = {"minimum": 0, "recommended": 1}
 ROUNDS = 5
+STARTS, AT_ONCE = 10, 5
 
 
 class _Properties(ctypes.Structure):
@@ -37,7 +41,14 @@ class _Properties(ctypes.Structure):
 
 
 def main() -> None:
-    with Findings.of_command(__doc__) as found:
+    def one(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--decide", action="store_true", help="print a start's page size")
+
+    with Findings.of_command(__doc__, one) as found:
+        if found.arguments.decide:
+            driver = _vmm.CudaDriver("cuda")
+            print(page_size.for_price(page_size.measured_price_us(driver), driver.total_bytes))
+            return
         cuda, driver = DriverCalls(), _vmm.CudaDriver("cuda")
         found.line(f"Driver for CUDA {cuda.driver_version()}; {driver.uuid}.")
         total, free = driver.total_bytes, driver.free_bytes
@@ -69,6 +80,25 @@ def main() -> None:
             f" {', '.join(f'{each:.0f}' for each in prices)}); so the default page is"
             f" {format_size(size)}."
         )
+        if has_torch():  # a simulated driver's prices are this processor's, at any moment
+            sizes = _decisions()
+            found.check(
+                f"{STARTS} starts, {AT_ONCE} at once, decide on one page size",
+                len(set(sizes)) == 1,
+                ", ".join(map(format_size, sizes)),
+            )
+
+
+def _decisions() -> list[int]:
+    """The page sizes that processes decide on, each without a ledger."""
+    command = [sys.executable, "-m", "benchmarks.gpu.steps.facts", "--decide"]
+    sizes: list[int] = []
+    for _ in range(0, STARTS, AT_ONCE):
+        started = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(AT_ONCE)
+        ]
+        sizes += [int(process.communicate()[0]) for process in started]
+    return sizes
 
 
 if __name__ == "__main__":
