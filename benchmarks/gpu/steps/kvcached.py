@@ -119,11 +119,13 @@ def _turn(found: Findings, part: str, path: str) -> dict[str, Any] | None:
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), path)))
     done = subprocess.run(
         command + ["--quick"] * found.quick,
-        check=False, env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths, "KVCACHED_IPC_NAME": f"kvcached_step_{os.getpid()}"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     if done.returncode != 0:
-        found.check(f"{part} ends", False, f"exit code {done.returncode}")
+        said = f"exit code {done.returncode}; its last output: {done.stdout[-800:]}"
+        found.check(f"{part} ends", False, said)
         return None
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found.check(f"{part} hands out no block twice", measured["twice"] == 0)

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.driver_calls import has_torch
 from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.line_child import ChildError
 from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
 from benchmarks.vmm.section import Section
 from kvelastic.shared import ledger, segment
@@ -145,6 +146,7 @@ class Trial:
             server.tell("reset")
             server.answer(self._patience_s)
         self.bound()
+        self._wait_for_budget()
 
     def _environ(self, name: str) -> dict[str, str]:
         if not name.startswith("elastic"):
@@ -164,6 +166,16 @@ class Trial:
                 group=found.group,
                 capacity_bytes=self.size.budget_bytes + beside_bytes,
             )
+
+    def _wait_for_budget(self) -> None:
+        """Wait until the warm-up's memory beyond the budget is back. Raises `ChildError`."""
+        ends = time.monotonic() + self._patience_s
+        while (found := ledger_of(self.group)) is None or (
+            found.granted_bytes > self.size.budget_bytes
+        ):
+            if time.monotonic() > ends:
+                raise ChildError(f"the ledger does not come down to its budget: {found}")
+            time.sleep(0.01)
 
     def run(self, rounds: int, seconds: float) -> None:
         """Every load, in every arrangement, as often; none is begun after so many seconds."""
