@@ -45,7 +45,7 @@ def _decode(how: str, proves: str, limit_s: int, usual_s: int, *more: str) -> St
 
 def _vllm_alone(how: str, proves: str, dtype: str) -> Step:
     command = (f"{OWN}.vllm_alone", "--dtype", dtype)
-    return Step(f"vllm-{how}", proves, 300, 120, command, VLLM)
+    return Step(f"vllm-{how}", proves, 300, 135, command, VLLM)
 
 
 BUILD = Step(
@@ -147,7 +147,7 @@ STEPS = (
         "pair",
         "two vLLM servers on one budget: first tokens as a lone server's, and its tokens",
         420,
-        240,
+        270,
         (f"{OWN}.pair",),
         VLLM,
     ),
