@@ -67,7 +67,7 @@ class ElasticPool:
         settings: Config,
         *,
         is_on_host: bool,
-        kvcached: kvcached_segment.KvcachedSegment | None = None,
+        kvcached: _vmm.KvcachedSegment | None = None,
     ) -> None:
         self.segment = own_segment
         self._kvcached = kvcached
@@ -234,7 +234,7 @@ def open_pool(
     )
     name = settings.ipc_name if name is None else name
     on = copies_by_device(devices)
-    kvcached: kvcached_segment.KvcachedSegment | None = None
+    kvcached: _vmm.KvcachedSegment | None = None
     if settings.kvcached_segment:
         own_segment, kvcached = kvcached_segment.create(
             name, engine=engine, model=model, devices=on

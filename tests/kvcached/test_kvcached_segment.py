@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -30,10 +30,10 @@ from processes import PROGRAMS, LineProgram, run_python
 from waiting import wait_until
 
 from kvelastic import errors
-from kvelastic._vmm import UNLIMITED_BYTES
+from kvelastic._vmm import UNLIMITED_BYTES, KvcachedSegment
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.shared import segment
-from kvelastic.shared.kvcached_segment import KvcachedSegment
+from kvelastic.shared.kvcached_segment import beside
 
 CLIENT = PROGRAMS / "kvcached_client.py"
 
@@ -48,6 +48,22 @@ def test_client_reads_the_usage_that_kvctl_lists(pool: ElasticPool) -> None:
         return bool(row["used_bytes"] == used_bytes > 0 and row["limit_bytes"] == limit_bytes)
 
     wait_until(agrees)
+
+
+def test_file_shows_usage_when_alloc_returns(
+    pool: ElasticPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{NAME}_alone"
+    monkeypatch.setenv("KVCACHED_IPC_NAME", name)
+    monkeypatch.setenv("KVCACHED_PAGE_PREALLOC_ENABLED", "false")  # only alloc maps pages
+    with opened() as other:
+        other.start_maintenance()
+        for _ in range(20):
+            assert other.blocks.alloc(10) is not None
+            usage = other.segment.record.read_usage()
+            used_bytes = usage["mapped_bytes"] - usage["parked_bytes"]
+            assert values(FILE.with_name(name))[1] == used_bytes > 0
+        other.close(discard=True)
 
 
 def test_client_limit_becomes_an_acknowledged_request(pool: ElasticPool) -> None:
@@ -115,7 +131,7 @@ def own() -> Iterator[segment.Segment]:
 @pytest.fixture
 def file(own: segment.Segment) -> Iterator[KvcachedSegment]:
     """kvcached's segment of that instance, without its thread."""
-    made = KvcachedSegment(NAME, own)
+    made = beside(own, NAME)
     yield made
     made.close()
 
@@ -137,11 +153,11 @@ def apply(own: segment.Segment) -> int:
 def test_own_limit_wins_if_both_have_changed(own: segment.Segment, file: KvcachedSegment) -> None:
     write_limit(32 * MIB)
     segment.post(own.name, segment.Request(limit_bytes=96 * MIB)).close()
-    file._look()
+    file.look()
     assert values()[0] == 96 * MIB
     assert own.record.read_request()["limit_bytes"] == 96 * MIB
     write_limit(32 * MIB)  # later than both: the last writer wins
-    file._look()
+    file.look()
     assert own.record.read_request()["limit_bytes"] == 32 * MIB
 
 
@@ -149,12 +165,12 @@ def test_limit_after_one_above_the_capacity_counts(
     own: segment.Segment, file: KvcachedSegment
 ) -> None:
     write_limit((1 << 63) - 1)
-    file._look()
+    file.look()
     assert apply(own) >= CAPACITY_BYTES
     write_limit(32 * MIB)
-    file._look()
+    file.look()
     assert apply(own) == 32 * MIB
-    file._look()
+    file.look()
     assert values()[0] == 32 * MIB
 
 
@@ -171,29 +187,31 @@ def test_lock_held_at_start_keeps_the_first_limit(
     assert own.record.read_request()["limit_revision"] == 0
 
 
-@pytest.mark.parametrize("what", ["nonsense", "truncated"])
-def test_limit_written_before_the_lock_is_kept(
-    own: segment.Segment,
-    file: KvcachedSegment,
-    what: str,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("size_bytes", [0, 4, 24])
+def test_limit_is_not_replaced_under_clients_lock(
+    own: segment.Segment, file: KvcachedSegment, size_bytes: int
 ) -> None:
-    if what == "nonsense":
-        write_limit(-1)
-    else:
-        os.truncate(FILE, 0)
-    take = fcntl.flock
-
-    def flock(fd: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", take)
-        FILE.write_bytes(struct.pack("<3q", 32 * MIB, 0, 0))
-        take(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    file._look()
-    assert values()[0] == 32 * MIB
-    file._look()
+    with FILE.open("r+b") as client:
+        fcntl.flock(client, fcntl.LOCK_EX)
+        os.pwrite(client.fileno(), struct.pack("<q", -1), 0)
+        os.ftruncate(client.fileno(), size_bytes)
+        own.record.publish_usage(
+            limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB
+        )
+        file.look()
+        assert FILE.read_bytes()[:8] == b"\xff" * min(size_bytes, 8)
+        os.pwrite(client.fileno(), struct.pack("<3q", 32 * MIB, 0, 0), 0)
+    file.look()
+    assert values() == (32 * MIB, MIB, 0)
     assert own.record.read_request()["limit_bytes"] == 32 * MIB
+
+
+def test_old_usage_of_a_client_is_replaced(own: segment.Segment, file: KvcachedSegment) -> None:
+    own.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB)
+    file.look()
+    FILE.write_bytes(struct.pack("<3q", 64 * MIB, 7, 7))
+    file.look()
+    assert values() == (64 * MIB, MIB, 0)
 
 
 def test_client_holding_the_lock_delays_only_the_limit(pool: ElasticPool) -> None:
@@ -297,21 +315,20 @@ def test_forked_child_neither_removes_nor_keeps_the_file(
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     write_limit(32 * MIB)
-    file._look()
+    file.look()
     assert own.record.read_request()["limit_bytes"] == 32 * MIB
     file.close()
     assert not FILE.exists()
 
 
-def test_full_shared_memory_refuses_start_without_leftovers(
-    own: segment.Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pwrite(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(errors.SegmentError, match="No space left"):
-        KvcachedSegment(NAME, own)
+def test_full_file_system_refuses_start_without_leftovers(own: segment.Segment) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # Python ignores the signal
+    try:
+        with pytest.raises(errors.SegmentError, match="cannot write"):
+            beside(own, NAME)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not FILE.exists()
 
 

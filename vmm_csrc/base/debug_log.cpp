@@ -67,4 +67,11 @@ void info_log(const char* format, ...) {
   va_end(arguments);
 }
 
+void warning_log(const char* format, ...) {
+  std::va_list arguments;
+  va_start(arguments, format);
+  log_line("WARNING", format, arguments);
+  va_end(arguments);
+}
+
 }  // namespace kvelastic

@@ -12,7 +12,7 @@ inline std::atomic<int> log_level{30};
 }
 
 /// Python's level numbers.
-inline constexpr int kLogDebug = 10, kLogInfo = 20;
+inline constexpr int kLogDebug = 10, kLogInfo = 20, kLogWarning = 30;
 
 /// True if DEBUG lines are written. One atomic load, so hot paths may call it.
 inline bool debug_logging() {
@@ -20,6 +20,9 @@ inline bool debug_logging() {
 }
 inline bool info_logging() {
   return detail::log_level.load(std::memory_order_relaxed) <= kLogInfo;
+}
+inline bool warning_logging() {
+  return detail::log_level.load(std::memory_order_relaxed) <= kLogWarning;
 }
 
 /// Sets the lowest level that is written, for the whole process.
@@ -32,5 +35,6 @@ inline void set_log_level(int level) {
 /// states how many lines were dropped.
 [[gnu::format(printf, 1, 2)]] void debug_log(const char* format, ...);
 [[gnu::format(printf, 1, 2)]] void info_log(const char* format, ...);
+[[gnu::format(printf, 1, 2)]] void warning_log(const char* format, ...);
 
 }  // namespace kvelastic

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/descriptor.h"
 #include "base/process.h"
 
 #ifndef MAP_FIXED_NOREPLACE
@@ -47,20 +48,6 @@ bool is_tmpfs(int fd) {
   struct statfs state{};
   return ::fstatfs(fd, &state) == 0 && static_cast<long>(state.f_type) == kTmpfsMagic;
 }
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 /// Returns a descriptor, or -1 with errno. ESTALE: the path now leads to another file.
 int open_exactly(const LifeFile& file, int flags) {

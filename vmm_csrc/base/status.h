@@ -25,6 +25,7 @@ enum class Errc : std::uint8_t {
   kChannelTimeout,     ///< no acknowledgement before the deadline
   kChannelClosed,      ///< the other end of a ring has ended
   kSegment,            ///< the system refuses a shared file or a lock on it
+  kSegmentExists,      ///< the file's name belongs to another instance or another kind of file
   kSegmentFormat,      ///< the bytes are not a segment of this version
   kStreamsUnknown,     ///< a GPU's driver does not know which streams use its pages
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
@@ -60,6 +61,8 @@ constexpr std::string_view code_name(Errc code) {
       return "CHANNEL_CLOSED";
     case Errc::kSegment:
       return "SEGMENT";
+    case Errc::kSegmentExists:
+      return "SEGMENT_EXISTS";
     case Errc::kSegmentFormat:
       return "SEGMENT_FORMAT";
     case Errc::kStreamsUnknown:

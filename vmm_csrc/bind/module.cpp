@@ -7,6 +7,7 @@ namespace kvelastic {
 void bind_copy(nanobind::module_& m);
 void bind_driver(nanobind::module_& m);
 void bind_engine_blocks(nanobind::module_& m);
+void bind_kvcached_segment(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_life(nanobind::module_& m);
 void bind_places(nanobind::module_& m);
@@ -29,6 +30,7 @@ NB_MODULE(_vmm, m) {
         "Set the lowest level, in the numbers of `logging`, of the lines that native threads write "
         "to stderr.");
   kvelastic::bind_record(m);
+  kvelastic::bind_kvcached_segment(m);
   kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);
   kvelastic::bind_copy(m);

@@ -346,6 +346,15 @@ void RecordOwner::ring_bell() {
   kvelastic::ring_bell(layout_->bell);
 }
 
+void RecordOwner::on_usage(std::function<void(const Usage&)> on_usage) {
+  const std::lock_guard<std::mutex> lock(usage_mutex_);
+  on_usage_ = std::move(on_usage);
+  if (!on_usage_) return;
+  Usage last;
+  (void)latch_read(layout_->usage, last);  // cannot fail: the lock excludes writers
+  on_usage_(last);
+}
+
 void RecordOwner::answer(Answer answer, std::string_view reason) {
   if (answer.answered_ns == 0) answer.answered_ns = monotonic_ns();
   ReasonRest rest;

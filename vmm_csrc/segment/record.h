@@ -28,6 +28,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -335,6 +336,7 @@ class RecordView {
   bool wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const;
 
  private:
+  friend class RecordOwner;
   explicit RecordView(const RecordLayout* layout) : layout_(layout) {}
   const RecordLayout* layout_;
 };
@@ -366,6 +368,7 @@ class RequestWriter {
   void write_half(const RequestChange& change);
 
  private:
+  friend class RecordOwner;
   explicit RequestWriter(RecordLayout* layout) : layout_(layout) {}
   Request next(const RequestChange& change) const;
   RecordLayout* layout_;
@@ -399,6 +402,9 @@ class RecordOwner {
                                                      const RecordIdentity& identity);
 
   const RecordHeader& header() const { return layout_->header; }
+  RecordView view() const { return RecordView(layout_); }
+  /// For requests of this process to its own instance. The lock on the file is needed here, too.
+  RequestWriter writer() { return RequestWriter(layout_); }
   /// kRingAreaBytes, zeroed; aligned to 4096 in a mapped segment.
   std::span<std::byte> ring_area() const { return ring_; }
 
@@ -425,12 +431,17 @@ class RecordOwner {
   /// Publishes an acknowledgement and wakes its waiters. Sets answered_ns if it is 0.
   void answer(Answer answer, std::string_view reason = {});
 
-  /// Publishes the usage. Takes under 0.2 us and no system call.
+  /// Publishes the usage. Takes under 0.2 us and no system call besides on_usage().
   void publish_usage(Usage usage) {
     usage.updated_ns = monotonic_coarse_ns();
     const std::lock_guard<std::mutex> lock(usage_mutex_);
     latch_write(layout_->usage, usage, layout_->usage.revision + 1);
+    if (on_usage_) on_usage_(usage);
   }
+  /// Calls `on_usage` with the current usage, and from then on with each one that is published.
+  /// Null ends that; a call that is running is waited for. `on_usage` must be quick and must not
+  /// throw: publishers hold the pool's lock.
+  void on_usage(std::function<void(const Usage&)> on_usage);
 
   void add(Counter counter, std::uint64_t amount = 1) {
     __atomic_fetch_add(&layout_->counters[static_cast<std::size_t>(counter)], amount,
@@ -442,6 +453,7 @@ class RecordOwner {
   RecordLayout* layout_;
   std::span<std::byte> ring_;
   std::mutex usage_mutex_;  // taken by the owner's threads only
+  std::function<void(const Usage&)> on_usage_;
   std::mutex answer_mutex_;
 };
 
