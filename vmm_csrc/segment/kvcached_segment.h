@@ -4,7 +4,7 @@
 // flock() and writes the limit.
 //
 // *Usage* is written by the thread that publishes it in the instance's own segment, in the same
-// call, if it has changed. So both segments show the same.
+// call, if it has changed (0.5 us). So both segments show the same.
 //
 // *Limits* need a thread, because the maintenance thread waits on a futex. It is blocked in poll():
 //   - inotify wakes it when a process closes the file after writing, or removes or renames it.
