@@ -55,11 +55,6 @@ off_t size_of(int fd) {
   return ::fstat(fd, &state) == 0 ? state.st_size : -1;
 }
 
-/// Returns the limit, or the capacity if that is less: both mean the same.
-std::uint64_t within(std::uint64_t limit_bytes, std::uint64_t capacity_bytes) {
-  return std::min(limit_bytes, capacity_bytes > 0 ? capacity_bytes : kUnlimitedBytes);
-}
-
 }  // namespace
 
 Result<std::unique_ptr<KvcachedSegment>> KvcachedSegment::create(
@@ -106,6 +101,7 @@ void KvcachedSegment::close() {
     thread_.join();
   }
   remove();
+  for (Descriptor* open : {&inotify_, &wake_, &own_}) *open = Descriptor();
 }
 
 // --- the thread --------------------------------------------------------------------------------
@@ -200,7 +196,9 @@ KvcachedSegment::Values KvcachedSegment::values_of(const Usage& usage) {
   const auto bytes = [](std::uint64_t value) {
     return static_cast<std::int64_t>(std::min(value, kUnlimitedBytes));
   };
-  return {bytes(within(usage.limit_bytes, usage.capacity_bytes)),
+  // A limit above the capacity means the same as the capacity, which may be unknown yet.
+  const std::uint64_t most = usage.capacity_bytes > 0 ? usage.capacity_bytes : kUnlimitedBytes;
+  return {bytes(std::min(usage.limit_bytes, most)),
           {bytes(usage.mapped_bytes - std::min(usage.parked_bytes, usage.mapped_bytes)),
            bytes(usage.parked_bytes)}};
 }
@@ -220,6 +218,7 @@ KvcachedSegment::Values KvcachedSegment::own_values() const {
   return values_of(usage);
 }
 
+/// Returns a client's limit as the file shows it once it is in effect.
 std::int64_t KvcachedSegment::capped(std::int64_t limit_bytes) const {
   Usage usage;
   (void)record_->view().read_usage(usage);
