@@ -88,12 +88,7 @@ class KVManager(Calls):
                 f" dp_client_id={dp_client_id!r}: two endpoints and a number are wanted; FlexKV has"
                 " changed their order, so pass them by name"
             )
-        clients = model_config.dp_size * model_config.instance_num
-        if not 0 <= dp_client_id < clients:
-            raise InvalidArgumentError(
-                f"dp_client_id={dp_client_id} is none of {clients} data-parallel clients; it is"
-                " instance_id * dp_size + dp_rank"
-            )
+        model_config.check_client(dp_client_id)
         self.dp_client_id = dp_client_id
         self._is_served = is_served(model_config)
         configured = GLOBAL_CONFIG_FROM_ENV.server_recv_port
@@ -108,7 +103,7 @@ class KVManager(Calls):
         self._model, self._cache = model_config, cache_config
         self._listener: Endpoint | None = None
         self._registrations = Registrations(
-            model_config, cache_config, lambda: self.task_engine.transfer_engine.gpu_worker
+            model_config, lambda: self.task_engine.transfer_engine.gpu_worker
         )
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
@@ -248,8 +243,7 @@ def is_served(model: ModelConfig) -> bool:
 
     Raises `ConfigError` for FLEXKV_SERVER_LAUNCH_MODE=external without a server.
     """
-    several = model.dp_size > 1 or model.instance_num > 1
-    if several or GLOBAL_CONFIG_FROM_ENV.server_client_mode:
+    if model.clients > 1 or GLOBAL_CONFIG_FROM_ENV.server_client_mode:
         return True
     if GLOBAL_CONFIG_FROM_ENV.server_launch_mode == "external":
         raise ConfigError(

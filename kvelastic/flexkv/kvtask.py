@@ -144,7 +144,6 @@ class KVTaskEngine(Calls):
         check_supported(model_config, cache_config)
         self.model_config = copy(model_config)
         self.cache_config = cache_config
-        self._clients = model_config.dp_size * model_config.instance_num
         self._settings = load() if settings is None else settings
         self._clock = clock
         self._life = threading.RLock()  # held during a start or a shutdown; taken before `_lock`
@@ -205,7 +204,7 @@ class KVTaskEngine(Calls):
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker
-        return all(worker.is_registered(client) for client in range(self._clients))
+        return all(worker.is_registered(client) for client in range(self.model_config.clients))
 
     def register_kv_caches(
         self,
@@ -221,18 +220,10 @@ class KVTaskEngine(Calls):
         `InvalidArgumentError` if tensors, layout and model disagree.
         """
         _ = self.storage
-        self._check_client(dp_client_id)
+        self.model_config.check_client(dp_client_id)
         blocks = engine_blocks(kv_caches, layout, self._settings)
         worker = self.transfer_engine.gpu_worker
         worker.register(dp_client_id, tp_rank, blocks, keep=list(kv_caches))
-
-    def _check_client(self, dp_client_id: int) -> None:
-        is_number = isinstance(dp_client_id, int) and not isinstance(dp_client_id, bool)
-        if not is_number or not 0 <= dp_client_id < self._clients:
-            raise InvalidArgumentError(
-                f"data-parallel client {dp_client_id!r} is not one of {self._clients}; set"
-                " dp_size and instance_num of ModelConfig"
-            )
 
     def release_client(self, dp_client_id: int) -> None:
         """Forget the tasks of a client that has exited, and release its tensors."""
@@ -290,7 +281,7 @@ class KVTaskEngine(Calls):
 
         See `Calls.ask` for the results.
         """
-        self._check_client(dp_id)
+        self.model_config.check_client(dp_id)
         _ = self.storage
         if isinstance(call, calls.Match):
             return self._begin_match(call, dp_id)

@@ -134,6 +134,20 @@ class ModelConfig:
             )
 
     @property
+    def clients(self) -> int:
+        """Number of data-parallel clients of all instances."""
+        return self.dp_size * self.instance_num
+
+    def check_client(self, dp_client_id: object) -> None:
+        """Raise `InvalidArgumentError` unless this is one of the data-parallel clients."""
+        is_number = isinstance(dp_client_id, int) and not isinstance(dp_client_id, bool)
+        if not is_number or dp_client_id not in range(self.clients):
+            raise InvalidArgumentError(
+                f"data-parallel client {dp_client_id!r} is none of {self.clients}; dp_client_id is"
+                " instance_id * dp_size + dp_rank"
+            )
+
+    @property
     def dtype_name(self) -> str:
         """The dtype's name without its module."""
         return dtype_name(self.dtype)

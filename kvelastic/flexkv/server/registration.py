@@ -21,7 +21,7 @@ from kvelastic.errors import (
     KvelasticError,
     MessageError,
 )
-from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
@@ -41,13 +41,9 @@ Rank = tuple[int, int]
 class Registrations:
     """The registered ranks of the data-parallel clients."""
 
-    def __init__(
-        self, model: ModelConfig, cache: CacheConfig, worker: Callable[[], GPUCPUTransferWorker]
-    ) -> None:
+    def __init__(self, model: ModelConfig, worker: Callable[[], GPUCPUTransferWorker]) -> None:
         """`worker` returns the worker that copies the ranks' blocks."""
         self._model = model
-        self._clients = model.dp_size * model.instance_num
-        self._block_bytes = model.rank_token_bytes * cache.tokens_per_block
         self._worker = worker
         self._ranks: dict[Rank, tuple[Connection, SharedBlocks | DeviceBlocks]] = {}
         self._spans: dict[Connection, DeviceSpan] = {}
@@ -107,7 +103,7 @@ class Registrations:
     @property
     def is_complete(self) -> bool:
         """Whether every rank of every client has registered."""
-        return len(self._ranks) == self._clients * self._model.tp_size
+        return len(self._ranks) == self._model.clients * self._model.tp_size
 
     def check_refused(self) -> None:
         """Raise `EngineError` with the reason if a missing rank was refused.
@@ -179,18 +175,9 @@ class Registrations:
                 raise IntegrityError(f"memory of {connection.peer} is held, which has gone")
 
     def _rank_of(self, message: messages.RegisterTPClient) -> Rank:
-        if message.dp_client_id >= self._clients:
-            raise InvalidArgumentError(
-                f"dp_client_id={message.dp_client_id} is none of {self._clients} data-parallel"
-                " clients"
-            )
-        tp_size = self._model.tp_size
-        tp_rank = message.tp_rank % tp_size if message.is_device_id else message.tp_rank
-        if tp_rank >= tp_size:
-            raise InvalidArgumentError(
-                f"tp_rank={tp_rank} is none of {tp_size} tensor-parallel ranks"
-            )
-        return message.dp_client_id, tp_rank
+        self._model.check_client(message.dp_client_id)
+        at = message.tp_rank
+        return message.dp_client_id, at % self._model.tp_size if message.is_device_id else at
 
     def _blocks_of(
         self, connection: Connection, message: messages.RegisterTPClient
@@ -221,12 +208,6 @@ class Registrations:
                         for memory, (fd, is_elastic) in enumerate(memories)
                         if is_elastic
                     },
-                )
-            if blocks.record_bytes != self._block_bytes:
-                raise InvalidArgumentError(
-                    f"a block of these tensors has {blocks.record_bytes} bytes, and of this"
-                    f" server's model {self._block_bytes} in a rank: num_layers, num_kv_heads,"
-                    " head_size, dtype, tp_size and tokens_per_block have to be the engine's"
                 )
         except BaseException:
             for fd, _ in memories:

@@ -60,7 +60,7 @@ class KVServer:
         first_task_id = 1 + (secrets.randbits(28) << 32)
         self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
         self._registrations = Registrations(
-            model_config, cache_config, lambda: self._engine.transfer_engine.gpu_worker
+            model_config, lambda: self._engine.transfer_engine.gpu_worker
         )
         self._engine.start()
         self._thread = EngineThread(self._engine)
@@ -168,11 +168,7 @@ class KVServer:
             raise InvalidArgumentError(
                 f"this server is for {self._shape}, and the client has {message.shape}"
             )
-        clients = self._shape.dp_size * self._shape.instance_num
-        if message.dp_client_id >= clients:
-            raise InvalidArgumentError(
-                f"dp_client_id={message.dp_client_id} is none of {clients} data-parallel clients"
-            )
+        self._engine.model_config.check_client(message.dp_client_id)
         if request.connection in self._clients:
             raise InvalidArgumentError("this connection is a client already")
         for connection, client in list(self._clients.items()):

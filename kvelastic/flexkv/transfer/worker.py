@@ -44,12 +44,14 @@ class GPUCPUTransferWorker:
         """
         if not 0 <= tp_rank < self._tp_size or dp_client_id < 0:
             raise InvalidArgumentError(
-                f"rank {tp_rank} of client {dp_client_id} is not one of {self._tp_size} ranks"
+                f"rank {tp_rank} of client {dp_client_id} is none of {self._tp_size}"
+                " tensor-parallel ranks"
             )
         if blocks.record_bytes != self._part_bytes:
             raise InvalidArgumentError(
-                f"tensors with {blocks.record_bytes} bytes a block were registered for a model with"
-                f" {self._part_bytes} on each rank; ModelConfig and the tensors must agree"
+                f"a block of these tensors has {blocks.record_bytes} bytes, and of this model"
+                f" {self._part_bytes} in a rank: num_layers, num_kv_heads, head_size, dtype,"
+                " tp_size and tokens_per_block have to be the engine's"
             )
         if blocks.blocks > MOST_BLOCKS:
             raise InvalidArgumentError(f"{blocks.blocks} blocks; register fewer than {MOST_BLOCKS}")
