@@ -26,39 +26,31 @@ def boolean(value: object) -> bool:
 
 
 def _whole(least: int) -> Reader:
-    def read(value: object) -> int:
-        if isinstance(value, str):
-            value = int(value) if value.strip().lstrip("+-").isdecimal() else None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"a whole number, {least} or more")
-        return value
-
-    return read
+    return _number("a whole number", int, least=least)
 
 
 def _number(
-    *, above: float | None = None, least: float | None = None, most: float | None = None
+    what: str = "a number",
+    kind: type[float] = float,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
 ) -> Reader:
-    bounds = [
-        f"above {above:g}" if above is not None else "",
-        f"{least:g} or more" if least is not None else "",
-        f"{most:g} at most" if most is not None else "",
-    ]
-    accepted = ", ".join(["a number", *filter(None, bounds)])
+    bounds = {"above {:g}": above, "{:g} or more": least, "{:g} at most": most}
+    finite = [text.format(value) for text, value in bounds.items() if math.isfinite(value)]
+    accepted = ", ".join([what, *finite])
 
     def read(value: object) -> float:
-        if isinstance(value, str):
-            try:
-                value = float(value)
-            except ValueError:
-                value = None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not isinstance(value, int | float) or not math.isfinite(value):
+        try:
+            number = kind(value) if isinstance(value, str) else value
+        except ValueError:
+            number = None
+        if not isinstance(number, (int, kind)) or isinstance(number, bool):
             raise ValueError(accepted)
-        too_small = (above is not None and value <= above) or (least is not None and value < least)
-        if too_small or (most is not None and value > most):
+        if not (abs(number) < math.inf and number > above and least <= number <= most):
             raise ValueError(accepted)
-        return int(value) if value == int(value) else float(value)
+        return int(number) if number == int(number) else number
 
     return read
 
