@@ -221,13 +221,15 @@ def test_failed_load_finishes_after_worker_reports_blocks(scheduler: Any) -> Non
     loading(scheduler)
     scheduler._manager.statuses = {5: KVResponseStatus.FAILED}
     first, second, third = output(), output(), output(invalid_block_ids={7, 8, 9})
-    scheduler.take_finished(first)
+    scheduler.update_connector_output(first)
     assert first.finished_recving == set()
     assert scheduler.take_failed_blocks() == {7, 8, 9}
-    scheduler.take_finished(second)
+    scheduler.update_connector_output(second)
     assert second.finished_recving == set()
-    assert scheduler.request_finished(request(), [7, 8, 9]), "its blocks are still in use"
-    scheduler.take_finished(third)
+    assert scheduler.request_finished(request(), [7, 8, 9]) == (True, None), (
+        "its blocks are still in use"
+    )
+    scheduler.update_connector_output(third)
     assert third.finished_recving == {"r1"}
     assert scheduler.take_failed_blocks() == set(), "they are named once"
 
@@ -236,7 +238,7 @@ def test_missing_server_fails_loads_and_finds_nothing(scheduler: Any) -> None:
     loading(scheduler)
     scheduler._manager.is_away = True
     answer = output()
-    scheduler.take_finished(answer)
+    scheduler.update_connector_output(answer)
     assert scheduler.take_failed_blocks() == {7, 8, 9}
     assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
     asked = scheduler._manager.asked

@@ -155,8 +155,14 @@ class FlexKVSchedulerConnector:
         task.block_ids = list(block_ids[first : first + task.tokens // self._block_size])
         self._to_launch[task.task_id] = task
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Return whether the blocks are still needed; `update_connector_output` releases them."""
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Start to store a finished request's blocks; return whether they are still needed.
+
+        `update_connector_output` releases them.
+        """
+        return self._store(request, block_ids), None
+
+    def _store(self, request: Any, block_ids: list[int]) -> bool:
         if any(task.request.request_id == request.request_id for task in self._open_tasks()):
             return True
         if not _ended_well(request):
@@ -195,7 +201,7 @@ class FlexKVSchedulerConnector:
         starts = np.asarray(task.block_ids, np.int64) * self._block_size
         return (starts[:, None] + np.arange(self._block_size)).reshape(-1)
 
-    def take_finished(self, output: Any) -> None:
+    def update_connector_output(self, output: Any) -> None:
         """Add the ended tasks to a step's output.
 
         A failed load is added once the worker's output names its blocks.
@@ -242,6 +248,13 @@ class FlexKVSchedulerConnector:
             for task_id, response in found.items()
             if task_id in self._running
         }
+
+    def take_events(self) -> tuple[()]:
+        """Return no events: vLLM reports its cache's events itself."""
+        return ()
+
+    def get_kv_connector_stats(self) -> None:
+        """Return no statistics: they are logged."""
 
     def shutdown(self) -> None:
         """Cancel tasks and close the manager. Idempotent."""

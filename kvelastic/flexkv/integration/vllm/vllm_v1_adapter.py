@@ -1,25 +1,72 @@
-"""The class that vLLM's FlexKVConnectorV1 imports, for the scheduler's and each worker's process.
+"""The connector that vLLM's FlexKVConnectorV1 imports: one for the scheduler, one for each worker.
 
     KVELASTIC_FLEXKV_ALIAS=true vllm serve MODEL \\
         --kv-transfer-config '{"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}'
 
 The process that runs the tiers copies whole blocks, so vLLM's per-layer calls do nothing here.
-Imports vLLM.
+
+vLLM takes failed blocks only from its workers' output, and not after the step that ends the load.
+The scheduler learns of a failure first. It notifies the workers with the next step's metadata, and
+reports the load as finished in the step whose output names its blocks. Imports vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvelastic.config import configure_logging, load
-from kvelastic.errors import UnsupportedEngineError
+from kvelastic.errors import UnsupportedEngineError, UnsupportedError
+from kvelastic.flexkv.common.memory_handle import shared_zeros
 from kvelastic.flexkv.integration.config import FlexKVConfig
-from kvelastic.flexkv.integration.vllm import worker_side
 from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
+from kvelastic.flexkv.server.client import KVTPClient
+
+
+def FlexKVConnectorV1Impl(  # noqa: N802  # FlexKV's name; vLLM calls it as a class
+    vllm_config: Any, role: KVConnectorRole
+) -> SchedulerConnector | WorkerConnector:
+    """Return the connector of this process, with vLLM's methods.
+
+    Raises what `FlexKVConfig` raises for unsupported settings and models.
+    """
+    configure_logging(load())
+    config = FlexKVConfig.from_env()
+    config.post_init_from_vllm_config(vllm_config)
+    if not config.enable_flexkv:
+        raise UnsupportedEngineError(
+            "ENABLE_FLEXKV=0 and the connector FlexKVConnectorV1 contradict each other; leave"
+            " --kv-transfer-config out"
+        )
+    dp_rank = vllm_config.parallel_config.data_parallel_rank
+    if role == KVConnectorRole.SCHEDULER:
+        return SchedulerConnector(config, dp_rank)
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.platforms import current_platform
+
+    _extend_connector(is_cpu=current_platform.is_cpu())
+    return WorkerConnector(config, dp_rank, get_tensor_model_parallel_rank())
+
+
+class FailedBlocks(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """Blocks of the engine that could not be loaded, for the output of the step."""
+
+    def __init__(self, block_ids: set[int]) -> None:
+        self.block_ids = block_ids
+
+
+class SchedulerConnector(FlexKVSchedulerConnector):
+    """The scheduler's connector, with vLLM's type of metadata."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> FailedBlocks:
+        """Launch this step's tasks. Workers receive the blocks of failed loads."""
+        self.launch()
+        return FailedBlocks(self.take_failed_blocks())
 
 
 class StepTaken(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
@@ -45,118 +92,100 @@ class StepTaken(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
         return True
 
 
-class FailedBlocks(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Blocks of the engine that could not be loaded, for the output of the step."""
+class WorkerConnector:
+    """The connector of one rank: it registers the KV cache, and reports failed blocks."""
 
-    def __init__(self, block_ids: set[int]) -> None:
-        self.block_ids = block_ids
-
-
-class FlexKVConnectorV1Impl:
-    """The connector. Each method implements vLLM's method of the same name."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole) -> None:
-        """Raises what `FlexKVConfig` raises for unsupported settings and models."""
-        configure_logging(load())
-        config = FlexKVConfig.from_env()
-        config.post_init_from_vllm_config(vllm_config)
-        if not config.enable_flexkv:
-            raise UnsupportedEngineError(
-                "ENABLE_FLEXKV=0 and the connector FlexKVConnectorV1 contradict each other; leave"
-                " --kv-transfer-config out"
-            )
-        dp_rank = vllm_config.parallel_config.data_parallel_rank
-        self._scheduler: FlexKVSchedulerConnector | None = None
-        self._worker: worker_side.FlexKVWorkerConnector | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = FlexKVSchedulerConnector(config, dp_rank)
-            return
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-        from vllm.platforms import current_platform
-
-        worker_side.extend_connector(is_cpu=current_platform.is_cpu())
-        tp_rank = get_tensor_model_parallel_rank()
-        self._worker = worker_side.FlexKVWorkerConnector(config, dp_rank, tp_rank)
-
-    def shutdown(self) -> None:
-        """Release everything that this process holds."""
-        for one in (self._scheduler, self._worker):
-            if one is not None:
-                one.shutdown()
-
-    # --- worker --------------------------------------------------------------------------------
+    def __init__(self, config: FlexKVConfig, dp_rank: int, tp_rank: int) -> None:
+        self._block_size = config.cache_config.tokens_per_block
+        self._failed_blocks: set[int] = set()
+        self._client = KVTPClient(
+            config.gpu_register_port,
+            dp_client_id=config.dp_client_id_of_instance + dp_rank,
+            tp_rank=tp_rank,
+        )
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the cache's memory."""
-        assert self._worker is not None
-        self._worker.register_to_server(kv_caches)
+        """Register the layers' tensors, in the order of the layers. Does not block."""
+        views = [self._by_block(tensor) for tensor in kv_caches.values()]
+        self._client.register_to_server(
+            [view for view, _ in views], block_axis=views[0][1] if views else 0
+        )
+
+    def _by_block(self, tensor: Any) -> tuple[Any, int]:
+        """Return a layer's cache with an axis that counts the engine's blocks, and that axis."""
+        if tensor.ndim == 4:  # [blocks, heads, tokens, elements of K and V], since vLLM 0.30
+            kernel_tokens = tensor.shape[2]
+            if self._block_size % kernel_tokens or tensor.shape[0] % (
+                self._block_size // kernel_tokens
+            ):
+                raise UnsupportedError(
+                    f"a KV cache of the shape {tuple(tensor.shape)} has no blocks of"
+                    f" {self._block_size} tokens"
+                )
+            return tensor.unflatten(0, (-1, self._block_size // kernel_tokens)), 0
+        # [blocks, tokens, elements] is one row for K and V
+        if tensor.ndim == 3 or (tensor.ndim == 5 and tensor.shape[1] == 2):
+            return tensor, 0
+        if tensor.ndim == 5 and tensor.shape[0] == 2:
+            return tensor, 1
+        raise UnsupportedError(f"a KV cache of the shape {tuple(tensor.shape)} is not known here")
 
     def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        """Take the failed blocks that the scheduler sends with a step."""
-        if self._worker is not None and isinstance(metadata, FailedBlocks):
-            self._worker.note_failed_blocks(metadata.block_ids)
+        """Take the failed blocks that the scheduler sends with a step, for the step's output."""
+        if isinstance(metadata, FailedBlocks):
+            self._failed_blocks |= metadata.block_ids
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads run without the worker."""
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the failed blocks since the last call."""
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only after all its layers are loaded."""
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        """Report a step; the scheduler logs its counts."""
+        return StepTaken()
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: blocks are copied after their request has finished."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing: a step saves no blocks."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """Return no ids: `update_connector_output` adds finished loads in the scheduler."""
         return None, None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of loads that the scheduler has seen fail."""
-        return set() if self._worker is None else self._worker.take_failed_blocks()
+    def start_load_kv(self, *arguments: Any, **more: Any) -> None:
+        """Do nothing: copies run without the worker, before and after their request."""
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return `StepTaken` to report a step; the scheduler logs its counts."""
-        return None if self._worker is None else StepTaken()
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
-    # --- scheduler -----------------------------------------------------------------------------
+    def shutdown(self) -> None:
+        """Unregister. Idempotent."""
+        self._client.close()
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Return the number of tokens in tiers after the computed ones, and if loads are async."""
-        return self._of_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Set the target blocks of a load."""
-        self._of_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+class SharedZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
+    """Puts vLLM's cache, which `torch.zeros(bytes, dtype=int8)` allocates, in shared memory."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Launch this step's tasks. Workers receive the blocks of failed loads."""
-        self._of_scheduler.launch()
-        return FailedBlocks(self._of_scheduler.take_failed_blocks())
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Handle a function call. Torch calls this for every function while the mode is active."""
+        kwargs = kwargs or {}
+        is_flat = len(args) == 1 and isinstance(args[0], int) and args[0] > 0
+        if func is torch.zeros and is_flat and kwargs.get("dtype") is torch.int8:
+            return torch.from_numpy(shared_zeros(args[0], "int8"))
+        return func(*args, **kwargs)
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        """Add the ended tasks to a step's output."""
-        self._of_scheduler.take_finished(connector_output)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Start to store a finished request's blocks.
+def _extend_connector(*, is_cpu: bool) -> None:
+    """Make vLLM's FlexKVConnectorV1 forward two more calls to its adapter.
 
-        Return whether the blocks are still needed.
-        """
-        return self._of_scheduler.request_finished(request, block_ids), None
+    These are a step's metadata, and on the CPU the allocation of the cache.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import flexkv_connector
 
-    def take_events(self) -> Iterable[Any]:
-        """Return no events: vLLM reports its cache's events itself."""
-        return ()
+    connector = flexkv_connector.FlexKVConnectorV1
 
-    @property
-    def _of_scheduler(self) -> FlexKVSchedulerConnector:
-        assert self._scheduler is not None
-        return self._scheduler
+    def bind(self: Any, metadata: Any) -> None:
+        super(connector, self).bind_connector_metadata(metadata)
+        self._flexkv_connector.bind_connector_metadata(metadata)
+
+    if "bind_connector_metadata" not in vars(connector):
+        connector.bind_connector_metadata = bind
+    if is_cpu and "get_mem_pool_context" not in vars(connector):
+        connector.get_mem_pool_context = lambda self: SharedZeros()
