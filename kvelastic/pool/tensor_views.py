@@ -34,6 +34,32 @@ class TensorView(NamedTuple):
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return self.offset_bytes + (last + 1) * self.itemsize
 
+    def paired(self, stride_bytes: int) -> TensorView:
+        """Return K's and V's views of adjacent buffers as one of the shape `(2, ids, ...)`.
+
+        [0][id] is K of a block, [1][id] is V. The halves overlap in addresses but not in blocks::
+
+            [0]   | K of page 0's ids |                   | K of page 1's ids | ...
+            [1]                       | V of page 0's ids |                   | V of page 1's ids |
+                  |<- buffer stride ->|
+        """
+        return self._replace(
+            shape=(2, *self.shape), strides=(stride_bytes // self.itemsize, *self.strides)
+        )
+
+    def halved(self) -> TensorView:
+        """Return a view as `(2, ids, ...)` of blocks `(2, ...)`, whose K and V are adjacent."""
+        (ids, halves, *row), (step, half, *strides) = self.shape, self.strides
+        return self._replace(shape=(halves, ids, *row), strides=(half, step, *strides))
+
+    def by_token(self) -> TensorView:
+        """Return a view indexed by token: token t of block id is row `id * tokens + t`.
+
+        Blocks are dense, so their rows are contiguous.
+        """
+        ids, tokens, *row = self.shape
+        return self._replace(shape=(ids * tokens, *row), strides=self.strides[1:])
+
 
 def block_view(
     layout: PageLayout,
@@ -61,64 +87,6 @@ def block_view(
     )
 
 
-def pair_view(
-    layout: PageLayout,
-    pages: int,
-    buffer: int,
-    block_shape: tuple[int, ...],
-    itemsize: int,
-    ratio: int = 1,
-) -> TensorView:
-    """Return a view of two adjacent buffers as `(2, ids, *block_shape)`.
-
-    [0][id] is K of a block, [1][id] is V. The halves overlap in addresses but not in blocks::
-
-        [0]   | K of page 0's ids |                   | K of page 1's ids | ...
-        [1]                       | V of page 0's ids |                   | V of page 1's ids | ...
-              |<- buffer stride ->|
-    """
-    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
-    stride = layout.buffer_stride_bytes(pages) // itemsize
-    return one._replace(shape=(2, *one.shape), strides=(stride, *one.strides))
-
-
-def halves_view(
-    layout: PageLayout,
-    pages: int,
-    buffer: int,
-    block_shape: tuple[int, ...],
-    itemsize: int,
-    ratio: int = 1,
-) -> TensorView:
-    """Return a view as `(2, ids, ...)` of one buffer whose blocks are `(2, ...)`.
-
-    K and V of a block are adjacent in memory.
-    """
-    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
-    return one._replace(
-        shape=(2, one.shape[0], *one.shape[2:]),
-        strides=(one.strides[1], one.strides[0], *one.strides[2:]),
-    )
-
-
-def token_view(
-    layout: PageLayout,
-    pages: int,
-    buffer: int,
-    block_shape: tuple[int, ...],
-    itemsize: int,
-    ratio: int = 1,
-) -> TensorView:
-    """Return a view of one buffer indexed by token: `(ids * tokens, *block_shape[1:])`.
-
-    Token t of block id is row `id * tokens + t`. Blocks are dense, so their rows are contiguous.
-    """
-    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
-    return one._replace(
-        shape=(one.shape[0] * block_shape[0], *block_shape[1:]), strides=one.strides[1:]
-    )
-
-
 Form = Literal["split", "fused", "latent", "halves", "token_kv", "token_latent"]
 """Placement of a block's K and V: in separate buffers (split), in one buffer (fused; halves, if K
 and V are the tensor's first dimension), or one tensor for both (latent). token_*: indexed by
@@ -143,20 +111,17 @@ class CachePlan:
     def views(self, pages: int) -> tuple[list[TensorView], ...]:
         """Return a list with one view per layer; two lists (K, V) if the engine separates them."""
         step = self.layout.buffers // self.num_layers
-        firsts = range(0, self.layout.buffers, step)
+        blocks = [
+            block_view(self.layout, pages, buffer, self.block_shape, self.itemsize, self.ratio)
+            for buffer in range(self.layout.buffers)
+        ]
         if self.form in ("token_kv", "token_latent"):
-            starts = [[first + i for first in firsts] for i in range(step)]
-            make = token_view
-        else:
-            starts = [list(firsts)]
-            make = {"split": pair_view, "halves": halves_view}.get(self.form, block_view)
-        return tuple(
-            [
-                make(self.layout, pages, buffer, self.block_shape, self.itemsize, self.ratio)
-                for buffer in each
-            ]
-            for each in starts
-        )
+            return tuple([one.by_token() for one in blocks[at::step]] for at in range(step))
+        firsts = blocks[::step]
+        if self.form == "split":
+            stride_bytes = self.layout.buffer_stride_bytes(pages)
+            return ([one.paired(stride_bytes) for one in firsts],)
+        return ([one.halved() for one in firsts] if self.form == "halves" else firsts,)
 
 
 class BlocksOfShape(NamedTuple):

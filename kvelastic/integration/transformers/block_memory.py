@@ -65,9 +65,9 @@ class BlockMaking(Making):
         return [
             tensors.view_of(
                 self._whole_range,
-                tensor_views.token_view(
+                tensor_views.block_view(
                     layout, pages, buffer, self._block_shape, self._dtype.itemsize
-                ),
+                ).by_token(),
                 self._dtype,
             )
             for buffer in range(layout.buffers)
