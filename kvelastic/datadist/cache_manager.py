@@ -20,9 +20,14 @@ from kvelastic.datadist.descriptors import (
     MemInfo,
 )
 from kvelastic.datadist.enums import Placement
-from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, model_of
+from kvelastic.datadist.manager_calls import (
+    LayerArguments,
+    ManagerCalls,
+    manager_call,
+    model_of,
+)
 from kvelastic.datadist.pieces import TENSORS_PER_LAYER
-from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
+from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
 
 class CacheManager(ManagerCalls[Cache]):
@@ -34,9 +39,9 @@ class CacheManager(ManagerCalls[Cache]):
         if not cache.is_rows_cache:
             raise LLMParamError("a blocks cache is deallocated by deallocate_blocks_cache")
 
+    @manager_call()
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache and invalidate its handle. Idempotent."""
-        self._begin("deallocate_blocks_cache")
         checks.instance("cache", cache, Cache)
         if not cache.is_blocks_cache:
             raise LLMParamError("the cache is no blocks cache; use deallocate_cache")
@@ -44,6 +49,7 @@ class CacheManager(ManagerCalls[Cache]):
 
     # --- caches over memory of the caller's ------------------------------------------------------
 
+    @manager_call()
     def register_cache(
         self,
         cache_desc: CacheDesc,
@@ -59,6 +65,7 @@ class CacheManager(ManagerCalls[Cache]):
         """
         return self._register(cache_desc, addrs, cache_keys, None, remote_accessible, False)
 
+    @manager_call()
     def register_blocks_cache(
         self,
         cache_desc: CacheDesc,
@@ -78,7 +85,6 @@ class CacheManager(ManagerCalls[Cache]):
         remote_accessible: bool | None,
         is_blocks: bool,
     ) -> Cache:
-        self._begin("register")
         if desc is None or addrs is None:
             raise AttributeError("a cache needs a cache_desc and addrs, and got None")
         checks.instance("cache_desc", desc, CacheDesc)
@@ -89,34 +95,32 @@ class CacheManager(ManagerCalls[Cache]):
             is_late = self._links.has_linked
             remote_accessible = desc.placement is Placement.DEVICE and not is_late
         checks.flag("remote_accessible", remote_accessible)
-        with as_llm_exceptions("register"):
-            entry = self._caches.register(
-                desc,
-                places,
-                remote_accessible=remote_accessible,
-                keys=found,
-                model_id=model_id,
-                is_blocks=is_blocks,
-            )
-            try:
-                if remote_accessible:
-                    self._links.exposed.expose(entry)
-            except BaseException:
-                self._caches.unregister(entry.cache_id)
-                raise
+        entry = self._caches.register(
+            desc,
+            places,
+            remote_accessible=remote_accessible,
+            keys=found,
+            model_id=model_id,
+            is_blocks=is_blocks,
+        )
+        try:
+            if remote_accessible:
+                self._links.exposed.expose(entry)
+        except BaseException:
+            self._caches.unregister(entry.cache_id)
+            raise
         return Cache(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
+    @manager_call()
     def unregister_cache(self, cache_id: int) -> None:
         """Unregister a cache and its keys. Waits for transfers that use it.
 
         An unknown id is ignored. Raises `LLM_PARAM_INVALID` for an allocated cache.
         """
-        self._begin("unregister_cache")
         checks.integer("cache_id", cache_id, least=-checks.MAX_INT64 - 1, most=checks.MAX_INT64)
-        with as_llm_exceptions("unregister_cache"):
-            entry = self._caches.unregister(cache_id)
-            if entry is not None:
-                self._links.exposed.withdraw(entry)
+        entry = self._caches.unregister(cache_id)
+        if entry is not None:
+            self._links.exposed.withdraw(entry)
 
     def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> NoReturn:
         """Raises `LLM_FEATURE_NOT_ENABLED`: not supported, as in the original."""
@@ -129,6 +133,7 @@ class CacheManager(ManagerCalls[Cache]):
 
     # --- transfers -------------------------------------------------------------------------------
 
+    @manager_call()
     def pull_cache(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -145,16 +150,14 @@ class CacheManager(ManagerCalls[Cache]):
         registered caches stay. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`,
         `LLM_LINK_BUSY`, and `LLM_TIMEOUT`, after which the clusters must link again.
         """
-        self._begin("pull_cache")
         layers = LayerArguments.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
-        checks.instance("cache", cache, Cache)
         checks.size("size", size)
         self._refuse_consumed_key(cache_key)
-        with as_llm_exceptions("pull_cache"):
-            entry, row = self._row_of("pull_cache", "cache", cache, "batch_index", batch_index)
-            self._transfer_row(cache_key, entry, row, size, layers)
+        entry, row = self._row_of("cache", cache, "batch_index", batch_index)
+        self._transfer_row(cache_key, entry, row, size, layers)
 
+    @manager_call()
     def pull_blocks(
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
@@ -168,17 +171,15 @@ class CacheManager(ManagerCalls[Cache]):
         If the key names a row instead of a blocks cache, the row fills the local blocks. Layer
         arguments and errors are those of `pull_cache`.
         """
-        self._begin("pull_blocks")
         layers = LayerArguments.only("pull_blocks", kwargs)
         keys = (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
         checks.instance("src_cache_key", src_cache_key, keys)
-        checks.instance("dst_cache", dst_cache, Cache)
         self._refuse_consumed_key(src_cache_key)
         of = () if src_blocks is None else src_blocks
-        with as_llm_exceptions("pull_blocks"):
-            entry = self._blocks_of("pull_blocks", "dst_cache", dst_cache)
-            self._transfer_blocks(src_cache_key, entry, dst_blocks, of, layers)
+        entry = self._blocks_of("dst_cache", dst_cache)
+        self._transfer_blocks(src_cache_key, entry, dst_blocks, of, layers)
 
+    @manager_call()
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -196,15 +197,12 @@ class CacheManager(ManagerCalls[Cache]):
         """
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
-        checks.instance("src_cache", src_cache, Cache)
         if checks.size("size", size) != -1:
             raise LLMParamError(f"size={size} is not accepted; push_cache copies whole rows: -1")
-        with as_llm_exceptions("push_cache"):
-            entry, row = self._row_of(
-                "push_cache", "src_cache", src_cache, "src_batch_index", src_batch_index
-            )
-            self._transfer_row(dst_cache_key, entry, row, -1, layers, is_push=True)
+        entry, row = self._row_of("src_cache", src_cache, "src_batch_index", src_batch_index)
+        self._transfer_row(dst_cache_key, entry, row, -1, layers, is_push=True)
 
+    @manager_call()
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey,
@@ -218,15 +216,10 @@ class CacheManager(ManagerCalls[Cache]):
         """Copy local blocks to a peer's blocks, in order. Rules and errors as `push_cache`."""
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
-        checks.instance("src_cache", src_cache, Cache)
-        with as_llm_exceptions("push_blocks"):
-            entry = self._blocks_of("push_blocks", "src_cache", src_cache)
-            self._transfer_blocks(
-                dst_cache_key, entry, src_blocks, dst_blocks, layers, is_push=True
-            )
+        entry = self._blocks_of("src_cache", src_cache)
+        self._transfer_blocks(dst_cache_key, entry, src_blocks, dst_blocks, layers, is_push=True)
 
     def _push_layers(self, source: object, target: object, tensors: object) -> LayerArguments:
-        self._begin("push")
         if not self._options.remembers_remote_caches:
             raise failure(
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,

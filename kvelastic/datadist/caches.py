@@ -110,10 +110,7 @@ class KvCache(CacheHandle):
 
     _on_delete: Callable[[int], None] | None = None
 
-    @property
-    def per_device_tensor_addrs(self) -> list[list[int]]:
-        """Addresses by device, then by tensor; empty after deallocation."""
-        return self.device_addrs
+    per_device_tensor_addrs = CacheHandle.device_addrs
 
     @classmethod
     def create_cpu_cache(

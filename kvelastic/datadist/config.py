@@ -13,28 +13,26 @@ resets the attribute. Values are checked when they are set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar, overload
+from typing import Any, Final
 
 from kvelastic.datadist import checks, memory_config
 from kvelastic.datadist.clusters import listen_addresses
 from kvelastic.datadist.status import LLMParamError
 
-T = TypeVar("T")
-
 DEFAULT_MEM_UTILIZATION: Final = 0.95
 
 
-class _Option(Generic[T]):
+class _Option:
     """An attribute with its option's key, check and text form."""
 
     def __init__(
         self,
         key: str,
-        check: Callable[[str, Any], T],
+        check: Callable[[str, Any], Any],
         doc: str,
-        form: Callable[[T], str] = str,
+        form: Callable[[Any], str] = str,
         *,
-        default: T | None = None,
+        default: Any = None,
         counts_if_empty: bool = False,
     ) -> None:
         """With `counts_if_empty`, "" generates an option instead of resetting to the default."""
@@ -48,23 +46,16 @@ class _Option(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, config: None, owner: type) -> _Option[T]: ...
-    @overload
-    def __get__(self, config: object, owner: type) -> T | None: ...
-    def __get__(self, config: object | None, owner: type) -> _Option[T] | T | None:
-        if config is None:
-            return self
-        found: T | None = config.__dict__.get(self._name, self.default)
-        return found
+    def __get__(self, config: object | None, owner: type) -> Any:
+        return self if config is None else config.__dict__.get(self._name, self.default)
 
-    def __set__(self, config: object, value: T) -> None:
+    def __set__(self, config: object, value: Any) -> None:
         if value == "" and self.default == "" and not self.counts_if_empty:
             config.__dict__.pop(self._name, None)
         else:
             config.__dict__[self._name] = self.check(value)
 
-    def check(self, value: object) -> T:
+    def check(self, value: object) -> Any:
         """Return the value in its stored form. Raises `TypeError`, `LLMParamError`."""
         return self._check(self._name, value)
 
@@ -188,7 +179,7 @@ class LLMConfig:
         return found
 
 
-OPTIONS: Final[dict[str, _Option[Any]]] = {
+OPTIONS: Final[dict[str, _Option]] = {
     name: value for name, value in vars(LLMConfig).items() if isinstance(value, _Option)
 }
 """All attributes of `LLMConfig` by name."""

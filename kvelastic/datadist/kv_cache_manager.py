@@ -26,9 +26,9 @@ from kvelastic.datadist.descriptors import (
 from kvelastic.datadist.enums import DataType, LLMRole, Placement, numpy_name
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls
+from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, manager_call
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.status import LLMParamError, as_llm_exceptions
+from kvelastic.datadist.status import LLMParamError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,29 +74,23 @@ class KvCacheManager(ManagerCalls[KvCache]):
             raise LLMParamError("only device caches are allocated; use KvCache.create_cpu_cache")
 
     def _allocated(
-        self,
-        call: str,
-        desc: CacheDesc,
-        keys: Sequence[CacheKey],
-        model_id: int | None,
-        *,
-        is_blocks: bool,
+        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
     ) -> KvCache:
-        handle = super()._allocated(call, desc, keys, model_id, is_blocks=is_blocks)
+        handle = super()._allocated(desc, keys, model_id, is_blocks=is_blocks)
         return handle.free_on_delete(self._caches.delete_later)
 
     def _refuse_deallocation(self, cache: KvCache) -> None:
         if cache.is_cpu_cache:
             raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
 
+    @manager_call()
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return host copies of one tensor, one for each device. Blocks."""
-        self._begin("get_cache_tensors")
         checks.instance("cache", cache, KvCache)
         desc = cache.cache_desc
         checks.integer("tensor_index", tensor_index, most=desc.num_tensors - 1)
         found = []
-        with as_llm_exceptions("get_cache_tensors"), self._caches.held_handle("cache", cache) as at:
+        with self._caches.held_handle("cache", cache) as at:
             for number, addrs in enumerate(at):
                 data = bytearray(desc.size)
                 gpu = self._caches.gpu(number) if desc.placement is Placement.DEVICE else None
@@ -104,6 +98,7 @@ class KvCacheManager(ManagerCalls[KvCache]):
                 found.append(Tensor(data, desc.shape, desc.data_type))
         return found
 
+    @manager_call(LLMRole.DECODER)
     def pull_cache(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -117,7 +112,6 @@ class KvCacheManager(ManagerCalls[KvCache]):
         Also takes `src_cache_offset` and `dst_cache_offset` in bytes. Otherwise as
         `CacheManager.pull_cache`.
         """
-        self._begin("pull_cache", LLMRole.DECODER)
         offsets = []
         for name in ("src_cache_offset", "dst_cache_offset"):
             value = kwargs.pop(name, None)
@@ -126,14 +120,11 @@ class KvCacheManager(ManagerCalls[KvCache]):
             )
         layers = LayerArguments.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
-        checks.instance("kv_cache", kv_cache, KvCache)
         checks.size("size", size)
-        with as_llm_exceptions("pull_cache"):
-            entry, row = self._row_of(
-                "pull_cache", "kv_cache", kv_cache, "batch_index", batch_index
-            )
-            self._transfer_row(cache_key, entry, row, size, layers, (offsets[0], offsets[1]))
+        entry, row = self._row_of("kv_cache", kv_cache, "batch_index", batch_index)
+        self._transfer_row(cache_key, entry, row, size, layers, (offsets[0], offsets[1]))
 
+    @manager_call(LLMRole.DECODER)
     def pull_blocks(
         self,
         prompt_cache_key: BlocksCacheKey,
@@ -143,11 +134,8 @@ class KvCacheManager(ManagerCalls[KvCache]):
         **kwargs: object,
     ) -> None:
         """Copy a PROMPT's blocks to local blocks, in order; for a DECODER. Blocks."""
-        self._begin("pull_blocks", LLMRole.DECODER)
         layers = LayerArguments.only("pull_blocks", kwargs)
         checks.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
-        checks.instance("decoder_kv_cache", decoder_kv_cache, KvCache)
         checks.integers("prompt_blocks", prompt_blocks)
-        with as_llm_exceptions("pull_blocks"):
-            entry = self._blocks_of("pull_blocks", "decoder_kv_cache", decoder_kv_cache)
-            self._transfer_blocks(prompt_cache_key, entry, decoder_blocks, prompt_blocks, layers)
+        entry = self._blocks_of("decoder_kv_cache", decoder_kv_cache)
+        self._transfer_blocks(prompt_cache_key, entry, decoder_blocks, prompt_blocks, layers)

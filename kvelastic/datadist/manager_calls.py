@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, TypeVar, cast
 
 from kvelastic.datadist import checks, pieces, wire
 from kvelastic.datadist.cache_table import Entry
@@ -45,6 +46,25 @@ from kvelastic.datadist.status import (
 _log = logging.getLogger("kvelastic")
 
 Handle = TypeVar("Handle", bound=CacheHandle)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def manager_call(role: LLMRole | None = None) -> Callable[[Method], Method]:
+    """Make a method a call of a manager, which only a live one serves, and only in `role`.
+
+    The role counts in the first generation. kvelastic's errors become `LLMException`.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: ManagerCalls[Any], *arguments: Any, **named: Any) -> Any:
+            self._begin(method.__name__, role)
+            with as_llm_exceptions(method.__name__):
+                return method(self, *arguments, **named)
+
+        return cast("Method", call)
+
+    return decorate
 
 
 class LayerArguments:
@@ -127,6 +147,7 @@ class ManagerCalls(Generic[Handle]):
 
     # --- caches with memory of their own ---------------------------------------------------------
 
+    @manager_call()
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Handle:
         """Allocate a cache in the pool of its placement, with a key for each row.
 
@@ -140,14 +161,14 @@ class ManagerCalls(Generic[Handle]):
         and the error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's
         reference.
         """
-        self._begin("allocate_cache")
         checks.instance("cache_desc", cache_desc, CacheDesc)
         keys = checks.instances("cache_keys", cache_keys, CacheKey)
         self._refuse_allocation(cache_desc)
         if keys:
             self._begin("allocate_cache with cache_keys", LLMRole.PROMPT)
-        return self._allocated("allocate_cache", cache_desc, keys, None, is_blocks=False)
+        return self._allocated(cache_desc, keys, None, is_blocks=False)
 
+    @manager_call()
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
     ) -> Handle:
@@ -155,36 +176,28 @@ class ManagerCalls(Generic[Handle]):
 
         Deallocation releases it even if peers know the key. Otherwise as `allocate_cache`.
         """
-        self._begin("allocate_blocks_cache")
         checks.instance("cache_desc", cache_desc, CacheDesc)
         self._refuse_allocation(cache_desc)
         model_id = model_of(blocks_cache_key)
         if model_id is not None and self._role is LLMRole.DECODER:
             raise LLMParamError("blocks_cache_key is of a PROMPT, and this is a DECODER")
-        return self._allocated("allocate_blocks_cache", cache_desc, (), model_id, is_blocks=True)
+        return self._allocated(cache_desc, (), model_id, is_blocks=True)
 
     def _refuse_allocation(self, desc: CacheDesc) -> None:
         """Raise for a cache that this generation does not allocate."""
 
     def _allocated(
-        self,
-        call: str,
-        desc: CacheDesc,
-        keys: Sequence[CacheKey],
-        model_id: int | None,
-        *,
-        is_blocks: bool,
+        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
     ) -> Handle:
-        with as_llm_exceptions(call):
-            entry = self._caches.allocate(desc, keys=keys, model_id=model_id, is_blocks=is_blocks)
+        entry = self._caches.allocate(desc, keys=keys, model_id=model_id, is_blocks=is_blocks)
         return self._handle(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
+    @manager_call()
     def deallocate_cache(self, cache: Handle) -> None:
         """Drop the id's reference and invalidate the handle. Idempotent.
 
         In the first generation it also takes blocks caches.
         """
-        self._begin("deallocate_cache")
         checks.instance("cache", cache, self._handle)
         self._refuse_deallocation(cache)
         self._deallocate(cache)
@@ -194,19 +207,18 @@ class ManagerCalls(Generic[Handle]):
 
     def _deallocate(self, cache: Handle) -> None:
         """Drop the id's reference. Registered caches and CPU caches are left unchanged."""
-        with as_llm_exceptions("deallocate"):
-            if self._caches.deallocate(cache.cache_id):
-                cache.invalidate()
+        if self._caches.deallocate(cache.cache_id):
+            cache.invalidate()
 
+    @manager_call(LLMRole.PROMPT)
     def remove_cache_key(self, cache_key: CacheKey) -> None:
         """Drop a key's reference: its row can no longer be pulled. Idempotent."""
-        self._begin("remove_cache_key", LLMRole.PROMPT)
         checks.instance("cache_key", cache_key, CacheKey)
-        with as_llm_exceptions("remove_cache_key"):
-            self._caches.remove_key(cache_key.index)
+        self._caches.remove_key(cache_key.index)
 
     # --- copies in this process ------------------------------------------------------------------
 
+    @manager_call()
     def copy_cache(
         self,
         dst: Handle,
@@ -222,7 +234,6 @@ class ManagerCalls(Generic[Handle]):
         A size of -1 copies to the row's end. `req_id` is only logged. In the first generation both
         caches must be device caches.
         """
-        self._begin("copy_cache")
         for name, cache in (("dst", dst), ("src", src)):
             checks.instance(name, cache, self._handle)
             if cache.is_cpu_cache and self._role is not None:
@@ -231,22 +242,22 @@ class ManagerCalls(Generic[Handle]):
         checks.size("size", size)
         if req_id is not None:
             checks.integer("req_id", req_id)
-        refuse_blocks("copy_cache", dst, src)
+        refuse_blocks("dst", dst)
+        refuse_blocks("src", src)
         source, target = src.cache_desc, dst.cache_desc
         from_row = pieces.row_index("src_batch_index", source, src_batch_index)
         to_row = pieces.row_index("dst_batch_index", target, dst_batch_index)
         pairs = pieces.copied_rows(source, target, from_row, to_row, offset, size)
-        with as_llm_exceptions("copy_cache"):
-            self._caches.copy(pairs, src, dst)
+        self._caches.copy(pairs, src, dst)
         if req_id is not None:
             _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
 
+    @manager_call()
     def copy_blocks(self, cache: Handle, copy_block_info: Mapping[int, Sequence[int]]) -> None:
         """Copy each block to its list of target blocks, in all tensors."""
-        self._begin("copy_blocks")
         checks.instance("cache", cache, self._handle)
         checks.instance("copy_block_info", copy_block_info, dict)
-        refuse_rows("copy_blocks", cache)
+        refuse_rows("cache", cache)
         desc = cache.cache_desc
         if not copy_block_info:
             return
@@ -254,9 +265,9 @@ class ManagerCalls(Generic[Handle]):
         for source, targets in copy_block_info.items():
             pieces.block_indices(f"copy_block_info[{source}]", desc, targets)
         pairs = pieces.copied_blocks(desc, copy_block_info)
-        with as_llm_exceptions("copy_blocks"):
-            self._caches.copy(pairs, cache, cache)
+        self._caches.copy(pairs, cache, cache)
 
+    @manager_call()
     def swap_blocks(
         self, src_cache: Handle, dst_cache: Handle, src_to_dst: Mapping[int, int]
     ) -> None:
@@ -266,7 +277,6 @@ class ManagerCalls(Generic[Handle]):
         """
         if src_cache is None or dst_cache is None or src_to_dst is None:
             raise AttributeError("swap_blocks() needs two caches and a dict, and got None")
-        self._begin("swap_blocks")
         checks.instance("src_cache", src_cache, self._handle)
         checks.instance("dst_cache", dst_cache, self._handle)
         checks.instance("src_to_dst", src_to_dst, dict)
@@ -276,30 +286,27 @@ class ManagerCalls(Generic[Handle]):
                 "swap_blocks copies between host and device; both caches are"
                 f" {source.placement.name} caches"
             )
-        refuse_rows("swap_blocks", src_cache)
-        refuse_rows("swap_blocks", dst_cache)
+        refuse_rows("src_cache", src_cache)
+        refuse_rows("dst_cache", dst_cache)
         if not src_to_dst:
             return
         pieces.block_indices("the keys of src_to_dst", source, list(src_to_dst))
         pieces.block_indices("the values of src_to_dst", target, list(src_to_dst.values()))
         pairs = pieces.swapped_blocks(source, target, src_to_dst)
-        with as_llm_exceptions("swap_blocks"):
-            self._caches.copy(pairs, src_cache, dst_cache)
+        self._caches.copy(pairs, src_cache, dst_cache)
 
     # --- transfers -------------------------------------------------------------------------------
 
-    def _row_of(
-        self, call: str, name: str, cache: Handle, row_name: str, row: int
-    ) -> tuple[Entry, int]:
-        """Return the cache of an argument and the checked index of a row."""
-        entry = self._caches.own(name, cache)
-        refuse_blocks(call, cache)
+    def _row_of(self, name: str, cache: Handle, row_name: str, row: int) -> tuple[Entry, int]:
+        """Return the cache of an argument and the index of a row, both checked."""
+        entry = self._caches.own(name, checks.instance(name, cache, self._handle))
+        refuse_blocks(name, cache)
         return entry, pieces.row_index(row_name, entry.desc, row)
 
-    def _blocks_of(self, call: str, name: str, cache: Handle) -> Entry:
+    def _blocks_of(self, name: str, cache: Handle) -> Entry:
         """Return the blocks cache of an argument."""
-        entry = self._caches.own(name, cache)
-        refuse_rows(call, cache)
+        entry = self._caches.own(name, checks.instance(name, cache, self._handle))
+        refuse_rows(name, cache)
         return entry
 
     def _transfer_row(
@@ -401,6 +408,7 @@ class ManagerCalls(Generic[Handle]):
 
     # --- layer by layer --------------------------------------------------------------------------
 
+    @manager_call(LLMRole.PROMPT)
     def transfer_cache_async(
         self,
         src_cache: Handle,
@@ -417,7 +425,6 @@ class ManagerCalls(Generic[Handle]):
         row is sent to a row, or to blocks of `dst_block_memory_size` bytes in each tensor. In the
         first generation only a PROMPT may call it.
         """
-        self._begin("transfer_cache_async", LLMRole.PROMPT)
         checks.instance("src_cache", src_cache, self._handle)
         checks.instance("layer_synchronizer", layer_synchronizer, (LayerSynchronizer,))
         given: list[Config] = checks.instances(
@@ -461,13 +468,13 @@ def refuse_blocks_found(found: wire.Cache, instead: str) -> None:
         raise LLMParamError(f"the key leads to a blocks cache; use {instead}")
 
 
-def refuse_blocks(call: str, *caches: CacheHandle) -> None:
-    """Refuse caches that have no rows."""
-    if not all(cache.is_rows_cache for cache in caches):
-        raise LLMParamError(f"{call} is for rows, and a blocks cache is given")
+def refuse_blocks(name: str, cache: CacheHandle) -> None:
+    """Refuse a cache that has no rows."""
+    if not cache.is_rows_cache:
+        raise LLMParamError(f"{name} is a blocks cache, and the call is for rows")
 
 
-def refuse_rows(call: str, cache: CacheHandle) -> None:
+def refuse_rows(name: str, cache: CacheHandle) -> None:
     """Refuse a cache that has no blocks."""
     if not cache.is_blocks_cache:
-        raise LLMParamError(f"{call} needs a blocks cache, and this is no blocks cache")
+        raise LLMParamError(f"{name} is no blocks cache, and the call is for blocks")
