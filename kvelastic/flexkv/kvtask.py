@@ -32,9 +32,7 @@ from kvelastic.flexkv.cache.cache_engine import (
     GlobalCacheEngine,
     Plan,
     blocks_of_slots,
-    put_blocks,
     slots_of_plan,
-    wanted_blocks,
 )
 from kvelastic.flexkv.common import calls
 from kvelastic.flexkv.common.calls import Calls
@@ -316,26 +314,22 @@ class KVTaskEngine(Calls):
         self._pump()
         sequence = self.cache_engine.sequence(call.tokens, call.namespace)
         if kind is KVRequestType.PUT:
-            first, last = 0, put_blocks(mask, sequence)
-            plan = self.cache_engine.plan_put(sequence, last, dp_id=dp_id)
+            plan = self.cache_engine.plan_put(sequence, mask, dp_id=dp_id)
         else:
-            first, last = wanted_blocks(mask, sequence)
             plan = self.cache_engine.plan_get(
                 sequence,
-                first,
-                last,
+                mask,
                 dp_id=dp_id,
                 cpu_only=isinstance(call, calls.Match) and call.cpu_only,
                 is_prefetch=kind is KVRequestType.PREFETCH,
             )
         task = self._add(kind, plan, dp_id)
         if self._tracer is not None:
-            per_block = sequence.tokens_per_block
             self._tracer.match(
                 kind,
                 task.task_id,
                 sequence.token_ids,
-                (first * per_block, last * per_block),
+                plan.wanted,
                 call.namespace,
                 (plan.first_token if plan.tokens else 0, plan.tokens),
             )

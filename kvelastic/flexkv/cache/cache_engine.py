@@ -60,19 +60,21 @@ class Plan:
         self,
         graph: TransferOpGraph,
         length: int = 0,
+        wanted: tuple[int, int] = (0, 0),
         first_token: int = 0,
         tokens: int = 0,
         leases: Sequence[Lease] = (),
         place: Reservation | None = None,
-        fragments: Sequence[Fragment] = (),
     ) -> None:
         self.graph = graph
         self.length = length
         """Number of tokens of the request."""
+        self.wanted = wanted
+        """The first requested token, and the end of the last whole block that was requested."""
         self.first_token = first_token
         self.tokens = tokens
         """Number of tokens from `first_token` on that are moved or present."""
-        self.fragments = fragments
+        self.fragments: Sequence[Fragment] = ()
         """The tiers in which the blocks of a get were found."""
         self._leases = leases
         self._place = place
@@ -115,7 +117,7 @@ class Plan:
     def ended(self) -> Plan:
         """Release everything; return the part that is needed for the mask."""
         self()
-        return Plan(_NOTHING, self.length, self.first_token, self.tokens)
+        return Plan(_NOTHING, self.length, self.wanted, self.first_token, self.tokens)
 
 
 _NOTHING: Final = TransferOpGraph()
@@ -166,8 +168,7 @@ class GlobalCacheEngine:
         """
         check_layers(layer_num, layer_granularity)
         sequence = self.sequence(token_ids, namespace)
-        first, last = wanted_blocks(token_mask, sequence)
-        plan = self.plan_get(sequence, first, last, dp_id=dp_id)
+        plan = self.plan_get(sequence, token_mask, dp_id=dp_id)
         self._bind(plan, token_mask, slot_mapping)
         return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id
 
@@ -189,10 +190,9 @@ class GlobalCacheEngine:
         """
         check_layers(layer_num, ALL_LAYERS)
         sequence = self.sequence(token_ids, namespace)
-        last = put_blocks(token_mask, sequence)
-        plan = self.plan_put(sequence, last, dp_id=dp_id)
+        plan = self.plan_put(sequence, token_mask, dp_id=dp_id)
         self._bind(plan, token_mask, slot_mapping)
-        skipped = plan.first_token // self.tokens_per_block if plan.tokens else last
+        skipped = (plan.first_token if plan.tokens else plan.wanted[1]) // self.tokens_per_block
         if plan.tokens:
             store = plan.graph.ops[plan.graph.task_end_op_id]
             store.dst_block_ids = np.array(plan.slots[skipped:], np.int64)
@@ -214,20 +214,22 @@ class GlobalCacheEngine:
     def plan_get(
         self,
         sequence: SequenceMeta,
-        first: int,
-        last: int,
+        token_mask: Any = None,
         *,
         dp_id: int = 0,
         cpu_only: bool = False,
         is_prefetch: bool = False,
     ) -> Plan:
-        """Hold the longest run of blocks in the tiers from `first` on, before `last`."""
+        """Hold the longest run of blocks in the tiers from the block of the first True token on."""
+        start, end = true_span(token_mask, sequence.length)
+        per_block = self.tokens_per_block
+        first = start // per_block
+        last = max(first, end // per_block)
+        wanted = first * per_block, last * per_block
         keys = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
         may_ask = (lambda tier: tier == 0) if cpu_only else self._may_ask
         segments, leases = self._lookup.hold_leading(keys, may_ask)
-        plan = Plan(
-            TransferOpGraph(), sequence.length, first * self.tokens_per_block, leases=leases
-        )
+        plan = Plan(TransferOpGraph(), sequence.length, wanted, wanted[0], leases=leases)
         try:
             if not segments:
                 plan.release_leases()
@@ -240,7 +242,7 @@ class GlobalCacheEngine:
                 for segment in segments
             ]
             plan.hold(self._room_for(keys, segments, after))
-            plan.tokens = count * self.tokens_per_block
+            plan.tokens = count * per_block
             if is_prefetch:
                 plan.graph = prefetch_graph(keys, plan.fragments, chain_after=after)
             else:
@@ -261,22 +263,32 @@ class GlobalCacheEngine:
         after = keys[at - KEY_BYTES : at] if at else chain_after
         return self._cpu.reserve(keys[at:], chain_after=after)
 
-    def plan_put(self, sequence: SequenceMeta, last: int, *, dp_id: int = 0) -> Plan:
-        """Reserve CPU-tier space for blocks before `last` that are neither present nor in progress.
+    def plan_put(self, sequence: SequenceMeta, token_mask: Any = None, *, dp_id: int = 0) -> Plan:
+        """Reserve CPU-tier space for blocks that are neither present nor in progress.
 
-        If not all of them fit, the plan is empty and nothing is put.
+        If not all of them fit, the plan is empty and nothing is put. Raises `InvalidArgumentError`
+        unless the mask is True from the first token on.
         """
+        start, end = true_span(token_mask, sequence.length)
+        if start:
+            raise InvalidArgumentError(
+                f"token_mask of a put begins with {start} False tokens; blocks are put from the"
+                " first token on, and those that are there already are left out of the answer"
+            )
+        last = end // self.tokens_per_block
+        wanted = 0, last * self.tokens_per_block
         keys = sequence.keys[: last * KEY_BYTES]
         place = self._cpu.reserve(keys, chain_after=NO_KEY) if keys else None
         first = None if place is None else place.first_new
         if first is None:
             if place is not None:
                 place.release()
-            return Plan(TransferOpGraph(), sequence.length)
+            return Plan(TransferOpGraph(), sequence.length, wanted)
         keys, after = keys[first * KEY_BYTES :], sequence.parent(first)
         graph = put_graph(keys, self._devices[1:], chain_after=after, dp_id=dp_id)
-        tokens = (last - first) * self.tokens_per_block
-        return Plan(graph, sequence.length, first * self.tokens_per_block, tokens, place=place)
+        first_token = first * self.tokens_per_block
+        tokens = wanted[1] - first_token
+        return Plan(graph, sequence.length, wanted, first_token, tokens, place=place)
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -309,11 +321,12 @@ class GlobalCacheEngine:
             store.check_integrity()
 
 
-def true_span(mask: Mask | None, length: int) -> tuple[int, int]:
-    """Return the first True token and the end of the True run.
+def true_span(token_mask: Any, length: int) -> tuple[int, int]:
+    """Return the first True token and the end of the True run; None is all True.
 
     Raises `InvalidArgumentError` if it has gaps.
     """
+    mask = as_mask(token_mask, length)
     if mask is None:
         return 0, length
     count = int(np.count_nonzero(mask))
@@ -327,31 +340,10 @@ def true_span(mask: Mask | None, length: int) -> tuple[int, int]:
     return first, first + count
 
 
-def wanted_blocks(token_mask: Any, sequence: SequenceMeta) -> tuple[int, int]:
-    """Return the whole blocks of a get, from the block of the first True token on."""
-    first, end = true_span(as_mask(token_mask, sequence.length), sequence.length)
-    first_block = first // sequence.tokens_per_block
-    return first_block, max(first_block, end // sequence.tokens_per_block)
-
-
-def put_blocks(token_mask: Any, sequence: SequenceMeta) -> int:
-    """Return the number of leading whole blocks to put.
-
-    Raises `InvalidArgumentError` unless the mask is True from the first token on.
-    """
-    first, end = true_span(as_mask(token_mask, sequence.length), sequence.length)
-    if first:
-        raise InvalidArgumentError(
-            f"token_mask of a put begins with {first} False tokens; blocks are put from the first"
-            " token on, and those that are there already are left out of the answer"
-        )
-    return end // sequence.tokens_per_block
-
-
 def slots_of_plan(plan: Plan, token_mask: Any, slot_mapping: Any) -> Tokens:
     """From slots for all True tokens of a request's mask, return those of the plan's tokens."""
     slots = as_tokens(slot_mapping, "slot_mapping")
-    first, end = true_span(as_mask(token_mask, plan.length), plan.length)
+    first, end = true_span(token_mask, plan.length)
     if len(slots) != end - first:
         raise InvalidArgumentError(
             f"slot_mapping has {len(slots)} slots for {end - first} True tokens; pass one for each"

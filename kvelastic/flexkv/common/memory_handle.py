@@ -25,11 +25,6 @@ from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.flexkv.common import process_mappings
 from kvelastic.flexkv.common.config import dtype_name, item_bytes
 
-_F_ADD_SEALS: Final = 1033
-_F_GET_SEALS: Final = 1034
-_F_SEAL_SEAL: Final = 1
-_F_SEAL_SHRINK: Final = 2
-_F_SEAL_GROW: Final = 4
 MOST_AXES: Final = 8
 MOST_BYTES: Final = 1 << 46
 
@@ -219,7 +214,8 @@ def shared_zeros(shape: int | Sequence[int], dtype: Any = "uint8") -> np.ndarray
     fd = os.memfd_create("kvelastic-flexkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         memory = mmap.mmap(fd, size_bytes)
     except BaseException:
         os.close(fd)
@@ -243,6 +239,6 @@ def _numpy_type(description: TensorDescription) -> np.dtype[Any]:
 
 def _cannot_shrink(fd: int) -> bool:
     try:
-        return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # no memfd
         return False
