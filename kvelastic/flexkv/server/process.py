@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Final
 
@@ -19,10 +19,36 @@ _END_S: Final = 30.0
 
 
 class KVServerHandle:
-    """A server that this process started."""
+    """A server that this process started: `python -m kvelastic.flexkv.server -`.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process: Final = process
+    Its configuration comes by standard input, which closes when this process ends; that ends the
+    server.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        gpu_register_port: str,
+        server_recv_port: str,
+        environment: Mapping[str, str],
+        *,
+        inherit_env: bool,
+    ) -> None:
+        """Start it. Does not block."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if inherit_env or name in _KEPT or name.startswith(_PREFIXES)
+        }
+        self.process: Final = subprocess.Popen(
+            [sys.executable, "-m", "kvelastic.flexkv.server", "-"],
+            stdin=subprocess.PIPE,
+            env={**kept, **environment},
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(dump(model, cache, gpu_register_port, server_recv_port) + b"\n")
+        self.process.stdin.flush()
 
     @property
     def is_alive(self) -> bool:
@@ -40,35 +66,6 @@ class KVServerHandle:
             self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
-
-
-def start_process(
-    model: ModelConfig,
-    cache: CacheConfig,
-    gpu_register_port: str,
-    server_recv_port: str,
-    environment: dict[str, str],
-    *,
-    inherit_env: bool,
-) -> KVServerHandle:
-    """Start `python -m kvelastic.flexkv.server -`, with its configuration on standard input.
-
-    The input closes when this process ends; that ends the server.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if inherit_env or name in _KEPT or name.startswith(_PREFIXES)
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvelastic.flexkv.server", "-"],
-        stdin=subprocess.PIPE,
-        env={**kept, **environment},
-    )
-    assert process.stdin is not None
-    process.stdin.write(dump(model, cache, gpu_register_port, server_recv_port) + b"\n")
-    process.stdin.flush()
-    return KVServerHandle(process)
 
 
 def dump(

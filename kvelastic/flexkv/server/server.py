@@ -24,7 +24,7 @@ from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_suppo
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.engine_thread import EngineThread
-from kvelastic.flexkv.server.process import KVServerHandle, start_process
+from kvelastic.flexkv.server.process import KVServerHandle
 from kvelastic.flexkv.server.registration import Registrations, has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
 from kvelastic.messages import Connection, Endpoint, Request
@@ -94,12 +94,12 @@ class KVServer:
         `child_env` is added to its environment. With `inherit_env` False, the child gets only the
         variables that Python needs and those of FlexKV and kvelastic.
         """
-        return start_process(
+        return KVServerHandle(
             model_config,
             cache_config,
             gpu_register_port,
             server_recv_port or "",
-            dict(child_env or {}),
+            child_env or {},
             inherit_env=inherit_env,
         )
 
