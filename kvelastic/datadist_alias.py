@@ -13,15 +13,10 @@ precedence as a whole. Nothing of the interface is imported before a program imp
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
-ALIAS: Final = "llm_datadist"
-TARGET: Final = "kvelastic.datadist"
+from kvelastic.import_alias import ImportAlias
 
 _TYPES: Final = (
     "BlocksCacheKey",
@@ -42,50 +37,33 @@ _TYPES: Final = (
 )
 
 MODULES: Final[dict[str, tuple[str, ...] | None]] = {
-    ALIAS: None,
-    f"{ALIAS}.configs": ("LLMClusterInfo", "LLMRole", "LlmConfig"),
-    f"{ALIAS}.data_type": ("DataType",),
-    f"{ALIAS}.status": ("LLMException", "LLMStatusCode", "Status"),
-    f"{ALIAS}.v2": (),
-    f"{ALIAS}.v2.cache_manager": ("CacheManager",),
-    f"{ALIAS}.v2.kv_cache_manager": ("KvCacheManager",),
-    f"{ALIAS}.v2.llm_datadist": ("LLMDataDist",),
-    f"{ALIAS}.v2.llm_types": _TYPES,
+    "llm_datadist": None,
+    "llm_datadist.configs": ("LLMClusterInfo", "LLMRole", "LlmConfig"),
+    "llm_datadist.data_type": ("DataType",),
+    "llm_datadist.status": ("LLMException", "LLMStatusCode", "Status"),
+    "llm_datadist.v2": (),
+    "llm_datadist.v2.cache_manager": ("CacheManager",),
+    "llm_datadist.v2.kv_cache_manager": ("KvCacheManager",),
+    "llm_datadist.v2.llm_datadist": ("LLMDataDist",),
+    "llm_datadist.v2.llm_types": _TYPES,
 }
 """The names in each module; None: all public names."""
 
-_PACKAGES: Final = {name.rpartition(".")[0] for name in MODULES}
+
+def _module_of(name: str) -> ModuleType:
+    """Return a module with the names of an alias module."""
+    if name not in MODULES:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    found = importlib.import_module("kvelastic.datadist")
+    names = MODULES[name]
+    public = found.__all__ if names is None else names
+    module = ModuleType(name, found.__doc__)
+    vars(module).update({one: getattr(found, one) for one in public}, __all__=list(public))
+    if any(other.startswith(f"{name}.") for other in MODULES):
+        module.__path__ = []
+    return module
 
 
-def switch_on() -> None:
-    """Make this process find `llm_datadist` here. Idempotent. Thread-safe."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())  # last, so that an installed package is found first
-
-
-def switch_off() -> None:
-    """Stop finding it. Imported modules stay imported."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-
-
-class _Finder(MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of an alias module; None for others, and inside an installed package."""
-        if fullname not in MODULES:
-            return None
-        parent = sys.modules.get(fullname.rpartition(".")[0])
-        if parent is not None and not isinstance(getattr(parent, "__loader__", None), _Loader):
-            return None
-        return ModuleSpec(fullname, _Loader(), is_package=fullname in _PACKAGES)
-
-
-class _Loader(Loader):
-    def exec_module(self, module: ModuleType) -> None:
-        """Fill the alias module with its names."""
-        found = importlib.import_module(TARGET)
-        names = MODULES[module.__name__]
-        public: Sequence[str] = found.__all__ if names is None else names
-        module.__doc__ = found.__doc__
-        vars(module).update({name: getattr(found, name) for name in public}, __all__=list(public))
+_ALIAS: Final = ImportAlias("llm_datadist", _module_of)
+switch_on = _ALIAS.switch_on
+switch_off = _ALIAS.switch_off

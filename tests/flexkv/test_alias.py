@@ -55,6 +55,11 @@ def test_import_by_alias_first_gives_same_module() -> None:
     assert run(program) == "one"
 
 
+def test_missing_dependency_of_a_module_is_named() -> None:
+    hidden = "import sys; sys.modules['numpy'] = None; "
+    assert "numpy" in run(hidden + ON + "import flexkv.cache.mempool")
+
+
 def test_unknown_flexkv_modules_are_absent() -> None:
     assert "No module named 'flexkv.nothing'" in run(ON + "import flexkv.nothing")
     assert "No module named 'flexkv.common.x'" in run(ON + "import flexkv.common.x.y")
