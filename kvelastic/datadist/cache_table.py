@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.errors import IntegrityError
 
-MAX_CACHES: Final = 1 << 20
+if TYPE_CHECKING:
+    from kvelastic.datadist.cache_memory import Piece
 
-Origin = Literal["allocated", "registered"]
+MAX_CACHES: Final = 1 << 20
 
 
 @dataclass(eq=False)
@@ -33,11 +34,10 @@ class Entry:
     desc: CacheDesc
     addrs: tuple[tuple[int, ...], ...]
     """Addresses by device, then by tensor."""
-    origin: Origin
+    memory: tuple[Piece, ...] | None
+    """By device; None for a registered cache, whose memory is its caller's."""
     is_blocks: bool
     remote_accessible: bool
-    memory: object = None
-    """Data that the owner of the table attaches."""
     has_id: bool = True
     """Whether the id still references the cache."""
     model_id: int | None = None
@@ -48,6 +48,11 @@ class Entry:
     """Tensors of a key's row that peers have copied."""
     uses: int = 0
     """Number of copies and transfers in progress that use the cache."""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the caller of `register_cache` owns the memory."""
+        return self.memory is None
 
     @property
     def row_bytes(self) -> int:
@@ -104,7 +109,7 @@ class CacheTable:
         desc: CacheDesc,
         addrs: Sequence[Sequence[int]],
         *,
-        origin: Origin,
+        memory: tuple[Piece, ...] | None = None,
         is_blocks: bool = False,
         remote_accessible: bool = True,
         keys: Sequence[CacheKey] = (),
@@ -116,7 +121,7 @@ class CacheTable:
             cache_id=self._next_id,
             desc=desc,
             addrs=tuple(tuple(one) for one in addrs),
-            origin=origin,
+            memory=memory,
             is_blocks=is_blocks,
             remote_accessible=remote_accessible,
             model_id=model_id,
@@ -162,7 +167,7 @@ class CacheTable:
         registered caches stay. Returns the cache if that was its last reference.
         """
         entry = self._by_id.get(cache_id)
-        if entry is None or entry.origin == "registered":
+        if entry is None or entry.is_registered:
             return None
         done = [one for one, at in entry.rows.items() if at == row and one.kind == "request"]
         for index in done:

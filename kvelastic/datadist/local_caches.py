@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvelastic import _vmm
@@ -118,16 +118,14 @@ class LocalCaches:
                     raise self._out_of_memory(desc, memory)
                 pieces.append(piece)
             with self._lock:
-                entry = self._table.add(
+                return self._table.add(
                     desc,
                     [piece.addresses for piece in pieces],
-                    origin="allocated",
+                    memory=tuple(pieces),
                     is_blocks=is_blocks,
                     keys=keys,
                     model_id=model_id,
                 )
-                entry.memory = tuple(pieces)
-                return entry
         except BaseException:
             for memory, piece in zip(memories, pieces, strict=False):
                 memory.free(piece)
@@ -169,7 +167,6 @@ class LocalCaches:
             entry = self._table.add(
                 desc,
                 [addrs],
-                origin="registered",
                 is_blocks=is_blocks,
                 remote_accessible=remote_accessible,
                 keys=keys,
@@ -186,7 +183,7 @@ class LocalCaches:
         self.free_deleted()
         with self._lock:
             entry = self._table.get(cache_id)
-            if entry is not None and entry.origin == "registered":
+            if entry is not None and entry.is_registered:
                 return False
             self._free(self._table.release_id(cache_id))
             return True
@@ -219,7 +216,7 @@ class LocalCaches:
             entry = self._table.get(cache_id)
             if entry is None:
                 return None
-            if entry.origin == "allocated":
+            if not entry.is_registered:
                 raise LLMParamError(f"cache {cache_id} was allocated; deallocate it")
             if not self._unused.wait_for(lambda: not entry.uses, self._options.sync_kv_timeout_s):
                 raise failure(
@@ -243,10 +240,14 @@ class LocalCaches:
 
     def _free(self, entry: Entry | None) -> None:
         """Free the cache's memory; pinned memory follows with its last pin. The lock is held."""
-        if entry is None or not isinstance(entry.memory, tuple):
-            return
-        for memory, piece in zip(self._memories[entry.desc.placement], entry.memory, strict=True):
+        for memory, piece in () if entry is None else self._pieces_of(entry):
             memory.free(piece)
+
+    def _pieces_of(self, entry: Entry) -> Iterable[tuple[CacheMemory, Piece]]:
+        """Return the pool and the piece on each device; nothing for a registered cache."""
+        if entry.memory is None:
+            return ()
+        return zip(self._memories[entry.desc.placement], entry.memory, strict=True)
 
     # --- find and hold -----------------------------------------------------------------------
 
@@ -285,13 +286,9 @@ class LocalCaches:
 
         Raises `LLM_KV_CACHE_NOT_EXIST` if the cache is gone.
         """
-        tickets: list[tuple[CacheMemory, int]] = []
         with self._lock:
             self._table.still_there(entry)
-            if isinstance(entry.memory, tuple):
-                memories = self._memories[entry.desc.placement]
-                for memory, piece in zip(memories, entry.memory, strict=True):
-                    tickets.append((memory, memory.pin(piece)))
+            tickets = [(memory, memory.pin(piece)) for memory, piece in self._pieces_of(entry)]
             entry.uses += 1
         try:
             yield
@@ -360,7 +357,7 @@ class LocalCaches:
                 copy_runs(pairs, sources, targets, trusted=trusted, gpu=gpu, deadline_s=deadline_s)
 
     def _is_own(self, handle: CacheHandle) -> bool:
-        return not handle.is_cpu_cache and isinstance(self.of_id(handle.cache_id).memory, tuple)
+        return not handle.is_cpu_cache and not self.of_id(handle.cache_id).is_registered
 
     @contextmanager
     def held_handle(self, name: str, handle: CacheHandle) -> Iterator[Sequence[Sequence[int]]]:
@@ -391,7 +388,7 @@ class LocalCaches:
                 held = [
                     entry.memory
                     for entry in self._table
-                    if isinstance(entry.memory, tuple) and entry.desc.placement is placement
+                    if entry.memory is not None and entry.desc.placement is placement
                 ]
                 for at, memory in enumerate(memories):
                     memory.check_integrity([pieces[at] for pieces in held])

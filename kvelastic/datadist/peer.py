@@ -219,7 +219,7 @@ class LinkCall:
 
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """Keep memory in a caller's elastic pool mapped during the copy."""
-        if entry.origin == "registered" and entry.remote_accessible:
+        if entry.is_registered and entry.remote_accessible:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
 
