@@ -31,13 +31,13 @@ class NameType(click.ParamType):  # type: ignore[type-arg]
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]
-    """A size in bytes, parsed by `kvelastic.sizes.parse_size`."""
+    """A size in bytes, parsed by `kvelastic.units.parse_size`."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return bytes; a bad size is a usage error (exit code 2)."""
-        from kvelastic.sizes import parse_size
+        from kvelastic.units import parse_size
 
         try:
             return parse_size(str(value))
@@ -70,7 +70,7 @@ class PercentType(click.ParamType):  # type: ignore[type-arg]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Return the number; anything else is a usage error (exit code 2)."""
-        from kvelastic.sizes import parse_percent
+        from kvelastic.units import parse_percent
 
         try:
             return parse_percent(str(value))
@@ -100,7 +100,7 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
 
 
 class AgeType(click.ParamType):  # type: ignore[type-arg]
-    """An age, parsed by `kvelastic.durations.parse_age_s`."""
+    """An age, parsed by `kvelastic.units.parse_age_s`."""
 
     name = "age"
 
@@ -108,7 +108,7 @@ class AgeType(click.ParamType):  # type: ignore[type-arg]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """Return seconds; a bad age is a usage error (exit code 2)."""
-        from kvelastic.durations import parse_age_s
+        from kvelastic.units import parse_age_s
 
         try:
             return parse_age_s(value)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvelastic.config import load as load_config
     from kvelastic.errors import KvelasticError
     from kvelastic.pool.layout import PageLayout
-    from kvelastic.sizes import format_size, parse_size
+    from kvelastic.units import format_size, parse_size
 
 __version__ = "0.1.0"
 
@@ -31,9 +31,9 @@ _HOMES = {
     "Config": ("kvelastic.config", "Config"),
     "KvelasticError": ("kvelastic.errors", "KvelasticError"),
     "PageLayout": ("kvelastic.pool.layout", "PageLayout"),
-    "format_size": ("kvelastic.sizes", "format_size"),
+    "format_size": ("kvelastic.units", "format_size"),
     "load_config": ("kvelastic.config", "load"),
-    "parse_size": ("kvelastic.sizes", "parse_size"),
+    "parse_size": ("kvelastic.units", "parse_size"),
 }
 
 

@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple
 from kvelastic.errors import ConfigError, InvalidArgumentError
 from kvelastic.host_capacity import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.logs import configure_logging, say_once
-from kvelastic.sizes import (
+from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
+from kvelastic.units import (
     MAX_PRIORITY,
     MIB_BYTES,
     SIZE_FORMS,
@@ -28,7 +29,6 @@ from kvelastic.sizes import (
     parse_percent,
     parse_size,
 )
-from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
 
 __all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import parse_size
+from kvelastic.units import parse_size
 
 MOST_TIERS: Final = 8
 MOST_CHARACTERS: Final = 4096

@@ -35,7 +35,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
     """
     from kvelastic.cli.segment_lookup import sweep
     from kvelastic.shared.ledger import set_capacity
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     sweep()
     found = _choose(device, group)

@@ -9,7 +9,7 @@ import click
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
 from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.instance.row import printable
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

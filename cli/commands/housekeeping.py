@@ -42,7 +42,7 @@ def gc_command(as_json: bool) -> None:
     """
     from kvelastic.cli.ledgers import reap_ledgers
     from kvelastic.shared.segment import list_segments, reap
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     removed = reap()
     ledgers, places = reap_ledgers()

@@ -21,7 +21,7 @@ from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail
 from kvelastic.cli.rendering.printing import say
 from kvelastic.cli.segment_lookup import explain_reaped, readable, sweep
 from kvelastic.errors import SegmentNotFoundError
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.units import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome
@@ -156,7 +156,7 @@ def _end_trim(
     from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.instance.row import printable
     from kvelastic.shared.segment import Request, inspect
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     if outcome.verdict not in HOLDS | {Verdict.SHRINKING}:
         end(outcome_text(printable(name), Request(trim=True), outcome, answer), outcome, wait_s)

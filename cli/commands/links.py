@@ -20,7 +20,7 @@ from kvelastic.cli.rendering.exit_codes import fail, say_pending
 from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.instance.row import printable
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

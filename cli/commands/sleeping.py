@@ -78,7 +78,7 @@ def _end_otherwise(
 
 
 def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     name, already = before.name, " already" if before.usage["asleep"] else ""
     mapped = format_size(answer.mapped_bytes)
@@ -107,7 +107,7 @@ def _still_written(info: SegmentInfo) -> str:
 
     from kvelastic.errors import SegmentError
     from kvelastic.shared.tier_status import read
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
     try:
@@ -142,7 +142,7 @@ def _in_use_bytes(name: str) -> int:
 
 def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
     from kvelastic.cli.rendering.outcome_text import ENGINE_SLEEPS
-    from kvelastic.sizes import format_limit, format_size
+    from kvelastic.units import format_limit, format_size
 
     already = "" if before.usage["asleep"] else " already"
     limit = format_limit(answer.limit_bytes, answer.page_bytes)

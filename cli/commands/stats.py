@@ -134,7 +134,7 @@ def _age_s(then_ns: int, now_ns: int) -> float | None:
 def stats_text(stats: Stats) -> str:
     """Return the statistics as plain text: one value per line, by topic."""
     from kvelastic.cli.rendering.tier_tables import BLOCK_WORDS
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     def size(size_bytes: int | None) -> str:
         return "-" if size_bytes is None else format_size(size_bytes)
@@ -227,7 +227,7 @@ def stats_text(stats: Stats) -> str:
 
 
 def _tier_lines(tier: TierRow) -> list[tuple[str, str]]:
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     def size(size_bytes: int | None, none: str) -> str:
         return none if size_bytes is None else format_size(size_bytes)

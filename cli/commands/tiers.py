@@ -77,7 +77,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
     again.
     """
     from kvelastic.shared.tier_status import TierRequest
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     answer = _ask(name, TierRequest("limit", tier=tier, size_bytes=size), wait_s)
     held = _held(answer)
@@ -94,7 +94,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
 def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
     """Evict records of TIER down to SIZE, once; its limit stays."""
     from kvelastic.shared.tier_status import TierRequest
-    from kvelastic.sizes import format_size
+    from kvelastic.units import format_size
 
     answer = _ask(name, TierRequest("trim", tier=tier, size_bytes=size), wait_s)
     message = f"{name}: {tier} was trimmed to {format_size(size)}, and {_held(answer)}"

@@ -17,7 +17,7 @@ from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.scene import ORDERS, Instance, ordered
 from kvelastic.cli.kvtop.text import ASCII
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import MAX_PRIORITY, format_size, parse_percent, parse_size
+from kvelastic.units import MAX_PRIORITY, format_size, parse_percent, parse_size
 
 Mode = Literal["list", "filter", "entry", "confirm", "help"]
 Setting = Literal["limit", "min", "priority", "sleep"]

@@ -21,7 +21,7 @@ from kvelastic.cli.kvtop.text import (
     short_size,
     short_total,
 )
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from kvelastic.shared.tier_status import TierFigures

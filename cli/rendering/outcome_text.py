@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvelastic.instance.outcome import Outcome, Verdict
 from kvelastic.instance.row import printable
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.sizes import format_pages, format_size, whole_pages
+from kvelastic.units import format_pages, format_size, whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.shared.segment import Answer, Request

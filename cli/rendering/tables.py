@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvelastic.cli.rendering.columns import aligned, shares
 from kvelastic.instance.row import Row, TierRow, printable, shown_state
-from kvelastic.sizes import format_size, whole_pages
+from kvelastic.units import format_size, whole_pages
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ import msgspec
 
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
 from kvelastic.instance.row import tier_rows
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

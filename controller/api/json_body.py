@@ -17,9 +17,8 @@ from starlette.requests import Request
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.request_body import read_body
-from kvelastic.durations import parse_age_s, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
+from kvelastic.units import MAX_SIZE_BYTES, parse_age_s, parse_duration_s, parse_size
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvelastic import __version__
 from kvelastic.controller.api.routes import Who, route
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.units import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState

@@ -13,7 +13,6 @@ from starlette.routing import Route
 from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json, refusal_response
-from kvelastic.durations import parse_duration_s
 from kvelastic.errors import (
     ControllerConfigError,
     GuaranteeError,
@@ -24,6 +23,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
     is_out_of_descriptors,
 )
+from kvelastic.units import parse_duration_s
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState

@@ -17,7 +17,7 @@ from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.instance.outcome import HOLDS, MAY_HOLD, Verdict
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.shared import segment
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.units import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState

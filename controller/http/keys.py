@@ -15,7 +15,7 @@ from kvelastic.controller.http.headers import Headers, find
 from kvelastic.controller.http.origins import Origins
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.settings.settings import AuthSettings
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.units import MAX_PRIORITY
 
 _ID_DIGITS: Final = 8
 

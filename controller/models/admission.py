@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _NAMED_HOLDERS: Final = 3
 

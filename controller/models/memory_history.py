@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvelastic.errors import IntegrityError
-from kvelastic.sizes import MAX_SIZE_BYTES
+from kvelastic.units import MAX_SIZE_BYTES
 
 INTERVAL_S: Final = 2.0
 """Time between two samples."""

@@ -49,7 +49,7 @@ from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.model_name import find_name, rename
 from kvelastic.errors import is_out_of_descriptors
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.units import MAX_PRIORITY
 
 _log = logging.getLogger("kvelastic.controller")
 

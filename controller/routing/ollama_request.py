@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.durations import parse_duration_s
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.units import parse_duration_s
 
 BODY_BYTES: Final = 16 << 20
 """Maximum size of one request, including its images."""

@@ -23,10 +23,16 @@ from pydantic import (
     model_validator,
 )
 
-from kvelastic.durations import DURATION_FORMS, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.shared.segment import check_name
-from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, SIZE_FORMS, parse_size
+from kvelastic.units import (
+    DURATION_FORMS,
+    MAX_PRIORITY,
+    MAX_SIZE_BYTES,
+    SIZE_FORMS,
+    parse_duration_s,
+    parse_size,
+)
 
 
 def _duration_s(value: object) -> float:

@@ -21,7 +21,7 @@ from kvelastic import config
 from kvelastic.device import nvml
 from kvelastic.device.nvml import Nvml, Status
 from kvelastic.errors import ConfigError, NvmlError
-from kvelastic.sizes import KIB_BYTES
+from kvelastic.units import KIB_BYTES
 
 HOST: Final = "host"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic import _vmm
 from kvelastic.errors import DriverError
-from kvelastic.sizes import GIB_BYTES, GRANULARITY_BYTES, MIB_BYTES
+from kvelastic.units import GIB_BYTES, GRANULARITY_BYTES, MIB_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.config import Config

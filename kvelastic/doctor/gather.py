@@ -31,7 +31,7 @@ from kvelastic.doctor.facts import (
 from kvelastic.doctor.gather_config import gather_config, gather_tier_folders
 from kvelastic.engines import ENGINES
 from kvelastic.errors import KvelasticError
-from kvelastic.sizes import KIB_BYTES, MIB_BYTES
+from kvelastic.units import KIB_BYTES, MIB_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus

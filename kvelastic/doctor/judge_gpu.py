@@ -8,7 +8,7 @@ from typing import Final
 from kvelastic.device import tested_gpus
 from kvelastic.doctor.facts import Facts, Gpu
 from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem
-from kvelastic.sizes import MIB_BYTES, format_size
+from kvelastic.units import MIB_BYTES, format_size
 
 OLDEST_CUDA: Final = 11030
 """First version with complete virtual memory management, in cuDriverGetVersion's format."""

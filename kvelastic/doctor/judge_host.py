@@ -10,7 +10,7 @@ from typing import Final
 
 from kvelastic.doctor.facts import Facts
 from kvelastic.doctor.finding import Said, State, check, note, ok, problem, warning
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _POPULATE_KERNEL: Final = (5, 14)
 _COLLAPSE_KERNEL: Final = (6, 1)

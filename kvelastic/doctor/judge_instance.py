@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.doctor.finding import Finding, Said, State, check, line, problem, warning
 from kvelastic.doctor.judge_ledger import explain_ledger, has_memory_for
-from kvelastic.sizes import (
+from kvelastic.units import (
     format_limit,
     format_pages,
     format_size,

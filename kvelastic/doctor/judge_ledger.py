@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvelastic.doctor.finding import Finding, line
-from kvelastic.sizes import format_limit, whole_pages
-from kvelastic.sizes import format_size as _size
+from kvelastic.units import format_limit, whole_pages
+from kvelastic.units import format_size as _size
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus

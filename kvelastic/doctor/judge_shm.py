@@ -8,7 +8,7 @@ from typing import Final
 from kvelastic.doctor.facts import Facts, SegmentFact
 from kvelastic.doctor.finding import Said, check, note, ok, problem, warning
 from kvelastic.doctor.judge_instance import ended, unknown
-from kvelastic.sizes import MIB_BYTES, format_size
+from kvelastic.units import MIB_BYTES, format_size
 
 _DOCKER_DEFAULT_BYTES: Final = 64 * MIB_BYTES
 # Engines pass tensors between their processes in /dev/shm and would fill less than this.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic import _vmm
 from kvelastic.shared.segment_listing import kvcached_name
-from kvelastic.sizes import whole_pages
+from kvelastic.units import whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo, Member

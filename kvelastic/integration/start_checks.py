@@ -23,7 +23,7 @@ from kvelastic.device import selection
 from kvelastic.errors import GuaranteeError, SegmentError
 from kvelastic.shared import ledger, segment
 from kvelastic.shared.engine_cores import has_lost_its_server
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

@@ -27,7 +27,7 @@ from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
 from kvelastic.pool.step_reserve import StepReserve
 from kvelastic.shared.segment_listing import kvcached_name
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

@@ -22,7 +22,7 @@ from kvelastic.config import Config
 from kvelastic.device.selection import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, OutOfMemoryError
 from kvelastic.shared import ledger, segment
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

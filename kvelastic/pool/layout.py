@@ -34,7 +34,7 @@ from math import gcd
 from typing import Final
 
 from kvelastic.errors import LayoutError
-from kvelastic.sizes import GRANULARITY_BYTES
+from kvelastic.units import GRANULARITY_BYTES
 
 MAX_PAGE_BYTES: Final = 1 << 30
 """Upper bound of the extents that `PageLayout.solve` chooses. Larger ones would not be elastic."""

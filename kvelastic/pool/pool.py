@@ -24,7 +24,7 @@ from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumen
 from kvelastic.pool.layout import PageLayout
 from kvelastic.shared import kvcached_segment, segment
 from kvelastic.shared.placement import JoinedPlaces, capacity_bytes, copies_by_device, join_all
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvelastic.errors import GuaranteeError, ReserveError
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 from kvelastic import engines
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
 from kvelastic.pool.layout import PageLayout, positive
-from kvelastic.sizes import GRANULARITY_BYTES
+from kvelastic.units import GRANULARITY_BYTES
 
 
 class TensorView(NamedTuple):

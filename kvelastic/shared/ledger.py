@@ -46,7 +46,7 @@ from kvelastic.shared.segment_listing import (
     locked,
     temporary_name,
 )
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 __all__ = [
     "JoinedLedger",

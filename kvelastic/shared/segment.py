@@ -64,7 +64,7 @@ from kvelastic.shared.segment_listing import (
     temporary_name,
     version_of,
 )
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 __all__ = [
     "Answer",

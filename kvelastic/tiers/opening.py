@@ -20,7 +20,6 @@ from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.logs import say_once
 from kvelastic.pool.pool import ElasticPool
-from kvelastic.sizes import format_size
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.hash_cache import HashCache, default_folder
@@ -30,6 +29,7 @@ from kvelastic.tiers.policy import Copies, Deadlines, Rules, WritePolicy
 from kvelastic.tiers.publisher import show
 from kvelastic.tiers.stores.identified import IdentifiedStore
 from kvelastic.tiers.weights_fingerprint import CancelledError, WeightFiles
+from kvelastic.units import format_size
 
 
 def open_tiers(

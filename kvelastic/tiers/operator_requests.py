@@ -20,9 +20,9 @@ from kvelastic.shared.tier_status import (
     cut_text,
     received,
 )
-from kvelastic.sizes import format_size
 from kvelastic.tiers.base import Selection, Store
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

@@ -29,7 +29,7 @@ from kvelastic.config import (
 )
 from kvelastic.errors import ConfigError
 from kvelastic.host_capacity import machine_memory_bytes
-from kvelastic.sizes import SIZE_FORMS
+from kvelastic.units import SIZE_FORMS
 
 LEGACY = {v.legacy: v for v in VARIABLES if v.legacy}
 

@@ -44,7 +44,7 @@ from kvelastic.shared.tier_status import (
     ask,
     read,
 )
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 MIB = 1 << 20
 

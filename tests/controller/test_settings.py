@@ -11,8 +11,8 @@ import yaml
 
 from kvelastic.controller.settings.settings_file import json_schema, load, parse
 from kvelastic.controller.settings.settings_warnings import warnings_of
-from kvelastic.durations import parse_duration_s
 from kvelastic.errors import ControllerConfigError, InvalidArgumentError
+from kvelastic.units import parse_duration_s
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "controller.example.yaml"
 

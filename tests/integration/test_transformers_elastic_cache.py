@@ -25,7 +25,7 @@ from waiting import wait_until
 from kvelastic import errors
 from kvelastic.instance.status import status_of
 from kvelastic.shared import ledger, segment
-from kvelastic.sizes import MIB_BYTES
+from kvelastic.units import MIB_BYTES
 
 pytestmark = [pytest.mark.slow, needs.transformers, pytest.mark.filterwarnings("ignore")]
 

@@ -21,7 +21,7 @@ from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.pool.engine_pool import EnginePool, device_for, open_engine_pool
 from kvelastic.pool.layout import PageLayout
 from kvelastic.shared import segment
-from kvelastic.sizes import MIB_BYTES
+from kvelastic.units import MIB_BYTES
 
 PAGE_BYTES = 2 * MIB_BYTES
 LAYOUT = PageLayout.solve(64 << 10, 4)

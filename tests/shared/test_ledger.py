@@ -31,7 +31,7 @@ from kvelastic.errors import (
 )
 from kvelastic.shared import ledger, segment
 from kvelastic.shared.liveness import Liveness, ProcessIdentity
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.shared.liveness import ProcessIdentity, pid_namespace
-from kvelastic.sizes import GIB_BYTES, MIB_BYTES
+from kvelastic.units import GIB_BYTES, MIB_BYTES
 from tools import reclaim_simulator
 from tools.reclaim_simulator import Contender, Demand, Depth, kept_bytes, plan_reclaim
 from tools.reclaim_simulator.__main__ import main

@@ -17,7 +17,7 @@ from processes import LineProgram, run_python
 from segment_owner import CAPACITY_BYTES, Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, sizes
+from kvelastic import _vmm, units
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentBusyError,
@@ -683,7 +683,7 @@ def test_priority_out_of_bounds_is_rejected(name, mine, priority):
 
 def test_priority_bound_matches_native_code() -> None:
     """Said to those who read the configuration too, who do not load native code."""
-    assert sizes.MAX_PRIORITY == _vmm.MAX_PRIORITY
+    assert units.MAX_PRIORITY == _vmm.MAX_PRIORITY
 
 
 def test_nan_as_wait_is_rejected(name, mine):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import parse_size
+from kvelastic.units import parse_size
 from tools.reclaim_simulator.examples import EXAMPLES, example_trace
 from tools.reclaim_simulator.report import report_table, summary
 from tools.reclaim_simulator.simulation import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 from tools.reclaim_simulator.result import ModelResult, SimulationResult
 from tools.reclaim_simulator.trace import NS_PER_MS
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, format_size, parse_size
+from kvelastic.units import MAX_PRIORITY, MIB_BYTES, format_size, parse_size
 
 MAX_REQUESTS: Final = 100_000
 """Requests in one trace; more would take minutes to replay."""

@@ -11,7 +11,7 @@ from benchmarks.gpu.driver_calls import DriverCalls, has_torch
 from benchmarks.gpu.findings import Findings
 from kvelastic import _vmm
 from kvelastic.device import page_size
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 ATTRIBUTES = {
     "multiprocessors": 16,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 
 def describe(engine: Any, most: int = 20) -> str:

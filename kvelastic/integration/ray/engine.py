@@ -14,7 +14,7 @@ from kvelastic.errors import ClusterError
 from kvelastic.integration.ray.messages import Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import RESOURCE, ClusterSettings
-from kvelastic.sizes import MIB_BYTES, format_size
+from kvelastic.units import MIB_BYTES, format_size
 
 
 class KvEngine:

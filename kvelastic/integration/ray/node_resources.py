@@ -20,7 +20,7 @@ from kvelastic.errors import KvelasticError
 from kvelastic.integration.ray.settings import RESOURCE
 from kvelastic.shared import ledger
 from kvelastic.shared.ledger_facts import LedgerInfo
-from kvelastic.sizes import MIB_BYTES
+from kvelastic.units import MIB_BYTES
 
 
 def capacity_bytes(found: tuple[DeviceFacts, ...], ledgers: list[LedgerInfo], group: str) -> int:

@@ -31,7 +31,7 @@ from kvelastic.controller.settings.settings import (
 from kvelastic.controller.settings.validation_faults import faults_of
 from kvelastic.errors import ClusterConfigError
 from kvelastic.integration.ray import engine_logs
-from kvelastic.sizes import MIB_BYTES
+from kvelastic.units import MIB_BYTES
 
 RESOURCE: Final = "kvelastic_mib"
 """Name of a Ray resource, in MiB. A node has its ledgers' capacity; a replica takes its guarantee

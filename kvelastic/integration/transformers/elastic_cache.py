@@ -30,7 +30,7 @@ from kvelastic.integration.hooks.probe import Probe
 from kvelastic.integration.transformers.growing_pages import open_growing_pages
 from kvelastic.integration.transformers.token_store import TokenStore
 from kvelastic.logs import say_once
-from kvelastic.sizes import parse_size
+from kvelastic.units import parse_size
 
 __all__ = ["ElasticCache"]
 

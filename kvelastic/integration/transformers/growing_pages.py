@@ -35,7 +35,7 @@ from kvelastic.errors import (
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.shared import placement, segment
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _BLOCKS_A_PAGE: Final = 64
 """Block 0 of page 0 is the null block, so a 64th of a page is lost."""

@@ -39,7 +39,7 @@ from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.shared.placement import capacity_bytes, page_size_bytes
 from kvelastic.shared.segment import Segment
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers

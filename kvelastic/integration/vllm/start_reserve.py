@@ -22,7 +22,7 @@ from kvelastic import config
 from kvelastic.integration.vllm import worker_device
 from kvelastic.pool.step_reserve import first_step_bytes
 from kvelastic.shared import ledger
-from kvelastic.sizes import format_size
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic.vllm")
 

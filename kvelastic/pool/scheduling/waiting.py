@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
-from kvelastic.sizes import format_size, size_argument
+from kvelastic.units import format_size, size_argument
 
 WARN_EVERY_S: Final = 60.0
 """Minimum time between two log lines."""

@@ -22,12 +22,12 @@ from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
-from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 from kvelastic.tiers.stores.disk.adoption import Adoption
 from kvelastic.tiers.stores.disk.file import DataFile, map_bytes, runs
 from kvelastic.tiers.stores.disk.folder import Folder, all_locked
 from kvelastic.tiers.stores.disk.format import Geometry, aligned, largest_within
 from kvelastic.tiers.stores.disk.slots import SlotTable
+from kvelastic.units import GIB_BYTES, MIB_BYTES
 
 LOOK_EVERY_S: Final = 1.0
 """How often an engine checks what its neighbours hold and request."""

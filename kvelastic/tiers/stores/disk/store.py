@@ -32,7 +32,6 @@ from typing import Final, Literal
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import format_size
 from kvelastic.tiers.base import (
     NO_KEY,
     Capacity,
@@ -48,6 +47,7 @@ from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest
 from kvelastic.tiers.stores.disk.pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.stores.disk.state import DiskState
 from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
+from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
 

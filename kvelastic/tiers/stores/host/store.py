@@ -32,7 +32,6 @@ from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.sizes import MAX_PRIORITY, format_size
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
@@ -46,6 +45,7 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.blocks import HostBlocks
 from kvelastic.tiers.stores.host.reservations import HostPlaces, HostReservation
 from kvelastic.tiers.stores.host.slots import GONE
+from kvelastic.units import MAX_PRIORITY, format_size
 
 _log = logging.getLogger("kvelastic")
 

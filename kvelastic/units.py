@@ -1,8 +1,9 @@
-"""Parses and formats bytes and percentages.
+"""Parses and formats values with units: bytes, percentages, durations and ages.
 
     parse_size("1.5GiB") == parse_size("1536M") == 1610612736
     format_size(1610612736) == "1.50 GiB"
     parse_percent("80%") == 80.0
+    parse_duration_s("5m") == parse_duration_s(300) == 300.0
 
 K, KB and KiB all mean 1024 bytes, as in kvcached's interface. The larger units work the same way.
 """
@@ -38,11 +39,18 @@ SIZE_FORMS: Final = (
 )
 PERCENT_FORMS: Final = "a number from 0 to 100, with or without a percent sign (80, 12.5%)"
 
+MAX_DURATION_S: Final = 10 * 365 * 86400.0
+DURATION_FORMS: Final = "seconds as a number, or numbers with ms, s, m, h or d (90s, 5m, 1h30m)"
+
 _UNIT_BYTES: Final = {"": 1, "k": KIB_BYTES, "m": MIB_BYTES, "g": GIB_BYTES, "t": TIB_BYTES}
 # At most 40 digits on either side, so that the arithmetic below is fast for any input.
 _NUMBER: Final = r"([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
 _SIZE: Final = re.compile(_NUMBER + r"\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
 _PERCENT: Final = re.compile(_NUMBER + r"\s*%?")
+
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
+_SECONDS: Final = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,12})?")
 
 
 def parse_size(text: str) -> int:
@@ -125,3 +133,41 @@ def parse_percent(text: str) -> float:
     if percent is None or percent > 100:
         raise InvalidArgumentError(f"percentage {text!r} is not accepted; write {PERCENT_FORMS}.")
     return percent
+
+
+def parse_duration_s(value: object) -> float:
+    """Return a duration in seconds. Raises `InvalidArgumentError` for anything else."""
+    seconds = _seconds(value)
+    if seconds is None or not 0 <= seconds <= MAX_DURATION_S:
+        raise InvalidArgumentError(f"duration {value!r} is not understood; write {DURATION_FORMS}.")
+    return seconds
+
+
+def parse_age_s(value: object) -> float:
+    """Return an age above 0 in seconds. It has a unit, because a bare 7 may mean days.
+
+    Raises `InvalidArgumentError`.
+    """
+    has_unit = isinstance(value, str) and not _SECONDS.fullmatch(value.strip())
+    age_s = _seconds(value) if has_unit else None
+    if age_s is None or not 0 < age_s <= MAX_DURATION_S:
+        raise InvalidArgumentError(
+            f"{value!r} is not an age; write 90s, 15m, 12h or 7d, at most 3650d."
+        )
+    return age_s
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, int | float):
+        # Compare before the conversion: an int of 400 digits does not fit a float.
+        is_number = not isinstance(value, bool) and 0 <= value <= MAX_DURATION_S
+        return float(value) if is_number else None
+    if not isinstance(value, str):
+        return None
+    text = value.strip().lower()
+    if _SECONDS.fullmatch(text):
+        return float(text)
+    parts = _DURATION_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)

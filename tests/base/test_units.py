@@ -1,4 +1,4 @@
-"""Sizes and percentages as text, there and back."""
+"""Sizes and percentages as text, there and back (durations: `controller/test_settings.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import (
+from kvelastic.units import (
     GIB_BYTES,
     KIB_BYTES,
     MAX_SIZE_BYTES,
