@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from kvelastic.device.host_memory import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.errors import ConfigError, InvalidArgumentError
-from kvelastic.host_capacity import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.logs import configure_logging, say_once
 from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
 from kvelastic.units import (

@@ -37,9 +37,10 @@ def devices_command(as_json: bool) -> None:
     from kvelastic.shared.ledger import list_ledgers
 
     ledgers = list_ledgers()
-    found = list_devices()
+    group, host_capacity_bytes, problem = _configured()
+    found = list_devices(host_capacity_bytes, problem)
     segments = [row_of(status) for status in look_at_all()]
-    devices = with_ledgers(found.devices, ledgers, _own_group())
+    devices = with_ledgers(found.devices, ledgers, group)
     rows = device_rows(devices, segments, ledgers)
     if as_json:
         say_json(rows)
@@ -77,15 +78,16 @@ def with_ledgers(
     return found
 
 
-def _own_group() -> str | None:
-    """Return `KVELASTIC_LEDGER`; None if the environment is invalid (the host's row reports it)."""
+def _configured() -> tuple[str | None, int | None, str]:
+    """Return the group of ledgers, the host's capacity, and why the environment is invalid."""
     from kvelastic.config import load
     from kvelastic.errors import ConfigError
 
     try:
-        return load().ledger
-    except (ConfigError, OSError):
-        return None
+        settings = load()
+        return settings.ledger, settings.host_memory_bytes, ""
+    except (ConfigError, OSError) as error:
+        return None, None, str(error)
 
 
 def plain_tables(rows: list[DeviceRow]) -> str:

@@ -15,8 +15,8 @@ from typing import Any, Final
 from kvelastic import config
 from kvelastic.controller.models.admission import Claim
 from kvelastic.controller.models.sleep_policy import Ask
+from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
-from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.instance.device_usage import MemberUse, member_uses
 from kvelastic.instance.outcome import outcome_of
 from kvelastic.instance.reading import ledgers, look_at, look_at_all

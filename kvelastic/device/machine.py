@@ -1,6 +1,6 @@
 """Memory of this machine: the host's and each GPU's, queried without a CUDA context.
 
-    found = list_devices()                      # never raises; problems are reported as text
+    found = list_devices(capacity_bytes)        # never raises; problems are reported as text
     for device in found.devices:
         print(device.name, device.free_bytes, device.problem)
     print(found.gpu_problem)                    # why no GPU could be queried; empty if none failed
@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from kvelastic import config
 from kvelastic.device import nvml
 from kvelastic.device.nvml import Nvml, Status
-from kvelastic.errors import ConfigError, NvmlError
+from kvelastic.errors import NvmlError
 from kvelastic.units import KIB_BYTES
 
 HOST: Final = "host"
@@ -100,13 +99,13 @@ def device_key(name: str) -> str:
     return name.lower()
 
 
-def list_devices(settings: config.Config | None = None) -> Devices:
-    """Query the machine's devices; `settings` defaults to those of the environment.
+def list_devices(host_capacity_bytes: int | None, host_problem: str = "") -> Devices:
+    """Query the machine's devices. The arguments are the host's `capacity_bytes` and `problem`.
 
     Never raises: the devices' `problem` and `gpu_problem` describe failures. Takes a few
     milliseconds, or longer if the driver has to wake a GPU.
     """
-    host = _host(settings)
+    host = _host(host_capacity_bytes, host_problem)
     library = nvml.find()
     if library is None:
         return Devices(
@@ -182,12 +181,7 @@ def process_name(pid: int, proc: Path = Path("/proc")) -> str | None:
 # -------------------------------------------------------------------------- queries of one device
 
 
-def _host(settings: config.Config | None) -> DeviceFacts:
-    capacity_bytes, problem = None, ""
-    try:
-        capacity_bytes = (config.load() if settings is None else settings).host_memory_bytes
-    except (ConfigError, OSError) as error:
-        problem = str(error)
+def _host(capacity_bytes: int | None, problem: str) -> DeviceFacts:
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:

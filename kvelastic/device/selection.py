@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvelastic import _vmm
-from kvelastic.config import Config
 from kvelastic.device import page_size
+from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
-from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.logs import say_once
+
+if TYPE_CHECKING:
+    from kvelastic.config import Config
 
 _log = logging.getLogger("kvelastic")
 
@@ -52,7 +54,7 @@ class Device:
 
 def host(settings: Config) -> Device:
     """Return the host device, with the capacity of `KVELASTIC_HOST_MEMORY`."""
-    if settings.gpu_utilization != Config.gpu_utilization:
+    if settings.gpu_utilization != type(settings).gpu_utilization:
         say_once(
             logging.WARNING,
             f"KVELASTIC_GPU_UTILIZATION={settings.gpu_utilization:g} is of GPUs and does nothing"

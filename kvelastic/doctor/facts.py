@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvelastic.device import tested_gpus
-from kvelastic.host_capacity import default_host_capacity_bytes
+from kvelastic.device.host_memory import default_host_capacity_bytes
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus

@@ -182,7 +182,7 @@ def gather_ledgers() -> tuple[LedgerInfo, ...]:
 
 def gather_memory(root: Path) -> MemoryFacts:
     """Return host memory and huge page settings; creates and frees one 2 MiB page."""
-    from kvelastic.host_capacity import machine_memory_bytes
+    from kvelastic.device.host_memory import machine_memory_bytes
 
     error, is_huge = "", True
     try:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from kvelastic.host_capacity import machine_memory_bytes
+from kvelastic.device.host_memory import machine_memory_bytes
 
 LOOPS = 8
 MEMORY_NEEDED_BYTES = 8 << 30

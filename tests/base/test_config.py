@@ -27,8 +27,8 @@ from kvelastic.config import (
     load,
     markdown_table,
 )
+from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import ConfigError
-from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.units import SIZE_FORMS
 
 LEGACY = {v.legacy: v for v in VARIABLES if v.legacy}

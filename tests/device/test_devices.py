@@ -16,7 +16,6 @@ from fake_nvml import (
     pynvml_module,
 )
 
-from kvelastic import config
 from kvelastic.device import machine, nvml
 from kvelastic.device.machine import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
 from kvelastic.device.nvml import Nvml, PynvmlNvml, Status, nvml_error
@@ -276,10 +275,10 @@ def test_process_count_race_is_retried_once(times):
 
 def test_missing_nvml_package_lists_only_the_host(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", pynvml_module(FakeNvml([FakeGpu()])))
-    assert len(machine.list_devices().devices) == 2
+    assert len(machine.list_devices(None).devices) == 2
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
     assert nvml.find() is None
-    found = machine.list_devices()
+    found = machine.list_devices(None)
     assert [device.kind for device in found.devices] == ["host"]
     assert "pip install 'kvelastic[cuda]'" in found.gpu_problem
 
@@ -317,20 +316,11 @@ def test_invalid_meminfo_is_reported(meminfo):
 def test_host_facts_of_this_machine(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    (host,) = machine.list_devices(config.Config(host_memory=5 << 30)).devices
+    (host,) = machine.list_devices(5 << 30).devices
     assert host.capacity_bytes == 5 << 30
     assert host.total_bytes == os.sysconf("SC_PHYS_PAGES") * page_bytes
     assert 0 < host.free_bytes < host.total_bytes
     assert host.problem == ""
-
-
-def test_invalid_host_memory_variable_is_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "banana")
-    (host,) = machine.list_devices().devices
-    assert "KVELASTIC_HOST_MEMORY" in host.problem
-    assert host.capacity_bytes is None
-    assert host.total_bytes
 
 
 def test_process_names_need_the_host_pid_namespace(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm
+from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
-from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.shared import ledger, segment
 
 CAPACITY = PAGES * HUGE

@@ -43,7 +43,7 @@ def main() -> int:
     """Print the resources as JSON; return the exit code."""
     try:
         settings = config.load()
-        found = machine.list_devices(settings)
+        found = machine.list_devices(settings.host_memory_bytes)
         capacity = capacity_bytes(found.devices, ledger.list_ledgers(), settings.ledger)
     except KvelasticError as error:
         print(f"Error: {error}", file=sys.stderr)
