@@ -1,16 +1,21 @@
-"""Parses `KVELASTIC_TIERS`: `host:4G,disk:/path:200G,folder:PATH,mooncake:HOST`.
+"""The tiers of `KVELASTIC_TIERS`: parses the list, and checks its folders.
 
-    parse_tiers("host:4G,disk:/var/kv:200G")
-    # (TierSpec("host", limit_bytes=4 << 30), TierSpec("disk", ("/var/kv",), 200 << 30))
+    parse_tiers("host:4G,disk:/var/kv:200G,folder:PATH,mooncake:HOST")
+    # (TierSpec("host", limit_bytes=4 << 30), TierSpec("disk", ("/var/kv",), 200 << 30), ...)
+    why_unusable("disk", "/var/kv")     # "Permission denied: /var/kv", or "" if it can be used
 
-The configuration imports this module, so it must not import stores.
+The configuration imports this module, so it must not import stores. Stores check a folder with the
+same functions when they open it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
@@ -24,6 +29,11 @@ TIERS_FORMS: Final = (
     " mooncake:HOST:PORT or mooncake:HOST:PORT+SIZE (SIZE of this machine's memory is given to it);"
     " each kind but disk once at most"
 )
+FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+NO_FOLDER: Final = frozenset((errno.ELOOP, errno.ENOTDIR, errno.EEXIST))
+"""Errors of opening or creating a path that is a link or not a folder."""
+_OTHERS: Final = 0o077
+_TEST_BYTES: Final = 4096
 _ADDRESS: Final = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}")
 
 
@@ -112,3 +122,71 @@ def _size(part: str, text: str) -> int:
     if size_bytes == 0:
         raise TierListError(f"{part!r} has a size of 0; leave the tier out instead")
     return size_bytes
+
+
+def no_folder(name: str) -> str:
+    """Return the refusal of a path with an error of `NO_FOLDER`."""
+    return f"{name} is a link or no folder; give a folder of its own"
+
+
+def fault_of_own(name: str, state: os.stat_result) -> str:
+    """Return why a folder is refused that must belong to this user alone; empty if it is not."""
+    problem = ""
+    if state.st_uid != os.geteuid():
+        problem = f"belongs to user {state.st_uid}; give a folder of user {os.geteuid()}"
+    elif stat.S_IMODE(state.st_mode) & _OTHERS:
+        problem = "is open to others; chmod 700 it, or give a folder of its own"
+    return f"{name} {problem}: what lies there is prompts" if problem else ""
+
+
+def fault_of_shared(name: str, state: os.stat_result) -> str:
+    """Return why a folder is refused that machines share; empty if it is not."""
+    if state.st_mode & stat.S_IWOTH:
+        return f"{name} may be written by all, who could feed this engine wrong KV; chmod o-w it"
+    return ""
+
+
+def reason_of(error: OSError) -> str:
+    """Return the text of an error for an operator, such as `Permission denied: /mnt/kv`."""
+    if not error.strerror:
+        return str(error)
+    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+
+
+def why_unusable(kind: str, folder: str) -> str:
+    """Return why a tier of this kind (disk or folder) cannot use the folder; empty if it can.
+
+    Writes one file without a name to an existing folder, and creates no folder. Blocks on the file
+    system.
+    """
+    try:
+        fd = os.open(folder, FOLDER_FLAGS)
+    except FileNotFoundError:
+        return _why_not_created(Path(folder))
+    except OSError as error:
+        return no_folder(folder) if error.errno in NO_FOLDER else reason_of(error)
+    try:
+        state = os.fstat(fd)
+    finally:
+        os.close(fd)
+    fault = fault_of_own(folder, state) if kind == "disk" else fault_of_shared(folder, state)
+    if fault:
+        return fault
+    from tempfile import TemporaryFile  # imported late: it takes longer than this module
+
+    try:
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TEST_BYTES))
+            file.flush()
+    except OSError as error:
+        return f"{error.strerror or error}: {folder}"
+    return ""
+
+
+def _why_not_created(folder: Path) -> str:
+    parent = next(each for each in folder.parents if os.path.lexists(each))
+    if not parent.is_dir():
+        return f"{folder} cannot be created: {parent} is no folder"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{folder} cannot be created: {parent} is not writable for user {os.geteuid()}"
+    return ""

@@ -16,8 +16,7 @@ from kvelastic import config
 from kvelastic.doctor.facts import ConfigFacts, LegacyName, TierFolderFact
 from kvelastic.engines import ENGINES
 from kvelastic.errors import ConfigError
-from kvelastic.tier_folders import why_unusable
-from kvelastic.tier_list import TierSpec
+from kvelastic.tier_list import TierSpec, why_unusable
 
 _PATIENCE_S: Final = 5.0
 

@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tier_folders import FOLDER_FLAGS, NO_FOLDER, fault_of_own, no_folder
+from kvelastic.tier_list import FOLDER_FLAGS, NO_FOLDER, fault_of_own, no_folder
 
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tier_folders import reason_of
+from kvelastic.tier_list import reason_of
 from kvelastic.tiers.base import Selection, StoreStatistics, Unerased, each_key
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.disk.erase import erase_left_behind

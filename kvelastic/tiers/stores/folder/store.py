@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tier_folders import (
+from kvelastic.tier_list import (
     FOLDER_FLAGS,
     NO_FOLDER,
     fault_of_shared,
