@@ -9,11 +9,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.shared import segment
 
@@ -111,6 +112,20 @@ def test_stopped_worker_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
     with load_on(server):
         server.process.wait(60)
     server.wait_until_gone()
+
+
+def test_core_killed_during_sleep_ends_the_server(start) -> None:
+    server = start(VLLM_SERVER_DEV_MODE="1")
+    core = server.processes()["core"]
+    core.suspend()  # so the call is under way when the core is killed
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(server.request, "/sleep", "POST")
+        wait_until(lambda: server.connections() > 0)
+        core.kill()
+        status, text = call.result(DEADLINE_S)
+    assert status == 500, text
+    server.wait_until_gone()
+    assert not segment_file().exists()
 
 
 def _wait_for_memory() -> None:

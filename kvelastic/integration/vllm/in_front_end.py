@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvelastic.integration.vllm import end_with_starter
@@ -13,6 +14,8 @@ from kvelastic.integration.vllm.end_with_starter import CLOSE_S
 _KILLED_WAIT_S = 5.0
 """How long to wait for a killed process to disappear."""
 _LOOK_S = 0.01
+_LOOK_AT_CORE_S = 0.2
+"""Interval at which a call checks that its engine core still runs."""
 
 
 def start_engine_cores(
@@ -48,6 +51,25 @@ def shutdown_engine_cores(
             process.join(_KILLED_WAIT_S)
         segment.reap()
         _leave_ledgers({process.pid for process in procs})
+
+
+async def call_engine_core(
+    original: Callable[..., Awaitable[Any]], client: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the engine core; raise `EngineDeadError` if it ends before it returns a result.
+
+    Stock vLLM waits for the result for ever, and a server that is shutting down waits for the call.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    call = asyncio.ensure_future(original(client, *args, **kwargs))
+    try:
+        while not (await asyncio.wait({call}, timeout=_LOOK_AT_CORE_S))[0]:
+            if client.resources.engine_dead:
+                raise EngineDeadError
+        return call.result()
+    finally:
+        call.cancel()
 
 
 def _lost_a_worker(engine_cores: set[int]) -> bool:

@@ -30,6 +30,7 @@ from kvelastic.integration.vllm.wrapped_names import (
     BLOCK_TABLE,
     BLOCK_TABLES,
     COORDINATOR,
+    CORE_CLIENT,
     CPU_WORKER,
     ENGINE_CONFIG,
     ENGINE_CORE,
@@ -54,6 +55,12 @@ HOOKS: Final = (
         f"{FRONT_END}:shutdown",
         in_front_end.shutdown_engine_cores,
         "remove the remains of a killed engine core",
+    ),
+    Hook(
+        CORE_CLIENT,
+        f"{CORE_CLIENT}:AsyncMPClient._call_utility_async",
+        in_front_end.call_engine_core,
+        "end calls to a killed engine core, so that the server ends too",
     ),
     # vLLM loads its plugins while EngineCore.__init__ already runs: too late to wrap it.
     Hook(
@@ -296,6 +303,7 @@ def arm(series: str, *, tiers: bool = False) -> None:
         {
             ARGUMENTS: functools.partial(probes.arguments, engine),
             FRONT_END: functools.partial(probes.front_end, engine),
+            CORE_CLIENT: functools.partial(probes.core_client, engine),
             ENGINE_CORE: functools.partial(probes.engine_core, engine, series, tiers),
             WORKER: functools.partial(probes.worker, engine),
             CPU_WORKER: functools.partial(probes.cpu_worker, engine),

@@ -17,6 +17,7 @@ from kvelastic.integration.vllm.wrapped_names import (
     CACHE_CONFIG,
     CONNECTOR_CONFIG,
     COORDINATOR,
+    CORE_CLIENT,
     CPU_WORKER,
     ENGINE_CONFIG,
     ENGINE_CORE,
@@ -51,6 +52,17 @@ def front_end(engine: str) -> None:
     managing = f"{FRONT_END}:CoreEngineProcManager.__init__"
     probe.takes(managing, ("local_engine_count", "start_index", "vllm_config"))
     probe.mentions(managing, ("shutdown", "EngineCoreProc", "run_engine_core", "start"))
+    probe.refuse_if_broken()
+
+
+def core_client(engine: str) -> None:
+    """Probe the process that calls the engine core."""
+    probe = Probe(engine, page=_PAGE)
+    calling = f"{CORE_CLIENT}:AsyncMPClient._call_utility_async"
+    probe.parameters(calling, ("self", "method", "args", "engine"))
+    probe.mentions(calling, ("utility_results", "create_future"))
+    probe.fields(f"{CORE_CLIENT}:BackgroundResources", ("engine_dead",))
+    probe.mentions(f"{CORE_CLIENT}:MPClient.ensure_alive", ("resources", "engine_dead"))
     probe.refuse_if_broken()
 
 

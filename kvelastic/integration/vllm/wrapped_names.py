@@ -10,6 +10,8 @@ from typing import Final
 
 FRONT_END: Final = "vllm.v1.engine.utils"
 """Imported by the process that starts the engine core: the API server or the user's program."""
+CORE_CLIENT: Final = "vllm.v1.engine.core_client"
+"""Imported by the process that calls the engine core."""
 ENGINE_CORE: Final = "vllm.v1.engine.core"
 """Imported by the scheduler's process."""
 WORKER: Final = "vllm.v1.worker.gpu_worker"
