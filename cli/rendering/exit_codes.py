@@ -38,5 +38,5 @@ def fall_short(message: str, wait_s: float | None, code: int) -> None:
     if wait_s is None:
         say(f"{message}.")
         return
-    waited = f" within {wait_s:g} s" if code == EXIT_TIMED_OUT else ""
+    waited = f" after {wait_s:g} s" if code == EXIT_TIMED_OUT else ""
     fail(f"{message}{waited}.", code)

@@ -215,7 +215,7 @@ def test_limit_not_reached_in_time_exits_3(name, answered):
     with Owner(name, "shrink"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
         assert waited.exit_code == 3
-        assert "95.00 MiB are still to be given back within 0.05 s" in waited.stderr
+        assert "95.00 MiB are still to be given back after 0.05 s" in waited.stderr
         assert kvctl("limit", name, "1M").exit_code == 0
         entry = row(name)
         assert (entry["state"], entry["over_bytes"]) == ("shrinking", 95 << 20)

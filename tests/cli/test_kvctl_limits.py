@@ -126,9 +126,9 @@ def test_ignored_guarantee_is_reported_as_not_applied(name):
         (
             "shrink",
             3,
-            "1 page, which is the least); 95.00 MiB are still to be given back within 0.05 s",
+            "1 page, which is the least); 95.00 MiB are still to be given back after 0.05 s",
         ),
-        ("mute", 3, "requested; no reply yet within 0.05 s"),
+        ("mute", 3, "requested; no reply yet after 0.05 s"),
     ],
 )
 def test_set_reports_refused_shrinking_and_missing_replies(name, mode, code, text, request):
@@ -251,7 +251,7 @@ def test_trim_keeps_cached_blocks_and_limits():
     ("mode", "code", "text"),
     [
         ("refuse", 1, "trim refused: it is only a test"),
-        ("mute", 3, "trim requested; no reply yet within 0.05 s"),
+        ("mute", 3, "trim requested; no reply yet after 0.05 s"),
     ],
 )
 def test_trim_refused_or_unacknowledged_fails(name, mode, code, text, request):

@@ -101,7 +101,7 @@ def test_sleep_waits_for_blocks_in_use(one):
     assert (late.exit_code, late.stdout) == (3, "")
     assert late.stderr == (
         f"Error: {one.name} hands out nothing; 4.00 MiB are held still, 3.50 MiB of that in blocks"
-        " that requests use, and go when those end; it was not asleep within 0.05 s.\n"
+        " that requests use, and go when those end; it was not asleep after 0.05 s.\n"
     )
     assert one.alloc(1) is None, "it hands out blocks on its way to sleep"
     assert (row(one.name)["state"], row(one.name)["asleep"]) == ("shrinking", True)
@@ -187,7 +187,7 @@ def test_sleep_and_wake_without_reply_exit_3(name, verb):
         waited = kvctl(verb, name, "--wait", "0.05")
         assert waited.exit_code == 3
         said = f"{name}: {verb} requested; no reply yet"
-        assert f"{said} within 0.05 s." in waited.stderr
+        assert f"{said} after 0.05 s." in waited.stderr
         assert done(verb, name) == f"{said}.\n"
 
 
