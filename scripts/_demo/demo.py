@@ -122,8 +122,12 @@ def questions(shown: Shown) -> list[str]:
     answers = []
     for question in QUESTIONS:
         answers.append(shown.ask(question))
-        print(f"  Q: {question}\n  A: {answers[-1]}", flush=True)
+        print(f"  Q: {question}\n  A: {_indented(answers[-1])}", flush=True)
     return answers
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n     ")
 
 
 def burst(shown: Shown) -> None:
@@ -191,7 +195,7 @@ def show(shown: Shown) -> None:
     burst(shown)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
     limited_burst(shown, answers)
-    title("5. The limit removed, a few requests, then idle")
+    title("5. The limit raised to the whole cache, a few requests, then idle")
     idle(shown)
 
 

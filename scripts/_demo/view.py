@@ -10,6 +10,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from itertools import repeat
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -205,10 +207,16 @@ class LiveView:
         self._live.update(picture, refresh=True)
 
 
+def plain_pauses() -> Iterator[float]:
+    """Return the seconds before each line of a wait in a pipe: few lines, however long it is."""
+    pause_s = 10.0
+    while True:
+        yield pause_s
+        pause_s *= 2
+
+
 class Waiting:
     """Shows the elapsed time while the `with` block runs."""
-
-    PLAIN_S = 10.0
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -227,7 +235,8 @@ class Waiting:
         terminal = sys.stdout.isatty()
         started_s = time.monotonic()
         print(f"  {self._what} ...", end="" if terminal else "\n", flush=True)
-        while not self._over.wait(1.0 if terminal else self.PLAIN_S):
+        pauses = repeat(1.0) if terminal else plain_pauses()
+        while not self._over.wait(next(pauses)):
             passed_s = time.monotonic() - started_s
             if terminal:
                 print(f"\r  {self._what} ... {passed_s:.0f} s", end="", flush=True)

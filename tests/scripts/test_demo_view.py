@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,10 @@ def test_unchanged_view_prints_no_line(view: Any) -> None:
     assert sieve.is_worth_a_line(cells)
     assert not sieve.is_worth_a_line(cells)
     assert not sieve.is_worth_a_line(cells, is_wanted=True)
+
+
+def test_ten_lines_of_waiting_last_an_hour(view: Any) -> None:
+    assert sum(itertools.islice(view.plain_pauses(), view.MOST_LINES)) > 3600
 
 
 def test_sizes_use_the_unit_of_the_input(view: Any) -> None:
