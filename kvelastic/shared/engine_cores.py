@@ -1,7 +1,7 @@
 """Engine cores without a server: scheduler processes of a server that was killed.
 
-An engine core of vLLM ends after its server (`integration/vllm/with_starter.py`). A core that is
-stopped, or that an earlier version started, does not end. It keeps its memory and its name.
+An engine core of vLLM ends after its server (`integration/vllm/end_with_starter.py`). A core that
+is stopped, or that an earlier version started, does not end. It keeps its memory and its name.
 """
 
 from __future__ import annotations
