@@ -20,7 +20,7 @@ from vllm_server import BLOCK_TOKENS, VllmServer
 
 from benchmarks.vllm.streams import stream_all
 from kvelastic.shared import ledger, segment, tier_status
-from kvelastic.shared.tier_status import TiersFigures
+from kvelastic.shared.tier_status import TiersStatus
 
 PROMPT_TOKENS = 1600
 ANSWER_TOKENS = 24
@@ -155,7 +155,7 @@ class Served:
         self.server.post("/sleep?level=1")
         self.server.post("/wake_up")
 
-    def board(self) -> TiersFigures:
+    def board(self) -> TiersStatus:
         """What the tiers say of themselves; half a second old."""
         board = tier_status.read(segment.inspect(self.name))
         if board is None:

@@ -25,7 +25,7 @@ from kvelastic.units import format_size
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from kvelastic.shared.link_status import LinkFigures, NodeFigures
+    from kvelastic.shared.link_status import LinkStatus, NodeStatus
 
 _GLANCE_S: Final = 2.0
 """Maximum wait for an answer if --wait is not given."""
@@ -117,7 +117,7 @@ def cut_command(
         say(f"node {node_id}: the link with node {peer_id} has ended.")
 
 
-def _nodes_of(node_id: int) -> list[NodeFigures]:
+def _nodes_of(node_id: int) -> list[NodeStatus]:
     from kvelastic.shared.link_status import nodes
 
     every = nodes()
@@ -128,7 +128,7 @@ def _nodes_of(node_id: int) -> list[NodeFigures]:
     return found
 
 
-def _node_of(node_id: int, pid: int | None) -> NodeFigures:
+def _node_of(node_id: int, pid: int | None) -> NodeStatus:
     found = [node for node in _nodes_of(node_id) if pid in {None, node.pid}]
     if not found:
         fail(f"no node {node_id} is of process {pid}.")
@@ -138,7 +138,7 @@ def _node_of(node_id: int, pid: int | None) -> NodeFigures:
     return found[0]
 
 
-def _link_of(node: NodeFigures, peer_id: int) -> LinkFigures:
+def _link_of(node: NodeStatus, peer_id: int) -> LinkStatus:
     standing = {link.peer_id: link for link in node.links if link.state == "linked"}
     if peer_id not in standing:
         known = ", ".join(map(str, standing)) or "none"
@@ -156,7 +156,7 @@ _STALE_S: Final = 5.0
 """Age from which a status is stale. A node publishes every 0.5 s unless stopped or overloaded."""
 
 
-def table(nodes: Sequence[NodeFigures]) -> str:
+def table(nodes: Sequence[NodeStatus]) -> str:
     """Return one line per link, ended links last, and the notes on each node."""
     if not nodes:
         return NOTHING
@@ -164,7 +164,7 @@ def table(nodes: Sequence[NodeFigures]) -> str:
     return "\n".join([*aligned(lines, _LEFT), "", *map(_sentence, nodes)])
 
 
-def _cells(node: NodeFigures, link: LinkFigures) -> tuple[str, ...]:
+def _cells(node: NodeStatus, link: LinkStatus) -> tuple[str, ...]:
     state = link.state if not link.reason else f"{link.state}: {printable(link.reason)}"
     return (
         str(node.node_id),
@@ -183,7 +183,7 @@ def _cells(node: NodeFigures, link: LinkFigures) -> tuple[str, ...]:
     )
 
 
-def _sentence(node: NodeFigures) -> str:
+def _sentence(node: NodeStatus) -> str:
     role = f", {printable(node.role)}" if node.role else ""
     where = ", ".join(map(printable, node.addresses)) or "nowhere"
     data = f", and takes data at port {node.data_port}" if node.data_port else ""

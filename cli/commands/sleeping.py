@@ -16,7 +16,7 @@ from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
 from kvelastic.cli.rendering.printing import say
 from kvelastic.cli.segment_lookup import readable, sweep
 
-_FIGURES_S: Final = 2.0
+_STATISTICS_S: Final = 2.0
 """Maximum wait for tier statistics newer than the sleep. They are published every 0.5 s."""
 _LOOK_S: Final = 0.05
 
@@ -109,7 +109,7 @@ def _still_written(info: SegmentInfo) -> str:
     from kvelastic.shared.tier_status import read
     from kvelastic.units import format_size
 
-    asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
+    asked_ns, until_s = time.time_ns(), time.monotonic() + _STATISTICS_S
     try:
         shown = read(info)
         while shown is not None and shown.published_realtime_ns < asked_ns:

@@ -22,7 +22,7 @@ from kvelastic.shared.tier_status import tiers_of
 
 if TYPE_CHECKING:
     from kvelastic.shared.segment import SegmentInfo
-    from kvelastic.shared.tier_status import TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus
 
 
 @click.command("stats", short_help="Show all statistics of one instance.")
@@ -85,7 +85,7 @@ class Look:
 
     info: SegmentInfo
     at_ns: int
-    shown: TiersFigures | None = None
+    shown: TiersStatus | None = None
 
 
 def look(name: str, reaped: list[str]) -> Look:

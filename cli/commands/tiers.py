@@ -28,7 +28,7 @@ from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.cli.segment_lookup import readable, sweep
 
 if TYPE_CHECKING:
-    from kvelastic.shared.tier_status import TierAnswer, TierRequest, TiersFigures
+    from kvelastic.shared.tier_status import TierAnswer, TierRequest, TiersStatus
 
 _GLANCE_S: Final = 2.0
 """Maximum wait for an answer if --wait is not given. Stores take part, and may be slow."""
@@ -167,7 +167,7 @@ def verify_command(name: str, wait_s: float | None, as_json: bool) -> None:
     _end(message, answer, name, _VERIFY_S if wait_s is None else wait_s, as_json)
 
 
-def _all_shown() -> dict[str, TiersFigures]:
+def _all_shown() -> dict[str, TiersStatus]:
     from kvelastic.shared.segment import list_segments
     from kvelastic.shared.tier_status import tiers_of
 
@@ -175,7 +175,7 @@ def _all_shown() -> dict[str, TiersFigures]:
     return dict(tiers_of(list_segments()))
 
 
-def _shown_of(name: str) -> TiersFigures:
+def _shown_of(name: str) -> TiersStatus:
     from kvelastic.shared.tier_status import read
 
     info = readable(name, sweep())

@@ -13,7 +13,7 @@ from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 from kvelastic.cli.rendering.columns import shares
 
 if TYPE_CHECKING:
-    from kvelastic.shared.tier_status import TierFigures
+    from kvelastic.shared.tier_status import TierStatus
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
@@ -48,7 +48,7 @@ def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
     )
 
 
-def tier_bar(tier: TierFigures, width: int, glyphs: Glyphs) -> Line:
+def tier_bar(tier: TierStatus, width: int, glyphs: Glyphs) -> Line:
     """Return the used part of the tier's limit; empty if the tier has no limit of its own."""
     if tier.limit_bytes is None:
         return []

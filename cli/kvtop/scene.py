@@ -19,7 +19,7 @@ from kvelastic.instance.status import InstanceStatus, status_of
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo
     from kvelastic.shared.segment import SegmentInfo
-    from kvelastic.shared.tier_status import TierFigures, TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus, TierStatus
 
 _DEFAULT_GROUP = "default"
 _TEXTS: Final = ("reason", "device", "engine", "model")
@@ -72,7 +72,7 @@ class Instance:
     """Pages mapped since its start; `pages_out` were unmapped."""
     pages_out: int | None = None
     blocks_evicted: int | None = None
-    tiers: tuple[TierFigures, ...] = ()
+    tiers: tuple[TierStatus, ...] = ()
     """Its tiers, nearest first; empty without readable tiers."""
     # Values that need earlier reads, set by the model:
     pages_in_per_s: float | None = None
@@ -141,7 +141,7 @@ def scene_of(
     ledgers: Iterable[LedgerInfo],
     at_s: float,
     names: Sequence[str] = (),
-    all_shown: Mapping[str, TiersFigures] | None = None,
+    all_shown: Mapping[str, TiersStatus] | None = None,
 ) -> Scene:
     """Return the scene of all segments, or with `names` of these instances and their devices.
 

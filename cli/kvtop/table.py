@@ -24,7 +24,7 @@ from kvelastic.cli.kvtop.text import (
 from kvelastic.units import format_size
 
 if TYPE_CHECKING:
-    from kvelastic.shared.tier_status import TierFigures
+    from kvelastic.shared.tier_status import TierStatus
 
 _LEAST_NAME_CELLS: Final = 8
 _USUAL_NAME_CELLS: Final = 20
@@ -236,7 +236,7 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
     return [cut(line, width) for line in (who, where, what, memory, *tiers)]
 
 
-def _tier(tier: TierFigures, glyphs: Glyphs) -> Line:
+def _tier(tier: TierStatus, glyphs: Glyphs) -> Line:
     """Return a tier's contents and performance, the most important first for a narrow screen."""
     line: Line = [Span("tier ", "dim"), Span(f"{tier.tier}  ", "strong")]
     if tier.state != "ok":

@@ -15,7 +15,7 @@ from kvelastic.units import format_size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvelastic.shared.tier_status import TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus
 
 NOTHING = "No instance has tiers. KVELASTIC_TIERS gives an engine some when it starts."
 BLOCK_WORDS: Final = {
@@ -38,12 +38,12 @@ _POLICY_CELLS: Final = len("write_through")
 _WORD_CELLS: Final = max(map(len, BLOCK_WORDS.values()))
 
 
-def plain_tables(all_shown: Mapping[str, TiersFigures]) -> str:
+def plain_tables(all_shown: Mapping[str, TiersStatus]) -> str:
     """Return plain columns: one line per tier, nearest first, then one per instance for blocks."""
     return "\n\n".join(map(plain, _tables(all_shown))) if all_shown else NOTHING
 
 
-def rich_tables(all_shown: Mapping[str, TiersFigures], width: int) -> RenderableType:
+def rich_tables(all_shown: Mapping[str, TiersStatus], width: int) -> RenderableType:
     """Return the tables for a terminal of `width` columns, with fewer columns if it is narrow."""
     from rich.console import Group
 
@@ -52,7 +52,7 @@ def rich_tables(all_shown: Mapping[str, TiersFigures], width: int) -> Renderable
     )
 
 
-def _tables(all_shown: Mapping[str, TiersFigures]) -> tuple[list[Column], list[Column]]:
+def _tables(all_shown: Mapping[str, TiersStatus]) -> tuple[list[Column], list[Column]]:
     from kvelastic.instance.row import printable
 
     names = [printable(name) for name, shown in all_shown.items() for _ in shown.tiers]
@@ -89,7 +89,7 @@ def _tables(all_shown: Mapping[str, TiersFigures]) -> tuple[list[Column], list[C
     return held, became
 
 
-def as_object(name: str, shown: TiersFigures) -> dict[str, Any]:
+def as_object(name: str, shown: TiersStatus) -> dict[str, Any]:
     """Return the object for --json: the statistics, with times as text."""
     seconds = shown.published_realtime_ns / 1e9
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvelastic.doctor.facts import Facts
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.shared.ledger_facts import LedgerInfo
-    from kvelastic.shared.tier_status import TierFigures, TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus, TierStatus
 
 _PATIENCE_S: Final = 1.0
 """Seconds after which a request counts as late. Instances normally respond in about 1 ms."""
@@ -347,7 +347,7 @@ def _part(status: InstanceStatus, size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({100 * size_bytes / status.mapped_bytes:.0f}%)"
 
 
-def explain_tiers(shown: TiersFigures | None) -> Iterable[Finding]:
+def explain_tiers(shown: TiersStatus | None) -> Iterable[Finding]:
     """Report what tiers hold, what happened to evicted blocks, and which tiers fail."""
     if shown is None or not shown.tiers:
         return
@@ -384,7 +384,7 @@ def _blocks(count: int) -> str:
     return f"{count} block{'' if count == 1 else 's'}"
 
 
-def _kept(tier: TierFigures) -> str:
+def _kept(tier: TierStatus) -> str:
     limit = "" if tier.limit_bytes is None else f" of {format_size(tier.limit_bytes)}"
     return f"{_blocks(tier.records)} on {tier.tier} ({format_size(tier.used_bytes)}{limit})"
 

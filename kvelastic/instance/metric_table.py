@@ -138,7 +138,7 @@ TIER: Final = _table(
     ("written_bytes_total", "Bytes written to it.", "bytes_written"),
     ("read_bytes_total", "Bytes read from it.", "bytes_read"),
 )
-"""Read from `TierFigures`."""
+"""Read from `TierStatus`."""
 TIERS: Final = _table(
     "tiers_blocks_",
     ("name",),
@@ -163,7 +163,7 @@ NODE: Final = _table(
     ("copies_lost_total", "Copies by peers of memory that changed during the copy."),
     ("strangers_refused_total", "Refused unauthenticated connections."),
 )
-"""Read from `NodeFigures`."""
+"""Read from `NodeStatus`."""
 LINK: Final = _table(
     "link_",
     (*NODE_LABELS, "peer"),
@@ -176,7 +176,7 @@ LINK: Final = _table(
     ("retries_total", "Copies repeated after a lost race."),
     ("failures_total", "Failed copies of the node."),
 )
-"""Read from `LinkFigures`."""
+"""Read from `LinkStatus`."""
 DEVICE: Final = _table(
     "device_",
     DEVICE_LABELS,

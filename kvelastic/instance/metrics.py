@@ -22,9 +22,9 @@ from kvelastic.instance.row import printable
 from kvelastic.instance.status import status_of
 from kvelastic.shared import link_status
 from kvelastic.shared.ledger_facts import LedgerInfo
-from kvelastic.shared.link_status import NodeFigures
+from kvelastic.shared.link_status import NodeStatus
 from kvelastic.shared.segment_listing import SegmentInfo
-from kvelastic.shared.tier_status import TiersFigures, tiers_of
+from kvelastic.shared.tier_status import TiersStatus, tiers_of
 
 
 class KvelasticCollector(Collector):
@@ -37,8 +37,8 @@ class KvelasticCollector(Collector):
         self,
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
-        find_tiers: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersFigures]] = tiers_of,
-        find_nodes: Callable[[], Sequence[NodeFigures]] = link_status.nodes,
+        find_tiers: Callable[[Sequence[SegmentInfo]], Mapping[str, TiersStatus]] = tiers_of,
+        find_nodes: Callable[[], Sequence[NodeStatus]] = link_status.nodes,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
@@ -55,8 +55,8 @@ class KvelasticCollector(Collector):
 def render(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    all_shown: Mapping[str, TiersFigures] | None = None,
-    nodes: Sequence[NodeFigures] | None = None,
+    all_shown: Mapping[str, TiersStatus] | None = None,
+    nodes: Sequence[NodeStatus] | None = None,
 ) -> str:
     """Return the metrics in Prometheus' text format.
 
@@ -72,8 +72,8 @@ def render(
 def families(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
-    all_shown: Mapping[str, TiersFigures],
-    nodes: Sequence[NodeFigures] = (),
+    all_shown: Mapping[str, TiersStatus],
+    nodes: Sequence[NodeStatus] = (),
 ) -> Iterable[Metric]:
     """Return the metrics as prometheus-client objects, in the order of `metric_table.METRICS`.
 
@@ -113,13 +113,13 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     drawn.add(metric_table.INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
 
 
-def _add_tiers(drawn: _Drawn, name: str, shown: TiersFigures) -> None:
+def _add_tiers(drawn: _Drawn, name: str, shown: TiersStatus) -> None:
     for tier in shown.tiers:
         drawn.add_all(metric_table.TIER, (name, tier.tier), tier)
     drawn.add_all(metric_table.TIERS, (name,), shown.blocks)
 
 
-def _add_node(drawn: _Drawn, node: NodeFigures) -> None:
+def _add_node(drawn: _Drawn, node: NodeStatus) -> None:
     labels = (str(node.node_id), str(node.pid), node.role)
     drawn.add_all(metric_table.NODE, labels, node)
     # A peer may have several ended links. Only the latest link of each peer is exported.

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
-    from kvelastic.shared.tier_status import TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus
 
 
 class DeviceUseRow(TypedDict):
@@ -28,7 +28,7 @@ class DeviceUseRow(TypedDict):
 
 
 TierRow = dict[str, Any]
-"""One tier: the fields of `TierFigures`, and its `state`."""
+"""One tier: the fields of `TierStatus`, and its `state`."""
 
 
 class Row(TypedDict):
@@ -130,7 +130,7 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
     ]
 
 
-def tier_rows(shown: TiersFigures | None) -> list[TierRow]:
+def tier_rows(shown: TiersStatus | None) -> list[TierRow]:
     """Return the rows of an instance's tiers, nearest first; empty for None."""
     tiers = () if shown is None else shown.tiers
     return [

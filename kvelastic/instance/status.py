@@ -29,7 +29,7 @@ from kvelastic.units import whole_pages
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo, Member
     from kvelastic.shared.segment_listing import SegmentInfo
-    from kvelastic.shared.tier_status import TiersFigures
+    from kvelastic.shared.tier_status import TiersStatus
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
 """The limit of an instance without one; it may use its whole device."""
@@ -39,7 +39,7 @@ ENDED: Final = frozenset({"dead", "unreadable"})
 
 
 _PARTS: Final = ("mapped_bytes", "in_use_bytes", "cached_bytes", "parked_bytes")
-_FIGURES: Final = (
+_USAGE: Final = (
     *_PARTS, "capacity_bytes", "page_bytes", "mappings_per_page", "blocks_total", "blocks_in_use",
     "blocks_cached", "blocks_available", "blocks_reserved", "pages_mapped", "pages_parked",
     "first_needs_bytes", "first_may_need_bytes",
@@ -174,7 +174,7 @@ class InstanceStatus:
     """Its ledger entries; empty without a readable ledger."""
     uses: tuple[DeviceUse, ...] = ()
     """Its memory on each device, the lowest rank's device first."""
-    shown_tiers: TiersFigures | None = None
+    shown_tiers: TiersStatus | None = None
     """Statistics of its tiers; None without tiers or without a readable status file."""
 
     @property
@@ -280,7 +280,7 @@ def status_of(
     ledgers: Iterable[LedgerInfo] = (),
     *,
     now_ns: int | None = None,
-    shown_tiers: TiersFigures | None = None,
+    shown_tiers: TiersStatus | None = None,
 ) -> InstanceStatus:
     """Return the status of a segment, with the statistics of its tiers, if any.
 
@@ -298,8 +298,8 @@ def status_of(
     taken = usage["blocks_in_use"] + usage["blocks_reserved"]
     set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])
-    figures = {name: usage.get(name, 0) for name in _FIGURES}
-    figures["in_use_bytes"] -= set_aside_bytes
+    statistics = {name: usage.get(name, 0) for name in _USAGE}
+    statistics["in_use_bytes"] -= set_aside_bytes
     shares = tuple(_shares(header["uuid"], ledgers))
     return InstanceStatus(
         name=info.name,
@@ -315,7 +315,7 @@ def status_of(
         is_limit_of_kvcached_client=_is_of_kvcached_client(info),
         requested_limit_bytes=request["limit_bytes"],
         set_aside_bytes=set_aside_bytes,
-        **figures,
+        **statistics,
         **{name: answer[name] for name in _ANSWERED},
         **{name: header[name] for name in _IDENTITY},
         requests_waiting=usage["requests_waiting"] if usage.get("reports_waiting") else None,
@@ -325,7 +325,7 @@ def status_of(
         created=_utc_text(header["created_realtime_ns"]),
         counters=info.counters,
         shares=shares,
-        uses=tuple(_uses(header["devices"], figures, shares)),
+        uses=tuple(_uses(header["devices"], statistics, shares)),
         shown_tiers=shown_tiers,
     )
 
@@ -367,13 +367,13 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
 
 
 def _uses(
-    devices: Iterable[tuple[str, int]], figures: Mapping[str, int], shares: Iterable[DeviceShare]
+    devices: Iterable[tuple[str, int]], statistics: Mapping[str, int], shares: Iterable[DeviceShare]
 ) -> Iterable[DeviceUse]:
     """Yield the use of each device. All copies of a page have one size, so divide by copies."""
     devices, shares = list(devices), list(shares)
     whole = max(1, sum(copies for _, copies in devices))
     for device, copies in devices:
-        here = {part: figures[part] * copies // whole for part in _PARTS}
+        here = {part: statistics[part] * copies // whole for part in _PARTS}
         share = next((one for one in shares if one.device == device), None)
         yield DeviceUse(device, copies, **here, share=share)
 

@@ -40,7 +40,7 @@ Way = Literal["memory", "unix stream", "tcp"]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
-class LinkFigures(Shown, frozen=True):
+class LinkStatus(Shown, frozen=True):
     """One link, as its node sees it. Counts start when the link is made."""
 
     number: Count
@@ -88,7 +88,7 @@ class LinkFigures(Shown, frozen=True):
         return self.pushed_bytes + self.peer_pulled_bytes
 
 
-class NodeFigures(Shown, frozen=True):
+class NodeStatus(Shown, frozen=True):
     """A node with its open links and the last links that have ended."""
 
     node_id: Id
@@ -116,7 +116,7 @@ class NodeFigures(Shown, frozen=True):
     """Copies by peers that failed because the memory changed during the copy."""
     strangers_refused: Count
     """Refused connections."""
-    links: Annotated[tuple[LinkFigures, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
+    links: Annotated[tuple[LinkStatus, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
 
     @property
     def standing_links(self) -> int:
@@ -142,7 +142,7 @@ class LinkAnswer(Shown, frozen=True):
 
 
 KIND: Final = StatusKind(
-    "link status file", b"KVLINKS\0", 2, 192 << 10, NodeFigures, LinkRequest, LinkAnswer
+    "link status file", b"KVLINKS\0", 2, 192 << 10, NodeStatus, LinkRequest, LinkAnswer
 )
 
 
@@ -151,7 +151,7 @@ def text_of(text: object, most: int = MOST_TEXT) -> str:
     return "".join(one if one.isprintable() else "?" for one in str(text)[:most])
 
 
-def nodes() -> list[NodeFigures]:
+def nodes() -> list[NodeStatus]:
     """Return the live nodes whose status files this user can read, sorted by id and pid.
 
     Leaves out unreadable files; `look` reports them. Raises `SegmentError` if this process is out
@@ -160,15 +160,15 @@ def nodes() -> list[NodeFigures]:
     return look()[0]
 
 
-def look() -> tuple[list[NodeFigures], list[str]]:
+def look() -> tuple[list[NodeStatus], list[str]]:
     """Return the list of `nodes`, and the problems of unreadable files: other version, damage."""
     looks = [found for _, found in _looks()]
-    found = [figures for figures in looks if isinstance(figures, NodeFigures)]
+    found = [figures for figures in looks if isinstance(figures, NodeStatus)]
     problems = [problem for problem in looks if isinstance(problem, str)]
     return sorted(found, key=lambda node: (node.node_id, node.pid)), sorted(problems)
 
 
-def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | None:
+def cut(node: NodeStatus, link: LinkStatus, wait_s: float) -> LinkAnswer | None:
     """Request that a node end one of its links immediately, on both sides.
 
     Transfers over the link fail. The users of both nodes see that the peer is gone; they may link
@@ -177,11 +177,11 @@ def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | Non
     or `SegmentError`.
     """
 
-    def identity(of: NodeFigures) -> tuple[int, int, int]:
+    def identity(of: NodeStatus) -> tuple[int, int, int]:
         return of.node_id, of.pid, of.started_realtime_ns
 
     for name, found in _looks():
-        if isinstance(found, NodeFigures) and identity(found) == identity(node):
+        if isinstance(found, NodeStatus) and identity(found) == identity(node):
             asked = status_file.post(
                 name,
                 KIND,
@@ -197,7 +197,7 @@ def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | Non
     raise SegmentNotFoundError(f"node {node.node_id} of process {node.pid} has gone")
 
 
-def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
+def _looks() -> Iterator[tuple[str, NodeStatus | str]]:
     """Yield the name of every file, and its content or its problem."""
     try:
         with os.scandir(SHM_DIR) as entries:
@@ -207,7 +207,7 @@ def _looks() -> Iterator[tuple[str, NodeFigures | str]]:
             raise SegmentError(f"cannot list {SHM_DIR}: {error.strerror}") from error
         return
     for name in names:
-        found: NodeFigures | str
+        found: NodeStatus | str
         try:
             with reading(name, KIND, KIND.subject, _owner_of(name)) as fd:
                 if fd is None or liveness(fd, MAKER_BYTE) is Liveness.DEAD:
@@ -230,7 +230,7 @@ def _owner_of(name: str) -> int:
         raise SegmentNotFoundError("the node has gone") from error
 
 
-def object_of(node: NodeFigures) -> dict[str, Any]:
+def object_of(node: NodeStatus) -> dict[str, Any]:
     """Return a node as JSON-compatible values: the schema of `kvctl links --json` and `/links`.
 
     Times are text (UTC), and the sums of bytes in and out are added. Ids have 64 bits; `name` and

@@ -41,7 +41,7 @@ REQUEST_KINDS: Final = ("limit", "trim", "clear", "erase", "verify")
 Label = Annotated[str, Meta(pattern=r"^[0-9A-Za-z]{1,16}\Z")]
 
 
-class TierFigures(Shown, frozen=True):
+class TierStatus(Shown, frozen=True):
     """One tier. Counts are of tier objects, since the tier was opened. None: unknown or absent."""
 
     tier: Label
@@ -121,7 +121,7 @@ class BlockCounts(Shown, frozen=True):
     """Evicted without a copy."""
 
 
-class TiersFigures(Shown, frozen=True):
+class TiersStatus(Shown, frozen=True):
     """The tiers of an instance."""
 
     published_realtime_ns: Count
@@ -130,7 +130,7 @@ class TiersFigures(Shown, frozen=True):
     policy: Annotated[str, Meta(pattern=r"^write_(back|through)\Z")]
     """write_back or write_through."""
     blocks: BlockCounts
-    tiers: Annotated[tuple[TierFigures, ...], Meta(max_length=MOST_TIERS)]
+    tiers: Annotated[tuple[TierStatus, ...], Meta(max_length=MOST_TIERS)]
 
 
 class TierRequest(Shown, frozen=True):
@@ -158,7 +158,7 @@ class TierAnswer(Shown, frozen=True):
 
 
 KIND: Final = StatusKind(
-    "tier status file", b"KVTIERS\0", 3, 8192, TiersFigures, TierRequest, TierAnswer
+    "tier status file", b"KVTIERS\0", 3, 8192, TiersStatus, TierRequest, TierAnswer
 )
 
 
@@ -201,7 +201,7 @@ def check_request(request: TierRequest) -> TierRequest:
     return request
 
 
-def read(info: SegmentInfo) -> TiersFigures | None:
+def read(info: SegmentInfo) -> TiersStatus | None:
     """Return the tiers that a live instance publishes; None if it has no tiers.
 
     Never blocks. Raises `SegmentFormatError` if the file is damaged, has another version or belongs
@@ -212,7 +212,7 @@ def read(info: SegmentInfo) -> TiersFigures | None:
         return None if fd is None else newest(fd, KIND, title)
 
 
-def tiers_of(infos: Sequence[SegmentInfo]) -> Mapping[str, TiersFigures]:
+def tiers_of(infos: Sequence[SegmentInfo]) -> Mapping[str, TiersStatus]:
     """Return the readable tiers of the live instances among `infos`, by segment name."""
     found = {}
     for info in infos:
@@ -247,7 +247,7 @@ def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAnswer]:
     except BadRequestError as error:
         raise InvalidArgumentError(f"{error}; nothing was asked") from None
 
-    def check(shown: TiersFigures) -> None:
+    def check(shown: TiersStatus) -> None:
         tiers = [one.tier for one in shown.tiers]
         if request.tier and request.tier not in tiers:
             raise InvalidArgumentError(

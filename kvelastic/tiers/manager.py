@@ -486,7 +486,7 @@ class Tiers:
         )
 
     def statistics_with(
-        self, capacities: Mapping[int, Capacity], figures: Mapping[int, StoreStatistics]
+        self, capacities: Mapping[int, Capacity], statistics: Mapping[int, StoreStatistics]
     ) -> TiersStatistics:
         """Return the statistics, with given results of the stores, by tier index.
 
@@ -501,7 +501,7 @@ class Tiers:
                     TierStatistics(
                         name=store.name,
                         capacity=capacities.get(tier),
-                        store=figures.get(tier),
+                        store=statistics.get(tier),
                         load_s=self._costs.load_s(tier),
                         is_stuck=tier in stuck,
                         waiting_bytes=self._behind.waiting(tier) * self._staging.record_bytes,

@@ -24,9 +24,9 @@ from kvelastic.shared.tier_status import (
     KIND,
     MOST_PROBLEM_BYTES,
     TierAnswer,
-    TierFigures,
     TierRequest,
-    TiersFigures,
+    TiersStatus,
+    TierStatus,
     cut_text,
 )
 from kvelastic.tier_list import MOST_TIERS
@@ -81,7 +81,7 @@ class Publisher:
     """
 
     def __init__(
-        self, tiers: Tiers, file: StatusFile[TiersFigures, TierRequest, TierAnswer]
+        self, tiers: Tiers, file: StatusFile[TiersStatus, TierRequest, TierAnswer]
     ) -> None:
         self._tiers = tiers
         self._file = file
@@ -196,16 +196,16 @@ class Publisher:
         with self._publishing:
             for store in self._stores:
                 store.ask(store_s)
-            self._file.publish(self._figures(self._tiers.statistics_with({}, {})))
+            self._file.publish(self._status(self._tiers.statistics_with({}, {})))
 
-    def _figures(self, all_of: TiersStatistics) -> TiersFigures:
-        return TiersFigures(
+    def _status(self, all_of: TiersStatistics) -> TiersStatus:
+        return TiersStatus(
             published_realtime_ns=time.time_ns(),
             answered_revision=self._file.answered_revision,
             policy=self._tiers.rules.policy.value,
             blocks=all_of.blocks,
             tiers=tuple(
-                asked.figures(label, one)
+                asked.status(label, one)
                 for asked, label, one in zip(self._stores, self._labels, all_of.tiers, strict=False)
             ),
         )
@@ -216,7 +216,7 @@ class _Asked:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._worker = Workers("kvelastic-figures")
+        self._worker = Workers("kvelastic-statistics")
         self._capacity = Capacity(0, None, 0)
         self._counts = StoreStatistics()
         self._budget: tuple[int, int] | None = None
@@ -244,11 +244,11 @@ class _Asked:
         except Exception:
             _log.debug("tier %s does not say what it holds", store.name, exc_info=True)
 
-    def figures(self, label: str, measured: TierStatistics) -> TierFigures:
+    def status(self, label: str, measured: TierStatistics) -> TierStatus:
         """Return the statistics in the form of the status file."""
         counts = self._counts
         budget_bytes, left_bytes = self._budget or (None, None)
-        return TierFigures(
+        return TierStatus(
             tier=label,
             kind=self._store.name,
             used_bytes=self._capacity.used_bytes,

@@ -35,7 +35,7 @@ from kvelastic.transfer.link import Link
 from kvelastic.transfer.peer_threads import PeerThreads, Queue
 from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
-from kvelastic.transfer.status import PUBLISH_S, LinkStatus
+from kvelastic.transfer.status import PUBLISH_S, StatusPublisher
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
     PROTOCOL,
@@ -143,7 +143,7 @@ class Node:
         except BaseException:
             self.streams.close()
             raise
-        self._status = LinkStatus(self)
+        self._status = StatusPublisher(self)
         self._endpoint.run_later(PUBLISH_S, self._refresh_status)
 
     # --- memory --------------------------------------------------------------------------------

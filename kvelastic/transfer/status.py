@@ -18,9 +18,9 @@ from kvelastic.shared.link_status import (
     MOST_ENDED,
     MOST_LINKS,
     LinkAnswer,
-    LinkFigures,
     LinkRequest,
-    NodeFigures,
+    LinkStatus,
+    NodeStatus,
     Way,
     text_of,
 )
@@ -35,7 +35,7 @@ _log = logging.getLogger("kvelastic.transfer")
 PUBLISH_S: Final = 0.5
 
 
-class LinkStatus:
+class StatusPublisher:
     """Status file of one node.
 
     Any thread may construct or close it. Only the node's thread may call the other methods.
@@ -46,7 +46,7 @@ class LinkStatus:
         self._node = node
         self._has_warned = False
         self._started_ns = time.time_ns()
-        self._file: StatusFile[NodeFigures, LinkRequest, LinkAnswer] | None = None
+        self._file: StatusFile[NodeStatus, LinkRequest, LinkAnswer] | None = None
         reap()
         try:
             self._file = StatusFile.create(link_status_name(node.start), KIND)
@@ -74,7 +74,7 @@ class LinkStatus:
     def publish(self) -> None:
         """Publish the current state. Raises `SegmentError`."""
         if self._file is not None:
-            self._file.publish(self._figures(self._file.answered_revision))
+            self._file.publish(self._status(self._file.answered_revision))
 
     def close(self) -> None:
         """Remove the file. Idempotent."""
@@ -86,18 +86,18 @@ class LinkStatus:
             self._has_warned = True
             _log.warning("kvctl links does not see node %d: %s", self._node.node_id, error)
 
-    def _figures(self, answered_revision: int) -> NodeFigures:
+    def _status(self, answered_revision: int) -> NodeStatus:
         node = self._node
         ranges, registered_bytes = node.ranges.sizes
         leases = node.leases.by_owner()
         links = [
-            _link_figures(link, leases.get(link.connection, 0), is_standing=True)
+            _link_status(link, leases.get(link.connection, 0), is_standing=True)
             for link in node.links[:MOST_LINKS]
         ]
         ended = [
-            _link_figures(link, 0, is_standing=False) for link in node.ended_links[-MOST_ENDED:]
+            _link_status(link, 0, is_standing=False) for link in node.ended_links[-MOST_ENDED:]
         ]
-        return NodeFigures(
+        return NodeStatus(
             node_id=node.node_id,
             pid=os.getpid(),
             role=text_of(node.role),
@@ -116,12 +116,12 @@ class LinkStatus:
         )
 
 
-def _link_figures(link: Link, leases: int, *, is_standing: bool) -> LinkFigures:
+def _link_status(link: Link, leases: int, *, is_standing: bool) -> LinkStatus:
     peer = link.connection.peer
     way: Way = "tcp"
     if peer.uid is not None:
         way = "memory" if link.reads_memory else "unix stream"
-    return LinkFigures(
+    return LinkStatus(
         number=link.number,
         peer_id=link.peer_id,
         peer=text_of(peer),

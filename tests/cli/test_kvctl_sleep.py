@@ -23,10 +23,10 @@ from kvelastic.instance.row import Row, shown_state
 from kvelastic.shared import segment
 from kvelastic.shared.segment_listing import tier_status_name
 from kvelastic.shared.status_file import StatusFile
-from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
+from kvelastic.shared.tier_status import KIND, BlockCounts, TiersStatus, TierStatus
 
 MIB = 1 << 20
-HOST = TierFigures(
+HOST = TierStatus(
     "host", "host", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, None, None, 0, False, True
 )
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -79,14 +79,14 @@ def test_sleep_reports_bytes_pending_for_lower_tiers(one):
     after = time.time_ns() + 10**15  # no figures from before the sleep
     board = StatusFile.create(tier_status_name(segment.inspect(one.name).header["uuid"]), KIND)
     try:
-        board.publish(TiersFigures(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
+        board.publish(TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep; 0 B are mapped. Still being written: 3.00 MiB to disk;"
             f" `kvctl tiers {one.name}` shows what is left.\n"
         )
         shown = done("tiers", one.name).splitlines()
         assert [line.split()[-2:] for line in shown[1:3]] == [["0", "B"], ["3.00", "MiB"]]
-        board.publish(TiersFigures(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
+        board.publish(TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep already; 0 B are mapped.\n"
         )

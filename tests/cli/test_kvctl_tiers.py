@@ -38,9 +38,9 @@ from kvelastic.shared.segment_listing import SHM_DIR
 from kvelastic.shared.tier_status import (
     BlockCounts,
     TierAnswer,
-    TierFigures,
     TierRequest,
-    TiersFigures,
+    TiersStatus,
+    TierStatus,
     ask,
     read,
 )
@@ -301,17 +301,17 @@ def test_metrics_have_every_tier(shared: Instance) -> None:
 def test_list_shows_tier_usage(shared: Instance) -> None:
     (row,) = json.loads(kvctl("list", shared.name, "--json").stdout)
     assert row["tiers"] == shown_tiers(shared.name)
-    assert set(row["tiers"][0]) == {"state", *TierFigures.__struct_fields__}
+    assert set(row["tiers"][0]) == {"state", *TierStatus.__struct_fields__}
     heading, line = kvctl("list", shared.name).stdout.splitlines()
     at = heading.index("TIERS")
     assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
 
 
-def status_of_a_stuck_disk() -> TiersFigures:
+def status_of_a_stuck_disk() -> TiersStatus:
     """Its counts are 0, 1, 2 and so on, in the order of their names."""
-    figures: Callable[..., TierFigures] = TierFigures
+    figures: Callable[..., TierStatus] = TierStatus
     stuck = figures("disk", "disk", *range(16), is_stuck=True, is_current=True)
-    return TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
+    return TiersStatus(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
 
 
 def test_tiers_column_needs_wide_terminal_and_tiers() -> None:

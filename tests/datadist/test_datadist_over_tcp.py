@@ -13,7 +13,7 @@ from ports import free_port
 from waiting import wait_until
 
 from kvelastic.shared import link_status, segment
-from kvelastic.shared.link_status import NodeFigures
+from kvelastic.shared.link_status import NodeStatus
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def pair(hosts: Path) -> Iterator[tuple[Cluster, Cluster]]:
         yield owner, reader
 
 
-def node_of(cluster_id: int) -> NodeFigures:
+def node_of(cluster_id: int) -> NodeStatus:
     (found,) = [one for one in link_status.nodes() if one.node_id == cluster_id]
     assert found.role == "MIX"
     return found

@@ -26,7 +26,7 @@ from kvelastic.doctor.facts import (
 )
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared.ledger_facts import LedgerInfo
-from kvelastic.shared.tier_status import BlockCounts, TierFigures, TiersFigures
+from kvelastic.shared.tier_status import BlockCounts, TiersStatus, TierStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -113,10 +113,10 @@ NONE: Any = 0
 
 def instance(status: InstanceStatus, **tier: Any) -> Facts:
     """With a disk tier."""
-    counts = dict.fromkeys([field.name for field in fields(TierFigures)][2:], NONE)
+    counts = dict.fromkeys([field.name for field in fields(TierStatus)][2:], NONE)
     blocks = BlockCounts(*[0] * len(fields(BlockCounts)))
-    disk = TierFigures("disk", "disk", **(counts | {"is_current": True, "problem": ""} | tier))
-    shown = TiersFigures(0, 0, "write_back", blocks, (disk,))
+    disk = TierStatus("disk", "disk", **(counts | {"is_current": True, "problem": ""} | tier))
+    shown = TiersStatus(0, 0, "write_back", blocks, (disk,))
     return replace(GOOD, instances=(replace(status, shown_tiers=shown),))
 
 

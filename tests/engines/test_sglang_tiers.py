@@ -28,7 +28,7 @@ from under_tiers import board_of, changing_limits, disk_tier
 from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic.shared import segment
-from kvelastic.shared.tier_status import TiersFigures
+from kvelastic.shared.tier_status import TiersStatus
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 
@@ -61,7 +61,7 @@ class TieredServer(SglangServer):
         """One after the other: what each finds is told apart."""
         return [self.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
-    def board(self) -> TiersFigures:
+    def board(self) -> TiersStatus:
         return board_of(NAME)
 
     def limit(self, limit_bytes: int) -> None:

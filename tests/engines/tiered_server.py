@@ -12,7 +12,7 @@ from under_tiers import board_of, disk_tier
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, VllmServer
 
 from kvelastic.shared import segment
-from kvelastic.shared.tier_status import TiersFigures
+from kvelastic.shared.tier_status import TiersStatus
 
 NAME = f"kvelastic_tiers_{os.getpid()}"
 """Of the instance; one of them runs at a time."""
@@ -57,7 +57,7 @@ class TieredServer(VllmServer):
         names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
         return Answer(choice["token_ids"], *(int(after[name] - before[name]) for name in names))
 
-    def board(self) -> TiersFigures:
+    def board(self) -> TiersStatus:
         return board_of(NAME)
 
     def evict(self) -> None:

@@ -22,9 +22,9 @@ from waiting import DEADLINE_S
 
 from kvelastic.instance import metric_table, metrics
 from kvelastic.shared.ledger_facts import LedgerInfo, Member
-from kvelastic.shared.link_status import LinkFigures, NodeFigures
+from kvelastic.shared.link_status import LinkStatus, NodeStatus
 from kvelastic.shared.segment import SegmentInfo
-from kvelastic.shared.tier_status import BlockCounts, TierFigures, TiersFigures
+from kvelastic.shared.tier_status import BlockCounts, TiersStatus, TierStatus
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -59,10 +59,10 @@ ANSWER = {
     "priority": -3,
     "reason": "",
 }
-tier_figures: Callable[..., TierFigures] = TierFigures
-node_figures: Callable[..., NodeFigures] = NodeFigures
+tier_figures: Callable[..., TierStatus] = TierStatus
+node_figures: Callable[..., NodeStatus] = NodeStatus
 TIER = tier_figures("disk", "disk", *range(1, 17), is_stuck=False, is_current=True)
-BOARD = TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
+BOARD = TiersStatus(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {one.field: at + 1 for at, one in enumerate(metric_table.COUNTERS)}
 
 
@@ -111,7 +111,7 @@ def member(name: str = "one", **changes: object) -> Member:
     return Member(**(values | changes))  # type: ignore[arg-type]
 
 
-LINK = LinkFigures(1, 8, "process 4712", "client", "memory", "linked", "", *range(1, 9))
+LINK = LinkStatus(1, 8, "process 4712", "client", "memory", "linked", "", *range(1, 9))
 NODE = node_figures(7, 4711, "PROMPT", (), 0, *range(1, 10), (LINK,))
 LEDGER = LedgerInfo("GPU-1", "readable", "", "default", 1000 * MIB, 200 * MIB, (member(),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvelastic.cli.kvtop.scene import Device, Instance, Scene
-from kvelastic.shared.tier_status import TierFigures
+from kvelastic.shared.tier_status import TierStatus
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -83,7 +83,7 @@ WIDE = Scene(
         instance("🚀" * 40, priority=-(1 << 62), pages_in_per_s=1e12, mapped_bytes=1 << 62),
     ),
 )
-HOST = TierFigures(
+HOST = TierStatus(
     tier="host",
     kind="host",
     used_bytes=3 * GIB,

@@ -23,7 +23,7 @@ from shown_instance import Shown
 from waiting import DEADLINE_S
 
 from kvelastic.shared import segment
-from kvelastic.shared.tier_status import TierFigures
+from kvelastic.shared.tier_status import TierStatus
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def three(tag: str) -> Iterator[list[Shown]]:
 @pytest.fixture
 def tiered(tag: str) -> Iterator[Shown]:
     """One with a tier that is full and a second one that hangs."""
-    disk = dict.fromkeys(TierFigures.__struct_fields__, 0) | {
+    disk = dict.fromkeys(TierStatus.__struct_fields__, 0) | {
         "tier": "disk",
         "kind": "disk",
         "used_bytes": 200 * GIB,

@@ -2,7 +2,7 @@
 
 As a program: `shown_instance.py NAME JSON`, with `engine`, `model`, `device`, `usage` (fields of
 the record), and optionally `limit_bytes`, the limit in force, and `tiers` (fields of
-`TierFigures`, each an object), for which it has a status file. Each line on stdin is JSON of the
+`TierStatus`, each an object), for which it has a status file. Each line on stdin is JSON of the
 same kind: `usage` is published, `counters` are added. It answers no request, prints a line for
 each thing done, and lives until its stdin closes. As a module, for tests:
 
@@ -58,12 +58,12 @@ def main() -> None:
     if "tiers" in facts:
         from kvelastic.shared.segment_listing import tier_status_name
         from kvelastic.shared.status_file import StatusFile
-        from kvelastic.shared.tier_status import KIND, BlockCounts, TierFigures, TiersFigures
+        from kvelastic.shared.tier_status import KIND, BlockCounts, TiersStatus, TierStatus
 
-        tiers = tuple(TierFigures(**tier) for tier in facts["tiers"])
+        tiers = tuple(TierStatus(**tier) for tier in facts["tiers"])
         name = tier_status_name(record.read_header()["uuid"])
         status = StatusFile.create(name, KIND)
-        status.publish(TiersFigures(1, 0, "write_back", BlockCounts(*range(11)), tiers))
+        status.publish(TiersStatus(1, 0, "write_back", BlockCounts(*range(11)), tiers))
     print("ready", flush=True)
     for line in sys.stdin:
         more = json.loads(line)

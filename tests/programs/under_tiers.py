@@ -14,7 +14,7 @@ from pathlib import Path
 from asking_threads import beside
 
 from kvelastic.shared import segment, tier_status
-from kvelastic.shared.tier_status import TiersFigures
+from kvelastic.shared.tier_status import TiersStatus
 
 
 def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:
@@ -27,7 +27,7 @@ def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:
     }
 
 
-def board_of(name: str) -> TiersFigures:
+def board_of(name: str) -> TiersStatus:
     """What an instance's tiers say of themselves, half a second old at most."""
     board = tier_status.read(segment.inspect(name))
     assert board is not None

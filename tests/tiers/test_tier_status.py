@@ -41,9 +41,9 @@ from kvelastic.shared.tier_status import (
     BadRequestError,
     BlockCounts,
     TierAnswer,
-    TierFigures,
     TierRequest,
-    TiersFigures,
+    TiersStatus,
+    TierStatus,
     ask,
     check_request,
     post,
@@ -56,12 +56,12 @@ from kvelastic.tiers.base import Capacity, Selection, Store
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
 
-TierStatusFile = StatusFile[TiersFigures, TierRequest, TierAnswer]
-TIER = TierFigures(
+TierStatusFile = StatusFile[TiersStatus, TierRequest, TierAnswer]
+TIER = TierStatus(
     "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, 16, False, True
 )
 HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
-FIGURES = TiersFigures(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
+FIGURES = TiersStatus(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
 
 
 def test_requests_and_statistics_survive_packing() -> None:
-    assert KIND.unpack(TiersFigures, KIND.pack(7, FIGURES)) == (7, FIGURES)
+    assert KIND.unpack(TiersStatus, KIND.pack(7, FIGURES)) == (7, FIGURES)
     for request in (
         TierRequest("limit", "disk2", 1 << 40),
         TierRequest("trim", "host", 0),
@@ -111,10 +111,10 @@ def test_requests_and_statistics_survive_packing() -> None:
 
 def test_largest_values_fit_the_status_file(info: SegmentInfo, board: TierStatusFile) -> None:
     most = (1 << 63) - 1
-    figures: Callable[..., TierFigures] = TierFigures
+    figures: Callable[..., TierStatus] = TierStatus
     tier = figures("x" * 16, "mooncake", *[most] * 16, True, False, "x" * MOST_PROBLEM_BYTES)
     blocks = BlockCounts(*[most] * 11)
-    full = TiersFigures(most, most, "write_through", blocks, (tier,) * MOST_TIERS)
+    full = TiersStatus(most, most, "write_through", blocks, (tier,) * MOST_TIERS)
     board.publish(full)
     assert read(info) == full
     board.publish(FIGURES)
@@ -134,7 +134,7 @@ def test_largest_values_fit_the_status_file(info: SegmentInfo, board: TierStatus
 def test_flipped_bit_or_noise_is_rejected(seed: int) -> None:
     dice = random.Random(seed)
     cells: tuple[tuple[bytes, type[Shown]], ...] = (
-        (KIND.pack(7, FIGURES), TiersFigures),
+        (KIND.pack(7, FIGURES), TiersStatus),
         (KIND.pack(3, TierRequest("clear")), TierRequest),
         (KIND.pack(9, TierAnswer(9, "done", (), "")), TierAnswer),
     )
@@ -476,12 +476,12 @@ WRITER = """
 import sys
 from kvelastic.shared.segment_listing import tier_status_name
 from kvelastic.shared.status_file import StatusFile
-from kvelastic.shared.tier_status import KIND, BlockCounts, TiersFigures
+from kvelastic.shared.tier_status import KIND, BlockCounts, TiersStatus
 file = StatusFile.create(tier_status_name(bytes.fromhex(sys.argv[1])), KIND)
 number = 0
 while True:
     number += 1
-    file.publish(TiersFigures(number, 0, "write_back", BlockCounts(*[number] * 11), ()))
+    file.publish(TiersStatus(number, 0, "write_back", BlockCounts(*[number] * 11), ()))
     if number == 1:
         print("ready", flush=True)
 """

@@ -14,18 +14,18 @@ from waiting import DEADLINE_S
 
 from kvelastic.cli.kvctl import main
 from kvelastic.shared import link_status
-from kvelastic.shared.link_status import KIND, LinkAnswer, LinkFigures, LinkRequest, NodeFigures
+from kvelastic.shared.link_status import KIND, LinkAnswer, LinkRequest, LinkStatus, NodeStatus
 from kvelastic.shared.segment_listing import link_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.transfer import Link, Node
 
 ONE, TWO = 7_100_000_001, 7_100_000_002  # other tests' nodes are in the same folder
-LINK = LinkFigures(
+LINK = LinkStatus(
     1, TWO, "process 1", "client", "memory", "linked", "", 0, 0, 0, 0, 0, 0, 0, 0
 )  # fmt: skip
-NODE = NodeFigures(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
+NODE = NodeStatus(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
 MOST = (1 << 63) - 1
-File = StatusFile[NodeFigures, LinkRequest, LinkAnswer]
+File = StatusFile[NodeStatus, LinkRequest, LinkAnswer]
 
 
 def counts(each: int) -> tuple[int, int, int, int, int, int, int, int, int]:
@@ -38,7 +38,7 @@ def kvctl(*arguments: str) -> Result:
 
 
 @contextmanager
-def board(node: NodeFigures = NODE, start: bytes | None = None) -> Iterator[File]:
+def board(node: NodeStatus = NODE, start: bytes | None = None) -> Iterator[File]:
     """A board of this process that says what it likes."""
     made = StatusFile.create(link_status_name(start or os.urandom(16)), KIND)
     try:
@@ -48,7 +48,7 @@ def board(node: NodeFigures = NODE, start: bytes | None = None) -> Iterator[File
         made.close()
 
 
-def shown() -> list[NodeFigures]:
+def shown() -> list[NodeStatus]:
     return [node for node in link_status.nodes() if node.node_id in {ONE, TWO}]
 
 
@@ -79,6 +79,6 @@ def pair(folder: Path) -> Iterator[tuple[Node, Node, Link]]:
         yield owner, reader, reader.link(address, timeout_s=DEADLINE_S)
 
 
-def figures(node: Node) -> NodeFigures:
+def figures(node: Node) -> NodeStatus:
     (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
     return found

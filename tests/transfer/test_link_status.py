@@ -30,9 +30,9 @@ from kvelastic.shared.link_status import (
     MOST_ENDED,
     MOST_LINKS,
     LinkAnswer,
-    LinkFigures,
     LinkRequest,
-    NodeFigures,
+    LinkStatus,
+    NodeStatus,
     text_of,
 )
 from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
@@ -69,7 +69,7 @@ def wait_for_publication(node: Node) -> None:
     assert written.wait(DEADLINE_S)
 
 
-def shown(node: Node) -> NodeFigures:
+def shown(node: Node) -> NodeStatus:
     """What stands on the node's board, written anew."""
     wait_for_publication(node)
     (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
@@ -280,18 +280,18 @@ def test_node_without_status_file_works(tmp_path: Path, monkeypatch: pytest.Monk
         assert ONE not in [one.node_id for one in link_status.nodes()]
 
 
-FULL = LinkFigures(
+FULL = LinkStatus(
     (1 << 63) - 1, (1 << 64) - 1, "p" * 64, "client", "unix stream", "linked", "r" * 64,
     *[(1 << 63) - 1] * 8,
 )  # fmt: skip
-NODE = NodeFigures(
+NODE = NodeStatus(
     (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *counts((1 << 63) - 1),
     (FULL,) * (MOST_LINKS + MOST_ENDED),
 )  # fmt: skip
 
 
 def test_largest_status_fits_the_file() -> None:
-    assert KIND.unpack(NodeFigures, KIND.pack(5, NODE)) == (5, NODE)
+    assert KIND.unpack(NodeStatus, KIND.pack(5, NODE)) == (5, NODE)
 
 
 def test_damaged_cells_are_rejected() -> None:
@@ -299,11 +299,11 @@ def test_damaged_cells_are_rejected() -> None:
     for at in (0, 8, 12, 5000, len(snapshot) - 1):
         assert (
             KIND.unpack(
-                NodeFigures, snapshot[:at] + bytes([snapshot[at] ^ 255]) + snapshot[at + 1 :]
+                NodeStatus, snapshot[:at] + bytes([snapshot[at] ^ 255]) + snapshot[at + 1 :]
             )
             is None
         )
-    assert KIND.unpack(NodeFigures, snapshot[:-1]) is None
+    assert KIND.unpack(NodeStatus, snapshot[:-1]) is None
     request = KIND.pack(3, LinkRequest("cut", 1, 2))
     assert KIND.unpack(LinkRequest, request) == (3, LinkRequest("cut", 1, 2))
     assert KIND.unpack(LinkAnswer, request) is None

@@ -23,7 +23,7 @@ from kvelastic.errors import SegmentNotFoundError
 from kvelastic.instance import metrics
 from kvelastic.messages import parse_address
 from kvelastic.shared import link_status
-from kvelastic.shared.link_status import KIND, LinkFigures, NodeFigures, object_of
+from kvelastic.shared.link_status import KIND, LinkStatus, NodeStatus, object_of
 from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.transfer import Node
 
@@ -31,20 +31,20 @@ from kvelastic.transfer import Node
 
 
 LIES = {
-    "far too much": NodeFigures(
+    "far too much": NodeStatus(
         ONE, MOST, "r" * 64, ("a" * 128,) * 8, 65535, *counts(MOST),
-        (LinkFigures(MOST, (1 << 64) - 1, "p" * 64, "client", "tcp", "linked", "r" * 64,
+        (LinkStatus(MOST, (1 << 64) - 1, "p" * 64, "client", "tcp", "linked", "r" * 64,
                      *[MOST] * 8),) * 500,
     ),
-    "control characters": NodeFigures(
+    "control characters": NodeStatus(
         ONE, 1, "\x1b[2J\nnode 1", ("tcp://\x1b]0;x\x07:1\r\n",), 0, *counts(0),
-        (LinkFigures(1, TWO, "\x1b[31m\nx\ufffe", "client", "tcp", "ended", "\u202e\ttuc",
+        (LinkStatus(1, TWO, "\x1b[31m\nx\ufffe", "client", "tcp", "ended", "\u202e\ttuc",
                      *[0] * 8),),
     ),
-    "one peer twice": NodeFigures(
+    "one peer twice": NodeStatus(
         ONE, 1, 'a"b\\c', (), 0, *counts(0), (LINK, LINK, msgspec.structs.replace(LINK, number=2))
     ),
-    "nothing": NodeFigures(ONE, 0, "", (), 0, *counts(0), ()),
+    "nothing": NodeStatus(ONE, 0, "", (), 0, *counts(0), ()),
 }  # fmt: skip
 
 

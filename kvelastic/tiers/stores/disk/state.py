@@ -66,7 +66,7 @@ class DiskState:
         """Slots of erased records that are still leased."""
         self._unerased = Unerased()
         """What the last erasure left in files of other engines."""
-        self._figures = StoreStatistics()
+        self._statistics = StoreStatistics()
         self._problems: dict[object, str] = {}
         """Current failures, keyed by reads, writes, growth or a folder's path.
 
@@ -112,15 +112,15 @@ class DiskState:
     def count(self, **more: int) -> None:
         """Add to the statistics."""
         with self.changed:
-            now = self._figures
-            self._figures = replace(
+            now = self._statistics
+            self._statistics = replace(
                 now, **{name: getattr(now, name) + count for name, count in more.items()}
             )
 
     def statistics(self) -> StoreStatistics:
         """Return all statistics."""
         with self.changed:
-            now = self._figures
+            now = self._statistics
             evicted, torn = now.evicted + self.room.evicted, now.torn + self.room.torn
             return replace(now, evicted=evicted, torn=torn)
 
@@ -346,7 +346,7 @@ class DiskState:
                     key = self.table.key(slot)
                     if entry is None or entry.key != key:
                         raise _broken(f"{file.name} does not say that slot {slot} has {key.hex()}")
-                elif slot - first in found and not self._figures.errors:
+                elif slot - first in found and not self._statistics.errors:
                     raise _broken(f"{file.name} says that slot {slot} has a record")
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class FolderStore(Store):
         self._wall_clock = wall_clock
         self._owner = owner_of(namespace or Namespace(model=""))
         self._lock = threading.RLock()
-        self._figures = StoreStatistics()
+        self._statistics = StoreStatistics()
         self._breaker = CircuitBreaker(clock)
         self._problem = ""
         self._closed = False
@@ -258,7 +258,7 @@ class FolderStore(Store):
     def statistics(self) -> StoreStatistics:
         """Return the counts since the store was opened."""
         with self._lock:
-            return self._figures
+            return self._statistics
 
     def problem(self) -> str:
         """Return why the file system refuses calls now, for an operator; empty if it works."""
@@ -426,17 +426,17 @@ class FolderStore(Store):
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            now = self._figures
-            self._figures = replace(
+            now = self._statistics
+            self._statistics = replace(
                 now, **{name: getattr(now, name) + count for name, count in more.items()}
             )
 
     def _at_once(self, call: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
         """Call for each item, several concurrently; return the results in order."""
-        errors = self._figures.errors
+        errors = self._statistics.errors
         answers = self._calls.map(call, each) if len(each) > 1 else [call(one) for one in each]
         with self._lock:
-            if self._figures.errors == errors:
+            if self._statistics.errors == errors:
                 self._problem = ""
                 self._breaker.worked()
         return answers
