@@ -273,7 +273,7 @@ def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> 
     seconds = wait_until_copied(NAME, least_s=0.0)
     print(f"  all blocks were on the disk {seconds:.1f} s after the answer", flush=True)
     shown = again("write_through")
-    diary.append(_from_tiers(shown.ask_long("diary: killed after it was copied", DIARY)))
+    diary.append(_from_tiers(shown.ask_long("diary: killed later, write_through", DIARY)))
     print(table([*log, *diary]))
     for asked in (log, diary):
         if len({one.answer for one in asked}) > 1:
