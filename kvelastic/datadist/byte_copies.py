@@ -17,7 +17,7 @@ from math import inf
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.datadist.pieces import Run
+from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 from kvelastic.errors import DeviceUnavailableError, MappingError
 

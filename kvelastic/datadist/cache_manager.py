@@ -26,7 +26,7 @@ from kvelastic.datadist.manager_calls import (
     manager_call,
     model_of,
 )
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
 

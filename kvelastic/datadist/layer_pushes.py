@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvelastic.datadist import checks, pieces, wire
+from kvelastic.datadist import cache_layout, checks, wire
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.layers import TransferConfig, TransferWithCacheKeyConfig
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import LLMParamError
 
 Config: TypeAlias = TransferConfig | TransferWithCacheKeyConfig
@@ -53,7 +53,7 @@ class LayerPushes:
             raise LLMParamError(
                 f"{name}: src_layer_range={layers} is beyond the {every.stop} layers of src_cache"
             )
-        pieces.row_index(f"{name}: src_batch_index", self._entry.desc, config.src_batch_index)
+        cache_layout.row_index(f"{name}: src_batch_index", self._entry.desc, config.src_batch_index)
         if isinstance(config, TransferConfig):
             if len(config.dst_addrs) != TENSORS_PER_LAYER * len(layers):
                 raise LLMParamError(
@@ -84,10 +84,10 @@ class LayerPushes:
             to_layer = config.dst_layer_range.start + layer - layers.start
 
             def copy(found: wire.Cache) -> None:
-                targets = pieces.layer_tensors(
+                targets = cache_layout.layer_tensors(
                     "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
                 )
-                pairs = pieces.pairs_merged(sources, self._targets(found, targets, sources))
+                pairs = cache_layout.pairs_merged(sources, self._targets(found, targets, sources))
                 peer.copy(self._entry, found, pairs, is_push=True)
                 if isinstance(config.cache_key, CacheKeyByIdAndIndex):
                     peer.moved(found, targets)
@@ -97,12 +97,12 @@ class LayerPushes:
     def _sources(self, tensors: range, row: int) -> list[Run]:
         desc = self._entry.desc
         if self._source_blocks is not None:
-            return pieces.block_runs(desc, tensors, self._source_blocks)
+            return cache_layout.block_runs(desc, tensors, self._source_blocks)
         if self._target_blocks is not None:
-            return pieces.row_as_blocks(
+            return cache_layout.row_as_blocks(
                 desc, tensors, row, len(self._target_blocks), self._target_block_bytes
             )
-        return pieces.row_runs(desc, tensors, row, 0, desc.row_bytes)
+        return cache_layout.row_runs(desc, tensors, row, 0, desc.row_bytes)
 
     def _target_offset(self, at: int) -> int:
         """Return the offset of the `at`-th run of a tensor, in bytes."""
@@ -114,15 +114,15 @@ class LayerPushes:
         if self._target_blocks is None:
             if found.is_blocks:
                 raise LLMParamError("the key leads to a blocks cache, and no blocks are named")
-            return pieces.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
+            return cache_layout.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
         if found.desc.row_bytes != self._target_block_bytes:
             raise LLMParamError(
                 f"dst_block_memory_size is {self._target_block_bytes}, and the peer's blocks have"
                 f" {found.desc.row_bytes} bytes"
             )
-        pieces.block_indices("dst_block_indices", found.desc, self._target_blocks)
-        blocks = pieces.block_runs(found.desc, tensors, self._target_blocks)
-        return pieces.as_long_as(sources, blocks)
+        cache_layout.block_indices("dst_block_indices", found.desc, self._target_blocks)
+        blocks = cache_layout.block_runs(found.desc, tensors, self._target_blocks)
+        return cache_layout.as_long_as(sources, blocks)
 
 
 def block_lists(
@@ -136,7 +136,7 @@ def block_lists(
     desc = cache.cache_desc
     of = None
     if source_blocks is not None:
-        of = pieces.block_indices("src_block_indices", desc, source_blocks)
+        of = cache_layout.block_indices("src_block_indices", desc, source_blocks)
     into = None
     if target_blocks is not None:
         into = checks.integers("dst_block_indices", target_blocks, most=checks.MAX_UINT32)

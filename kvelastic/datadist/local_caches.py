@@ -21,13 +21,13 @@ from contextlib import ExitStack, contextmanager
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.datadist.byte_copies import copy_runs
+from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
 from kvelastic.datadist.cache_table import CacheTable, Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
 from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.pieces import Run
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.device import selection
 from kvelastic.device.selection import Device

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, Generic, TypeVar, cast
 
-from kvelastic.datadist import checks, pieces, wire
+from kvelastic.datadist import cache_layout, checks, wire
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
@@ -35,7 +35,7 @@ from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import AnyKey
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import (
     LLMParamError,
     LLMStatusCode,
@@ -102,10 +102,10 @@ class LayerArguments:
         """Return the tensors of a local cache, and a function for those of the peer's cache."""
 
         def sources(desc: CacheDesc) -> range:
-            return pieces.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
+            return cache_layout.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
 
         def targets(desc: CacheDesc) -> range:
-            return pieces.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
+            return cache_layout.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
 
         return (sources(desc), targets) if is_push else (targets(desc), sources)
 
@@ -245,9 +245,9 @@ class ManagerCalls(Generic[Handle]):
         refuse_blocks("dst", dst)
         refuse_blocks("src", src)
         source, target = src.cache_desc, dst.cache_desc
-        from_row = pieces.row_index("src_batch_index", source, src_batch_index)
-        to_row = pieces.row_index("dst_batch_index", target, dst_batch_index)
-        pairs = pieces.copied_rows(source, target, from_row, to_row, offset, size)
+        from_row = cache_layout.row_index("src_batch_index", source, src_batch_index)
+        to_row = cache_layout.row_index("dst_batch_index", target, dst_batch_index)
+        pairs = cache_layout.copied_rows(source, target, from_row, to_row, offset, size)
         self._caches.copy(pairs, src, dst)
         if req_id is not None:
             _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
@@ -261,10 +261,10 @@ class ManagerCalls(Generic[Handle]):
         desc = cache.cache_desc
         if not copy_block_info:
             return
-        pieces.block_indices("the keys of copy_block_info", desc, list(copy_block_info))
+        cache_layout.block_indices("the keys of copy_block_info", desc, list(copy_block_info))
         for source, targets in copy_block_info.items():
-            pieces.block_indices(f"copy_block_info[{source}]", desc, targets)
-        pairs = pieces.copied_blocks(desc, copy_block_info)
+            cache_layout.block_indices(f"copy_block_info[{source}]", desc, targets)
+        pairs = cache_layout.copied_blocks(desc, copy_block_info)
         self._caches.copy(pairs, cache, cache)
 
     @manager_call()
@@ -290,9 +290,9 @@ class ManagerCalls(Generic[Handle]):
         refuse_rows("dst_cache", dst_cache)
         if not src_to_dst:
             return
-        pieces.block_indices("the keys of src_to_dst", source, list(src_to_dst))
-        pieces.block_indices("the values of src_to_dst", target, list(src_to_dst.values()))
-        pairs = pieces.swapped_blocks(source, target, src_to_dst)
+        cache_layout.block_indices("the keys of src_to_dst", source, list(src_to_dst))
+        cache_layout.block_indices("the values of src_to_dst", target, list(src_to_dst.values()))
+        pairs = cache_layout.swapped_blocks(source, target, src_to_dst)
         self._caches.copy(pairs, src_cache, dst_cache)
 
     # --- transfers -------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class ManagerCalls(Generic[Handle]):
         """Return the cache of an argument and the index of a row, both checked."""
         entry = self._caches.own(name, checks.instance(name, cache, self._handle))
         refuse_blocks(name, cache)
-        return entry, pieces.row_index(row_name, entry.desc, row)
+        return entry, cache_layout.row_index(row_name, entry.desc, row)
 
     def _blocks_of(self, name: str, cache: Handle) -> Entry:
         """Return the blocks cache of an argument."""
@@ -327,11 +327,11 @@ class ManagerCalls(Generic[Handle]):
             if size < 1:
                 raise LLMParamError(f"dst_cache_offset={our_offset} is beyond the row's end")
         tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
-        ours = pieces.row_runs(entry.desc, tensors, row, our_offset, size)
+        ours = cache_layout.row_runs(entry.desc, tensors, row, our_offset, size)
 
         def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
             refuse_blocks_found(found, "push_blocks" if is_push else "pull_blocks")
-            return ours, pieces.row_runs(found.desc, theirs, found.row, their_offset, size)
+            return ours, cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
 
         self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
 
@@ -347,7 +347,7 @@ class ManagerCalls(Generic[Handle]):
     ) -> None:
         """Copy between local blocks and the blocks of a key, or the row of another key."""
         our_name, their_name = ("src_blocks", "dst_blocks")[:: 1 if is_push else -1]
-        ours_at = pieces.block_indices(our_name, entry.desc, our_blocks)
+        ours_at = cache_layout.block_indices(our_name, entry.desc, our_blocks)
         theirs_at = checks.integers(
             their_name, their_blocks, most=checks.MAX_UINT32, empty=not is_push
         )
@@ -360,16 +360,16 @@ class ManagerCalls(Generic[Handle]):
         if not is_blocks and theirs_at:
             raise LLMParamError("src_blocks are of a BlocksCacheKey; leave them out")
         tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
-        ours = pieces.block_runs(entry.desc, tensors, ours_at)
+        ours = cache_layout.block_runs(entry.desc, tensors, ours_at)
 
         def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
             if is_blocks:
-                pieces.same_rows(found.desc, entry.desc)
-                pieces.block_indices(their_name, found.desc, theirs_at)
-                return ours, pieces.block_runs(found.desc, theirs, theirs_at)
+                cache_layout.same_rows(found.desc, entry.desc)
+                cache_layout.block_indices(their_name, found.desc, theirs_at)
+                return ours, cache_layout.block_runs(found.desc, theirs, theirs_at)
             refuse_blocks_found(found, "a BlocksCacheKey")
-            row = pieces.row_as_blocks(found.desc, theirs, found.row, len(ours_at), entry.row_bytes)
-            return pieces.as_long_as(row, ours), row
+            row = cache_layout.row_as_blocks(found.desc, theirs, found.row, len(ours_at), entry.row_bytes)
+            return cache_layout.as_long_as(row, ours), row
 
         self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
 
@@ -399,7 +399,7 @@ class ManagerCalls(Generic[Handle]):
                         f"{len(read)} tensors are read and {len(written)} written; name as many"
                         " layers of both"
                     )
-                pairs = pieces.pairs_merged(*runs(found, theirs))
+                pairs = cache_layout.pairs_merged(*runs(found, theirs))
                 peer.copy(entry, found, pairs, is_push=is_push)
                 if not isinstance(key, BlocksCacheKey):
                     peer.moved(found, theirs)

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, TypeAlias
 
 from kvelastic.datadist import wire
+from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -22,7 +23,6 @@ from kvelastic.datadist.descriptors import (
     CacheKeyByIdAndIndex,
 )
 from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.pieces import Run
 from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,

@@ -27,9 +27,9 @@ from kvelastic.datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvelastic.datadist.cache_layout import Run, pairs_merged, row_as_blocks
 from kvelastic.datadist.enums import item_bytes
 from kvelastic.datadist.link_places import LinkPlaces
-from kvelastic.datadist.pieces import Run, pairs_merged, row_as_blocks
 from kvelastic.datadist.rank_table import parse_group
 from kvelastic.datadist.status import (
     LLMParamError,

@@ -9,9 +9,9 @@ from benchmarks.gpu.findings import Findings
 from kvelastic import _vmm
 from kvelastic.config import load
 from kvelastic.datadist.byte_copies import copy_runs, copy_to_host
+from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_memory import CacheMemory
 from kvelastic.datadist.memory_config import MemPool
-from kvelastic.datadist.pieces import Run
 from kvelastic.device.selection import resolve
 
 TENSORS = 4
