@@ -23,11 +23,11 @@ from kvelastic.datadist.clusters import LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole, Placement
 from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import GroupLinks
-from kvelastic.datadist.link_places import LinkPlaces
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
 from kvelastic.datadist.rank_table import Group
+from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 from kvelastic.errors import (
     ChannelClosedError,
@@ -66,7 +66,7 @@ class Links:
         self._role = role
         self._caches = caches
         self._options = options
-        self._places = LinkPlaces.of(settings)
+        self._socket_addresses = SocketAddresses.of(settings)
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._in_progress: set[int] = set()
@@ -76,11 +76,11 @@ class Links:
         self._node = self._listen(options.listen)
 
     def _listen(self, addresses: tuple[tuple[str, int], ...]) -> Node:
-        places = self._places.listening(addresses)
+        sockets = self._socket_addresses.listening(addresses)
         if self._options.is_cache_manager:
-            own = self._places.cluster(self._cluster_id)
+            own = self._socket_addresses.cluster(self._cluster_id)
             try:
-                return self._open_node([*places, own])
+                return self._open_node([*sockets, own])
             except ChannelError as error:
                 if str(own) not in str(error):
                     raise
@@ -90,7 +90,7 @@ class Links:
                     self._cluster_id,
                     error,
                 )
-        return self._open_node(places)
+        return self._open_node(sockets)
 
     def _open_node(self, listen: list[Address]) -> Node:
         node = Node(
@@ -98,11 +98,11 @@ class Links:
             answer=self._answer,
             claim=self.exposed.claim,
             listen=listen,
-            secret=self._places.secret,
-            allowed=self._places.allowed,
+            secret=self._socket_addresses.secret,
+            allowed=self._socket_addresses.allowed,
             lease_s=max(self._options.sync_kv_timeout_s, LEAST_LEASE_S),
             most_links=MOST_LINKS,
-            data_ports=self._places.data_ports,
+            data_ports=self._socket_addresses.data_ports,
             role=self._role.name,
             on_link=self._linked,
             on_end=self._ended,
@@ -128,7 +128,9 @@ class Links:
             link = peer.link if peer is not None and peer.is_linked else None
             if link is None:
                 host, port = cluster.remote_ip_infos[0]
-                link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
+                link = self._connect(
+                    cluster_id, self._socket_addresses.towards(host, port), deadline_s
+                )
             try:
                 self._check_role(cluster_id, link, cluster.remote_role_type, deadline_s)
             except BaseException:
@@ -175,17 +177,17 @@ class Links:
                 f"{MOST_LINKS} clusters are linked; unlink some",
             )
 
-    def _connect(self, cluster_id: int, places: list[Address], deadline_s: float) -> Link:
+    def _connect(self, cluster_id: int, sockets: list[Address], deadline_s: float) -> Link:
         """Link with the cluster at the first of its addresses at which a process listens."""
-        for at, place in enumerate(places):
+        for at, address in enumerate(sockets):
             try:
-                link = self._node.link(place, _left_s(deadline_s))
+                link = self._node.link(address, _left_s(deadline_s))
             except ChannelClosedError:
-                if at + 1 < len(places):
+                if at + 1 < len(sockets):
                     continue
                 raise failure(
                     LLMStatusCode.LLM_LINK_FAILED,
-                    f"cluster {cluster_id}: {self._places.why_unreachable(places)}",
+                    f"cluster {cluster_id}: {self._socket_addresses.why_unreachable(sockets)}",
                 ) from None
             except LinkExistsError:
                 # The peer linked this cluster at the same time, and its link won.
@@ -201,7 +203,7 @@ class Links:
                 link.unlink(0, force=True)
                 raise failure(
                     LLMStatusCode.LLM_LINK_FAILED,
-                    f"{place} is cluster {link.peer_id}, not {cluster_id}",
+                    f"{address} is cluster {link.peer_id}, not {cluster_id}",
                 )
             return link
         raise LLMParamError(f"cluster {cluster_id} has no address")
@@ -271,7 +273,7 @@ class Links:
             peer = self._peers.get(cluster_id)
         if peer is None or not peer.is_linked:
             try:
-                self._connect(cluster_id, [self._places.cluster(cluster_id)], deadline_s)
+                self._connect(cluster_id, [self._socket_addresses.cluster(cluster_id)], deadline_s)
             except (LLMException, KvelasticError) as error:
                 _log.debug("cluster %d is not there yet: %s", cluster_id, error)
                 return False

@@ -29,8 +29,8 @@ from kvelastic.datadist import (
 )
 from kvelastic.datadist.cache_layout import Run, pairs_merged, row_as_blocks
 from kvelastic.datadist.enums import item_bytes
-from kvelastic.datadist.link_places import LinkPlaces
 from kvelastic.datadist.rank_table import parse_group
+from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import (
     LLMParamError,
     as_llm_exceptions,
@@ -258,9 +258,9 @@ def test_library_errors_become_llm_exceptions():
 
 def test_overlong_socket_path_is_refused(tmp_path: Path) -> None:
     room = MOST_PATH_BYTES - len(str(tmp_path)) - len("/" + "/" + "cluster_1")
-    places = LinkPlaces(tmp_path / ("x" * room), None, (), None)
-    assert len(places.cluster(1).path) == MOST_PATH_BYTES
-    for too_long in (lambda: places.cluster(12), lambda: places.towards("127.0.0.1", 65535)):
+    addresses = SocketAddresses(tmp_path / ("x" * room), None, (), None)
+    assert len(addresses.cluster(1).path) == MOST_PATH_BYTES
+    for too_long in (lambda: addresses.cluster(12), lambda: addresses.towards("127.0.0.1", 65535)):
         with pytest.raises(errors.ChannelError, match="XDG_RUNTIME_DIR"):
             too_long()
 

@@ -26,7 +26,7 @@ _MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True)
-class LinkPlaces:
+class SocketAddresses:
     """The folder of the sockets and the settings for TCP."""
 
     folder: Path
@@ -35,7 +35,7 @@ class LinkPlaces:
     data_ports: tuple[int, int] | None
 
     @classmethod
-    def of(cls, settings: Config) -> LinkPlaces:
+    def of(cls, settings: Config) -> SocketAddresses:
         """Create from the settings; creates the folder, which only this user can access.
 
         Clusters of different `KVELASTIC_LEDGER` groups cannot link. Raises `ChannelError`,
@@ -90,14 +90,14 @@ class LinkPlaces:
             found += [Address(host=host, port=port) for host, port in addresses]
         return found
 
-    def why_unreachable(self, places: list[Address]) -> str:
-        """Return an error text for the case that no cluster listens at any of `places`."""
+    def why_unreachable(self, addresses: list[Address]) -> str:
+        """Return an error text for the case that no cluster listens at any of `addresses`."""
         with contextlib.suppress(OSError):
             names = sorted(path.name for path in self.folder.iterdir())
             there = [name.replace("_", ":") for name in names if not name.startswith(_OF_CLUSTER)]
             named = ", ".join(there[:_MOST_NAMED])
             return (
-                f"no cluster listens at {' or '.join(map(str, places))} (in this folder:"
+                f"no cluster listens at {' or '.join(map(str, addresses))} (in this folder:"
                 f" {named or 'none'}). Compare the address with the peer's listen_ip_info. A peer"
                 " on this host must run as this user, with this XDG_RUNTIME_DIR and"
                 " KVELASTIC_LEDGER"
