@@ -18,8 +18,8 @@ from kvelastic.tiers.stores.disk.erase import erase_left_behind
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
 from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.disk.passing_lock import PassingLock
-from kvelastic.tiers.stores.disk.pieces import Answers
 from kvelastic.tiers.stores.disk.quota import Quotas
+from kvelastic.tiers.stores.disk.record_transfers import Answers
 from kvelastic.tiers.stores.disk.room import Room
 from kvelastic.tiers.stores.disk.slots import SlotTable
 from kvelastic.tiers.stores.disk.write_budget import WriteBudget

@@ -44,7 +44,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.disk.file import map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
-from kvelastic.tiers.stores.disk.pieces import Piece, RecordFiles, carry, keys_at
+from kvelastic.tiers.stores.disk.record_transfers import RecordFiles, RecordTransfer, carry, keys_at
 from kvelastic.tiers.stores.disk.state import DiskState
 from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
 from kvelastic.units import format_size
@@ -169,29 +169,29 @@ class DiskStore(Store):
         """Store records and return for each key whether it is present. Blocks until written."""
         count = self._count_of(keys, records)
         self._count_of(chain_after or b"")
-        pieces, owner = self._begin_put(keys, count, chain_after)
-        if pieces:
-            stored: list[tuple[Piece, Entry]] = []
+        transfers, owner = self._begin_put(keys, count, chain_after)
+        if transfers:
+            stored: list[tuple[RecordTransfer, Entry]] = []
             try:
-                stored = self._write(pieces, records, owner)
+                stored = self._write(transfers, records, owner)
             finally:
-                self._end_put(pieces, stored)
+                self._end_put(transfers, stored)
         return self.has(keys)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
         """Read records and return for each key whether its view is complete. Blocks until read."""
         count = self._count_of(keys, into)
-        pieces, tickets = self._begin_get(keys, count)
+        transfers, tickets = self._begin_get(keys, count)
         answers = [False] * count
-        torn: list[Piece] = []
+        torn: list[RecordTransfer] = []
         try:
-            if pieces:
-                results = carry(self._io.read, pieces, into)
-                for piece, (moved, checksum) in zip(pieces, results, strict=True):
-                    whole = moved == self.record_bytes and checksum == piece.checksum
-                    answers[piece.at] = whole
+            if transfers:
+                results = carry(self._io.read, transfers, into)
+                for transfer, (moved, checksum) in zip(transfers, results, strict=True):
+                    whole = moved == self.record_bytes and checksum == transfer.checksum
+                    answers[transfer.at] = whole
                     if moved >= 0 and not whole:
-                        torn.append(piece)
+                        torn.append(transfer)
                 self._state.judge(self._state.reads, results)
         finally:
             self._end_get(tickets, torn)
@@ -305,13 +305,13 @@ class DiskStore(Store):
 
     def _begin_put(
         self, keys: bytes, count: int, chain_after: bytes | None
-    ) -> tuple[list[Piece], Owner]:
+    ) -> tuple[list[RecordTransfer], Owner]:
         """Claim slots for new records as far as space, budget and disk allow.
 
         Return their owner too.
         """
         state = self._state
-        nothing: list[Piece] = []
+        nothing: list[RecordTransfer] = []
         with state.changed:
             state.wait_for_erasing()
             there = state.index.has(keys)
@@ -328,16 +328,16 @@ class DiskStore(Store):
             self._make_room(granted)
             slots, displaced = state.index.claim(keys, chain_after)
             state.count(refused=slots.count(-2), evicted=len(displaced))
-            pieces: list[Piece] = []
+            transfers: list[RecordTransfer] = []
             with state.medium(state.writes):
-                pieces = self._place(keys, chain_after, slots, displaced)
-            if not pieces:
+                transfers = self._place(keys, chain_after, slots, displaced)
+            if not transfers:
                 claimed = [keys_at(keys, at) for at, slot in enumerate(slots) if slot >= 0]
                 state.index.abandon(b"".join(claimed))
                 state.count(refused=len(claimed))
-            state.budget.give_back(granted - len(pieces), aligned(self.record_bytes))
-            state.writing += 1 if pieces else 0
-            return pieces, self._owner
+            state.budget.give_back(granted - len(transfers), aligned(self.record_bytes))
+            state.writing += 1 if transfers else 0
+            return transfers, self._owner
 
     def _make_room(self, new: int) -> None:
         """Allocate space for new records, as far as the limit and the model's quota allow."""
@@ -353,68 +353,72 @@ class DiskStore(Store):
         chain_after: bytes | None,
         slots: Sequence[int],
         displaced: Iterable[tuple[bytes, int]],
-    ) -> list[Piece]:
+    ) -> list[RecordTransfer]:
         """Return where each record goes.
 
         Clears the displaced entries, in memory and in the files.
         """
         for _, slot in displaced:
             self._state.table.clear(slot)
-        pieces = []
+        transfers = []
         for at, slot in enumerate(slots):
             if slot >= 0:
                 file, own = self._state.table.place(slot)
                 parent = NO_KEY
                 if chain_after is not None:
                     parent = keys_at(keys, at - 1) if at else chain_after
-                pieces.append(Piece(at, keys_at(keys, at), slot, file, own, parent=parent))
+                transfers.append(
+                    RecordTransfer(at, keys_at(keys, at), slot, file, own, parent=parent)
+                )
         for _, slot in displaced:
             file, own = self._state.table.place(slot)
             file.clear_entry(own)
-        return pieces
+        return transfers
 
     def _write(
-        self, pieces: list[Piece], records: Sequence[memoryview], owner: Owner
-    ) -> list[tuple[Piece, Entry]]:
+        self, transfers: list[RecordTransfer], records: Sequence[memoryview], owner: Owner
+    ) -> list[tuple[RecordTransfer, Entry]]:
         """Write records, then their table entries; return the completely written ones."""
-        results = carry(self._io.write, pieces, records)
+        results = carry(self._io.write, transfers, records)
         stored_ns = max(0, int(self._wall_clock() * 1e9))
-        stored: list[tuple[Piece, Entry]] = []
-        for piece, (moved, checksum) in zip(pieces, results, strict=True):
+        stored: list[tuple[RecordTransfer, Entry]] = []
+        for transfer, (moved, checksum) in zip(transfers, results, strict=True):
             if moved != self.record_bytes:
                 continue
-            entry = piece.entry(owner, self.record_bytes, stored_ns, checksum)
+            entry = transfer.entry(owner, self.record_bytes, stored_ns, checksum)
             try:
-                piece.file.write_entry(piece.own_slot, entry)
+                transfer.file.write_entry(transfer.own_slot, entry)
             except OSError as error:
                 self._state.failed(self._state.writes, error)
                 break
-            stored.append((piece, entry))
+            stored.append((transfer, entry))
         self._state.judge(self._state.writes, results)
         return stored
 
-    def _end_put(self, pieces: list[Piece], stored: list[tuple[Piece, Entry]]) -> None:
+    def _end_put(
+        self, transfers: list[RecordTransfer], stored: list[tuple[RecordTransfer, Entry]]
+    ) -> None:
         with self._state.changed:
-            whole = {piece.at for piece, _ in stored}
-            lost = [piece for piece in pieces if piece.at not in whole]
-            for piece, entry in reversed(stored):  # ends of chains first: see Quotas
-                self._state.table.set(piece.slot, entry)
-            self._state.index.commit(b"".join(piece.key for piece, _ in stored))
-            self._state.index.abandon(b"".join(piece.key for piece in lost))
+            whole = {transfer.at for transfer, _ in stored}
+            lost = [transfer for transfer in transfers if transfer.at not in whole]
+            for transfer, entry in reversed(stored):  # ends of chains first: see Quotas
+                self._state.table.set(transfer.slot, entry)
+            self._state.index.commit(b"".join(transfer.key for transfer, _ in stored))
+            self._state.index.abandon(b"".join(transfer.key for transfer in lost))
             self._state.count(
                 puts=len(stored),
                 refused=len(lost),
                 bytes_written=len(stored) * aligned(self.record_bytes),
             )
-            self._state.table.set_residue((piece.slot for piece in lost), is_there=True)
+            self._state.table.set_residue((transfer.slot for transfer in lost), is_there=True)
             self._state.writing -= 1
             self._state.changed.notify_all()
 
     # --- getting ----------------------------------------------------------------------------------
 
-    def _begin_get(self, keys: bytes, count: int) -> tuple[list[Piece], list[int]]:
+    def _begin_get(self, keys: bytes, count: int) -> tuple[list[RecordTransfer], list[int]]:
         """Lease the keys that are present; return their locations and the lease tickets."""
-        pieces: list[Piece] = []
+        transfers: list[RecordTransfer] = []
         tickets: list[int] = []
         with self._state.changed:
             there = self.has(keys)
@@ -429,15 +433,17 @@ class DiskStore(Store):
                     for i, slot in enumerate(slots, at):
                         key = keys_at(keys, i)
                         file, own = self._state.table.place(slot)
-                        pieces.append(
-                            Piece(i, key, slot, file, own, self._state.table.checksum(slot))
+                        transfers.append(
+                            RecordTransfer(
+                                i, key, slot, file, own, self._state.table.checksum(slot)
+                            )
                         )
                         self._state.table.use(slot)
                 at = end + 1
             self._state.reading += 1
-        return pieces, tickets
+        return transfers, tickets
 
-    def _end_get(self, tickets: list[int], torn: list[Piece]) -> None:
+    def _end_get(self, tickets: list[int], torn: list[RecordTransfer]) -> None:
         for ticket in tickets:
             self._state.release(ticket)
         with self._state.changed:

@@ -33,8 +33,8 @@ class RecordFiles(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One record in transfer."""
+class RecordTransfer:
+    """The transfer of one record."""
 
     at: int
     """Position among the keys of the call."""
@@ -69,32 +69,32 @@ class Piece:
         )
 
 
-def carry(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Answers:
-    """Read or write the pieces; `views` is indexed by `Piece.at`. Blocks.
+def carry(way: Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryview]) -> Answers:
+    """Read or write the records; `views` is indexed by `RecordTransfer.at`. Blocks.
 
     If a file system accepted O_DIRECT but refuses the I/O, the transfer is repeated through the
     page cache, and the file uses the page cache from then on.
     """
-    answers = _call(way, pieces, views)
+    answers = _call(way, transfers, views)
     refused = [
         i
         for i, (moved, _) in enumerate(answers)
-        if moved == -errno.EINVAL and pieces[i].file.is_direct
+        if moved == -errno.EINVAL and transfers[i].file.is_direct
     ]
     for i in refused:
-        pieces[i].file.use_page_cache()
+        transfers[i].file.use_page_cache()
     if refused:
-        again = _call(way, [pieces[i] for i in refused], views)
+        again = _call(way, [transfers[i] for i in refused], views)
         for i, answer in zip(refused, again, strict=True):
             answers[i] = answer
     return answers
 
 
-def _call(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Answers:
+def _call(way: Way, transfers: Sequence[RecordTransfer], views: Sequence[memoryview]) -> Answers:
     return way(
-        [piece.place for piece in pieces],
-        [views[piece.at] for piece in pieces],
-        b"".join(piece.key for piece in pieces),
+        [transfer.place for transfer in transfers],
+        [views[transfer.at] for transfer in transfers],
+        b"".join(transfer.key for transfer in transfers),
     )
 
 
