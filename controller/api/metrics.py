@@ -152,7 +152,7 @@ class _Collector:
         sleeps = CounterMetricFamily("kvelastic_sleeps", "Times put to sleep.", labels=["model"])
         for model in self._app_state.fleet:
             for each in State:
-                state.add_metric([model.name, each.value], float(model.state is each))
+                state.add_metric([model.name, each.value], float(model.reported_state is each))
             in_flight.add_metric([model.name], model.gate.in_flight)
             queued.add_metric([model.name], model.gate.queued)
             wakes.add_metric([model.name], model.wakes)

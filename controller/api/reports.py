@@ -40,7 +40,7 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         "endpoints": [replica.address for replica in model.replicas],
         "engine": settings.engine,
         "aliases": list(settings.aliases),
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
         "in_flight": model.gate.in_flight,
         "queued": model.gate.queued,
         "instance": settings.instance,
@@ -64,7 +64,7 @@ def openai_model(model: ServedModel, created_s: float, name: str | None = None) 
         "created": int(created_s),
         "owned_by": "kvelastic",
         "aliases": list(model.settings.aliases),
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
     }
 
 
@@ -75,7 +75,7 @@ def idle_detail(model: ServedModel) -> dict[str, Any]:
         "last_activity_time": model.last_request_at,
         "in_flight": model.gate.in_flight,
         "queued": model.gate.queued,
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
     }
 
 
@@ -91,7 +91,7 @@ def sleep_detail(model: ServedModel) -> dict[str, Any]:
         "sleep_start_time": since,
         "sleep_duration": 0.0 if since is None else round(max(0.0, time.time() - since), 3),
         "manual_sleep": model.gate.by_hand,
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
         "queued": model.gate.queued,
     }
 

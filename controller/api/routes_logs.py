@@ -40,7 +40,7 @@ async def engine_logs(app_state: AppState, request: Request) -> Any:
     lines = _lines_of(request)
     return {
         "model": model.name,
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
         "pid": process.pid,
         "starts": process.starts,
         "file": str(process.log_path),

@@ -11,7 +11,6 @@ from starlette.routing import Route
 from kvelastic import __version__
 from kvelastic.controller.api import reports
 from kvelastic.controller.api.routes import Who, route, seconds_of
-from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ async def model_health(app_state: AppState, request: Request) -> Any:
     return {
         "model": model.name,
         "health": await _health_of(app_state, model),
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
     }
 
 
@@ -153,7 +152,7 @@ async def model_traffic_stats(app_state: AppState, request: Request) -> Any:
     return {
         "model_stats": {
             "model_name": model.name,
-            "state": State(model.gate.state).value,
+            "state": model.reported_state.value,
             **facts,
         },
         "window_seconds": window_s,

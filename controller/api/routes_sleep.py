@@ -82,13 +82,20 @@ async def put_to_sleep(app_state: AppState, request: Request) -> Any:
     await model.settled()
     if model.sleeps > slept or model.state is State.ASLEEP:
         return _told(model, 200, True, "The model is asleep.")
+    return _told(model, *_failed_sleep(model))
+
+
+def _failed_sleep(model: ServedModel) -> tuple[int, bool, str]:
     # Do not return the whole problem, because it contains the engine's address.
     problem = model.last_problem or ""
     if PORT_CLOSED in problem:
-        return _told(model, 503, False, f"The engine could not be put to sleep: {PORT_CLOSED}.")
-    why = NEEDS_DEV_MODE if NEEDS_DEV_MODE in problem else "GET /models says why (last_problem)"
-    message = f"The engine could not be put to sleep; it serves as before. {why}."
-    return _told(model, 502, False, message)
+        return 503, False, f"The engine could not be put to sleep: {PORT_CLOSED}."
+    message = "The engine could not be put to sleep"
+    why = "GET /models says why (last_problem)"
+    if model.reported_state is State.DOWN:
+        return 503, False, f"{message}, and does not serve any more. {why}."
+    why = NEEDS_DEV_MODE if NEEDS_DEV_MODE in problem else why
+    return 502, False, f"{message}; it serves as before. {why}."
 
 
 async def wake_up(app_state: AppState, request: Request) -> Any:
@@ -97,14 +104,7 @@ async def wake_up(app_state: AppState, request: Request) -> Any:
     if model.gate.state is State.AWAKE:
         await model.find_state()  # another client may have put the engine to sleep
     if model.gate.state is State.AWAKE:
-        was_asleep = await model.memory.is_asleep()  # by kvctl sleep
-        problem = await model.wake_memory()
-        if problem is not None:
-            return _told(model, 502, False, f"Its memory could not be woken: {problem}")
-        if was_asleep:
-            message = "The model's memory, put to sleep outside the controller, is awake now."
-            return _told(model, 200, True, message)
-        return _told(model, 200, True, "The model is awake already.")
+        return _told(model, *await _wake_awake(model))
     if model.gate.state is State.FALLING_ASLEEP:
         await model.settled()
     refusal = model.ask_wake(time.monotonic())
@@ -117,12 +117,26 @@ async def wake_up(app_state: AppState, request: Request) -> Any:
     return _told(model, 502, False, f"The model could not be woken; it is asleep as before.{why}")
 
 
+async def _wake_awake(model: ServedModel) -> tuple[int, bool, str]:
+    """Wake the memory of a model that counts as awake: `kvctl sleep` may have put it to sleep."""
+    await model.look_at_engines()
+    if model.reported_state is State.DOWN:
+        return 503, False, "No engine of this model accepts connections."
+    was_asleep = await model.memory.is_asleep()
+    problem = await model.wake_memory()
+    if problem is not None:
+        return 502, False, f"Its memory could not be woken: {problem}"
+    if was_asleep:
+        return 200, True, "The model's memory, put to sleep outside the controller, is awake now."
+    return 200, True, "The model is awake already."
+
+
 def _told(model: ServedModel, status: int, success: bool, message: str) -> Json:
     body = {
         "model_name": model.name,
         "success": success,
         "message": message,
-        "state": model.gate.state.value,
+        "state": model.reported_state.value,
     }
     headers = {"retry-after": "1"} if status in {409, 503} else None
     return Json(body, status, headers)

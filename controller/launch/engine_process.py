@@ -204,6 +204,7 @@ class EngineProcess:
             _log.warning("%s; a request starts it again", problem, extra=self._extra)
             return False
         await self._model.find_state()
+        await self._model.look_at_engines()
         await self._model.memory.request_as_configured()
         self._set(State.AWAKE)
         return True
@@ -249,6 +250,7 @@ class EngineProcess:
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
+                    await self._model.look_at_engines()
                     await self._model.memory.request_as_configured()
                     self._model.last_problem = None
                     self._model.awake_since_s = ready_s

@@ -81,6 +81,7 @@ class MaintenanceLoop:
                     if m.gate.is_idle and m.gate.state in {State.AWAKE, State.ASLEEP}
                 ),
                 *(m.look_at_memory() for m in self._serving.fleet),
+                *(m.look_at_engines() for m in self._serving.fleet if m.state is State.AWAKE),
             )
         for name in due([candidate_of(model) for model in self._serving.fleet]):
             model = self._serving.fleet.need(name)

@@ -77,6 +77,8 @@ class Replica:
     address: str
     in_flight: int = 0
     resting_until_s: float = 0.0
+    is_down: bool = False
+    """The last look found that it does not serve. Requests are sent to it nevertheless."""
 
 
 class ServedModel:
@@ -156,6 +158,12 @@ class ServedModel:
     def state(self) -> State:
         """The gate's state, which other tasks change."""
         return self.gate.state
+
+    @property
+    def reported_state(self) -> State:
+        """The state for operators: DOWN also while no engine of an awake model serves."""
+        is_down = self.gate.state is State.AWAKE and all(r.is_down for r in self.replicas)
+        return State.DOWN if is_down else self.gate.state
 
     @property
     def problems(self) -> str | None:
@@ -241,6 +249,7 @@ class ServedModel:
     def rest(self, replica: Replica) -> None:
         """The engine refused a connection."""
         replica.resting_until_s = time.monotonic() + UNREACHABLE_REST_S
+        replica.is_down = True
 
     # ------------------------------------------------------------------- effects of the gate
 
@@ -323,6 +332,7 @@ class ServedModel:
     async def look_at_first(self) -> None:
         """Find the state of running engines; requests wait for it, up to 2 s."""
         await self.find_state()
+        await self.look_at_engines()
         if self.gate.state is State.STARTING:
             self.gate.set_state(State.AWAKE, time.monotonic())
         await self.memory.request_as_configured()
@@ -362,6 +372,20 @@ class ServedModel:
             )
         return [await self.memory.engine_asleep()] if kind.can_sleep else []
 
+    async def look_at_engines(self) -> None:
+        """Find out which engines accept connections."""
+        await asyncio.gather(*(self._look_at_port(replica) for replica in self.replicas))
+
+    async def _look_at_port(self, replica: Replica) -> None:
+        replica.is_down = not await self._calls.accepts_connections(replica.address)
+
+    async def _look_at_health(self, replica: Replica) -> None:
+        """Find out whether an engine still serves whose sleep or wake has failed."""
+        status = await self._calls.health_status(
+            replica.address, self.settings.health, self.api_key, 2.0
+        )
+        replica.is_down = status is not None and not 0 < status < 500
+
     async def look_at_memory(self) -> None:
         """Check the memory of an awake model, and log a new problem."""
         gate = self.gate
@@ -391,7 +415,7 @@ class ServedModel:
 
     async def _sleep(self) -> None:
         problem = await self._go_to_sleep()
-        self._note("sleep", problem)
+        await self._note("sleep", problem)
         if problem is None:
             self.sleeps += 1
             self.slept_at = time.time()
@@ -435,7 +459,7 @@ class ServedModel:
     async def _wake(self) -> None:
         are_engines_awake, self._are_engines_awake = self._are_engines_awake, False
         problem = await self._wake_up(are_engines_awake)
-        self._note("wake", problem)
+        await self._note("wake", problem)
         now_s = time.monotonic()
         if problem is None:
             self.wakes += not are_engines_awake
@@ -472,12 +496,15 @@ class ServedModel:
             return_exceptions=True,
         )
 
-    def _note(self, verb: str, problem: str | None) -> None:
+    async def _note(self, verb: str, problem: str | None) -> None:
         self.last_problem = None if problem is None else f"{verb}: {problem}"
         if problem is None:
+            for replica in self.replicas:
+                replica.is_down = False
             _log.info("%s", verb, extra={"model": self.name})
         else:
             _log.warning("%s failed: %s", verb, problem, extra={"model": self.name})
+            await asyncio.gather(*(self._look_at_health(replica) for replica in self.replicas))
 
     # --------------------------------------------------------------------------------- tasks
 

@@ -31,6 +31,12 @@ class Calls:
     async def is_sleeping(self, *_: object) -> bool:
         return False
 
+    async def accepts_connections(self, *_: object) -> bool:
+        return True
+
+    async def health_status(self, *_: object) -> int:
+        return 200
+
     async def sleep(self, *_: object) -> None:
         pass
 

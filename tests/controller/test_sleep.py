@@ -231,6 +231,27 @@ def test_failed_sleep_is_rolled_back(
     assert front.state() == "awake"
 
 
+def test_sleep_of_a_broken_engine_reports_down(both: tuple[Engine, Controller]) -> None:
+    engine, front = both
+    engine.change(sleep_status=500, health_status=503)
+    answer = front.post("/action/sleep/m")
+    assert (answer.status_code, answer.json()["state"]) == (503, "down")
+    assert "serves as before" not in answer.json()["message"]
+
+
+def test_ended_engine_is_down_until_it_returns() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        assert front.state() == "awake"
+        engine.end(signal.SIGKILL)
+        wait_until(lambda: front.state() == "down")
+        assert front.complete().json()["error"]["code"] == "engine_unreachable"
+        woken = front.post("/action/wakeup/m")
+        assert (woken.status_code, woken.json()["success"]) == (503, False)
+        with Engine("vllm", "m", engine.port):
+            assert front.complete().status_code == 200, "requests are tried while it is down"
+            wait_until(lambda: front.state() == "awake")
+
+
 def test_failed_wake_is_rolled_back_in_all_replicas() -> None:
     with Engine() as one, Engine() as two:
         config = config_for(one, model={"url": None, "urls": [one.url, two.url]})

@@ -25,6 +25,9 @@ class SlowCalls:
         self.asked.put_nowait(answer)
         return await answer
 
+    async def accepts_connections(self, *_: Any) -> bool:
+        return True
+
     async def sleep(self, *_: Any) -> None:
         self.done.append("sleep")
 
