@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvelastic.datadist import checks
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER
 from kvelastic.datadist.caches import Cache
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -26,7 +27,6 @@ from kvelastic.datadist.manager_calls import (
     manager_call,
     model_of,
 )
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
 

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, Generic, TypeVar, cast
 
 from kvelastic.datadist import cache_layout, checks, wire
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
@@ -35,7 +36,6 @@ from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import AnyKey
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import (
     LLMParamError,
     LLMStatusCode,
@@ -102,10 +102,14 @@ class LayerArguments:
         """Return the tensors of a local cache, and a function for those of the peer's cache."""
 
         def sources(desc: CacheDesc) -> range:
-            return cache_layout.layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
+            return cache_layout.layer_tensors(
+                "src_layer_range", desc, self._sources, self._per_layer
+            )
 
         def targets(desc: CacheDesc) -> range:
-            return cache_layout.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
+            return cache_layout.layer_tensors(
+                "dst_layer_range", desc, self._targets, self._per_layer
+            )
 
         return (sources(desc), targets) if is_push else (targets(desc), sources)
 
@@ -368,7 +372,9 @@ class ManagerCalls(Generic[Handle]):
                 cache_layout.block_indices(their_name, found.desc, theirs_at)
                 return ours, cache_layout.block_runs(found.desc, theirs, theirs_at)
             refuse_blocks_found(found, "a BlocksCacheKey")
-            row = cache_layout.row_as_blocks(found.desc, theirs, found.row, len(ours_at), entry.row_bytes)
+            row = cache_layout.row_as_blocks(
+                found.desc, theirs, found.row, len(ours_at), entry.row_bytes
+            )
             return cache_layout.as_long_as(row, ours), row
 
         self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)

@@ -1,4 +1,4 @@
-// Formats byte counts as kvelastic.sizes.format_size does.
+// Formats byte counts as kvelastic.units.format_size does.
 #pragma once
 
 #include <cstdint>
