@@ -45,8 +45,8 @@ class Outcomes:
     whole: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     cut_at_s: list[float] = field(default_factory=list)
-    firsts: list[tuple[float, float]] = field(default_factory=list)
-    """When a request was sent, and how long its first token took."""
+    firsts: list[tuple[float, float, str]] = field(default_factory=list)
+    """When a request was sent, how long its first token took, and the failed attempts before."""
 
     def judge(self, model: str, body: str, *, is_stream: bool) -> None:
         if not is_stream:
@@ -98,7 +98,8 @@ class Clients:
             with client.stream("POST", "/v1/completions", json=body, timeout=GUARD_S) as answer:
                 for piece in answer.iter_text():
                     if not text:
-                        self.outcomes.firsts.append((began_s, time.monotonic() - began_s))
+                        tried = answer.headers.get("x-kvelastic-tried", "")
+                        self.outcomes.firsts.append((began_s, time.monotonic() - began_s, tried))
                     text += piece
         except httpx.HTTPError as error:
             self.outcomes.faults.append(f"{error!r} after {text!r}")
@@ -291,7 +292,7 @@ def test_failures_under_load_lose_no_unstarted_request(length_s: float) -> None:
     print(f"whole {dict(outcomes.whole)}, cut {len(outcomes.cut_at_s)}, {operator.statuses}")
     for (kind, at_s), (_, next_s) in pairwise([*failures.at_s, ("", math.inf)]):
         cuts = [f"{cut_s - at_s:.1f}" for cut_s in outcomes.cut_at_s if at_s <= cut_s < next_s]
-        firsts = [first_s for began_s, first_s in outcomes.firsts if at_s <= began_s < next_s]
-        slowest = [f"{first_s:.1f}" for first_s in sorted(firsts)[-3:]]
+        firsts = [(s, tried) for sent_s, s, tried in outcomes.firsts if at_s <= sent_s < next_s]
+        slowest = [f"{first_s:.1f} (tried {tried})" for first_s, tried in sorted(firsts)[-3:]]
         print(f"{kind}: streams ended after {cuts} s, slowest first tokens {slowest} s")
     assert outcomes.faults == []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
+from kvelastic.integration.ray.settings import HealthSettings
 from kvelastic.integration.ray.watch import Watch, watch_of
 
 PERIOD_S = 0.5
@@ -25,6 +28,18 @@ def look(made: Watch, *, heard: str = "", times: int = 1) -> None:
 
 def note(lost: list[str], replica: str, why: str) -> None:
     lost.append(replica + why[:1])
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.01])
+def test_silent_replica_is_found_within_two_timeouts(late_s: float) -> None:
+    health = HealthSettings()
+    made = Watch(health.period, health.silence)
+    made.heard("a")
+    looks = 0
+    while not made.silent():
+        made.look(["a"], health.period + late_s)
+        looks += 1
+    assert health.timeout < looks * (health.period + late_s) <= 2 * health.timeout
 
 
 def test_silent_replica_loses_only_its_own_requests() -> None:

@@ -149,8 +149,12 @@ class HealthSettings(_Section):
 
     @property
     def silence(self) -> float:
-        """Return after how long without a response the front gives a replica up."""
-        return 2 * self.timeout
+        """Return after how long without a response the front gives a replica up.
+
+        The front looks once a period, so it gives the replica up at most two timeouts after its
+        last response.
+        """
+        return max(self.timeout, 2 * self.timeout - self.period)
 
 
 class ClusterSettings(_Section):
