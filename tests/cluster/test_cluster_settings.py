@@ -29,6 +29,10 @@ CHAT = {"name": "chat", "command": ["vllm", "serve", "m", "--port", "{port}"]}
         ),
         ({"models": [CHAT, CHAT]}, "two models are named 'chat'"),
         ({"models": [{**CHAT, "guarantee": "much"}]}, "this is no size"),
+        (
+            {"models": [{**CHAT, "replicas": 3, "autoscale": {"most_replicas": 2}}]},
+            "autoscale.most_replicas is 2, and replicas, the minimum, is 3",
+        ),
         ({"models": [CHAT], "report_every": 0}, "report_every"),
     ],
 )

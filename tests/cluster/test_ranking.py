@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.controller.models.gate import State
+from kvelastic.integration.ray.autoscaling import Rules
 from kvelastic.integration.ray.ranking import (
     MOST_NAMES,
     QUEUE_SLACK,
@@ -19,6 +20,7 @@ from kvelastic.integration.ray.ranking import (
 )
 
 MIB = 1 << 20
+RULES = Rules(requests=4.0, memory_after_s=2.0)
 
 
 def awake(name: str, room_mib: int = 100, **more: Any) -> Standing:
@@ -54,6 +56,30 @@ def test_sleeping_replicas_rank_last_in_separate_ranks(room_mib: int) -> None:
     assert ranks([*sleepers, awake("a", room_mib)]) == [["a"], ["c"], ["d"]]
 
 
+@pytest.mark.parametrize(
+    ("busy", "first"),
+    [
+        ([awake("a", queue=4)], "c"),
+        ([awake("a", asked_s=2.0)], "c"),
+        ([awake("a", queue=4, hits=9)], "c"),
+        ([awake("a", queue=3, asked_s=1.9)], "a"),
+        ([awake("a", queue=4), awake("b", 9)], "a"),
+    ],
+)
+def test_sleeper_comes_first_if_others_are_full(busy: list[Standing], first: str) -> None:
+    sleepers = [Standing(name, State.ASLEEP) for name in ("d", "c")]
+    assert ranks([*sleepers, *busy], RULES)[0] == [first]
+    assert ranks([*sleepers, *busy])[0] == ["a"]
+
+
+def test_full_sleepers_are_passed_over() -> None:
+    full = awake("a", queue=9)
+    coming = Standing("b", State.WAKING, queue=4)
+    held = awake("d", is_memory_asleep=True)
+    assert ranks([full, coming, held], RULES)[0] == ["a"]
+    assert ranks([full, coming, held, Standing("c", State.ASLEEP)], RULES)[0] == ["c"]
+
+
 def test_waking_replica_ranks_before_sleeping_ones() -> None:
     coming = Standing("z", State.WAKING)
     assert ranks([Standing("a", State.ASLEEP), coming]) == [["z"], ["a"]]
@@ -79,8 +105,9 @@ def test_sleep_notice_overrides_an_older_report() -> None:
 
 
 def test_report_of_a_replica_becomes_its_standing() -> None:
-    report = {"state": "awake", "memory_asleep": False, "room_bytes": 7, "queue": 2, "new": 1}
-    assert Standing.of("a", report, 3, True) == Standing("a", State.AWAKE, False, 7, 2, 3, True)
+    report = {"state": "awake", "room_bytes": 7, "queue": 2, "asked_s": 0.5, "new": 1}
+    standing = Standing("a", State.AWAKE, False, 7, 2, 3, True, 0.5)
+    assert Standing.of("a", report, 3, True) == standing
 
 
 @given(
@@ -94,13 +121,17 @@ def test_report_of_a_replica_becomes_its_standing() -> None:
             st.integers(0, 100),
             st.integers(0, 64),
             st.booleans(),
+            st.floats(0, 4),
         ),
         max_size=8,
         unique_by=lambda standing: standing.replica,
-    )
+    ),
+    st.sampled_from([None, RULES]),
 )
-def test_each_replica_is_in_exactly_one_rank(standings: list[Standing]) -> None:
-    found = ranks(standings)
+def test_each_replica_is_in_exactly_one_rank(
+    standings: list[Standing], rules: Rules | None
+) -> None:
+    found = ranks(standings, rules)
     assert sorted(name for rank in found for name in rank) == sorted(s.replica for s in standings)
     assert all(found)
 

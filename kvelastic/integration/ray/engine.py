@@ -11,6 +11,7 @@ import ray
 from ray import serve
 
 from kvelastic.errors import ClusterError
+from kvelastic.integration.ray.autoscaling import stats_of
 from kvelastic.integration.ray.messages import Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.replica import EngineReplica
 from kvelastic.integration.ray.settings import RESOURCE, ClusterSettings
@@ -53,6 +54,10 @@ class KvEngine:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report for routers. Ray calls this every `report_every` seconds."""
         return await self.report()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load for `autoscaling`. Ray calls this with autoscaling only."""
+        return stats_of(await asyncio.to_thread(self._replica.report))
 
     def check_health(self) -> None:
         """Raise `ClusterError` if the engine has failed. Called by Ray; does not block."""

@@ -2,6 +2,8 @@
 
 for rank in ranks(standings): ...       # the best first; within a rank the shortest queue wins
 
+a sleeper, if all that are awake are full      before rank 1; only with autoscaling (`Rules`)
+
 awake, with room, most of the prompt cached    rank 1, if its queue is not much longer
 awake, with room                               rank 2
 awake, memory is short                         rank 3
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvelastic.controller.models.gate import State
+from kvelastic.integration.ray.autoscaling import Rules, is_full
 
 QUEUE_SLACK: Final = 4
 """How much longer than the shortest queue a queue may be for a prefix hit, in requests."""
@@ -42,6 +45,8 @@ class Standing:
     """Number of prefixes of this request's prompt that the replica has seen."""
     is_tried: bool = False
     """True if it has failed to serve this request."""
+    asked_s: float = 0.0
+    """Seconds that its instance has waited for memory; 0 if it does not wait."""
 
     @classmethod
     def of(
@@ -65,6 +70,7 @@ class Standing:
             int(report.get("queue", 0)),
             hits,
             is_tried,
+            float(report.get("asked_s", 0.0)),
         )
 
     @property
@@ -73,8 +79,11 @@ class Standing:
         return self.state is State.AWAKE and not self.is_memory_asleep
 
 
-def ranks(standings: Sequence[Standing]) -> list[list[str]]:
-    """Return the ranks of replicas' names. Each name occurs once, and no rank is empty."""
+def ranks(standings: Sequence[Standing], rules: Rules | None = None) -> list[list[str]]:
+    """Return the ranks of replicas' names. Each name occurs once, and no rank is empty.
+
+    With `rules`, a sleeping replica comes first if all that are awake are full.
+    """
     usable = [s for s in standings if not s.is_tried and s.state is not State.DOWN]
     awake = [s for s in usable if s.is_awake]
     most_bytes = max((s.room_bytes for s in awake), default=0)
@@ -84,6 +93,7 @@ def ranks(standings: Sequence[Standing]) -> list[list[str]]:
     best_hits = max((s.hits for s in near), default=0)
     sleepers = sorted((s for s in usable if not s.is_awake), key=_order_of_sleepers)
     found = [
+        _next_to_wake(awake, sleepers, rules),
         [s for s in near if s.hits == best_hits],
         roomy,
         awake,
@@ -99,6 +109,19 @@ def ranks(standings: Sequence[Standing]) -> list[list[str]]:
         if names:
             ordered.append(names)
     return ordered
+
+
+def _next_to_wake(
+    awake: Sequence[Standing], sleepers: Sequence[Standing], rules: Rules | None
+) -> list[Standing]:
+    """Return the sleeper to wake although other replicas are awake, if any.
+
+    A replica that an operator put to sleep is not woken for this.
+    """
+    if rules is None or not awake or not all(is_full(s.queue, s.asked_s, rules) for s in awake):
+        return []
+    able = (s for s in sleepers if not s.is_memory_asleep and s.queue < rules.requests)
+    return [s for s in (next(able, None),) if s is not None]
 
 
 def _order_of_sleepers(standing: Standing) -> tuple[bool, bool, int, str]:

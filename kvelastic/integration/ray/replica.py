@@ -204,6 +204,7 @@ class EngineReplica:
         """Return the state for routers and operators, as plain values. Blocks for milliseconds."""
         model = self.model
         room = None
+        asked_s = 0.0
         found: dict[str, int] = {"guarantee_bytes": 0, "in_use_bytes": 0, "ask_bytes": 0}
         is_asleep = False
         for info in ledger.list_ledgers():
@@ -213,6 +214,7 @@ class EngineReplica:
                 left = room_bytes(info, member)
                 room = left if room is None else min(room, left)
                 is_asleep |= member.asleep
+                asked_s = max(asked_s, member.ask_s)
                 found["guarantee_bytes"] += member.min_bytes
                 found["in_use_bytes"] += member.in_use_bytes
                 found["ask_bytes"] += member.ask_bytes
@@ -224,6 +226,7 @@ class EngineReplica:
             "state": state.value,
             "memory_asleep": is_asleep and state is State.AWAKE,
             "room_bytes": room or 0,
+            "asked_s": asked_s,
             "queue": model.gate.in_flight + model.gate.queued,
             "wakes": model.wakes,
             "sleeps": model.sleeps,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ray.exceptions import RayError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from kvelastic.integration.ray.autoscaling import Rules
 from kvelastic.integration.ray.messages import EngineRequest
 from kvelastic.integration.ray.ranking import SeenPrefixes, Standing, ranks
 from kvelastic.integration.ray.watch import watch_of
@@ -27,11 +29,17 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
     """
 
     def initialize_state(
-        self, model: str = "", period_s: float = 0.5, silence_s: float = 2.0, **_: Any
+        self,
+        model: str = "",
+        period_s: float = 0.5,
+        silence_s: float = 2.0,
+        rules: Mapping[str, float] | None = None,
+        **_: Any,
     ) -> None:
         """Initialize the state. Ray calls this once, in the router's event loop."""
         self._seen = SeenPrefixes()
         self._turn = 0
+        self._rules = None if rules is None else Rules(**rules)
         self._watch = watch_of(model, period_s, silence_s)
         self._kept: dict[str, RunningReplica] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
@@ -62,7 +70,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
         ]
         self._turn += 1  # rotate: among equal queues Ray always takes the first
         found = []
-        for rank in ranks(standings):
+        for rank in ranks(standings, self._rules):
             first = self._turn % len(rank)
             found.append([by_name[name] for name in (*rank[first:], *rank[:first])])
         if not found:  # all are silent; Ray calls again at once, and would never let others run

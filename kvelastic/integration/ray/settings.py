@@ -31,6 +31,7 @@ from kvelastic.controller.settings.settings import (
 from kvelastic.controller.settings.validation_faults import faults_of
 from kvelastic.errors import ClusterConfigError
 from kvelastic.integration.ray import engine_logs
+from kvelastic.integration.ray.autoscaling import Rules
 from kvelastic.units import MIB_BYTES
 
 RESOURCE: Final = "kvelastic_mib"
@@ -41,6 +42,27 @@ LAUNCHER: Final = "kvelastic.integration.ray.launcher"
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AutoscaleSettings(_Section):
+    """When replicas start and end between `replicas` and `most_replicas` (`autoscaling`)."""
+
+    most_replicas: Annotated[int, Field(ge=1, le=1000)]
+    requests: Annotated[float, Field(gt=0)] = 32.0
+    """Number of running and waiting requests at which a replica is full."""
+    memory_after: DurationAboveZero = 2.0
+    """Time of waiting for memory after which a replica is full."""
+    start_after: Duration = 10.0
+    """How long more replicas must be needed before one starts."""
+    end_after: Duration = 600.0
+    """How long fewer replicas must be needed before one ends."""
+    drain: Duration = 120.0
+    """Time for the requests of a replica that ends."""
+
+    @property
+    def rules(self) -> Rules:
+        """Return what router and policy have in common."""
+        return Rules(self.requests, self.memory_after)
 
 
 class ClusterModel(_Section):
@@ -63,6 +85,8 @@ class ClusterModel(_Section):
     limit: Size | None = None
     priority: Priority | None = None
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Number of replicas; with `autoscale`, the minimum."""
+    autoscale: AutoscaleSettings | None = None
     replicas_per_node: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Maximum number of replicas per node; None: as many as fit."""
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -79,6 +103,16 @@ class ClusterModel(_Section):
     ready_timeout: DurationAboveZero = 600.0
     stop_timeout: Duration = 15.0
     health: str = "/health"
+
+    @model_validator(mode="after")
+    def _may_scale(self) -> ClusterModel:
+        most = self.replicas if self.autoscale is None else self.autoscale.most_replicas
+        if most < self.replicas:
+            raise ValueError(
+                f"autoscale.most_replicas is {most}, and replicas, the minimum, is {self.replicas};"
+                " raise the former or lower the latter"
+            )
+        return self
 
     @property
     def placed_mib(self) -> int:
