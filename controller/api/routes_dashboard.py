@@ -49,16 +49,13 @@ def routes(app_state: AppState) -> list[Route]:
 
 def pages(app_state: AppState) -> list[Route]:
     """Return the routes of the dashboard's files. Reads the files once, here."""
-    files = _read_files()
+    files = DashboardFiles()
 
     async def index(_app_state: AppState, request: Request) -> Any:
-        return _answer(request, files["index.html"])
+        return files.answer(request, "index.html")
 
     async def file(_app_state: AppState, request: Request) -> Any:
-        found = files.get(request.path_params["name"])
-        if found is None:
-            raise Refusal(404, "not_found", "The dashboard has no such file.")
-        return _answer(request, found)
+        return files.answer(request, request.path_params["name"])
 
     return [
         route(app_state, "/", "GET", Who.ALL, index),
@@ -91,17 +88,23 @@ class _File:
         self.headers = {**_HEADERS, "content-type": kind, "etag": self.etag}
 
 
-def _read_files() -> dict[str, _File]:
-    folder = resources.files("kvelastic.controller").joinpath("dashboard")
-    return {
-        each.name: _File(each.name, each.read_bytes())
-        for each in folder.iterdir()
-        if "." + each.name.rpartition(".")[2] in _TYPES
-    }
+class DashboardFiles:
+    """The dashboard's files, read once. The front of a cluster serves them, too."""
 
+    def __init__(self) -> None:
+        folder = resources.files("kvelastic.controller").joinpath("dashboard")
+        self._files = {
+            each.name: _File(each.name, each.read_bytes())
+            for each in folder.iterdir()
+            if "." + each.name.rpartition(".")[2] in _TYPES
+        }
 
-def _answer(request: Request, file: _File) -> Response:
-    known = request.headers.get("if-none-match", "")
-    if any(tag.strip().removeprefix("W/") == file.etag for tag in known.split(",")):
-        return Response(status_code=304, headers=file.headers)
-    return Response(file.body, headers=file.headers)
+    def answer(self, request: Request, name: str) -> Response:
+        """Return the response with this file. Raises `Refusal` if there is none."""
+        file = self._files.get(name)
+        if file is None:
+            raise Refusal(404, "not_found", "The dashboard has no such file.")
+        known = request.headers.get("if-none-match", "")
+        if any(tag.strip().removeprefix("W/") == file.etag for tag in known.split(",")):
+            return Response(status_code=304, headers=file.headers)
+        return Response(file.body, headers=file.headers)

@@ -62,8 +62,8 @@ class Card {
     this.shades = new Map();
     this.points = [];
     this.chosen = null;
-    const [device, group] = key.split("\n");
-    const name = device === "host" ? "Host memory" : device;
+    const [device, group, node] = key.split("\n");
+    const name = (device === "host" ? "Host memory" : device) + (node ? ` of ${node}` : "");
     this.chart = new Chart(`Memory of ${name} over time`, (point) => {
       this.chosen = point;
       this.paintLegend();

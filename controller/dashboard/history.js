@@ -101,7 +101,7 @@ export function heldBy(member) {
   return { model, granted, inUse, cached, parked, slack, reserved };
 }
 
-/** Return a key for a ledger. Each group on a device has its own ledger. */
+/** Return a key for a ledger. Each group on a device has its own ledger, on each node. */
 export function keyOf(device) {
-  return `${device.device}\n${device.group}`;
+  return `${device.device}\n${device.group}\n${device.node ?? ""}`;
 }

@@ -48,7 +48,7 @@ async function look() {
     // The page may have been hidden while it waited for the responses.
     if (document.hidden) link("paused", "Paused");
     else link("live", `Live, ${clock(Date.now() / 1000)}`);
-    banner("");
+    banner(withoutReply(memory));
   } catch (error) {
     if (!(error instanceof ApiError)) {
       banner(`This page has failed: ${error}. Load it again.`);
@@ -70,6 +70,15 @@ async function look() {
     banner(`${error.message} What is shown may be old; it is tried again.`);
     throw error;
   }
+}
+
+/** Name the machines and replicas of a cluster that do not reply. */
+function withoutReply({ nodes = [], no_reply: replicas = [] }) {
+  const missing = [
+    ...nodes.filter(({ state }) => state !== "ok").map(({ node }) => `machine ${node}`),
+    ...replicas.map((replica) => `replica ${replica}`),
+  ];
+  return missing.length ? `No reply from ${missing.join(", ")}.` : "";
 }
 
 function link(state, text) {

@@ -37,6 +37,7 @@ export class Models {
     ]);
     reconcile(byId("rows"), this.rows, items, (name) => new Row(name, this.told, this.showLogs));
     byId("no-models").hidden = items.length > 0;
+    byId("node-column").hidden = !items.some(([, { model }]) => model.node);
     const count = (state) => items.filter(([, { model }]) => model.state === state).length;
     const sum = (key) => items.reduce((total, [, facts]) => total + (facts.traffic?.[key] ?? 0), 0);
     say(
@@ -66,6 +67,7 @@ class Row {
       ["queued", "waiting"],
       ["failed", "failed"],
     ]);
+    this.node = cell("Node");
     this.latency = make("table", { class: "latency" });
     this.memory = new Memory(name, told);
     this.sleep = this.button("Sleep", "sleep");
@@ -88,6 +90,7 @@ class Row {
         this.turn,
         this.problem,
       ),
+      this.node,
       cell("Traffic", this.traffic.element),
       cell("Latency", this.latency),
       cell("Memory", this.memory.element),
@@ -105,6 +108,8 @@ class Row {
     mark(this.state, "data-state", model.state);
     say(this.state, STATES[model.state] ?? model.state);
     say(this.about, aboutOf(model, traffic));
+    this.node.hidden = !model.node;
+    say(this.node, model.node ?? "");
     say(this.turn, turnOf(model));
     say(this.problem, model.last_problem ?? "");
     this.traffic.set({
@@ -209,7 +214,8 @@ class Row {
 }
 
 function aboutOf(model, traffic) {
-  const parts = [model.engine];
+  // In a cluster, the row is a replica of this model.
+  const parts = model.model ? [model.model, model.engine] : [model.engine];
   if (model.endpoints.length > 1) parts.push(`${model.endpoints.length} engines`);
   if (model.pinned) parts.push("pinned");
   if (model.aliases.length) parts.push(`also ${model.aliases.join(", ")}`);

@@ -153,6 +153,18 @@ def test_one_address_shows_and_changes_all_nodes(cluster: RayHosts) -> None:
     assert {name: row["node"] for name, row in view["models"].items()} == {
         name: each["node"] for name, each in replicas.items()
     }
+    assert "<title>kvelastic</title>" in cluster.get("/").text
+    assert cluster.get("/dashboard/main.js").status_code == 200
+    rows = cluster.get("/models").json()["models"]
+    assert {name: (row["model"], row["node"]) for name, row in rows.items()} == {
+        name: (each["model"], each["node"]) for name, each in replicas.items()
+    }
+    assert cluster.get("/traffic/stats?window=60").json()["traffic_stats"].keys() == rows.keys()
+    assert cluster.get("/links").json() == {"nodes": []}
+    past = cluster.get("/devices/history?seconds=60").json()
+    assert {(each["node"], each["group"]) for each in past["devices"]} == {
+        (node, "cluster") for node in cluster.addresses
+    }
     metrics = cluster.get("/metrics").text
     for node in cluster.addresses:
         assert f'kvelastic_node_up{{node="{node}"}} 1.0' in metrics

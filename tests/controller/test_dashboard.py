@@ -327,6 +327,34 @@ def test_the_chart_shows_memory_over_time(page: Shown, instance: Instance) -> No
         instance.free(ids)
 
 
+def test_cluster_page_shows_the_nodes(page: Shown) -> None:
+    """With the fields that the front of a cluster adds (docs/cluster.md)."""
+    cell = page.row("org/m").locator("td").first
+    expect(cell).to_be_hidden()
+
+    def add(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        for row in body["models"].values() if route.request.url.endswith("/models") else ():
+            row |= {"node": "10.0.0.1", "model": "chat"}
+        for device in body.get("devices", []):
+            device["node"] = "10.0.0.1"
+        states = {"10.0.0.1": "ok", "10.0.0.2": "dead"}
+        body["nodes"] = [{"node": node, "state": state} for node, state in states.items()]
+        route.fulfill(response=answer, json={**body, "no_reply": ["r1"]})
+
+    for path in ("models", "memory", "devices/history*"):
+        page.page.route(f"**/{path}", add)
+    expect(page.page.get_by_role("columnheader", name="Node", exact=True).first).to_be_visible()
+    expect(cell).to_have_text("10.0.0.1")
+    expect(page.row("org/m").get_by_text("chat · vllm")).to_be_visible()
+    card = page.page.locator(".card").filter(has_text=f"group web-{os.getpid()}")
+    expect(card.filter(has_text="Host memory of 10.0.0.1")).to_be_visible()
+    banner = page.page.locator("#banner")
+    expect(banner).to_have_text("No reply from machine 10.0.0.2, replica r1.")
+    page.page.unroute_all()
+
+
 def test_links_are_shown(page: Shown, front: Controller, tmp_path: Path) -> None:
     """Where processes of this machine have some; ids have 64 bits, and a number here 53."""
     one, two = (1 << 64) - 1, (1 << 63) + 1

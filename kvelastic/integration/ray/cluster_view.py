@@ -46,7 +46,9 @@ def merged_memory(
             continue
         found = json.loads(reply.body)
         rows[reply.node] = [{**row, "node": reply.node} for row in found["instances"]]
-        devices += [{**device, "node": reply.node} for device in found["devices"]]
+        for device in found["devices"]:  # a reply knows the model of its own instance only
+            members = [{**member, "model": None} for member in device.get("members", [])]
+            devices.append({**device, "members": members, "node": reply.node})
     by_place: dict[tuple[Any, Any], dict[str, Any]] = {
         (node, row["name"]): row for node in rows for row in rows[node]
     }

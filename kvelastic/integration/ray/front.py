@@ -18,6 +18,8 @@ from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvelastic import __version__
+from kvelastic.controller.api.routes_dashboard import DashboardFiles
 from kvelastic.controller.http.engine_paths import is_anthropic, is_crooked
 from kvelastic.controller.http.headers import Headers, find
 from kvelastic.controller.http.keys import Keys
@@ -28,6 +30,12 @@ from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.model_name import find_name
 from kvelastic.errors import ReplicaLostError
 from kvelastic.integration.ray.cluster_view import NO_REPLY, merged_memory, merged_metrics
+from kvelastic.integration.ray.dashboard_view import (
+    merged_history,
+    merged_links,
+    merged_models,
+    merged_traffic,
+)
 from kvelastic.integration.ray.dispatch import dispatch
 from kvelastic.integration.ray.messages import MODEL, Control, Cut, EngineRequest, Head, Unserved
 from kvelastic.integration.ray.prompt_prefix import prefix_of
@@ -49,8 +57,16 @@ _LOOK_S: Final = 0.5
 _CHANGE_S: Final = 660.0
 """Longer than any change; the replica's controller enforces the actual timeout."""
 _LARGEST_CHANGE: Final = 1 << 20
-VIEWS: Final = frozenset(("/memory", "/metrics"))
-"""Routes of a controller that the front serves for all nodes."""
+VIEWS: Final = frozenset(
+    ("/memory", "/metrics", "/models", "/traffic/stats", "/links", "/devices/history")
+)
+"""Routes of a controller that the front serves for all nodes. The dashboard reads them."""
+_MERGES: Final = {
+    "/models": merged_models,
+    "/traffic/stats": merged_traffic,
+    "/links": merged_links,
+}
+PAGES: Final = "/dashboard/"
 CHANGE: Final = re.compile(r"(/memory/|/action/sleep/|/action/wakeup/)([^/]+)(/trim)?")
 """Routes of a controller that the front passes to one replica, named in place of the model."""
 _CLIENT_GONE: Final = 499
@@ -75,6 +91,7 @@ class KvFront:
         self._keys = Keys(settings.auth, self._origins)
         self._budget = BodyBudget(server.max_buffered)
         self._reader = BodyReader()
+        self._files = DashboardFiles()
         self._began_s = int(time.time())
 
     async def __call__(self, request: Request) -> Response:
@@ -95,16 +112,29 @@ class KvFront:
         response.raw_headers += self._origins.cors(headers)
         return response
 
-    async def _serve(self, request: Request, path: str, headers: Headers) -> Response:
+    def _unlocked(self, request: Request, path: str) -> Response | None:
+        """Return the response that needs no key: health, version and the dashboard's files."""
         if path == "/health":
             return Response()
+        if request.method not in {"GET", "HEAD"}:
+            return None
+        if path == "/version":
+            return JSONResponse({"version": __version__})
+        if path == "/" or path.startswith(PAGES):
+            return self._files.answer(request, path.removeprefix(PAGES).strip("/") or "index.html")
+        return None
+
+    async def _serve(self, request: Request, path: str, headers: Headers) -> Response:
+        unlocked = self._unlocked(request, path)
+        if unlocked is not None:
+            return unlocked
         self._keys.check_api(headers)
         if path == "/v1/models" and request.method in {"GET", "HEAD"}:
             return JSONResponse({"object": "list", "data": [self._card(m) for m in self._models]})
         if path == REPLICAS and request.method == "GET":
             return JSONResponse({"replicas": await self._replicas()})
         if path in VIEWS and request.method == "GET":
-            return await self._view(path)
+            return await self._view(path, request.scope["query_string"])
         change = CHANGE.fullmatch(path)
         is_setting = change is not None and change[1] == "/memory/" and not change[3]
         if change and request.method == ("PATCH" if is_setting else "POST"):
@@ -154,9 +184,9 @@ class KvFront:
         ]
         return response
 
-    async def _view(self, path: str) -> Response:
+    async def _view(self, path: str, query: bytes) -> Response:
         """Return the whole cluster's view in the form of one controller's response."""
-        call = EngineRequest("GET", path)
+        call = EngineRequest("GET", path, query)
         nodes, found = await asyncio.gather(
             self._nodes(), self._at_all(_REPORT_S, "control", None, call)
         )
@@ -165,7 +195,11 @@ class KvFront:
         if path == "/metrics":
             merged = await asyncio.to_thread(merged_metrics, replies, nodes, silent)
             return Response(merged, headers={"content-type": CONTENT_TYPE_LATEST})
-        return JSONResponse(merged_memory(replies, nodes, silent))
+        if path == "/memory":
+            return JSONResponse(merged_memory(replies, nodes, silent))
+        if path == "/devices/history":
+            return JSONResponse(await asyncio.to_thread(merged_history, replies, self._began_s))
+        return JSONResponse(_MERGES[path](replies))
 
     async def _replicas(self) -> list[dict[str, Any]]:
         """Return each replica's report, or its last one with the state `no_reply`."""
