@@ -40,7 +40,8 @@ class Load:
         self.chunks: int = plan.get("chunks", 0)
         query = f"?chunks={self.chunks}&pace_ms={plan.get('pace_ms', 0)}" if self.chunks else ""
         self.request = (
-            f"POST /v1/chat/completions{query} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
+            f"POST {plan.get('prefix', '')}/v1/chat/completions{query} HTTP/1.1\r\n"
+            f"host: 127.0.0.1:{port}\r\n"
             "user-agent: benchmark\r\naccept: */*\r\naccept-encoding: gzip, deflate\r\n"
             f"content-type: application/json\r\ncontent-length: {len(BODY)}\r\n\r\n"
         ).encode() + BODY
