@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +32,29 @@ OBJECT_STORE_BYTES = 80_000_000
 
 
 class RayHosts:
-    """A head and perhaps a second host. What runs there ends with it."""
+    """A head and perhaps a second host. What runs there ends with it.
 
-    def __init__(self, count: int) -> None:
+    `make_host` and `addresses` replace namespaces where those are not allowed (scripts/demo).
+    """
+
+    def __init__(
+        self,
+        count: int,
+        make_host: Callable[[], Any] = Host,
+        addresses: Sequence[str] | None = None,
+    ) -> None:
         self.folder = Path(
             tempfile.mkdtemp(prefix="kvray")
         )  # a short path: Ray's sockets are there
         self._ends = contextlib.ExitStack()
         self._programs: dict[int, subprocess.Popen[str]] = {}
         self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self.addresses = [f"10.99.7.{number + 1}" for number in range(count)]
+        linked = [f"10.99.7.{number + 1}" for number in range(count)]
+        self.addresses = list(addresses or (linked if count == 2 else ["127.0.0.1"]))
         try:
-            self.hosts = [self._ends.enter_context(Host()) for _ in self.addresses]
-            if count == 2:
+            self.hosts = [self._ends.enter_context(make_host()) for _ in self.addresses]
+            if self.addresses == linked:
                 self._link()
-            else:
-                self.addresses = ["127.0.0.1"]
             self._start_ray(0, "--head", f"--port={GCS_PORT}", "--include-dashboard=false")
             for number in range(1, count):
                 self._join(number)
@@ -107,7 +115,7 @@ class RayHosts:
         wait_until(has_started, "Ray did not start")
         self._programs[number] = program
 
-    def _run(self, what: str) -> str:
+    def _run(self, what: str, deadline_s: float = DEADLINE_S) -> str:
         address = f"{self.addresses[0]}:{GCS_PORT}"
         program = self.hosts[0].start(
             str(needs.RAY_PYTHON),
@@ -119,15 +127,15 @@ class RayHosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        said, errors = program.communicate(timeout=DEADLINE_S)
+        said, errors = program.communicate(timeout=deadline_s)
         assert program.returncode == 0, errors + self.logs()
         return said
 
-    def deploy(self, config: dict[str, Any]) -> None:
+    def deploy(self, config: dict[str, Any], deadline_s: float = DEADLINE_S) -> None:
         """Deploy an application, or change it; returns when it serves."""
         path = self.folder / "config.json"
         path.write_text(json.dumps(config))
-        assert "deployed" in self._run(str(path))
+        assert "deployed" in self._run(str(path), deadline_s)
 
     def free_mib(self) -> dict[str, float]:
         """What Ray has left of `kvelastic_mib`, by host."""

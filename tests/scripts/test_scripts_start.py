@@ -84,8 +84,23 @@ settings = front.settings_of(demo.ENGINES[{engine!r}], 8000, 8001, folder, names
     assert checked.returncode == 0, checked.stderr
 
 
+@needs.vllm
+def test_cluster_demo_configuration_is_valid(tmp_path: Path) -> None:
+    program = f"""
+import cluster
+from pathlib import Path
+from kvelastic.integration.ray.settings import parse
+folder = Path({str(tmp_path)!r})
+print(*(model.replicas for model in parse(cluster.config_of(folder, folder, 256)).models))
+"""
+    path = os.pathsep.join((DEMO_PATH, str(ROOT / "tests" / "cluster")))
+    done = run_python("-c", program, environment={"PYTHONPATH": path}, folder=ROOT)
+    assert done.stdout == "2 1\n"
+
+
 def test_demo_rejects_unknown_arguments() -> None:
-    for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"]):
+    cluster = ["--cluster", "--engine", "sglang"]
+    for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"], cluster):
         done = run_demo(*arguments)
         assert done.returncode == 2, arguments
         assert "usage: scripts/demo [--engine vllm|sglang|transformers]" in done.stderr
