@@ -290,6 +290,11 @@ def _device(text: str) -> str:
 
 BOOLEAN: Final = "true, false, 1, 0, yes, no, on or off"
 
+LAUNCHED_BY: Final = "KVELASTIC_LAUNCHED_BY"
+ENGINE_KEY: Final = "KVELASTIC_ENGINE_KEY"
+FROM_CONTROLLER: Final = frozenset({LAUNCHED_BY, ENGINE_KEY})
+"""Set by the controller in engines that it launches; they configure nothing."""
+
 # fmt: off
 VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("ENABLE_KVELASTIC", "ENABLE_KVCACHED", "enabled", _boolean, "false", BOOLEAN,
@@ -534,8 +539,8 @@ def _settle_reserved_pages(values: dict[str, Any]) -> None:
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     known = {variable.name for variable in VARIABLES}
-    for name in sorted(environ):
-        if name.startswith("KVELASTIC_") and name not in known:
+    for name in sorted(environ.keys() - known - FROM_CONTROLLER):
+        if name.startswith("KVELASTIC_"):
             from difflib import get_close_matches
 
             # Compare the names without their common parts, so that KVELASTIC_ENABLE is similar to

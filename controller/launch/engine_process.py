@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from kvelastic.config import ENGINE_KEY
 from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.launch import launch_record
 from kvelastic.controller.launch.engine_log import last_lines
 from kvelastic.controller.launch.launch_environment import (
-    ENGINE_KEY_VARIABLE,
     engine_environment,
     new_engine_key,
 )
@@ -341,7 +341,7 @@ class EngineProcess:
 
     def _take(self, engine: LaunchedEngine) -> bool:
         """Return True if this controller would start the same engine and has its key."""
-        key = engine.variable(ENGINE_KEY_VARIABLE)
+        key = engine.variable(ENGINE_KEY)
         same = (engine.mark.model, engine.mark.launch_digest) == (
             self.mark.model,
             self.mark.launch_digest,

@@ -19,10 +19,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Final
 
-from kvelastic.controller.launch.launch_record import MARK_VARIABLE
+from kvelastic.config import ENGINE_KEY, LAUNCHED_BY
 from kvelastic.controller.settings.settings import ModelSettings, Settings
 
-ENGINE_KEY_VARIABLE: Final = "KVELASTIC_ENGINE_KEY"
 _VLLM_KEY_VARIABLE: Final = "VLLM_API_KEY"
 _OUR_KEYS: Final = re.compile(r"KVELASTIC_.*_KEY")
 
@@ -55,7 +54,7 @@ def engine_environment(
         and hashlib.sha256(os.fsencode(value)).digest() not in digests
         and value.lower() not in texts
     }
-    kept |= {ENGINE_KEY_VARIABLE: key, MARK_VARIABLE: mark}
+    kept |= {ENGINE_KEY: key, LAUNCHED_BY: mark}
     if model.instance is not None:
         kept |= {"KVELASTIC_IPC_NAME": model.instance, "ENABLE_KVELASTIC": "true"}
     if model.engine == "vllm":

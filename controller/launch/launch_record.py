@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvelastic.config import LAUNCHED_BY
 from kvelastic.controller.settings.settings import ModelSettings
 from kvelastic.errors import ControllerError
 from kvelastic.shared.liveness import (
@@ -35,7 +36,6 @@ from kvelastic.shared.liveness import (
     start_time_ticks,
 )
 
-MARK_VARIABLE: Final = "KVELASTIC_LAUNCHED_BY"
 _VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 10
 _MOST_RECORDS: Final = 1000
@@ -288,7 +288,7 @@ def _identity_of(pid: int) -> ProcessIdentity | None:
 
 
 def _mark_of(pid: int) -> Mark | None:
-    text = _environment(pid).get(MARK_VARIABLE)
+    text = _environment(pid).get(LAUNCHED_BY)
     return None if text is None else Mark.from_text(text)
 
 

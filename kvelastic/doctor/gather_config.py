@@ -100,7 +100,7 @@ def _unknown(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     known = {variable.name for variable in config.VARIABLES}
     legacy = {variable.legacy for variable in config.VARIABLES}
     found = []
-    for name in sorted(set(environ) - known):
+    for name in sorted(environ.keys() - known - config.FROM_CONTROLLER):
         if name in legacy:
             continue
         ours = name.startswith("KVELASTIC_")

@@ -249,6 +249,12 @@ def test_unknown_name_warns_once_and_suggests_the_nearest(
     assert f"is {meant} meant" in record.message
 
 
+def test_variables_of_the_controller_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    load({"KVELASTIC_LAUNCHED_BY": "1:2", "KVELASTIC_ENGINE_KEY": "key"})
+
+    assert not caplog.records
+
+
 def test_load_leaves_environment_and_loggers_unchanged() -> None:
     environ = {"KVCACHED_LOG_LEVEL": "DEBUG", "KVELASTIC_DEVICE": "cpu", "NO_COLOR": "1"}
     before = dict(environ)
