@@ -96,10 +96,11 @@ class Engine:
     def rooms(self, version: str) -> dict[str, int]:
         """Return the number of wrapped functions by the module whose import wraps them.
 
-        For an unsupported version, uses the nearest series.
+        Modules that are only probed have 0. For an unsupported version, uses the nearest series.
         """
         rooms = [hook.room for hook in self._table(version)]
-        return {room: rooms.count(room) for room in rooms}
+        only_probed = getattr(_module_of(self.name, "patches"), "PROBED_ONLY", ())
+        return {room: rooms.count(room) for room in (*rooms, *only_probed)}
 
     def _table(self, version: str) -> Any:
         series = series_in(self.tried, version) or nearest_series(self.tried, version)

@@ -63,13 +63,13 @@ class Scheduler(SimulatedScheduler):
         self._preempt(request)
 
     def _schedule(self) -> list[tuple[SimulatedRequest, int]]:
-        from kvelastic.integration.vllm import in_engine_core
+        from kvelastic.integration.vllm import scheduler_class
 
         for request in self.running:
             request.request_id = request.number  # type: ignore[attr-defined]
             request.num_computed_tokens = request.scheduled_tokens  # type: ignore[attr-defined]
         at_once = self.at_once
-        with in_engine_core._preempted_over_limit(self.pool, self):
+        with scheduler_class._preempted_over_limit(self.pool, self):
             if self._pause_state is PauseState.PAUSED_NEW:
                 self.at_once = 0
             work = super()._schedule()

@@ -17,6 +17,8 @@ import pytest
 from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
 
+from kvelastic.integration.vllm.scheduler_class import ElasticScheduler
+
 pytestmark = [
     pytest.mark.slow,
     needs.vllm,
@@ -27,6 +29,38 @@ pytestmark = [
 WANTED = 4
 """Blocks that the one request needs."""
 FOREVER_S = -1.0
+
+
+class Requests:
+    """What `ElasticScheduler` reads and calls of vLLM's scheduler."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.requests: dict[str, Any] = {"r": None}
+        self.running: list[Any] = []
+        self.finished_req_ids: set[str] = set()
+        self.pause_state = 0
+        self.connector = None
+        self.max_model_len = 1 << 20
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=engine.pool, watermark_blocks=0, get_block_ids=lambda _: ([],)
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.requests) - len(self.running)
+
+    def schedule(self) -> SimpleNamespace:
+        return self._engine.schedule()
+
+    def update_from_output(self, scheduler_output: object, *args: object, **kwargs: object) -> None:
+        pass
+
+
+class Scheduler(ElasticScheduler, Requests):
+    """As vLLM makes it of its own scheduler."""
 
 
 class Engine:
@@ -42,22 +76,7 @@ class Engine:
             enable_caching=True,
             hash_block_size=32,
         )
-        self.scheduler: Any = SimpleNamespace(
-            requests={"r": None},
-            running=[],
-            finished_req_ids=set(),
-            pause_state=0,
-            connector=None,
-            max_model_len=1 << 20,
-            has_unfinished_requests=lambda: bool(self.scheduler.requests),
-            get_request_counts=lambda: (
-                len(self.scheduler.running),
-                len(self.scheduler.requests) - len(self.scheduler.running),
-            ),
-            kv_cache_manager=SimpleNamespace(
-                block_pool=self.pool, watermark_blocks=0, get_block_ids=lambda _: ([],)
-            ),
-        )
+        self.scheduler: Any = Scheduler(self)
         self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[])
         self.wanted = WANTED
         self.looked: list[int] = []
@@ -74,13 +93,11 @@ class Engine:
         return len(self.looked) > before
 
     def _step(self, core: Any) -> tuple[dict[int, Any], bool]:
-        from kvelastic.integration.vllm import in_engine_core
-
-        output = in_engine_core.schedule(self._schedule, core.scheduler)
-        in_engine_core.update_from_output(lambda *_: None, core.scheduler, output, None)
+        output = core.scheduler.schedule()
+        core.scheduler.update_from_output(output, None)
         return {}, output.total_num_scheduled_tokens > 0
 
-    def _schedule(self, _: Any) -> SimpleNamespace:
+    def schedule(self) -> SimpleNamespace:
         self.pool.memory.prepare(self.wanted)
         tokens = 1 if self.pool.get_num_free_blocks() >= self.wanted else 0
         self.in_the_step()
@@ -181,7 +198,7 @@ def test_empty_steps_in_the_queue_allow_backoff(starved) -> None:
     outputs = []
 
     def with_queue(core: Any) -> tuple[None, bool]:
-        outputs.append(in_engine_core.schedule(engine._schedule, core.scheduler))
+        outputs.append(core.scheduler.schedule())
         core.batch_queue.append(outputs[-1])
         return None, False
 
@@ -318,7 +335,7 @@ class Waits(Engine):
             request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, max_tokens=max_tokens
         )
 
-    def _schedule(self, _: Any) -> SimpleNamespace:
+    def schedule(self) -> SimpleNamespace:
         self.scheduler.running = []
         for request in self.scheduler.requests.values():
             chunk = min(request.num_tokens, 2 * BLOCK_TOKENS * BLOCKS_PER_PAGE)

@@ -45,8 +45,9 @@ def test_enabled_plugin_patches_once_at_engine_import() -> None:
         assert kv_cache_coordinator.BlockPool is not block_pool.BlockPool
         step = core.EngineCore.step
         assert not hasattr(step.kvelastic_original, "kvelastic_original")
-        import vllm.v1.worker.gpu_worker as worker
-        assert hasattr(worker.Worker.initialize_from_config, "kvelastic_original")
+        import vllm.v1.worker.gpu_worker
+        from vllm.v1.worker.block_table import BlockTable
+        assert hasattr(BlockTable.add_row, "kvelastic_original")
         """
     environment = engine_environment(ENABLE_KVELASTIC="true")
     run_python("-c", textwrap.dedent(code), environment=environment)

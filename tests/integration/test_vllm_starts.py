@@ -18,7 +18,7 @@ from starting_server import StartingServer
 
 from kvelastic.device import nvml
 from kvelastic.errors import OutOfMemoryError
-from kvelastic.integration.vllm import in_engine_core, own_process, scheduler_side
+from kvelastic.integration.vllm import executor_class, own_process, scheduler_side
 from kvelastic.integration.vllm.own_memory import LIBRARIES_BYTES, Seen, own_bytes
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 
@@ -250,22 +250,34 @@ def test_later_measurement_only_lowers_the_reserve() -> None:
 def test_reserve_is_remeasured_when_an_awake_engine_sleeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_engine_core.in_gpu_worker, "hand_over_reserve", lambda worker: worker)
     happened: list[object] = []
-    instance = SimpleNamespace(
+
+    class Chosen:
+        """vLLM's executor."""
+
+        is_sleeping = False
+
+        def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[object]:
+            return [method(SimpleNamespace(worker=rank)) for rank in (1, 2)]
+
+        def sleep(self) -> None:
+            happened.append("vLLM sleeps")
+
+    class Executor(executor_class.ElasticExecutor, Chosen):
+        def __init__(self) -> None:
+            self.kvelastic_ranks = [1]
+
+    monkeypatch.setattr(executor_class.in_gpu_worker, "hand_over_reserve", lambda worker: worker)
+    executor: Any = Executor()
+    executor.kvelastic_instance = SimpleNamespace(
         is_on_gpu=True,
         lower_reserve=happened.append,
         sleep=lambda: happened.append("cache sleeps"),
         say_whether_engine_sleeps=lambda _: None,
+        tiers=None,
     )
-    executor = SimpleNamespace(
-        kvelastic_instance=instance,
-        kvelastic_ranks=[1],
-        is_sleeping=False,
-        collective_rpc=lambda function: [function(SimpleNamespace(worker=rank)) for rank in (1, 2)],
-    )
-    in_engine_core.executor_sleep(lambda _: happened.append("vLLM sleeps"), executor)
+    executor.sleep()
     assert happened == [[2], "vLLM sleeps", "cache sleeps"]
     executor.is_sleeping = True
-    in_engine_core.executor_sleep(lambda _: happened.append("again"), executor)
-    assert happened[3:] == ["again", "cache sleeps"]
+    executor.sleep()
+    assert happened[3:] == ["vLLM sleeps", "cache sleeps"]

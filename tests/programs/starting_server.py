@@ -93,7 +93,8 @@ def main() -> None:
             if "TEST_NVML" in os.environ:
                 (folder / str(os.getpid())).touch()
             if sys.argv[1] == "elastic":
-                in_gpu_worker.measures(lambda _: in_gpu_worker.memory_info(memory), worker)
+                with in_gpu_worker.measuring(worker):
+                    in_gpu_worker.memory_info(memory)
         elif command in held:
             size_bytes = int(arguments[0])
             driver.create(size_bytes)

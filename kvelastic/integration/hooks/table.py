@@ -44,12 +44,14 @@ class Hook:
 def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
     """Set each room's hooks when the engine imports its module, after the room's probe has passed.
 
+    A room with a probe may have no hooks: a subclass depends on its module.
+
     `engine` is its name and version, for messages. If a probe fails, it raises
     `UnsupportedEngineError`: no hook of that room is set, and the import fails with the error.
     Idempotent.
     """
-    for room in dict.fromkeys(hook.room for hook in hooks):
-        when_imported(room, functools.partial(_enter, engine, room, hooks, probes[room]))
+    for room, probe in probes.items():
+        when_imported(room, functools.partial(_enter, engine, room, hooks, probe))
 
 
 def _enter(
@@ -62,6 +64,8 @@ def _enter(
     for hook in here:
         _set(hook)
     _entered.add(room)
+    if not here:
+        return
     _log.info(
         "%s, %s: hooked %s.", engine, room, ", ".join(hook.path.split(":")[1] for hook in here)
     )

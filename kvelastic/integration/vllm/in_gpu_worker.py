@@ -1,20 +1,22 @@
-"""Wrappers for a worker's process on a GPU; on the CPU they only call the original.
+"""Wrappers and measurements for a worker's process on a GPU (`worker_class`).
 
-vLLM measures the device's free memory three times: before loading, after profiling, and around its
-sleep. It exits if the values do not fit, and next to a neighbour they never do. While vLLM
-measures, kvelastic excludes the neighbours' use from "used" (`own_memory`).
+While vLLM measures the device's free memory, kvelastic excludes the neighbours' use from "used"
+(`own_memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvelastic import config
 from kvelastic.integration.vllm import own_process, start_reserve, worker_device
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 from kvelastic.shared import ledger
+
+if TYPE_CHECKING:
+    from kvelastic.shared.ledger import JoinedLedger
 
 _FIRST = "kvelastic_first_look"
 """Worker attribute with its first `Seen`."""
@@ -22,17 +24,19 @@ _FIRST = "kvelastic_first_look"
 _NVML_PID = "kvelastic_nvml_pid"
 """Worker attribute with NVML's pid of its process; None if NVML does not report it."""
 
-_START = "kvelastic_start_reserve"
-"""Worker attribute with its ledger membership between loading and the end of warm-up."""
-
 _measured_worker: Any | None = None
 """The worker of this process that vLLM is measuring now."""
 
 
-def measures(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make vLLM measure this process alone while `original` runs."""
-    with _measuring(worker):
-        return original(worker, *args, **kwargs)
+@contextmanager
+def measuring(worker: Any) -> Iterator[None]:
+    """Make vLLM measure this process alone in the body."""
+    global _measured_worker
+    before, _measured_worker = _measured_worker, worker
+    try:
+        yield
+    finally:
+        _measured_worker = before
 
 
 def memory_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -44,31 +48,6 @@ def memory_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
     now = _look(worker, total_bytes - free_bytes)
     first = worker.__dict__.setdefault(_FIRST, now)
     return total_bytes - own_bytes(first, now), total_bytes
-
-
-def load_model(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reserve memory for the weights first; other instances give it."""
-    if _START not in worker.__dict__:
-        setattr(worker, _START, start_reserve.claim(worker))
-    return original(worker, *args, **kwargs)
-
-
-def compile_or_warm_up_model(original: Callable[..., Any], worker: Any) -> Any:
-    """Warm up on the null block, the only block that has memory at that time.
-
-    vLLM's newer model runner (V2) warms up with block ids that were never allocated.
-    """
-    tables = getattr(worker.model_runner, "block_tables", None)
-    if not hasattr(tables, "redirect_writes_to_null_block"):
-        tables = None
-    if tables is not None:
-        tables.redirect_writes_to_null_block = True
-    try:
-        with _measuring(worker):
-            return original(worker)
-    finally:
-        if tables is not None:
-            tables.redirect_writes_to_null_block = False
 
 
 def hand_over_reserve(worker: Any) -> int:
@@ -83,8 +62,9 @@ def hand_over_reserve(worker: Any) -> int:
 
     if not worker_device.of_worker(worker).facts.is_gpu:
         return 0
-    place = worker.__dict__.pop(_START, None)
+    place: JoinedLedger | None = getattr(worker, "kvelastic_start_reserve", None)
     if place is not None:
+        worker.kvelastic_start_reserve = None
         place.close()
     first: Seen | None = worker.__dict__.get(_FIRST)
     if first is None:
@@ -125,16 +105,6 @@ def move_row(original: Callable[..., Any], table: Any, src: int, tgt: int) -> No
     if src != tgt:
         table.clear_row(tgt)
     original(table, src, tgt)
-
-
-@contextmanager
-def _measuring(worker: Any) -> Iterator[None]:
-    global _measured_worker
-    before, _measured_worker = _measured_worker, worker
-    try:
-        yield
-    finally:
-        _measured_worker = before
 
 
 def _look(worker: Any, used_bytes: int) -> Seen:

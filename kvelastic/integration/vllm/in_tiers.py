@@ -47,7 +47,7 @@ _END_LOADS_S: Final = 30.0
 _LEAST_BLOCKS: Final = 4
 """Steps with fewer blocks are not measured: they are decode steps, not prefills."""
 
-_KEEPS_WEIGHTS: Final = frozenset({"compute_weight_checksums"})
+_KEEPS_WEIGHTS: Final = frozenset({"compute_weight_checksums", "supports_draft_weight_updates"})
 _CHANGES_WEIGHTS: Final = ("weight", "load", "update")
 """A worker method whose name contains one of the strings may change the weights."""
 
@@ -277,7 +277,7 @@ class EngineTiers:
         _log.info("The tiers' present contents are no longer used.")
 
     def called_workers(self, method: Any) -> None:
-        """An API client called this worker method: it may have changed the weights."""
+        """vLLM or a client called this worker method: it may have changed the weights."""
         if method in _KEEPS_WEIGHTS:
             return
         if not isinstance(method, str) or any(part in method for part in _CHANGES_WEIGHTS):

@@ -1,23 +1,25 @@
 """The hooks that kvelastic sets in vLLM 0.32 and 0.33.
 
-vLLM has no extension points for most of this, so functions are wrapped. Each wrapper calls the
-original with the arguments it received. Before any hook is set, every function that a wrapper
-replaces, calls or relies on is probed (`probes`).
+Most of kvelastic is in subclasses of vLLM's executor, scheduler, worker and connector
+(`executor_class`). The functions here have no class that vLLM's settings could name. Each wrapper
+calls the original with the arguments it received. Before any hook is set, every function that a
+wrapper or a subclass replaces, calls or relies on is probed (`probes`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Final
 
 from kvelastic.integration.hooks import table
 from kvelastic.integration.hooks.table import Hook
 from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm import (
+    executor_class,
     in_engine_core,
     in_front_end,
     in_gpu_worker,
-    in_offloading,
     in_worker,
     probes,
     tier_adapters,
@@ -35,12 +37,10 @@ from kvelastic.integration.vllm.wrapped_names import (
     ENGINE_CONFIG,
     ENGINE_CORE,
     EXECUTOR,
+    EXECUTORS,
     FRONT_END,
     OFFLOADING,
-    OFFLOADS,
-    SCHEDULER,
     WORKER,
-    WORKER_CLASS,
 )
 
 HOOKS: Final = (
@@ -62,42 +62,11 @@ HOOKS: Final = (
         in_front_end.call_engine_core,
         "end calls to a killed engine core, so that the server ends too",
     ),
-    # vLLM loads its plugins while EngineCore.__init__ already runs: too late to wrap it.
     Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.__init__",
-        in_engine_core.executor_init,
-        "refuse unsupported settings before anything is loaded",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.initialize_from_config",
-        in_engine_core.executor_initialize,
-        "create the instance; give the workers the paged layout",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.compile_or_warm_up_model",
-        in_engine_core.executor_warm_up,
-        "reserve what the workers hold besides; start the maintenance thread",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.sleep",
-        in_engine_core.executor_sleep,
-        "release the KV cache",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.wake_up",
-        in_engine_core.executor_wake_up,
-        "allow block allocation again",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{EXECUTOR}.discard",
-        in_engine_core.executor_discard,
-        "release the KV cache alone",
+        EXECUTORS,
+        f"{EXECUTOR}.get_class",
+        executor_class.get_class,
+        "an executor with an instance, which names kvelastic's other classes",
     ),
     Hook(
         ENGINE_CORE,
@@ -131,49 +100,10 @@ HOOKS: Final = (
         is_made=True,
     ),
     Hook(
-        ENGINE_CORE,
-        f"{SCHEDULER}:Scheduler.schedule",
-        in_engine_core.schedule,
-        "hold one pool session; begin a step",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{SCHEDULER}:Scheduler.update_from_output",
-        in_engine_core.update_from_output,
-        "end a step: release the blocks pinned for it",
-    ),
-    Hook(
-        WORKER,
-        f"{WORKER_CLASS}.initialize_from_config",
-        in_worker.initialize_from_config,
-        "replace the KV cache allocation with the arena",
-    ),
-    Hook(WORKER, f"{WORKER_CLASS}.shutdown", in_worker.shutdown, "detach from the segment"),
-    Hook(
         WORKER,
         "torch.accelerator:get_memory_info",
         in_gpu_worker.memory_info,
         "while vLLM measures, report free memory without neighbours' use",
-    ),
-    Hook(WORKER, f"{WORKER_CLASS}.init_device", in_gpu_worker.measures, "measure at start"),
-    Hook(
-        WORKER,
-        f"{WORKER_CLASS}.load_model",
-        in_gpu_worker.load_model,
-        "reclaim memory from others for the weights",
-    ),
-    Hook(
-        WORKER,
-        f"{WORKER_CLASS}.determine_available_memory",
-        in_gpu_worker.measures,
-        "measure what vLLM needs",
-    ),
-    Hook(WORKER, f"{WORKER_CLASS}.sleep", in_gpu_worker.measures, "measure what a sleep frees"),
-    Hook(
-        WORKER,
-        f"{WORKER_CLASS}.compile_or_warm_up_model",
-        in_gpu_worker.compile_or_warm_up_model,
-        "warm up on the null block",
     ),
     Hook(
         WORKER,
@@ -189,42 +119,6 @@ HOOKS: Final = (
         in_worker.memory_node_info,
         "report a capacity that does not depend on free memory at start",
     ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADING}:OffloadingConnector.bind_gpu_block_pool",
-        in_offloading.bind_gpu_block_pool,
-        "connect with the elastic block pool",
-    ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADING}:build_offloading_config",
-        in_offloading.build_config,
-        "use the bytes of a block, because ids are sparse",
-    ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADS}.request_finished",
-        in_offloading.request_finished,
-        "pin the blocks of a finished request",
-    ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADS}.build_connector_meta",
-        in_offloading.build_connector_meta,
-        "pin the blocks that a job reads",
-    ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADS}.update_connector_output",
-        in_offloading.update_connector_output,
-        "unpin blocks when their jobs end",
-    ),
-    Hook(
-        OFFLOADING,
-        f"{OFFLOADS}.reset_cache",
-        in_offloading.reset_cache,
-        "unpin everything",
-    ),
 )
 """All hooks without tiers. Each process imports only its own modules and so sets only its own
 hooks."""
@@ -236,12 +130,6 @@ TIER_HOOKS: Final = (
         ENGINE_CONFIG,
         tier_connector.create_engine_config,
         "configure the connector that loads blocks from tiers",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{SCHEDULER}:Scheduler.reset_prefix_cache",
-        tier_hooks.reset_prefix_cache,
-        "demote before a sleep; start a new generation otherwise",
     ),
     Hook(
         ENGINE_CORE,
@@ -263,30 +151,16 @@ TIER_HOOKS: Final = (
     ),
     Hook(
         ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.collective_rpc",
-        tier_hooks.collective_rpc,
-        "detect weights that change in place",
-    ),
-    Hook(
-        ENGINE_CORE,
         ADAPTER_KEYS,
         tier_adapters.adapter_keys,
         "add an adapter's contents to the names of its blocks",
     ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.add_lora",
-        tier_adapters.add_lora,
-        "detect an adapter whose contents change in place",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.remove_lora",
-        tier_adapters.remove_lora,
-        "forget an adapter: another one may get its number",
-    ),
 )
 """Further hooks if `KVELASTIC_TIERS` is set."""
+
+
+PROBED_ONLY: Final = (OFFLOADING,)
+"""Modules that are probed when vLLM imports them, because a subclass depends on them."""
 
 
 def hooks_for(_series: str) -> tuple[Hook, ...]:
@@ -297,16 +171,15 @@ def hooks_for(_series: str) -> tuple[Hook, ...]:
 def arm(series: str, *, tiers: bool = False) -> None:
     """Patch that series' vLLM modules as they are imported. Idempotent."""
     engine = f"vLLM {installed_version('vllm')}"
-    table.arm(
-        engine,
-        HOOKS + TIER_HOOKS if tiers else HOOKS,
-        {
-            ARGUMENTS: functools.partial(probes.arguments, engine),
-            FRONT_END: functools.partial(probes.front_end, engine),
-            CORE_CLIENT: functools.partial(probes.core_client, engine),
-            ENGINE_CORE: functools.partial(probes.engine_core, engine, series, tiers),
-            WORKER: functools.partial(probes.worker, engine),
-            CPU_WORKER: functools.partial(probes.cpu_worker, engine),
-            OFFLOADING: functools.partial(probes.offloading, engine),
-        },
-    )
+    rooms: dict[str, Callable[[], None]] = {
+        FRONT_END: functools.partial(probes.front_end, engine),
+        EXECUTORS: functools.partial(probes.executors, engine),
+        CORE_CLIENT: functools.partial(probes.core_client, engine),
+        ENGINE_CORE: functools.partial(probes.engine_core, engine, series, tiers),
+        WORKER: functools.partial(probes.worker, engine),
+        CPU_WORKER: functools.partial(probes.cpu_worker, engine),
+        OFFLOADING: functools.partial(probes.offloading, engine),
+    }
+    if tiers:
+        rooms[ARGUMENTS] = functools.partial(probes.arguments, engine)
+    table.arm(engine, HOOKS + TIER_HOOKS if tiers else HOOKS, rooms)

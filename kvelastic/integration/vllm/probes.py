@@ -1,4 +1,4 @@
-"""What must hold in vLLM 0.32 and 0.33 before anything is wrapped there.
+"""What must hold in vLLM 0.32 and 0.33 before kvelastic changes anything there.
 
 One function for each room of `patches`. Each raises `UnsupportedEngineError` with all that is
 missing or other than expected, so a vLLM that was rebuilt is refused and not half patched.
@@ -66,6 +66,23 @@ def core_client(engine: str) -> None:
     probe.refuse_if_broken()
 
 
+def executors(engine: str) -> None:
+    """Probe the executor's class; any process may import it."""
+    probe = Probe(engine, page=_PAGE)
+    probe.parameters(f"{EXECUTOR}.get_class", ("vllm_config",))
+    probe.parameters(f"{EXECUTOR}.__init__", ("self", "vllm_config"))
+    probe.parameters(f"{EXECUTOR}.initialize_from_config", ("self", "kv_cache_configs"))
+    probe.parameters(f"{EXECUTOR}.compile_or_warm_up_model", ("self",))
+    probe.parameters(f"{EXECUTOR}.collective_rpc", ("self", "method"))
+    probe.parameters(f"{EXECUTOR}.sleep", ("self", "level"))
+    probe.parameters(f"{EXECUTOR}.wake_up", ("self", "tags"))
+    probe.parameters(f"{EXECUTOR}.discard", ("self", "tags"))
+    probe.mentions(f"{EXECUTOR}.wake_up", ("sleeping_tags",))
+    probe.parameters(f"{EXECUTOR}.add_lora", ("self", "lora_request"))
+    probe.parameters(f"{EXECUTOR}.remove_lora", ("self", "lora_id"))
+    probe.refuse_if_broken()
+
+
 def arguments(engine: str) -> None:
     """Probe the process that parses arguments; used with tiers only."""
     probe = Probe(engine, page=_PAGE)
@@ -87,9 +104,8 @@ def _probe_tiers(probe: Probe) -> None:
     probe.parameters(f"{ENGINE_CORE}:EngineCore.sleep", ("self", "level", "mode"))
     probe.mentions(f"{ENGINE_CORE}:EngineCore.sleep", ("pause_scheduler", "sleep"))
     probe.parameters(f"{ENGINE_CORE}:EngineCore.release_kv_cache_memory", ("self",))
-    probe.parameters(f"{ENGINE_CORE}:EngineCore.collective_rpc", ("self", "method"))
-    probe.parameters(f"{ENGINE_CORE}:EngineCore.add_lora", ("self", "lora_request"))
-    probe.parameters(f"{ENGINE_CORE}:EngineCore.remove_lora", ("self", "lora_id"))
+    for name in ("collective_rpc", "add_lora", "remove_lora"):
+        probe.mentions(f"{ENGINE_CORE}:EngineCore.{name}", ("model_executor", name))
     probe.parameters(ADAPTER_KEYS, ("request",))
     probe.mentions(ADAPTER_KEYS, ("lora_request", "lora_name", "lora_path"))
     probe.mentions(f"{SCHEDULER}:Scheduler.reset_prefix_cache", ("_preempt_request", "running"))
@@ -120,7 +136,12 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     if tiers:
         _probe_tiers(probe)
     probe.mentions(
-        f"{ENGINE_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches")
+        f"{ENGINE_CORE}:EngineCore.__init__",
+        ("model_executor", "_initialize_kv_caches", "get_scheduler_cls"),
+    )
+    probe.mentions(
+        "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+        ("scheduler_cls", "resolve_obj_by_qualname"),
     )
     probe.parameters(f"{ENGINE_CORE}:EngineCore.shutdown", ("self",))
     probe.parameters(f"{ENGINE_CORE}:EngineCore.step", ("self",))
@@ -137,14 +158,6 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
         f"{ENGINE_CORE}:EngineCore._initialize_kv_caches",
         ("generate_scheduler_kv_cache_config", "initialize_from_config"),
     )
-    probe.parameters(f"{EXECUTOR}.__init__", ("self", "vllm_config"))
-    probe.parameters(f"{EXECUTOR}.initialize_from_config", ("self", "kv_cache_configs"))
-    probe.parameters(f"{EXECUTOR}.compile_or_warm_up_model", ("self",))
-    probe.parameters(f"{EXECUTOR}.collective_rpc", ("self", "method"))
-    probe.parameters(f"{EXECUTOR}.sleep", ("self", "level"))
-    probe.parameters(f"{EXECUTOR}.wake_up", ("self", "tags"))
-    probe.parameters(f"{EXECUTOR}.discard", ("self", "tags"))
-    probe.mentions(f"{EXECUTOR}.wake_up", ("sleeping_tags",))
     probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self",))
     probe.parameters(f"{SCHEDULER}:Scheduler.has_unfinished_requests", ("self",))
@@ -168,7 +181,10 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     wrapper = "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config"
     probe.parameters(wrapper, ("self", "kv_cache_configs"))
     probe.mentions(wrapper, ("global_rank",))
-    probe.mentions("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker", ("worker",))
+    probe.mentions(
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker",
+        ("worker", "worker_cls", "resolve_obj_by_qualname"),
+    )
     probe.parameters(
         f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
         (
@@ -311,17 +327,34 @@ def offloading(engine: str) -> None:
     probe = Probe(engine, page=_PAGE)
     bind = f"{OFFLOADING}:OffloadingConnector.bind_gpu_block_pool"
     probe.parameters(bind, ("self", "gpu_block_pool"))
-    probe.mentions(f"{OFFLOADING}:OffloadingConnector.__init__", ("connector_scheduler",))
-    probe.parameters(f"{OFFLOADING}:build_offloading_config", ("vllm_config", "kv_cache_config"))
+    probe.mentions(
+        f"{OFFLOADING}:OffloadingConnector.__init__",
+        ("connector_scheduler", "build_offloading_config"),
+    )
+    probe.mentions(
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config:build_offloading_config",
+        ("kv_cache_tensors", "size", "num_blocks", "OffloadingConfig"),
+    )
+    probe.mentions(
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class",
+        ("kv_connector_module_path", "import_module"),
+    )
+    for name in ("request_finished", "request_finished_all_groups"):
+        probe.parameters(
+            f"{OFFLOADING}:OffloadingConnector.{name}", ("self", "request", "block_ids")
+        )
     probe.fields("vllm.v1.kv_offload.config:OffloadingConfig", ("worker_kv_bytes_per_block",))
     probe.mentions(f"{OFFLOADS}.__init__", ("_req_status", "_jobs"))
-    probe.parameters(f"{OFFLOADS}.request_finished", ("self", "request"))
-    probe.parameters(f"{OFFLOADS}.build_connector_meta", ("self", "scheduler_output"))
+    probe.parameters(
+        f"{OFFLOADING}:OffloadingConnector.build_connector_meta", ("self", "scheduler_output")
+    )
     common = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common"
     probe.fields(f"{common}:OffloadingConnectorMetadata", ("load_jobs", "store_jobs"))
     probe.fields(f"{common}:TransferJob", ("req_id", "src_spec", "dst_spec"))
-    probe.parameters(f"{OFFLOADS}.update_connector_output", ("self", "connector_output"))
-    probe.parameters(f"{OFFLOADS}.reset_cache", ("self",))
+    probe.parameters(
+        f"{OFFLOADING}:OffloadingConnector.update_connector_output", ("self", "connector_output")
+    )
+    probe.parameters(f"{OFFLOADING}:OffloadingConnector.reset_cache", ("self",))
     state = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState"
     probe.fields(state, ("block_ids",))
     probe.refuse_if_broken()

@@ -11,11 +11,14 @@ from kvelastic import engines
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import tier_connector
+from kvelastic.integration.vllm.connector_settings import (
+    OFFLOADING_CONNECTOR,
+    OUR_MODULE,
+    SEVERAL,
+)
 
-_SEVERAL: Final = "MultiConnector"
-_OFFLOADING: Final = "OffloadingConnector"
 _BENCH: Final = "DecodeBenchConnector"
-_COMPOSED: Final = frozenset({_SEVERAL, _OFFLOADING, _BENCH, "ExampleConnector"})
+_COMPOSED: Final = frozenset({SEVERAL, OFFLOADING_CONNECTOR, _BENCH, "ExampleConnector"})
 """Connectors that access blocks by id and whose accesses are known."""
 
 _WHOLE_RANGE: Final = (
@@ -77,13 +80,13 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     """Raise `UnsupportedEngineError` if the KV cache has unsupported layers."""
     found: list[str] = []
     offloads = not tier_connector.is_ours(vllm_config.kv_transfer_config) and any(
-        _name(one) == _OFFLOADING for one in _connectors(vllm_config)
+        _name(one) == OFFLOADING_CONNECTOR for one in _connectors(vllm_config)
     )
     kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
     if offloads and (len(kinds) > 1 or kinds[0] not in _OFFLOADED_KINDS):
         found.append(
-            f"{_OFFLOADING} with KV cache groups of the kinds {', '.join(kinds)}: it reads freed "
-            "blocks of sliding windows and states without reporting which"
+            f"{OFFLOADING_CONNECTOR} with KV cache groups of the kinds {', '.join(kinds)}: it "
+            "reads freed blocks of sliding windows and states without reporting which"
         )
     layers = [layer for group in config.kv_cache_groups for layer in _layers(group.kv_cache_spec)]
     found += [
@@ -151,13 +154,13 @@ def _unfolded(connector: Any) -> list[Any]:
     """`connector` is vLLM's configuration object, or a dictionary inside a MultiConnector."""
     if connector is None or _name(connector) is None:
         return []
-    inside = _extra(connector).get("connectors", []) if _name(connector) == _SEVERAL else []
+    inside = _extra(connector).get("connectors", []) if _name(connector) == SEVERAL else []
     return [connector, *(each for one in inside for each in _unfolded(one))]
 
 
 def _refused_connector(connector: Any) -> list[str]:
     name = str(_name(connector))
-    if _value(connector, "kv_connector_module_path") is not None:
+    if _value(connector, "kv_connector_module_path") not in (None, OUR_MODULE):
         return [f"the KV connector {name} from its own module, which kvelastic does not know"]
     if name not in _COMPOSED:
         why = _NOT_COMPOSED.get(name, "it is not tested with pages that are unmapped")
@@ -165,8 +168,10 @@ def _refused_connector(connector: Any) -> list[str]:
         return [f"the KV connector {name}: {why} (supported: {composed})"]
     if name == _BENCH and _extra(connector).get("startup_fill"):
         return [f"{_BENCH} with startup_fill, which writes to blocks that have no memory"]
-    if name == _OFFLOADING and _extra(connector).get("canonical_layout"):
-        return [f"{_OFFLOADING} with canonical_layout: not tested with pages that are unmapped"]
+    if name == OFFLOADING_CONNECTOR and _extra(connector).get("canonical_layout"):
+        return [
+            f"{OFFLOADING_CONNECTOR} with canonical_layout: not tested with pages that are unmapped"
+        ]
     return []
 
 

@@ -109,14 +109,12 @@ def adapter_keys(original: Callable[..., list[Any]], request: Any) -> list[Any]:
     return [*keys, (_KIND, contents)]
 
 
-def add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
+def adds(lora_request: Any) -> None:
     """A client loads an adapter, possibly in place of a loaded one."""
     if lora_request.load_inplace:
-        _adapters.forget(lora_request.lora_int_id)
-    return original(core, lora_request)
+        forget(lora_request.lora_int_id)
 
 
-def remove_lora(original: Callable[..., Any], core: Any, lora_id: int) -> Any:
-    """A client removes an adapter."""
-    _adapters.forget(lora_id)
-    return original(core, lora_id)
+def forget(number: int) -> None:
+    """A client replaces or removes the adapter of that number."""
+    _adapters.forget(number)

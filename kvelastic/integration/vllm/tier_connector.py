@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.vllm.connector_settings import OFFLOADING_CONNECTOR
 
-CONNECTOR: Final = "OffloadingConnector"
 SPEC_NAME: Final = "TierSpec"
 SPEC_MODULE: Final = "kvelastic.integration.vllm.tier_spec"
 
@@ -22,7 +22,7 @@ def fields() -> dict[str, Any]:
     A failed load is recomputed; by default vLLM fails the request.
     """
     return {
-        "kv_connector": CONNECTOR,
+        "kv_connector": OFFLOADING_CONNECTOR,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE},
@@ -31,7 +31,7 @@ def fields() -> dict[str, Any]:
 
 def is_ours(connector: Any) -> bool:
     """Return True if this connector configuration names our spec."""
-    if getattr(connector, "kv_connector", None) != CONNECTOR:
+    if getattr(connector, "kv_connector", None) != OFFLOADING_CONNECTOR:
         return False
     extra = connector.kv_connector_extra_config or {}
     return bool(extra.get("spec_module_path") == SPEC_MODULE)

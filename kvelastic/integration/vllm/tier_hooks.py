@@ -1,33 +1,17 @@
-"""Wrappers for vLLM's resets, sleep and weight updates, set only with tiers."""
+"""Wrappers that distinguish a sleep's reset from others, set only with tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvelastic.integration.vllm.in_engine_core import elastic_pool
+
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers
 
 _KEEPS_WEIGHTS_LEVEL = 1
 """The sleep level after which the same weights are restored."""
-
-
-def reset_prefix_cache(
-    original: Callable[..., bool],
-    scheduler: Any,
-    reset_running_requests: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    """Wrap the scheduler's reset: demote before a sleep, else start a new generation."""
-    tiers = _tiers_of(scheduler)
-    if tiers is None:
-        return original(scheduler, reset_running_requests, *args, **kwargs)
-    tiers.before_reset(scheduler, preempts=reset_running_requests)
-    try:
-        return original(scheduler, reset_running_requests, *args, **kwargs)
-    finally:
-        tiers.after_reset()
 
 
 def reset_caches(original: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,18 +51,5 @@ def release_kv_cache_memory(original: Callable[..., None], core: Any) -> None:
             tiers.sleeps = False
 
 
-def collective_rpc(
-    original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Wrap calls of worker methods, which may change the weights."""
-    try:
-        return original(core, method, *args, **kwargs)
-    finally:
-        tiers = _tiers_of(core.scheduler)
-        if tiers is not None:
-            tiers.called_workers(method)
-
-
 def _tiers_of(scheduler: Any) -> EngineTiers | None:
-    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
-    return getattr(pool, "tiers", None)
+    return getattr(elastic_pool(scheduler), "tiers", None)
