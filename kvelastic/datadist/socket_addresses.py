@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.errors import ChannelError
-from kvelastic.messages import MOST_PATH_BYTES, Address, SecretFile
+from kvelastic.messages import MOST_PATH_BYTES, Address, SecretFile, runtime_folder
 
-_MODE: Final = 0o700
 _OF_CLUSTER: Final = "cluster_"
 _MOST_NAMED: Final = 8
 """Number of listening addresses that an error message lists."""
@@ -41,21 +39,7 @@ class SocketAddresses:
         Clusters of different `KVELASTIC_LEDGER` groups cannot link. Raises `ChannelError`,
         `SecretError`.
         """
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvelastic-{os.geteuid()}")
-        folder = base / "kvelastic-links" / settings.ledger
-        try:
-            for one in (base, folder.parent, folder):
-                one.mkdir(mode=_MODE, exist_ok=True)
-                found = one.lstat()
-                is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-                if not is_ours or stat.S_IMODE(found.st_mode) & 0o022:
-                    raise ChannelError(
-                        f"{one} can be written by others; remove it, or set XDG_RUNTIME_DIR"
-                    )
-        except OSError as error:
-            raise ChannelError(
-                f"no folder for the sockets of links: {error}; set XDG_RUNTIME_DIR"
-            ) from error
+        folder = runtime_folder("kvelastic-links", settings.ledger)
         secret = None if settings.link_secret is None else SecretFile(Path(settings.link_secret))
         return cls(folder, secret, settings.link_allow, settings.link_data_ports)
 

@@ -32,6 +32,7 @@ from kvelastic.messages.connection import Connection, Request
 from kvelastic.messages.endpoint import Endpoint
 from kvelastic.messages.peers import Peer
 from kvelastic.messages.protocol import Message, Protocol
+from kvelastic.messages.runtime_folder import runtime_folder
 from kvelastic.messages.secret import SecretFile
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "Request",
     "SecretFile",
     "parse_address",
+    "runtime_folder",
 ]
