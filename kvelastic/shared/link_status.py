@@ -30,6 +30,8 @@ from kvelastic.shared.status_file import Count, Shown, StatusKind, newest, readi
 
 MOST_LINKS: Final = 512
 MOST_ENDED: Final = 16
+MOST_HELD: Final = 64
+"""Maximum number of holds that a node lists; the sums have all."""
 MOST_TEXT: Final = 64
 """Maximum characters of a `Text`."""
 MOST_ADDRESS: Final = 128
@@ -88,6 +90,16 @@ class LinkStatus(Shown, frozen=True):
         return self.pushed_bytes + self.peer_pulled_bytes
 
 
+class HeldStatus(Shown, frozen=True):
+    """Memory that a node holds until a peer has read it (docs/prefill_decode.md)."""
+
+    request: Text
+    """The engine's id of the request whose blocks they are."""
+    size_bytes: Count
+    left_ms: Count
+    """Milliseconds until the hold ends by itself."""
+
+
 class NodeStatus(Shown, frozen=True):
     """A node with its open links and the last links that have ended."""
 
@@ -117,6 +129,11 @@ class NodeStatus(Shown, frozen=True):
     strangers_refused: Count
     """Refused connections."""
     links: Annotated[tuple[LinkStatus, ...], Meta(max_length=MOST_LINKS + MOST_ENDED)]
+    held_requests: Count = 0
+    """Number of requests whose blocks are held for a peer."""
+    held_bytes: Count = 0
+    held: Annotated[tuple[HeldStatus, ...], Meta(max_length=MOST_HELD)] = ()
+    """The first of them to end."""
 
     @property
     def standing_links(self) -> int:
@@ -142,7 +159,7 @@ class LinkAnswer(Shown, frozen=True):
 
 
 KIND: Final = StatusKind(
-    "link status file", b"KVLINKS\0", 2, 192 << 10, NodeStatus, LinkRequest, LinkAnswer
+    "link status file", b"KVLINKS\0", 3, 192 << 10, NodeStatus, LinkRequest, LinkAnswer
 )
 
 
@@ -239,6 +256,7 @@ def object_of(node: NodeStatus) -> dict[str, Any]:
     found: dict[str, Any] = {"name": str(node.node_id), **msgspec.structs.asdict(node)}
     del found["answered_revision"]
     found["addresses"] = list(node.addresses)
+    found["held"] = [msgspec.structs.asdict(one) for one in node.held]
     for name in ("published", "started"):
         found[name] = utc(found.pop(f"{name}_realtime_ns"))
     found["links"] = [

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 from weakref import WeakSet
 
 from kvelastic.errors import (
@@ -65,6 +65,23 @@ Answerer = Callable[[Link, bytes], bytes]
 An exception is sent to the peer as the reply.
 """
 
+
+class HeldMemory(Protocol):
+    """Memory that the node's user holds until a peer has read it; shown to operators."""
+
+    @property
+    def request(self) -> str:
+        """The request to which it belongs."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the hold ends by itself."""
+
+
 Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
 """Checks the claim of a copy whose memory is held; returns a further hold.
 
@@ -90,13 +107,15 @@ class Node:
         role: str = "",
         on_link: Callable[[Link], None] | None = None,
         on_end: Callable[[Link], None] | None = None,
+        held: Callable[[], Sequence[HeldMemory]] = tuple,
     ) -> None:
         """Start the node.
 
         `lease_s` bounds how long memory is held for a peer, in seconds. `data_ports` is the first
         and last port for data streams, if the node listens on TCP; it uses the first free port, or
         any port for None. `role` is shown to operators. `on_end` is called when a link has ended
-        for any reason; it must not block. See `messages.Endpoint` for the other parameters and for
+        for any reason; it must not block. `held` returns what the node's user holds for peers, for
+        operators. See `messages.Endpoint` for the other parameters and for
         the exceptions.
 
         If a copy carries a claim, the node calls `claim` after it holds the memory and before a
@@ -112,6 +131,7 @@ class Node:
         self.role: Final = role
         self._answer, self._claim = answer, claim
         self._on_link, self._on_end = on_link, on_end
+        self.held: Final = held
         self._most_links = most_links
         self._pid = os.getpid()
         self._secret = secret

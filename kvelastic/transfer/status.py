@@ -16,7 +16,9 @@ from kvelastic.shared.link_status import (
     KIND,
     MOST_ADDRESS,
     MOST_ENDED,
+    MOST_HELD,
     MOST_LINKS,
+    HeldStatus,
     LinkAnswer,
     LinkRequest,
     LinkStatus,
@@ -97,6 +99,7 @@ class StatusPublisher:
         ended = [
             _link_status(link, 0, is_standing=False) for link in node.ended_links[-MOST_ENDED:]
         ]
+        held = node.held()
         return NodeStatus(
             node_id=node.node_id,
             pid=os.getpid(),
@@ -113,6 +116,12 @@ class StatusPublisher:
             copies_lost=node.leases.lost,
             strangers_refused=node.strangers_refused,
             links=(*links, *ended),
+            held_requests=len(held),
+            held_bytes=sum(one.size_bytes for one in held),
+            held=tuple(
+                HeldStatus(text_of(one.request), one.size_bytes, int(one.left_s * 1e3))
+                for one in held[:MOST_HELD]
+            ),
         )
 
 

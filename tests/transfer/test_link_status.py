@@ -28,7 +28,9 @@ from kvelastic.shared import link_status
 from kvelastic.shared.link_status import (
     KIND,
     MOST_ENDED,
+    MOST_HELD,
     MOST_LINKS,
+    HeldStatus,
     LinkAnswer,
     LinkRequest,
     LinkStatus,
@@ -286,7 +288,8 @@ FULL = LinkStatus(
 )  # fmt: skip
 NODE = NodeStatus(
     (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *counts((1 << 63) - 1),
-    (FULL,) * (MOST_LINKS + MOST_ENDED),
+    (FULL,) * (MOST_LINKS + MOST_ENDED), (1 << 63) - 1, (1 << 63) - 1,
+    (HeldStatus("h" * 64, (1 << 63) - 1, (1 << 63) - 1),) * MOST_HELD,
 )  # fmt: skip
 
 

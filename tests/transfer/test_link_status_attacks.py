@@ -171,7 +171,7 @@ def test_other_version_is_reported_and_not_read() -> None:
         for arguments in ((), ("--json",)):
             result = kvctl(*arguments)
             assert result.exit_code == 0
-            assert "is of version 9; this kvelastic reads version 2" in result.stderr
+            assert "is of version 9; this kvelastic reads version 3" in result.stderr
         with pytest.raises(SegmentNotFoundError):
             link_status.cut(NODE, LINK, wait_s=0)
         with board(msgspec.structs.replace(NODE, node_id=TWO)):  # it hides no other one
