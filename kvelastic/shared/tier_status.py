@@ -46,8 +46,8 @@ class TierStatus(Shown, frozen=True):
 
     tier: Label
     """Name in commands: its kind, plus a number for the second and later tiers of a kind."""
-    kind: Annotated[str, Meta(pattern=r"^(host|disk|folder|mooncake)\Z")]
-    """host, disk, folder or mooncake."""
+    kind: Annotated[str, Meta(pattern=r"^(host|disk|folder|mooncake|peer)\Z")]
+    """host, disk, folder, mooncake or peer."""
     used_bytes: Count
     limit_bytes: Count | None
     """None: kvelastic enforces no limit."""

@@ -185,8 +185,10 @@ class Store(ABC):
     """A store of demoted blocks. The module states the rules for errors and threads."""
 
     name: str
-    """The kind, as in KVELASTIC_TIERS, commands and metrics: host, disk, folder, mooncake."""
+    """The kind, as in KVELASTIC_TIERS, commands and metrics: host, disk, folder, mooncake, peer."""
     record_bytes: int
+    takes_records: bool = True
+    """Whether blocks can be demoted to it. False for a store that only reads."""
     asks_medium: bool = False
     """Whether `has` and `lease` use a file system or a server, and so may block."""
 

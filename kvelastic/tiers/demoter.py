@@ -1,6 +1,7 @@
 """The thread that cleans dirty blocks: when a shrinking pool requests it, and ahead of need.
 
     demoter = Demoter(pool, executor, rules, behind, record_bytes=..., tiers=lambda: [0, 1])
+    demoter.start()
     with demoter.paused(): ...
     demoter.close(timeout_s=1)
 
@@ -71,7 +72,7 @@ class DemotionCounts:
 
 
 class Demoter:
-    """The demotion thread of one pool. The constructor starts it."""
+    """The demotion thread of one pool. Call `start` if any tier takes records."""
 
     def __init__(
         self,
@@ -112,6 +113,9 @@ class Demoter:
         self._pauses = 0
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvelastic-demote", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Call it once."""
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -122,7 +126,8 @@ class Demoter:
         self._is_closing.set()
         self._cancel_current()
         self._blocks.stop_demotions()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @contextmanager

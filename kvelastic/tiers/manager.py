@@ -141,12 +141,14 @@ class Tiers:
         self._lock = threading.Lock()
         """Guards the counts, the namespace and the epoch. No other lock is taken inside it."""
         self._matched = self._unmatched = self._loaded = self._missed = 0
-        deadlines = self._rules.deadlines
-        blocks.use_tiers(
-            reclaim_wait_s=deadlines.reclaim_s,
-            limit_wait_s=deadlines.limit_s,
-            sleep_wait_s=deadlines.sleep_s,
-        )
+        self._demotes = any(store.takes_records for store in stores)
+        if self._demotes:
+            deadlines = self._rules.deadlines
+            blocks.use_tiers(
+                reclaim_wait_s=deadlines.reclaim_s,
+                limit_wait_s=deadlines.limit_s,
+                sleep_wait_s=deadlines.sleep_s,
+            )
         self._epoch = 0
         """Incremented on each erasure. A record read in an earlier epoch no longer counts as a copy
         of its block."""
@@ -172,6 +174,8 @@ class Tiers:
             parents=self._lineage.parents,
             clock=clock,
         )
+        if self._demotes:
+            self._demoter.start()
         # If the process does not close its tiers, no thread may be inside a store or the pool when
         # the interpreter exits.
         self._pid = os.getpid()
@@ -297,9 +301,9 @@ class Tiers:
         """Copy all cached blocks that have keys to tiers. Returns how many blocks have no copy.
 
         For an engine that is about to drop its cache, such as vLLM before it sleeps. Blocks for at
-        most `timeout_s` plus one copy.
+        most `timeout_s` plus one copy. Returns 0 at once if no store takes records.
         """
-        return self._blocks.clean(timeout_s)
+        return self._blocks.clean(timeout_s) if self._demotes else 0
 
     def clean_before_exit(self, timeout_s: float) -> int:
         """Copy all cached blocks that have keys to tiers, including the farther tiers.
@@ -457,7 +461,10 @@ class Tiers:
         return [
             tier
             for tier, store in enumerate(self._stores)
-            if store.is_ready and tier not in stuck and self._costs.worth_asking(tier)
+            if store.takes_records
+            and store.is_ready
+            and tier not in stuck
+            and self._costs.worth_asking(tier)
         ]
 
     def _nearest_capacity(self) -> int | None:

@@ -28,6 +28,7 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Copies, Deadlines, Rules, WritePolicy
 from kvelastic.tiers.publisher import show
 from kvelastic.tiers.stores.identified import IdentifiedStore
+from kvelastic.tiers.stores.peer.store import PeerStore
 from kvelastic.tiers.weights_fingerprint import CancelledError, WeightFiles
 from kvelastic.units import format_size
 
@@ -40,8 +41,11 @@ def open_tiers(
     *,
     name: str | None = None,
     weights: WeightFiles | None = None,
+    peer: PeerStore | None = None,
 ) -> Tiers | None:
     """Open the tiers that `KVELASTIC_TIERS` names, nearest first. None if it names none.
+
+    `peer`, if any, becomes the farthest tier; it is closed if this raises.
 
     The record size of `namespace` is replaced by the pool's. Without `staging`, staging memory of
     the configured size is allocated. The host tier's instance is named after `name` (default: the
@@ -54,7 +58,7 @@ def open_tiers(
     """
     asked = TierSettings.of(settings)
     specs = _useful(asked.tiers, is_on_host=pool.is_on_host)
-    if not specs:
+    if not specs and peer is None:
         return None
     record_bytes = pool.blocks.record_bytes
     namespace = replace(namespace, record_bytes=record_bytes)
@@ -66,12 +70,13 @@ def open_tiers(
             store = _open_store(spec, settings, asked, namespace, name or pool.name)
             outlives = weights is not None and spec.kind != "host"
             stores.append(IdentifiedStore(store) if outlives else store)
+        stores += [] if peer is None else [peer]
         tiers = Tiers(pool.blocks, staging, namespace, stores, asked.rules)
     except BaseException:
-        for store in stores:
+        for store in dict.fromkeys([*stores, *([] if peer is None else [peer])]):
             store.close()
         raise
-    identified = [store for store in stores if isinstance(store, IdentifiedStore)]
+    identified = [store for store in stores if isinstance(store, (IdentifiedStore, PeerStore))]
     if weights is not None and identified:
         identification = Identification(weights, identified, HashCache(default_folder()))
         tiers.attach(identification)
@@ -166,7 +171,10 @@ class Identification:
     """
 
     def __init__(
-        self, weights: WeightFiles, stores: Sequence[IdentifiedStore], cache: HashCache
+        self,
+        weights: WeightFiles,
+        stores: Sequence[IdentifiedStore | PeerStore],
+        cache: HashCache,
     ) -> None:
         self._weights = weights
         self._stores = tuple(stores)

@@ -1,0 +1,1 @@
+"""Blocks of another engine: a prefill engine holds and serves them, a decode engine reads them."""

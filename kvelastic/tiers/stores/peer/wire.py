@@ -1,0 +1,65 @@
+"""What a decode engine asks a prefill engine, in the body of a question between nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvelastic.errors import MessageError
+from kvelastic.tiers.base import KEY_BYTES
+
+MOST_KEYS: Final = 8192
+_Ticket = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """Requests the records of some blocks that are held under a ticket."""
+
+    ticket: _Ticket
+    identity: _Identity
+    """Identifies the reader's model, weights and layout. The owner must have the same."""
+    keys: Annotated[bytes, Meta(max_length=MOST_KEYS * KEY_BYTES)]
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """The reply: records that the reader can pull now, of the first keys at least."""
+
+    claim: bytes
+    """Belongs to the pull. It ends with the pull, or when the reader is late."""
+    addresses: list[int]
+    """The address of each record, in the order of the keys."""
+
+
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """The reader is done with the ticket. The reply is empty."""
+
+    ticket: _Ticket
+
+
+_questions: Final = msgspec.msgpack.Decoder(Read | Release)
+_reading: Final = msgspec.msgpack.Decoder(Reading)
+
+
+def packed(message: Read | Release | Reading) -> bytes:
+    """Return the body."""
+    return msgspec.msgpack.encode(message)
+
+
+def question_of(body: bytes) -> Read | Release:
+    """Raises `MessageError` for another body."""
+    try:
+        question: Read | Release = _questions.decode(body)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"not a question about held blocks: {error}") from error
+    return question
+
+
+def reading_of(body: bytes) -> Reading:
+    """Raises `MessageError` for another body."""
+    try:
+        return _reading.decode(body)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"not a reply about held blocks: {error}") from error
