@@ -119,6 +119,17 @@ class Config:
     """Bytes that a disk tier writes per day; None: no bound."""
     tier_compare: bool = True
     """Whether a tier that is slower than computing is bypassed."""
+    role: str | None = None
+    """`prefill`, `decode` or `both`; None: vLLM exchanges no blocks with other engines."""
+    prefill_address: str | None = None
+    """Where a prefill engine listens for decode engines; None: a Unix socket."""
+    prefill_hold_s: float = 60.0
+    """How long a prefill engine keeps the blocks of a finished request for a decode engine."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether vLLM loads blocks from elsewhere: from tiers, or from a prefill engine."""
+        return bool(self.tiers) or self.role is not None
 
     @property
     def page_size_bytes(self) -> int:
@@ -257,6 +268,20 @@ def _path_or_none(text: str) -> str | None:
     if text.lower() == "none":
         return None
     if not text.startswith("/") or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+def _role(text: str) -> str | None:
+    role = _one_of("none", "prefill", "decode", "both")(text)
+    return None if role == "none" else role
+
+
+def _address_or_none(text: str) -> str | None:
+    """Check the form only. `messages.parse_address` parses it where an engine listens."""
+    if text.lower() == "automatic":
+        return None
+    if not re.fullmatch(r"unix:///[^\0]+|tcp://[0-9a-fA-F.:\[\]]+:[1-9][0-9]{0,4}", text):
         raise ValueError(text)
     return text
 
@@ -443,6 +468,17 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Largest number of bytes that each disk tier writes in a day, to protect the medium."),
     Variable("KVELASTIC_TIER_COMPARE", None, "tier_compare", _boolean, "true", BOOLEAN,
              "Bypass a tier while loading blocks takes longer than computing them."),
+    Variable("KVELASTIC_ROLE", None, "role", _role, "none", "none, prefill, decode or both",
+             "Whether this vLLM computes prompts for other engines, decodes prompts that others"
+             " have computed, or does both (docs/prefill_decode.md)."),
+    Variable("KVELASTIC_PREFILL_ADDRESS", None, "prefill_address", _address_or_none, "(automatic)",
+             "unix:///path, or tcp://a.b.c.d:port with KVELASTIC_LINK_SECRET",
+             "Where a prefill engine listens, as decode engines reach it. By default a Unix"
+             " socket, for decode engines of the same user on this host."),
+    Variable("KVELASTIC_PREFILL_HOLD_SECONDS", None, "prefill_hold_s", _seconds, "60.0",
+             "seconds, from 0 to 3600",
+             "How long a prefill engine keeps the blocks of a finished request for a decode"
+             " engine."),
 )
 # fmt: on
 

@@ -41,6 +41,7 @@ def explain_command(name: str, as_json: bool) -> None:
     from kvelastic.doctor.judge_instance import explain
     from kvelastic.instance.status import status_of
     from kvelastic.shared.ledger import list_ledgers
+    from kvelastic.shared.link_status import nodes
     from kvelastic.shared.tier_status import tiers_of
 
     info = readable(name, sweep())
@@ -48,7 +49,7 @@ def explain_command(name: str, as_json: bool) -> None:
     ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
     shown = tiers_of([info]).get(info.name)
     status = status_of(info, found, now_ns=time.monotonic_ns(), shown_tiers=shown)
-    findings = explain(status, ledger)
+    findings = explain(status, ledger, [node for node in nodes() if node.pid == status.pid])
     if as_json:
         say_json(explanation_json(status, ledger, findings))
     else:

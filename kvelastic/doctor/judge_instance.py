@@ -8,7 +8,7 @@ every finding; `kvctl doctor` shows the problems of every instance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvelastic.doctor.finding import Finding, Said, State, check, line, problem, warning
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvelastic.doctor.facts import Facts
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.shared.ledger_facts import LedgerInfo
+    from kvelastic.shared.link_status import NodeStatus
     from kvelastic.shared.tier_status import TiersStatus, TierStatus
 
 _PATIENCE_S: Final = 1.0
@@ -36,13 +37,19 @@ _LEAST_BLOCKS_A_PAGE: Final = 8
 """Lower bounds of a page's mapping size: bytes, and blocks (see `KVELASTIC_PAGE_SIZE_MB`)."""
 
 
-def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
-    """Return the findings about an instance, in reading order."""
+def explain(
+    status: InstanceStatus, ledger: LedgerInfo | None, nodes: Sequence[NodeStatus] = ()
+) -> list[Finding]:
+    """Return the findings about an instance, in reading order.
+
+    `nodes` are the nodes of its process, whose peers may have memory held for them.
+    """
     if status.life == "dead":
         return [line("state", *ended(status.pid, is_ours=False)[1:])]
     return [
         *_life(status),
         *_holdings(status),
+        *_held_for_peers(nodes),
         *_request(status),
         *explain_waiting(status),
         *(_sleep(status) if status.asleep else _limit(status, ledger)),
@@ -51,6 +58,22 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
         *explain_ledger(status, ledger),
         *explain_tiers(status.shown_tiers),
     ]
+
+
+def _held_for_peers(nodes: Sequence[NodeStatus]) -> Iterable[Finding]:
+    for node in nodes:
+        if not node.held:
+            continue
+        first = node.held[0]
+        count = node.held_requests
+        requests = "1 finished request" if count == 1 else f"{count} finished requests"
+        yield line(
+            "held",
+            f"{format_size(node.held_bytes)} of the blocks in use are those of {requests}, held"
+            f" until a decode engine has read them. The first hold, of {first.request}, ends in"
+            f" {first.left_ms / 1e3:.0f} s at the latest.",
+            "set a shorter KVELASTIC_PREFILL_HOLD_SECONDS if decode engines do not read them",
+        )
 
 
 def _life(status: InstanceStatus) -> Iterable[Finding]:

@@ -115,6 +115,11 @@ GOOD: list[tuple[str, str, Any]] = [
     ("KVELASTIC_LINK_ALLOW", "10.0.0.0/24, fd00::/8", ("10.0.0.0/24", "fd00::/8")),
     ("KVELASTIC_LINK_DATA_PORTS", "26100-26131", (26100, 26131)),
     ("KVELASTIC_LINK_DATA_PORTS", "26100", (26100, 26100)),
+    ("KVELASTIC_ROLE", "none", None),
+    ("KVELASTIC_ROLE", "Prefill", "prefill"),
+    ("KVELASTIC_PREFILL_ADDRESS", "unix:///run/kv", "unix:///run/kv"),
+    ("KVELASTIC_PREFILL_ADDRESS", "tcp://[::1]:26000", "tcp://[::1]:26000"),
+    ("KVELASTIC_PREFILL_HOLD_SECONDS", "0.5", 0.5),
 ]
 
 
@@ -158,6 +163,9 @@ BAD: list[tuple[str, list[str]]] = [
         (f"KVELASTIC_TIER_{n}_SECONDS", ["-1", "nan", "3601"])
         for n in ("RECLAIM", "LIMIT", "SLEEP", "EXIT")
     ],
+    ("KVELASTIC_ROLE", ["prefil", "1", "prefill,decode"]),
+    ("KVELASTIC_PREFILL_ADDRESS", ["10.0.0.1:5", "tcp://host:5", "tcp://1.2.3.4:0", "unix://a"]),
+    ("KVELASTIC_PREFILL_HOLD_SECONDS", ["-1", "nan", "3601"]),
     ("KVELASTIC_TIER_WRITE_RATE", ["0", "-1", "lots"]),
     ("KVELASTIC_TIER_DAILY_WRITE", ["0", "-1", "lots"]),
 ]

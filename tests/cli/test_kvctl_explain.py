@@ -22,6 +22,7 @@ from kvelastic.doctor.judge_instance import explain
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.shared import segment
 from kvelastic.shared.ledger_facts import LedgerInfo, Member
+from kvelastic.shared.link_status import HeldStatus, NodeStatus
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 
@@ -387,6 +388,17 @@ def test_every_line_is_one_sentence(facts, of, some, none):
         assert line.what.endswith(".")
         assert "\n" not in line.what + line.do
         assert line.about == line.about.lower()
+
+
+def test_blocks_held_for_peers_are_explained():
+    node = NodeStatus(
+        1, 1, "prefill", (), 0, *(0,) * 9, (), 2, 5 * MIB, (HeldStatus("cmpl-1", MIB, 41_000),)
+    )
+    (held,) = [one for one in explain(CALM, None, [node]) if one.about == "held"]
+    assert held.what == (
+        "5.00 MiB of the blocks in use are those of 2 finished requests, held until a decode"
+        " engine has read them. The first hold, of cmpl-1, ends in 41 s at the latest."
+    )
 
 
 def test_chosen_ledger_is_the_instances_own():

@@ -11,6 +11,7 @@ from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm import tier_connector
 from kvelastic.integration.vllm.tier_refusals import (
     refuse_cache_for_tiers,
+    refuse_cache_to_exchange,
     refuse_for_tiers,
     refuse_without_tiers,
 )
@@ -40,6 +41,28 @@ def test_connector_is_configured_by_default() -> None:
 def test_configured_own_connector_is_kept() -> None:
     ours = connector()
     assert tier_connector.filled_in(ours, SimpleNamespace, offloads=False) is ours
+
+
+def test_role_configures_the_transfer_connector() -> None:
+    named = SimpleNamespace(kv_connector=tier_connector.TRANSFER, kv_connector_extra_config={})
+    for configured in (None, named):
+        made = tier_connector.filled_in(configured, SimpleNamespace, offloads=False, transfers=True)
+        assert tier_connector.exchanges(made)
+        kept = tier_connector.filled_in(made, SimpleNamespace, offloads=False, transfers=True)
+        assert kept is made
+    with pytest.raises(UnsupportedEngineError, match="KVELASTIC_TIERS and the KV connector"):
+        tier_connector.filled_in(named, SimpleNamespace, offloads=False)
+    nixl = SimpleNamespace(kv_connector="NixlConnector")
+    with pytest.raises(UnsupportedEngineError, match="KVELASTIC_ROLE and the KV connector Nixl"):
+        tier_connector.filled_in(nixl, SimpleNamespace, offloads=False, transfers=True)
+
+
+def test_role_on_a_gpu_is_rejected() -> None:
+    ours = SimpleNamespace(**tier_connector.fields(transfers=True))
+    on = {kind: SimpleNamespace(device_type=kind) for kind in ("cpu", "cuda")}
+    refuse_for_tiers(vllm_config(kv_transfer_config=ours, device_config=on["cpu"]))
+    with pytest.raises(UnsupportedEngineError, match="KVELASTIC_ROLE on a GPU"):
+        refuse_for_tiers(vllm_config(kv_transfer_config=ours, device_config=on["cuda"]))
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "MultiConnector"])
@@ -82,16 +105,24 @@ def test_unsupported_configuration_is_rejected_with_the_reason(
 
 
 def test_own_connector_without_tiers_is_rejected() -> None:
-    with pytest.raises(UnsupportedEngineError, match="names no tier"):
+    with pytest.raises(UnsupportedEngineError, match="neither KVELASTIC_TIERS nor KVELASTIC_ROLE"):
         refuse_without_tiers(vllm_config())
+
+
+def cache(*kinds: str) -> SimpleNamespace:
+    groups = [SimpleNamespace(kv_cache_spec=type(one, (), {})()) for one in kinds]
+    return SimpleNamespace(kv_cache_groups=groups)
 
 
 @pytest.mark.parametrize("kind", ["MambaSpec", "ChunkedLocalAttentionSpec"])
 def test_layers_without_token_keys_are_rejected(kind: str) -> None:
-    def cache(*kinds: str) -> SimpleNamespace:
-        groups = [SimpleNamespace(kv_cache_spec=type(one, (), {})()) for one in kinds]
-        return SimpleNamespace(kv_cache_groups=groups)
-
     refuse_cache_for_tiers(cache("FullAttentionSpec", "SlidingWindowSpec"))
     with pytest.raises(UnsupportedEngineError, match=kind):
         refuse_cache_for_tiers(cache("FullAttentionSpec", kind))
+
+
+@pytest.mark.parametrize("kinds", [("SlidingWindowSpec",), ("FullAttentionSpec",) * 2])
+def test_groups_without_the_whole_prompt_are_rejected(kinds: tuple[str, ...]) -> None:
+    refuse_cache_to_exchange(cache("FullAttentionSpec"))
+    with pytest.raises(UnsupportedEngineError, match="one group that keeps the whole prompt"):
+        refuse_cache_to_exchange(cache(*kinds))

@@ -19,10 +19,11 @@ Only the scheduler's thread calls this module.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,12 +31,14 @@ from kvelastic.errors import IntegrityError
 from kvelastic.integration.vllm.tier_lookups import Lookups
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
+from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.loads_in_progress import Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
     from kvelastic.tiers.load import Load
     from kvelastic.tiers.manager import Tiers
+    from kvelastic.tiers.stores.peer.engine import Peers
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -43,6 +46,9 @@ _PAUSE_S: Final = 0.1
 """A waiting engine runs the scheduler again after this time; requests may wait for other events."""
 _END_LOADS_S: Final = 30.0
 """How long a reset waits for cancelled loads, whose running copies must complete."""
+
+_FIRST_GROUP: Final = bytes(4)
+"""vLLM appends a block's group to its hash."""
 
 _LEAST_BLOCKS: Final = 4
 """Steps with fewer blocks are not measured: they are decode steps, not prefills."""
@@ -56,12 +62,20 @@ class EngineTiers:
     """The tiers of one engine core, and the state of its requests' loads."""
 
     def __init__(
-        self, tiers: Tiers, *, sleep_wait_s: float, exit_wait_s: float, compares: bool
+        self,
+        tiers: Tiers,
+        *,
+        sleep_wait_s: float,
+        exit_wait_s: float,
+        compares: bool,
+        peers: Peers | None = None,
     ) -> None:
         """`sleep_wait_s` and `exit_wait_s` bound how long a sleep and the engine's exit wait for
-        cached blocks to be demoted. `compares`: skip tiers where computing is faster.
+        cached blocks to be demoted. `compares`: skip tiers where computing is faster. `peers`: what
+        is exchanged with other engines.
         """
         self._tiers = tiers
+        self._peers = peers
         self._sleep_wait_s = sleep_wait_s
         self._exit_wait_s = exit_wait_s
         self._namespace = tiers.namespace
@@ -102,6 +116,42 @@ class EngineTiers:
     def close(self) -> None:
         """Close the tiers after running copies complete."""
         self._tiers.close()
+
+    # --- other engines --------------------------------------------------------------------------
+
+    def expect(self, request: str, asked: dict[str, Any], hashes: Sequence[bytes]) -> None:
+        """A request came with the ticket of a prefill engine for the blocks of these hashes."""
+        if self._peers is None or not self._peers.decodes:
+            return
+        ticket = self._peers.ticket_in(asked)
+        if ticket is not None and hashes:
+            whole = [one + _FIRST_GROUP for one in hashes]
+            keys = b"".join(map(self.key_of, whole))
+            self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, whole)))
+
+    def needs_no_more(self, request: str) -> None:
+        """The request reads no more blocks of a prefill engine, which may release them."""
+        if self._peers is not None:
+            self._peers.store.finish(request)
+
+    def hold(self, request: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Hold the whole blocks of a finished request. Returns what a decode engine needs.
+
+        Call before the blocks are freed. Returns None if the role has no prefill, or if the request
+        has no whole block.
+        """
+        if self._peers is None or not self._peers.prefills:
+            return None
+        whole: dict[int, bytes] = {}
+        for block_id in block_ids:
+            block = self.pool.blocks.get(block_id)
+            if block is None or block.block_hash is None:
+                break
+            whole[block_id] = _peer_key_of(block.block_hash)
+        if not whole:
+            return None
+        held = self._peers.hold(request, list(whole), b"".join(whole.values()))
+        return {"do_remote_prefill": True, "do_remote_decode": False, **held}
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -147,6 +197,7 @@ class EngineTiers:
 
         connector = scheduler.connector.connector_scheduler
         for load in self.loads.take_finished():
+            self.needs_no_more(load.request)
             known = connector._jobs.get(load.job)
             if known is not None:
                 done = OffloadingWorkerMetadata(completed_jobs={load.job: known.pending_count})
@@ -274,6 +325,8 @@ class EngineTiers:
         """Start a new generation: nothing stored so far is found again."""
         self._namespace = self._tiers.forget()
         self.lookups.forget_keys()
+        if self._peers is not None:
+            self._peers.held.release_all()
         _log.info("The tiers' present contents are no longer used.")
 
     def called_workers(self, method: Any) -> None:
@@ -282,6 +335,13 @@ class EngineTiers:
             return
         if not isinstance(method, str) or any(part in method for part in _CHANGES_WEIGHTS):
             self.end_generation()
+            if self._peers is not None:
+                self._peers.store.weights_changed()
+
+
+def _peer_key_of(hash_with_group: bytes) -> bytes:
+    """Return the key of a block between engines. `Peers` compare everything else."""
+    return hashlib.sha256(b"kvelastic peer" + hash_with_group).digest()[:KEY_BYTES]
 
 
 def _preempt_all(scheduler: Any) -> None:

@@ -34,7 +34,7 @@ def register() -> None:
     from kvelastic.integration.vllm import patches
 
     leave_out_polls()
-    patches.arm(series, tiers=bool(settings.tiers))
+    patches.arm(series, tiers=settings.has_tiers)
 
 
 def leave_out_polls() -> None:

@@ -160,7 +160,10 @@ def _unfolded(connector: Any) -> list[Any]:
 
 def _refused_connector(connector: Any) -> list[str]:
     name = str(_name(connector))
-    if _value(connector, "kv_connector_module_path") not in (None, OUR_MODULE):
+    module = _value(connector, "kv_connector_module_path")
+    if (name, module) == (tier_connector.TRANSFER, tier_connector.TRANSFER_MODULE):
+        return []
+    if module not in (None, OUR_MODULE):
         return [f"the KV connector {name} from its own module, which kvelastic does not know"]
     if name not in _COMPOSED:
         why = _NOT_COMPOSED.get(name, "it is not tested with pages that are unmapped")

@@ -218,20 +218,21 @@ class Instance:
         _log.info("vLLM has woken the KV cache in %.0f ms.", (time.monotonic() - start_s) * 1e3)
 
     def open_tiers(self, vllm_config: Any, cache_config: Any, weights: WeightFiles | None) -> None:
-        """Open the tiers of `KVELASTIC_TIERS`, if any, for demoted blocks.
+        """Open the tiers of `KVELASTIC_TIERS` and what `KVELASTIC_ROLE` needs, if set.
 
         Call after the workers have attached and before vLLM creates its scheduler. Blocks while
         stores open, and raises their errors.
         """
         settings = config.load()
-        if not settings.tiers:
+        if not settings.has_tiers:
             return
         # Imported only with tiers.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
-        tiers = tier_opening.open_for(settings, self._pool, vllm_config, cache_config, weights)
-        if tiers is None:
+        opened = tier_opening.open_for(settings, self._pool, vllm_config, cache_config, weights)
+        if opened is None:
             return
+        tiers, peers = opened
         self._at_exit.cancel()
         self._at_exit = Finalize(self, _close_all, (tiers, self._pool), exitpriority=10)
         self.tiers = in_tiers.EngineTiers(
@@ -239,6 +240,7 @@ class Instance:
             sleep_wait_s=settings.tier_sleep_s,
             exit_wait_s=settings.tier_exit_s,
             compares=settings.tier_compare,
+            peers=peers,
         )
         in_tiers.set_of_this_engine(self.tiers)
 

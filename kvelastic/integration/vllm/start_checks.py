@@ -31,7 +31,7 @@ def check_start(vllm_config: Any, ranks: Sequence[int]) -> None:
     """
     settings = config.load()
     refuse_configuration(vllm_config)
-    if settings.tiers:
+    if settings.has_tiers:
         tier_refusals.refuse_for_tiers(vllm_config)
     else:
         tier_refusals.refuse_without_tiers(vllm_config)

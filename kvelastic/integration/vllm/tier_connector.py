@@ -1,7 +1,8 @@
 """Selects vLLM's KV connector for tiers.
 
 Setting `KVELASTIC_TIERS` must be enough to enable tiers. So if no connector is configured, this
-module configures vLLM's OffloadingConnector with our spec (`tier_spec`). Imports no vLLM at load.
+module configures vLLM's OffloadingConnector with our spec (`tier_spec`). With `KVELASTIC_ROLE` it
+configures our subclass of that connector (`transfer_connector`). Imports no vLLM at load.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import Any, Final
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm.connector_settings import OFFLOADING_CONNECTOR
 
+TRANSFER: Final = "KvelasticTransfer"
+TRANSFER_MODULE: Final = "kvelastic.integration.vllm.transfer_connector"
 SPEC_NAME: Final = "TierSpec"
 SPEC_MODULE: Final = "kvelastic.integration.vllm.tier_spec"
 
 
-def fields() -> dict[str, Any]:
+def fields(*, transfers: bool = False) -> dict[str, Any]:
     """Return our values for the fields of vLLM's `KVTransferConfig`.
 
-    A failed load is recomputed; by default vLLM fails the request.
+    `transfers`: blocks are exchanged with other engines (`KVELASTIC_ROLE`). A failed load is
+    recomputed; by default vLLM fails the request.
     """
+    connector: dict[str, Any] = {"kv_connector": OFFLOADING_CONNECTOR}
+    if transfers:
+        connector = {"kv_connector": TRANSFER, "kv_connector_module_path": TRANSFER_MODULE}
     return {
-        "kv_connector": OFFLOADING_CONNECTOR,
+        **connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE},
@@ -31,28 +38,38 @@ def fields() -> dict[str, Any]:
 
 def is_ours(connector: Any) -> bool:
     """Return True if this connector configuration names our spec."""
-    if getattr(connector, "kv_connector", None) != OFFLOADING_CONNECTOR:
+    if getattr(connector, "kv_connector", None) not in (OFFLOADING_CONNECTOR, TRANSFER):
         return False
     extra = connector.kv_connector_extra_config or {}
     return bool(extra.get("spec_module_path") == SPEC_MODULE)
 
 
-def filled_in(configured: Any, make: Callable[..., Any], *, offloads: bool) -> Any:
+def exchanges(connector: Any) -> bool:
+    """Return True if this is our connector that exchanges blocks with other engines."""
+    return is_ours(connector) and connector.kv_connector == TRANSFER
+
+
+def filled_in(
+    configured: Any, make: Callable[..., Any], *, offloads: bool, transfers: bool = False
+) -> Any:
     """Return our connector, or `configured` if it is already ours.
 
-    `make` is vLLM's `KVTransferConfig`. `offloads`: vLLM's own --kv-offloading-size is set. Raises
-    `UnsupportedEngineError` for any other connector.
+    `make` is vLLM's `KVTransferConfig`. `offloads`: vLLM's own --kv-offloading-size is set.
+    `transfers` as in `fields`. Raises `UnsupportedEngineError` for any other connector.
     """
-    if is_ours(configured):
+    if is_ours(configured) and exchanges(configured) == transfers:
         return configured
+    if transfers and getattr(configured, "kv_connector", None) == TRANSFER and not offloads:
+        return make(**fields(transfers=True))  # named without the rest
     configured_name = None if configured is None else configured.kv_connector
     if offloads or configured_name is not None:
         named = "--kv-offloading-size" if offloads else f"the KV connector {configured_name}"
+        ours = "KVELASTIC_ROLE" if transfers else "KVELASTIC_TIERS"
         raise UnsupportedEngineError(
-            f"KVELASTIC_TIERS and {named} are both set. Both would load KV for the same request, "
-            "and vLLM asks only the first. Unset one of the two."
+            f"{ours} and {named} are both set. Both would load KV for the same request, and "
+            "vLLM asks only the first. Unset one of the two."
         )
-    return make(**fields())
+    return make(**fields(transfers=transfers))
 
 
 def create_engine_config(
@@ -61,9 +78,12 @@ def create_engine_config(
     """Wrap vLLM's parsing of arguments: configure the connector."""
     from vllm.config import KVTransferConfig
 
+    from kvelastic import config
+
     arguments.kv_transfer_config = filled_in(
         arguments.kv_transfer_config,
         KVTransferConfig,
         offloads=arguments.kv_offloading_size is not None,
+        transfers=config.load().role is not None,
     )
     return original(arguments, *args, **kwargs)

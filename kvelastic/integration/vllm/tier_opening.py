@@ -1,4 +1,4 @@
-"""Opens the tiers of a vLLM's pool. Imported only if `KVELASTIC_TIERS` is set."""
+"""Opens the tiers of a vLLM's pool. Imported only with `KVELASTIC_TIERS` or `KVELASTIC_ROLE`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm.tier_namespace import namespace_of
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.tiers.manager import Tiers
-from kvelastic.tiers.opening import open_tiers
+from kvelastic.tiers.opening import TierSettings, open_tiers
+from kvelastic.tiers.stores.peer.engine import Peers
 from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 
@@ -19,11 +20,12 @@ def open_for(
     vllm_config: Any,
     cache_config: Any,
     weights: WeightFiles | None,
-) -> Tiers | None:
+) -> tuple[Tiers, Peers | None] | None:
     """Open the configured tiers for the blocks of a pool; return None if none is useful.
 
-    `weights` are the files as they were before the engine loaded them; they are hashed in the
-    background. Blocks while stores open, and raises their errors.
+    With `KVELASTIC_ROLE`, other engines' blocks are one of them. `weights` are the files as they
+    were before the engine loaded them; they are hashed in the background. Blocks while stores open,
+    and raises their errors.
     """
     namespace = namespace_of(
         vllm_config,
@@ -32,4 +34,16 @@ def open_for(
         version=installed_version("vllm"),
         has_files=weights is not None,
     )
-    return open_tiers(pool, settings, namespace, weights=weights)
+    if settings.role is None:
+        only = open_tiers(pool, settings, namespace, weights=weights)
+        return None if only is None else (only, None)
+    slots = TierSettings.of(settings).staging_slots(pool.blocks.record_bytes)
+    peers = Peers(settings, pool, staging_slots=slots, identified=weights is None)
+    try:
+        tiers = open_tiers(pool, settings, namespace, weights=weights, peer=peers.store)
+    except BaseException:
+        peers.close()
+        raise
+    assert tiers is not None
+    tiers.attach(peers)
+    return tiers, peers

@@ -19,20 +19,26 @@ _KINDS: Final = frozenset(
     }
 )
 """Groups whose blocks hold KV of the tokens by which vLLM names them."""
+_WHOLE_PROMPT: Final = _KINDS - {"SlidingWindowSpec"}
 
 
 def refuse_without_tiers(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` if vLLM uses our spec and no tier is configured."""
     if tier_connector.is_ours(vllm_config.kv_transfer_config):
         raise UnsupportedEngineError(
-            "kvelastic's spec of the OffloadingConnector is configured, but KVELASTIC_TIERS names "
-            "no tier. Set KVELASTIC_TIERS and omit --kv-transfer-config, which is then automatic."
+            "kvelastic's connector is configured, but neither KVELASTIC_TIERS nor KVELASTIC_ROLE "
+            "is set. Set one of them and omit --kv-transfer-config, which is then automatic."
         )
 
 
 def refuse_for_tiers(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` naming every setting that tiers do not support."""
     found = []
+    if (
+        tier_connector.exchanges(vllm_config.kv_transfer_config)
+        and vllm_config.device_config.device_type != "cpu"
+    ):
+        found.append("KVELASTIC_ROLE on a GPU: tested with caches in host memory only")
     if not tier_connector.is_ours(vllm_config.kv_transfer_config):
         found.append("a KV connector other than kvelastic's, which tiers configure")
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -55,6 +61,21 @@ def refuse_for_tiers(vllm_config: Any) -> None:
     _refuse(found)
 
 
+def refuse_cache_to_exchange(cache_config: Any) -> None:
+    """Raise `UnsupportedEngineError` unless blocks can be exchanged with other engines.
+
+    A ticket says how many leading blocks are held. With windows, some of them are not.
+    """
+    kinds = [type(group.kv_cache_spec).__name__ for group in cache_config.kv_cache_groups]
+    if len(kinds) > 1 or kinds[0] not in _WHOLE_PROMPT:
+        _refuse(
+            [
+                f"KVELASTIC_ROLE with KV cache groups of the kinds {', '.join(kinds)}: one group "
+                "that keeps the whole prompt is supported"
+            ]
+        )
+
+
 def refuse_cache_for_tiers(cache_config: Any) -> None:
     """Raise `UnsupportedEngineError` if the KV cache has layers that tiers do not support."""
     kinds = dict.fromkeys(
@@ -72,7 +93,7 @@ def refuse_cache_for_tiers(cache_config: Any) -> None:
 def _refuse(found: list[str]) -> None:
     if found:
         raise UnsupportedEngineError(
-            "KVELASTIC_TIERS does not support these settings of vLLM:\n"
+            "KVELASTIC_TIERS and KVELASTIC_ROLE do not support these settings of vLLM:\n"
             + "\n".join(f"  - {line}" for line in found)
-            + "\nUnset KVELASTIC_TIERS to run this without tiers."
+            + "\nUnset both to run this without tiers and other engines' blocks."
         )

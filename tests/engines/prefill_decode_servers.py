@@ -1,0 +1,86 @@
+"""Two vLLM, one that computes prompts and one that decodes them, and a proxy between them.
+
+What the proxy sends is what vLLM's own example sends (toy_proxy_server.py of its NIXL tests).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_server import Request
+from under_tiers import board_of
+from vllm_server import VllmServer
+from waiting import wait_until
+
+from kvelastic.shared.link_status import nodes
+
+PREFILL = f"kvelastic_prefill_{os.getpid()}"
+DECODE = f"kvelastic_decode_{os.getpid()}"
+_NAMES = {"prefill": PREFILL, "decode": DECODE}
+ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    pulled: int
+    """Blocks read from the prefill engine."""
+
+
+class RoleServer(VllmServer):
+    """vLLM with a role and no other tier."""
+
+    def __init__(
+        self, role: str, model: Path, log: Path, arguments: Sequence[str] = (), **further: str
+    ) -> None:
+        self.name = _NAMES[role]
+        environment = {
+            "ENABLE_KVELASTIC": "true",
+            "KVELASTIC_ROLE": role,
+            "KVELASTIC_IPC_NAME": self.name,
+            "KVELASTIC_TIER_COMPARE": "false",  # such a model computes faster
+            "KVELASTIC_SANITY_CHECK": "true",
+            "VLLM_SERVER_DEV_MODE": "1",
+            **further,
+        }
+        super().__init__(model, log, environment, arguments)
+
+    def prefill(self, request: Request) -> dict[str, Any]:
+        """The first part of a proxy: return the parameters for the decode engine."""
+        body = {"model": "m", "prompt": request.prompt, "max_tokens": 1, "temperature": 0}
+        answer = json.loads(self.post("/v1/completions", **body, kv_transfer_params=ASKED))
+        found: dict[str, Any] = answer["kv_transfer_params"]
+        return found
+
+    def decode(self, request: Request, parameters: dict[str, Any]) -> Answer:
+        """The second part of a proxy."""
+        before = self._pulled()
+        (choice,) = self._choices(request.prompt, request.max_tokens, kv_transfer_params=parameters)
+        return Answer(choice["token_ids"], self._pulled() - before)
+
+    def _pulled(self) -> int:
+        """As the engine's tiers say themselves, once they have published again."""
+        for _ in range(2):  # what is published now may have been read before
+            last_ns = board_of(self.name).published_realtime_ns
+            wait_until(partial(self._has_published_since, last_ns))
+        return board_of(self.name).tiers[-1].hits
+
+    def _has_published_since(self, realtime_ns: int) -> bool:
+        return board_of(self.name).published_realtime_ns > realtime_ns
+
+    def held(self) -> int:
+        """How many requests its node holds for others, half a second ago at most."""
+        pid = self.processes()["core"].pid
+        (node,) = [one for one in nodes() if one.pid == pid]
+        return node.held_requests
