@@ -66,8 +66,14 @@ class RoleServer(VllmServer):
     def decode(self, request: Request, parameters: dict[str, Any]) -> Answer:
         """The second part of a proxy."""
         before = self._pulled()
+        tokens = self.complete_with(request, parameters)
+        return Answer(tokens, self._pulled() - before)
+
+    def complete_with(self, request: Request, parameters: dict[str, Any]) -> list[int]:
+        """Like `decode`, and returns the tokens only."""
         (choice,) = self._choices(request.prompt, request.max_tokens, kv_transfer_params=parameters)
-        return Answer(choice["token_ids"], self._pulled() - before)
+        tokens: list[int] = choice["token_ids"]
+        return tokens
 
     def _pulled(self) -> int:
         """As the engine's tiers say themselves, once they have published again."""

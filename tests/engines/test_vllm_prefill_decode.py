@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import pytest
 from called_kvctl import kvctl
 from engine_server import Request
 from known_answers import Known
-from prefill_decode_servers import PREFILL, Answer, RoleServer
-from vllm_server import BLOCK_TOKENS, make_requests
+from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer
+from under_tiers import changing_limits
+from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, make_requests
 from waiting import wait_until
 
 from kvelastic.shared import segment
@@ -27,9 +29,15 @@ class Pair(NamedTuple):
     decode: RoleServer
     known: list[Known]
     """Requests of which the decode engine has seen none, with one engine's tokens."""
+    answers: list[list[int]]
+    """One engine's tokens for all requests."""
 
     def next(self) -> Known:
         return self.known.pop()
+
+    def tokens(self, request: Request) -> list[int]:
+        ticket = self.prefill.prefill(request)
+        return self.decode.complete_with(request, ticket)
 
     def answer(self, request: Request) -> Answer:
         return self.decode.decode(request, self.prefill.prefill(request))
@@ -46,7 +54,7 @@ def pair(tiny_model: Path, log_folder: Path) -> Iterator[Pair]:
         decode.wait_until_ready()
         answers = prefill.complete_all(REQUESTS)
         known = [Known(*both) for both in zip(REQUESTS, answers, strict=True)]
-        yield Pair(prefill, decode, known)
+        yield Pair(prefill, decode, known, answers)
 
 
 @pytest.mark.end_to_end
@@ -98,6 +106,27 @@ def test_expired_hold_is_computed_again(pair) -> None:
     wait_until(pair.prefill.held)
     wait_until(lambda: not pair.prefill.held(), "the hold has ended by itself")
     assert pair.decode.decode(request, ticket) == Answer(tokens, 0)
+
+
+def test_stopped_prefill_engine_is_not_awaited(pair) -> None:
+    request, tokens = pair.next()
+    ticket = pair.prefill.prefill(request)
+    core = pair.prefill.processes()["core"]
+    core.suspend()
+    try:
+        assert pair.decode.decode(request, ticket) == Answer(tokens, 0)
+    finally:
+        core.resume()
+
+
+def test_changing_limits_on_both_keep_the_tokens(pair) -> None:
+    with (
+        changing_limits(PREFILL, PAGE_BYTES, at_last_bytes=KV_BYTES),
+        changing_limits(DECODE, PAGE_BYTES, at_last_bytes=KV_BYTES),
+        ThreadPoolExecutor(4) as threads,
+    ):
+        answers = list(threads.map(pair.tokens, REQUESTS * 2))
+    assert answers == pair.answers * 2
 
 
 def test_killed_prefill_engine_is_not_missed(pair) -> None:
