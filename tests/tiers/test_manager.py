@@ -68,6 +68,21 @@ def test_leading_keys_are_matched_and_leased(world) -> None:
     assert (counts.matched, counts.unmatched) == (8, 1)
 
 
+def test_store_that_only_reads_gets_no_blocks() -> None:
+    pool, staging = FakePool(), FakeStaging(16)
+    peer = FakeStore("peer", staging)
+    peer.takes_records = False
+    peer.records.update({key_of(n): record_of(n) for n in range(3)})
+    tiers = Tiers(pool, staging, Namespace("m"), [peer])
+    pool.put_dirty([7, 8])
+    assert tiers.clean_all(DEADLINE_S) == 0, "a sleep waits for no copy"
+    assert not pool.is_attended, "no thread demotes"
+    load = tiers.load(tiers.match(keys_of(range(3))), [50, 51, 52])
+    assert load.wait(DEADLINE_S)
+    assert load.leading == 3
+    assert tiers.close(DEADLINE_S) == []
+
+
 def test_load_holds_its_leases_until_done(world) -> None:
     world.fill(near=[0, 1], far=range(2, 9))
     world.far.hang = release = threading.Event()
