@@ -64,6 +64,15 @@ def test_prompt_computed_elsewhere_gives_equal_tokens(pair) -> None:
     assert answer == Answer(tokens, len(request.prompt) // BLOCK_TOKENS)
 
 
+def test_prompt_of_whole_blocks_is_decoded(pair) -> None:
+    """All its blocks are pulled, and its last token is computed again in the last of them."""
+    prompt = [*REQUESTS[0].prompt[: 5 * BLOCK_TOKENS - 1], 7]
+    request = Request(prompt, 40)
+    ticket = pair.prefill.prefill(request)
+    tokens = pair.decode.complete_with(request, ticket)
+    assert tokens == pair.prefill.complete(request)
+
+
 def test_blocks_present_here_are_not_pulled(pair) -> None:
     request, tokens = pair.next()
     assert pair.answer(request).pulled > 0
