@@ -99,7 +99,7 @@ def test_metrics_use_the_latest_link_per_peer(tmp_path: Path) -> None:
             owner.links[0].count(failures=failures)
             link.unlink(timeout_s=DEADLINE_S)
             assert ended.acquire(timeout=DEADLINE_S)
-        text = metrics.render([], [], {}, [owner._status._figures(0)])
+        text = metrics.render([], [], {}, [owner._status._status(0)])
         assert [
             line.split()[-1] for line in text.splitlines() if "link_failures_total{" in line
         ] == ["2.0"]
