@@ -15,6 +15,7 @@ from kvelastic import _vmm
 from kvelastic.errors import NotRegisteredError
 from kvelastic.messages import SecretFile, parse_address
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.stores.peer import store as peer_store
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.serving import Serving
 from kvelastic.tiers.stores.peer.store import PeerStore, Ticket
@@ -249,3 +250,13 @@ def test_restarted_owner_at_the_address_is_refused(both: Both) -> None:
     both.expect(Ticket(numbered.ticket, 3, numbered.address), [1])
     assert both.get([1]) == [None]
     assert "has ended" in both.store.problem()
+
+
+def test_invented_nodes_are_forgotten(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "MOST_PEERS", 3)
+    held = both.owner.hold([1])
+    both.owner.node.close()
+    for node_id in range(10, 20):
+        both.expect(Ticket(held.ticket, node_id, held.address), [1])
+        assert both.get([1]) == [None]
+    assert sorted(both.store._peers) == [17, 18, 19]

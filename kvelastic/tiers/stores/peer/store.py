@@ -50,6 +50,8 @@ ASK_S: Final = 3.0
 """How long the peer may take to copy records to its staging memory."""
 PULL_S: Final = 5.0
 _MOST_BACKOFF_S: Final = 10.0
+MOST_PEERS: Final = 256
+"""How many engines are remembered. A client may invent the node that its request names."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ class PeerStore(Store):
 
     def _peer(self, ticket: Ticket) -> _Peer:
         with self._lock:
+            if ticket.node_id not in self._peers and len(self._peers) >= MOST_PEERS:
+                del self._peers[next(iter(self._peers))]
             return self._peers.setdefault(ticket.node_id, _Peer())
 
     def _allows(self, peer: _Peer) -> bool:
