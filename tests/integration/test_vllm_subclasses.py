@@ -99,7 +99,9 @@ def test_worker_calls_that_change_weights_end_the_generation(
 
     ended: list[bool] = []
     monkeypatch.setattr(EngineTiers, "end_generation", lambda _: ended.append(True))
-    executor: Any = Executor(SimpleNamespace(tiers=object.__new__(EngineTiers)))
+    tiers: Any = object.__new__(EngineTiers)
+    tiers._peers = None
+    executor: Any = Executor(SimpleNamespace(tiers=tiers))
     for method in ("execute_model", "supports_draft_weight_updates", "wake_up"):
         assert executor.collective_rpc(method) == [method]
     executor._on_each_worker(len)

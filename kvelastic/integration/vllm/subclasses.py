@@ -54,7 +54,7 @@ class Subclasses:
     def find(self, name: str) -> type:
         """Return the subclass with that name; imports the base. A module's `__getattr__`.
 
-        Raises `AttributeError` if that is no name of a subclass.
+        Raises `AttributeError` for a name that no subclass has.
         """
         if name in self._made:
             return self._made[name]
