@@ -100,7 +100,7 @@ STEPS = (
         "copies",
         "copies to and from the host in GB/s; a move per block",
         90,
-        15,
+        5,
         (f"{OWN}.copies",),
     ),
     Step(
@@ -117,14 +117,14 @@ STEPS = (
         "killed-tight",
         "kill -9 with a full device, and with pinned staging: how soon all of it is back",
         180,
-        30,
+        12,
         (f"{OWN}.killed_tight",),
     ),
     Step(
         "handover",
         "10 GiB of an idle model's cache go to a busy one: first page, and all",
         120,
-        15,
+        10,
         (f"{OWN}.handover",),
     ),
     _decode(

@@ -79,7 +79,12 @@ def found(store: Store, numbers: Sequence[int]) -> list[int]:
 def test_wrapper_forwards_every_store_method() -> None:
     """A default of the base class would hide what the inner store does."""
     public = {name for name in vars(Store) if not name.startswith("_")}
-    assert public <= set(vars(IdentifiedStore)) | {"name", "record_bytes", "asks_medium"}
+    assert public <= set(vars(IdentifiedStore)) | {
+        "name",
+        "record_bytes",
+        "asks_medium",
+        "takes_records",
+    }
 
 
 class Untouched(DiskStore):

@@ -48,6 +48,7 @@ class IdentifiedStore(Store):
         self.name = inner.name
         self.record_bytes = inner.record_bytes
         self.asks_medium = inner.asks_medium
+        self.takes_records = inner.takes_records
         self._entering = threading.Lock()
         """Guards the namespace, so that `inner` always has the one entered last."""
         self._namespace: Namespace | None = None
