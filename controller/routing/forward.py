@@ -238,6 +238,7 @@ class Forwarder:
                     skip_auto_headers=_SKIP_AUTO,
                     timeout=timeout,
                 ) as response:
+                    replica.is_down = False
                     if data is not None:  # an `Upload` releases the body itself
                         data = None
                         body.release()
