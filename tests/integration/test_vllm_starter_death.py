@@ -56,6 +56,13 @@ def test_stuck_core_is_killed_with_its_workers(log: Path) -> None:
         started.wait_until_gone()
 
 
+def test_core_that_never_finalizes_is_killed(log: Path) -> None:
+    with StartedCore(log, "spawn", ends="finalizing", grace_s=3.0) as started:
+        started.kill()
+        started.wait_until_gone()
+        assert "closed" in log.read_text(), "it has reached its finalization"
+
+
 def test_stopped_starter_does_not_count_as_ended(log: Path) -> None:
     with StartedCore(log, "fork", ends="orderly", grace_s=FOREVER_S) as started:
         started.stop()

@@ -3,8 +3,9 @@
 METHOD is multiprocessing's, `spawn` or `fork`. Prints a line of JSON: the pids of the engine core,
 of its worker and, where it forks, of a sibling that was started after it. Then it answers each line
 of stdin with one of the engine core's. ENDS is `orderly` for an engine core that says "closed" on
-stderr and ends at SIGTERM, `stuck` for one that ignores it, `late` for an orderly one that begins
-to look after its starter has ended. The thread that started the processes has ended by then.
+stderr and ends at SIGTERM, `stuck` for one that ignores it, `finalizing` for one whose interpreter
+never ends its finalization, `late` for an orderly one that begins to look after its starter has
+ended. The thread that started the processes has ended by then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
@@ -32,6 +34,14 @@ def sleep_for_ever() -> None:
         time.sleep(60)
 
 
+class Endless:
+    """The interpreter waits for ever for its end."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        while True:  # the module's names are gone by now
+            sleep(60)
+
+
 def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
     from kvelastic.integration.vllm.end_with_starter import end_with_starter
 
@@ -40,6 +50,9 @@ def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
     def close(*_: object) -> None:
         worker.kill()
         os.write(2, b"closed\n")
+        if ends == "finalizing":
+            globals()["endless"] = Endless()
+            sys.exit(0)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ends == "stuck" else close)

@@ -6,6 +6,7 @@ Here a thread of the engine core's process waits for the end of its parent:
 
     parent has ended -> SIGTERM to this process, which shuts down as usual
                      -> SIGKILL to its workers and to itself, if it has not ended in `grace_s`
+                     -> SIGALRM from the kernel a second later, if no thread runs any more
 
 The thread waits on a pidfd. `PR_SET_PDEATHSIG` would follow the parent's thread, not its process,
 and other children could inherit a pipe.
@@ -34,6 +35,9 @@ killed before that, it would leave them behind.
 """
 _STARTING_S: Final = 3.0
 """This bound during start, when vLLM only notes SIGTERM and continues to load."""
+
+_LAST_S: Final = 1.0
+"""After the grace: while the interpreter finalizes, no thread of Python's can kill the process."""
 
 _ENDS_MS: Final = 1000
 """A dying process loses its children a moment before its pidfd becomes readable."""
@@ -106,6 +110,7 @@ def _end_with_starter(grace_s: Callable[[], float]) -> None:
     killer = threading.Timer(most_s, _kill)
     killer.daemon = True
     killer.start()
+    signal.setitimer(signal.ITIMER_REAL, most_s + _LAST_S)  # nothing handles SIGALRM: it kills
     os.kill(os.getpid(), signal.SIGTERM)
     _log.warning(
         "Process %d, which started this engine core, has ended without stopping it. The engine core"
