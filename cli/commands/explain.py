@@ -104,7 +104,7 @@ def explanation_json(
         "granted_bytes": None if me is None else status.granted_bytes,
         "reserved_bytes": status.reserved_bytes,
         "pledged_bytes": None if me is None else me.pledged_bytes,
-        "ask_bytes": None if me is None else status.asked_bytes,
+        "ask_bytes": None if me is None else status.requested_bytes,
         "ask_s": None if me is None else me.ask_s,
         "wanted_bytes": None if me is None else me.wanted_bytes,
         "device_free_bytes": None if ledger is None or me is None else ledger.free_bytes,

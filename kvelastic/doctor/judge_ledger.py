@@ -44,7 +44,7 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Fi
         *_device(ledger, living),
         *_dead(others),
         *_own_ask(me, living, ledger),
-        *_asked_of_it(me, living),
+        *_reclaim_requests_to(me, living),
     ]
 
 
@@ -120,7 +120,7 @@ def _reserve(me: Member) -> Iterable[Finding]:
         yield line(
             "reserve",
             f"It waits for {_size(me.pledged_bytes)} for weights and activations"
-            f"{' before it wakes' if me.asleep else ''}: other instances are asked to release"
+            f"{' before it wakes' if me.asleep else ''}: other instances are requested to release"
             " it, for at most five seconds.",
             is_blocked=True,
         )
@@ -241,16 +241,16 @@ def _giving(giver: Member) -> str:
     """Describe how another member responds to a request for memory."""
     wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.evictable_bytes
     if giver.status == "unknown":
-        return f"was asked to release {wanted}, and its liveness is unknown"
+        return f"was requested to release {wanted}, and its liveness is unknown"
     if spare_bytes >= giver.wanted_bytes:
-        return f"was asked to release {wanted} and releases parked pages and cached blocks"
+        return f"was requested to release {wanted} and releases parked pages and cached blocks"
     return (
-        f"was asked to release {wanted}, of which {_spare(giver)} parked or cached; the rest is in"
+        f"was requested to release {wanted}, of which {_spare(giver)} parked or cached; the rest is in"
         " use until its requests end or are preempted"
     )
 
 
-def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
+def _reclaim_requests_to(me: Member, others: list[Member]) -> Iterable[Finding]:
     for other in others:
         if other.ask_bytes:
             yield line(
@@ -265,17 +265,17 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
     if may_go_bytes == 0:
         yield line(
             "asked",
-            f"It was asked to release {wanted}, but holds no more than its guarantee.",
+            f"It was requested to release {wanted}, but holds no more than its guarantee.",
         )
     elif spare_bytes >= me.wanted_bytes:
         yield line(
             "asked",
-            f"It was asked to release {wanted}, and releases parked pages and cached blocks.",
+            f"It was requested to release {wanted}, and releases parked pages and cached blocks.",
         )
     else:
         yield line(
             "asked",
-            f"It was asked to release {wanted}, of which {_spare(me)} parked or cached. The rest is"
+            f"It was requested to release {wanted}, of which {_spare(me)} parked or cached. The rest is"
             " in use: it allocates no blocks until requests end or are preempted.",
             f"run kvctl set {me.name} --min SIZE or a higher --priority to let it keep its memory",
             is_blocked=True,

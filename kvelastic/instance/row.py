@@ -89,7 +89,7 @@ class Row(TypedDict):
 _ATTRIBUTES: Final = {
     "ipc": "kvcached_name",
     "alive": "is_alive",
-    "ask_bytes": "asked_bytes",
+    "ask_bytes": "requested_bytes",
     "uuid": "uuid_text",
 }
 """Keys that differ from the name of the attribute of `InstanceStatus`."""
@@ -124,7 +124,7 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
             mapped_bytes=use.mapped_bytes,
             granted_bytes=None if use.share is None else use.share.granted_bytes,
             reserved_bytes=None if use.share is None else use.share.reserved_bytes,
-            ask_bytes=None if use.share is None else use.share.asked_bytes,
+            ask_bytes=None if use.share is None else use.share.requested_bytes,
         )
         for use in status.uses
     ]

@@ -58,11 +58,11 @@ class DeviceShare:
     group: str
     granted_bytes: int
     """Memory that the ledger grants it."""
-    asked_bytes: int
+    requested_bytes: int
     """Memory that it has requested and waits for."""
-    asked_s: float
+    waiting_s: float
     """How long it has waited for that memory."""
-    wanted_bytes: int
+    reclaim_bytes: int
     """Memory that others have requested from it and not yet received."""
     idle_s: float
     """Time since its last allocation or free."""
@@ -256,9 +256,9 @@ class InstanceStatus:
         return sum(share.reserved_bytes for share in self.shares) if self.shares else None
 
     @property
-    def asked_bytes(self) -> int | None:
+    def requested_bytes(self) -> int | None:
         """Memory that it has requested and waits for; None without a ledger."""
-        return sum(share.asked_bytes for share in self.shares) if self.shares else None
+        return sum(share.requested_bytes for share in self.shares) if self.shares else None
 
     @property
     def uuid_text(self) -> str | None:
@@ -358,9 +358,9 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
         device=ledger.device,
         group=ledger.group,
         granted_bytes=member.granted_bytes,
-        asked_bytes=member.ask_bytes,
-        asked_s=member.ask_s,
-        wanted_bytes=member.wanted_bytes,
+        requested_bytes=member.ask_bytes,
+        waiting_s=member.ask_s,
+        reclaim_bytes=member.wanted_bytes,
         idle_s=member.idle_s,
         reserved_bytes=member.reserve_bytes,
     )

@@ -165,7 +165,7 @@ def reserve(size_bytes: int, device: str | None = None) -> None:
 
     `size_bytes` replaces the previous reserve; the initial value is `KVELASTIC_RESERVE` or 0. The
     reserve reduces what other instances may hold while the first cache of this process is awake. If
-    it grows, other instances are asked to release memory; this blocks for at most five seconds.
+    it grows, other instances are requested to release memory; this blocks for at most five seconds.
     Thread-safe.
 
     Raises `NotInitializedError`, and `InvalidArgumentError` for an invalid size or a device other

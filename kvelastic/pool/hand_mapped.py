@@ -148,11 +148,11 @@ class HandMapped:
                 if self._is_granted(missing_bytes):
                     return
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not member.ask(missing_bytes):
+                if left_s <= 0 or not member.request_memory(missing_bytes):
                     break
                 member.wait(seen, min(left_s, _PATIENCE_S))
         finally:
-            member.stop_asking()
+            member.end_memory_request()
         raise OutOfMemoryError(
             f"{format_size(missing_bytes)} more are not available of the"
             f" {format_size(member.capacity_bytes)} that instances may hold of the device; `kvctl"
@@ -185,11 +185,11 @@ class HandMapped:
         is kept.
         """
         member, extent_bytes = self._place.member, self.memory.geometry.extent_bytes
-        wanted_bytes, _ = member.wanted()
-        if wanted_bytes:
+        reclaim_bytes, _ = member.open_reclaim()
+        if reclaim_bytes:
             if self.memory.held_bytes > self.memory.mapped_pages * self.memory.geometry.page_bytes:
                 self._trim()
-            member.handled(wanted_bytes)
+            member.handled(reclaim_bytes)
         if not self.memory.failed:
             surplus_bytes = member.granted_bytes - self.memory.held_bytes
             member.give_back(max(0, surplus_bytes) // extent_bytes, extent_bytes)

@@ -336,15 +336,15 @@ CASES = {
     "asks one who can give": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=25 * MIB), **FULL),
         ["asks! It requests 50.00 MiB more and has waited 2.0 s for b to release memory.",
-         "asks! b was asked to release 25.00 MiB and releases parked pages"], []),
+         "asks! b was requested to release 25.00 MiB and releases parked pages"], []),
     "asks one whose blocks are in use": (
         CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=50 * MIB), **FULL),
-        ["asks! b was asked to release 50.00 MiB, of which 30.00 MiB is parked or cached"],
+        ["asks! b was requested to release 50.00 MiB, of which 30.00 MiB is parked or cached"],
         []),
     "asks one who cannot be seen": (
         CALM,
         ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="unknown"), **FULL),
-        ["b was asked to release 1.00 MiB, and its liveness is unknown"], []),
+        ["b was requested to release 1.00 MiB, and its liveness is unknown"], []),
     "asks, and no instance has to release": (
         CALM, ledger(member("a", **ASKING), member("b", priority=4), **FULL),
         ["asks! It requests", "no instance has to release any yet, but b could",
@@ -356,15 +356,15 @@ CASES = {
     "is asked and gives": (
         CALM, ledger(member("a", wanted_bytes=25 * MIB), member("b", **ASKING), **FULL),
         ["asked: b (priority 0, holds 100.00 MiB) requests 50.00 MiB and has waited 2.0 s.",
-         "asked: It was asked to release 25.00 MiB, and releases parked pages"], []),
+         "asked: It was requested to release 25.00 MiB, and releases parked pages"], []),
     "is asked for what is in use": (
         CALM, ledger(member("a", wanted_bytes=50 * MIB), member("b", **ASKING), **FULL),
-        ["asked! It was asked to release 50.00 MiB, of which 30.00 MiB is parked", "--min"],
+        ["asked! It was requested to release 50.00 MiB, of which 30.00 MiB is parked", "--min"],
         []),
     "is asked for what is guaranteed": (
         replace(CALM, min_bytes=100 * MIB),
         ledger(member("a", wanted_bytes=50 * MIB, min_bytes=100 * MIB), member("b", **ASKING)),
-        ["asked: It was asked to release 50.00 MiB, but holds no more than its guarantee."], []),
+        ["asked: It was requested to release 50.00 MiB, but holds no more than its guarantee."], []),
     # --- ledgers that say nothing
     "another user's ledger": (
         CALM, LedgerInfo("host", "foreign", problem="it is of user 7"),
@@ -476,25 +476,27 @@ DEVICE = {
 @pytest.mark.slow
 def test_waiting_instance_and_holder_name_each_other():
     """One holds the device and is stopped; the other asks it, and both explanations say so."""
-    with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as asker:
+    with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as requester:
         holder.cache(holder.alloc(15 * BLOCKS_PER_PAGE - 1))
         holder.stop()
-        asker.send("alloc", 10 * BLOCKS_PER_PAGE)
-        told = waiting(asker.name)
+        requester.send("alloc", 10 * BLOCKS_PER_PAGE)
+        told = waiting(requester.name)
         (asks, giver) = (line for line in told["lines"] if line["about"] == "asks")
         assert asks["is_blocked"]
         assert f"for {holder.name} to release memory." in asks["what"]
-        assert f"{holder.name} was asked to release" in giver["what"]
+        assert f"{holder.name} was requested to release" in giver["what"]
         assert told["askers"] == []
         seen = wait_until(lambda: (told := explained(holder.name))["askers"] and told)
-        assert [(one["name"], one["pid"]) for one in seen["askers"]] == [(asker.name, asker.pid)]
+        assert [(one["name"], one["pid"]) for one in seen["askers"]] == [
+            (requester.name, requester.pid)
+        ]
         assert seen["askers"][0]["priority"] == 5
         assert seen["wanted_bytes"] > 0
         assert seen["granted_bytes"] == seen["mapped_bytes"]
-        assert f"higher: {asker.name}." in kvctl("explain", holder.name).stdout
+        assert f"higher: {requester.name}." in kvctl("explain", holder.name).stdout
         holder.go_on()
-        assert len(asker.read()) == 10 * BLOCKS_PER_PAGE
-        assert explained(asker.name)["ask_bytes"] == 0
+        assert len(requester.read()) == 10 * BLOCKS_PER_PAGE
+        assert explained(requester.name)["ask_bytes"] == 0
 
 
 def explained(name: str) -> dict:

@@ -177,11 +177,11 @@ with ledger.join("bare", group=sys.argv[1], capacity_bytes=int(sys.argv[2]), nam
     member, page_bytes = place.member, 2 << 20
     while True:
         got = member.grant(dice.randint(1, 9), page_bytes)
-        member.ask(dice.randint(1, 9) * page_bytes)
+        member.request_memory(dice.randint(1, 9) * page_bytes)
         member.publish(0, got * page_bytes, 0, page_bytes, active=True)
-        member.handled(member.wanted()[0])
+        member.handled(member.open_reclaim()[0])
         member.give_back(got, page_bytes)
-        member.stop_asking()
+        member.end_memory_request()
 """
 
 

@@ -396,7 +396,7 @@ def join_briefly(name: str, group: str, capacity_bytes: int, dice: random.Random
     ):
         inode = mine.path.stat().st_ino
         got = place.member.grant(dice.randint(1, 4), PAGE_BYTES)
-        place.member.ask(PAGE_BYTES)
+        place.member.request_memory(PAGE_BYTES)
         time.sleep(dice.random() * 0.002)
         held_bytes = place.member.granted_bytes
         assert held_bytes == got * PAGE_BYTES, f"granted {got} pages, now {held_bytes} bytes"

@@ -65,13 +65,13 @@ class Device:
         return self.member(of).granted_bytes // PAGE_BYTES
 
     @contextmanager
-    def asker(self) -> Iterator[_vmm.LedgerMember]:
+    def requester(self) -> Iterator[_vmm.LedgerMember]:
         """A member without pages and maintenance thread: only the test acts for it."""
         place = ledger.join(
             "host",
             group=self.group,
             capacity_bytes=DEVICE_PAGES * PAGE_BYTES,
-            name="asker",
+            name="requester",
             uuid=os.urandom(16),
         )
         try:

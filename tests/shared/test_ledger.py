@@ -141,12 +141,12 @@ def test_ledger_lists_members_and_totals(device):
         assert you.granted_bytes == 8 * PAGE
 
         def is_shown() -> bool:
-            mine.member.ask(64 * PAGE)  # which counts for 250 ms
+            mine.member.request_memory(64 * PAGE)  # which counts for 250 ms
             info = found(device)
             return info is not None and info.asked_bytes == 64 * PAGE
 
         wait_until(is_shown)
-        mine.member.stop_asking()
+        mine.member.end_memory_request()
         assert found(device).asked_bytes == 0
         mine.member.set_others(4 * PAGE)
         assert found(device).free_bytes == CAPACITY - 17 * PAGE
@@ -717,7 +717,7 @@ def test_stopped_member_does_not_block_others(device):
         with join(device) as third:
 
             def one_page_is_kept() -> bool:
-                mine.member.ask(PAGE)  # which counts for 250 ms
+                mine.member.request_memory(PAGE)  # which counts for 250 ms
                 granted = third.member.grant(99, PAGE)
                 if granted == 24:
                     third.member.give_back(granted, PAGE)
@@ -819,7 +819,7 @@ def test_forked_child_is_rejected(device):
             for call in (
                 lambda: member.grant(1, PAGE),
                 lambda: member.give_back(1, PAGE),
-                lambda: member.ask(PAGE),
+                lambda: member.request_memory(PAGE),
                 lambda: member.set_min(0),
                 lambda: member.set_priority(9),
                 lambda: member.publish(1, 2, 3, 4, True),

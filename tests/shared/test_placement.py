@@ -102,12 +102,12 @@ def test_full_device_prevents_grants_on_the_others(machine: Machine) -> None:
     assert holder.places.grant(8) == 8
     mine = machine.join("ab", "mine")
     before = machine.members("a")["mine"]
-    asker = machine.join("a", "asker")
-    asker.places.ask(1)
-    seen = asker.ledgers[0].member.bell
+    requester = machine.join("a", "requester")
+    requester.places.request_memory(1)
+    seen = requester.ledgers[0].member.bell
     assert mine.places.room() == mine.places.grant(3) == 0
-    assert asker.ledgers[0].member.bell == seen, "nothing was taken on a for a moment"
-    asker.places.stop_asking()
+    assert requester.ledgers[0].member.bell == seen, "nothing was taken on a for a moment"
+    requester.places.end_memory_request()
     assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 0
     holder.places.give_back(2)
     assert mine.places.grant(3) == 2
@@ -245,8 +245,8 @@ def test_two_guarantees_with_partial_pages_are_both_met(machine: Machine) -> Non
     members = machine.members("c")
     assert (members["one"].min_bytes, members["other"].min_bytes) == (HUGE, 2 * HUGE)
     assert one.places.grant(9) == 4
-    other.places.ask(2)
-    assert one.places.wanted()[0] == 2
+    other.places.request_memory(2)
+    assert one.places.open_reclaim()[0] == 2
     one.places.give_back(2)
     assert other.places.grant(2) == 2
 
@@ -327,7 +327,9 @@ def test_wake_waits_for_every_device(machine: Machine) -> None:
         assert other.places.grant(8) == 8
     waker = threading.Thread(target=mine.places.wake, args=(DEADLINE_S,))
     waker.start()
-    wait_until(lambda: all(other.places.wanted()[0] == 4 for other in others), "both are asked")
+    wait_until(
+        lambda: all(other.places.open_reclaim()[0] == 4 for other in others), "both are asked"
+    )
     others[1].places.give_back(4)
     wait_until(lambda: not machine.members("b")["mine"].asleep, "it does not wake on b")
     assert waker.is_alive()
@@ -353,7 +355,9 @@ def test_sleep_cancels_a_pending_wake(machine: Machine) -> None:
 
     waker = threading.Thread(target=wake)
     waker.start()
-    wait_until(lambda: machine.members("a")["mine"].pledged_bytes and other.places.wanted()[0])
+    wait_until(
+        lambda: machine.members("a")["mine"].pledged_bytes and other.places.open_reclaim()[0]
+    )
     mine.places.fall_asleep()
     waker.join(DEADLINE_S)
     assert "put to sleep" in str(caught[0])
@@ -368,16 +372,16 @@ def test_memory_is_requested_only_where_missing(machine: Machine) -> None:
     other = machine.join("b", "other", priority=-1)
     assert other.places.grant(8) == 8
     mine = machine.join("ab", "mine")
-    assert mine.places.ask(2)
+    assert mine.places.request_memory(2)
 
     def stands() -> bool:
-        mine.places.ask(2)  # which counts for 250 ms
+        mine.places.request_memory(2)  # which counts for 250 ms
         return [machine.members(name)["mine"].ask_bytes for name in "ab"] == [0, 2 * HUGE]
 
     wait_until(stands)
     assert mine.places.reach() == 0  # blocks in use, which it says nothing of
-    assert other.places.wanted() == (2, 3)
-    mine.places.stop_asking()
+    assert other.places.open_reclaim() == (2, 3)
+    mine.places.end_memory_request()
     assert machine.members("b")["mine"].ask_bytes == 0
 
 
@@ -406,10 +410,10 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
         try:
             other = machine.join("b", "other")
             assert other.places.grant(8) == 4
-            assert other.places.ask(3)
+            assert other.places.request_memory(3)
 
             def has_released() -> bool:
-                other.places.ask(3)
+                other.places.request_memory(3)
                 return machine.granted("b")["mine"] == 1
 
             wait_until(has_released)
@@ -434,10 +438,10 @@ def test_two_waiters_do_not_block_each_others_device(
     assert crowd[0].places.grant(2) == 2
     assert crowd[1].places.grant(1) == 1
     for _ in range(2):
-        two.places.ask(6)  # has waited longer
-        one.places.ask(6)
+        two.places.request_memory(6)  # has waited longer
+        one.places.request_memory(6)
         for member in crowd:
-            member.places.ask(1)
+            member.places.request_memory(1)
     assert one.places.room() + two.places.room() > 0
     pages = one.places.grant(6) + two.places.grant(6)
     assert pages >= 1

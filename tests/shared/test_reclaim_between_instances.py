@@ -152,10 +152,10 @@ def test_longer_idle_instance_is_asked_first(device, joined):
     )
     first.stop()
     second.stop()
-    with device.asker() as asker:
-        assert asker.ask(4 * PAGE)
+    with device.requester() as requester:
+        assert requester.request_memory(4 * PAGE)
         asked = [device.member(one).wanted_bytes for one in (first, second)]
-        asker.stop_asking()
+        requester.end_memory_request()
     assert asked == [4 * PAGE, 0]
     first.go_on()
     second.go_on()
@@ -174,16 +174,16 @@ def _is_idle_with_cache(member):
 def test_guarantee_is_never_reclaimed(device, priority):
     kept = 20
     guarded = device.start(KVELASTIC_MIN=str(kept * PAGE))
-    asker = device.start(KVELASTIC_PRIORITY=priority, KVELASTIC_RECLAIM_WAIT="0.2")
+    requester = device.start(KVELASTIC_PRIORITY=priority, KVELASTIC_RECLAIM_WAIT="0.2")
     guarded.cache(fill(guarded, DEVICE_PAGES))
     device.wait_until_idle(guarded)
-    assert asker.alloc((DEVICE_PAGES - kept) * B) is None, "one page more than there is"
-    wait_until(lambda: asker.alloc((DEVICE_PAGES - kept) * B - 1), "nothing came")
+    assert requester.alloc((DEVICE_PAGES - kept) * B) is None, "one page more than there is"
+    wait_until(lambda: requester.alloc((DEVICE_PAGES - kept) * B - 1), "nothing came")
     for _ in range(20):
-        assert asker.alloc(1) is None
+        assert requester.alloc(1) is None
         assert device.pages(guarded) >= kept
     assert device.pages(guarded) == kept
-    sound(device, guarded, asker)
+    sound(device, guarded, requester)
 
 
 def test_higher_priority_reclaims_blocks_in_use(device):
@@ -198,7 +198,7 @@ def test_higher_priority_reclaims_blocks_in_use(device):
     assert answer["over_bytes"] == 4 * PAGE
     assert answer["effective_limit_bytes"] == (DEVICE_PAGES - 4) * PAGE
     assert low.alloc(1) is None
-    # Its engine preempts: what it frees goes to the asker, and not to itself.
+    # Its engine preempts: what it frees goes to the requester, and not to itself.
     for page in (9, 10, 11, 12):
         low.free(pages[page])
     assert len(high.read()) == 4 * B - 1
@@ -369,7 +369,7 @@ def run_busy_higher_priority(device: Device) -> None:
 
 def test_stopped_instance_is_skipped_and_the_next_asked(device):
     stopped, next_one = device.start(), device.start()
-    asker = device.start(KVELASTIC_RECLAIM_WAIT="3600")  # longer than a test may run
+    requester = device.start(KVELASTIC_RECLAIM_WAIT="3600")  # longer than a test may run
     half = DEVICE_PAGES // 2
     stopped.cache(fill(stopped, half))
     device.wait_until_idle(stopped)
@@ -378,34 +378,34 @@ def test_stopped_instance_is_skipped_and_the_next_asked(device):
     stopped.stop()
     # Far less than it has: it must not be asked again and again until it has been asked for all.
     for _ in range(3):
-        assert asker.alloc(B) is not None
+        assert requester.alloc(B) is not None
     assert device.pages(stopped) == half
     assert device.member(stopped).wanted_bytes <= PAGE * 4
     stopped.go_on()
     wait_until(lambda: device.member(stopped).wanted_bytes == 0, "it answers no more")
-    sound(device, stopped, next_one, asker)
+    sound(device, stopped, next_one, requester)
 
 
 def test_waiter_gets_the_memory_of_a_killed_instance(device):
-    victim, asker = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    victim, requester = device.start(), device.start(KVELASTIC_PRIORITY="1")
     fill(victim, DEVICE_PAGES)
-    asker.send("alloc", DEVICE_PAGES * B - 1)
-    wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    requester.send("alloc", DEVICE_PAGES * B - 1)
+    wait_until(lambda: device.member(requester).ask_bytes > 0, "it does not ask")
     victim.kill()
-    assert len(asker.read()) == DEVICE_PAGES * B - 1
-    sound(device, asker)
+    assert len(requester.read()) == DEVICE_PAGES * B - 1
+    sound(device, requester)
 
 
 def test_request_of_a_killed_instance_is_dropped(device):
     low = device.start(KVELASTIC_PRIORITY="-1")
     holder = device.start()
-    asker = device.start(KVELASTIC_PRIORITY="5")
+    requester = device.start(KVELASTIC_PRIORITY="5")
     fill(holder, DEVICE_PAGES - 4)
     holder.stop()
-    asker.send("alloc", DEVICE_PAGES * B - 1)
-    wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    requester.send("alloc", DEVICE_PAGES * B - 1)
+    wait_until(lambda: device.member(requester).ask_bytes > 0, "it does not ask")
     wait_until(lambda: low.ask("available") == 0, "nothing is kept for it")
-    asker.kill()
+    requester.kill()
     wait_until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
     assert low.alloc(4 * B - 1) is not None
     holder.go_on()

@@ -24,7 +24,7 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.shared.liveness import ProcessIdentity, pid_namespace
 from kvelastic.units import GIB_BYTES, MIB_BYTES
 from tools import reclaim_simulator
-from tools.reclaim_simulator import Contender, Demand, Depth, kept_bytes, plan_reclaim
+from tools.reclaim_simulator import Contender, ReclaimRequest, Depth, kept_bytes, plan_reclaim
 from tools.reclaim_simulator.__main__ import main
 from tools.reclaim_simulator.account import Account
 from tools.reclaim_simulator.examples import EXAMPLES, example_trace
@@ -82,21 +82,21 @@ def holds(mib: int, **more: int) -> Contender:
 
 
 def test_plan_matches_the_native_policy():
-    asker = holds(0, ask_bytes=30 * MIB_BYTES)
+    requester = holds(0, request_bytes=30 * MIB_BYTES)
     idle = holds(40, parked_bytes=10 * MIB_BYTES, cached_bytes=30 * MIB_BYTES)
     idler = replace(idle, idle_ns=10 * reclaim_simulator.IDLE_NS)
     idle = replace(idle, idle_ns=reclaim_simulator.IDLE_NS)
-    plan = plan_reclaim([asker, idle, idler], 0, 0, 80 * MIB_BYTES)
+    plan = plan_reclaim([requester, idle, idler], 0, 0, 80 * MIB_BYTES)
     assert plan == [
-        Demand(2, 20 * MIB_BYTES, Depth.CACHED),
-        Demand(1, 10 * MIB_BYTES, Depth.PARKED),
+        ReclaimRequest(2, 20 * MIB_BYTES, Depth.CACHED),
+        ReclaimRequest(1, 10 * MIB_BYTES, Depth.PARKED),
     ]
 
 
-@pytest.mark.parametrize("asker", [-1, 1, 10])
-def test_plan_with_invalid_requester_is_rejected(asker):
+@pytest.mark.parametrize("requester", [-1, 1, 10])
+def test_plan_with_invalid_requester_is_rejected(requester):
     with pytest.raises(InvalidArgumentError, match="1 contenders"):
-        plan_reclaim([holds(0)], asker, 0, 0)
+        plan_reclaim([holds(0)], requester, 0, 0)
 
 
 @pytest.mark.parametrize("free_bytes", [-1, 1 << 64])
@@ -105,7 +105,7 @@ def test_plan_with_invalid_bytes_is_rejected(free_bytes):
         plan_reclaim([holds(0)], 0, free_bytes, 0)
 
 
-@pytest.mark.parametrize("field", ["granted_bytes", "min_bytes", "idle_ns", "wanted_ns"])
+@pytest.mark.parametrize("field", ["granted_bytes", "min_bytes", "idle_ns", "reclaim_ns"])
 def test_contender_with_invalid_values_is_rejected(field):
     with pytest.raises(InvalidArgumentError, match=field):
         Contender(**{field: -1})
@@ -116,7 +116,7 @@ def test_contender_with_invalid_values_is_rejected(field):
 
 
 def test_memory_is_kept_for_the_earliest_request():
-    early, late = holds(10, ask_bytes=9, ask_ns=2), holds(10, ask_bytes=9, ask_ns=1)
+    early, late = holds(10, request_bytes=9, request_ns=2), holds(10, request_bytes=9, request_ns=1)
     assert kept_bytes([late, early], 0, 20) == 9
     assert kept_bytes([early, late], 0, 20) == 0
     assert kept_bytes([late, holds(10)], 0, 20) == 0  # it does not ask
@@ -170,7 +170,7 @@ def test_kept_bytes_match_the_real_ledger(data):
         for count, least, priority in zip(granted, mins, priorities, strict=True)
     )
     free_bytes = (capacity - sum(granted)) * unit
-    facts = [replace(first, ask_bytes=ask * unit), second]
+    facts = [replace(first, request_bytes=ask * unit), second]
     kept = kept_bytes(facts, 1, capacity * unit)
     assert members[1].room(unit) == max(0, free_bytes - kept) // unit
 
@@ -295,7 +295,7 @@ def test_wake_reclaims_cache_for_its_reserve():
     a, b = result.models
     assert (b.wakes_ns, b.wakes_refused, b.served) == ([ms(1)], 0, 1)
     assert a.cached_lost_bytes >= 24 * MIB_BYTES
-    assert {move.asker for move in result.moves} == {1}
+    assert {move.requester for move in result.moves} == {1}
 
 
 def test_reserved_memory_is_not_granted():
@@ -433,7 +433,7 @@ class Watch:
         for move in moves:
             spec = simulation.trace.models[move.victim]
             assert self.held[move.victim] > spec.min_bytes, "it had no more than its min"
-            assert move.victim != move.asker
+            assert move.victim != move.requester
         for i in {move.victim for move in moves}:
             # It may have taken memory again in the same step, but never lost what is guaranteed.
             one = simulation.instances[i]
@@ -482,8 +482,8 @@ def test_lower_priority_never_preempts_a_higher_one(trace):
     """But for a guarantee or a reserve, and there is none here."""
     models = tuple(replace(model, min_bytes=0, reserved_bytes=0) for model in trace.models)
     for move in simulate(replace(trace, models=models), Watch()).moves:
-        victim, asker = models[move.victim], models[move.asker]
-        assert move.depth is not Depth.IN_USE or victim.priority <= asker.priority
+        victim, requester = models[move.victim], models[move.requester]
+        assert move.depth is not Depth.IN_USE or victim.priority <= requester.priority
 
 
 @pytest.mark.slow
@@ -879,7 +879,7 @@ def test_plan_that_breaks_a_guarantee_is_detected(monkeypatch):
     """The simulator does not believe the policy: it checks what it says."""
     monkeypatch.setattr(
         "tools.reclaim_simulator.simulation.plan_reclaim",
-        lambda *_: [Demand(0, 64 * MIB_BYTES, Depth.IN_USE)],
+        lambda *_: [ReclaimRequest(0, 64 * MIB_BYTES, Depth.IN_USE)],
     )
     with pytest.raises(IntegrityError, match="below the min"):
         replay(

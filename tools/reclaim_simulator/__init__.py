@@ -1,7 +1,7 @@
 """The policy of who gives memory to whom, on plain values: no clock, no memory, no lock.
 
-    plan = plan_reclaim([asker, victim], 0, free_bytes=0, capacity_bytes=8 * GIB_BYTES)
-    for demand in plan: print(demand.contender, demand.bytes, demand.depth.name)
+    plan = plan_reclaim([requester, victim], 0, free_bytes=0, capacity_bytes=8 * GIB_BYTES)
+    for request in plan: print(request.contender, request.bytes, request.depth.name)
 
 It calls the native policy that instances use (vmm_csrc/ledger/reclaim.h). docs/reclaim.md has the
 rules; `python -m tools.reclaim_simulator` replays traces by them.
@@ -18,14 +18,14 @@ from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 
 __all__ = [
-    "ASK_LEASE_NS",
+    "REQUEST_EXPIRY_NS",
     "FAIR_CACHED_NS",
     "FAIR_IN_USE_NS",
     "IDLE_NS",
     "PATIENCE_NS",
     "RESERVE_WAIT_NS",
     "Contender",
-    "Demand",
+    "ReclaimRequest",
     "Depth",
     "kept_bytes",
     "plan_excess",
@@ -37,20 +37,20 @@ IDLE_NS: Final = _vmm.RECLAIM_IDLE_NS
 PATIENCE_NS: Final = _vmm.RECLAIM_PATIENCE_NS
 """Who has not dealt with a request for so long is not counted on."""
 FAIR_CACHED_NS: Final = _vmm.RECLAIM_FAIR_CACHED_NS
-"""After so long an ask reaches cached contents of busy equals above their share."""
+"""A request this old may take cached contents of busy equals above their fair share."""
 FAIR_IN_USE_NS: Final = _vmm.RECLAIM_FAIR_IN_USE_NS
-"""After so long also their blocks in use."""
+"""A request this old may also take their blocks in use."""
 RESERVE_WAIT_NS: Final = _vmm.RECLAIM_RESERVE_WAIT_NS
 """What a wake is to reserve is refused when others have not given it for so long."""
-ASK_LEASE_NS: Final = _vmm.RECLAIM_ASK_LEASE_NS
-"""An ask that nobody has repeated for so long is no ask any more."""
+REQUEST_EXPIRY_NS: Final = _vmm.RECLAIM_REQUEST_EXPIRY_NS
+"""A memory request expires if it is not renewed for this long."""
 
 _MAX_UNSIGNED: Final = (1 << 64) - 1
 _MAX_PRIORITY: Final = (1 << 63) - 1
 
 
 class Depth(IntEnum):
-    """Down to which reclaim step an instance is asked to go."""
+    """The last reclaim step that a reclaim request allows."""
 
     PARKED = 1
     CACHED = 2
@@ -74,13 +74,13 @@ class Contender:
     """What it gives is a multiple of this; 0: of one byte."""
     idle_ns: int = 0
     """Since its last alloc or free."""
-    ask_bytes: int = 0
+    request_bytes: int = 0
     """What it waits for; 0: nothing."""
-    ask_ns: int = 0
+    request_ns: int = 0
     """How long it has waited."""
-    wanted_bytes: int = 0
+    reclaim_bytes: int = 0
     """Asked of it and not dealt with yet."""
-    wanted_ns: int = 0
+    reclaim_ns: int = 0
     """Since the oldest of that, or since it last dealt with some."""
 
     def __post_init__(self) -> None:
@@ -96,8 +96,8 @@ _UNSIGNED_FIELDS: Final = tuple(f.name for f in fields(Contender) if f.name != "
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What one instance is asked for."""
+class ReclaimRequest:
+    """A reclaim request to one instance."""
 
     contender: int
     """Its index among the contenders."""
@@ -106,24 +106,24 @@ class Demand:
 
 
 def plan_reclaim(
-    contenders: Sequence[Contender], asker: int, free_bytes: int, capacity_bytes: int
-) -> list[Demand]:
-    """Say whom to ask for what, so that `contenders[asker]` gets its `ask_bytes`.
+    contenders: Sequence[Contender], requester: int, free_bytes: int, capacity_bytes: int
+) -> list[ReclaimRequest]:
+    """Plan the reclaim requests for `contenders[requester]` to get its `request_bytes`.
 
-    `free_bytes` are there for it already, and what others were asked for lately counts as on its
-    way. The order of the answer is the order to ask in. It may come to less than is missing: nobody
-    else has to give anything. Raises `InvalidArgumentError` for a bad index or negative bytes.
+    `free_bytes` are available to it, and memory requested earlier counts as on its way. The order
+    of the result is the order of sending. The plan may cover less than is missing if no other
+    instance must release memory. Raises `InvalidArgumentError` for a bad index or negative bytes.
     """
-    _check(contenders, asker, free_bytes=free_bytes, capacity_bytes=capacity_bytes)
-    return _named(_vmm.plan_reclaim(contenders, asker, free_bytes, capacity_bytes))
+    _check(contenders, requester, free_bytes=free_bytes, capacity_bytes=capacity_bytes)
+    return _named(_vmm.plan_reclaim(contenders, requester, free_bytes, capacity_bytes))
 
 
 def plan_excess(
     contenders: Sequence[Contender], excess_bytes: int, capacity_bytes: int
-) -> list[Demand]:
-    """Say whom to ask for what, so that all together hold `excess_bytes` less.
+) -> list[ReclaimRequest]:
+    """Plan reclaim requests that reduce the total by `excess_bytes`.
 
-    As `plan_reclaim` for one who outranks everybody: guarantees are kept, and one page of each.
+    As `plan_reclaim` for a requester that outranks all: guarantees and one page of each are kept.
     Raises `InvalidArgumentError` for negative bytes.
     """
     _check_sizes(excess_bytes=excess_bytes, capacity_bytes=capacity_bytes)
@@ -131,18 +131,18 @@ def plan_excess(
 
 
 def kept_bytes(contenders: Sequence[Contender], index: int, capacity_bytes: int) -> int:
-    """Say how many of the bytes that come free `contenders[index]` has to leave to those who wait.
+    """Return how many released bytes `contenders[index]` must leave to waiting instances.
 
-    To each that goes before it all that is asked for; only what is lacking of the guarantee, or of
-    the fair share among equals, where that alone is why. Raises `InvalidArgumentError` for a bad
+    An instance that outranks it gets its whole request; if it outranks only by guarantee or fair
+    share, only the missing part of that. Raises `InvalidArgumentError` for a bad
     index or negative bytes.
     """
     _check(contenders, index, capacity_bytes=capacity_bytes)
     return _vmm.kept_bytes(contenders, index, capacity_bytes)
 
 
-def _named(plan: list[tuple[int, int, int]]) -> list[Demand]:
-    return [Demand(contender, count, Depth(depth)) for contender, count, depth in plan]
+def _named(plan: list[tuple[int, int, int]]) -> list[ReclaimRequest]:
+    return [ReclaimRequest(contender, count, Depth(depth)) for contender, count, depth in plan]
 
 
 def _check(contenders: Sequence[Contender], index: int, **sizes: int) -> None:

@@ -1,4 +1,4 @@
-"""One simulated instance: its pages, its queue, and what others have asked of it.
+"""One simulated instance: its pages, its queue, and the reclaim requests of others.
 
 Pure accounting in whole pages, where vmm_csrc/pool counts blocks: a page is in use, cached or
 parked. Who may have how many is for the device (simulation.py) to say.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic.errors import IntegrityError
-from tools.reclaim_simulator import ASK_LEASE_NS, Contender, Depth
+from tools.reclaim_simulator import REQUEST_EXPIRY_NS, Contender, Depth
 from tools.reclaim_simulator.trace import Arrival, ModelSpec
 
 PRESSURE_LEASE_NS: Final = 500_000_000
@@ -35,9 +35,9 @@ class Request:
 
 @dataclass
 class Owed:
-    """Bytes that an asker waits for."""
+    """Bytes that an requester waits for."""
 
-    asker: int
+    requester: int
     bytes: int
 
 
@@ -53,7 +53,7 @@ class Instance:
     is_to_sleep: bool = False
     """When it has no request left."""
     claimed_ns: int | None = None
-    """Since when it asks for its guarantee and reserve, to wake; None: it does not."""
+    """Since when it claims its guarantee and reserve, to wake; None: it does not."""
     cached: int = 0
     parked: int = 0
     running: dict[int, Request] = field(default_factory=dict)
@@ -71,20 +71,20 @@ class Instance:
     decay_kept: int = 0
     """Pages that the last step left."""
 
-    ask_bytes: int = 0
-    ask_since_ns: int = 0
-    ask_seen_ns: int = 0
+    request_bytes: int = 0
+    request_since_ns: int = 0
+    request_seen_ns: int = 0
     wait_until_ns: int | None = None
     """The end of the wait of an alloc that waits now."""
     has_waited: bool = False
     """Whether that alloc has waited at all."""
     no_wait_before_ns: int = 0
     starved: int = 0
-    """What the last alloc could not be granted: the maintenance thread goes on asking for it."""
+    """What the last alloc could not be granted: the maintenance thread renews its request."""
     starved_at_ns: int = 0
 
-    wanted: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})
-    wanted_at_ns: int = 0
+    reclaim: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})
+    reclaim_since_ns: int = 0
     squeezed_to: int | None = None
     squeezed_at_ns: int = 0
     squeezed_until_ns: int = 0
@@ -92,7 +92,7 @@ class Instance:
     """What a squeeze has still to free."""
 
     cached_lost: int = 0
-    """Evicted because others asked."""
+    """Evicted for requests of others."""
     cached_evicted: int = 0
     """Evicted for its own requests."""
     peak: int = 0
@@ -130,25 +130,25 @@ class Instance:
         return max(0, self.held - self.bound)
 
     def mappable(self) -> int:
-        """How many pages it may still ask for."""
+        """How many pages it may still request."""
         return max(0, self.bound - self.held)
 
     def reachable(self) -> int:
         """What an alloc could have if the device had everything."""
         return min(self.bound - self.in_use, self.parked + self.cached + self.mappable())
 
-    def asks_for(self, now_ns: int) -> int:
-        """Bytes; an ask expires unless it is repeated."""
-        return self.ask_bytes if now_ns - self.ask_seen_ns < ASK_LEASE_NS else 0
+    def requested(self, now_ns: int) -> int:
+        """Bytes; a request expires unless it is renewed."""
+        return self.request_bytes if now_ns - self.request_seen_ns < REQUEST_EXPIRY_NS else 0
 
     def open_bytes(self) -> int:
-        """All that others have asked for and that was not dealt with."""
-        return sum(one.bytes for asked in self.wanted.values() for one in asked)
+        """Bytes of all open reclaim requests."""
+        return sum(one.bytes for requests in self.reclaim.values() for one in requests)
 
     def contender(self, now_ns: int) -> Contender:
         """The facts that the policy plans by; one with a request in use is never idle."""
         page_bytes = self.spec.page_bytes
-        ask_bytes = self.asks_for(now_ns)
+        request_bytes = self.requested(now_ns)
         return Contender(
             granted_bytes=self.granted_bytes,
             min_bytes=self.spec.min_bytes if self.counts else 0,
@@ -157,17 +157,17 @@ class Instance:
             cached_bytes=self.cached * page_bytes,
             page_bytes=page_bytes,
             idle_ns=0 if self.running else now_ns - self.active_ns,
-            ask_bytes=ask_bytes,
-            ask_ns=now_ns - self.ask_since_ns if ask_bytes > 0 else 0,
-            wanted_bytes=self.open_bytes(),
-            wanted_ns=now_ns - self.wanted_at_ns,
+            request_bytes=request_bytes,
+            request_ns=now_ns - self.request_since_ns if request_bytes > 0 else 0,
+            reclaim_bytes=self.open_bytes(),
+            reclaim_ns=now_ns - self.reclaim_since_ns,
         )
 
     def fall_asleep(self) -> None:
         """Give everything back. Pre: no request runs or waits."""
         self.asleep, self.is_to_sleep = True, False
         self.cached = self.parked = self.parked_low = 0
-        self.starved = self.ask_bytes = 0
+        self.starved = self.request_bytes = 0
         self.wait_until_ns = self.squeezed_to = None
         self.owed.clear()
 

@@ -53,7 +53,7 @@ class Move:
 
     at_ns: int
     victim: int
-    asker: int
+    requester: int
     bytes: int
     depth: Depth
 

@@ -4,8 +4,8 @@
     result.models[0].served, result.moved_bytes
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
-(vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, asking others for at most
-`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread goes on asking, and the
+(vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, requests to others for at most
+`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread renews the request, and the
 engine tries again. Nothing here sleeps or looks at a clock.
 """
 
@@ -20,11 +20,11 @@ from typing import Final
 
 from kvelastic.errors import IntegrityError
 from tools.reclaim_simulator import (
-    ASK_LEASE_NS,
+    REQUEST_EXPIRY_NS,
     PATIENCE_NS,
     RESERVE_WAIT_NS,
     Contender,
-    Demand,
+    ReclaimRequest,
     Depth,
     kept_bytes,
     plan_excess,
@@ -228,7 +228,7 @@ class Simulation:
             may_wait = self.now_ns >= one.no_wait_before_ns
             one.wait_until_ns = self.now_ns + (self.trace.alloc_wait_ns if may_wait else 0)
             one.has_waited = False
-        hope = self._ask(one, pages * one.spec.page_bytes)
+        hope = self._request(one, pages * one.spec.page_bytes)
         if self._room(one) > 0:
             return True
         if hope and self.now_ns < one.wait_until_ns:
@@ -243,32 +243,32 @@ class Simulation:
         return False
 
     def _pursue(self, one: Instance) -> None:
-        """Continue in the maintenance thread where an alloc gave up, while the engine wants it."""
+        """Continue a failed alloc in the maintenance thread until its memory request expires."""
         if one.starved == 0:
             return
-        wanted = min(one.starved, one.mappable())
-        if wanted == 0 or self.now_ns - one.starved_at_ns > ASK_LEASE_NS:
+        missing = min(one.starved, one.mappable())
+        if missing == 0 or self.now_ns - one.starved_at_ns > REQUEST_EXPIRY_NS:
             self._satisfy(one)
             return
-        one.starved = wanted - self._grant(one, wanted)
+        one.starved = missing - self._grant(one, missing)
         if one.starved == 0:
             self._satisfy(one)
         else:
-            self._ask(one, one.starved * one.spec.page_bytes)
+            self._request(one, one.starved * one.spec.page_bytes)
 
     def _satisfy(self, one: Instance) -> None:
         one.starved = 0
         one.no_wait_before_ns = 0
-        if one.ask_bytes > 0:
-            one.ask_bytes = 0
-            self._wake_askers(one)  # what was kept for this one is theirs
+        if one.request_bytes > 0:
+            one.request_bytes = 0
+            self._wake_requesters(one)  # what was kept for this one is theirs
 
     # --- the ledger -----------------------------------------------------------------------------
 
     def _room(self, one: Instance) -> int:
         """Pages that it would be granted now: what is free and kept for nobody who ranks before."""
         free_bytes = self.account.free_bytes
-        if any(other is not one and other.asks_for(self.now_ns) for other in self.instances):
+        if any(other is not one and other.requested(self.now_ns) for other in self.instances):
             contenders = [other.contender(self.now_ns) for other in self.instances]
             contenders[one.index] = replace(contenders[one.index], idle_ns=0)
             free_bytes -= kept_bytes(contenders, one.index, self.account.left_bytes)
@@ -281,35 +281,37 @@ class Simulation:
             self._arm_decay(one)
         return granted
 
-    def _ask(self, one: Instance, count_bytes: int) -> bool:
-        """Say that bytes are missing and ask others for them. False: nobody has to give."""
+    def _request(self, one: Instance, count_bytes: int) -> bool:
+        """Request missing bytes from others. Return False if no instance has to release any."""
         now_ns = self.now_ns
-        if one.asks_for(now_ns) == 0:
-            one.ask_since_ns = now_ns
-        one.ask_seen_ns = now_ns
-        one.ask_bytes = count_bytes
+        if one.requested(now_ns) == 0:
+            one.request_since_ns = now_ns
+        one.request_seen_ns = now_ns
+        one.request_bytes = count_bytes
         contenders = [other.contender(now_ns) for other in self.instances]
         free_bytes = self.account.free_bytes
         plan = plan_reclaim(contenders, one.index, free_bytes, self.account.left_bytes)
-        self._demand(one, plan, contenders)
+        self._send_requests(one, plan, contenders)
         return (
             bool(plan)
             or free_bytes >= count_bytes
-            or any(facts.wanted_bytes > 0 for i, facts in enumerate(contenders) if i != one.index)
+            or any(facts.reclaim_bytes > 0 for i, facts in enumerate(contenders) if i != one.index)
         )
 
-    def _demand(self, one: Instance, plan: list[Demand], contenders: list[Contender]) -> None:
-        """Ask those that a plan names, for one who lacks memory."""
+    def _send_requests(
+        self, one: Instance, plan: list[ReclaimRequest], contenders: list[Contender]
+    ) -> None:
+        """Send the reclaim requests of a plan for an instance that lacks memory."""
         now_ns = self.now_ns
-        for demand in plan:
-            facts = contenders[demand.contender]
-            left_bytes = facts.granted_bytes - facts.wanted_bytes - demand.bytes
+        for request in plan:
+            facts = contenders[request.contender]
+            left_bytes = facts.granted_bytes - facts.reclaim_bytes - request.bytes
             if left_bytes < facts.min_bytes:
-                raise IntegrityError(f"a plan goes below the min of {demand.contender}.")
-            victim = self.instances[demand.contender]
+                raise IntegrityError(f"a plan goes below the min of {request.contender}.")
+            victim = self.instances[request.contender]
             if victim.open_bytes() == 0:
-                victim.wanted_at_ns = now_ns
-            victim.wanted[demand.depth].append(Owed(one.index, demand.bytes))
+                victim.reclaim_since_ns = now_ns
+            victim.reclaim[request.depth].append(Owed(one.index, request.bytes))
             if not self._answers[victim.index]:
                 self._answers[victim.index] = True
                 self._at(now_ns + victim.spec.give_back_ns, partial(self._answer, victim))
@@ -324,7 +326,7 @@ class Simulation:
         """What it holds, its guarantee and its reserve are others' from now on."""
         if one.is_to_sleep and not one.running and not one.queue:
             one.fall_asleep()
-            self._wake_askers(one)
+            self._wake_requesters(one)
 
     def _wake(self, one: Instance) -> None:
         """Claim guarantee and reserve; refused where the sums do not allow it."""
@@ -337,7 +339,7 @@ class Simulation:
             self.result.models[one.index].wakes_refused += 1
 
     def _pursue_claim(self, one: Instance) -> None:
-        """It wakes when its reserve is there; others are asked for it, and not for ever."""
+        """Wake it when its reserve is available; others must release it in a limited time."""
         if one.claimed_ns is None:
             return
         figures, waited_ns = self.result.models[one.index], self.now_ns - one.claimed_ns
@@ -349,26 +351,26 @@ class Simulation:
         elif waited_ns >= RESERVE_WAIT_NS:
             one.claimed_ns = None
             figures.wakes_refused += 1
-            self._wake_askers(one)
+            self._wake_requesters(one)
         else:
             contenders = [other.contender(self.now_ns) for other in self.instances]
             excess_bytes, left_bytes = self.account.excess_bytes, self.account.left_bytes
-            self._demand(one, plan_excess(contenders, excess_bytes, left_bytes), contenders)
+            self._send_requests(one, plan_excess(contenders, excess_bytes, left_bytes), contenders)
             self._look_at(one, self.now_ns + LOOK_NS)
 
     # --- victims --------------------------------------------------------------------------------
 
     def _answer(self, victim: Instance) -> None:
-        """Its maintenance thread deals with all that others have asked, the shallowest first."""
+        """Its maintenance thread carries out all reclaim requests, the shallowest first."""
         self._answers[victim.index] = False
-        for depth, asked in victim.wanted.items():
-            if not asked:
+        for depth, requests in victim.reclaim.items():
+            if not requests:
                 continue
-            victim.wanted[depth] = []
-            victim.wanted_at_ns = self.now_ns
-            pages = -(-sum(one.bytes for one in asked) // victim.spec.page_bytes)
+            victim.reclaim[depth] = []
+            victim.reclaim_since_ns = self.now_ns
+            pages = -(-sum(one.bytes for one in requests) // victim.spec.page_bytes)
             given = victim.give_up(pages, depth, self.now_ns)
-            victim.owed += asked
+            victim.owed += requests
             self._settle(victim, given, depth)
         if victim.squeezed_to is None:
             victim.owed.clear()  # there was no more to be had
@@ -376,29 +378,29 @@ class Simulation:
             self._look_at(victim, self.now_ns)
 
     def _settle(self, victim: Instance, pages: int, depth: Depth = Depth.IN_USE) -> None:
-        """Book what was given on those who asked for it, the first one first."""
+        """Credit released memory to the requesters, the first one first."""
         left_bytes = pages * victim.spec.page_bytes
         if left_bytes == 0:
             return
         while left_bytes > 0 and victim.owed:
             first = victim.owed[0]
-            # What is more than was asked for is the rest of a page: the last one's.
+            # An excess is the rest of a page: the last requester gets it.
             last = len(victim.owed) == 1
             given_bytes = left_bytes if last else min(left_bytes, first.bytes)
             first.bytes -= given_bytes
             left_bytes -= given_bytes
-            self._book(victim, first.asker, given_bytes, depth)
+            self._book(victim, first.requester, given_bytes, depth)
             if first.bytes <= 0:
                 victim.owed.pop(0)
-        self._wake_askers(victim)
+        self._wake_requesters(victim)
 
-    def _book(self, victim: Instance, asker: int, count_bytes: int, depth: Depth) -> None:
-        got = self.result.models[asker].got_bytes_from
+    def _book(self, victim: Instance, requester: int, count_bytes: int, depth: Depth) -> None:
+        got = self.result.models[requester].got_bytes_from
         got[victim.spec.name] = got.get(victim.spec.name, 0) + count_bytes
-        self.result.moves.append(Move(self.now_ns, victim.index, asker, count_bytes, depth))
+        self.result.moves.append(Move(self.now_ns, victim.index, requester, count_bytes, depth))
 
     def _watch_squeeze(self, one: Instance) -> None:
-        """Preempt while it is over its bound; lift the squeeze once it is not, or nobody asks."""
+        """Preempt while it is over its bound; end the pressure below it or without requests."""
         if one.squeezed_to is None:
             return
         if one.over > 0 and self.now_ns < one.squeezed_until_ns:
@@ -419,9 +421,9 @@ class Simulation:
         self._set_deadline(one, request)
         self._settle(one, one.enforce())
 
-    def _wake_askers(self, by: Instance) -> None:
+    def _wake_requesters(self, by: Instance) -> None:
         for other in self.instances:
-            if other is not by and (other.ask_bytes > 0 or other.claimed_ns is not None):
+            if other is not by and (other.request_bytes > 0 or other.claimed_ns is not None):
                 self._look_at(other, self.now_ns)
 
     # --- decay ----------------------------------------------------------------------------------
@@ -444,7 +446,7 @@ class Simulation:
         half = halved + (one.parked_low - halved) // 2
         one.decay_kept = min(half, sum(one.decay_taken))
         if one.unmap(one.parked_low - one.decay_kept) > 0:
-            self._wake_askers(one)
+            self._wake_requesters(one)
         if one.parked > 0:
             self._begin_step(one)
         else:

@@ -90,9 +90,9 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["is_idle"] = entry.facts.reported == Reported::kNothing
                        ? nb::object(nb::none())
                        : nb::object(nb::bool_(entry.facts.reported == Reported::kIdle));
-  out["ask_bytes"] = entry.facts.ask_bytes;
-  out["ask_s"] = entry.facts.ask_bytes > 0 ? seconds(entry.facts.ask_ns) : 0.0;
-  out["wanted_bytes"] = entry.facts.wanted_bytes;
+  out["request_bytes"] = entry.facts.request_bytes;
+  out["ask_s"] = entry.facts.request_bytes > 0 ? seconds(entry.facts.request_ns) : 0.0;
+  out["reclaim_bytes"] = entry.facts.reclaim_bytes;
   return out;
 }
 
@@ -255,10 +255,10 @@ void bind_ledger(nb::module_& m) {
       .def("reach", &LedgerMember::reach, "page_bytes"_a,
            "Return how many pages could become available: room() plus what other members would "
            "have to release.")
-      .def("ask", of_its_own<&LedgerMember::ask>, "bytes"_a,
+      .def("request_memory", of_its_own<&LedgerMember::request_memory>, "bytes"_a,
            "Request `bytes` of memory from other members. Returns False if no member has to "
            "release any.")
-      .def("stop_asking", of_its_own<&LedgerMember::stop_asking>)
+      .def("end_memory_request", of_its_own<&LedgerMember::end_memory_request>)
       .def_prop_ro("bell", &LedgerMember::bell)
       .def(
           "wait",
@@ -275,7 +275,7 @@ void bind_ledger(nb::module_& m) {
       .def(
           "reserve",
           [](LedgerMember& member, std::uint64_t bytes) {
-            check(member.ask_to_reserve(bytes));
+            check(member.claim_reserve(bytes));
             const std::chrono::nanoseconds timeout(member.rules().reserve_wait_ns);
             check(without_gil([&] { return member.wait_for_claim(timeout); }));
           },
@@ -286,7 +286,7 @@ void bind_ledger(nb::module_& m) {
       .def(
           "wake",
           [](LedgerMember& member, double timeout_s) {
-            check(member.ask_to_wake());
+            check(member.claim_wake());
             const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
                 std::chrono::duration<double>(timeout_s));
             check(without_gil([&] { return member.wait_for_claim(timeout); }));
@@ -311,10 +311,10 @@ void bind_ledger(nb::module_& m) {
       .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "evictable_bytes"_a,
            "parked_bytes"_a, "page_bytes"_a, "active"_a)
       .def(
-          "wanted",
+          "open_reclaim",
           [](const LedgerMember& member) {
-            const LedgerMember::Wanted wanted = member.wanted();
-            return nb::make_tuple(wanted.bytes, static_cast<std::uint32_t>(wanted.depth));
+            const LedgerMember::OpenReclaim open = member.open_reclaim();
+            return nb::make_tuple(open.bytes, static_cast<std::uint32_t>(open.depth));
           },
           "Return (bytes, depth) that other members request from this one.")
       .def("handled", of_its_own<&LedgerMember::handled>, "bytes"_a)

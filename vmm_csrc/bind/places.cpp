@@ -84,7 +84,7 @@ void reserve(Places& places, nb::dict bytes) {
     }
     raise_code("INVALID_ARGUMENT", "a reserve was given for another device than " + names);
   }
-  const Places::Claimed claimed = unwrap(places.ask_to_reserve(std::move(by_place)));
+  const Places::Claimed claimed = unwrap(places.claim_reserve(std::move(by_place)));
   wait_for_claim(places, claimed, std::chrono::nanoseconds(places.rules().reserve_wait_ns));
 }
 
@@ -163,7 +163,7 @@ void bind_places(nb::module_& m) {
       .def(
           "wake",
           [](Places& places, double timeout_s) {
-            const Places::Claimed claimed = unwrap(places.ask_to_wake());
+            const Places::Claimed claimed = unwrap(places.claim_wake());
             wait_for_claim(places, claimed,
                            std::chrono::duration_cast<std::chrono::nanoseconds>(
                                std::chrono::duration<double>(timeout_s)));
@@ -175,16 +175,17 @@ void bind_places(nb::module_& m) {
           "Exclude guarantee and reserve from the sums until the instance wakes.")
       .def_prop_ro("is_asleep", &Places::is_asleep)
       .def(
-          "ask", [](Places& places, std::uint64_t pages) { return own(places).ask(pages); },
+          "request_memory",
+          [](Places& places, std::uint64_t pages) { return own(places).request_memory(pages); },
           "pages"_a,
           "Request memory for `pages` pages in each ledger that lacks some. Returns False if on "
           "one of those devices no instance has to release memory.")
-      .def("stop_asking", [](Places& places) { own(places).stop_asking(); })
+      .def("end_memory_request", [](Places& places) { own(places).end_memory_request(); })
       .def(
-          "wanted",
+          "open_reclaim",
           [](const Places& places) {
-            const Places::Wanted wanted = places.wanted();
-            return nb::make_tuple(wanted.pages, static_cast<std::uint32_t>(wanted.depth));
+            const Places::OpenReclaim open = places.open_reclaim();
+            return nb::make_tuple(open.pages, static_cast<std::uint32_t>(open.depth));
           },
           "Return (pages, depth) that other instances request from this one.")
       .def(

@@ -26,33 +26,34 @@ std::vector<Contender> contenders_of(nb::sequence sequence) {
     c.cached_bytes = nb::cast<std::uint64_t>(item.attr("cached_bytes"));
     c.page_bytes = nb::cast<std::uint64_t>(item.attr("page_bytes"));
     c.idle_ns = nb::cast<std::uint64_t>(item.attr("idle_ns"));
-    c.ask_bytes = nb::cast<std::uint64_t>(item.attr("ask_bytes"));
-    c.ask_ns = nb::cast<std::uint64_t>(item.attr("ask_ns"));
-    c.wanted_bytes = nb::cast<std::uint64_t>(item.attr("wanted_bytes"));
-    c.wanted_ns = nb::cast<std::uint64_t>(item.attr("wanted_ns"));
+    c.request_bytes = nb::cast<std::uint64_t>(item.attr("request_bytes"));
+    c.request_ns = nb::cast<std::uint64_t>(item.attr("request_ns"));
+    c.reclaim_bytes = nb::cast<std::uint64_t>(item.attr("reclaim_bytes"));
+    c.reclaim_ns = nb::cast<std::uint64_t>(item.attr("reclaim_ns"));
     all.push_back(c);
   }
   return all;
 }
 
-nb::list demands(const std::vector<Demand>& plan) {
+nb::list requests_of(const std::vector<ReclaimRequest>& plan) {
   nb::list out;
-  for (const Demand& demand : plan) {
-    out.append(
-        nb::make_tuple(demand.contender, demand.bytes, static_cast<std::uint32_t>(demand.depth)));
+  for (const ReclaimRequest& request : plan) {
+    out.append(nb::make_tuple(request.contender, request.bytes,
+                              static_cast<std::uint32_t>(request.depth)));
   }
   return out;
 }
 
-nb::list plan(nb::sequence contenders, std::size_t asker, std::uint64_t free_bytes,
+nb::list plan(nb::sequence contenders, std::size_t requester, std::uint64_t free_bytes,
               std::uint64_t capacity_bytes) {
   const std::vector<Contender> all = contenders_of(contenders);
-  if (asker >= all.size()) raise_code("INVALID_ARGUMENT", "asker is no index of the contenders");
-  return demands(plan_reclaim(all, asker, free_bytes, capacity_bytes, ReclaimRules{}));
+  if (requester >= all.size())
+    raise_code("INVALID_ARGUMENT", "requester is no index of the contenders");
+  return requests_of(plan_reclaim(all, requester, free_bytes, capacity_bytes, ReclaimRules{}));
 }
 
 nb::list excess(nb::sequence contenders, std::uint64_t excess_bytes, std::uint64_t capacity_bytes) {
-  return demands(
+  return requests_of(
       plan_excess(contenders_of(contenders), excess_bytes, capacity_bytes, ReclaimRules{}));
 }
 
@@ -71,10 +72,11 @@ void bind_reclaim(nb::module_& m) {
   m.attr("RECLAIM_FAIR_CACHED_NS") = rules.fair_cached_ns;
   m.attr("RECLAIM_FAIR_IN_USE_NS") = rules.fair_in_use_ns;
   m.attr("RECLAIM_RESERVE_WAIT_NS") = rules.reserve_wait_ns;
-  m.attr("RECLAIM_ASK_LEASE_NS") = rules.ask_lease_ns;
+  m.attr("RECLAIM_REQUEST_EXPIRY_NS") = rules.request_expiry_ns;
 
-  m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
-        "Plan the reclaim requests for contender number `asker`. Returns (contender, bytes, depth) "
+  m.def("plan_reclaim", &plan, "contenders"_a, "requester"_a, "free_bytes"_a, "capacity_bytes"_a,
+        "Plan the reclaim requests for contender number `requester`. Returns (contender, bytes, "
+        "depth) "
         "tuples in the order of sending; see vmm_csrc/ledger/reclaim.h.");
   m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
         "Return how many released bytes contender number `self` must leave to waiting ones; see "

@@ -91,13 +91,13 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.page_bytes = slot.page_bytes.load(std::memory_order_relaxed);
   c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
   c.reported = reported_of(slot);
-  if (less(now_ns, slot.ask_seen_ns.load()) < rules.ask_lease_ns) {
-    c.ask_bytes = slot.ask_bytes.load();
-    c.keeps = slot.ask_keeps.load() != 0;
-    c.ask_ns = less(now_ns, slot.ask_since_ns.load());
+  if (less(now_ns, slot.request_seen_ns.load()) < rules.request_expiry_ns) {
+    c.request_bytes = slot.request_bytes.load();
+    c.keeps = slot.request_keeps.load() != 0;
+    c.request_ns = less(now_ns, slot.request_since_ns.load());
   }
-  c.wanted_bytes = open_requests(slot);
-  c.wanted_ns = less(now_ns, slot.wanted_at_ns.load());
+  c.reclaim_bytes = open_requests(slot);
+  c.reclaim_ns = less(now_ns, slot.reclaim_since_ns.load());
   return c;
 }
 
@@ -191,7 +191,7 @@ void wake_who_waits(LedgerLayout& layout, std::size_t except) {
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     LedgerSlot& slot = layout.slots[i];
     const bool waits =
-        slot.ask_bytes.load() > 0 || slot.pledged_bytes.load() != slot.reserved_bytes.load();
+        slot.request_bytes.load() > 0 || slot.pledged_bytes.load() != slot.reserved_bytes.load();
     if (i != except && waits && is_alive(slot.life.load())) ring_bell(slot.bell);
   }
 }
@@ -249,15 +249,15 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     }
     if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
-         {&slot.units,           &slot.min_bytes,      &slot.ask_bytes,     &slot.ask_since_ns,
-          &slot.ask_seen_ns,     &slot.ask_keeps,      &slot.limit_bytes,   &slot.in_use_bytes,
-          &slot.evictable_bytes, &slot.parked_bytes,   &slot.page_bytes,    &slot.wanted_at_ns,
+         {&slot.units,           &slot.min_bytes,      &slot.request_bytes, &slot.request_since_ns,
+          &slot.request_seen_ns, &slot.request_keeps,  &slot.limit_bytes,   &slot.in_use_bytes,
+          &slot.evictable_bytes, &slot.parked_bytes,   &slot.page_bytes,    &slot.reclaim_since_ns,
           &slot.pledged_bytes,   &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes,
           &slot.asleep,          &slot.checking,       &slot.moves,         &slot.reported}) {
       *word = 0;
     }
     for (std::size_t depth = 0; depth < kDepths; ++depth) {
-      slot.wanted_bytes[depth] = 0;
+      slot.reclaim_bytes[depth] = 0;
       slot.handled_bytes[depth] = 0;
     }
     for (LedgerWorker& worker : slot.workers) worker.pid = 0;
@@ -277,7 +277,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     mine.asleep = 1;
     mine.own_min_bytes = how.min_bytes;
     mine.own_reserve_bytes = how.reserve_bytes;
-    if (Status fits = member->ask_to_wake(); !fits) return fits.error();
+    if (Status fits = member->claim_wake(); !fits) return fits.error();
     const std::chrono::nanoseconds timeout(member->rules().reserve_wait_ns);
     if (Status there = member->wait_for_claim(timeout); !there) return there.error();
     return member;
@@ -294,7 +294,7 @@ void LedgerMember::leave() {
   if (!joined_by_.is_this()) return;   // a forked child must not release its parent's slot
   const std::lock_guard lock(mutex_);  // a grant in progress would go to the slot's next member
   std::uint64_t life = life_;
-  if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
+  if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_requesters();
   life_lock_.reset();
 }
 
@@ -340,7 +340,7 @@ void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t evictable_b
 void LedgerMember::report_busy(bool busy) {
   if (!is_member()) return;
   slot().reported = static_cast<std::uint64_t>(busy ? Reported::kBusy : Reported::kIdle);
-  if (!busy) wake_askers();
+  if (!busy) wake_requesters();
 }
 
 bool LedgerMember::is_busy() const {

@@ -17,7 +17,7 @@
 // the rules of the sums). Reserve and guarantee count while the member is awake:
 //
 // clang-format off
-//            fall_asleep                  ask_to_wake: refused if the sums do not allow it
+//            fall_asleep                  claim_wake: refused if the sums do not allow it
 //   awake  ------------->  asleep  -----------------------------------------+
 //     ^                      ^   min, pledged: 0                            |
 //     |                      |                                              v
@@ -135,10 +135,10 @@ struct LedgerSlot {
   SharedWord pledged_bytes;   ///< at least `reserved_bytes`: memory that no other member is granted
   SharedWord reserved_bytes;  ///< its memory besides grants; 0 while asleep
   std::atomic<std::int64_t> priority;
-  SharedWord ask_bytes;    ///< the memory request; 0: none
-  SharedWord ask_seen_ns;  ///< when it was last renewed; CLOCK_MONOTONIC, as all times here
+  SharedWord request_bytes;    ///< the memory request; 0: none
+  SharedWord request_seen_ns;  ///< when it was last renewed; CLOCK_MONOTONIC, as all times here
 
-  alignas(64) SharedWord ask_since_ns;
+  alignas(64) SharedWord request_since_ns;
   SharedWord active_ns;  ///< last alloc or free
   SharedWord limit_bytes;
   SharedWord in_use_bytes;
@@ -146,7 +146,7 @@ struct LedgerSlot {
   SharedWord parked_bytes;
   SharedWord page_bytes;
 
-  SharedWord ask_keeps;      ///< 1: released memory is kept for the request, see Contender::keeps
+  SharedWord request_keeps;  ///< 1: released memory is kept for the request, see Contender::keeps
   SharedWord own_min_bytes;  ///< the guarantee while awake
   SharedWord own_reserve_bytes;  ///< the reserve while awake
   SharedWord asleep;             ///< 1: asleep or waking
@@ -154,11 +154,11 @@ struct LedgerSlot {
   SharedWord moves;     ///< changes of the grant * 2^32 + units in transit
   SharedWord reported;  ///< a `Reported`
 
-  // The mailbox, one pair of counters per depth. Requesters add to `wanted`, the member to
+  // The mailbox, one pair of counters per depth. Requesters add to `reclaim`, the member to
   // `handled`; both only increase.
-  alignas(64) std::array<SharedWord, kDepths> wanted_bytes;
-  SharedWord wanted_at_ns;  ///< since when a reclaim request has been open
-  FutexWord bell;           ///< rung for reclaim requests, and when memory becomes available
+  alignas(64) std::array<SharedWord, kDepths> reclaim_bytes;
+  SharedWord reclaim_since_ns;  ///< since when a reclaim request has been open
+  FutexWord bell;               ///< rung for reclaim requests, and when memory becomes available
   alignas(64) std::array<SharedWord, kDepths> handled_bytes;
 
   alignas(64) LedgerIdentity identity;
@@ -176,8 +176,8 @@ struct LedgerLayout {
   SharedWord others_at_ns;  ///< when that was last measured; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< slots from here on were never taken
   SharedWord door;                        ///< joins * 2, + 1 when the door is shut
-  SharedWord excess_asked_ns;  ///< when a member last requested the excess over the capacity
-  SharedWord page_bytes;       ///< the device's default page size; 0: not decided yet
+  SharedWord excess_request_ns;  ///< when a member last requested the excess over the capacity
+  SharedWord page_bytes;         ///< the device's default page size; 0: not decided yet
   std::array<LedgerSlot, kLedgerSlots> slots;
 };
 static_assert(std::is_standard_layout_v<LedgerLayout>);
@@ -283,7 +283,7 @@ struct LedgerJoin {
 
 /// Changes the limit for the members together and returns the old one. The caller holds the file's
 /// lock. Grants use the new limit at once; memory beyond it is released over time
-/// (LedgerMember::ask_for_excess). Fails without a change: kGuarantee if the members' guarantees
+/// (LedgerMember::request_excess). Fails without a change: kGuarantee if the members' guarantees
 /// and reserves exceed it, kInvalidArgument below kGrantUnitBytes, kSegmentFormat as
 /// LedgerView::open.
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
@@ -367,10 +367,10 @@ class LedgerMember final : public PageGrant {
   /// Claims guarantee and reserve again. Fails with kGuarantee, naming the holders, if the sums do
   /// not allow it; the member then stays asleep. The memory is available once wait_for_claim() or
   /// claim_is_met() succeeds. No effect while awake.
-  Status ask_to_wake();
-  /// Claims a new reserve. A smaller one holds at once; a larger one works as ask_to_wake(). While
+  Status claim_wake();
+  /// Claims a new reserve. A smaller one holds at once; a larger one works as claim_wake(). While
   /// asleep it counts from the next wake. Replaces an open claim.
-  Status ask_to_reserve(std::uint64_t bytes);
+  Status claim_reserve(std::uint64_t bytes);
   /// True if no claim is open. Requests missing memory from others; if false, call it again soon
   /// and when the bell rings.
   bool claim_is_met();
@@ -402,27 +402,27 @@ class LedgerMember final : public PageGrant {
   /// is_busy() of reclaim.h for this member; false if it is none.
   bool is_busy() const;
 
-  // --- asking --------------------------------------------------------------------------------
+  // --- memory requests of this member --------------------------------------------------------
 
   /// Terms of a memory request that is made in several ledgers.
-  struct AskTerms {
+  struct RequestTerms {
     std::uint64_t since_ns = 0;  ///< when the first of them was made; 0: there is only this one
     bool keeps = true;           ///< as Contender::keeps
   };
   /// Publishes that `bytes` are missing and sends reclaim requests to members that must release
-  /// memory (see reclaim.h). Renew it every rules().ask_lease_ns while memory is missing. Returns
-  /// false if no member has to release any.
-  bool ask(std::uint64_t bytes) { return ask_with(AskTerms{}, bytes); }
-  bool ask_with(AskTerms terms, std::uint64_t bytes);
+  /// memory (see reclaim.h). Renew it every rules().request_expiry_ns while memory is missing.
+  /// Returns false if no member has to release any.
+  bool request_memory(std::uint64_t bytes) { return request_memory_with(RequestTerms{}, bytes); }
+  bool request_memory_with(RequestTerms terms, std::uint64_t bytes);
   /// is_memory_coming() of reclaim.h for this ledger.
   bool is_memory_coming(std::chrono::nanoseconds patience) const;
   /// True while this member has a memory request.
-  bool is_asking() const { return is_member() && slot().ask_bytes > 0; }
-  void stop_asking();
+  bool has_memory_request() const { return is_member() && slot().request_bytes > 0; }
+  void end_memory_request();
   /// After the capacity was lowered: requests the excess from the members that must release it,
   /// this one included, as a requester that outranks all. Returns false without excess; otherwise
   /// call it again soon. One member requests for all, once in rules().patience_ns.
-  bool ask_for_excess();
+  bool request_excess();
   /// The bell of reclaim requests and available memory: seen = bell(); check; wait(seen, timeout).
   std::uint32_t bell() const { return slot().bell.load(std::memory_order_acquire); }
   void wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
@@ -430,14 +430,14 @@ class LedgerMember final : public PageGrant {
   void ring() { ring_bell(slot().bell); }
   const ReclaimRules& rules() const { return rules_; }
 
-  // --- being asked ---------------------------------------------------------------------------
+  // --- reclaim requests of other members -----------------------------------------------------
 
-  struct Wanted {
+  struct OpenReclaim {
     std::uint64_t bytes = 0;  ///< 0: nothing
     Depth depth = Depth::kParked;
   };
   /// The open reclaim request of the shallowest depth.
-  Wanted wanted() const;
+  OpenReclaim open_reclaim() const;
   /// Reports `bytes` as handled, released or not available; the shallowest depth first.
   void handled(std::uint64_t bytes);
 
@@ -471,14 +471,15 @@ class LedgerMember final : public PageGrant {
   bool is_there() const;
   void settle_claim(bool met);
   bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
-  Sums add_up(std::uint64_t wanted_units) const;
-  void wake_askers() const;
+  Sums add_up(std::uint64_t claim_units) const;
+  void wake_requesters() const;
   std::uint64_t take_grant(std::uint64_t pages, std::uint64_t page_bytes);
   bool keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_bytes);
   void begin_move(std::uint64_t units);
   void end_move(std::uint64_t units);
   /// Writes reclaim requests into mailboxes and rings the bells. Returns whether there were any.
-  bool demand(const std::vector<Demand>& plan, const Everybody& everybody, std::uint64_t now_ns);
+  bool send_requests(const std::vector<ReclaimRequest>& plan, const Everybody& everybody,
+                     std::uint64_t now_ns);
 
   LedgerLayout* const layout_;
   const std::size_t index_;

@@ -172,8 +172,8 @@ Error LedgerMember::pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserv
     held_bytes = more(held_bytes, others.pledged_bytes);
     left_bytes = less(all_bytes, held_bytes);
   }
-  const char* remedy = held_bytes == 0 ? "; ask for less, or raise its capacity (kvctl capacity)"
-                                       : "; ask for less, or lower one of these (kvctl set --min)";
+  const char* remedy = held_bytes == 0 ? "; reserve less, or raise its capacity (kvctl capacity)"
+                                       : "; reserve less, or lower one of these (kvctl set --min)";
   return {Errc::kGuarantee, "no room for " + guaranteed_and_reserved(min_bytes, reserve_bytes) +
                                 ": " + size_text(left_bytes) + " of the device's " +
                                 size_text(all_bytes) + " are left" + holders(false) + remedy};
@@ -246,7 +246,7 @@ void LedgerMember::fall_asleep() {
   mine.asleep = 1;
   mine.reserved_bytes = 0;
   settle_claim(false);
-  wake_askers();
+  wake_requesters();
 }
 
 /// Ends a claim: met, or withdrawn. Pre: mutex_ is held.
@@ -264,7 +264,7 @@ void LedgerMember::settle_claim(bool met) {
   mine.pledged_bytes = mine.reserved_bytes.load();
 }
 
-Status LedgerMember::ask_to_wake() {
+Status LedgerMember::claim_wake() {
   if (Status own = refuse_in_a_child(); !own) return own;
   const std::lock_guard lock(mutex_);
   LedgerSlot& mine = slot();
@@ -276,7 +276,7 @@ Status LedgerMember::ask_to_wake() {
   return ok();
 }
 
-Status LedgerMember::ask_to_reserve(std::uint64_t bytes) {
+Status LedgerMember::claim_reserve(std::uint64_t bytes) {
   if (Status own = refuse_in_a_child(); !own) return own;
   const std::lock_guard lock(mutex_);
   if (!is_member()) return ok();
@@ -294,7 +294,7 @@ Status LedgerMember::ask_to_reserve(std::uint64_t bytes) {
     mine.own_reserve_bytes = bytes;
     mine.reserved_bytes = bytes;
     mine.pledged_bytes = bytes;
-    wake_askers();
+    wake_requesters();
     return ok();
   }
   if (Status fits = pledge(mine.min_bytes, bytes); !fits) return fits;
@@ -331,7 +331,7 @@ bool LedgerMember::claim_is_met() {
       return true;
     }
   }
-  (void)ask_for_excess();
+  (void)request_excess();
   return false;
 }
 
@@ -346,7 +346,7 @@ void LedgerMember::give_up_claim() {
   const std::lock_guard lock(mutex_);
   if (!is_claiming_ || !is_member()) return;
   settle_claim(false);
-  wake_askers();
+  wake_requesters();
 }
 
 Status LedgerMember::fail_claim() {
@@ -355,7 +355,7 @@ Status LedgerMember::fail_claim() {
   if (!is_claiming_ || !is_member()) return ok();
   const std::uint64_t bytes = slot().pledged_bytes;
   settle_claim(false);
-  wake_askers();
+  wake_requesters();
   return Error{Errc::kReserve, size_text(bytes) + " to be reserved of the device's " +
                                    size_text(capacity_bytes()) + " did not become free" +
                                    holders(true) + "; put one to sleep (kvctl sleep), or wait"};

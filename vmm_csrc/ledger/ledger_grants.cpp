@@ -46,9 +46,9 @@ struct LedgerMember::Everybody {
 
 /// Adds up grants and claims in one pass over the slots, and the memory kept for requests before
 /// this member, if there are any.
-LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
+LedgerMember::Sums LedgerMember::add_up(std::uint64_t claim_units) const {
   Sums sums;
-  bool somebody_asks = false;
+  bool has_requests = false;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
     if (!is_alive(other.life.load())) continue;
@@ -57,9 +57,9 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
     sums.pledged_bytes = more(sums.pledged_bytes, other.pledged_bytes.load());
     if (i == index_) continue;
     (i < index_ ? sums.claimed_lower : sums.claimed_higher) += claimed_of(units);
-    somebody_asks |= other.ask_bytes.load() > 0;
+    has_requests |= other.request_bytes.load() > 0;
   }
-  if (somebody_asks && wanted_units > 0 && is_member()) {
+  if (has_requests && claim_units > 0 && is_member()) {
     Everybody found = look_around(monotonic_ns());
     found.all[found.self].reported = Reported::kBusy;  // it wants a page
     sums.kept =
@@ -160,10 +160,10 @@ void LedgerMember::give_back(std::uint64_t pages, std::uint64_t page_bytes) {
     slot().units.fetch_sub(units << kGrantedShift);
     end_move(units);
   }
-  wake_askers();
+  wake_requesters();
 }
 
-void LedgerMember::wake_askers() const {
+void LedgerMember::wake_requesters() const {
   wake_who_waits(*layout_, index_);
 }
 
@@ -185,7 +185,7 @@ std::uint64_t LedgerMember::granted_bytes() const {
 void LedgerMember::set_others(std::uint64_t bytes) {
   if (!joined_by_.is_this()) return;
   layout_->others_at_ns = monotonic_ns();
-  if (layout_->others_bytes.exchange(bytes) > bytes) wake_askers();
+  if (layout_->others_bytes.exchange(bytes) > bytes) wake_requesters();
 }
 
 LedgerMember::Moment LedgerMember::moment() const {
@@ -211,7 +211,7 @@ Sight LedgerMember::see_device(const Moment& before, std::uint64_t total_bytes,
   return moving_bytes > 0 ? Sight::kBounded : Sight::kExact;
 }
 
-// ---------------------------------------------------------------------------------------- asking
+// ------------------------------------------------------------------------------- memory requests
 
 LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
   Everybody found;
@@ -244,29 +244,29 @@ std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
          reachable_bytes(found.all, found.self, usable_bytes(), rules_) / page_bytes;
 }
 
-bool LedgerMember::ask_with(AskTerms terms, std::uint64_t bytes) {
+bool LedgerMember::request_memory_with(RequestTerms terms, std::uint64_t bytes) {
   if (!is_member()) return false;
   const std::uint64_t now_ns = monotonic_ns();
   LedgerSlot& mine = slot();
-  const bool lapsed = less(now_ns, mine.ask_seen_ns.load()) >= rules_.ask_lease_ns;
-  if (mine.ask_bytes.load() == 0 || lapsed) mine.ask_since_ns = now_ns;
-  if (debug_logging() && mine.ask_bytes.load() != bytes) {
-    debug_log("ledger: asks others for %s", size_text(bytes).c_str());
+  const bool lapsed = less(now_ns, mine.request_seen_ns.load()) >= rules_.request_expiry_ns;
+  if (mine.request_bytes.load() == 0 || lapsed) mine.request_since_ns = now_ns;
+  if (debug_logging() && mine.request_bytes.load() != bytes) {
+    debug_log("ledger: requests %s from others", size_text(bytes).c_str());
   }
-  if (terms.since_ns != 0) mine.ask_since_ns = terms.since_ns;
-  mine.ask_keeps = terms.keeps ? 1 : 0;
-  mine.ask_seen_ns = now_ns;
-  mine.ask_bytes = bytes;
+  if (terms.since_ns != 0) mine.request_since_ns = terms.since_ns;
+  mine.request_keeps = terms.keeps ? 1 : 0;
+  mine.request_seen_ns = now_ns;
+  mine.request_bytes = bytes;
 
   (void)reap_dead(*layout_, LifeJudge(file_));
   if (!is_member()) return false;
   const Everybody found = look_around(now_ns);
   const auto& [all, where, self, free_bytes] = found;
-  const bool asked =
-      demand(plan_reclaim(all, self, free_bytes, usable_bytes(), rules_), found, now_ns);
-  return asked || free_bytes >= bytes ||
+  const bool sent =
+      send_requests(plan_reclaim(all, self, free_bytes, usable_bytes(), rules_), found, now_ns);
+  return sent || free_bytes >= bytes ||
          std::any_of(all.begin(), all.end(), [&](const Contender& c) {
-           return &c != &all[self] && c.wanted_bytes > 0;  // also of slow members
+           return &c != &all[self] && c.reclaim_bytes > 0;  // also of slow members
          });
 }
 
@@ -276,18 +276,18 @@ bool LedgerMember::is_memory_coming(std::chrono::nanoseconds patience) const {
                                      static_cast<std::uint64_t>(patience.count()));
 }
 
-bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& everybody,
-                          std::uint64_t now_ns) {
+bool LedgerMember::send_requests(const std::vector<ReclaimRequest>& plan,
+                                 const Everybody& everybody, std::uint64_t now_ns) {
   bool any = false;
-  for (const Demand& demand : plan) {
-    const auto [index, life] = everybody.where[demand.contender];
+  for (const ReclaimRequest& request : plan) {
+    const auto [index, life] = everybody.where[request.contender];
     LedgerSlot& victim = layout_->slots[index];
     if (victim.life.load() != life) continue;
-    if (open_requests(victim) == 0) victim.wanted_at_ns = now_ns;
-    victim.wanted_bytes[static_cast<std::size_t>(demand.depth) - 1].fetch_add(demand.bytes);
+    if (open_requests(victim) == 0) victim.reclaim_since_ns = now_ns;
+    victim.reclaim_bytes[static_cast<std::size_t>(request.depth) - 1].fetch_add(request.bytes);
     if (debug_logging()) {
-      debug_log("ledger: asked the instance of process %u for %s", victim.identity.pid,
-                size_text(demand.bytes).c_str());
+      debug_log("ledger: reclaim request to process %u: %s", victim.identity.pid,
+                size_text(request.bytes).c_str());
     }
     ring_bell(victim.bell);
     any = true;
@@ -295,36 +295,36 @@ bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& ever
   return any;
 }
 
-bool LedgerMember::ask_for_excess() {
+bool LedgerMember::request_excess() {
   const auto left_for_caches = [this] {
     return size_of(*layout_).left_for_caches(pledged_bytes());
   };
   const auto excess = [&] { return less(add_up(0).granted * kGrantUnitBytes, left_for_caches()); };
   if (!is_member() || excess() == 0) return false;
   const std::uint64_t now_ns = monotonic_ns();
-  std::uint64_t asked_ns = layout_->excess_asked_ns.load();
+  std::uint64_t request_ns = layout_->excess_request_ns.load();
   // A time in the future is invalid and counts as long ago.
-  if (now_ns - asked_ns < rules_.patience_ns ||
-      !layout_->excess_asked_ns.compare_exchange_strong(asked_ns, now_ns)) {
+  if (now_ns - request_ns < rules_.patience_ns ||
+      !layout_->excess_request_ns.compare_exchange_strong(request_ns, now_ns)) {
     return true;
   }
   (void)reap_dead(*layout_, LifeJudge(file_));
   if (!is_member()) return false;
   const Everybody found = look_around(now_ns);
-  (void)demand(plan_excess(found.all, excess(), left_for_caches(), rules_), found, now_ns);
+  (void)send_requests(plan_excess(found.all, excess(), left_for_caches(), rules_), found, now_ns);
   return true;
 }
 
-void LedgerMember::stop_asking() {
-  if (is_member() && slot().ask_bytes.exchange(0) > 0)
-    wake_askers();  // memory kept for this member is now available to others
+void LedgerMember::end_memory_request() {
+  if (is_member() && slot().request_bytes.exchange(0) > 0)
+    wake_requesters();  // memory kept for this member is now available to others
 }
 
 void LedgerMember::wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
   futex_wait(slot().bell, seen, timeout);
 }
 
-LedgerMember::Wanted LedgerMember::wanted() const {
+LedgerMember::OpenReclaim LedgerMember::open_reclaim() const {
   for (std::size_t depth = 0; depth < kDepths; ++depth) {
     const std::uint64_t bytes = open_at(slot(), depth);
     if (bytes > 0) return {bytes, static_cast<Depth>(depth + 1)};
@@ -342,7 +342,7 @@ void LedgerMember::handled(std::uint64_t bytes) {
   }
   // Open requests count from now. No member is woken: a release of memory has woken the waiting
   // ones already, and an immediate retry without memory would loop.
-  mine.wanted_at_ns = monotonic_ns();
+  mine.reclaim_since_ns = monotonic_ns();
 }
 
 Status LedgerMember::check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const {

@@ -201,7 +201,7 @@ void Places::undo(const Claim& claim, std::size_t count) {
     if (claim.is_wake) {
       if (!member.is_asleep()) member.fall_asleep();
     } else if (claim.after[count] > claim.before[count]) {
-      (void)member.ask_to_reserve(claim.before[count]);  // a decrease cannot be refused
+      (void)member.claim_reserve(claim.before[count]);  // a decrease cannot be refused
     }
   }
 }
@@ -230,7 +230,7 @@ void Places::finish_claim() {
   const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
   for (std::size_t i = 0; i < claim->after.size(); ++i) {
     if (claim->after[i] < claim->before[i]) {
-      (void)places_[i].member->ask_to_reserve(claim->after[i]);
+      (void)places_[i].member->claim_reserve(claim->after[i]);
     }
   }
   claim->fate = Claim::Fate::kMet;
@@ -248,7 +248,7 @@ bool Places::is_asleep() const {
                      [](const Place& place) { return place.member->is_asleep(); });
 }
 
-Result<Places::Claimed> Places::ask_to_wake() {
+Result<Places::Claimed> Places::claim_wake() {
   if (Status own = refuse_in_a_child(); !own) return own.error();
   const std::lock_guard lock(mutex_);
   if (!is_asleep()) return Claimed(kNothingClaimed);
@@ -256,15 +256,15 @@ Result<Places::Claimed> Places::ask_to_wake() {
   Claim claim;
   claim.is_wake = true;
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    Status asked = places_[i].member->ask_to_wake();
-    if (asked) continue;
+    Status claimed = places_[i].member->claim_wake();
+    if (claimed) continue;
     undo(claim, i);
-    return named(places_[i], asked.error());
+    return named(places_[i], claimed.error());
   }
   return begin(std::move(claim));
 }
 
-Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes) {
+Result<Places::Claimed> Places::claim_reserve(std::vector<std::uint64_t> bytes) {
   if (Status own = refuse_in_a_child(); !own) return own.error();
   if (bytes.size() != places_.size()) {
     return Error{Errc::kInvalidArgument, "reserves for " + std::to_string(bytes.size()) +
@@ -278,10 +278,10 @@ Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes)
   claim.after = std::move(bytes);
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (claim.after[i] <= claim.before[i]) continue;
-    Status asked = places_[i].member->ask_to_reserve(claim.after[i]);
-    if (asked) continue;
+    Status claimed = places_[i].member->claim_reserve(claim.after[i]);
+    if (claimed) continue;
     undo(claim, i);
-    return named(places_[i], asked.error());
+    return named(places_[i], claimed.error());
   }
   return begin(std::move(claim));
 }
@@ -346,20 +346,23 @@ Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout)
   }
 }
 
-// ---------------------------------------------------------------------------------------- asking
+// ------------------------------------------------------------------------------- memory requests
 
-bool Places::ask(std::uint64_t pages) {
+bool Places::request_memory(std::uint64_t pages) {
   const std::uint64_t now_ns = monotonic_ns();
   // One waiting time in all ledgers, so that two waiting instances have the same order in each.
-  if (now_ns - ask_seen_ns_.exchange(now_ns) >= rules().ask_lease_ns || ask_since_ns_ == 0) {
-    ask_since_ns_ = now_ns;
+  if (now_ns - request_seen_ns_.exchange(now_ns) >= rules().request_expiry_ns ||
+      request_since_ns_ == 0) {
+    request_since_ns_ = now_ns;
   }
   bool hope = true, keeps = true;
   for (const Place& place : places_) {
     const std::uint64_t here =
         places_.size() > 1 ? place.member->room(cost_bytes(place)) : std::uint64_t{0};
-    if (here < pages || place.member->is_asking()) {
-      hope = place.member->ask_with({ask_since_ns_, keeps}, pages * cost_bytes(place)) && hope;
+    if (here < pages || place.member->has_memory_request()) {
+      hope = place.member->request_memory_with({request_since_ns_, keeps},
+                                               pages * cost_bytes(place)) &&
+             hope;
     }
     keeps = keeps && here > 0;
   }
@@ -372,14 +375,14 @@ bool Places::is_memory_coming(std::chrono::nanoseconds patience) const {
   });
 }
 
-void Places::stop_asking() {
-  ask_since_ns_ = 0;
-  for (const Place& place : places_) place.member->stop_asking();
+void Places::end_memory_request() {
+  request_since_ns_ = 0;
+  for (const Place& place : places_) place.member->end_memory_request();
 }
 
-bool Places::ask_for_excess() {
+bool Places::request_excess() {
   bool over = false;
-  for (const Place& place : places_) over = place.member->ask_for_excess() || over;
+  for (const Place& place : places_) over = place.member->request_excess() || over;
   return over;
 }
 
@@ -399,27 +402,26 @@ void Places::wait(const Bells& seen, std::chrono::nanoseconds timeout) const {
   places_[lacking].member->wait(seen[lacking], timeout);
 }
 
-// ----------------------------------------------------------------------------------- being asked
+// ------------------------------------------------------------------------------ reclaim requests
 
-Places::Wanted Places::wanted() const {
-  Wanted wanted;
+Places::OpenReclaim Places::open_reclaim() const {
+  OpenReclaim open;
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    const LedgerMember::Wanted here = places_[i].member->wanted();
-    if (here.bytes == 0 || (wanted.pages > 0 && here.depth > wanted.depth)) continue;
-    if (wanted.pages == 0 || here.depth < wanted.depth) {
-      wanted = {0, here.depth, std::vector<std::uint64_t>(places_.size(), 0)};
+    const LedgerMember::OpenReclaim here = places_[i].member->open_reclaim();
+    if (here.bytes == 0 || (open.pages > 0 && here.depth > open.depth)) continue;
+    if (open.pages == 0 || here.depth < open.depth) {
+      open = {0, here.depth, std::vector<std::uint64_t>(places_.size(), 0)};
     }
-    wanted.bytes[i] = here.bytes;
-    wanted.pages = std::max(wanted.pages, quotient_up(here.bytes, cost_bytes(places_[i])));
+    open.bytes[i] = here.bytes;
+    open.pages = std::max(open.pages, quotient_up(here.bytes, cost_bytes(places_[i])));
   }
-  return wanted;
+  return open;
 }
 
-void Places::handled(const Wanted& wanted, std::uint64_t given) {
+void Places::handled(const OpenReclaim& open, std::uint64_t given) {
   for (std::size_t i = 0; i < places_.size(); ++i) {
     // Pages released for another device count here as a request of a greater depth.
-    places_[i].member->handled(wanted.bytes[i] > 0 ? wanted.bytes[i]
-                                                   : given * cost_bytes(places_[i]));
+    places_[i].member->handled(open.bytes[i] > 0 ? open.bytes[i] : given * cost_bytes(places_[i]));
   }
 }
 

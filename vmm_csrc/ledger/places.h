@@ -113,27 +113,27 @@ class Places {
   using Claimed = std::shared_ptr<const Claim>;
   static constexpr std::nullptr_t kNothingClaimed = nullptr;
 
-  Result<Claimed> ask_to_wake();
+  Result<Claimed> claim_wake();
   /// `bytes` are by placement, in the order of `all()`. Decreases take effect once the increases
   /// are available.
-  Result<Claimed> ask_to_reserve(std::vector<std::uint64_t> bytes);
+  Result<Claimed> claim_reserve(std::vector<std::uint64_t> bytes);
   bool claim_is_met();
   Status fail_claim();
   /// Also fails with kReserve if the claim was withdrawn by sleep or another claim. Later claims do
   /// not affect the result.
   Status wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout);
 
-  // --- asking ----------------------------------------------------------------------------------
+  // --- memory requests of this member --------------------------------------------------------
 
   /// Requests memory for `pages` pages in each ledger that lacks some. Returns false if no instance
   /// has to release memory on one of those devices, so that none will become available.
-  bool ask(std::uint64_t pages);
+  bool request_memory(std::uint64_t pages);
   /// True if, on each device without a page for this instance, others were requested to release
   /// memory and are expected to: see LedgerMember.
   bool is_memory_coming(std::chrono::nanoseconds patience) const;
-  void stop_asking();
-  /// LedgerMember::ask_for_excess() for each device.
-  bool ask_for_excess();
+  void end_memory_request();
+  /// LedgerMember::request_excess() for each device.
+  bool request_excess();
   using Bells = std::vector<std::uint32_t>;
   Bells bells() const;
   /// Waits for the bell of the first ledger without a page for this instance. `seen` are the bells
@@ -141,18 +141,18 @@ class Places {
   void wait(const Bells& seen, std::chrono::nanoseconds timeout) const;
   const ReclaimRules& rules() const { return places_.front().member->rules(); }
 
-  // --- being asked -----------------------------------------------------------------------------
+  // --- reclaim requests of other members -----------------------------------------------------
 
-  struct Wanted {
+  struct OpenReclaim {
     std::uint64_t pages = 0;  ///< 0: nothing
     Depth depth = Depth::kParked;
     std::vector<std::uint64_t> bytes{};  ///< by placement, at that depth
   };
   /// The open reclaim request of the shallowest depth in any ledger, in pages: the largest of that
   /// depth.
-  Wanted wanted() const;
+  OpenReclaim open_reclaim() const;
   /// Reports the request as handled, with `given` pages released.
-  void handled(const Wanted& wanted, std::uint64_t given);
+  void handled(const OpenReclaim& open, std::uint64_t given);
 
   // --- facts -----------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Places {
   LedgerMember* const only_;  // set for a single placement: every alloc and free publishes
   const std::uint64_t copies_, copy_bytes_;
   std::atomic<std::uint64_t> min_bytes_{0};
-  std::atomic<std::uint64_t> ask_since_ns_{0}, ask_seen_ns_{0};
+  std::atomic<std::uint64_t> request_since_ns_{0}, request_seen_ns_{0};
   std::mutex mutex_;              // claims, guarantee
   std::shared_ptr<Claim> claim_;  // the open claim, or null
 };

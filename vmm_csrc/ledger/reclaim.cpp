@@ -41,14 +41,14 @@ struct Right {
 };
 
 /// By priority and idleness, and by fairness among equal priorities.
-std::optional<Right> right_over(const Contender& victim, const Contender& asker,
+std::optional<Right> right_over(const Contender& victim, const Contender& requester,
                                 std::uint64_t fair_bytes, const ReclaimRules& rules) {
-  if (victim.priority < asker.priority) return Right{Depth::kInUse, victim.min_bytes};
+  if (victim.priority < requester.priority) return Right{Depth::kInUse, victim.min_bytes};
   if (!is_busy(victim, rules)) return Right{Depth::kCached, victim.min_bytes};
   // Only equals share: a higher priority keeps the memory it works with.
-  const bool waited = asker.ask_ns >= rules.fair_cached_ns;
-  if (victim.priority > asker.priority || !waited) return std::nullopt;
-  const Depth depth = asker.ask_ns >= rules.fair_in_use_ns ? Depth::kInUse : Depth::kCached;
+  const bool waited = requester.request_ns >= rules.fair_cached_ns;
+  if (victim.priority > requester.priority || !waited) return std::nullopt;
+  const Depth depth = requester.request_ns >= rules.fair_in_use_ns ? Depth::kInUse : Depth::kCached;
   // Whole pages only: a page released for a fraction would be requested back for the rest.
   const std::uint64_t page_bytes = std::max<std::uint64_t>(victim.page_bytes, 1);
   const std::uint64_t kept_bytes = std::max(victim.min_bytes, fair_bytes);
@@ -64,28 +64,28 @@ std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
 
 /// Parked pages hold nothing, so an equal gets them at once until it has its share, in whole pages.
 /// Beyond that two busy equals would pass pages back and forth.
-std::optional<Right> right_to_parked(const Contender& victim, const Contender& asker,
+std::optional<Right> right_to_parked(const Contender& victim, const Contender& requester,
                                      std::uint64_t fair_bytes) {
-  if (victim.priority > asker.priority) return std::nullopt;
-  const std::uint64_t share_bytes = asker.granted_bytes + lacks_of(asker, fair_bytes);
+  if (victim.priority > requester.priority) return std::nullopt;
+  const std::uint64_t share_bytes = requester.granted_bytes + lacks_of(requester, fair_bytes);
   return Right{Depth::kParked, victim.min_bytes, share_bytes};
 }
 
 /// By the requester's guarantee: from all members, until it has its guarantee.
-std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
-  if (!is_below_guarantee(asker)) return std::nullopt;
-  return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
+std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& requester) {
+  if (!is_below_guarantee(requester)) return std::nullopt;
+  return Right{Depth::kInUse, victim.min_bytes, requester.min_bytes};
 }
 
 /// True if an earlier reclaim request is still open: the member is stopped or busy.
 bool is_slow(const Contender& c, const ReclaimRules& rules) {
-  return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
+  return c.reclaim_bytes > 0 && c.reclaim_ns >= rules.patience_ns;
 }
 
 }  // namespace
 
 bool is_busy(const Contender& c, const ReclaimRules& rules) {
-  if (c.ask_bytes > 0) return true;
+  if (c.request_bytes > 0) return true;
   return c.reported == Reported::kNothing ? c.idle_ns < rules.idle_ns
                                           : c.reported == Reported::kBusy;
 }
@@ -99,7 +99,7 @@ std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t cap
 
 bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes) {
   const auto rank = [&](const Contender& c) {
-    const std::uint64_t waited = c.ask_bytes > 0 ? c.ask_ns + 1 : 0;
+    const std::uint64_t waited = c.request_bytes > 0 ? c.request_ns + 1 : 0;
     return std::tuple(is_below_guarantee(c), c.priority, lacks_of(c, fair_bytes) > 0, waited);
   };
   return rank(a) > rank(b);
@@ -111,27 +111,27 @@ std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
   const Contender& b = all[self];
   std::uint64_t bytes = 0;
   for (const Contender& a : all) {
-    if (&a == &b || a.ask_bytes == 0 || !a.keeps || !outranks(a, b, fair_bytes)) continue;
+    if (&a == &b || a.request_bytes == 0 || !a.keeps || !outranks(a, b, fair_bytes)) continue;
     Contender plain = a;
     plain.min_bytes = 0;
     if (outranks(plain, b, 0)) {
-      bytes += a.ask_bytes;
+      bytes += a.request_bytes;
       continue;
     }
     const std::uint64_t of_share = outranks(plain, b, fair_bytes) ? lacks_of(a, fair_bytes) : 0;
-    bytes += std::min(a.ask_bytes, std::max(above(a.min_bytes, a.granted_bytes), of_share));
+    bytes += std::min(a.request_bytes, std::max(above(a.min_bytes, a.granted_bytes), of_share));
   }
   return bytes;
 }
 
-std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t asker_index,
-                                 std::uint64_t free_bytes, std::uint64_t capacity_bytes,
-                                 const ReclaimRules& rules) {
-  const Contender& asker = all[asker_index];
-  std::uint64_t missing = above(asker.ask_bytes, free_bytes);
+std::vector<ReclaimRequest> plan_reclaim(std::span<const Contender> all,
+                                         std::size_t requester_index, std::uint64_t free_bytes,
+                                         std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  const Contender& requester = all[requester_index];
+  std::uint64_t missing = above(requester.request_bytes, free_bytes);
   for (const Contender& other : all) {
-    if (&other == &asker || is_slow(other, rules)) continue;
-    missing = above(missing, other.wanted_bytes);
+    if (&other == &requester || is_slow(other, rules)) continue;
+    missing = above(missing, other.reclaim_bytes);
   }
   if (missing == 0) return {};
 
@@ -143,19 +143,19 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
   });
 
   const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
-  std::vector<Demand> plan;
+  std::vector<ReclaimRequest> plan;
   std::vector<std::uint64_t> taken(all.size(), 0);
   for (const Depth step : {Depth::kParked, Depth::kCached, Depth::kInUse}) {
     for (const std::size_t i : order) {
       const Contender& victim = all[i];
-      if (i == asker_index || missing == 0 || is_slow(victim, rules)) continue;
+      if (i == requester_index || missing == 0 || is_slow(victim, rules)) continue;
       // Memory that was already requested from it counts as released.
-      const std::uint64_t left = above(victim.granted_bytes, victim.wanted_bytes + taken[i]);
-      const std::uint64_t will_hold = asker.granted_bytes + asker.ask_bytes - missing;
+      const std::uint64_t left = above(victim.granted_bytes, victim.reclaim_bytes + taken[i]);
+      const std::uint64_t will_hold = requester.granted_bytes + requester.request_bytes - missing;
       std::uint64_t bytes = 0;
       for (const auto& right :
-           {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker),
-            right_to_parked(victim, asker, fair_bytes)}) {
+           {right_over(victim, requester, fair_bytes, rules), right_of_guarantee(victim, requester),
+            right_to_parked(victim, requester, fair_bytes)}) {
         if (!right || right->depth < step) continue;
         bytes = std::max(
             bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
@@ -164,8 +164,9 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
       if (bytes == 0) continue;
       missing -= bytes;
       taken[i] += bytes;
-      const auto known = std::find_if(plan.begin(), plan.end(),
-                                      [&](const Demand& demand) { return demand.contender == i; });
+      const auto known = std::find_if(plan.begin(), plan.end(), [&](const ReclaimRequest& request) {
+        return request.contender == i;
+      });
       if (known == plan.end()) {
         plan.push_back({i, bytes, step});
       } else {
@@ -177,42 +178,42 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
   return plan;
 }
 
-std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
-                                std::uint64_t capacity_bytes, const ReclaimRules& rules) {
-  std::vector<Contender> with_asker(all.begin(), all.end());
-  for (Contender& c : with_asker) {
+std::vector<ReclaimRequest> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
+                                        std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  std::vector<Contender> with_requester(all.begin(), all.end());
+  for (Contender& c : with_requester) {
     // A guaranteed fraction of a page keeps the whole page.
     const std::uint64_t page_bytes = std::max<std::uint64_t>(c.page_bytes, 1);
     const std::uint64_t pages = c.min_bytes / page_bytes + (c.min_bytes % page_bytes > 0 ? 1 : 0);
     c.min_bytes = std::max<std::uint64_t>(pages, 1) * page_bytes;
   }
-  Contender asker;
-  asker.priority = std::numeric_limits<std::int64_t>::max();
-  asker.ask_bytes = excess_bytes;
-  with_asker.push_back(asker);
-  return plan_reclaim(with_asker, all.size(), 0, capacity_bytes, rules);
+  Contender requester;
+  requester.priority = std::numeric_limits<std::int64_t>::max();
+  requester.request_bytes = excess_bytes;
+  with_requester.push_back(requester);
+  return plan_reclaim(with_requester, all.size(), 0, capacity_bytes, rules);
 }
 
 bool is_memory_coming(std::span<const Contender> all, std::size_t self, std::uint64_t patience_ns) {
   return std::any_of(all.begin(), all.end(), [&](const Contender& c) {
-    return &c != &all[self] && c.wanted_bytes > 0 && c.wanted_ns < patience_ns;
+    return &c != &all[self] && c.reclaim_bytes > 0 && c.reclaim_ns < patience_ns;
   });
 }
 
-std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
+std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t requester,
                               std::uint64_t capacity_bytes, const ReclaimRules& rules) {
   const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
-    if (i == asker) continue;
+    if (i == requester) continue;
     std::uint64_t within = 0;
-    for (const auto& right :
-         {right_over(all[i], all[asker], fair_bytes, rules), right_of_guarantee(all[i], all[asker]),
-          right_to_parked(all[i], all[asker], fair_bytes)}) {
+    for (const auto& right : {right_over(all[i], all[requester], fair_bytes, rules),
+                              right_of_guarantee(all[i], all[requester]),
+                              right_to_parked(all[i], all[requester], fair_bytes)}) {
       if (!right) continue;
       const std::uint64_t cached_bytes = right->depth == Depth::kParked ? 0 : all[i].cached_bytes;
       within = std::max(within, std::min({above(all[i].granted_bytes, right->kept_bytes),
-                                          above(right->holds_bytes, all[asker].granted_bytes),
+                                          above(right->holds_bytes, all[requester].granted_bytes),
                                           all[i].parked_bytes + cached_bytes}));
     }
     bytes += within;

@@ -44,13 +44,13 @@ struct Contender {
   std::uint64_t idle_ns = 0;     ///< since its last alloc or free
   /// Whether the engine has unfinished requests; kNothing: derived from idle_ns.
   Reported reported = Reported::kNothing;
-  std::uint64_t ask_bytes = 0;  ///< its memory request; 0: none
-  std::uint64_t ask_ns = 0;     ///< how long it has waited
+  std::uint64_t request_bytes = 0;  ///< its memory request; 0: none
+  std::uint64_t request_ns = 0;     ///< how long it has waited
   /// Released memory is kept for its request. False: it first waits for another device and cannot
   /// use memory here yet (see places.h).
   bool keeps = true;
-  std::uint64_t wanted_bytes = 0;  ///< requested from it and still open
-  std::uint64_t wanted_ns =
+  std::uint64_t reclaim_bytes = 0;  ///< requested from it and still open
+  std::uint64_t reclaim_ns =
       0;  ///< age of the oldest open request, or time since it last handled one
 };
 
@@ -68,11 +68,11 @@ struct ReclaimRules {
   /// A reserve, for example of a wake, fails if others have not released the memory by then.
   std::uint64_t reserve_wait_ns = 5'000'000'000;
   /// A memory request expires if it is not renewed for this long.
-  std::uint64_t ask_lease_ns = 250'000'000;
+  std::uint64_t request_expiry_ns = 250'000'000;
 };
 
 /// A reclaim request to one instance.
-struct Demand {
+struct ReclaimRequest {
   std::size_t contender;
   std::uint64_t bytes;
   Depth depth;
@@ -88,7 +88,8 @@ std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t cap
                                const ReclaimRules& rules);
 
 /// True if `a` is served before `b`: below its guarantee first, then higher priority, then lacking
-/// at least a page of the fair share, then waiting longer. `b` may have no request (ask_bytes 0).
+/// at least a page of the fair share, then waiting longer. `b` may have no request (request_bytes
+/// 0).
 bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes);
 
 /// How many released bytes `all[self]` must leave to waiting instances. An instance that outranks
@@ -98,26 +99,27 @@ bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes);
 std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
                          std::uint64_t capacity_bytes, const ReclaimRules& rules);
 
-/// Plans the reclaim requests for `all[asker]` to get ask_bytes beyond the `free_bytes` already
-/// available to it. Memory requested earlier counts as on its way. The plan may cover less than is
-/// missing if no other instance must release memory. Deterministic; the order is the order of
-/// sending.
-std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t asker,
-                                 std::uint64_t free_bytes, std::uint64_t capacity_bytes,
-                                 const ReclaimRules& rules);
+/// Plans the reclaim requests for `all[requester]` to get request_bytes beyond the `free_bytes`
+/// already available to it. Memory requested earlier counts as on its way. The plan may cover less
+/// than is missing if no other instance must release memory. Deterministic; the order is the order
+/// of sending.
+std::vector<ReclaimRequest> plan_reclaim(std::span<const Contender> all, std::size_t requester,
+                                         std::uint64_t free_bytes, std::uint64_t capacity_bytes,
+                                         const ReclaimRules& rules);
 
 /// Plans requests that reduce the total by `excess_bytes`, as plan_reclaim for a requester that
 /// outranks all. Guarantees and one page per instance are kept; pools do not release their last
 /// page.
-std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
-                                std::uint64_t capacity_bytes, const ReclaimRules& rules);
+std::vector<ReclaimRequest> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
+                                        std::uint64_t capacity_bytes, const ReclaimRules& rules);
 
 /// True if an instance other than `all[self]` was requested to release memory, or released some,
 /// within `patience_ns`.
 bool is_memory_coming(std::span<const Contender> all, std::size_t self, std::uint64_t patience_ns);
 
-/// Parked and cached bytes that others would have to release if `all[asker]` requested memory now.
-std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
+/// Parked and cached bytes that others would have to release if `all[requester]` requested memory
+/// now.
+std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t requester,
                               std::uint64_t capacity_bytes, const ReclaimRules& rules);
 
 }  // namespace kvelastic

@@ -150,7 +150,7 @@ Result<std::uint64_t> Allocator::ensure(std::uint64_t count, std::uint64_t neede
 std::uint32_t Allocator::wait_for_epoch(std::uint32_t seen, std::chrono::nanoseconds timeout) {
   Change change(pool_);
   change->epoch.wait(change.for_wait(), seen, timeout);
-  change->memory_wait.want(MemoryWait::Time::clock::now());
+  change->memory_wait.renew(MemoryWait::Time::clock::now());
   return pool_.epoch();
 }
 

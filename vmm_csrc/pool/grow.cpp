@@ -34,7 +34,7 @@ bool Grower::may_come(const State& state, std::uint32_t own_entries, bool falls_
   const Wait wait = may_wait(state, own_entries, falls_short);
   const Clock::time_point now = Clock::now();
   // Others were requested a moment ago without result; the maintenance thread continues.
-  return state.memory_wait.may_ask(now) || wait.until > now || pool_.places->room() > 0;
+  return state.memory_wait.may_request(now) || wait.until > now || pool_.places->room() > 0;
 }
 
 Result<bool> Grower::get(Change& change, std::uint64_t blocks, const Wait& wait) {
@@ -155,7 +155,7 @@ bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t e
     if (wait.holds_session) pool_.session.unlock();
     for (;;) {
       const Places::Bells seen = places->bells();
-      const bool hope = places->ask(pages) && (!wait.in_session || is_worth_a_session());
+      const bool hope = places->request_memory(pages) && (!wait.in_session || is_worth_a_session());
       there = places->room() >= enough || pool_.epoch() != unlocked.epoch();
       const Clock::time_point now = Clock::now();
       if (there || !hope || now >= wait.until) break;
@@ -179,14 +179,14 @@ bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t e
 bool Grower::is_worth_a_session() const {
   const auto patience = std::max(pool_.options.reclaim_wait,
                                  std::chrono::nanoseconds(pool_.places->rules().patience_ns));
-  return pool_.places->is_memory_coming(patience) && pool_.places->wanted().pages == 0;
+  return pool_.places->is_memory_coming(patience) && pool_.places->open_reclaim().pages == 0;
 }
 
 /// All requested memory is available, or no caller wants it any longer.
 void Grower::note_satisfied(State& state) {
   state.memory_wait.end();
   state.work.end_pursuit();  // until then it polls
-  if (pool_.places) pool_.places->stop_asking();
+  if (pool_.places) pool_.places->end_memory_request();
 }
 
 bool Grower::pursue(Change& change) {
@@ -195,15 +195,15 @@ bool Grower::pursue(Change& change) {
     change->work.end_pursuit();
     return false;
   }
-  const std::chrono::nanoseconds lease(pool_.places->rules().ask_lease_ns);
-  const std::uint64_t wanted = std::min(memory_wait.pages(), change->accounting.mappable_pages());
+  const std::chrono::nanoseconds expiry(pool_.places->rules().request_expiry_ns);
+  const std::uint64_t pages = std::min(memory_wait.pages(), change->accounting.mappable_pages());
   const Clock::time_point now = Clock::now();
-  if (change->epoch.is_awaited()) memory_wait.want(now);
-  if (wanted == 0 || !memory_wait.is_wanted(lease, now)) {
+  if (change->epoch.is_awaited()) memory_wait.renew(now);
+  if (pages == 0 || !memory_wait.is_current(expiry, now)) {
     note_satisfied(*change);
     return false;
   }
-  Result<std::uint64_t> mapped = map(change, wanted);
+  Result<std::uint64_t> mapped = map(change, pages);
   if (mapped) memory_wait.got(*mapped);
   if (!mapped || memory_wait.pages() == 0) {
     note_satisfied(*change);
@@ -211,7 +211,7 @@ bool Grower::pursue(Change& change) {
   }
   const std::uint64_t missing = memory_wait.pages();
   const Change::Unlocked unlocked(change);
-  (void)pool_.places->ask(missing);
+  (void)pool_.places->request_memory(missing);
   return true;
 }
 

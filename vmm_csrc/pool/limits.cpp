@@ -51,7 +51,7 @@ void Limits::set_asleep(bool asleep) {
 
 Status Limits::wake(std::chrono::nanoseconds timeout) {
   if (pool_.places) {
-    const Result<Places::Claimed> claimed = pool_.places->ask_to_wake();
+    const Result<Places::Claimed> claimed = pool_.places->claim_wake();
     if (!claimed) return claimed.error();
     if (Status there = pool_.places->wait_for_claim(*claimed, timeout); !there) return there;
   }

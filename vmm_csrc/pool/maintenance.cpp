@@ -68,7 +68,7 @@ Result<std::uint64_t> Maintenance::provision() {
     return change->loads.go_first(std::chrono::steady_clock::now());
   };
   if (loads_go_first() || !change->work.take_provision()) return std::uint64_t{0};
-  const std::uint64_t pages = std::min(change->provisioning.take_wanted(blocks.parked_pages()),
+  const std::uint64_t pages = std::min(change->provisioning.take_due(blocks.parked_pages()),
                                        change->accounting.mappable_pages());
   if (pages == 0) return std::uint64_t{0};
   change->counters.add(Counter::kProvisionRuns);

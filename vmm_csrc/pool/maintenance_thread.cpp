@@ -117,8 +117,8 @@ void MaintenanceThread::go_round(std::uint32_t seen) {
   look_at_devices();
   if (pool_->state.has_failed() && !failure_told_) answer(pool_->state.limit_state(), {});
   see_capacity();
-  const bool over_capacity = pool_->state.places && pool_->state.places->ask_for_excess();
-  serve_asks();
+  const bool over_capacity = pool_->state.places && pool_->state.places->request_excess();
+  serve_reclaim_requests();
   finish_shrinking();
   watch_memory();
   const bool waking = !finish_waking();
@@ -197,19 +197,19 @@ void MaintenanceThread::see_capacity() {
 }
 
 /// Releases memory that other instances request, as far as possible.
-void MaintenanceThread::serve_asks() {
+void MaintenanceThread::serve_reclaim_requests() {
   const std::shared_ptr<Places>& places = pool_->state.places;
   if (!places) return;
-  for (Places::Wanted wanted = places->wanted(); wanted.pages > 0 && !stopping_;
-       wanted = places->wanted()) {
+  for (Places::OpenReclaim open = places->open_reclaim(); open.pages > 0 && !stopping_;
+       open = places->open_reclaim()) {
     const Result<std::uint64_t> given =
-        pool_->maintenance.give_up(wanted.pages, wanted.depth, places->min_pages());
+        pool_->maintenance.give_up(open.pages, open.depth, places->min_pages());
     if (debug_logging()) {
-      debug_log("ledger: was asked for %s, gave %s",
-                size_text(wanted.pages * places->page_bytes()).c_str(),
+      debug_log("ledger: reclaim request for %s, released %s",
+                size_text(open.pages * places->page_bytes()).c_str(),
                 size_text(given ? *given * places->page_bytes() : 0).c_str());
     }
-    places->handled(wanted, given ? *given : 0);
+    places->handled(open, given ? *given : 0);
   }
 }
 
@@ -284,14 +284,14 @@ void MaintenanceThread::carry_out(const Request& request) {
     pool_->limits.set_asleep(request.asleep != 0);
     return apply(request, revision_);
   }
-  const Result<Places::Claimed> asked = places->ask_to_wake();
+  const Result<Places::Claimed> claimed = places->claim_wake();
   waking_ = {request, revision_,
-             Clock::now() + std::chrono::nanoseconds(asked ? places->rules().reserve_wait_ns : 0),
+             Clock::now() + std::chrono::nanoseconds(claimed ? places->rules().reserve_wait_ns : 0),
              min_before_bytes, priority_before};
-  if (asked) {
+  if (claimed) {
     (void)finish_waking();
   } else {
-    refuse_waking(asked.error().message);
+    refuse_waking(claimed.error().message);
   }
 }
 

@@ -75,7 +75,7 @@ class MaintenanceThread {
   void log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason);
   void look_at_devices();
   void see_capacity();
-  void serve_asks();
+  void serve_reclaim_requests();
   void pass_bells_on(const LedgerMember& member);
   void finish_shrinking();
   void watch_memory();

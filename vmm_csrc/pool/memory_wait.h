@@ -2,7 +2,7 @@
 // time is passed in, and the owner holds the lock.
 //
 //   nothing missing -- begin --> missing -- got all, end --> nothing missing
-//                                   |-- not wanted within the ledger's request lease: end
+//                                   |-- not renewed before the ledger's request expires: end
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class MemoryWait {
  public:
   using Time = std::chrono::steady_clock::time_point;
   /// After this long an engine that still lacks its pages requests them again.
-  static constexpr std::chrono::milliseconds kAskAgain{10};
+  static constexpr std::chrono::milliseconds kRequestAgain{10};
   /// After a fruitless wait, allocs do not wait for this many times as long.
   static constexpr int kFruitlessWaits = 8;
 
@@ -25,12 +25,12 @@ class MemoryWait {
   /// An alloc lacked `pages` pages.
   void begin(std::uint64_t pages, Time now) {
     pages_ = pages;
-    begun_ = wanted_ = now;
+    begun_ = renewed_ = now;
   }
-  /// The pages are still wanted.
-  void want(Time now) { wanted_ = now; }
+  /// The pages are still missing.
+  void renew(Time now) { renewed_ = now; }
   void got(std::uint64_t pages) { pages_ -= std::min(pages, pages_); }
-  /// The pages have been found or are no longer wanted: allocs may wait again.
+  /// The pages have been found or are no longer needed: allocs may wait again.
   void end() {
     pages_ = 0;
     no_wait_before_ = {};
@@ -43,14 +43,16 @@ class MemoryWait {
   /// True unless an alloc waited without result a moment ago.
   bool may_wait(Time now) const { return now >= no_wait_before_; }
   /// True if an alloc should request memory from others again.
-  bool may_ask(Time now) const { return now - begun_ >= kAskAgain; }
-  /// True if the pages were wanted within `lease`.
-  bool is_wanted(std::chrono::nanoseconds lease, Time now) const { return now - wanted_ <= lease; }
+  bool may_request(Time now) const { return now - begun_ >= kRequestAgain; }
+  /// True if the request was renewed within `expiry`.
+  bool is_current(std::chrono::nanoseconds expiry, Time now) const {
+    return now - renewed_ <= expiry;
+  }
 
  private:
   std::uint64_t pages_ = 0;
   Time begun_{};
-  Time wanted_{};
+  Time renewed_{};
   Time no_wait_before_{};
 };
 

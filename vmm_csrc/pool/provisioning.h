@@ -41,7 +41,7 @@ class Provisioning {
     return enabled_ && parked_pages < min_pages_ && demand_pages_ > 0;
   }
   /// Returns how many pages to map for the use since the last call.
-  std::uint64_t take_wanted(std::uint64_t parked_pages) {
+  std::uint64_t take_due(std::uint64_t parked_pages) {
     const std::uint64_t mark = std::clamp(std::exchange(demand_pages_, 0), min_pages_, max_pages_);
     return mark > parked_pages ? mark - parked_pages : 0;
   }
@@ -58,7 +58,7 @@ class Provisioning {
   const std::uint64_t min_pages_;
   const std::uint64_t max_pages_;
   const bool enabled_;
-  std::uint64_t demand_pages_ = 0;   // parked pages used by allocs since take_wanted()
+  std::uint64_t demand_pages_ = 0;   // parked pages used by allocs since take_due()
   std::uint64_t fewest_parked_ = 0;  // since take_use()
   std::uint64_t taken_pages_ = 0;    // since take_use()
 };

@@ -36,7 +36,7 @@ class Giver {
     thread_ = std::thread([this] {
       std::uint32_t seen = member_.bell();
       while (!stop_) {
-        const std::uint64_t bytes = member_.wanted().bytes;
+        const std::uint64_t bytes = member_.open_reclaim().bytes;
         const std::uint64_t given = std::min(pages_, (bytes + kPage - 1) / kPage);
         pages_ -= given;
         member_.publish(0, pages_ * kPage, 0, kPage, false);
@@ -82,7 +82,7 @@ TEST(account_grants_reserves_only_while_owner_sleeps) {
   auto a = ledger.join();
   auto b = ledger.join();
   REQUIRE(a && b);
-  CHECK(static_cast<bool>(a->ask_to_reserve(40 * kPage)) && a->claim_is_met());
+  CHECK(static_cast<bool>(a->claim_reserve(40 * kPage)) && a->claim_is_met());
   CHECK(b->room(kPage) == 24 && b->grant(99, kPage) == 24);
   CHECK(is_sound(ledger));
   a->fall_asleep();
@@ -101,14 +101,14 @@ TEST(account_ignores_guarantees_and_reserves_of_sleeping_members) {
   auto b = ledger.try_join(named("greedy"), 30 * kPage);
   REQUIRE(static_cast<bool>(b));
   // And it is told who has it now, and sleeps on as before.
-  Status refused = a->ask_to_wake();
+  Status refused = a->claim_wake();
   CHECK(!refused && refused.error().code == Errc::kGuarantee);
   CHECK(refused.error().message.find("greedy has " + size_text(30 * kPage)) != std::string::npos);
   CHECK(a->is_asleep() && a->min_bytes() == 64 * kPage && is_sound(ledger));
   CHECK((*b)->grant(99, kPage) == 64);
   CHECK(static_cast<bool>((*b)->set_min(64 * kPage)));
   (*b)->leave();
-  CHECK(static_cast<bool>(a->ask_to_wake()) && !a->is_asleep());
+  CHECK(static_cast<bool>(a->claim_wake()) && !a->is_asleep());
   CHECK(!ledger.try_join(me(), kPage));
 }
 
@@ -119,12 +119,12 @@ TEST(account_checks_guarantee_set_asleep_at_wake) {
   REQUIRE(a && b);
   a->fall_asleep();
   CHECK(static_cast<bool>(a->set_min(30 * kPage)));
-  CHECK(static_cast<bool>(a->ask_to_reserve(5 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(5 * kPage)));
   CHECK(a->set_min(60 * kPage).error().code == Errc::kGuarantee);  // never possible
-  CHECK(a->ask_to_reserve(35 * kPage).error().code == Errc::kGuarantee);
-  CHECK(a->ask_to_wake().error().code == Errc::kGuarantee);
+  CHECK(a->claim_reserve(35 * kPage).error().code == Errc::kGuarantee);
+  CHECK(a->claim_wake().error().code == Errc::kGuarantee);
   CHECK(static_cast<bool>(b->set_min(29 * kPage)));
-  CHECK(static_cast<bool>(a->ask_to_wake()) && !a->is_asleep());
+  CHECK(static_cast<bool>(a->claim_wake()) && !a->is_asleep());
   CHECK(b->set_min(30 * kPage).error().code == Errc::kGuarantee);
 }
 
@@ -133,11 +133,11 @@ TEST(account_wake_reclaims_its_reserve_from_others) {
   auto a = ledger.join();
   auto b = ledger.join(10 * kPage);
   REQUIRE(a && b);
-  CHECK(static_cast<bool>(a->ask_to_reserve(50 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(50 * kPage)));
   a->fall_asleep();
   {
     Giver giver(*b, 64);
-    CHECK(static_cast<bool>(a->ask_to_wake()));
+    CHECK(static_cast<bool>(a->claim_wake()));
     CHECK(a->is_asleep());  // nothing is there yet
     CHECK(b->room(kPage) == 0);
     CHECK(static_cast<bool>(a->wait_for_claim(kSoon)));
@@ -151,10 +151,10 @@ TEST(account_timed_out_wake_names_the_holders) {
   auto a = ledger.join(2 * kPage);
   auto b = ledger.try_join(named("holder"));
   REQUIRE(a && b);
-  CHECK(static_cast<bool>(a->ask_to_reserve(50 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(50 * kPage)));
   a->fall_asleep();
   CHECK((*b)->grant(30, kPage) == 30);
-  CHECK(static_cast<bool>(a->ask_to_wake()));
+  CHECK(static_cast<bool>(a->claim_wake()));
   Status refused = a->wait_for_claim(kAMoment);
   CHECK(!refused && refused.error().code == Errc::kReserve);
   CHECK(refused.error().message.find("holder has " + size_text(30 * kPage)) != std::string::npos);
@@ -168,20 +168,20 @@ TEST(account_raises_reserve_only_if_memory_is_available) {
   auto a = ledger.join();
   auto b = ledger.try_join(named("holder"), 20 * kPage);
   REQUIRE(a && b);
-  CHECK(static_cast<bool>(a->ask_to_reserve(10 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(10 * kPage)));
   CHECK((*b)->grant(54, kPage) == 54);
-  Status refused = a->ask_to_reserve(45 * kPage);
+  Status refused = a->claim_reserve(45 * kPage);
   CHECK(!refused && refused.error().code == Errc::kGuarantee);
   CHECK(a->reserve_bytes() == 10 * kPage);
-  CHECK(static_cast<bool>(a->ask_to_reserve(40 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(40 * kPage)));
   CHECK(a->reserve_bytes() == 10 * kPage && !a->claim_is_met());
   refused = a->wait_for_claim(kAMoment);
   CHECK(!refused && refused.error().code == Errc::kReserve);
   CHECK(a->reserve_bytes() == 10 * kPage && !a->is_asleep() && is_sound(ledger));
   (*b)->give_back(30, kPage);
-  CHECK(static_cast<bool>(a->ask_to_reserve(40 * kPage)) && a->reserve_bytes() == 40 * kPage);
+  CHECK(static_cast<bool>(a->claim_reserve(40 * kPage)) && a->reserve_bytes() == 40 * kPage);
   CHECK((*b)->grant(99, kPage) == 0);
-  CHECK(static_cast<bool>(a->ask_to_reserve(3 * kPage)));  // less holds at once
+  CHECK(static_cast<bool>(a->claim_reserve(3 * kPage)));  // less holds at once
   CHECK((*b)->grant(99, kPage) == 37 && is_sound(ledger));
 }
 
@@ -208,7 +208,7 @@ TEST(account_refuses_capacity_below_guarantees_and_reserves) {
   Ledger ledger;
   auto a = ledger.join(10 * kPage);
   REQUIRE(a);
-  CHECK(static_cast<bool>(a->ask_to_reserve(20 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(20 * kPage)));
   const LifeJudge judge(ledger.file.fd);
   CHECK(ledger_set_capacity(ledger.bytes(), 29 * kPage, judge).error().code == Errc::kGuarantee);
   CHECK(ledger_set_capacity(ledger.bytes(), 19 * kPage, judge).error().code == Errc::kGuarantee);
@@ -217,7 +217,7 @@ TEST(account_refuses_capacity_below_guarantees_and_reserves) {
   CHECK(a->grant(99, kPage) == 10 && is_sound(ledger));
   a->fall_asleep();
   CHECK(static_cast<bool>(ledger_set_capacity(ledger.bytes(), 29 * kPage, judge)));
-  CHECK(a->ask_to_wake().error().code == Errc::kGuarantee);
+  CHECK(a->claim_wake().error().code == Errc::kGuarantee);
 }
 
 TEST(account_foreign_usage_excludes_grants_and_reserves) {
@@ -225,7 +225,7 @@ TEST(account_foreign_usage_excludes_grants_and_reserves) {
   auto a = ledger.join();
   REQUIRE(a && a->grant(10, kPage) == 10);
   a->arrived(10, kPage);
-  CHECK(static_cast<bool>(a->ask_to_reserve(20 * kPage)));
+  CHECK(static_cast<bool>(a->claim_reserve(20 * kPage)));
   CHECK(a->see_device(a->moment(), 80 * kPage, 45 * kPage) == Sight::kExact);  // 35 are taken
   CHECK(ledger.layout().others_bytes == 5 * kPage);
   CHECK(a->room(kPage) == 64 - 10 - 20 - 5);
@@ -238,7 +238,7 @@ TEST(account_grants_one_of_two_competing_wakes) {
   for (auto& member : all) {
     member->fall_asleep();
     CHECK(static_cast<bool>(member->set_min(20 * kPage)));
-    CHECK(static_cast<bool>(member->ask_to_reserve(20 * kPage)));
+    CHECK(static_cast<bool>(member->claim_reserve(20 * kPage)));
   }
   constexpr int kRounds = 200;
   std::barrier step(3);
@@ -248,7 +248,7 @@ TEST(account_grants_one_of_two_competing_wakes) {
     threads.emplace_back([&] {
       for (int round = 0; round < kRounds; ++round) {
         step.arrive_and_wait();
-        if (!member->ask_to_wake()) ++refused;
+        if (!member->claim_wake()) ++refused;
         step.arrive_and_wait();
         step.arrive_and_wait();
         member->fall_asleep();
@@ -276,13 +276,13 @@ TEST(account_member_killed_during_wake_leaves_no_reserve) {
     auto dying = ledger.try_join(me(), 10 * kPage);
     LedgerMember& member = **dying;
     member.fall_asleep();
-    (void)member.ask_to_reserve(54 * kPage);
-    (void)member.ask_to_wake();
+    (void)member.claim_reserve(54 * kPage);
+    (void)member.claim_wake();
     (void)member.wait_for_claim(std::chrono::hours(1));
     ::_exit(1);
   }
   CHECK(soon([&] { return ledger.layout().slots[1].pledged_bytes == 54 * kPage; }));
-  CHECK(a->grant(1, kPage) == 0 && soon([&] { return a->wanted().bytes > 0; }));
+  CHECK(a->grant(1, kPage) == 0 && soon([&] { return a->open_reclaim().bytes > 0; }));
   int status = 0;
   CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, &status, 0) == child);
   CHECK(ledger.reap() == 1);
@@ -356,11 +356,11 @@ TEST(account_stays_consistent_under_concurrent_members) {
             member.fall_asleep();
             break;
           case 4:
-            if (member.is_asleep() && !member.ask_to_wake()) ++refused;
+            if (member.is_asleep() && !member.claim_wake()) ++refused;
             break;
           default:
             (void)(some(1) == 0 ? member.set_min(some(30) * kPage)
-                                : member.ask_to_reserve(some(30) * kPage));
+                                : member.claim_reserve(some(30) * kPage));
         }
         if (member.claim_is_met()) {
           woken += slept && !member.is_asleep();
@@ -368,7 +368,7 @@ TEST(account_stays_consistent_under_concurrent_members) {
         } else if (some(9) == 0) {
           (void)member.fail_claim();
         }
-        const std::uint64_t bytes = member.wanted().bytes;
+        const std::uint64_t bytes = member.open_reclaim().bytes;
         give(std::min(held, (bytes + kPage - 1) / kPage));
         member.handled(bytes);
       }

@@ -76,7 +76,7 @@ TEST(ledger_members_join_and_leave) {
   CHECK(ledger.members()[0].facts.priority == -4 && ledger.members()[1].facts.priority == 9);
   CHECK(a->grant(5, kPage) == 5);
   a->publish(1, 2, 3, kPage, true);
-  CHECK(b->ask(60 * kPage));
+  CHECK(b->request_memory(60 * kPage));
   a->set_limit(7);
   a->leave();
   a->leave();
@@ -90,8 +90,8 @@ TEST(ledger_members_join_and_leave) {
   CHECK(fresh.slot == 0 && fresh.limit_bytes == 0 && fresh.in_use_bytes == 0);
   CHECK(fresh.facts.granted_bytes == 0 && fresh.facts.min_bytes == 0 && fresh.facts.priority == 0);
   CHECK(fresh.facts.cached_bytes == 0 && fresh.facts.parked_bytes == 0);
-  CHECK(fresh.facts.wanted_bytes == 0 && fresh.facts.ask_bytes == 0);
-  CHECK(c->wanted().bytes == 0 && c->wanted().depth == Depth::kParked);
+  CHECK(fresh.facts.reclaim_bytes == 0 && fresh.facts.request_bytes == 0);
+  CHECK(c->open_reclaim().bytes == 0 && c->open_reclaim().depth == Depth::kParked);
 }
 
 /// Whoever has left has no hand in the slot any more: another process may have it.
@@ -110,14 +110,14 @@ TEST(ledger_member_that_left_changes_nothing) {
   gone->set_limit(99);
   (void)gone->set_min(7 * kPage);
   gone->handled(1 << 30);
-  CHECK(!gone->ask(kPage));
-  gone->stop_asking();
+  CHECK(!gone->request_memory(kPage));
+  gone->end_memory_request();
   CHECK(static_cast<bool>(gone->add_worker(1, 1)));
   const LedgerEntry entry = ledger.members().at(0);
   CHECK(entry.facts.granted_bytes == 2 * kPage && entry.facts.min_bytes == kPage);
   CHECK(entry.facts.priority == 5 && entry.limit_bytes == 0 && entry.in_use_bytes == 11);
   CHECK(entry.facts.cached_bytes == 12 && entry.facts.parked_bytes == 13);
-  CHECK(entry.page_bytes == kPage && entry.facts.ask_bytes == 0);
+  CHECK(entry.page_bytes == kPage && entry.facts.request_bytes == 0);
   CHECK(entry.workers.empty());
   for (const SharedWord& bytes : ledger.layout().slots[0].handled_bytes) CHECK(bytes == 0);
   CHECK(static_cast<bool>(next->check_integrity(2, kPage)));
@@ -266,7 +266,8 @@ TEST(ledger_refuses_a_forked_child) {
   const pid_t child = ::fork();
   if (child == 0) {
     const Errc refused = Errc::kDeviceUnavailable;
-    bool all = member->grant(1, kPage) == 0 && !member->ask(kPage) && member->granted_bytes() == 0;
+    bool all = member->grant(1, kPage) == 0 && !member->request_memory(kPage) &&
+               member->granted_bytes() == 0;
     all &= member->set_min(0).error().code == refused;
     all &= member->add_worker(1, 1).error().code == refused;
     member->give_back(1, kPage);
@@ -289,7 +290,7 @@ TEST(ledger_request_gets_memory_of_dead_members) {
   auto alive = ledger.join();
   REQUIRE(static_cast<bool>(alive));
   CHECK(alive->grant(1, kPage) == 0);
-  CHECK(alive->ask(kPage));
+  CHECK(alive->request_memory(kPage));
   CHECK(alive->grant(kPages, kPage) == kPages);
 }
 
@@ -508,7 +509,7 @@ TEST(ledger_leave_during_grants_leaks_no_units) {
   }
 }
 
-// ---------------------------------------------------------------------------------------- asking
+// ------------------------------------------------------------------------------- memory requests
 
 TEST(ledger_keeps_free_memory_for_higher_ranked_requests) {
   Ledger ledger;
@@ -517,18 +518,18 @@ TEST(ledger_keeps_free_memory_for_higher_ranked_requests) {
   auto poor = ledger.join(2 * kPage, -1);
   REQUIRE(low && high && poor);
   CHECK(low->grant(50, kPage) == 50);
-  (void)high->ask(20 * kPage);
+  (void)high->request_memory(20 * kPage);
   CHECK(low->room(kPage) == 0 && low->grant(1, kPage) == 0);
   CHECK(high->room(kPage) == 14);
   CHECK(poor->room(kPage) == 14);  // below its guarantee: before all others
-  (void)poor->ask(2 * kPage);
+  (void)poor->request_memory(2 * kPage);
   CHECK(high->room(kPage) == 12 && poor->room(kPage) == 14);
   CHECK(poor->grant(2, kPage) == 2);
-  poor->stop_asking();
+  poor->end_memory_request();
   CHECK(high->grant(20, kPage) == 12);
   low->give_back(10, kPage);
   CHECK(low->room(kPage) == 0);
-  high->stop_asking();
+  high->end_memory_request();
   CHECK(low->room(kPage) == 10);
 }
 
@@ -537,74 +538,77 @@ TEST(ledger_forgets_a_request_that_is_not_renewed) {
   auto low = ledger.join();
   auto high = ledger.join(0, 1);
   REQUIRE(low && high);
-  (void)high->ask(kPages * kPage);
+  (void)high->request_memory(kPages * kPage);
   CHECK(low->room(kPage) == 0);
   CHECK(soon([&] { return low->room(kPage) == kPages; }));
-  CHECK(ledger.members()[1].facts.ask_bytes == 0);
+  CHECK(ledger.members()[1].facts.request_bytes == 0);
 }
 
 TEST(ledger_requests_from_next_member_after_patience) {
   Ledger ledger;
   auto first = ledger.join(0, -2);
   auto second = ledger.join(0, -1);
-  auto asker = ledger.join();
-  REQUIRE(first && second && asker);
+  auto requester = ledger.join();
+  REQUIRE(first && second && requester);
   for (LedgerMember* member : {first.get(), second.get()}) {
     CHECK(member->grant(kPages / 2, kPage) == kPages / 2);
     member->publish(0, 10 * kPage, 22 * kPage, kPage, true);
   }
   const std::uint32_t rung = first->bell();
-  CHECK(asker->ask(3 * kPage));
+  CHECK(requester->request_memory(3 * kPage));
   CHECK(first->bell() != rung);
-  CHECK(first->wanted().bytes == 3 * kPage && first->wanted().depth == Depth::kParked);
-  CHECK(second->wanted().bytes == 0);
-  CHECK(ledger.members()[2].facts.ask_bytes == 3 * kPage);
+  CHECK(first->open_reclaim().bytes == 3 * kPage && first->open_reclaim().depth == Depth::kParked);
+  CHECK(second->open_reclaim().bytes == 0);
+  CHECK(ledger.members()[2].facts.request_bytes == 3 * kPage);
   // It does not answer: after the patience the next one is asked, the first one not again.
-  CHECK(soon([&] { return asker->ask(3 * kPage) && second->wanted().bytes > 0; }));
-  CHECK(second->wanted().bytes == 3 * kPage && first->wanted().bytes == 3 * kPage);
+  CHECK(soon(
+      [&] { return requester->request_memory(3 * kPage) && second->open_reclaim().bytes > 0; }));
+  CHECK(second->open_reclaim().bytes == 3 * kPage && first->open_reclaim().bytes == 3 * kPage);
   // One of them gives, and that is all that was missing.
-  const std::uint32_t heard = asker->bell();
+  const std::uint32_t heard = requester->bell();
   second->give_back(3, kPage);
   second->handled(3 * kPage);
-  CHECK(asker->bell() != heard);
-  CHECK(asker->ask(3 * kPage) && asker->room(kPage) == 3);
-  CHECK(second->wanted().bytes == 0);
-  CHECK(first->room(kPage) == 0);  // kept for the asker, not for who gives
-  CHECK(asker->grant(3, kPage) == 3);
-  asker->stop_asking();
+  CHECK(requester->bell() != heard);
+  CHECK(requester->request_memory(3 * kPage) && requester->room(kPage) == 3);
+  CHECK(second->open_reclaim().bytes == 0);
+  CHECK(first->room(kPage) == 0);  // kept for the requester, not for who gives
+  CHECK(requester->grant(3, kPage) == 3);
+  requester->end_memory_request();
 }
 
 TEST(ledger_reclaim_request_uses_the_shallowest_step) {
   Ledger ledger;
   auto victim = ledger.join(0, -1);
-  auto asker = ledger.join();
-  REQUIRE(victim && asker);
+  auto requester = ledger.join();
+  REQUIRE(victim && requester);
   CHECK(victim->grant(kPages, kPage) == kPages);
   victim->publish(40 * kPage, 20 * kPage, 4 * kPage, kPage, true);
-  CHECK(asker->ask(30 * kPage));
-  CHECK(victim->wanted().bytes == 30 * kPage && victim->wanted().depth == Depth::kInUse);
+  CHECK(requester->request_memory(30 * kPage));
+  CHECK(victim->open_reclaim().bytes == 30 * kPage &&
+        victim->open_reclaim().depth == Depth::kInUse);
   victim->handled(30 * kPage);
-  CHECK(victim->wanted().bytes == 0);
-  CHECK(asker->ask(2 * kPage));
-  CHECK(victim->wanted().bytes == 2 * kPage && victim->wanted().depth == Depth::kParked);
+  CHECK(victim->open_reclaim().bytes == 0);
+  CHECK(requester->request_memory(2 * kPage));
+  CHECK(victim->open_reclaim().bytes == 2 * kPage &&
+        victim->open_reclaim().depth == Depth::kParked);
 }
 
 TEST(ledger_reclaims_cache_of_idle_members_immediately) {
   Ledger ledger;
   auto worker = ledger.join();
-  auto asker = ledger.join();
-  REQUIRE(worker && asker);
+  auto requester = ledger.join();
+  REQUIRE(worker && requester);
   CHECK(worker->grant(kPages, kPage) == kPages);
   worker->report_busy(true);
   worker->publish(0, 24 * kPage, 0, kPage, true);
-  CHECK(!asker->ask(kPages * kPage) && worker->wanted().bytes == 0);
-  const std::uint32_t heard = asker->bell();
+  CHECK(!requester->request_memory(kPages * kPage) && worker->open_reclaim().bytes == 0);
+  const std::uint32_t heard = requester->bell();
   worker->report_busy(false);
-  CHECK(asker->bell() != heard);
-  CHECK(asker->ask(kPages * kPage) && worker->wanted().bytes == 24 * kPage);
+  CHECK(requester->bell() != heard);
+  CHECK(requester->request_memory(kPages * kPage) && worker->open_reclaim().bytes == 24 * kPage);
   worker->handled(24 * kPage);
   worker->report_busy(true);
-  CHECK(!asker->ask(kPages * kPage) && worker->wanted().bytes == 0);
+  CHECK(!requester->request_memory(kPages * kPage) && worker->open_reclaim().bytes == 0);
   // Its place is of one that has reported nothing.
   worker->leave();
   auto next = ledger.join();
@@ -620,29 +624,32 @@ TEST(ledger_deep_reclaim_request_does_not_affect_others) {
   REQUIRE(victim && equal && higher);
   CHECK(victim->grant(kPages, kPage) == kPages);
   victim->publish(40 * kPage, 24 * kPage, 0, kPage, false);
-  CHECK(soon([&] { return equal->ask(10 * kPage) && victim->wanted().bytes > 0; }));
-  CHECK(victim->wanted().bytes == 10 * kPage && victim->wanted().depth == Depth::kCached);
-  CHECK(higher->ask(40 * kPage));
-  CHECK(victim->wanted().bytes == 10 * kPage && victim->wanted().depth == Depth::kCached);
+  CHECK(
+      soon([&] { return equal->request_memory(10 * kPage) && victim->open_reclaim().bytes > 0; }));
+  CHECK(victim->open_reclaim().bytes == 10 * kPage &&
+        victim->open_reclaim().depth == Depth::kCached);
+  CHECK(higher->request_memory(40 * kPage));
+  CHECK(victim->open_reclaim().bytes == 10 * kPage &&
+        victim->open_reclaim().depth == Depth::kCached);
   victim->handled(10 * kPage);
-  CHECK(victim->wanted().depth == Depth::kInUse);
+  CHECK(victim->open_reclaim().depth == Depth::kInUse);
 }
 
 TEST(ledger_give_back_wakes_the_waiter) {
   Ledger ledger;
   auto giver = ledger.join();
-  auto asker = ledger.join();
-  REQUIRE(giver && asker);
+  auto requester = ledger.join();
+  REQUIRE(giver && requester);
   CHECK(giver->grant(kPages, kPage) == kPages);
-  const std::uint32_t seen = asker->bell();
-  (void)asker->ask(kPage);
-  std::thread waiter([&] { asker->wait(seen, kForever); });
+  const std::uint32_t seen = requester->bell();
+  (void)requester->request_memory(kPage);
+  std::thread waiter([&] { requester->wait(seen, kForever); });
   giver->give_back(1, kPage);
   waiter.join();
-  CHECK(asker->bell() != seen && asker->grant(1, kPage) == 1);
+  CHECK(requester->bell() != seen && requester->grant(1, kPage) == 1);
   // Nobody is woken for nothing.
   const std::uint32_t quiet = giver->bell();
-  asker->give_back(1, kPage);
+  requester->give_back(1, kPage);
   CHECK(giver->bell() == quiet);
 }
 
@@ -650,17 +657,17 @@ TEST(ledger_give_back_wakes_the_waiter) {
 TEST(ledger_fair_share_excludes_memory_of_other_processes) {
   Ledger ledger;
   auto rich = ledger.join();
-  auto asker = ledger.join();
-  REQUIRE(rich && asker);
+  auto requester = ledger.join();
+  REQUIRE(rich && requester);
   rich->set_others(kPages / 2 * kPage);
-  CHECK(rich->grant(28, kPage) == 28 && asker->grant(4, kPage) == 4);
+  CHECK(rich->grant(28, kPage) == 28 && requester->grant(4, kPage) == 4);
   rich->publish(0, 28 * kPage, 0, kPage, true);
   CHECK(soon([&] {
     rich->publish(0, 28 * kPage, 0, kPage, true);  // busy all the time
-    (void)asker->ask(30 * kPage);
-    return rich->wanted().bytes > 0;
+    (void)requester->request_memory(30 * kPage);
+    return rich->open_reclaim().bytes > 0;
   }));
-  CHECK(rich->wanted().bytes == 12 * kPage);
+  CHECK(rich->open_reclaim().bytes == 12 * kPage);
 }
 
 TEST(ledger_facts_and_requests_from_many_threads) {
@@ -678,11 +685,11 @@ TEST(ledger_facts_and_requests_from_many_threads) {
       for (int step = 0; step < 300; ++step) {
         const std::uint64_t got = member.grant(40, kPage);
         member.publish(0, got * kPage / 2, got * kPage / 2, kPage, true);
-        if (got < 40) (void)member.ask((40 - got) * kPage);
+        if (got < 40) (void)member.request_memory((40 - got) * kPage);
         CHECK(member.room(kPage) <= kPages && member.reach(kPage) <= 2 * kPages);
         std::this_thread::yield();
         member.give_back(got, kPage);
-        member.stop_asking();
+        member.end_memory_request();
       }
     });
     // ... and of a maintenance thread that is asked.
@@ -690,9 +697,9 @@ TEST(ledger_facts_and_requests_from_many_threads) {
       LedgerMember& member = *members[static_cast<std::size_t>(i)];
       std::uint32_t seen = member.bell();
       while (!stop) {
-        const LedgerMember::Wanted wanted = member.wanted();
-        if (wanted.bytes > 0) {
-          member.handled(wanted.bytes);
+        const LedgerMember::OpenReclaim open = member.open_reclaim();
+        if (open.bytes > 0) {
+          member.handled(open.bytes);
           ++served;
         }
         member.wait(std::exchange(seen, member.bell()), std::chrono::milliseconds(1));
@@ -715,8 +722,8 @@ TEST(ledger_facts_and_requests_from_many_threads) {
   }
   for (auto& member : members) {
     CHECK(static_cast<bool>(member->check_integrity(0, kPage)));
-    member->handled(member->wanted().bytes);
-    CHECK(member->wanted().bytes == 0);
+    member->handled(member->open_reclaim().bytes);
+    CHECK(member->open_reclaim().bytes == 0);
   }
 }
 

@@ -20,7 +20,7 @@ TEST(reserve_dropped_by_sleep_fails_its_wait) {
   const std::shared_ptr<Places> places = places_over(ledger.join());
   LedgerMember& own = *places->all().front().member;
   CHECK(other->grant(60, kPage) == 60);
-  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  const Result<Places::Claimed> claimed = places->claim_reserve({20 * kPage});
   REQUIRE(claimed && *claimed != Places::kNothingClaimed);
   places->fall_asleep();  // e.g. by maintenance, before the other thread begins to wait
   const Status there = places->wait_for_claim(*claimed, kAMoment);
@@ -33,10 +33,10 @@ TEST(reserve_dropped_by_sleep_fails_after_wake) {
   auto other = ledger.join();
   const std::shared_ptr<Places> places = places_over(ledger.join());
   CHECK(other->grant(60, kPage) == 60);
-  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  const Result<Places::Claimed> claimed = places->claim_reserve({20 * kPage});
   REQUIRE(claimed);
   places->fall_asleep();  // the maintenance thread, before the reserving thread looks again
-  const Result<Places::Claimed> awake = places->ask_to_wake();
+  const Result<Places::Claimed> awake = places->claim_wake();
   REQUIRE(awake);
   CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());
   const Status there = places->wait_for_claim(*claimed, kAMoment);
@@ -49,8 +49,8 @@ TEST(timed_out_claim_does_not_fail_later_claims) {
   auto other = ledger.join();
   const std::shared_ptr<Places> places = places_over(ledger.join());
   CHECK(other->grant(60, kPage) == 60);
-  const Result<Places::Claimed> first = places->ask_to_reserve({20 * kPage});
-  const Result<Places::Claimed> second = places->ask_to_reserve({10 * kPage});
+  const Result<Places::Claimed> first = places->claim_reserve({20 * kPage});
+  const Result<Places::Claimed> second = places->claim_reserve({10 * kPage});
   REQUIRE(first && second);
   const Status there = places->wait_for_claim(*first, kAMoment);
   CHECK(!there && there.error().code == Errc::kReserve);
@@ -63,9 +63,9 @@ TEST(wake_after_sleeping_reserve_is_not_lost) {
   Ledger ledger;
   const std::shared_ptr<Places> places = places_over(ledger.join());
   places->fall_asleep();
-  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  const Result<Places::Claimed> claimed = places->claim_reserve({20 * kPage});
   REQUIRE(claimed);
-  const Result<Places::Claimed> awake = places->ask_to_wake();  // before it is waited for
+  const Result<Places::Claimed> awake = places->claim_wake();  // before it is waited for
   REQUIRE(awake);
   CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());
   CHECK(static_cast<bool>(places->wait_for_claim(*claimed, kAMoment)));
@@ -75,16 +75,16 @@ TEST(wake_after_sleeping_reserve_is_not_lost) {
 TEST(available_claim_is_met_without_waiting) {
   Ledger ledger;
   const std::shared_ptr<Places> places = places_over(ledger.join());
-  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  const Result<Places::Claimed> claimed = places->claim_reserve({20 * kPage});
   REQUIRE(claimed);
   CHECK(static_cast<bool>(places->wait_for_claim(*claimed, kAMoment)));
   CHECK(places->all().front().member->reserve_bytes() == 20 * kPage);
   places->fall_asleep();
   CHECK(static_cast<bool>(places->wait_for_claim(*claimed, kAMoment)));  // it was there
-  const Result<Places::Claimed> awake = places->ask_to_wake();
+  const Result<Places::Claimed> awake = places->claim_wake();
   REQUIRE(awake);
   CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());
-  const Result<Places::Claimed> again = places->ask_to_wake();
+  const Result<Places::Claimed> again = places->claim_wake();
   CHECK(again && *again == Places::kNothingClaimed);
   CHECK(static_cast<bool>(places->wait_for_claim(*again, kAMoment)));
 }

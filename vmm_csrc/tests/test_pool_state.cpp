@@ -122,12 +122,12 @@ TEST(memory_wait_lasts_while_pages_are_wanted) {
   MemoryWait memory_wait;
   CHECK(memory_wait.pages() == 0 && memory_wait.may_wait(kStart));
   memory_wait.begin(5, kStart);
-  CHECK(!memory_wait.may_ask(kStart + MemoryWait::kAskAgain - milliseconds(1)));
-  CHECK(memory_wait.may_ask(kStart + MemoryWait::kAskAgain));
-  CHECK(memory_wait.is_wanted(lease, kStart + lease));
-  CHECK(!memory_wait.is_wanted(lease, kStart + lease + milliseconds(1)));
-  memory_wait.want(kStart + milliseconds(50));
-  CHECK(memory_wait.is_wanted(lease, kStart + milliseconds(50) + lease));
+  CHECK(!memory_wait.may_request(kStart + MemoryWait::kRequestAgain - milliseconds(1)));
+  CHECK(memory_wait.may_request(kStart + MemoryWait::kRequestAgain));
+  CHECK(memory_wait.is_current(lease, kStart + lease));
+  CHECK(!memory_wait.is_current(lease, kStart + lease + milliseconds(1)));
+  memory_wait.renew(kStart + milliseconds(50));
+  CHECK(memory_wait.is_current(lease, kStart + milliseconds(50) + lease));
   memory_wait.got(3);
   CHECK(memory_wait.pages() == 2);
   memory_wait.got(3);  // more than was missing
@@ -220,14 +220,14 @@ TEST(provisioning_matches_the_pages_taken) {
   CHECK(!provisioning.is_due(0));  // nobody has taken any
   provisioning.took(4);
   CHECK(provisioning.is_due(1) && !provisioning.is_due(2));
-  CHECK(provisioning.take_wanted(1) == 3);
+  CHECK(provisioning.take_due(1) == 3);
   CHECK(!provisioning.is_due(0));  // what is trimmed does not come back by itself
   provisioning.took(1);
-  CHECK(provisioning.take_wanted(0) == 2);  // the least
+  CHECK(provisioning.take_due(0) == 2);  // the least
   provisioning.took(50);
-  CHECK(provisioning.take_wanted(1) == 5);  // the most
+  CHECK(provisioning.take_due(1) == 5);  // the most
   provisioning.took(3);
-  CHECK(provisioning.take_wanted(9) == 0);
+  CHECK(provisioning.take_due(9) == 0);
   Provisioning never(2, 6, false);
   never.took(4);
   CHECK(!never.is_due(0));
@@ -236,9 +236,9 @@ TEST(provisioning_matches_the_pages_taken) {
 TEST(deferred_pages_stay_wanted) {
   Provisioning provisioning(2, 6, true);
   provisioning.took(5);
-  CHECK(provisioning.take_wanted(0) == 5);
+  CHECK(provisioning.take_due(0) == 5);
   provisioning.put_back(4, 1);  // one came in
-  CHECK(provisioning.is_due(1) && provisioning.take_wanted(1) == 4);
+  CHECK(provisioning.is_due(1) && provisioning.take_due(1) == 4);
 }
 
 TEST(preallocated_pages_are_bounded_in_bytes) {

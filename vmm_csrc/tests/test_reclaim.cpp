@@ -19,7 +19,7 @@ const ReclaimRules kRules;
 const std::uint64_t kBusy = 0;
 const std::uint64_t kIdle = kRules.idle_ns;
 const std::uint64_t kLongIdle = 10 * kRules.idle_ns;
-const std::uint64_t kJustAsked = 0;
+const std::uint64_t kJustRequested = 0;
 
 /// Sizes in MiB; what is neither parked nor cached is in use. Busy and of priority 0 unless said.
 Contender holds(std::uint64_t granted, std::uint64_t parked = 0, std::uint64_t cached = 0) {
@@ -53,14 +53,14 @@ Contender guarded(Contender c, std::uint64_t min) {
   c.min_bytes = min * kMiB;
   return c;
 }
-Contender asks(Contender c, std::uint64_t bytes, std::uint64_t since_ns = kJustAsked) {
-  c.ask_bytes = bytes * kMiB;
-  c.ask_ns = since_ns;
+Contender requests(Contender c, std::uint64_t bytes, std::uint64_t since_ns = kJustRequested) {
+  c.request_bytes = bytes * kMiB;
+  c.request_ns = since_ns;
   return c;
 }
-Contender wanted(Contender c, std::uint64_t bytes, std::uint64_t since_ns) {
-  c.wanted_bytes = bytes * kMiB;
-  c.wanted_ns = since_ns;
+Contender reclaimed(Contender c, std::uint64_t bytes, std::uint64_t since_ns) {
+  c.reclaim_bytes = bytes * kMiB;
+  c.reclaim_ns = since_ns;
   return c;
 }
 
@@ -81,10 +81,10 @@ struct PolicyCase {
 
 std::vector<Expected> plan_of(const PolicyCase& c, const ReclaimRules& rules = kRules) {
   std::vector<Expected> plan;
-  for (const Demand& demand :
+  for (const ReclaimRequest& request :
        plan_reclaim(c.all, 0, c.free_mib * kMiB, c.capacity_mib * kMiB, rules)) {
-    CHECK(demand.bytes % kMiB == 0);
-    plan.push_back({demand.contender, demand.bytes / kMiB, demand.depth});
+    CHECK(request.bytes % kMiB == 0);
+    plan.push_back({request.contender, request.bytes / kMiB, request.depth});
   }
   return plan;
 }
@@ -110,16 +110,20 @@ constexpr Depth kInUse = Depth::kInUse;
 TEST(reclaim_requests_only_the_missing_bytes) {
   check_cases({
       {"nothing asked", {holds(0), idle(holds(50, 50))}, 0, 50, {}},
-      {"alone", {asks(holds(50), 10)}, 0, 50, {}},
-      {"enough is free", {asks(holds(0), 10), idle(holds(50, 50))}, 10, 60, {}},
-      {"the rest is missing", {asks(holds(0), 10), idle(holds(50, 50))}, 4, 54, {{1, 6, kParked}}},
+      {"alone", {requests(holds(50), 10)}, 0, 50, {}},
+      {"enough is free", {requests(holds(0), 10), idle(holds(50, 50))}, 10, 60, {}},
+      {"the rest is missing",
+       {requests(holds(0), 10), idle(holds(50, 50))},
+       4,
+       54,
+       {{1, 6, kParked}}},
       {"others have been asked for it just now",
-       {asks(holds(0), 10), idle(wanted(holds(50, 50), 10, 0))},
+       {requests(holds(0), 10), idle(reclaimed(holds(50, 50), 10, 0))},
        0,
        50,
        {}},
       {"others have been asked for a part of it",
-       {asks(holds(0), 10), idle(wanted(holds(50, 50), 3, 0))},
+       {requests(holds(0), 10), idle(reclaimed(holds(50, 50), 3, 0))},
        0,
        50,
        {{1, 7, kParked}}},
@@ -129,17 +133,17 @@ TEST(reclaim_requests_only_the_missing_bytes) {
 TEST(reclaim_exhausts_each_step_before_the_next) {
   check_cases({
       {"parked of both before cached of one",
-       {asks(holds(0), 30), idle(holds(40, 10, 30)), idle(holds(40, 10, 30), kLongIdle)},
+       {requests(holds(0), 30), idle(holds(40, 10, 30)), idle(holds(40, 10, 30), kLongIdle)},
        0,
        80,
        {{2, 20, kCached}, {1, 10, kParked}}},
       {"cached of both before blocks in use of the lower priority",
-       {asks(ranked(holds(0), 1), 30), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
+       {requests(ranked(holds(0), 1), 30), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
        0,
        80,
        {{1, 10, kCached}, {2, 20, kCached}}},
       {"and then blocks in use, of the lower priority only",
-       {asks(ranked(holds(0), 1), 50), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
+       {requests(ranked(holds(0), 1), 50), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
        0,
        80,
        {{1, 30, kInUse}, {2, 20, kCached}}},
@@ -149,28 +153,29 @@ TEST(reclaim_exhausts_each_step_before_the_next) {
 TEST(reclaim_orders_by_priority_and_then_by_idleness) {
   check_cases({
       {"the idler one first",
-       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20), kLongIdle)},
+       {requests(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20), kLongIdle)},
        0,
        40,
        {{2, 10, kCached}}},
       {"the lower priority first, though it is busy and the other idle",
-       {asks(ranked(holds(0), 2), 10), ranked(idle(holds(20, 0, 20), kLongIdle), 1),
+       {requests(ranked(holds(0), 2), 10), ranked(idle(holds(20, 0, 20), kLongIdle), 1),
         ranked(holds(20, 0, 20), 0)},
        0,
        40,
        {{2, 10, kCached}}},
       {"negative priorities too",
-       {asks(ranked(holds(0), -5), 10), ranked(holds(20, 0, 20), -6), ranked(holds(20, 0, 20), -7)},
+       {requests(ranked(holds(0), -5), 10), ranked(holds(20, 0, 20), -6),
+        ranked(holds(20, 0, 20), -7)},
        0,
        40,
        {{2, 10, kCached}}},
       {"of those who are quite alike the first",
-       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20))},
+       {requests(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20))},
        0,
        40,
        {{1, 10, kCached}}},
       {"what the first has not the second gives",
-       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 4), kLongIdle)},
+       {requests(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 4), kLongIdle)},
        0,
        40,
        {{2, 4, kCached}, {1, 6, kCached}}},
@@ -180,47 +185,47 @@ TEST(reclaim_orders_by_priority_and_then_by_idleness) {
 TEST(reclaim_takes_idle_cache_but_no_blocks_used) {
   check_cases({
       {"an idle equal gives its cache only",
-       {asks(holds(0), 40), idle(holds(40, 5, 15))},
+       {requests(holds(0), 40), idle(holds(40, 5, 15))},
        0,
        40,
        {{1, 20, kCached}}},
       {"an idle one of higher priority too",
-       {asks(holds(0), 40), ranked(idle(holds(40, 5, 15)), 9)},
+       {requests(holds(0), 40), ranked(idle(holds(40, 5, 15)), 9)},
        0,
        40,
        {{1, 20, kCached}}},
       {"a nanosecond short of idle is busy",
-       {asks(holds(0), 40), idle(holds(40, 5, 15), kIdle - 1)},
+       {requests(holds(0), 40), idle(holds(40, 5, 15), kIdle - 1)},
        0,
        40,
        {{1, 5, kParked}}},
       {"one that reports no unfinished request is idle at once",
-       {asks(holds(0), 40), reports(holds(40, 5, 15), Reported::kIdle)},
+       {requests(holds(0), 40), reports(holds(40, 5, 15), Reported::kIdle)},
        0,
        40,
        {{1, 20, kCached}}},
       {"one that reports unfinished requests is busy, however long it allocs nothing",
-       {asks(holds(0), 40), reports(idle(holds(40, 5, 15), kLongIdle), Reported::kBusy)},
+       {requests(holds(0), 40), reports(idle(holds(40, 5, 15), kLongIdle), Reported::kBusy)},
        0,
        40,
        {{1, 5, kParked}}},
       {"one that asks is busy, whatever it reports",
-       {asks(holds(0), 40), asks(reports(holds(40, 5, 15), Reported::kIdle), 1)},
+       {requests(holds(0), 40), requests(reports(holds(40, 5, 15), Reported::kIdle), 1)},
        0,
        40,
        {{1, 5, kParked}}},
       {"who asks is not idle, however long it has done nothing",
-       {asks(holds(0), 40), asks(idle(holds(40, 5, 15), kLongIdle), 1)},
+       {requests(holds(0), 40), requests(idle(holds(40, 5, 15), kLongIdle), 1)},
        0,
        40,
        {{1, 5, kParked}}},
       {"a busy one of higher priority keeps everything, however long one waits",
-       {asks(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(holds(40, 5, 15), 1)},
+       {requests(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(holds(40, 5, 15), 1)},
        0,
        40,
        {}},
       {"an older ask changes nothing for an idle one's blocks in use",
-       {asks(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(idle(holds(40, 5, 15)), 1)},
+       {requests(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(idle(holds(40, 5, 15)), 1)},
        0,
        40,
        {{1, 20, kCached}}},
@@ -230,48 +235,48 @@ TEST(reclaim_takes_idle_cache_but_no_blocks_used) {
 TEST(reclaim_takes_blocks_in_use_of_lower_priorities) {
   check_cases({
       {"everything of a busy one",
-       {asks(ranked(holds(0), 1), 40), holds(40, 5, 15)},
+       {requests(ranked(holds(0), 1), 40), holds(40, 5, 15)},
        0,
        40,
        {{1, 40, kInUse}}},
       {"of the lowest first",
-       {asks(ranked(holds(0), 2), 30), ranked(holds(20), 1), holds(20)},
+       {requests(ranked(holds(0), 2), 30), ranked(holds(20), 1), holds(20)},
        0,
        40,
        {{2, 20, kInUse}, {1, 10, kInUse}}},
-      {"not of equals", {asks(ranked(holds(0), 1), 40), ranked(holds(40), 1)}, 0, 40, {}},
+      {"not of equals", {requests(ranked(holds(0), 1), 40), ranked(holds(40), 1)}, 0, 40, {}},
   });
 }
 
 TEST(reclaim_never_goes_below_a_guarantee) {
   check_cases({
       {"of an idle one",
-       {asks(holds(0), 40), guarded(idle(holds(40, 40)), 30)},
+       {requests(holds(0), 40), guarded(idle(holds(40, 40)), 30)},
        0,
        40,
        {{1, 10, kParked}}},
       {"of a lower priority",
-       {asks(ranked(holds(0), 9), 40), guarded(holds(40, 5, 5), 25)},
+       {requests(ranked(holds(0), 9), 40), guarded(holds(40, 5, 5), 25)},
        0,
        40,
        {{1, 15, kInUse}}},
       {"not even for one that is below its own",
-       {guarded(asks(holds(0), 20), 20), guarded(holds(40), 35)},
+       {guarded(requests(holds(0), 20), 20), guarded(holds(40), 35)},
        0,
        40,
        {{1, 5, kInUse}}},
       {"who has less than its guarantee gives nothing",
-       {asks(ranked(holds(0), 9), 40), guarded(idle(holds(20, 20)), 30)},
+       {requests(ranked(holds(0), 9), 40), guarded(idle(holds(20, 20)), 30)},
        0,
        40,
        {}},
       {"nor does who has just that",
-       {asks(ranked(holds(0), 9), 40), guarded(idle(holds(30, 30)), 30)},
+       {requests(ranked(holds(0), 9), 40), guarded(idle(holds(30, 30)), 30)},
        0,
        40,
        {}},
       {"what was asked of it before counts as given",
-       {asks(ranked(holds(0), 9), 40), guarded(wanted(holds(40, 40), 8, 0), 30)},
+       {requests(ranked(holds(0), 9), 40), guarded(reclaimed(holds(40, 40), 8, 0), 30)},
        0,
        40,
        {{1, 2, kParked}}},
@@ -281,22 +286,22 @@ TEST(reclaim_never_goes_below_a_guarantee) {
 TEST(reclaim_restores_guarantees_from_any_member) {
   check_cases({
       {"from a busy one of higher priority, what it uses",
-       {guarded(asks(holds(4), 6), 10), ranked(holds(40), 7)},
+       {guarded(requests(holds(4), 6), 10), ranked(holds(40), 7)},
        0,
        44,
        {{1, 6, kInUse}}},
       {"from busy equals at once",
-       {guarded(asks(holds(4), 6), 10), holds(40, 2)},
+       {guarded(requests(holds(4), 6), 10), holds(40, 2)},
        0,
        44,
        {{1, 6, kInUse}}},
       {"from the lowest priority first",
-       {guarded(asks(holds(4), 6), 10), ranked(holds(20), 7), ranked(holds(20), 3)},
+       {guarded(requests(holds(4), 6), 10), ranked(holds(20), 7), ranked(holds(20), 3)},
        0,
        44,
        {{2, 6, kInUse}}},
       {"who has it already is like all others",
-       {guarded(asks(holds(10), 6), 10), ranked(holds(40), 7)},
+       {guarded(requests(holds(10), 6), 10), ranked(holds(40), 7)},
        0,
        50,
        {}},
@@ -307,17 +312,17 @@ TEST(reclaim_restores_guarantees_from_any_member) {
 TEST(reclaim_by_guarantee_stops_at_the_guarantee) {
   check_cases({
       {"from a busy one of higher priority",
-       {guarded(asks(holds(8), 30), 10), ranked(holds(40), 7)},
+       {guarded(requests(holds(8), 30), 10), ranked(holds(40), 7)},
        0,
        48,
        {{1, 2, kInUse}}},
       {"from a busy equal",
-       {guarded(asks(holds(8), 30), 10), holds(40, 0, 20)},
+       {guarded(requests(holds(8), 30), 10), holds(40, 0, 20)},
        0,
        48,
        {{1, 2, kCached}}},
       {"from one that is idle as much as it wants, and then it has its guarantee",
-       {guarded(asks(holds(8), 30), 10), ranked(holds(40), 7), idle(holds(20, 0, 20))},
+       {guarded(requests(holds(8), 30), 10), ranked(holds(40), 7), idle(holds(20, 0, 20))},
        0,
        68,
        {{2, 20, kCached}}},
@@ -328,50 +333,50 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
   const std::uint64_t cached_ns = kRules.fair_cached_ns;
   const std::uint64_t in_use_ns = kRules.fair_in_use_ns;
   check_cases({
-      {"not at once", {asks(holds(10), 20, cached_ns - 1), holds(70, 0, 20)}, 0, 80, {}},
+      {"not at once", {requests(holds(10), 20, cached_ns - 1), holds(70, 0, 20)}, 0, 80, {}},
       {"then cached contents down to the fair share",
-       {asks(holds(10), 60, cached_ns), holds(70, 10, 30)},
+       {requests(holds(10), 60, cached_ns), holds(70, 10, 30)},
        0,
        80,
        {{1, 30, kCached}}},
       {"no blocks in use yet",
-       {asks(holds(10), 60, in_use_ns - 1), holds(70, 5, 10)},
+       {requests(holds(10), 60, in_use_ns - 1), holds(70, 5, 10)},
        0,
        80,
        {{1, 15, kCached}}},
       {"then blocks in use, down to the fair share",
-       {asks(holds(10), 60, in_use_ns), holds(70, 5, 10)},
+       {requests(holds(10), 60, in_use_ns), holds(70, 5, 10)},
        0,
        80,
        {{1, 30, kInUse}}},
       {"who has its share gets nothing by waiting",
-       {asks(holds(40), 60, 10 * in_use_ns), holds(40, 5, 10)},
+       {requests(holds(40), 60, 10 * in_use_ns), holds(40, 5, 10)},
        0,
        80,
        {}},
-      {"nor who has more", {asks(holds(50), 60, 10 * in_use_ns), holds(30, 5, 10)}, 0, 80, {}},
+      {"nor who has more", {requests(holds(50), 60, 10 * in_use_ns), holds(30, 5, 10)}, 0, 80, {}},
       {"who has less than its share gives nothing",
-       {asks(holds(10), 60, 10 * in_use_ns), holds(60), holds(20, 0, 10)},
+       {requests(holds(10), 60, 10 * in_use_ns), holds(60), holds(20, 0, 10)},
        0,
        90,
        {{1, 20, kInUse}}},
       {"a guarantee above the share stays",
-       {asks(holds(10), 60, in_use_ns), guarded(holds(70), 60)},
+       {requests(holds(10), 60, in_use_ns), guarded(holds(70), 60)},
        0,
        80,
        {{1, 10, kInUse}}},
       {"past its share it does not go, though a guarantee leaves the other one more",
-       {asks(holds(35), 60, in_use_ns), guarded(holds(65), 50)},
+       {requests(holds(35), 60, in_use_ns), guarded(holds(65), 50)},
        0,
        80,
        {{1, 5, kInUse}}},
       {"an idle one has no share: only who works or asks counts",
-       {asks(holds(10), 60, in_use_ns), holds(60), idle(holds(10))},
+       {requests(holds(10), 60, in_use_ns), holds(60), idle(holds(10))},
        0,
        80,
        {{1, 20, kInUse}}},
       {"from several, all together no more than to its share",
-       {asks(holds(0), 60, in_use_ns), holds(45), holds(45)},
+       {requests(holds(0), 60, in_use_ns), holds(45), holds(45)},
        0,
        90,
        {{1, 15, kInUse}, {2, 15, kInUse}}},
@@ -380,24 +385,28 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
 
 TEST(reclaim_takes_parked_pages_first_without_waiting) {
   check_cases({
-      {"of a busy equal, up to the asker's share",
-       {asks(holds(30), 60), holds(50, 40)},
+      {"of a busy equal, up to the requester's share",
+       {requests(holds(30), 60), holds(50, 40)},
        0,
        80,
        {{1, 10, kParked}}},
-      {"none for an asker that has its share", {asks(holds(40), 10), holds(40, 20)}, 0, 80, {}},
+      {"none for an requester that has its share",
+       {requests(holds(40), 10), holds(40, 20)},
+       0,
+       80,
+       {}},
       {"none of a busy one of higher priority",
-       {asks(holds(0), 60), ranked(holds(80, 40), 1)},
+       {requests(holds(0), 60), ranked(holds(80, 40), 1)},
        0,
        80,
        {}},
       {"before the cached contents of an idle one",
-       {asks(holds(0), 30), idle(holds(40, 0, 40), kLongIdle), holds(40, 20)},
+       {requests(holds(0), 30), idle(holds(40, 0, 40), kLongIdle), holds(40, 20)},
        0,
        80,
        {{2, 20, kParked}, {1, 10, kCached}}},
       {"never those of the guarantee",
-       {asks(holds(0), 60), guarded(holds(80, 80), 50)},
+       {requests(holds(0), 60), guarded(holds(80, 80), 50)},
        0,
        80,
        {{1, 30, kParked}}},
@@ -413,22 +422,22 @@ TEST(reclaim_shares_in_whole_pages) {
   const std::uint64_t long_ns = 10 * kRules.fair_in_use_ns;
   check_cases({
       {"half a page more than the share is no page more",
-       {asks(paged(holds(160)), 4, long_ns), paged(holds(164))},
+       {requests(paged(holds(160)), 4, long_ns), paged(holds(164))},
        0,
        324,
        {}},
       {"nor is half a page that is parked",
-       {asks(paged(holds(160)), 4), paged(holds(164, 40))},
+       {requests(paged(holds(160)), 4), paged(holds(164, 40))},
        0,
        324,
        {}},
       {"a page and a half more is one",
-       {asks(paged(holds(156)), 8, long_ns), paged(holds(168))},
+       {requests(paged(holds(156)), 8, long_ns), paged(holds(168))},
        0,
        324,
        {{1, 4, kInUse}}},
       {"other rights are not for whole pages",
-       {asks(paged(ranked(holds(160), 1)), 2), paged(holds(164))},
+       {requests(paged(ranked(holds(160), 1)), 2), paged(holds(164))},
        0,
        324,
        {{1, 2, kInUse}}},
@@ -439,31 +448,31 @@ TEST(reclaim_skips_members_that_respond_slowly) {
   const std::uint64_t patience_ns = kRules.patience_ns;
   check_cases({
       {"just within the patience nobody else is asked",
-       {asks(holds(0), 10), idle(wanted(holds(20, 20), 10, patience_ns - 1), kLongIdle),
+       {requests(holds(0), 10), idle(reclaimed(holds(20, 20), 10, patience_ns - 1), kLongIdle),
         idle(holds(20, 20))},
        0,
        40,
        {}},
       {"then the next one is, and not the slow one again, although it has more",
-       {asks(holds(0), 10), idle(wanted(holds(20, 20), 10, patience_ns), kLongIdle),
+       {requests(holds(0), 10), idle(reclaimed(holds(20, 20), 10, patience_ns), kLongIdle),
         idle(holds(20, 20))},
        0,
        40,
        {{2, 10, kParked}}},
       {"also where it was asked for only a little of much",
-       {asks(holds(0), 10), idle(wanted(holds(1000, 1000), 1, patience_ns), kLongIdle),
+       {requests(holds(0), 10), idle(reclaimed(holds(1000, 1000), 1, patience_ns), kLongIdle),
         idle(holds(20, 20))},
        0,
        1020,
        {{2, 10, kParked}}},
       {"not on blocks in use either",
-       {asks(ranked(holds(0), 5), 10), wanted(holds(20, 0, 5), 5, patience_ns),
+       {requests(ranked(holds(0), 5), 10), reclaimed(holds(20, 0, 5), 5, patience_ns),
         ranked(holds(20), 1)},
        0,
        40,
        {{2, 10, kInUse}}},
-      {"what the asker itself is asked for does not come to it",
-       {wanted(asks(holds(20), 10), 10, 0), idle(holds(20, 20))},
+      {"what the requester itself is asked for does not come to it",
+       {reclaimed(requests(holds(20), 10), 10, 0), idle(holds(20, 20))},
        0,
        40,
        {{1, 10, kParked}}},
@@ -472,22 +481,22 @@ TEST(reclaim_skips_members_that_respond_slowly) {
 
 TEST(reclaim_ranks_contenders_in_order) {
   const Contender none = holds(10);
-  const Contender early = asks(holds(10), 1, 100 * kMillisecond);
-  const Contender late = asks(holds(10), 1, 99 * kMillisecond);
-  const Contender now = asks(holds(10), 1, 0);
+  const Contender early = requests(holds(10), 1, 100 * kMillisecond);
+  const Contender late = requests(holds(10), 1, 99 * kMillisecond);
+  const Contender now = requests(holds(10), 1, 0);
   const Contender higher = ranked(none, 1);
   const Contender poor = guarded(holds(10), 11);
   const Contender poor_higher = ranked(poor, 1);
   const Contender rich = guarded(holds(10), 10);
   const Contender lacks = holds(8);
   // Each one outranks all that come after it.
-  const std::vector<Contender> order{asks(poor_higher, 1),
+  const std::vector<Contender> order{requests(poor_higher, 1),
                                      poor_higher,
-                                     asks(poor, 1),
+                                     requests(poor, 1),
                                      poor,
-                                     asks(higher, 1),
+                                     requests(higher, 1),
                                      higher,
-                                     asks(lacks, 1),
+                                     requests(lacks, 1),
                                      lacks,
                                      early,
                                      late,
@@ -510,19 +519,19 @@ TEST(reclaim_keeps_freed_memory_for_higher_ranks) {
   const auto kept = [](std::vector<Contender> all, std::uint64_t capacity) {
     return kept_bytes(all, 0, capacity * kMiB, kRules) / kMiB;
   };
-  const Contender early = asks(holds(20), 5, 100 * kMillisecond);
-  const Contender late = asks(holds(20), 5, 99 * kMillisecond);
+  const Contender early = requests(holds(20), 5, 100 * kMillisecond);
+  const Contender late = requests(holds(20), 5, 99 * kMillisecond);
   CHECK(kept({late}, 40) == 0);
   CHECK(kept({holds(20), holds(20)}, 40) == 0);  // nobody asks
   CHECK(kept({late, early}, 40) == 5 && kept({early, late}, 40) == 0);
   CHECK(kept({late, early, early}, 60) == 10);
   CHECK(kept({early, ranked(late, 1)}, 40) == 5 && kept({ranked(late, 1), early}, 40) == 0);
-  // Below its guarantee: no more than that, where the asker ranks lower in all else.
+  // Below its guarantee: no more than that, where the requester ranks lower in all else.
   CHECK(kept({early, guarded(ranked(late, -1), 22)}, 40) == 2);
   CHECK(kept({early, guarded(ranked(late, -1), 30)}, 40) == 5);
   // Of two that work, one that lacks of its half goes first, up to that, though it asks later ...
-  const Contender more = asks(holds(23), 9, 100 * kMillisecond);
-  const Contender less = asks(holds(17), 9, kJustAsked);
+  const Contender more = requests(holds(23), 9, 100 * kMillisecond);
+  const Contender less = requests(holds(17), 9, kJustRequested);
   CHECK(kept({more, less}, 40) == 3 && kept({less, more}, 40) == 0);
   // ... and where it has waited longer too, for all that it asks for.
   CHECK(kept({holds(23), less}, 40) == 9);
@@ -532,21 +541,21 @@ TEST(reclaim_keeps_freed_memory_for_higher_ranks) {
 
 TEST(reclaim_does_not_thrash_between_equals) {
   // Two equals that both want all there is. What one has to give for fairness goes to the other.
-  std::vector<Contender> all{asks(holds(26), 14, 20 * kRules.fair_in_use_ns),
-                             asks(holds(14), 26, kRules.fair_in_use_ns)};
+  std::vector<Contender> all{requests(holds(26), 14, 20 * kRules.fair_in_use_ns),
+                             requests(holds(14), 26, kRules.fair_in_use_ns)};
   std::uint64_t free = 0;
   std::uint64_t moved = 0;
   for (int step = 0; step < 100; ++step) {
     for (std::size_t i = 0; i < all.size(); ++i) {
-      for (const Demand& demand : plan_reclaim(all, i, free, 40 * kMiB, kRules)) {
-        all[demand.contender].granted_bytes -= demand.bytes;
-        free += demand.bytes;
-        moved += demand.bytes;
+      for (const ReclaimRequest& request : plan_reclaim(all, i, free, 40 * kMiB, kRules)) {
+        all[request.contender].granted_bytes -= request.bytes;
+        free += request.bytes;
+        moved += request.bytes;
       }
       // Whoever looks first, and the one with the older ask always does, takes what is not kept.
       for (std::size_t k = 0; k < all.size(); ++k) {
         const std::uint64_t kept = kept_bytes(all, k, 40 * kMiB, kRules);
-        const std::uint64_t gets = std::min(all[k].ask_bytes, free - std::min(free, kept));
+        const std::uint64_t gets = std::min(all[k].request_bytes, free - std::min(free, kept));
         all[k].granted_bytes += gets;
         free -= gets;
       }
@@ -578,7 +587,7 @@ namespace {
 
 struct Drawn {
   std::vector<Contender> all;
-  std::size_t asker;
+  std::size_t requester;
   std::uint64_t free_bytes, capacity_bytes;
 };
 
@@ -597,25 +606,25 @@ Drawn draw(std::mt19937_64& dice) {
     c.priority = static_cast<std::int64_t>(dice() % 3) - 1;
     c.idle_ns = pick({0, kIdle - 1, kIdle, kLongIdle, dice() % kLongIdle});
     c.reported = static_cast<Reported>(dice() % 3);
-    c.ask_bytes = pick({0, dice() % 40});
-    c.ask_ns = pick({0, kRules.fair_cached_ns, kRules.fair_in_use_ns, dice() % 3'000'000'000});
-    c.wanted_bytes = pick({0, 0, dice() % 30});
-    c.wanted_ns = pick({0, kRules.patience_ns - 1, kRules.patience_ns, 1'000'000'000});
+    c.request_bytes = pick({0, dice() % 40});
+    c.request_ns = pick({0, kRules.fair_cached_ns, kRules.fair_in_use_ns, dice() % 3'000'000'000});
+    c.reclaim_bytes = pick({0, 0, dice() % 30});
+    c.reclaim_ns = pick({0, kRules.patience_ns - 1, kRules.patience_ns, 1'000'000'000});
     granted += c.granted_bytes;
   }
-  drawn.asker = dice() % drawn.all.size();
-  drawn.all[drawn.asker].ask_bytes = 1 + dice() % 80;
+  drawn.requester = dice() % drawn.all.size();
+  drawn.all[drawn.requester].request_bytes = 1 + dice() % 80;
   drawn.free_bytes = pick({0, 0, dice() % 20});
   drawn.capacity_bytes = granted + drawn.free_bytes + pick({0, dice() % 30});
   return drawn;
 }
 
 bool is_slow(const Contender& c) {
-  return c.wanted_bytes > 0 && c.wanted_ns >= kRules.patience_ns;
+  return c.reclaim_bytes > 0 && c.reclaim_ns >= kRules.patience_ns;
 }
 
 bool is_busy(const Contender& c) {
-  if (c.ask_bytes > 0) return true;
+  if (c.request_bytes > 0) return true;
   if (c.reported != Reported::kNothing) return c.reported == Reported::kBusy;
   return c.idle_ns < kRules.idle_ns;
 }
@@ -633,66 +642,69 @@ TEST(reclaim_rules_hold_for_every_plan) {
   std::map<Depth, int> depths;
   for (int round = 0; round < 200'000; ++round) {
     const Drawn drawn = draw(dice);
-    const auto& [all, asker_index, free_bytes, capacity_bytes] = drawn;
-    const Contender& asker = all[asker_index];
-    const std::vector<Demand> plan =
-        plan_reclaim(all, asker_index, free_bytes, capacity_bytes, kRules);
+    const auto& [all, requester_index, free_bytes, capacity_bytes] = drawn;
+    const Contender& requester = all[requester_index];
+    const std::vector<ReclaimRequest> plan =
+        plan_reclaim(all, requester_index, free_bytes, capacity_bytes, kRules);
     empty += plan.empty() ? 1 : 0;
 
     std::uint64_t sum = 0, by_fairness = 0, by_guarantee = 0;
     std::vector<bool> seen(all.size(), false);
     const std::uint64_t fair = fair_share_bytes(all, capacity_bytes, kRules);
     bool good = true;
-    for (const Demand& demand : plan) {
-      good = good && CHECK(demand.contender < all.size());
-      const Contender& victim = all[demand.contender];
-      sum += demand.bytes;
-      ++depths[demand.depth];
-      good = good && CHECK(demand.bytes > 0);
-      good = good && CHECK(demand.contender != asker_index);
-      good = good && CHECK(!seen[demand.contender]);
-      seen[demand.contender] = true;
+    for (const ReclaimRequest& request : plan) {
+      good = good && CHECK(request.contender < all.size());
+      const Contender& victim = all[request.contender];
+      sum += request.bytes;
+      ++depths[request.depth];
+      good = good && CHECK(request.bytes > 0);
+      good = good && CHECK(request.contender != requester_index);
+      good = good && CHECK(!seen[request.contender]);
+      seen[request.contender] = true;
       // Never below the guarantee, with all that it was asked for before.
       good = good &&
-             CHECK(victim.granted_bytes >= victim.min_bytes + victim.wanted_bytes + demand.bytes);
-      good = good && CHECK(demand.bytes <= at_depth(victim, demand.depth));
+             CHECK(victim.granted_bytes >= victim.min_bytes + victim.reclaim_bytes + request.bytes);
+      good = good && CHECK(request.bytes <= at_depth(victim, request.depth));
       good = good && CHECK(!is_slow(victim));
 
-      if (victim.priority < asker.priority) continue;
+      if (victim.priority < requester.priority) continue;
       if (!is_busy(victim)) {
-        if (demand.depth <= Depth::kCached) continue;
-      } else if (demand.depth == Depth::kParked && victim.priority == asker.priority) {
-        by_fairness += demand.bytes;
+        if (request.depth <= Depth::kCached) continue;
+      } else if (request.depth == Depth::kParked && victim.priority == requester.priority) {
+        by_fairness += request.bytes;
         continue;
-      } else if (victim.priority == asker.priority && asker.ask_ns >= kRules.fair_cached_ns &&
-                 (demand.depth <= Depth::kCached || asker.ask_ns >= kRules.fair_in_use_ns) &&
-                 victim.granted_bytes - demand.bytes >= fair) {
+      } else if (victim.priority == requester.priority &&
+                 requester.request_ns >= kRules.fair_cached_ns &&
+                 (request.depth <= Depth::kCached ||
+                  requester.request_ns >= kRules.fair_in_use_ns) &&
+                 victim.granted_bytes - request.bytes >= fair) {
         // Between busy ones only equals share, after a time, and down to the share.
-        by_fairness += demand.bytes;
+        by_fairness += request.bytes;
         continue;
       }
       // For the guarantee alone: of those who owe nothing else.
-      by_guarantee += demand.bytes;
+      by_guarantee += request.bytes;
     }
     if (by_guarantee > 0) {
-      const bool idle_too = std::any_of(plan.begin(), plan.end(), [&](const Demand& demand) {
-        return !is_busy(all[demand.contender]);
-      });
+      const bool idle_too = std::any_of(
+          plan.begin(), plan.end(),
+          [&](const ReclaimRequest& request) { return !is_busy(all[request.contender]); });
       // An idle one may have given cached contents first, for more than the guarantee.
-      good = good && CHECK(asker.granted_bytes < asker.min_bytes);
-      good = good && CHECK(idle_too ||
-                           asker.granted_bytes + by_guarantee <= std::max(asker.min_bytes, fair));
+      good = good && CHECK(requester.granted_bytes < requester.min_bytes);
+      good = good && CHECK(idle_too || requester.granted_bytes + by_guarantee <=
+                                           std::max(requester.min_bytes, fair));
     }
     if (by_fairness > 0) {
-      good = good && CHECK(asker.granted_bytes + by_fairness <= std::max(asker.min_bytes, fair));
+      good = good &&
+             CHECK(requester.granted_bytes + by_fairness <= std::max(requester.min_bytes, fair));
     }
-    good = good && CHECK(sum + free_bytes <= asker.ask_bytes || plan.empty());
+    good = good && CHECK(sum + free_bytes <= requester.request_bytes || plan.empty());
 
     // The same again for the same facts, and nothing of it depends on whom one asks first.
-    const std::vector<Demand> again =
-        plan_reclaim(all, asker_index, free_bytes, capacity_bytes, kRules);
+    const std::vector<ReclaimRequest> again =
+        plan_reclaim(all, requester_index, free_bytes, capacity_bytes, kRules);
     good = good && CHECK(std::equal(plan.begin(), plan.end(), again.begin(), again.end(),
-                                    [](const Demand& a, const Demand& b) {
+                                    [](const ReclaimRequest& a, const ReclaimRequest& b) {
                                       return a.contender == b.contender && a.bytes == b.bytes &&
                                              a.depth == b.depth;
                                     }));
@@ -711,24 +723,25 @@ TEST(reclaim_falls_short_only_after_taking_everything) {
   int short_plans = 0;
   for (int round = 0; round < 50'000; ++round) {
     Drawn drawn = draw(dice);
-    Contender& asker = drawn.all[drawn.asker];
-    asker.min_bytes = 0;
-    asker.priority = 5;  // above all: it may take everything but guarantees
-    asker.wanted_bytes = 0;
+    Contender& requester = drawn.all[drawn.requester];
+    requester.min_bytes = 0;
+    requester.priority = 5;  // above all: it may take everything but guarantees
+    requester.reclaim_bytes = 0;
     std::uint64_t there = drawn.free_bytes, coming = 0;
     for (std::size_t i = 0; i < drawn.all.size(); ++i) {
       Contender& c = drawn.all[i];
-      if (i == drawn.asker) continue;
-      if (c.wanted_ns < kRules.patience_ns) coming += c.wanted_bytes;
-      const std::uint64_t kept = c.min_bytes + c.wanted_bytes;
+      if (i == drawn.requester) continue;
+      if (c.reclaim_ns < kRules.patience_ns) coming += c.reclaim_bytes;
+      const std::uint64_t kept = c.min_bytes + c.reclaim_bytes;
       if (!is_slow(c) && c.granted_bytes > kept) there += c.granted_bytes - kept;
     }
     std::uint64_t sum = drawn.free_bytes;
-    for (const Demand& demand :
-         plan_reclaim(drawn.all, drawn.asker, drawn.free_bytes, drawn.capacity_bytes, kRules)) {
-      sum += demand.bytes;
+    for (const ReclaimRequest& request :
+         plan_reclaim(drawn.all, drawn.requester, drawn.free_bytes, drawn.capacity_bytes, kRules)) {
+      sum += request.bytes;
     }
-    const std::uint64_t missing = asker.ask_bytes > coming ? asker.ask_bytes - coming : 0;
+    const std::uint64_t missing =
+        requester.request_bytes > coming ? requester.request_bytes - coming : 0;
     if (missing <= drawn.free_bytes) continue;
     short_plans += there < missing ? 1 : 0;
     if (!CHECK(sum == std::min(there, missing))) {
@@ -749,14 +762,14 @@ TEST(reclaim_converges_to_equal_shares) {
     for (std::uint64_t unit = 0; unit < capacity; ++unit) ++all[dice() % count].granted_bytes;
     std::uint64_t moved = 0;
     for (int step = 0; step < 100; ++step) {
-      const std::size_t asker = dice() % count;
-      for (Contender& c : all) c.ask_bytes = 0;
-      all[asker].ask_bytes = 1 + dice() % 30;
-      all[asker].ask_ns = kRules.fair_in_use_ns;
-      for (const Demand& demand : plan_reclaim(all, asker, 0, capacity, kRules)) {
-        all[demand.contender].granted_bytes -= demand.bytes;
-        all[asker].granted_bytes += demand.bytes;
-        moved += demand.bytes;
+      const std::size_t requester = dice() % count;
+      for (Contender& c : all) c.request_bytes = 0;
+      all[requester].request_bytes = 1 + dice() % 30;
+      all[requester].request_ns = kRules.fair_in_use_ns;
+      for (const ReclaimRequest& request : plan_reclaim(all, requester, 0, capacity, kRules)) {
+        all[request.contender].granted_bytes -= request.bytes;
+        all[requester].granted_bytes += request.bytes;
+        moved += request.bytes;
       }
     }
     for (const Contender& c : all) CHECK(c.granted_bytes == 20);

@@ -180,7 +180,7 @@ TEST(foreign_usage_is_unchanged_while_pages_leave) {
   CHECK(neighbour->room(kPage) == kPages - 5 - kStrangersPages);
 }
 
-/// What a giver had emptied, and what the asker had, before each of its driver's unmaps.
+/// What a giver had emptied, and what the requester had, before each of its driver's unmaps.
 struct Handover {
   std::vector<std::uint64_t> cached, room;
   std::vector<std::uint32_t> bells;
@@ -215,19 +215,19 @@ Handover hand_over(bool giver_is_busy) {
   Handover seen;
   Ledger ledger;
   auto giver = ledger.join();
-  const auto asker = ledger.join();
+  const auto requester = ledger.join();
   auto backing = std::make_shared<Observed>();
   const std::shared_ptr<Pool> pool = make_pool(backing, std::move(giver), kPage);
-  if (!CHECK(pool != nullptr && asker != nullptr)) return seen;
+  if (!CHECK(pool != nullptr && requester != nullptr)) return seen;
   const auto ids = pool->allocator.alloc(41);
   if (!CHECK(ids && *ids && pool->allocator.cache(**ids))) return seen;
   pool->state.places->report_busy(giver_is_busy);
-  (void)asker->ask(kPages * kPage);
+  (void)requester->request_memory(kPages * kPage);
   backing->drains = 0;
   backing->before_unmap = [&] {
     seen.cached.push_back(pool->state.stats().blocks_cached);
-    seen.room.push_back(asker->room(kPage));
-    seen.bells.push_back(asker->bell());
+    seen.room.push_back(requester->room(kPage));
+    seen.bells.push_back(requester->bell());
   };
   const auto given = pool->maintenance.give_up(40, Depth::kCached, 0);
   CHECK(given && *given == 40);
@@ -243,7 +243,7 @@ TEST(idle_neighbour_releases_its_first_pages_alone) {
   constexpr std::uint64_t kFirst = kFirstBatchBytes / kPage;
   CHECK(seen.cached[0] == 41 - kFirst);
   CHECK(seen.room[1] == seen.room[0] + kFirst);
-  CHECK(seen.bells[1] != seen.bells[0]);  // the asker is awake before the second batch
+  CHECK(seen.bells[1] != seen.bells[0]);  // the requester is awake before the second batch
   CHECK(seen.cached[1] == 1);
 }
 
@@ -284,7 +284,7 @@ TEST(foreign_usage_ignores_samples_during_changes) {
   };
   const auto asleep = [&] { neighbour->fall_asleep(); };
   const auto one_more = [&] { CHECK(ledger.join() != nullptr); };
-  CHECK(static_cast<bool>(neighbour->ask_to_reserve(kPage)));
+  CHECK(static_cast<bool>(neighbour->claim_reserve(kPage)));
   for (const std::function<void()>& change :
        {std::function<void()>(back_again), std::function<void()>(asleep),
         std::function<void()>(one_more), std::function<void()>(without_them)}) {
