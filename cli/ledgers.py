@@ -33,7 +33,7 @@ def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> Ledger
 
 
 @dataclass(frozen=True)
-class FreedPlace:
+class FreedSlot:
     """The removed ledger entry of a dead instance."""
 
     name: str
@@ -42,22 +42,22 @@ class FreedPlace:
     granted_bytes: int
 
 
-def reap_ledgers() -> tuple[list[str], list[FreedPlace]]:
+def reap_ledgers() -> tuple[list[str], list[FreedSlot]]:
     """Remove the entries of dead instances, and ledgers without members.
 
     Returns the removed files, and the entries removed from the remaining ledgers.
     """
     from kvelastic.shared.ledger import list_ledgers, reap
 
-    before = _dead_places(list_ledgers())
+    before = _dead_slots(list_ledgers())
     removed = [str(path) for path in reap()]
-    left = set(_dead_places(list_ledgers()))
+    left = set(_dead_slots(list_ledgers()))
     return removed, [place for key, place in before.items() if key not in left]
 
 
-def _dead_places(ledgers: list[LedgerInfo]) -> dict[tuple[str, str, bytes], FreedPlace]:
+def _dead_slots(ledgers: list[LedgerInfo]) -> dict[tuple[str, str, bytes], FreedSlot]:
     return {
-        (ledger.group, ledger.device, member.uuid): FreedPlace(
+        (ledger.group, ledger.device, member.uuid): FreedSlot(
             member.name, ledger.device, member.granted_bytes
         )
         for ledger in ledgers

@@ -280,9 +280,9 @@ class LedgerMember:
     def priority(self) -> int: ...
     def measure_grant_ns(self, page_bytes: int, count: int) -> float: ...
 
-class Places:
+class DeviceSet:
     def __init__(
-        self, places: Sequence[tuple[LedgerMember, Sequence[int]]], copy_bytes: int
+        self, placements: Sequence[tuple[LedgerMember, Sequence[int]]], copy_bytes: int
     ) -> None: ...
     @property
     def devices(self) -> list[tuple[str, int]]: ...
@@ -478,7 +478,7 @@ class Pool:
         max_cached_blocks: int = -1,
         cache_idle_s: float = -1.0,
         preallocate: bool = True,
-        places: Places | None = None,
+        device_set: DeviceSet | None = None,
         reclaim_wait_s: float = 0.05,
         movable: bool = False,
     ) -> None: ...

@@ -135,7 +135,7 @@ class Config:
     def page_size_bytes(self) -> int:
         """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default.
 
-        `placement.page_size_bytes` returns the default of GPUs.
+        `device_set.page_size_bytes` returns the default of GPUs.
         """
         return (self.page_size_mb or HOST_PAGE_SIZE_MB) * MIB_BYTES
 

@@ -30,7 +30,7 @@ from kvelastic.device.selection import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.kvcached import embedded
 from kvelastic.pool.hand_mapped import HandMapped, open_hand_mapped
-from kvelastic.shared.placement import page_size_bytes as default_page_size
+from kvelastic.shared.device_set import page_size_bytes as default_page_size
 from kvelastic.units import GRANULARITY_BYTES
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Instance:
-    """A process of its own with pool, maintenance thread, segment and a place in a ledger."""
+    """A process of its own with pool, maintenance thread, segment and a slot in a ledger."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Bounds the number of clients' connections, and cuts those whose clients do not read.
 
 connections = Connections(files, lambda: app_state.settings.server.send_timeout)
-place = connections.enter(connection)     # when it is made
+state = connections.enter(connection)     # when it is made
 connections.leave(connection)             # when it is lost
 connections.start()                       # in the loop: check periodically for stuck clients
 
@@ -47,7 +47,7 @@ _BYTES_ACKED: Final = 120
 """Offset of `tcpi_bytes_acked` in the kernel's `struct tcp_info`, a stable ABI."""
 
 
-class Place(Enum):
+class ConnectionState(Enum):
     """How a new connection is treated."""
 
     SERVED = "served"
@@ -109,16 +109,16 @@ class Connections:
         """Number of open connections."""
         return len(self._served) + len(self._refused)
 
-    def enter(self, connection: Connection) -> Place:
+    def enter(self, connection: Connection) -> ConnectionState:
         """Register a new connection; return how to treat it."""
         if len(self._served) < self.most:
             self._served[connection] = None
-            return Place.SERVED
+            return ConnectionState.SERVED
         self.refused += 1
         if len(self._refused) < self._files.most_refused:
             self._refused[connection] = None
-            return Place.REFUSED
-        return Place.CLOSED
+            return ConnectionState.REFUSED
+        return ConnectionState.CLOSED
 
     def leave(self, connection: Connection) -> None:
         """Remove a lost connection. Idempotent."""

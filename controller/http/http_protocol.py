@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvelastic.controller.http.connections import Connections, Place
+from kvelastic.controller.http.connections import Connections, ConnectionState
 from kvelastic.controller.http.engine_paths import is_realtime
 from kvelastic.controller.http.headers import Headers
 from kvelastic.controller.http.refusal import Refusal
@@ -66,12 +66,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         """True if the current request is a WebSocket handshake that is served."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._earlier: list[RequestResponseCycle] = []
-        self._place = Place.SERVED
+        self._state = ConnectionState.SERVED
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._place = self.bounds.connections.enter(self)
-        if self._place is Place.CLOSED:
+        self._state = self.bounds.connections.enter(self)
+        if self._state is ConnectionState.CLOSED:
             transport.abort()
             return
         self._start_timer()
@@ -138,7 +138,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self._stop_timer()
-        if self._place is not Place.SERVED:
+        if self._state is not ConnectionState.SERVED:
             self._end(_too_many(self.bounds.connections.most))
         if self._is_over:
             return

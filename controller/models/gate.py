@@ -44,7 +44,7 @@ class State(str, Enum):
     DOWN = "down"
 
 
-class Place(str, Enum):
+class TicketState(str, Enum):
     """The state of a request at the gate."""
 
     NEW = "new"
@@ -61,7 +61,7 @@ class Ticket:
     """Higher goes first; requests of equal priority in order of arrival."""
     deadline_s: float = 0.0
     """Set by `arrive`."""
-    place: Place = Place.NEW
+    state: TicketState = TicketState.NEW
     refusal: Refusal | None = None
     waiter: Any = None
     """For the effects: the future to complete when the request is admitted or refused."""
@@ -147,7 +147,7 @@ class Gate:
     @property
     def waiting_priority(self) -> int:
         """The highest priority of the waiting requests; 0 without any."""
-        waiting = (t.priority for _, _, t in self._heap if t.place is Place.QUEUED)
+        waiting = (t.priority for _, _, t in self._heap if t.state is TicketState.QUEUED)
         return max(waiting, default=0)
 
     # ------------------------------------------------------------------------------ requests
@@ -179,11 +179,11 @@ class Gate:
 
     def leave(self, ticket: Ticket, now_s: float) -> None:
         """A request has ended, or its client has disconnected. Idempotent."""
-        place, ticket.place = ticket.place, Place.OUT
-        if place is Place.QUEUED:
+        before, ticket.state = ticket.state, TicketState.OUT
+        if before is TicketState.QUEUED:
             self._queued -= 1
             self._forget_gone()
-        elif place is Place.ADMITTED:
+        elif before is TicketState.ADMITTED:
             self.in_flight -= 1
             self.last_activity_s = now_s
             self._pump()
@@ -191,7 +191,7 @@ class Gate:
     def tick(self, now_s: float) -> None:
         """Refuse requests past their deadline; wake the model if it is due."""
         for _, _, ticket in sorted(self._heap):
-            if ticket.place is Place.QUEUED and ticket.deadline_s <= now_s:
+            if ticket.state is TicketState.QUEUED and ticket.deadline_s <= now_s:
                 self._queued -= 1
                 self._refuse(
                     ticket,
@@ -205,7 +205,7 @@ class Gate:
                 )
         self._forget_gone()
         if self._queued:
-            waiting = [t.deadline_s for _, _, t in self._heap if t.place is Place.QUEUED]
+            waiting = [t.deadline_s for _, _, t in self._heap if t.state is TicketState.QUEUED]
             self.effects.remind(min(waiting))
             self._wake_if_due(now_s)
 
@@ -317,16 +317,16 @@ class Gate:
         """Refuse all waiting requests."""
         waiting, self._heap = sorted(self._heap), []
         for _, _, ticket in waiting:
-            if ticket.place is Place.QUEUED:
+            if ticket.state is TicketState.QUEUED:
                 self._queued -= 1
                 self._refuse(ticket, refusal)
 
     def take_waiting(self) -> list[Ticket]:
         """Remove and return the waiting requests, in order."""
-        waiting = [entry[2] for entry in sorted(self._heap) if entry[2].place is Place.QUEUED]
+        waiting = [entry[2] for entry in sorted(self._heap) if entry[2].state is TicketState.QUEUED]
         self._heap, self._queued = [], 0
         for ticket in waiting:
-            ticket.place = Place.NEW
+            ticket.state = TicketState.NEW
         return waiting
 
     def adopt(self, waiting: list[Ticket], now_s: float) -> None:
@@ -348,7 +348,7 @@ class Gate:
 
     def check_integrity(self) -> None:
         """Recount; raises `IntegrityError`."""
-        queued = sum(ticket.place is Place.QUEUED for _, _, ticket in self._heap)
+        queued = sum(ticket.state is TicketState.QUEUED for _, _, ticket in self._heap)
         if queued != self._queued or self.in_flight < 0:
             raise IntegrityError(f"{queued} queued, {self._queued} counted, {self.in_flight} out")
         if self._queued and self.state is State.AWAKE and self._has_room:
@@ -424,22 +424,22 @@ class Gate:
     def _pump(self) -> None:
         while self._queued and self.state is State.AWAKE and self._has_room:
             _, _, ticket = heapq.heappop(self._heap)
-            if ticket.place is Place.QUEUED:
+            if ticket.state is TicketState.QUEUED:
                 self._queued -= 1
                 self._admit(ticket)
 
     def _admit(self, ticket: Ticket) -> None:
-        ticket.place = Place.ADMITTED
+        ticket.state = TicketState.ADMITTED
         self.in_flight += 1
         self.effects.admit(ticket)
 
     def _refuse(self, ticket: Ticket, refusal: Refusal) -> None:
-        ticket.place = Place.OUT
+        ticket.state = TicketState.OUT
         ticket.refusal = refusal
         self.effects.refuse(ticket)
 
     def _queue(self, ticket: Ticket) -> None:
-        ticket.place = Place.QUEUED
+        ticket.state = TicketState.QUEUED
         self._number += 1
         self._queued += 1
         heapq.heappush(self._heap, (-ticket.priority, self._number, ticket))
@@ -454,7 +454,7 @@ class Gate:
     def _forget_gone(self) -> None:
         """Keep the heap near the size of the queue by removing requests that have left."""
         if len(self._heap) > 2 * self._queued + 8:
-            self._heap = [entry for entry in self._heap if entry[2].place is Place.QUEUED]
+            self._heap = [entry for entry in self._heap if entry[2].state is TicketState.QUEUED]
             heapq.heapify(self._heap)
 
     def _expect(self, state: State) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvelastic import config
 from kvelastic.controller.models.admission import Claim
-from kvelastic.controller.models.sleep_policy import Ask
+from kvelastic.controller.models.sleep_policy import MemoryRequest
 from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
 from kvelastic.instance.device_usage import MemberUse, member_uses
@@ -154,21 +154,23 @@ def engine_asleep(name: str) -> bool | None:
     return status.engine_asleep if status.is_alive else None
 
 
-def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[str], int]]]:
+def pressure(
+    older_than_s: float,
+) -> tuple[list[MemoryRequest], dict[str, tuple[frozenset[str], int]]]:
     """Return the memory requests of at least this age, and the devices and bytes of each segment.
 
     Raises `LedgerError`.
     """
-    asks: list[Ask] = []
+    requests: list[MemoryRequest] = []
     held: dict[str, tuple[frozenset[str], int]] = {}
     for info in ledger.list_ledgers():
-        place = f"{info.group}/{info.device}"
+        key = f"{info.group}/{info.device}"
         for member in info.members:
-            places, held_bytes = held.get(member.name, (frozenset(), 0))
-            held[member.name] = (places | {place}, held_bytes + member.granted_bytes)
+            keys, held_bytes = held.get(member.name, (frozenset(), 0))
+            held[member.name] = (keys | {key}, held_bytes + member.granted_bytes)
             if member.ask_bytes and member.ask_s >= older_than_s and member.status == "alive":
-                asks.append(Ask(place, member.ask_bytes, member.priority))
-    return asks, held
+                requests.append(MemoryRequest(key, member.ask_bytes, member.priority))
+    return requests, held
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.memory_history import INTERVAL_S
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
-from kvelastic.controller.models.sleep_policy import Ask, Candidate, due, victims
+from kvelastic.controller.models.sleep_policy import Candidate, MemoryRequest, due, victims
 from kvelastic.errors import is_out_of_descriptors
 
 _log = logging.getLogger("kvelastic.controller")
@@ -91,23 +91,23 @@ class MaintenanceLoop:
         instances = [m for m in self._serving.fleet if m.settings.instance is not None]
         if sleep.auto and instances:
             generations = {model: model.gate.generation for model in instances}
-            asks, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
+            requests, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
             # If a model has slept or woken since, the amount read for it is out of date.
             same = [model for model in instances if model.gate.generation == generations[model]]
-            if asks:
-                self._relieve(same, asks, held)
+            if requests:
+                self._relieve(same, requests, held)
 
     def _relieve(
         self,
         instances: list[ServedModel],
-        asks: list[Ask],
+        requests: list[MemoryRequest],
         held: dict[str, tuple[frozenset[str], int]],
     ) -> None:
         candidates = [
             candidate_of(model, *held.get(model.settings.instance or "", (frozenset(), 0)))
             for model in instances
         ]
-        for name in victims(candidates, asks):
+        for name in victims(candidates, requests):
             self._put_to_sleep(name, "others ask for memory")
 
     def _put_to_sleep(self, name: str, why: str, *, by_hand: bool = False) -> None:

@@ -208,7 +208,7 @@ class ServedModel:
         ticket.model = self
         self.last_request_at = time.time()
         self.gate.arrive(ticket, time.monotonic())
-        if ticket.refusal is None and ticket.place.value == "queued":
+        if ticket.refusal is None and ticket.state.value == "queued":
             ticket.waiter = asyncio.get_running_loop().create_future()
             await ticket.waiter
         if ticket.refusal is not None:

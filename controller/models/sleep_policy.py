@@ -1,7 +1,7 @@
 """Selects the models to put to sleep: pure functions over plain values.
 
 due(candidates)               # models that have been idle long enough
-victims(candidates, asks)     # models whose memory others wait for
+victims(candidates, requests)     # models whose memory others wait for
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ask:
+class MemoryRequest:
     """The memory request of an instance that waits for it."""
 
     device: str
@@ -52,7 +52,7 @@ def due(candidates: list[Candidate]) -> list[str]:
     return [c.name for c in sorted(found, key=lambda c: -c.idle_s)]
 
 
-def victims(candidates: list[Candidate], asks: list[Ask]) -> list[str]:
+def victims(candidates: list[Candidate], requests: list[MemoryRequest]) -> list[str]:
     """Return the models to put to sleep for these memory requests.
 
     Their priority is at most the highest of the requests on a device. The least important come
@@ -62,9 +62,11 @@ def victims(candidates: list[Candidate], asks: list[Ask]) -> list[str]:
     chosen: list[str] = []
     missing: dict[str, int] = {}
     highest: dict[str, int] = {}
-    for ask in asks:
-        missing[ask.device] = missing.get(ask.device, 0) + ask.bytes
-        highest[ask.device] = max(highest.get(ask.device, ask.priority), ask.priority)
+    for request in requests:
+        missing[request.device] = missing.get(request.device, 0) + request.bytes
+        highest[request.device] = max(
+            highest.get(request.device, request.priority), request.priority
+        )
     for candidate in sorted(candidates, key=lambda c: (c.priority, -c.idle_s)):
         if not candidate.may_sleep or candidate.held_bytes <= 0:
             continue

@@ -220,11 +220,11 @@ class Turns:
         }
         sessions = {model.engine_pid for model in models if model.engine_pid is not None}
         by_name = {
-            self._place("host"): Device(self._host.capacity_bytes, self._host.total_bytes),
-            **{self._place(name): Device(size) for name, size in settings.devices.items()},
+            self._ledger_of("host"): Device(self._host.capacity_bytes, self._host.total_bytes),
+            **{self._ledger_of(name): Device(size) for name, size in settings.devices.items()},
         }
-        for place, device in devices.items():
-            by_name[place] = Device(
+        for ledger, device in devices.items():
+            by_name[ledger] = Device(
                 device.capacity_bytes,
                 device.total_bytes,
                 {
@@ -241,8 +241,8 @@ class Turns:
         self, model: ServedModel, devices: Mapping[str, DeviceClaims]
     ) -> dict[str, Claim]:
         shown = {
-            place: device.full[model.settings.instance]
-            for place, device in devices.items()
+            ledger: device.full[model.settings.instance]
+            for ledger, device in devices.items()
             if model.settings.instance is not None and model.settings.instance in device.full
         }
         is_settled = model.gate.state in {State.AWAKE, State.ASLEEP}
@@ -253,11 +253,11 @@ class Turns:
             return shown or last
         nothing = Claim()
         return {
-            place: shown.get(place, nothing).larger(last.get(place, nothing))
-            for place in {*shown, *last}
+            ledger: shown.get(ledger, nothing).larger(last.get(ledger, nothing))
+            for ledger in {*shown, *last}
         }
 
-    def _place(self, device: str) -> str:
+    def _ledger_of(self, device: str) -> str:
         """Return the ledger of a configured device."""
         return f"{self._group}/{device}"
 
@@ -267,7 +267,7 @@ class Turns:
         if not claim.all_bytes:
             return {}
         device = memory.device or (next(iter(devices)) if len(devices) == 1 else "host")
-        return {self._place(device): claim}
+        return {self._ledger_of(device): claim}
 
 
 def standing_of(

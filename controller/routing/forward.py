@@ -43,7 +43,7 @@ from kvelastic.controller.http.request_body import (
 )
 from kvelastic.controller.http.request_log import RequestIds, RequestLog
 from kvelastic.controller.models.fleet import NOT_SERVED
-from kvelastic.controller.models.gate import Place, Ticket
+from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import Replica, ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.body_reader import BodyReader
@@ -208,7 +208,7 @@ class Forwarder:
             with served_by(served):
                 await self._to_an_engine(scope, send, exchange, served, body)
         finally:
-            if ticket.place is not Place.OUT:
+            if ticket.state is not TicketState.OUT:
                 ticket.model.leave(ticket)
 
     async def _to_an_engine(

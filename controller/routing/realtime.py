@@ -31,7 +31,7 @@ from kvelastic.controller.http.replies import refusal_parts
 from kvelastic.controller.http.request_body import ClientGoneError
 from kvelastic.controller.http.websocket_protocol import MESSAGE_BYTES
 from kvelastic.controller.models.fleet import NOT_SERVED
-from kvelastic.controller.models.gate import Place, Ticket
+from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import Replica, ServedModel
 from kvelastic.controller.routing.forward import (
     NAMED_MODEL,
@@ -152,7 +152,7 @@ class Realtime:
                 await _close(engine, GOING_AWAY, "", _LEAVE_S)
         finally:
             watcher.cancel()
-            if ticket.place is not Place.OUT:
+            if ticket.state is not TicketState.OUT:
                 ticket.model.leave(ticket)
 
     def _find_model(self, scope: Any) -> ServedModel:

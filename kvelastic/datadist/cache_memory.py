@@ -23,7 +23,7 @@ from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.shared import placement
+from kvelastic.shared import device_set
 
 ENGINE: Final = "datadist"
 """Engine name of cache pools in `kvctl list`."""
@@ -77,7 +77,7 @@ class CacheMemory:
         name_streams(device)
         self._alignment_bytes = pool.alignment_bytes
         self._tiers = tuple(tiers)
-        page = placement.page_size_bytes(settings, [device])
+        page = device_set.page_size_bytes(settings, [device])
         self._page_bytes = page
         layout = PageLayout(page, 1, 1, page)
         most_bytes = device.capacity_bytes
@@ -104,7 +104,7 @@ class CacheMemory:
             name=name,
         )
         if limit_bytes is not None:
-            own = settings.limit_bytes(self._pool.places.capacity_bytes)
+            own = settings.limit_bytes(self._pool.device_set.capacity_bytes)
             self._pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
         self._pool.start_maintenance()
 

@@ -2,7 +2,7 @@
 
 A driver takes almost the same time for each handle, whatever its size: an RTX PRO 6000 attaches 10
 GiB in 11 ms with handles of 64 MiB, and in 364 ms with handles of 2 MiB. Large pages make moving
-memory cheap; small pages leave less memory unused. `placement.page_size_bytes` returns the size
+memory cheap; small pages leave less memory unused. `device_set.page_size_bytes` returns the size
 that an instance starts from.
 
     for_price(measured_price_us(driver), capacity_bytes)

@@ -245,8 +245,8 @@ def _giving(giver: Member) -> str:
     if spare_bytes >= giver.wanted_bytes:
         return f"was requested to release {wanted} and releases parked pages and cached blocks"
     return (
-        f"was requested to release {wanted}, of which {_spare(giver)} parked or cached; the rest is in"
-        " use until its requests end or are preempted"
+        f"was requested to release {wanted}, of which {_spare(giver)} parked or cached; the rest is"
+        " in use until its requests end or are preempted"
     )
 
 
@@ -275,8 +275,8 @@ def _reclaim_requests_to(me: Member, others: list[Member]) -> Iterable[Finding]:
     else:
         yield line(
             "asked",
-            f"It was requested to release {wanted}, of which {_spare(me)} parked or cached. The rest is"
-            " in use: it allocates no blocks until requests end or are preempted.",
+            f"It was requested to release {wanted}, of which {_spare(me)} parked or cached. The"
+            " rest is in use: it allocates no blocks until requests end or are preempted.",
             f"run kvctl set {me.name} --min SIZE or a higher --priority to let it keep its memory",
             is_blocked=True,
         )

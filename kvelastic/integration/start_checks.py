@@ -73,10 +73,10 @@ def check_guarantee(settings: Config, *, instances: int = 1) -> None:
     `ledger.join`.
     """
     host = selection.host(settings)
-    with ExitStack() as places:
+    with ExitStack() as memberships:
         for _ in range(instances):
             try:
-                place = ledger.join(
+                joined = ledger.join(
                     host.name,
                     group=settings.ledger,
                     capacity_bytes=host.capacity_bytes,
@@ -91,4 +91,4 @@ def check_guarantee(settings: Config, *, instances: int = 1) -> None:
                     f"KVELASTIC_MIN={format_size(settings.minimum)}: {error}, or raise"
                     " KVELASTIC_HOST_MEMORY."
                 ) from error
-            places.callback(place.close)
+            memberships.callback(joined.close)

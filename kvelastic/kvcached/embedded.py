@@ -30,7 +30,7 @@ from kvelastic.logs import say_once
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.pool.tensor_views import CachePlan, plan, plan_states, state_view
-from kvelastic.shared import placement
+from kvelastic.shared import device_set
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ class _State:
     @property
     def page_size_bytes(self) -> int:
         """Page size in bytes from which layouts start."""
-        return placement.page_size_bytes(self.settings, [self.device])
+        return device_set.page_size_bytes(self.settings, [self.device])
 
 
 _lock = threading.RLock()
@@ -110,9 +110,9 @@ def init(
                     "KVELASTIC_TIERS does nothing here: blocks of kvcached's interface have no"
                     " keys. Use kvelastic.tiers (docs/tiers.md), or unset it.",
                 )
-            place = resolve(named, settings)
+            found = resolve(named, settings)
             reserve_bytes = settings.reserve or 0
-            _state = _State(engine, settings, place, reserve_bytes, is_worker, async_sched)
+            _state = _State(engine, settings, found, reserve_bytes, is_worker, async_sched)
             return
         if _state.engine != engine:
             raise UnsupportedError(

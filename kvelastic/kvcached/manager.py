@@ -124,7 +124,7 @@ class KVCacheManager:
     def observability_snapshot(self, *, integration: str | None = None) -> KVCachePoolSnapshot:
         """Return a snapshot of the pool; `integration` overrides the engine's name."""
         native = self._pool.blocks
-        geometry, places = native.geometry, self._pool.places
+        geometry, device_set = native.geometry, self._pool.device_set
         return pool_snapshot(
             native.stats(),
             native.limit_state(),
@@ -135,7 +135,7 @@ class KVCacheManager:
             kv_buffers=self.num_kv_buffers,
             block_bytes=geometry.block_bytes * self._buffers,
             range_bytes=geometry.range_bytes,
-            room_bytes=places.room() * places.page_bytes,
+            room_bytes=device_set.room() * device_set.page_bytes,
         )
 
     def observability_snapshot_dict(self, *, integration: str | None = None) -> dict[str, Any]:

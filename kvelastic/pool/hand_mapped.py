@@ -43,14 +43,14 @@ class HandMapped:
     def __init__(
         self,
         own_segment: segment.Segment,
-        place: ledger.JoinedLedger,
+        joined: ledger.JoinedLedger,
         memory: _vmm.Range,
         limit_bytes: int,
         reclaim_wait_s: float,
     ) -> None:
         self.segment = own_segment
         self.memory = memory
-        self._place = place
+        self._joined = joined
         self._limit_bytes = limit_bytes
         self._reclaim_wait_s = reclaim_wait_s
         self._lock = threading.Lock()
@@ -119,10 +119,10 @@ class HandMapped:
             except DriverError as error:
                 _log.warning("%s: not all memory could be given back: %s", self.segment.name, error)
             if self.memory.failed or self.memory.held_bytes:
-                self.memory.hold_grant_of(self._place.member)
-                self._place.linger()
+                self.memory.hold_grant_of(self._joined.member)
+                self._joined.linger()
             else:
-                self._place.close()
+                self._joined.close()
             self._publish()
             self.segment.close()
 
@@ -131,7 +131,7 @@ class HandMapped:
 
         Raises `OutOfMemoryError` if the limit or the ledger has no room.
         """
-        geometry, member = self.memory.geometry, self._place.member
+        geometry, member = self.memory.geometry, self._joined.member
         wanted_bytes = (self.memory.mapped_pages + pages) * geometry.page_bytes
         missing_bytes = wanted_bytes - member.granted_bytes
         if wanted_bytes > self._limit_bytes:
@@ -161,7 +161,7 @@ class HandMapped:
 
     def _is_granted(self, missing_bytes: int) -> bool:
         """Take a grant of `missing_bytes`, all or nothing; return whether it was taken."""
-        extent_bytes, member = self.memory.geometry.extent_bytes, self._place.member
+        extent_bytes, member = self.memory.geometry.extent_bytes, self._joined.member
         extents = missing_bytes // extent_bytes
         granted = member.grant(extents, extent_bytes)
         if granted == extents:
@@ -176,7 +176,7 @@ class HandMapped:
 
     def _say_leaving(self, size_bytes: int) -> None:
         extent_bytes = self.memory.geometry.extent_bytes
-        self._place.member.leaving(size_bytes // extent_bytes, extent_bytes)
+        self._joined.member.leaving(size_bytes // extent_bytes, extent_bytes)
 
     def _settle(self) -> None:
         """Release the surplus grant, publish the usage, and refuse pending requests.
@@ -184,7 +184,7 @@ class HandMapped:
         If a failure could not be undone, the amount of held memory is unknown and the whole grant
         is kept.
         """
-        member, extent_bytes = self._place.member, self.memory.geometry.extent_bytes
+        member, extent_bytes = self._joined.member, self.memory.geometry.extent_bytes
         reclaim_bytes, _ = member.open_reclaim()
         if reclaim_bytes:
             if self.memory.held_bytes > self.memory.mapped_pages * self.memory.geometry.page_bytes:
@@ -207,12 +207,12 @@ class HandMapped:
             effective_limit_bytes=self._limit_bytes,
             mapped_bytes=self.memory.held_bytes,
             reason=reason,
-            min_bytes=self._place.member.min_bytes,
-            priority=self._place.member.priority,
+            min_bytes=self._joined.member.min_bytes,
+            priority=self._joined.member.priority,
         )
 
     def _publish(self) -> None:
-        page_bytes, member = self.memory.geometry.page_bytes, self._place.member
+        page_bytes, member = self.memory.geometry.page_bytes, self._joined.member
         held_bytes, mapped = self.memory.held_bytes, self.memory.mapped_pages
         held = held_bytes // page_bytes
         record = self.segment.record
@@ -247,9 +247,9 @@ def open_hand_mapped(
     _vmm.set_log_level(_log.getEffectiveLevel())
     memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)
     own_segment = segment.create(name, engine=ENGINE, device=device.name)
-    place: ledger.JoinedLedger | None = None
+    joined: ledger.JoinedLedger | None = None
     try:
-        place = ledger.join(
+        joined = ledger.join(
             device.name,
             group=settings.ledger,
             capacity_bytes=device.capacity_bytes,
@@ -259,13 +259,13 @@ def open_hand_mapped(
             min_bytes=settings.minimum,
             priority=settings.priority,
         )
-        capacity_bytes = place.member.capacity_bytes
+        capacity_bytes = joined.member.capacity_bytes
         limit_bytes = settings.limit_bytes(capacity_bytes)
         if limit_bytes is None:
             limit_bytes = min(capacity_bytes, memory.range_bytes)
-        return HandMapped(own_segment, place, memory, limit_bytes, settings.reclaim_wait_s)
+        return HandMapped(own_segment, joined, memory, limit_bytes, settings.reclaim_wait_s)
     except BaseException:
-        if place is not None:
-            place.close()
+        if joined is not None:
+            joined.close()
         own_segment.close()
         raise

@@ -23,7 +23,7 @@ from kvelastic.device.selection import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
 from kvelastic.pool.layout import PageLayout
 from kvelastic.shared import kvcached_segment, segment
-from kvelastic.shared.placement import JoinedPlaces, capacity_bytes, copies_by_device, join_all
+from kvelastic.shared.device_set import JoinedDevices, capacity_bytes, copies_by_device, join_all
 from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")
@@ -61,7 +61,7 @@ class ElasticPool:
     def __init__(
         self,
         own_segment: segment.Segment,
-        joined: JoinedPlaces,
+        joined: JoinedDevices,
         memory: Memory,
         blocks: _vmm.Pool,
         settings: Config,
@@ -73,7 +73,7 @@ class ElasticPool:
         self._kvcached = kvcached
         self.ledgers = joined.ledgers
         """One for each device, sorted by device name."""
-        self.places = joined.places
+        self.device_set = joined.device_set
         """The combined state of the ledgers."""
         self._joined = joined
         self.memory = memory
@@ -131,7 +131,7 @@ class ElasticPool:
         """
         assert isinstance(self.memory, _vmm.Ring)
         for rank, (pid, start_time_ticks) in enumerate(self.memory.workers):
-            self.places.add_worker(rank, pid, start_time_ticks)
+            self.device_set.add_worker(rank, pid, start_time_ticks)
 
     def close(self, *, discard: bool = False) -> None:
         """Stop the maintenance thread, release memory, leave the ledgers and remove the segment.
@@ -241,7 +241,7 @@ def open_pool(
         )
     else:
         own_segment = segment.create(name, engine=engine, model=model, devices=on)
-    joined: JoinedPlaces | None = None
+    joined: JoinedDevices | None = None
     try:
         joined = join_all(
             devices,
@@ -263,13 +263,13 @@ def open_pool(
             where,
             max_blocks=min(num_blocks, pages * layout.blocks_per_page),
             limit_bytes=limit_bytes,
-            capacity_bytes=joined.places.capacity_bytes,
+            capacity_bytes=joined.device_set.capacity_bytes,
             min_reserved_pages=settings.min_reserved_pages,
             max_reserved_pages=settings.max_reserved_pages,
             max_cached_blocks=most_cached_blocks(settings.max_cached_tokens, block_tokens),
             cache_idle_s=FOREVER_S if settings.cache_idle_s is None else settings.cache_idle_s,
             preallocate=settings.page_prealloc_enabled,
-            places=joined.places,
+            device_set=joined.device_set,
             reclaim_wait_s=settings.reclaim_wait_s,
             movable=movable,
         )
@@ -284,7 +284,7 @@ def open_pool(
         "instance %s: on %s, of which instances may hold %s; limit %s, guarantee %s, priority %d",
         own_segment.name,
         ", ".join(name for name, _ in copies_by_device(devices)),
-        format_size(joined.places.capacity_bytes),
+        format_size(joined.device_set.capacity_bytes),
         "none" if limit_bytes == _vmm.UNLIMITED_BYTES else format_size(limit_bytes),
         format_size(settings.minimum),
         settings.priority,

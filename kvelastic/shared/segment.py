@@ -269,11 +269,11 @@ def create(
     operating system refuses, for example because /dev/shm is full.
     """
     candidates = [check_name(name)] if name is not None else _automatic_names(engine)
-    places = [(device, 1)] if devices is None else list(devices)
+    copies = [(device, 1)] if devices is None else list(devices)
     reap()
     for _ in range(_CLAIM_TRIES):
         with suppress(_RemovedError):
-            return _create(candidates, engine=engine, model=model, devices=places)
+            return _create(candidates, engine=engine, model=model, devices=copies)
     raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
 
 

@@ -437,7 +437,7 @@ def requests_in(fd: int, kind: StatusKind[_S, _Q, _A]) -> dict[int, _Q]:
 def _ring_of(fd: int, kind: StatusKind[_S, _Q, _A], of: type[_T], at: int) -> dict[int, _T]:
     """Return the complete cells of a ring, by number. Makes one system call."""
     raw = os.pread(fd, RING * CELL_BYTES, at)
-    cells = (raw[place : place + CELL_BYTES] for place in range(0, len(raw), CELL_BYTES))
+    cells = (raw[offset : offset + CELL_BYTES] for offset in range(0, len(raw), CELL_BYTES))
     return dict(one for cell in cells if (one := kind.unpack(of, cell)))
 
 

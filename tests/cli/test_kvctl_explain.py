@@ -364,7 +364,7 @@ CASES = {
     "is asked for what is guaranteed": (
         replace(CALM, min_bytes=100 * MIB),
         ledger(member("a", wanted_bytes=50 * MIB, min_bytes=100 * MIB), member("b", **ASKING)),
-        ["asked: It was requested to release 50.00 MiB, but holds no more than its guarantee."], []),
+        ["asked: It was requested to release 50.00 MiB, but holds no more than its"], []),
     # --- ledgers that say nothing
     "another user's ledger": (
         CALM, LedgerInfo("host", "foreign", problem="it is of user 7"),

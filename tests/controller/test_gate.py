@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
+from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
 
 
 class RecordingEffects:
@@ -85,7 +85,7 @@ def test_queue_deadline_ends_the_wait() -> None:
     ticket = Ticket()
     gate.arrive(ticket, 1.0)
     gate.tick(10.9)
-    assert ticket.place is Place.QUEUED
+    assert ticket.state is TicketState.QUEUED
     gate.tick(11.0)
     assert code_of(ticket) == "queue_timeout"
     gate.woken(None, 12.0)
@@ -229,7 +229,7 @@ def test_random_steps_keep_the_gate_consistent(steps: list[tuple[str, int]]) -> 
             gate.set_rules(Rules(queue_limit=5, queue_timeout_s=20.0, max_in_flight=number % 3))
         gate.check_integrity()
         assert gate.queued <= 5
-        assert gate.in_flight == sum(t.place is Place.ADMITTED for t in tickets)
+        assert gate.in_flight == sum(t.state is TicketState.ADMITTED for t in tickets)
         assert effects.said.count("wake") <= effects.said.count("sleep") * 100
         assert len(set(map(id, effects.admitted))) == len(effects.admitted)
         assert len(set(map(id, effects.refused))) == len(effects.refused)

@@ -18,7 +18,7 @@ from functools import partial
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
-from kvelastic.controller.models.gate import Gate, Place, Rules, State, Ticket
+from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
 from kvelastic.controller.models.turn_policy import SPARED_PART, Stand, Standing, Want, decide
 from tools.reclaim_simulator.instance import Instance, Request
 from tools.reclaim_simulator.simulation import Simulation
@@ -165,7 +165,7 @@ class TurnSimulation(Simulation):
 
     def give_up(self, chosen: int) -> None:
         """One of those that wait goes away."""
-        waiting = [t for t in self.arrived_s if t.place is Place.QUEUED]
+        waiting = [t for t in self.arrived_s if t.state is TicketState.QUEUED]
         if not waiting:
             return
         ticket = waiting[chosen % len(waiting)]

@@ -16,7 +16,7 @@ from benchmarks.vmm.prices import PROFILES
 from kvelastic import _vmm, config
 from kvelastic.device import page_size
 from kvelastic.device.selection import Device
-from kvelastic.shared import ledger, placement
+from kvelastic.shared import device_set, ledger
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -91,7 +91,7 @@ def group() -> Iterator[str]:
 def chosen(devices: list[Device], group: str, **environment: str) -> int:
     """In MiB."""
     settings = config.load({"KVELASTIC_LEDGER": group} | environment)
-    return placement.page_size_bytes(settings, devices) // MIB
+    return device_set.page_size_bytes(settings, devices) // MIB
 
 
 def test_configured_page_size_overrides_and_host_uses_default(group: str) -> None:
@@ -123,12 +123,12 @@ DECIDE = """
 import sys
 from kvelastic import config
 from kvelastic.device import selection, page_size
-from kvelastic.shared import placement
+from kvelastic.shared import device_set
 page_size.measured_price_us = lambda driver: float(sys.argv[1])
 settings = config.load()
 found = selection.resolve("cuda", settings)
 sys.stdin.readline()
-print(placement.page_size_bytes(settings, [found]) >> 20, flush=True)
+print(device_set.page_size_bytes(settings, [found]) >> 20, flush=True)
 sys.stdin.readline()
 """
 

@@ -34,14 +34,14 @@ def shown() -> Iterator[tuple[Machine, str]]:
         f"{machine.group}_shown", engine="test", devices=[("b", 2), ("a", 1)]
     ) as own:
         uuid = own.record.read_header()["uuid"]
-        places = machine.join("bba", own.name, reserve_bytes={"b": HUGE}, uuid=uuid).places
+        device_set = machine.join("bba", own.name, reserve_bytes={"b": HUGE}, uuid=uuid).device_set
         pool = _vmm.Pool(
             _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 4)),
             max_blocks=4 * BLOCKS,
             limit_bytes=99 * HUGE,
             capacity_bytes=99 * HUGE,
             preallocate=False,
-            places=places,
+            device_set=device_set,
         )
         maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
@@ -129,5 +129,5 @@ def test_explain_chooses_the_fuller_device(shown: tuple[Machine, str]) -> None:
 
     assert chosen() == "b"  # the fuller one
     other = machine.join("a", "other")
-    assert other.places.grant(5) == 5
+    assert other.device_set.grant(5) == 5
     assert chosen() == "a"

@@ -134,7 +134,7 @@ GPU = DeviceFacts("GPU-1", 80 * GIB, "NVIDIA H100")
 
 def test_gpu_capacity_is_the_configured_share() -> None:
     other = DeviceFacts("GPU-2", 40 * GIB, "NVIDIA A100")
-    places = scheduler_side._places(config.Config(gpu_utilization=0.5), [GPU, other, GPU])
+    places = scheduler_side._rank_devices(config.Config(gpu_utilization=0.5), [GPU, other, GPU])
     assert [(place.name, place.capacity_bytes) for place in places] == [
         ("GPU-1", 40 * GIB),
         ("GPU-2", 20 * GIB),
@@ -149,7 +149,7 @@ def test_gpu_capacity_is_the_configured_share() -> None:
 )
 def test_device_unsuitable_for_vllm_is_rejected(device: str, facts: DeviceFacts) -> None:
     with pytest.raises(ConfigError, match=f"KVELASTIC_DEVICE='{device}'"):
-        scheduler_side._places(config.Config(device=device), [facts])
+        scheduler_side._rank_devices(config.Config(device=device), [facts])
 
 
 def test_documentation_has_the_table_of_tested_gpus() -> None:
@@ -163,7 +163,7 @@ def test_log_lists_kernels_that_ran_on_the_gpu(
 ) -> None:
     h100 = replace(GPU, name="GPU-2", model="NVIDIA H100 80GB HBM3")
     with caplog.at_level("INFO", "kvelastic"):
-        scheduler_side._places(config.Config(), [h100, GPU])
+        scheduler_side._rank_devices(config.Config(), [h100, GPU])
     seen, unseen = (record.getMessage() for record in caplog.records)
     assert "vLLM's Triton kernels, V2 runner (driver 580.159.04)" in seen
     assert "Not run on any GPU yet: FlashAttention, tensor parallel, SGLang." in seen

@@ -109,12 +109,12 @@ def test_memory_of_other_processes_is_exact_after_calls(group: str) -> None:
     neighbour = ledger.join(
         "host", group=group, capacity_bytes=64 * MIB, name="neighbour", uuid=bytes(16)
     )
-    places = _vmm.Places([(neighbour.member, [0])], PAGE)
+    device_set = _vmm.DeviceSet([(neighbour.member, [0])], PAGE)
     strangers = 3 * PAGE
 
     def is_certain() -> bool:
         used = sum(one.granted_bytes for one in members(group).values()) + strangers
-        sight = places.see_devices(lambda: [(64 * MIB, 64 * MIB - used)])
+        sight = device_set.see_devices(lambda: [(64 * MIB, 64 * MIB - used)])
         (info,) = (info for info in ledger.list_ledgers() if info.group == group)
         return (sight, info.others_bytes) == ("exact", strangers)
 

@@ -91,7 +91,7 @@ def test_request_of_another_instance_ends_the_wait(shared: TwoPools) -> None:
     step.start()
     wait_until(lambda: is_asked(shared, 1), "it has asked, and waits")
     assert step.is_alive()
-    shared.places[1].member.set_priority(1)
-    assert shared.places[1].member.request_memory(PAGES << 21)
+    shared.ledgers[1].member.set_priority(1)
+    assert shared.ledgers[1].member.request_memory(PAGES << 21)
     step.join()
     assert found[0] < A_PAGE_AND_MORE

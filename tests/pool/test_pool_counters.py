@@ -31,7 +31,7 @@ def test_page_creation_and_destruction_are_counted(pool: ElasticPool) -> None:
         assert counters["pages_destroyed"] == counters["pages_unmapped"]
         held = counters["pages_created"] - counters["pages_destroyed"]
         assert held * LAYOUT.page_bytes == pool.blocks.mapped_bytes
-        assert held * LAYOUT.page_bytes == pool.places.granted_bytes
+        assert held * LAYOUT.page_bytes == pool.device_set.granted_bytes
         return counters["pages_created"], counters["pages_destroyed"]
 
     with segment.open_readonly(pool.name) as outside:

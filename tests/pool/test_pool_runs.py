@@ -172,13 +172,13 @@ def test_partly_granted_run_returns_its_grant():
     machine = Machine({"a": 6})
     memory = Memory(WHOLE, PAGES)
     mine, other = machine.join("a"), machine.join("a")
-    pool = memory.pool(places=mine.places, capacity_bytes=6 * HUGE, reclaim_wait_s=0.01)
-    assert other.places.grant(2) == 2
+    pool = memory.pool(device_set=mine.device_set, capacity_bytes=6 * HUGE, reclaim_wait_s=0.01)
+    assert other.device_set.grant(2) == 2
     assert pool.alloc_run(4) is None
-    assert mine.places.granted_bytes == pool.mapped_bytes == HUGE  # the null block's page
+    assert mine.device_set.granted_bytes == pool.mapped_bytes == HUGE  # the null block's page
     assert pool.alloc_run(3) == [1, 2, 3]
     machine.check()
-    other.places.give_back(2)
+    other.device_set.give_back(2)
     assert pool.alloc_run(2) == [4, 5]
     pool.check_integrity()
     pool.close(discard=True)

@@ -17,10 +17,10 @@ def test_memory_of_sleeping_pool_is_available_to_others(shared: TwoPools) -> Non
     assert b.alloc(1) is None
     state = a.sleep()
     shared.check()
-    assert state["over_bytes"] == shared.places[0].member.granted_bytes == PAGES * HUGE
+    assert state["over_bytes"] == shared.ledgers[0].member.granted_bytes == PAGES * HUGE
     a.free(ids)
     shared.check()
-    assert shared.places[0].member.granted_bytes == 0
+    assert shared.ledgers[0].member.granted_bytes == 0
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert theirs is not None
     shared.check()
@@ -36,7 +36,7 @@ def test_memory_of_sleeping_pool_is_available_to_others(shared: TwoPools) -> Non
 
 def test_sleep_releases_guaranteed_memory_and_keeps_the_guarantee(shared: TwoPools) -> None:
     a, b = shared.pools
-    member = shared.places[0].member
+    member = shared.ledgers[0].member
     member.set_min(2 * HUGE)
     a.free(a.alloc(2 * BLOCKS_PER_PAGE) or [])
     a.sleep()

@@ -2,7 +2,7 @@
 
 machine = Machine({"a": 8, "b": 8})       # pages of 2 MiB
 mine = machine.join("aab")                # two ranks on a, one on b
-mine.places.grant(2); machine.granted("a"); machine.check(); machine.close()
+mine.device_set.grant(2); machine.granted("a"); machine.check(); machine.close()
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from native_pools import HUGE
 from kvelastic import _vmm
 from kvelastic.device.selection import Device
 from kvelastic.shared import ledger
-from kvelastic.shared.placement import JoinedPlaces, join_all
+from kvelastic.shared.device_set import JoinedDevices, join_all
 
 
 class Machine:
     """Devices of this test's own, with ledgers and nothing behind them."""
 
     def __init__(self, pages: dict[str, int]) -> None:
-        self.group = f"kvplaces-{os.getpid()}-{random.randrange(1 << 40):x}"
+        self.group = f"kvdeviceset-{os.getpid()}-{random.randrange(1 << 40):x}"
         self.devices = {
             name: Device(name, count * HUGE, _vmm.HostDriver) for name, count in pages.items()
         }
-        self.joined: list[JoinedPlaces] = []
+        self.joined: list[JoinedDevices] = []
 
-    def join(self, ranks: str, name: str = "", **options: object) -> JoinedPlaces:
+    def join(self, ranks: str, name: str = "", **options: object) -> JoinedDevices:
         """`ranks` are the devices' names, a letter each: "aab" has two copies on a."""
         name = name or f"m{len(self.joined)}"
         made = join_all(

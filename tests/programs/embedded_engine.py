@@ -97,7 +97,7 @@ class Request:
     ids: list[int]
     load: Load | None
     loading: range
-    """Places of its blocks that the load brings."""
+    """DeviceSet of its blocks that the load brings."""
 
 
 class Engine:

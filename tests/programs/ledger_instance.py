@@ -119,7 +119,7 @@ def serve() -> None:
                     signal.pause()
                 answer(child)
             elif verb == "granted":
-                answer(pool.places.granted_bytes)
+                answer(pool.device_set.granted_bytes)
             elif verb == "arrivals":
                 answer(blocks.arrivals)
             elif verb == "engine_sleeps":

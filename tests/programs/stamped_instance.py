@@ -392,15 +392,15 @@ def join_briefly(name: str, group: str, capacity_bytes: int, dice: random.Random
             name=name,
             uuid=mine.record.read_header()["uuid"],
             min_bytes=dice.choice([0, 0, PAGE_BYTES]),
-        ) as place,
+        ) as joined,
     ):
         inode = mine.path.stat().st_ino
-        got = place.member.grant(dice.randint(1, 4), PAGE_BYTES)
-        place.member.request_memory(PAGE_BYTES)
+        got = joined.member.grant(dice.randint(1, 4), PAGE_BYTES)
+        joined.member.request_memory(PAGE_BYTES)
         time.sleep(dice.random() * 0.002)
-        held_bytes = place.member.granted_bytes
+        held_bytes = joined.member.granted_bytes
         assert held_bytes == got * PAGE_BYTES, f"granted {got} pages, now {held_bytes} bytes"
-        place.member.give_back(got, PAGE_BYTES)
+        joined.member.give_back(got, PAGE_BYTES)
         assert mine.path.stat().st_ino == inode, "its segment was replaced"
 
 

@@ -25,7 +25,7 @@ class TwoPools:
         self.segments = [
             segment.create(f"{name}_{who}", engine="test", device="host") for who in "ab"
         ]
-        self.places = [
+        self.ledgers = [
             ledger.join(
                 "host",
                 group=name,
@@ -39,7 +39,7 @@ class TwoPools:
         ]
         self.pools = []
         self.ranges = []
-        for place in self.places:
+        for joined in self.ledgers:
             memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, PAGES))
             self.ranges.append(memory)
             self.pools.append(
@@ -49,18 +49,18 @@ class TwoPools:
                     limit_bytes=PAGES * HUGE,
                     capacity_bytes=PAGES * HUGE,
                     preallocate=False,
-                    places=_vmm.Places([(place.member, [0])], HUGE),
+                    device_set=_vmm.DeviceSet([(joined.member, [0])], HUGE),
                     reclaim_wait_s=reclaim_wait_s,
                 )
             )
 
     def close(self) -> None:
-        for place in self.places:
-            place.close()
+        for joined in self.ledgers:
+            joined.close()
         for one in self.segments:
             one.close()
 
     def check(self) -> None:
-        for pool, place in zip(self.pools, self.places, strict=True):
+        for pool, joined in zip(self.pools, self.ledgers, strict=True):
             pool.check_integrity()
-            assert place.member.granted_bytes == pool.mapped_bytes
+            assert joined.member.granted_bytes == pool.mapped_bytes

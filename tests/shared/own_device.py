@@ -67,7 +67,7 @@ class Device:
     @contextmanager
     def requester(self) -> Iterator[_vmm.LedgerMember]:
         """A member without pages and maintenance thread: only the test acts for it."""
-        place = ledger.join(
+        joined = ledger.join(
             "host",
             group=self.group,
             capacity_bytes=DEVICE_PAGES * PAGE_BYTES,
@@ -75,9 +75,9 @@ class Device:
             uuid=os.urandom(16),
         )
         try:
-            yield place.member
+            yield joined.member
         finally:
-            place.close()
+            joined.close()
 
     def wait_until_idle(self, of: Instance) -> None:
         wait_until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")

@@ -32,7 +32,7 @@ def fill(pool: _vmm.Pool) -> list[int]:
 def is_sound(shared: TwoPools) -> None:
     shared.check()
     with (
-        shared.places[0].path.open("rb") as file,
+        shared.ledgers[0].path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
     ):
         _vmm.ledger_check_integrity(memory)
@@ -42,7 +42,7 @@ def is_sound(shared: TwoPools) -> None:
 
 
 def test_reserved_memory_is_not_granted(shared: TwoPools) -> None:
-    a, b = shared.places
+    a, b = shared.ledgers
     a.member.reserve(2 * HUGE)
     assert shared.pools[1].alloc(PAGES * BLOCKS_PER_PAGE - 1) is None
     assert b.member.room(HUGE) <= PAGES - 2
@@ -54,7 +54,7 @@ def test_reserved_memory_is_not_granted(shared: TwoPools) -> None:
 
 def test_wake_reclaims_neighbours_cache_for_its_reserve(shared: TwoPools) -> None:
     a, b = shared.pools
-    shared.places[0].member.reserve(4 * HUGE)
+    shared.ledgers[0].member.reserve(4 * HUGE)
     a.sleep()
     ids = fill(b)
     b.cache(ids)  # all of it is cache now
@@ -70,7 +70,7 @@ def test_wake_reclaims_neighbours_cache_for_its_reserve(shared: TwoPools) -> Non
 
 def test_refused_wake_leaves_the_pool_asleep(shared: TwoPools) -> None:
     a, b = shared.pools
-    shared.places[0].member.reserve(4 * HUGE)
+    shared.ledgers[0].member.reserve(4 * HUGE)
     a.sleep()
     theirs = fill(b)  # and nobody is there to give it
     with pytest.raises(ReserveError, match=rf"{shared.segments[1].name} has 12.00 MiB of cache"):
@@ -79,7 +79,7 @@ def test_refused_wake_leaves_the_pool_asleep(shared: TwoPools) -> None:
     assert a.alloc(1) is None
     b.free(theirs)
     assert fill(b), "nothing is kept for it"
-    shared.places[1].member.set_min(3 * HUGE)
+    shared.ledgers[1].member.set_min(3 * HUGE)
     with pytest.raises(GuaranteeError, match=r"6.00 MiB guaranteed"):
         a.wake()
     assert a.is_asleep
@@ -89,7 +89,7 @@ def test_refused_wake_leaves_the_pool_asleep(shared: TwoPools) -> None:
 def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) -> None:
     """By request, as kvctl does it, while the neighbour has to preempt for it."""
     a, b = shared.pools
-    shared.places[0].member.reserve(4 * HUGE)
+    shared.ledgers[0].member.reserve(4 * HUGE)
     maintenance_threads = [
         _vmm.MaintenanceThread.start(pool, one.record, idle_trim_s=-1.0)
         for pool, one in zip(shared.pools, shared.segments, strict=True)
@@ -117,18 +117,18 @@ def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) 
 
 
 def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
-    shared.places[0].member.reserve(4 * HUGE)
+    shared.ledgers[0].member.reserve(4 * HUGE)
     name = shared.segments[0].name
     maintenance = _vmm.MaintenanceThread.start(
         shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0
     )
     try:
         assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"
-        shared.places[1].member.set_min(3 * HUGE)
+        shared.ledgers[1].member.set_min(3 * HUGE)
         answer = segment.request(name, asleep=False, min_bytes=HUGE, wait_s=DEADLINE_S)
         assert (answer.state, answer.asleep, answer.min_bytes) == ("refused", True, 0)
         assert "no room for 2.00 MiB guaranteed and 8.00 MiB reserved" in answer.reason
-        shared.places[1].member.set_min(HUGE)
+        shared.ledgers[1].member.set_min(HUGE)
         assert segment.request(name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         is_sound(shared)
     finally:
@@ -136,10 +136,10 @@ def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
 
 
 def test_one_of_two_concurrent_wakes_is_refused(shared: TwoPools) -> None:
-    for place, pool in zip(shared.places, shared.pools, strict=True):
+    for joined, pool in zip(shared.ledgers, shared.pools, strict=True):
         pool.sleep()
-        place.member.set_min(2 * HUGE)
-        place.member.reserve(2 * HUGE)
+        joined.member.set_min(2 * HUGE)
+        joined.member.reserve(2 * HUGE)
     refused = []
 
     def wake(pool: _vmm.Pool) -> None:
@@ -162,20 +162,20 @@ def test_one_of_two_concurrent_wakes_is_refused(shared: TwoPools) -> None:
 
 
 def test_capacity_below_reserves_and_guarantees_is_rejected(shared: TwoPools) -> None:
-    group = shared.places[0].path.name.split("_")[2]
-    shared.places[0].member.reserve(2 * HUGE)
-    shared.places[1].member.set_min(2 * HUGE)
+    group = shared.ledgers[0].path.name.split("_")[2]
+    shared.ledgers[0].member.reserve(2 * HUGE)
+    shared.ledgers[1].member.set_min(2 * HUGE)
     with pytest.raises(GuaranteeError, match=r"4.00 MiB guaranteed and 4.00 MiB reserved"):
         ledger.set_capacity("host", group=group, capacity_bytes=4 * HUGE - 1)
     assert ledger.set_capacity("host", group=group, capacity_bytes=4 * HUGE) == CAPACITY
-    assert shared.places[1].member.room(HUGE) == 2
+    assert shared.ledgers[1].member.room(HUGE) == 2
     is_sound(shared)
 
 
 def test_corrupt_grant_total_is_named(shared: TwoPools) -> None:
     fill(shared.pools[1])
     raw = mmap.mmap(-1, _vmm.LEDGER_BYTES)
-    raw[:] = shared.places[0].path.read_bytes()
+    raw[:] = shared.ledgers[0].path.read_bytes()
     granted = (6 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")
     (at,) = [at for at in range(0, len(raw), 8) if raw[at : at + 8] == granted]
     raw[at : at + 8] = (7 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")

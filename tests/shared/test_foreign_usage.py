@@ -25,7 +25,7 @@ driver.use_streams([])
 memory = _vmm.Range.reserve(driver, native_geometry(LAYOUTS["paged"], 32))
 stranger = driver.create(5 * HUGE)
 machine = Machine({"a": 64})
-mine, neighbour = machine.join("a").places, machine.join("a").places
+mine, neighbour = machine.join("a").device_set, machine.join("a").device_set
 
 def look(when):
     sight = neighbour.see_devices(lambda: [(driver.total_bytes, driver.free_bytes)])

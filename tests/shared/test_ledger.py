@@ -73,8 +73,8 @@ import sys
 from kvelastic.shared import ledger
 device, group, min_bytes = sys.argv[1:4]
 with ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16),
-                 min_bytes=int(min_bytes), priority=3) as place:
-    print(place.member.grant(8, 2 << 20), flush=True)
+                 min_bytes=int(min_bytes), priority=3) as joined:
+    print(joined.member.grant(8, 2 << 20), flush=True)
     sys.stdin.read()
 """
 
@@ -198,17 +198,17 @@ FORKER = """
 import os, sys
 from kvelastic.shared import ledger
 def main():
-    place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="n",
+    joined = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="n",
                         uuid=bytes(16))
-    member = place.member
+    member = joined.member
     member.grant(3, 2 << 20)
     child = os.fork()
     if child == 0:
-        del member, place
+        del member, joined
         return
     status = os.waitpid(child, 0)[1]
-    print(status, member.granted_bytes, len(ledger.list_ledgers()) > 0, place.path.exists())
-    place.close()
+    print(status, member.granted_bytes, len(ledger.list_ledgers()) > 0, joined.path.exists())
+    joined.close()
 main()
 """
 
@@ -222,12 +222,12 @@ def test_join_of_a_full_ledger_raises(device):
     with ExitStack() as stack, Other(device) as other:
         for _ in range(_vmm.LEDGER_SLOTS - 1):
             last = stack.enter_context(join(device))
-        with pytest.raises(LedgerError, match="128 places"):
+        with pytest.raises(LedgerError, match="128 slots"):
             join(device)
         last.close()
         join(device).close()
         stack.enter_context(join(device))
-        with pytest.raises(LedgerError, match="128 places"):
+        with pytest.raises(LedgerError, match="128 slots"):
             join(device)
         other.kill()  # whoever joins looks for the dead first
         stack.enter_context(join(device))
@@ -250,16 +250,16 @@ from kvelastic.shared import ledger
 device, group, rounds, token = sys.argv[1:5]
 what = {"group": group, "capacity_bytes": 2 << 20, "name": "n", "uuid": bytes(16)}
 for _ in range(int(rounds)):
-    with ledger.join(device, **what) as place:
+    with ledger.join(device, **what) as joined:
         # The ledger of the name is the one that this process is in, as long as it is in it.
-        assert os.fstat(place._fd).st_ino == place.path.stat().st_ino
+        assert os.fstat(joined._fd).st_ino == joined.path.stat().st_ino
         info = next(info for info in ledger.list_ledgers() if info.device == device)
         assert os.getpid() in [member.pid for member in info.members]
         # And there is one page, for one of all of them.
-        if place.member.grant(1, 2 << 20):
+        if joined.member.grant(1, 2 << 20):
             os.close(os.open(token, os.O_CREAT | os.O_EXCL))
             Path(token).unlink()
-            place.member.give_back(1, 2 << 20)
+            joined.member.give_back(1, 2 << 20)
 print("done")
 """
 
@@ -328,10 +328,10 @@ def test_priority_out_of_bounds_is_rejected(device, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
         join(device, priority=priority)
     assert found(device) is None
-    with join(device, priority=1000) as place:
+    with join(device, priority=1000) as joined:
         with pytest.raises(InvalidArgumentError, match=f"priority={priority}"):
-            place.member.set_priority(priority)
-        assert place.member.priority == 1000
+            joined.member.set_priority(priority)
+        assert joined.member.priority == 1000
 
 
 def test_rejected_first_member_leaves_no_ledger(device):
@@ -635,8 +635,8 @@ THREAD_GOES_ON = """
 import ctypes, sys, threading
 from kvelastic.shared import ledger
 device, group = sys.argv[1:3]
-place = ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16))
-assert place.member.grant(4, 2 << 20) == 4
+joined = ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16))
+assert joined.member.grant(4, 2 << 20) == 4
 threading.Thread(target=sys.stdin.read).start()
 print("here", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
@@ -787,7 +787,7 @@ def test_full_ledger_error_names_the_remedy(device):
         ]
         assert mine.path not in ledger.reap()
         assert {member.status for member in found(device).members} == {"alive"}
-        with pytest.raises(LedgerError, match=r"all 128 places .* end an instance .*, or set"):
+        with pytest.raises(LedgerError, match=r"all 128 slots .* end an instance .*, or set"):
             join(device)
         others.pop().leave()
         with join(device):
@@ -799,7 +799,7 @@ def test_full_ledger_error_names_the_remedy(device):
 EXITS = """
 import sys
 from kvelastic.shared import ledger
-place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="other",
+joined = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="other",
                     uuid=bytes(16))
 """
 

@@ -24,7 +24,7 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.shared.liveness import ProcessIdentity, pid_namespace
 from kvelastic.units import GIB_BYTES, MIB_BYTES
 from tools import reclaim_simulator
-from tools.reclaim_simulator import Contender, ReclaimRequest, Depth, kept_bytes, plan_reclaim
+from tools.reclaim_simulator import Contender, Depth, ReclaimRequest, kept_bytes, plan_reclaim
 from tools.reclaim_simulator.__main__ import main
 from tools.reclaim_simulator.account import Account
 from tools.reclaim_simulator.examples import EXAMPLES, example_trace

@@ -342,16 +342,16 @@ def test_page_counts_once_per_rank(device):
     with (
         ledger.join(
             device, group="ring", capacity_bytes=5 * cost + 2 * HUGE, name="mine", uuid=bytes(16)
-        ) as place,
+        ) as joined,
         Scheduler(
             ranks=3,
-            places=_vmm.Places([(place.member, range(3))], HUGE),
+            device_set=_vmm.DeviceSet([(joined.member, range(3))], HUGE),
             limit_bytes=PAGES * cost,
             capacity_bytes=PAGES * cost,
         ) as scheduler,
         scheduler.all_workers() as workers,
     ):
-        pool, member = scheduler.pool, place.member
+        pool, member = scheduler.pool, joined.member
 
         def assert_holds(pages: int) -> None:
             assert pool.mapped_bytes == member.granted_bytes == pages * cost
@@ -392,10 +392,10 @@ def test_grant_is_kept_if_mappings_are_unknown(device):
     with (
         ledger.join(
             device, group="ring", capacity_bytes=PAGES * cost, name="mine", uuid=bytes(16)
-        ) as place,
+        ) as joined,
         Scheduler(
             ranks=2,
-            places=_vmm.Places([(place.member, range(2))], HUGE),
+            device_set=_vmm.DeviceSet([(joined.member, range(2))], HUGE),
             capacity_bytes=PAGES * cost,
         ) as scheduler,
         scheduler.all_workers() as workers,
@@ -404,13 +404,13 @@ def test_grant_is_kept_if_mappings_are_unknown(device):
         workers[1].kill()
         with pytest.raises(errors.ChannelClosedError):
             scheduler.pool.alloc(B)
-        assert place.member.granted_bytes == 2 * cost
+        assert joined.member.granted_bytes == 2 * cost
         scheduler.pool.check_integrity()
 
 
 def test_device_without_ranks_is_rejected(device):
     with (
-        ledger.join(device, group="ring", capacity_bytes=HUGE, name="m", uuid=bytes(16)) as place,
+        ledger.join(device, group="ring", capacity_bytes=HUGE, name="m", uuid=bytes(16)) as joined,
         pytest.raises(errors.InvalidArgumentError, match="no rank has its pages on"),
     ):
-        _vmm.Places([(place.member, [])], HUGE)
+        _vmm.DeviceSet([(joined.member, [])], HUGE)

@@ -29,8 +29,8 @@ who = st.integers(0, MEMBERS - 1)
 class Model:
     """What one member has; in pages."""
 
-    def __init__(self, place: ledger.JoinedLedger, least: int, reserve: int) -> None:
-        self.place = place
+    def __init__(self, joined: ledger.JoinedLedger, least: int, reserve: int) -> None:
+        self.joined = joined
         self.least = least
         self.reserve = reserve
         self.granted = 0
@@ -64,7 +64,7 @@ class Account(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for model in self.members.values():
-            model.place.close()
+            model.joined.close()
         if hasattr(self, "holder"):
             self.holder.close()
 
@@ -98,17 +98,17 @@ class Account(RuleBasedStateMachine):
         if key in self.members or (allowed and not self.is_there(key, reserve)):
             return  # nobody gives here: it would wait for five seconds
         try:
-            place = self.enter(f"m{key}", least, reserve)
+            joined = self.enter(f"m{key}", least, reserve)
         except GuaranteeError:
             assert not allowed
         else:
             assert allowed
-            self.members[key] = Model(place, least, reserve)
+            self.members[key] = Model(joined, least, reserve)
 
     @rule(key=who)
     def leave(self, key: int) -> None:
         if key in self.members:
-            self.members.pop(key).place.close()
+            self.members.pop(key).joined.close()
 
     @rule(key=who, count=pages)
     def grant(self, key: int, count: int) -> None:
@@ -116,7 +116,7 @@ class Account(RuleBasedStateMachine):
         if one is None or not one.awake:
             return
         room = max(0, self.left(sum(x.reserve for x in self.awake())) - self.granted())
-        got = one.place.member.grant(count, PAGE)
+        got = one.joined.member.grant(count, PAGE)
         assert got == min(count, room)
         one.granted += got
 
@@ -124,13 +124,13 @@ class Account(RuleBasedStateMachine):
     def give_back(self, key: int, count: int) -> None:
         if one := self.members.get(key):
             given = min(count, one.granted)
-            one.place.member.give_back(given, PAGE)
+            one.joined.member.give_back(given, PAGE)
             one.granted -= given
 
     @rule(key=who)
     def sleep(self, key: int) -> None:
         if one := self.members.get(key):
-            one.place.member.fall_asleep()
+            one.joined.member.fall_asleep()
             one.awake = False
 
     @rule(key=who)
@@ -139,7 +139,7 @@ class Account(RuleBasedStateMachine):
         if one is None or one.awake:
             return
         try:
-            one.place.member.wake(0.0)
+            one.joined.member.wake(0.0)
         except GuaranteeError:
             assert not self.sums_allow(key, one.least, one.reserve)
         except ReserveError:
@@ -155,7 +155,7 @@ class Account(RuleBasedStateMachine):
         if one is None or not one.awake:
             return
         try:
-            one.place.member.set_min(least * PAGE)
+            one.joined.member.set_min(least * PAGE)
         except GuaranteeError:
             assert least > one.least
             assert not self.sums_allow(key, least, one.reserve)
@@ -171,7 +171,7 @@ class Account(RuleBasedStateMachine):
         if reserve > one.reserve and allowed and not self.is_there(key, reserve):
             return  # as in join
         try:
-            one.place.member.reserve(reserve * PAGE)
+            one.joined.member.reserve(reserve * PAGE)
         except GuaranteeError:
             assert not allowed
         else:

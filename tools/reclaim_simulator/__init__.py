@@ -18,15 +18,15 @@ from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 
 __all__ = [
-    "REQUEST_EXPIRY_NS",
     "FAIR_CACHED_NS",
     "FAIR_IN_USE_NS",
     "IDLE_NS",
     "PATIENCE_NS",
+    "REQUEST_EXPIRY_NS",
     "RESERVE_WAIT_NS",
     "Contender",
-    "ReclaimRequest",
     "Depth",
+    "ReclaimRequest",
     "kept_bytes",
     "plan_excess",
     "plan_reclaim",

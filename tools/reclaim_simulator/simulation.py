@@ -4,9 +4,9 @@
     result.models[0].served, result.moved_bytes
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
-(vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, requests to others for at most
-`alloc_wait_ns`, own cached contents; then it fails, the maintenance thread renews the request, and the
-engine tries again. Nothing here sleeps or looks at a clock.
+(vmm_csrc/pool/grow.cpp): own parked pages, what the device has free, requests to others for at
+most `alloc_wait_ns`, own cached contents; then it fails, the maintenance thread renews the request,
+and the engine tries again. Nothing here sleeps or looks at a clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Final
 
 from kvelastic.errors import IntegrityError
 from tools.reclaim_simulator import (
-    REQUEST_EXPIRY_NS,
     PATIENCE_NS,
+    REQUEST_EXPIRY_NS,
     RESERVE_WAIT_NS,
     Contender,
-    ReclaimRequest,
     Depth,
+    ReclaimRequest,
     kept_bytes,
     plan_excess,
     plan_reclaim,

@@ -42,14 +42,16 @@ std::vector<BlockPart> parts_of(nb::handle sequence) {
 
 std::vector<BlockSlot> pairs_of(nb::handle ids, nb::handle slots) {
   const std::vector<std::int64_t> blocks = integers_of(ids);
-  const std::vector<std::int64_t> places = integers_of(slots);
-  if (blocks.size() != places.size()) {
+  const std::vector<std::int64_t> slots_of_blocks = integers_of(slots);
+  if (blocks.size() != slots_of_blocks.size()) {
     raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
-                                       std::to_string(places.size()) + " slots; pass one for each");
+                                       std::to_string(slots_of_blocks.size()) +
+                                       " slots; pass one for each");
   }
   std::vector<BlockSlot> pairs;
   pairs.reserve(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i) pairs.push_back({blocks[i], natural(places[i])});
+  for (std::size_t i = 0; i < blocks.size(); ++i)
+    pairs.push_back({blocks[i], natural(slots_of_blocks[i])});
   return pairs;
 }
 

@@ -50,7 +50,7 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
                                 std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
                                 std::int64_t max_cached_blocks, double cache_idle_s,
-                                bool preallocate, std::shared_ptr<Places> places,
+                                bool preallocate, std::shared_ptr<DeviceSet> device_set,
                                 double reclaim_wait_s, bool movable) {
   PoolOptions options;
   options.max_blocks = max_blocks;
@@ -72,13 +72,13 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   if (nb::isinstance<Range>(memory)) {
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
     return unwrap(Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options,
-                               std::move(places)));
+                               std::move(device_set)));
   }
   std::shared_ptr<RingBacking> ring;
   if (!nb::try_cast(memory, ring) || ring == nullptr) {
     throw nb::type_error("memory must be a Range or a Ring");
   }
-  return unwrap(Pool::create(ring->geometry(), ring, options, std::move(places)));
+  return unwrap(Pool::create(ring->geometry(), ring, options, std::move(device_set)));
 }
 
 nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
@@ -105,7 +105,7 @@ auto from_state(const Pool& pool) {
 }
 
 void report_busy(Pool& pool, bool busy) {
-  if (own(pool).state.places) pool.state.places->report_busy(busy);
+  if (own(pool).state.device_set) pool.state.device_set->report_busy(busy);
 }
 
 /// free and touch block only if the pool is over its limit and must unmap pages.
@@ -261,7 +261,7 @@ void bind_pool(nb::module_& m) {
   pool.def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "cache_idle_s"_a = -1.0, "preallocate"_a = true,
-           "places"_a = nb::none(), "reclaim_wait_s"_a = 0.05, "movable"_a = false)
+           "device_set"_a = nb::none(), "reclaim_wait_s"_a = 0.05, "movable"_a = false)
       .def("alloc", &alloc, "count"_a, nb::kw_only(), "reuse"_a = false,
            "Return the ids of `count` blocks, or None if too few are available; then nothing has "
            "changed. With `reuse`, before it maps a page, it also takes freed blocks that are "

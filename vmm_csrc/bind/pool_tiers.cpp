@@ -30,15 +30,16 @@ std::chrono::nanoseconds wait_of(double seconds) {
 
 std::vector<BlockSlot> block_slots_of(nb::handle ids, nb::handle slots) {
   const std::vector<std::int64_t> blocks = integers_of(ids);
-  const std::vector<std::int64_t> places = integers_of(slots);
-  if (blocks.size() != places.size()) {
+  const std::vector<std::int64_t> slots_of_blocks = integers_of(slots);
+  if (blocks.size() != slots_of_blocks.size()) {
     raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
-                                       std::to_string(places.size()) + " slots; give one for each");
+                                       std::to_string(slots_of_blocks.size()) +
+                                       " slots; give one for each");
   }
   std::vector<BlockSlot> out;
   out.reserve(blocks.size());
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    out.push_back({blocks[i], static_cast<std::uint64_t>(places[i])});
+    out.push_back({blocks[i], static_cast<std::uint64_t>(slots_of_blocks[i])});
   }
   return out;
 }

@@ -283,7 +283,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     return member;
   }
   return Error{Errc::kPoolExhausted,
-               "all " + std::to_string(kLedgerSlots) + " places of the device's ledger are taken"};
+               "all " + std::to_string(kLedgerSlots) + " slots of the device's ledger are taken"};
 }
 
 std::string_view LedgerMember::device() const {
@@ -300,7 +300,7 @@ void LedgerMember::leave() {
 
 Status LedgerMember::refuse_in_a_child() const {
   if (joined_by_.is_this()) return ok();
-  return Error{Errc::kDeviceUnavailable, "this place in the device's ledger is that of process " +
+  return Error{Errc::kDeviceUnavailable, "this slot of the device's ledger is that of process " +
                                              std::to_string(joined_by_.pid()) +
                                              "; a forked child has to join for itself"};
 }

@@ -47,7 +47,7 @@ struct Contender {
   std::uint64_t request_bytes = 0;  ///< its memory request; 0: none
   std::uint64_t request_ns = 0;     ///< how long it has waited
   /// Released memory is kept for its request. False: it first waits for another device and cannot
-  /// use memory here yet (see places.h).
+  /// use memory here yet (see device_set.h).
   bool keeps = true;
   std::uint64_t reclaim_bytes = 0;  ///< requested from it and still open
   std::uint64_t reclaim_ns =

@@ -159,7 +159,7 @@ std::vector<std::pair<PageIndex, std::uint32_t>> Blocks::used_by_page() const {
 }
 
 bool Blocks::is_closed(BlockId id) const {
-  Result<Place> at = find(id);
+  Result<BlockPosition> at = find(id);
   return at && pages_[at->page].closed;
 }
 
@@ -203,7 +203,7 @@ void Blocks::alloc_run(PageIndex first, std::uint64_t count, std::vector<BlockId
   }
 }
 
-Result<Blocks::Place> Blocks::find(BlockId id) const {
+Result<Blocks::BlockPosition> Blocks::find(BlockId id) const {
   if (id == kNullBlock) {
     return Error{Errc::kNullBlock, "block 0 is the null block; it is never given back"};
   }
@@ -218,7 +218,7 @@ Result<Blocks::Place> Blocks::find(BlockId id) const {
         const auto index = static_cast<PageIndex>(page);
         const BlockId slot = id - geometry_.first_id(index);
         if (slot >= 0 && slot < static_cast<BlockId>(blocks_per_page_)) {
-          return Place{index, static_cast<std::uint32_t>(slot)};
+          return BlockPosition{index, static_cast<std::uint32_t>(slot)};
         }
       }
     }
@@ -234,15 +234,15 @@ Error Blocks::wrong_state(BlockId id, const char* wanted) const {
 
 template <typename Step, typename Undo>
 Status Blocks::for_all(std::span<const BlockId> ids, const char* wanted, Step step, Undo undo) {
-  places_.clear();
+  positions_.clear();
   for (const BlockId id : ids) {
-    Result<Place> at = find(id);
+    Result<BlockPosition> at = find(id);
     if (at && !step(*at)) at = wrong_state(id, wanted);
     if (!at) {
-      for (std::size_t i = places_.size(); i-- > 0;) undo(places_[i]);
+      for (std::size_t i = positions_.size(); i-- > 0;) undo(positions_[i]);
       return at.error();
     }
-    places_.push_back(*at);
+    positions_.push_back(*at);
   }
   return ok();
 }
@@ -251,20 +251,20 @@ Status Blocks::free(std::span<const BlockId> ids) {
   // First the bits, which can be undone, then the counts, which cannot fail.
   Status marked = for_all(
       ids, "in use",
-      [this](Place at) {
+      [this](BlockPosition at) {
         if (!is_taken(at) || is_waiting(at, Pins::Then::kFree)) return false;
         taken_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
         return true;
       },
-      [this](Place at) { taken_word(at) |= std::uint64_t{1} << (at.slot % 64); });
+      [this](BlockPosition at) { taken_word(at) |= std::uint64_t{1} << (at.slot % 64); });
   if (!marked) return marked;
-  for (std::size_t i = 0; i < places_.size();) {
-    const PageIndex index = places_[i].page;
+  for (std::size_t i = 0; i < positions_.size();) {
+    const PageIndex index = positions_[i].page;
     unlist(index);
     Page& page = pages_[index];
     // Ids of a page mostly come together, so unlist and enlist it once for all of them.
-    for (; i < places_.size() && places_[i].page == index; ++i) {
-      const Place at = places_[i];
+    for (; i < positions_.size() && positions_[i].page == index; ++i) {
+      const BlockPosition at = positions_[i];
       if (is_pinned(at)) {
         taken_word(at) |= std::uint64_t{1} << (at.slot % 64);
         pins_.set_then(dense(at), Pins::Then::kFree);
@@ -284,15 +284,15 @@ Status Blocks::free(std::span<const BlockId> ids) {
 Status Blocks::cache(std::span<const BlockId> ids) {
   Status marked = for_all(
       ids, "in use",
-      [this](Place at) {
+      [this](BlockPosition at) {
         if (!is_taken(at) || is_cached(at)) return false;
         if (is_pinned(at) && !is_waiting(at, Pins::Then::kUsed)) return false;
         cached_word(at) |= std::uint64_t{1} << (at.slot % 64);
         return true;
       },
-      [this](Place at) { cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64)); });
+      [this](BlockPosition at) { cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64)); });
   if (!marked) return marked;
-  for (const Place at : places_) {
+  for (const BlockPosition at : positions_) {
     if (is_pinned(at)) {
       cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
       pins_.set_then(dense(at), Pins::Then::kCached);
@@ -306,7 +306,7 @@ Status Blocks::cache(std::span<const BlockId> ids) {
 Status Blocks::touch(std::span<const BlockId> ids) {
   Status marked = for_all(
       ids, "cached",
-      [this](Place at) {
+      [this](BlockPosition at) {
         if (is_waiting(at, Pins::Then::kCached)) {
           pins_.set_then(dense(at), Pins::Then::kUsed);
           return true;
@@ -315,19 +315,19 @@ Status Blocks::touch(std::span<const BlockId> ids) {
         cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
         return true;
       },
-      [this](Place at) {
+      [this](BlockPosition at) {
         if (is_pinned(at)) return pins_.set_then(dense(at), Pins::Then::kCached);
         cached_word(at) |= std::uint64_t{1} << (at.slot % 64);
       });
   if (!marked) return marked;
-  for (const Place at : places_) {
+  for (const BlockPosition at : positions_) {
     if (!is_pinned(at)) make_used(at);
   }
   return ok();
 }
 
 /// used -> cached; the block's bit is already set.
-void Blocks::make_cached(Place at) {
+void Blocks::make_cached(BlockPosition at) {
   unlist(at.page);
   --pages_[at.page].used;
   --used_blocks_;
@@ -336,7 +336,7 @@ void Blocks::make_cached(Place at) {
 }
 
 /// cached -> used; the block's bit is already cleared.
-void Blocks::make_used(Place at) {
+void Blocks::make_used(BlockPosition at) {
   unlist(at.page);
   ++pages_[at.page].used;
   ++used_blocks_;
@@ -349,7 +349,7 @@ bool Blocks::evict_cheapest_page(std::vector<EvictedBlock>& evicted) {
   if (!index) return false;
   unlist(*index);
   for (std::uint32_t slot = 0; pages_[*index].cached > 0; ++slot) {
-    const Place at{*index, slot};
+    const BlockPosition at{*index, slot};
     if (!is_cached(at)) continue;
     evicted.push_back({id_of(at), is_clean(at)});
     make_free(at);
@@ -377,7 +377,7 @@ void Blocks::evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms,
 
 /// Pre: the list is not empty.
 void Blocks::evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted) {
-  const Place at = place(list.oldest() - 1);
+  const BlockPosition at = position_of(list.oldest() - 1);
   evicted.push_back({id_of(at), is_clean(at)});
   unlist(at.page);
   make_free(at);
@@ -401,7 +401,7 @@ void Blocks::clear(std::vector<EvictedBlock>& evicted) {
     enlist(index);
   }
   for (const std::uint32_t block : pins_.pinned_blocks()) {
-    const Place at = place(block);
+    const BlockPosition at = position_of(block);
     unlist(at.page);
     taken_word(at) |= std::uint64_t{1} << (at.slot % 64);
     ++pages_[at.page].used;
@@ -423,20 +423,20 @@ std::optional<PageIndex> Blocks::cheapest_page() const {
 }
 
 /// cached -> free. Pre: the page is unlisted.
-void Blocks::make_free(Place at) {
+void Blocks::make_free(BlockPosition at) {
   const std::uint64_t mask = ~(std::uint64_t{1} << (at.slot % 64));
   taken_word(at) &= mask;
   cached_word(at) &= mask;
   remove_cached(at);
 }
 
-Blocks::Cached Blocks::cached_as(Place at) const {
+Blocks::Cached Blocks::cached_as(BlockPosition at) const {
   if (!has_identities_) return kKeyless;
   const Identity& identity = identities_[dense(at)];
   return identity.clean ? kClean : identity.key.is_none() ? kKeyless : kCopyable;
 }
 
-void Blocks::add_cached(Place at) {
+void Blocks::add_cached(BlockPosition at) {
   const bool clean = is_clean(at);
   cached_at_ms_[dense(at)] = now_ms_;
   list_of(at).append(dense(at));
@@ -446,7 +446,7 @@ void Blocks::add_cached(Place at) {
   clean_blocks_ += clean ? 1 : 0;
 }
 
-void Blocks::remove_cached(Place at) {
+void Blocks::remove_cached(BlockPosition at) {
   const bool clean = is_clean(at);
   list_of(at).remove(dense(at));
   --pages_[at.page].cached;

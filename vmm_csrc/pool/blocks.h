@@ -256,7 +256,7 @@ class Blocks {
     kKeyless,   ///< dirty and without a key: no tier can copy it
     kCopyable,  ///< dirty, with a key
   };
-  struct Place {
+  struct BlockPosition {
     PageIndex page;
     std::uint32_t slot;  // 0 <= slot < blocks_per_page
   };
@@ -268,27 +268,30 @@ class Blocks {
   };
   explicit Blocks(const Geometry& geometry);
 
-  Result<Place> find(BlockId id) const;
-  std::uint64_t& taken_word(Place at) { return taken_[word_of(at)]; }
-  std::uint64_t& cached_word(Place at) { return cached_[word_of(at)]; }
-  bool is_taken(Place at) const { return (taken_[word_of(at)] >> (at.slot % 64) & 1) != 0; }
-  bool is_cached(Place at) const { return (cached_[word_of(at)] >> (at.slot % 64) & 1) != 0; }
-  std::size_t word_of(Place at) const { return at.page * words_per_page_ + at.slot / 64; }
-  std::uint32_t dense(Place at) const {
+  Result<BlockPosition> find(BlockId id) const;
+  std::uint64_t& taken_word(BlockPosition at) { return taken_[word_of(at)]; }
+  std::uint64_t& cached_word(BlockPosition at) { return cached_[word_of(at)]; }
+  bool is_taken(BlockPosition at) const { return (taken_[word_of(at)] >> (at.slot % 64) & 1) != 0; }
+  bool is_cached(BlockPosition at) const {
+    return (cached_[word_of(at)] >> (at.slot % 64) & 1) != 0;
+  }
+  std::size_t word_of(BlockPosition at) const { return at.page * words_per_page_ + at.slot / 64; }
+  std::uint32_t dense(BlockPosition at) const {
     return static_cast<std::uint32_t>(at.page * blocks_per_page_ + at.slot);
   }
-  Place place(std::uint32_t dense) const {
+  BlockPosition position_of(std::uint32_t dense) const {
     return {static_cast<PageIndex>(dense / blocks_per_page_),
             static_cast<std::uint32_t>(dense % blocks_per_page_)};
   }
-  BlockId id_of(Place at) const { return geometry_.first_id(at.page) + at.slot; }
-  bool is_pinned(Place at) const { return pins_.is_pinned(dense(at)); }
-  bool is_waiting(Place at, Pins::Then then) const {
+  BlockId id_of(BlockPosition at) const { return geometry_.first_id(at.page) + at.slot; }
+  bool is_pinned(BlockPosition at) const { return pins_.is_pinned(dense(at)); }
+  bool is_waiting(BlockPosition at, Pins::Then then) const {
     return is_pinned(at) && pins_.then(dense(at)) == then;
   }
 
-  /// Runs `step` on every id and leaves the locations in `places_`. If an id is unknown, or `step`
-  /// returns false (the block is not `wanted`), runs `undo` on the completed ones in reverse.
+  /// Runs `step` on every id and leaves the locations in `positions_`. If an id is unknown, or
+  /// `step` returns false (the block is not `wanted`), runs `undo` on the completed ones in
+  /// reverse.
   template <typename Step, typename Undo>
   Status for_all(std::span<const BlockId> ids, const char* wanted, Step step, Undo undo);
   Error wrong_state(BlockId id, const char* wanted) const;
@@ -305,16 +308,16 @@ class Blocks {
   std::optional<PageIndex> find_run(std::uint64_t count, Fits fits) const;
   std::optional<PageIndex> compactable_page() const;
   /// Counts and lists a cached block, or removes it. Pre: the page is unlisted.
-  void add_cached(Place at);
-  void remove_cached(Place at);
-  void forget(Place at) {
+  void add_cached(BlockPosition at);
+  void remove_cached(BlockPosition at);
+  void forget(BlockPosition at) {
     if (has_identities_) identities_[dense(at)] = {};
   }
-  bool is_clean(Place at) const { return has_identities_ && identities_[dense(at)].clean; }
-  void set_clean(Place at, bool clean);
+  bool is_clean(BlockPosition at) const { return has_identities_ && identities_[dense(at)].clean; }
+  void set_clean(BlockPosition at, bool clean);
   /// The list of a cached block.
-  Cached cached_as(Place at) const;
-  BlockList& list_of(Place at) { return lists_[cached_as(at)]; }
+  Cached cached_as(BlockPosition at) const;
+  BlockList& list_of(BlockPosition at) { return lists_[cached_as(at)]; }
   std::optional<PageIndex> cheapest_page() const;
   std::optional<std::uint32_t> age_ms(Cached as) const {
     const std::uint32_t oldest = lists_[as].oldest();
@@ -322,13 +325,13 @@ class Blocks {
     return now_ms_ - cached_at_ms_[oldest - 1];  // modulo 2^32
   }
   void evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted);
-  bool can_write_back(Place at) const;
-  void write_back(Place at, WritebackBatch& batch);
+  bool can_write_back(BlockPosition at) const;
+  void write_back(BlockPosition at, WritebackBatch& batch);
   void write_back_by_pages(std::uint64_t most, WritebackBatch& batch);
   Status check_copies() const;
-  void make_free(Place at);
-  void make_cached(Place at);
-  void make_used(Place at);
+  void make_free(BlockPosition at);
+  void make_cached(BlockPosition at);
+  void make_used(BlockPosition at);
 
   const Geometry geometry_;
   const std::uint64_t blocks_per_page_;
@@ -367,7 +370,7 @@ class Blocks {
   std::uint64_t free_blocks_ = 0;    // of open pages
   std::uint64_t closed_cached_ = 0;  // of closed pages
   std::uint64_t closed_count_ = 0;
-  std::vector<Place> places_;  // scratch memory, kept to save the allocation
+  std::vector<BlockPosition> positions_;  // scratch memory, kept to save the allocation
 };
 
 }  // namespace kvelastic

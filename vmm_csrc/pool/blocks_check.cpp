@@ -68,8 +68,9 @@ Status Blocks::check_integrity() const {
     std::uint64_t listed = 0;
     for (std::uint32_t at = list.oldest(); at != 0 && listed <= list.size(); at = list.after(at)) {
       ++listed;
-      if (cached_as(place(at - 1)) != as) {
-        return broken("block " + std::to_string(id_of(place(at - 1))) + " is in the wrong list");
+      if (cached_as(position_of(at - 1)) != as) {
+        return broken("block " + std::to_string(id_of(position_of(at - 1))) +
+                      " is in the wrong list");
       }
     }
     if (listed != list.size()) return broken("a list of cached blocks is not whole");

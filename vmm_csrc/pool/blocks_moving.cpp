@@ -9,7 +9,7 @@ Result<PinTicket> Blocks::pin(std::span<const BlockId> ids, PinKind kind) {
   std::vector<std::uint32_t> blocks;
   blocks.reserve(ids.size());
   for (const BlockId id : ids) {
-    Result<Place> at = find(id);
+    Result<BlockPosition> at = find(id);
     if (!at) return at.error();
     if (!is_taken(*at)) {
       return Error{Errc::kUnknownBlock,
@@ -20,7 +20,7 @@ Result<PinTicket> Blocks::pin(std::span<const BlockId> ids, PinKind kind) {
   const PinTicket ticket = pins_.add(blocks, kind);
   // Cached blocks are used while they are pinned, and cached again afterwards.
   for (const std::uint32_t block : blocks) {
-    const Place at = place(block);
+    const BlockPosition at = position_of(block);
     if (!is_cached(at)) continue;
     cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
     make_used(at);
@@ -34,8 +34,8 @@ bool Blocks::unpin(PinTicket ticket) {
   unused.reserve(pins_.blocks_of(ticket));  // allocate before anything changes
   unused_cached.reserve(pins_.blocks_of(ticket));
   const bool ended = pins_.end(ticket, [&](std::uint32_t block, Pins::Then then) {
-    if (then == Pins::Then::kFree) unused.push_back(id_of(place(block)));
-    if (then == Pins::Then::kCached) unused_cached.push_back(id_of(place(block)));
+    if (then == Pins::Then::kFree) unused.push_back(id_of(position_of(block)));
+    if (then == Pins::Then::kCached) unused_cached.push_back(id_of(position_of(block)));
   });
   (void)free(unused);
   (void)cache(unused_cached);
@@ -46,7 +46,7 @@ std::uint64_t Blocks::reusable_blocks() const {
   if (closed_count_ == 0) return pins_.reusable();
   std::uint64_t count = 0;
   pins_.each_reusable([&](std::uint32_t block) {
-    count += pages_[place(block).page].closed ? 0 : 1;
+    count += pages_[position_of(block).page].closed ? 0 : 1;
     return true;
   });
   return count;
@@ -56,7 +56,7 @@ void Blocks::reuse(std::uint64_t count, std::vector<BlockId>& out,
                    std::vector<EvictedBlock>& evicted) {
   if (count == 0) return;
   pins_.each_reusable([&](std::uint32_t block) {
-    const Place at = place(block);
+    const BlockPosition at = position_of(block);
     if (pages_[at.page].closed) return true;
     if (is_waiting(at, Pins::Then::kCached)) {
       evicted.push_back({id_of(at), is_clean(at)});
@@ -71,13 +71,13 @@ void Blocks::reuse(std::uint64_t count, std::vector<BlockId>& out,
 void Blocks::evict_waiting(std::vector<EvictedBlock>& evicted) {
   for (const std::uint32_t block : pins_.waiting_blocks(true)) {
     pins_.set_then(block, Pins::Then::kFree);
-    evicted.push_back({id_of(place(block)), is_clean(place(block))});
+    evicted.push_back({id_of(position_of(block)), is_clean(position_of(block))});
   }
 }
 
 std::vector<BlockId> Blocks::waiting_ids() const {
   std::vector<BlockId> ids;
-  for (const std::uint32_t block : pins_.waiting_blocks()) ids.push_back(id_of(place(block)));
+  for (const std::uint32_t block : pins_.waiting_blocks()) ids.push_back(id_of(position_of(block)));
   return ids;
 }
 
@@ -118,8 +118,8 @@ bool Blocks::take_compaction(std::vector<BlockMove>& moves) {
 }
 
 bool Blocks::finish_move(const BlockMove& move, bool copied) {
-  const Place from = *find(move.from);
-  const Place to = *find(move.to);
+  const BlockPosition from = *find(move.from);
+  const BlockPosition to = *find(move.to);
   const bool moves = copied && is_cached(from);
   unlist(to.page);
   --pages_[to.page].used;

@@ -11,7 +11,7 @@ namespace kvelastic {
 
 Status Blocks::name(std::span<const BlockId> ids, std::span<const BlockKey> keys) {
   for (const BlockId id : ids) {
-    const Result<Place> at = find(id);
+    const Result<BlockPosition> at = find(id);
     if (!at) return at.error();
     if (!is_taken(*at)) {
       return Error{Errc::kUnknownBlock,
@@ -19,7 +19,7 @@ Status Blocks::name(std::span<const BlockId> ids, std::span<const BlockKey> keys
     }
   }
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const Place at = *find(ids[i]);
+    const BlockPosition at = *find(ids[i]);
     Identity& identity = identities_[dense(at)];
     if (identity.key == keys[i]) continue;
     has_identities_ = true;
@@ -35,7 +35,7 @@ Status Blocks::name(std::span<const BlockId> ids, std::span<const BlockKey> keys
 std::uint64_t Blocks::mark_clean(std::span<const BlockId> ids, std::span<const BlockKey> keys) {
   std::uint64_t marked = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const Result<Place> at = find(ids[i]);
+    const Result<BlockPosition> at = find(ids[i]);
     if (!at || !is_taken(*at) || keys[i].is_none() || identities_[dense(*at)].key != keys[i]) {
       continue;
     }
@@ -50,7 +50,7 @@ std::uint64_t Blocks::forget_copies() {
   if (!has_identities_) return forgotten;
   for (PageIndex index = 0; index < fresh_; ++index) {
     for (std::uint32_t slot = 0; slot < blocks_per_page_; ++slot) {
-      const Place at{index, slot};
+      const BlockPosition at{index, slot};
       if (!is_taken(at) || !identities_[dense(at)].clean) continue;
       set_clean(at, false);
       ++forgotten;
@@ -67,7 +67,7 @@ std::uint64_t Blocks::forget_copies() {
 
 /// A cached block keeps its order by time: among the clean blocks it is the newest, because dirty
 /// blocks are cleaned oldest first.
-void Blocks::set_clean(Place at, bool clean) {
+void Blocks::set_clean(BlockPosition at, bool clean) {
   Identity& identity = identities_[dense(at)];
   if (identity.clean == clean) return;
   if (!is_cached(at)) {
@@ -86,13 +86,13 @@ void Blocks::set_clean(Place at, bool clean) {
 // --- writeback -----------------------------------------------------------------------------------
 
 /// Pre: the block is cached.
-bool Blocks::can_write_back(Place at) const {
+bool Blocks::can_write_back(BlockPosition at) const {
   const Identity& identity = identities_[dense(at)];
   return !identity.clean && identity.ticket == 0 && !identity.key.is_none();
 }
 
 /// Pre: its page is unlisted.
-void Blocks::write_back(Place at, WritebackBatch& batch) {
+void Blocks::write_back(BlockPosition at, WritebackBatch& batch) {
   Identity& identity = identities_[dense(at)];
   identity.ticket = batch.ticket;
   batch.ids.push_back(id_of(at));
@@ -111,7 +111,7 @@ void Blocks::write_back_by_pages(std::uint64_t most, WritebackBatch& batch) {
     seen.push_back(*index);
     std::uint32_t left = pages_[*index].cached;
     for (std::uint32_t slot = 0; left > 0 && batch.ids.size() < most; ++slot) {
-      const Place at{*index, slot};
+      const BlockPosition at{*index, slot};
       if (!is_cached(at)) continue;
       --left;
       if (can_write_back(at)) write_back(at, batch);
@@ -135,7 +135,7 @@ WritebackBatch Blocks::begin_writeback(std::uint64_t most, WriteFirst first) {
   const BlockList& copyable = lists_[kCopyable];
   for (std::uint32_t at = copyable.oldest(); at != 0 && batch.ids.size() < most;
        at = copyable.after(at)) {
-    const Place block = place(at - 1);
+    const BlockPosition block = position_of(at - 1);
     if (!can_write_back(block)) continue;
     unlist(block.page);
     write_back(block, batch);
@@ -166,7 +166,7 @@ std::uint64_t Blocks::end_writeback(std::uint32_t ticket, std::span<const std::u
   writeback_blocks_ -= blocks.size();
   std::uint64_t cleaned = 0;
   for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const Place at = place(blocks[i]);
+    const BlockPosition at = position_of(blocks[i]);
     unlist(at.page);
     --pages_[at.page].reading;
     enlist(at.page);
@@ -186,7 +186,7 @@ Status Blocks::check_copies() const {
   std::uint64_t blocks_of_tickets = 0;
   for (const auto& [ticket, blocks] : writeback_) {
     blocks_of_tickets += blocks.size();
-    for (const std::uint32_t block : blocks) ++reading[place(block).page];
+    for (const std::uint32_t block : blocks) ++reading[position_of(block).page];
   }
   if (blocks_of_tickets != writeback_blocks_)
     return broken("blocks under writeback are not those of the tickets");
@@ -203,7 +203,7 @@ Status Blocks::check_copies() const {
     }
     std::uint32_t clean = 0;
     for (std::uint32_t slot = 0; has_identities_ && slot < blocks_per_page_; ++slot) {
-      const Place at{index, slot};
+      const BlockPosition at{index, slot};
       clean += is_cached(at) && identities_[dense(at)].clean ? 1 : 0;
     }
     if (clean != page.clean) {

@@ -22,7 +22,7 @@ Grower::Wait Grower::may_wait(const State& state, std::uint32_t own_entries,
                               bool falls_short) const {
   const Clock::time_point now = Clock::now();
   const bool in_session = pool_.session.is_mine() && pool_.session.depth() > own_entries;
-  if (!pool_.places || (in_session && !falls_short) || !state.memory_wait.may_wait(now)) {
+  if (!pool_.device_set || (in_session && !falls_short) || !state.memory_wait.may_wait(now)) {
     return {now, false};
   }
   return {now + pool_.options.reclaim_wait, own_entries > 0 && !in_session, in_session};
@@ -34,7 +34,7 @@ bool Grower::may_come(const State& state, std::uint32_t own_entries, bool falls_
   const Wait wait = may_wait(state, own_entries, falls_short);
   const Clock::time_point now = Clock::now();
   // Others were requested a moment ago without result; the maintenance thread continues.
-  return state.memory_wait.may_request(now) || wait.until > now || pool_.places->room() > 0;
+  return state.memory_wait.may_request(now) || wait.until > now || pool_.device_set->room() > 0;
 }
 
 Result<bool> Grower::get(Change& change, std::uint64_t blocks, const Wait& wait) {
@@ -60,9 +60,9 @@ Result<bool> Grower::get_run(Change& change, std::vector<PageIndex> run, const W
     if (!unmapped) return unmapped.error();
     return *unmapped > 0;
   }
-  const std::uint64_t granted = pool_.places ? pool_.places->grant(pages) : pages;
+  const std::uint64_t granted = pool_.device_set ? pool_.device_set->grant(pages) : pages;
   if (granted < pages) {
-    pool_.places->give_back(granted);
+    pool_.device_set->give_back(granted);
     return wait_for_grant(change, pages, pages, wait);
   }
   change->accounting.blocks().take_unmapped(run);
@@ -96,14 +96,14 @@ Result<std::uint64_t> Grower::map(Change& change, std::uint64_t pages,
 Result<std::uint64_t> Grower::map_batch(Change& change, std::uint64_t pages) {
   std::vector<PageIndex> batch;
   batch.reserve(pages);  // allocate before anything changes
-  if (pool_.places) pages = pool_.places->grant(pages);
+  if (pool_.device_set) pages = pool_.device_set->grant(pages);
   if (pages == 0) return std::uint64_t{0};
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = change->accounting.blocks().take_unmapped();
     if (!page) break;
     batch.push_back(*page);
   }
-  if (pool_.places) pool_.places->give_back(pages - batch.size());
+  if (pool_.device_set) pool_.device_set->give_back(pages - batch.size());
   if (batch.empty()) {
     return Error{Errc::kPoolExhausted, "every page of the range is mapped or on its way"};
   }
@@ -130,12 +130,12 @@ Status Grower::map_granted(Change& change, const std::vector<PageIndex>& batch) 
     change->counters.add(Counter::kPagesMapped, batch.size());
     pool_.note_moved(*change, batch.size());
     change->refusals.in_a_row = 0;
-    if (pool_.places) pool_.places->arrived(batch.size());
+    if (pool_.device_set) pool_.device_set->arrived(batch.size());
   } else {
     accounting.let_go(batch.size());
     if (mapped.error().code == Errc::kOutOfMemory) pool_.note_refused(*change);
     // After a final failure the mappings are unknown: the grant stays, in transit.
-    if (pool_.places && !accounting.failure()) pool_.places->give_back(batch.size());
+    if (pool_.device_set && !accounting.failure()) pool_.device_set->give_back(batch.size());
   }
   pool_.settled.notify_all();
   return mapped;
@@ -147,22 +147,23 @@ Status Grower::map_granted(Change& change, const std::vector<PageIndex>& batch) 
 /// the pages that others release.
 bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t enough,
                             const Wait& wait) {
-  if (!pool_.places) return false;
-  const std::shared_ptr<Places>& places = pool_.places;
+  if (!pool_.device_set) return false;
+  const std::shared_ptr<DeviceSet>& device_set = pool_.device_set;
   bool there = false, waited = false;
   {
     const Change::Unlocked unlocked(change);
     if (wait.holds_session) pool_.session.unlock();
     for (;;) {
-      const Places::Bells seen = places->bells();
-      const bool hope = places->request_memory(pages) && (!wait.in_session || is_worth_a_session());
-      there = places->room() >= enough || pool_.epoch() != unlocked.epoch();
+      const DeviceSet::Bells seen = device_set->bells();
+      const bool hope =
+          device_set->request_memory(pages) && (!wait.in_session || is_worth_a_session());
+      there = device_set->room() >= enough || pool_.epoch() != unlocked.epoch();
       const Clock::time_point now = Clock::now();
       if (there || !hope || now >= wait.until) break;
       const std::chrono::nanoseconds look =
           wait.in_session ? std::chrono::nanoseconds(kLookInSession)
-                          : std::chrono::nanoseconds(places->rules().patience_ns);
-      places->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, look));
+                          : std::chrono::nanoseconds(device_set->rules().patience_ns);
+      device_set->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, look));
       waited = true;
     }
     if (wait.holds_session) pool_.session.lock();
@@ -178,24 +179,25 @@ bool Grower::wait_for_grant(Change& change, std::uint64_t pages, std::uint64_t e
 /// as a call waits.
 bool Grower::is_worth_a_session() const {
   const auto patience = std::max(pool_.options.reclaim_wait,
-                                 std::chrono::nanoseconds(pool_.places->rules().patience_ns));
-  return pool_.places->is_memory_coming(patience) && pool_.places->open_reclaim().pages == 0;
+                                 std::chrono::nanoseconds(pool_.device_set->rules().patience_ns));
+  return pool_.device_set->is_memory_coming(patience) &&
+         pool_.device_set->open_reclaim().pages == 0;
 }
 
 /// All requested memory is available, or no caller wants it any longer.
 void Grower::note_satisfied(State& state) {
   state.memory_wait.end();
   state.work.end_pursuit();  // until then it polls
-  if (pool_.places) pool_.places->end_memory_request();
+  if (pool_.device_set) pool_.device_set->end_memory_request();
 }
 
 bool Grower::pursue(Change& change) {
   MemoryWait& memory_wait = change->memory_wait;
-  if (memory_wait.pages() == 0 || !pool_.places) {
+  if (memory_wait.pages() == 0 || !pool_.device_set) {
     change->work.end_pursuit();
     return false;
   }
-  const std::chrono::nanoseconds expiry(pool_.places->rules().request_expiry_ns);
+  const std::chrono::nanoseconds expiry(pool_.device_set->rules().request_expiry_ns);
   const std::uint64_t pages = std::min(memory_wait.pages(), change->accounting.mappable_pages());
   const Clock::time_point now = Clock::now();
   if (change->epoch.is_awaited()) memory_wait.renew(now);
@@ -211,7 +213,7 @@ bool Grower::pursue(Change& change) {
   }
   const std::uint64_t missing = memory_wait.pages();
   const Change::Unlocked unlocked(change);
-  (void)pool_.places->request_memory(missing);
+  (void)pool_.device_set->request_memory(missing);
   return true;
 }
 

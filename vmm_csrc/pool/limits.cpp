@@ -5,8 +5,8 @@
 namespace kvelastic {
 
 void Limits::report_limit(const State& state) {
-  if (!pool_.places) return;
-  pool_.places->set_limit(
+  if (!pool_.device_set) return;
+  pool_.device_set->set_limit(
       std::min(state.accounting.limit.requested_bytes(), state.capacity_bytes()));
 }
 
@@ -44,16 +44,17 @@ bool Limits::expire_pressure() {
 
 void Limits::set_asleep(bool asleep) {
   const PoolState::Change change(pool_, PoolState::InSession{});
-  if (asleep && pool_.places) pool_.places->fall_asleep();
-  change->accounting.limit.set_asleep(asleep || (pool_.places && pool_.places->is_asleep()));
+  if (asleep && pool_.device_set) pool_.device_set->fall_asleep();
+  change->accounting.limit.set_asleep(asleep ||
+                                      (pool_.device_set && pool_.device_set->is_asleep()));
   change->accounting.close_pages_over_limit();
 }
 
 Status Limits::wake(std::chrono::nanoseconds timeout) {
-  if (pool_.places) {
-    const Result<Places::Claimed> claimed = pool_.places->claim_wake();
+  if (pool_.device_set) {
+    const Result<DeviceSet::Claimed> claimed = pool_.device_set->claim_wake();
     if (!claimed) return claimed.error();
-    if (Status there = pool_.places->wait_for_claim(*claimed, timeout); !there) return there;
+    if (Status there = pool_.device_set->wait_for_claim(*claimed, timeout); !there) return there;
   }
   set_asleep(false);
   return ok();

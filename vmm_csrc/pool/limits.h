@@ -40,9 +40,9 @@ class Limits {
   /// fall asleep with it. They must be awake before the pool can wake (see wake()).
   void set_asleep(bool asleep);
   /// Allows allocs again once all ledgers have granted the guarantee and the reserve, which other
-  /// instances are requested to release. Fails as Places::claim_wake and wait_for_claim, and with
-  /// kReserve if the pool is put to sleep in between; it then stays asleep. Blocks, at most for
-  /// `timeout`. No effect if the pool is awake.
+  /// instances are requested to release. Fails as DeviceSet::claim_wake and wait_for_claim, and
+  /// with kReserve if the pool is put to sleep in between; it then stays asleep. Blocks, at most
+  /// for `timeout`. No effect if the pool is awake.
   Status wake(std::chrono::nanoseconds timeout);
 
   /// Why the pool is over its limit.

@@ -37,8 +37,8 @@ bool Maintenance::pursue() {
 }
 
 Sight Maintenance::see_devices() {
-  if (!pool_.places) return Sight::kNone;
-  return pool_.places->see_devices([this] { return pool_.backing->device_memory(); });
+  if (!pool_.device_set) return Sight::kNone;
+  return pool_.device_set->see_devices([this] { return pool_.backing->device_memory(); });
 }
 
 bool Maintenance::take_large_move() {

@@ -69,10 +69,10 @@ std::unique_ptr<MaintenanceThread> MaintenanceThread::start(std::shared_ptr<Pool
   thread->answer(thread->pool_->state.limit_state(), {});
   thread->pool_->maintenance.on_work([bell = thread->record_] { bell->ring_bell(); });
   thread->thread_ = std::thread(&MaintenanceThread::run, thread.get());
-  if (const std::shared_ptr<Places>& places = thread->pool_->state.places) {
-    for (const Place& place : places->all()) {
+  if (const std::shared_ptr<DeviceSet>& device_set = thread->pool_->state.device_set) {
+    for (const Placement& placement : device_set->all()) {
       thread->bell_threads_.emplace_back(&MaintenanceThread::pass_bells_on, thread.get(),
-                                         std::cref(*place.member));
+                                         std::cref(*placement.member));
     }
   }
   return thread;
@@ -90,7 +90,7 @@ void MaintenanceThread::stop() {
   record_->ring_bell();
   thread_.join();
   for (std::size_t i = 0; i < bell_threads_.size(); ++i) {
-    pool_->state.places->all()[i].member->ring();
+    pool_->state.device_set->all()[i].member->ring();
     bell_threads_[i].join();
   }
   // The pool continues to publish, so memory released by its close() is counted.
@@ -117,7 +117,7 @@ void MaintenanceThread::go_round(std::uint32_t seen) {
   look_at_devices();
   if (pool_->state.has_failed() && !failure_told_) answer(pool_->state.limit_state(), {});
   see_capacity();
-  const bool over_capacity = pool_->state.places && pool_->state.places->request_excess();
+  const bool over_capacity = pool_->state.device_set && pool_->state.device_set->request_excess();
   serve_reclaim_requests();
   finish_shrinking();
   watch_memory();
@@ -179,7 +179,7 @@ void MaintenanceThread::look_at_devices() {
   if (!device_is_shared_) refusals.is_unanswered = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
-  if (refusals.is_unanswered && !moved && pool_->state.places->room() > 0) {
+  if (refusals.is_unanswered && !moved && pool_->state.device_set->room() > 0) {
     pool_->maintenance.note_memory();
     refusals.is_unanswered = false;
   }
@@ -198,35 +198,35 @@ void MaintenanceThread::see_capacity() {
 
 /// Releases memory that other instances request, as far as possible.
 void MaintenanceThread::serve_reclaim_requests() {
-  const std::shared_ptr<Places>& places = pool_->state.places;
-  if (!places) return;
-  for (Places::OpenReclaim open = places->open_reclaim(); open.pages > 0 && !stopping_;
-       open = places->open_reclaim()) {
+  const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
+  if (!device_set) return;
+  for (DeviceSet::OpenReclaim open = device_set->open_reclaim(); open.pages > 0 && !stopping_;
+       open = device_set->open_reclaim()) {
     const Result<std::uint64_t> given =
-        pool_->maintenance.give_up(open.pages, open.depth, places->min_pages());
+        pool_->maintenance.give_up(open.pages, open.depth, device_set->min_pages());
     if (debug_logging()) {
       debug_log("ledger: reclaim request for %s, released %s",
-                size_text(open.pages * places->page_bytes()).c_str(),
-                size_text(given ? *given * places->page_bytes() : 0).c_str());
+                size_text(open.pages * device_set->page_bytes()).c_str(),
+                size_text(given ? *given * device_set->page_bytes() : 0).c_str());
     }
-    places->handled(open, given ? *given : 0);
+    device_set->handled(open, given ? *given : 0);
   }
 }
 
 /// Sets guarantee and priority, all or nothing. Without a ledger there is no other instance.
 Status MaintenanceThread::change_standing(const Request& request) {
-  const std::shared_ptr<Places>& places = pool_->state.places;
+  const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
   const bool min = request.min_revision == revision_;
   const bool priority = request.priority_revision == revision_;
   if (!min && !priority) return ok();
-  if (!places) return Error{Errc::kInvalidArgument, "this instance does not share its device"};
+  if (!device_set) return Error{Errc::kInvalidArgument, "this instance does not share its device"};
   if (priority) {
     if (Status bounded = check_priority(request.priority); !bounded) return bounded;
   }
   if (min) {
-    if (Status set = places->set_min(request.min_bytes); !set) return set;
+    if (Status set = device_set->set_min(request.min_bytes); !set) return set;
   }
-  return priority ? places->set_priority(request.priority) : ok();
+  return priority ? device_set->set_priority(request.priority) : ok();
 }
 
 void MaintenanceThread::log_request(const Request& request) {
@@ -273,21 +273,22 @@ void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state
 void MaintenanceThread::carry_out(const Request& request) {
   refusal_.clear();
   log_request(request);
-  const std::shared_ptr<Places>& places = pool_->state.places;
-  const std::uint64_t min_before_bytes = places ? places->min_bytes() : 0;
-  const std::int64_t priority_before = places ? places->priority() : 0;
+  const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
+  const std::uint64_t min_before_bytes = device_set ? device_set->min_bytes() : 0;
+  const std::int64_t priority_before = device_set ? device_set->priority() : 0;
   if (Status standing = change_standing(request); !standing)
     return refuse(standing.error().message);
   if (request.asleep_revision != revision_) return apply(request, revision_);
-  if (request.asleep != 0 || !places) {
+  if (request.asleep != 0 || !device_set) {
     waking_.reset();
     pool_->limits.set_asleep(request.asleep != 0);
     return apply(request, revision_);
   }
-  const Result<Places::Claimed> claimed = places->claim_wake();
-  waking_ = {request, revision_,
-             Clock::now() + std::chrono::nanoseconds(claimed ? places->rules().reserve_wait_ns : 0),
-             min_before_bytes, priority_before};
+  const Result<DeviceSet::Claimed> claimed = device_set->claim_wake();
+  waking_ = {
+      request, revision_,
+      Clock::now() + std::chrono::nanoseconds(claimed ? device_set->rules().reserve_wait_ns : 0),
+      min_before_bytes, priority_before};
   if (claimed) {
     (void)finish_waking();
   } else {
@@ -298,10 +299,10 @@ void MaintenanceThread::carry_out(const Request& request) {
 /// Returns true if no wake is waiting.
 bool MaintenanceThread::finish_waking() {
   if (!waking_) return true;
-  const std::shared_ptr<Places>& places = pool_->state.places;
-  if (!places->claim_is_met()) {
+  const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
+  if (!device_set->claim_is_met()) {
     if (Clock::now() < waking_->until) return false;
-    if (Status failed = places->fail_claim(); !failed) {
+    if (Status failed = device_set->fail_claim(); !failed) {
       refuse_waking(failed.error().message);
       return true;
     }
@@ -320,11 +321,11 @@ bool MaintenanceThread::finish_waking() {
 /// No part of that request has been applied.
 void MaintenanceThread::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
-  const std::shared_ptr<Places>& places = pool_->state.places;
+  const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set;
   if (waking.request.min_revision == waking.revision)
-    (void)places->set_min(waking.min_before_bytes);
+    (void)device_set->set_min(waking.min_before_bytes);
   if (waking.request.priority_revision == waking.revision) {
-    (void)places->set_priority(waking.priority_before);
+    (void)device_set->set_priority(waking.priority_before);
   }
   if (waking.revision == revision_) refuse(std::move(reason));
 }
@@ -410,9 +411,9 @@ void MaintenanceThread::answer(const LimitState& state, std::string reason) {
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;
   answer.state = outcome;
-  if (const std::shared_ptr<Places>& places = pool_->state.places) {
-    answer.min_bytes = places->min_bytes();
-    answer.priority = places->priority();
+  if (const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set) {
+    answer.min_bytes = device_set->min_bytes();
+    answer.priority = device_set->priority();
   }
   answered_over_bytes_ = state.over_bytes;
   answered_effective_bytes_ = state.effective_bytes;

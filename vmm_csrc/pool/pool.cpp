@@ -7,16 +7,16 @@ namespace kvelastic {
 Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
                                            std::shared_ptr<Backing> backing,
                                            const PoolOptions& options,
-                                           std::shared_ptr<Places> places) {
+                                           std::shared_ptr<DeviceSet> device_set) {
   if (options.min_reserved_pages > options.max_reserved_pages) {
     return Error{Errc::kInvalidArgument, "min_reserved_pages is " +
                                              std::to_string(options.min_reserved_pages) +
                                              ", more than max_reserved_pages, " +
                                              std::to_string(options.max_reserved_pages)};
   }
-  if (places && places->copy_bytes() != geometry.page_bytes()) {
+  if (device_set && device_set->copy_bytes() != geometry.page_bytes()) {
     return Error{Errc::kInvalidArgument,
-                 "the places are for pages of " + std::to_string(places->copy_bytes()) +
+                 "the device set is for pages of " + std::to_string(device_set->copy_bytes()) +
                      " bytes, and those of the pool have " + std::to_string(geometry.page_bytes())};
   }
   if (options.max_blocks < 2) {
@@ -27,7 +27,7 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
   Result<std::unique_ptr<Blocks>> blocks = Blocks::create(geometry);
   if (!blocks) return blocks.error();
   return std::unique_ptr<Pool>(
-      new Pool(std::move(backing), options, *std::move(blocks), std::move(places)));
+      new Pool(std::move(backing), options, *std::move(blocks), std::move(device_set)));
 }
 
 Result<std::uint64_t> Pool::close(bool discard) {
@@ -59,8 +59,8 @@ Status Pool::check_integrity() const {
   const PoolState::Look look(state);
   const Accounting& accounting = look->accounting;
   if (Status sound = accounting.check_integrity(); !sound) return sound;
-  if (!state.places || accounting.failure()) return ok();
-  return state.places->check_integrity(accounting.held_pages());
+  if (!state.device_set || accounting.failure()) return ok();
+  return state.device_set->check_integrity(accounting.held_pages());
 }
 
 }  // namespace kvelastic

@@ -35,7 +35,7 @@ class Pool {
   static Result<std::unique_ptr<Pool>> create(const Geometry& geometry,
                                               std::shared_ptr<Backing> backing,
                                               const PoolOptions& options,
-                                              std::shared_ptr<Places> places = nullptr);
+                                              std::shared_ptr<DeviceSet> device_set = nullptr);
   /// Unmaps nothing: the range or the worker's end releases the memory.
   ~Pool() = default;
   Pool(const Pool&) = delete;
@@ -63,8 +63,8 @@ class Pool {
 
  private:
   Pool(std::shared_ptr<Backing> backing, const PoolOptions& options, std::unique_ptr<Blocks> blocks,
-       std::shared_ptr<Places> places)
-      : state(options, std::move(backing), std::move(blocks), std::move(places)) {}
+       std::shared_ptr<DeviceSet> device_set)
+      : state(options, std::move(backing), std::move(blocks), std::move(device_set)) {}
 
   const OwnProcess made_by_;
   Reclaimer reclaimer_{state};

@@ -9,14 +9,15 @@ namespace {
 using Reach = Accounting::Reach;
 
 /// The size of a page on all devices.
-std::uint64_t bytes_of_page(const Places* places, const Geometry& geometry) {
-  return places != nullptr ? places->page_bytes() : geometry.page_bytes();
+std::uint64_t bytes_of_page(const DeviceSet* device_set, const Geometry& geometry) {
+  return device_set != nullptr ? device_set->page_bytes() : geometry.page_bytes();
 }
 
-PageLimit start_limit(const PoolOptions& options, const Geometry& geometry, const Places* places) {
+PageLimit start_limit(const PoolOptions& options, const Geometry& geometry,
+                      const DeviceSet* device_set) {
   return {options.limit_bytes,
-          places != nullptr ? places->capacity_bytes() : options.capacity_bytes,
-          bytes_of_page(places, geometry), geometry.pages};
+          device_set != nullptr ? device_set->capacity_bytes() : options.capacity_bytes,
+          bytes_of_page(device_set, geometry), geometry.pages};
 }
 
 }  // namespace
@@ -27,12 +28,12 @@ bool is_final(const Error& error) {
 }
 
 PoolState::PoolState(const PoolOptions& with, std::shared_ptr<Backing> memory,
-                     std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> shared)
+                     std::unique_ptr<Blocks> blocks, std::shared_ptr<DeviceSet> shared)
     : options(with),
       backing(std::move(memory)),
-      places(std::move(shared)),
+      device_set(std::move(shared)),
       geometry(blocks->geometry()),
-      state_(options, std::move(blocks), places, geometry) {
+      state_(options, std::move(blocks), device_set, geometry) {
   const Change first(*this);
 }
 
@@ -52,7 +53,7 @@ std::uint64_t PoolState::largest_batch_pages() const {
 void PoolState::note_refused(State& state) const {
   state.refusals.is_unanswered = true;
   state.refusals.in_a_row = std::min(state.refusals.in_a_row + 1, kMostRefusals);
-  if (places && backing->works_behind()) state.moved_bytes = kLargeMoveBytes;
+  if (device_set && backing->works_behind()) state.moved_bytes = kLargeMoveBytes;
 }
 
 // --- publication -------------------------------------------------------------------------------
@@ -80,10 +81,10 @@ void PoolState::publish() {
   over_limit_.store(over_pages > 0, std::memory_order_relaxed);
   state_.provisioning.see_parked(blocks.parked_pages());
   RecordOwner* const record = state_.counters.record();
-  if (record != nullptr || places) {
+  if (record != nullptr || device_set) {
     const Usage now = state_.usage(within_limit);
     if (record != nullptr) record->publish_usage(now);
-    if (places) publish_to_ledgers(now);
+    if (device_set) publish_to_ledgers(now);
   }
   if (state_.work.has_thread()) call_maintenance(over_pages);
 }
@@ -95,7 +96,7 @@ void PoolState::publish_to_ledgers(const Usage& usage) {
   // cached ones.
   const std::uint64_t pages = state_.accounting.blocks().evictable_pages() +
                               state_.accounting.reserved_blocks() / geometry.blocks_per_page;
-  places->publish(usage.in_use_bytes, pages * usage.page_bytes, usage.parked_bytes, active);
+  device_set->publish(usage.in_use_bytes, pages * usage.page_bytes, usage.parked_bytes, active);
 }
 
 void PoolState::call_maintenance(std::uint64_t over_pages) {
@@ -116,7 +117,7 @@ void PoolState::call_maintenance(std::uint64_t over_pages) {
 
 std::uint64_t PoolState::available() const {
   const std::uint64_t within_limit = available_limit_.load(std::memory_order_relaxed);
-  if (!places || within_limit == 0) return within_limit;
+  if (!device_set || within_limit == 0) return within_limit;
   const std::int64_t held = available_held_.load(std::memory_order_relaxed);
   const auto with = [&](std::uint64_t pages) {
     // No device has that many pages; the limit is the smaller bound then.
@@ -125,19 +126,19 @@ std::uint64_t PoolState::available() const {
     return std::min(within_limit,
                     static_cast<std::uint64_t>(std::max<std::int64_t>(held + more, 0)));
   };
-  const std::uint64_t free_now = with(places->room());
+  const std::uint64_t free_now = with(device_set->room());
   if (free_now == within_limit) return within_limit;
-  return with(places->reach());
+  return with(device_set->reach());
 }
 
 // --- the state ---------------------------------------------------------------------------------
 
 State::State(const PoolOptions& with, std::unique_ptr<Blocks> blocks,
-             std::shared_ptr<Places> shared, const Geometry& geometry)
+             std::shared_ptr<DeviceSet> shared, const Geometry& geometry)
     : options(with),
-      places(std::move(shared)),
-      accounting(std::move(blocks), start_limit(options, geometry, places.get()),
-                 bytes_of_page(places.get(), geometry), options.max_blocks, counters),
+      device_set(std::move(shared)),
+      accounting(std::move(blocks), start_limit(options, geometry, device_set.get()),
+                 bytes_of_page(device_set.get(), geometry), options.max_blocks, counters),
       provisioning(pages_ahead(options.min_reserved_pages, geometry.page_bytes()),
                    pages_ahead(options.max_reserved_pages, geometry.page_bytes()),
                    options.preallocate) {}

@@ -15,7 +15,7 @@
 
 #include "base/availability.h"
 #include "base/session.h"
-#include "ledger/places.h"
+#include "ledger/device_set.h"
 #include "pages/backing.h"
 #include "pool/accounting.h"
 #include "pool/counters.h"
@@ -102,12 +102,12 @@ bool is_final(const Error& error);
 
 /// What the lock guards.
 struct State {
-  State(const PoolOptions& with, std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> shared,
+  State(const PoolOptions& with, std::unique_ptr<Blocks> blocks, std::shared_ptr<DeviceSet> shared,
         const Geometry& geometry);
 
   /// The device capacity available to one instance.
   std::uint64_t capacity_bytes() const {
-    return places ? places->capacity_bytes() : options.capacity_bytes;
+    return device_set ? device_set->capacity_bytes() : options.capacity_bytes;
   }
   Usage usage() const { return usage(accounting.count_available(Accounting::Reach::kLimit)); }
   /// `available`: count_available() within the limit.
@@ -132,7 +132,7 @@ struct State {
   void fail_if_final(const Status& answered);
 
   const PoolOptions& options;
-  const std::shared_ptr<Places> places;
+  const std::shared_ptr<DeviceSet> device_set;
   Counters counters;
   Accounting accounting;
   MemoryWait memory_wait;
@@ -196,18 +196,18 @@ class PoolState {
   };
 
   PoolState(const PoolOptions& with, std::shared_ptr<Backing> memory,
-            std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> shared);
+            std::unique_ptr<Blocks> blocks, std::shared_ptr<DeviceSet> shared);
 
   const PoolOptions options;
   const std::shared_ptr<Backing> backing;
-  const std::shared_ptr<Places> places;  ///< null: the device is not shared
+  const std::shared_ptr<DeviceSet> device_set;  ///< null: the device is not shared
   const Geometry geometry;
   /// The size of a page with all copies on all devices.
   std::uint64_t page_bytes() const { return state_.accounting.page_bytes(); }
   /// Pages were mapped or unmapped. Schedules a measurement of other processes' memory on a GPU:
   /// they may have taken the released memory, or be visible only now.
   void note_moved(State& state, std::uint64_t pages) const {
-    if (places && backing->works_behind()) state.moved_bytes += pages * page_bytes();
+    if (device_set && backing->works_behind()) state.moved_bytes += pages * page_bytes();
   }
   /// Other processes, or a dead one, hold memory that the ledger has granted: measure a GPU now.
   void note_refused(State& state) const;

@@ -79,7 +79,7 @@ Result<std::uint64_t> Reclaimer::give_up(Change& change, std::uint64_t pages, De
   // batch is released before the other pages are emptied.
   const bool waits = pool_.backing->works_behind();
   const bool first_alone = waits && depth != Depth::kParked && pages > blocks.parked_pages() &&
-                           pool_.places && !pool_.places->is_busy();
+                           pool_.device_set && !pool_.device_set->is_busy();
   std::uint64_t most_at_once = first_alone ? pool_.first_batch_pages()
                                : waits     ? pages
                                            : pool_.largest_batch_pages();
@@ -221,9 +221,9 @@ Result<std::uint64_t> Reclaimer::unmap(Change& change, const std::vector<PageInd
 
 /// After a final failure the mappings are unknown: the pages stay in transit in the ledgers.
 Status Reclaimer::unmap_now(std::span<const PageIndex> batch) {
-  if (pool_.places) pool_.places->leaving(batch.size());
+  if (pool_.device_set) pool_.device_set->leaving(batch.size());
   Status done = guarded([&] { return pool_.backing->unmap(batch); });
-  if (pool_.places && !done && !is_final(done.error())) pool_.places->arrived(batch.size());
+  if (pool_.device_set && !done && !is_final(done.error())) pool_.device_set->arrived(batch.size());
   return done;
 }
 
@@ -233,7 +233,7 @@ void Reclaimer::end_unmap(State& state, std::span<const PageIndex> batch, const 
   for (const PageIndex page : batch) unmapped ? blocks.put_back(page) : blocks.add_page(page);
   if (unmapped) {
     state.accounting.end_unmap(batch.size());
-    if (pool_.places) pool_.places->give_back(batch.size());
+    if (pool_.device_set) pool_.device_set->give_back(batch.size());
     state.counters.add(Counter::kPagesUnmapped, batch.size());
     state.counters.add(Counter::kPagesDestroyed, batch.size());
     pool_.note_moved(state, batch.size());

@@ -83,7 +83,7 @@ TEST(ledger_members_join_and_leave) {
   CHECK(ledger.members().size() == 1 && ledger.members()[0].slot == 1);
   CHECK(b->room(kPage) == kPages);
 
-  // The next one in its place starts with nothing of it.
+  // The next one in its slot starts with nothing of it.
   auto c = ledger.join();
   REQUIRE(c);
   const LedgerEntry fresh = ledger.members()[0];
@@ -609,7 +609,7 @@ TEST(ledger_reclaims_cache_of_idle_members_immediately) {
   worker->handled(24 * kPage);
   worker->report_busy(true);
   CHECK(!requester->request_memory(kPages * kPage) && worker->open_reclaim().bytes == 0);
-  // Its place is of one that has reported nothing.
+  // Its slot is of one that has reported nothing.
   worker->leave();
   auto next = ledger.join();
   REQUIRE(next);

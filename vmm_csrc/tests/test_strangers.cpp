@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "driver/host_driver.h"
-#include "ledger/places.h"
+#include "ledger/device_set.h"
 #include "ledger_fixture.h"
 #include "pool/pool.h"
 #include "segment/ring_backing.h"
@@ -140,10 +140,10 @@ std::shared_ptr<Pool> make_pool(std::shared_ptr<Backing> backing,
   PoolOptions options;
   options.max_blocks = kPages;
   options.limit_bytes = kPages * page_bytes;
-  auto places = Places::create({{std::move(member), {0}}}, page_bytes);
-  if (!places) return nullptr;
+  auto device_set = DeviceSet::create({{std::move(member), {0}}}, page_bytes);
+  if (!device_set) return nullptr;
   auto made = Pool::create(one_block_a_page(kPages, page_bytes), std::move(backing), options,
-                           *std::move(places));
+                           *std::move(device_set));
   return made ? std::shared_ptr<Pool>(*std::move(made)) : nullptr;
 }
 
@@ -221,7 +221,7 @@ Handover hand_over(bool giver_is_busy) {
   if (!CHECK(pool != nullptr && requester != nullptr)) return seen;
   const auto ids = pool->allocator.alloc(41);
   if (!CHECK(ids && *ids && pool->allocator.cache(**ids))) return seen;
-  pool->state.places->report_busy(giver_is_busy);
+  pool->state.device_set->report_busy(giver_is_busy);
   (void)requester->request_memory(kPages * kPage);
   backing->drains = 0;
   backing->before_unmap = [&] {
@@ -303,8 +303,8 @@ TEST(foreign_usage_is_sampled_again_after_a_change) {
   REQUIRE(mine && neighbour && neighbour->grant(40, kPage) == 40);
   neighbour->arrived(40, kPage);
   gpu.used_pages += 40;
-  auto places = Places::create({{mine, {0}}}, kPage);
-  REQUIRE(static_cast<bool>(places));
+  auto device_set = DeviceSet::create({{mine, {0}}}, kPage);
+  REQUIRE(static_cast<bool>(device_set));
   // The driver has answered, and much is given back before that counts.
   int looks = 0;
   const auto look = [&] {
@@ -316,7 +316,7 @@ TEST(foreign_usage_is_sampled_again_after_a_change) {
     }
     return std::vector<std::optional<DeviceMemory>>{seen};
   };
-  CHECK((*places)->see_devices(look) == Sight::kExact && looks == 2);
+  CHECK((*device_set)->see_devices(look) == Sight::kExact && looks == 2);
   CHECK(has_others(ledger, kStrangersPages));
   // Where that goes on and on, the last certain look stands.
   const auto restless = [&] {
@@ -324,10 +324,11 @@ TEST(foreign_usage_is_sampled_again_after_a_change) {
     neighbour->arrived(1, kPage);
     return std::vector<std::optional<DeviceMemory>>{gpu.memory()};
   };
-  CHECK((*places)->see_devices(restless) == Sight::kChanged);
+  CHECK((*device_set)->see_devices(restless) == Sight::kChanged);
   CHECK(has_others(ledger, kStrangersPages));
-  CHECK((*places)->see_devices(
-            [] { return std::vector<std::optional<DeviceMemory>>{std::nullopt}; }) == Sight::kNone);
+  CHECK((*device_set)->see_devices([] {
+    return std::vector<std::optional<DeviceMemory>>{std::nullopt};
+  }) == Sight::kNone);
 }
 
 TEST(foreign_usage_is_stable_while_pool_resizes) {

@@ -13,7 +13,7 @@ from kvelastic import _vmm, config
 from kvelastic.integration.sglang.refusals import ends_process, refuse_pool
 from kvelastic.pool import engine_pool, tensor_views, tensors
 from kvelastic.pool.engine_pool import EnginePool
-from kvelastic.shared import placement
+from kvelastic.shared import device_set
 
 
 class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang is untyped here
@@ -43,7 +43,7 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
             block_size=self.page_size,
             itemsize=self.store_dtype.itemsize,
             num_layers=self.layer_num,
-            page_size_bytes=placement.page_size_bytes(settings, [device]),
+            page_size_bytes=device_set.page_size_bytes(settings, [device]),
             per_buffer=not settings.contiguous_layout,
         )
         self.elastic = engine_pool.open_engine_pool(

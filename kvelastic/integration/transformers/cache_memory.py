@@ -28,7 +28,7 @@ from kvelastic.errors import EngineError
 from kvelastic.pool import engine_pool, tensors
 from kvelastic.pool.engine_pool import EnginePool
 from kvelastic.pool.layout import PageLayout
-from kvelastic.shared import placement
+from kvelastic.shared import device_set
 
 TRASH_BLOCKS: Final = 2
 """Blocks (5.18 and later: sectors) that transformers allocates beyond the number it was given."""
@@ -65,7 +65,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
             gpu=(self._torch_device.index or 0) if on_gpu else None,
             gpu_model=torch.cuda.get_device_name(self._torch_device) if on_gpu else "",
         )
-        layout = make_layout(placement.page_size_bytes(settings, [device]))
+        layout = make_layout(device_set.page_size_bytes(settings, [device]))
         self.memory = engine_pool.open_engine_pool(
             settings,
             device,

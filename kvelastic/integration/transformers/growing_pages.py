@@ -34,7 +34,7 @@ from kvelastic.errors import (
 )
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
-from kvelastic.shared import placement, segment
+from kvelastic.shared import device_set, segment
 from kvelastic.units import format_size
 
 _BLOCKS_A_PAGE: Final = 64
@@ -184,12 +184,12 @@ class GrowingPages:
                 f" {name}`. {after}"
             )
         effective_bytes = state["effective_limit_bytes"]
-        limit_bytes = min(state["limit_bytes"], self.pool.places.capacity_bytes)
+        capacity_bytes = self.pool.device_set.capacity_bytes
+        limit_bytes = min(state["limit_bytes"], capacity_bytes)
         if not self._is_over_limit(pages):
             return OutOfMemoryError(
-                f"{now}; more is not available of the"
-                f" {format_size(self.pool.places.capacity_bytes)} that instances may hold of the"
-                " device: `kvctl devices` says who has them. Lower another instance's limit, or"
+                f"{now}; more is not available of the {format_size(capacity_bytes)} that"
+                " instances may hold of the device: `kvctl devices` says who has them. Lower another instance's limit, or"
                 f" wait longer with KVELASTIC_RECLAIM_WAIT. {after}"
             )
         if limit_bytes - effective_bytes >= self.page_bytes and pages <= self._most:
@@ -200,7 +200,7 @@ class GrowingPages:
             )
         return LimitReachedError(
             f"{now}; its limit is {format_size(limit_bytes)}. Raise it with `kvctl limit {name}"
-            f" SIZE` (at most {format_size(self.pool.places.capacity_bytes)} on this device), or"
+            f" SIZE` (at most {format_size(capacity_bytes)} on this device), or"
             f" generate shorter or fewer sequences. {after}"
         )
 
@@ -216,7 +216,7 @@ def open_growing_pages(
     automatic name. Raises the errors of `open_pool`.
     """
     global _reserving
-    extent_bytes = placement.page_size_bytes(settings, [device])
+    extent_bytes = device_set.page_size_bytes(settings, [device])
     layout = PageLayout(
         block_bytes=extent_bytes // _BLOCKS_A_PAGE,
         buffers=lanes,

@@ -62,10 +62,10 @@ def hand_over_reserve(worker: Any) -> int:
 
     if not worker_device.of_worker(worker).facts.is_gpu:
         return 0
-    place: JoinedLedger | None = getattr(worker, "kvelastic_start_reserve", None)
-    if place is not None:
+    joined: JoinedLedger | None = getattr(worker, "kvelastic_start_reserve", None)
+    if joined is not None:
         worker.kvelastic_start_reserve = None
-        place.close()
+        joined.close()
     first: Seen | None = worker.__dict__.get(_FIRST)
     if first is None:
         return 0

@@ -37,7 +37,7 @@ from kvelastic.integration.vllm.start_checks import check_device, instance_name
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import FOREVER_S, ElasticPool, open_pool
-from kvelastic.shared.placement import capacity_bytes, page_size_bytes
+from kvelastic.shared.device_set import capacity_bytes, page_size_bytes
 from kvelastic.shared.segment import Segment
 from kvelastic.units import format_size
 
@@ -272,18 +272,18 @@ def start_instance(
     `ConfigError` for an impossible limit, and `SegmentError` if a live instance has the name.
     """
     settings = config.load()
-    places = _places(settings, devices)
+    rank_devices = _rank_devices(settings, devices)
     shape = reduce(CacheShape.joined, map(cache_shape.shape_of, cache_configs))
     layout = PageLayout.solve(
         shape.block_bytes,
         shape.buffers,
-        page_size_bytes=page_size_bytes(settings, places),
+        page_size_bytes=page_size_bytes(settings, rank_devices),
         per_buffer=not settings.contiguous_layout,
     )
     num_blocks = cache_configs[0].num_blocks
     ranks = len(cache_configs)
     longest_blocks = _longest_request_blocks(vllm_config, cache_configs[0])
-    pages = _pages(places, layout, num_blocks, longest_blocks)
+    pages = _pages(rank_devices, layout, num_blocks, longest_blocks)
     _check_ids(layout, pages)
     timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
@@ -298,13 +298,13 @@ def start_instance(
         block_tokens=_block_tokens(cache_configs[0]),
         engine="vLLM",
         model=_model_name(vllm_config),
-        devices=places,
+        devices=rank_devices,
         memory=ring,
         name=instance_name(settings, int(vllm_config.parallel_config.data_parallel_index)),
         movable=True,
         reserve_bytes={
-            place.name: (settings.reserve or 0) * copies // ranks
-            for place, copies in Counter(places).items()
+            device.name: (settings.reserve or 0) * copies // ranks
+            for device, copies in Counter(rank_devices).items()
         },
     )
     _log.info(
@@ -334,7 +334,7 @@ def _block_tokens(cache_config: Any) -> int:
     return max(int(tokens), 1)
 
 
-def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Device]:
+def _rank_devices(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Device]:
     """Return each rank's device as the ledgers know it."""
     on_gpu = devices[0].is_gpu
     check_device(settings, on_gpu=on_gpu)
@@ -374,15 +374,15 @@ def _check_ids(layout: PageLayout, pages: int) -> None:
 
 
 def _pages(
-    places: Sequence[Device], layout: PageLayout, num_blocks: int, longest_blocks: int
+    rank_devices: Sequence[Device], layout: PageLayout, num_blocks: int, longest_blocks: int
 ) -> int:
     """Return the pages of the range: what vLLM requests, or what the device can hold if less.
 
     Warns if a request of `longest_blocks` does not fit. vLLM itself checks only against the
     requested size.
     """
-    page_cost_bytes = layout.page_bytes * len(places)
-    most = max(capacity_bytes(places) // page_cost_bytes, 1)
+    page_cost_bytes = layout.page_bytes * len(rank_devices)
+    most = max(capacity_bytes(rank_devices) // page_cost_bytes, 1)
     # Block 0 is the null block.
     needed = layout.pages_for_blocks(longest_blocks + 1)
     if needed > most:
@@ -390,13 +390,13 @@ def _pages(
             "%s holds at most %s of KV cache (%d pages of %s). A request as long as the model"
             " allows (--max-model-len) needs %s and would wait until it is aborted. %s, or set a"
             " lower --max-model-len.",
-            "KVELASTIC_HOST_MEMORY" if places[0].is_host else places[0].name,
+            "KVELASTIC_HOST_MEMORY" if rank_devices[0].is_host else rank_devices[0].name,
             format_size(most * page_cost_bytes),
             most,
             format_size(page_cost_bytes),
             format_size(needed * page_cost_bytes),
             f"Set KVELASTIC_HOST_MEMORY to {format_size(needed * page_cost_bytes)} or more"
-            if places[0].is_host
+            if rank_devices[0].is_host
             else "Use a larger GPU or more GPUs",
         )
     return min(layout.pages_for_blocks(num_blocks), most)

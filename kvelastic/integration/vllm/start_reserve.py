@@ -4,9 +4,9 @@ The instance exists only once vLLM knows the size of its cache, long after the w
 By then a neighbour's cache may fill the device. So each worker joins the device's ledger as a
 separate member. It reserves the memory of its start until the instance reserves what was measured.
 
-    place = claim(worker)       # before load_model; others give memory, for up to five seconds
+    joined = claim(worker)       # before load_model; others give memory, for up to five seconds
     ...
-    place.close()               # the instance takes over
+    joined.close()               # the instance takes over
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def claim(worker: Any) -> ledger.JoinedLedger | None:
     )
     if settings.reserve is not None:
         start_bytes = settings.reserve // ranks
-    place = ledger.join(
+    joined = ledger.join(
         facts.name,
         group=settings.ledger,
         capacity_bytes=int(facts.total_bytes * settings.gpu_utilization),
@@ -57,7 +57,7 @@ def claim(worker: Any) -> ledger.JoinedLedger | None:
         priority=settings.priority,
     )
     _log.info("Reserved %s of %s for the start.", format_size(start_bytes), facts.name)
-    return place
+    return joined
 
 
 def name() -> str:

@@ -14,20 +14,20 @@ from kvelastic.errors import IntegrityError
 from kvelastic.tiers.base import KEY_BYTES, Reservation
 
 
-class Place(NamedTuple):
+class ReservedSlot(NamedTuple):
     """The slot of a future record, and the ticket of its reservation."""
 
     slot: int
     ticket: int
 
 
-class HostPlaces:
+class SlotReservations:
     """Reserved slots by ticket and by key."""
 
     def __init__(self) -> None:
         self._packed: dict[int, tuple[bytes, Sequence[int]]] = {}
         self._unpacked: dict[int, list[bytes]] = {}
-        self._place_of: dict[bytes, Place] = {}
+        self._slot_of: dict[bytes, ReservedSlot] = {}
         self._last_ticket = 0
         self.count = 0
         """Number of slots that are reserved and not filled."""
@@ -45,7 +45,7 @@ class HostPlaces:
             names = self._unpacked[ticket] = _with_slots(keys, slots)
             filled = (slot for slot in slots if slot >= 0)
             for key, slot in zip(names, filled, strict=True):
-                self._place_of[key] = Place(slot, ticket)
+                self._slot_of[key] = ReservedSlot(slot, ticket)
 
     def take(self, keys: bytes) -> dict[int, int]:
         """Return the reserved slots of `keys` by position; the caller owns them from now on."""
@@ -54,9 +54,9 @@ class HostPlaces:
         self._unpack()
         taken: dict[int, int] = {}
         for at in range(len(keys) // KEY_BYTES):
-            place = self._place_of.pop(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], None)
-            if place is not None:
-                taken[at] = place.slot
+            reserved = self._slot_of.pop(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], None)
+            if reserved is not None:
+                taken[at] = reserved.slot
         self.count -= len(taken)
         return taken
 
@@ -70,19 +70,19 @@ class HostPlaces:
             names = [
                 key
                 for key in self._unpacked.pop(ticket, ())
-                if key in self._place_of and self._place_of[key].ticket == ticket
+                if key in self._slot_of and self._slot_of[key].ticket == ticket
             ]
             for key in names:
-                del self._place_of[key]
+                del self._slot_of[key]
         self.count -= len(names)
         return b"".join(names)
 
     def check_integrity(self) -> None:
         """Recount; raises `IntegrityError` that names the disagreement."""
         packed = sum(slot >= 0 for _, slots in self._packed.values() for slot in slots)
-        if packed + len(self._place_of) != self.count:
+        if packed + len(self._slot_of) != self.count:
             raise IntegrityError(
-                f"{packed + len(self._place_of)} slots are reserved, {self.count} are counted"
+                f"{packed + len(self._slot_of)} slots are reserved, {self.count} are counted"
             )
 
 

@@ -43,7 +43,7 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.host.blocks import HostBlocks
-from kvelastic.tiers.stores.host.reservations import HostPlaces, HostReservation
+from kvelastic.tiers.stores.host.reservations import HostReservation, SlotReservations
 from kvelastic.tiers.stores.host.slots import GONE
 from kvelastic.units import MAX_PRIORITY, format_size
 
@@ -94,7 +94,7 @@ class HostStore(Store):
             raise InvalidArgumentError(f"record_bytes={record_bytes!r}; it must be 1 or more")
         self.record_bytes = record_bytes
         settings = load() if settings is None else settings
-        place = selection.host(settings) if on is None else on
+        device = selection.host(settings) if on is None else on
         self._layout = PageLayout.solve(
             -(-record_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
             1,
@@ -102,19 +102,19 @@ class HostStore(Store):
             fewest_blocks=1,
         )
         # The range covers the largest limit that can be set: address space is free.
-        pages = max(place.capacity_bytes // self._layout.page_bytes, 1)
+        pages = max(device.capacity_bytes // self._layout.page_bytes, 1)
         self._index = _vmm.TierIndex(1, policy)
         self._index_slots = self._index_reach = 1
         self._closed_slots: list[int] = []
         """Slots for which there is no room: closed in the index."""
         self._max_records = max_records
         self._set_room(0)
-        self._pool = self._open(settings, place, pages, name, model)
+        self._pool = self._open(settings, device, pages, name, model)
         self._native: _vmm.Pool | None = self._pool.blocks
         """The pool's blocks; None once closed. Read without a lock."""
         self._name = self._pool.name
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
-        self._places = HostPlaces()
+        self._reservations = SlotReservations()
         # Lock order: _limit_lock, the pool's session, _lock, the pool's lock, the index's lock.
         self._limit_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class HostStore(Store):
             )
 
     def _open(
-        self, settings: Config, place: Device, pages: int, name: str | None, model: str
+        self, settings: Config, device: Device, pages: int, name: str | None, model: str
     ) -> ElasticPool:
         own = replace(
             settings,
@@ -154,8 +154,8 @@ class HostStore(Store):
             num_blocks=pages * self._layout.blocks_per_page,
             block_tokens=1,
             engine="tier",
-            devices=[place],
-            memory=local_range(place),
+            devices=[device],
+            memory=local_range(device),
             model=model,
             name=name,
             movable=True,
@@ -241,16 +241,16 @@ class HostStore(Store):
                 self._drop_displaced(displaced)
             there = slots.count(THERE)
             count = len(slots) - there - slots.count(NO_ROOM)
-            ticket = self._places.add(keys, slots, count)
+            ticket = self._reservations.add(keys, slots, count)
             if NO_ROOM in slots:
-                self._index.abandon(self._places.give_up(ticket))
+                self._index.abandon(self._reservations.give_up(ticket))
                 return None
             return HostReservation(slots, ticket, self._give_up)
 
     def _give_up(self, ticket: int) -> None:
         """End a reservation."""
         with self._lock:
-            keys = self._places.give_up(ticket)
+            keys = self._reservations.give_up(ticket)
             if keys and not self._closed:
                 self._index.abandon(keys)
                 self._follow_limit()
@@ -276,7 +276,7 @@ class HostStore(Store):
                 self._make_room(missing, self._pool.blocks.available_mapped())
                 slots, displaced = self._index.claim(keys, chain_after)
                 self._drop_displaced(displaced)
-                for at, slot in self._places.take(keys).items():
+                for at, slot in self._reservations.take(keys).items():
                     slots[at] = slot
             self._fill(keys, records, slots, namespace_id)
             return self._index.has(keys)
@@ -404,7 +404,9 @@ class HostStore(Store):
                 return Capacity(0, 0, 0)
             self._blocks.follow()
             pool = self._pool.blocks
-            limit_bytes = min(pool.limit_state()["limit_bytes"], self._pool.places.capacity_bytes)
+            limit_bytes = min(
+                pool.limit_state()["limit_bytes"], self._pool.device_set.capacity_bytes
+            )
             return Capacity(pool.mapped_bytes, limit_bytes, self._index.stats()["ready"])
 
     @property
@@ -546,7 +548,7 @@ class HostStore(Store):
             with self._lock:
                 pool.check_integrity()
                 self._index.check_integrity()
-                self._places.check_integrity()
+                self._reservations.check_integrity()
                 self._blocks.check_integrity(quiet=self._busy == 1)
                 slots = self._blocks.slots
                 known = sum(self._index.slot_of(slots.key_of(at)) == at for at in slots.slots())

@@ -1,10 +1,10 @@
 """The ledgers of the devices that hold an instance's pages. The instance joins all or none.
 
     joined = join_all([gpu0, gpu0, gpu1], group="default", name=..., uuid=..., copy_bytes=2 << 20)
-    joined.places          # for a native pool: grants, requests and reserves on these devices
+    joined.device_set          # for a native pool: grants, requests and reserves on these devices
     joined.close()
 
-Rank i has its pages on `devices[i]`. See vmm_csrc/ledger/places.h for the rules.
+Rank i has its pages on `devices[i]`. See vmm_csrc/ledger/device_set.h for the rules.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvelastic.errors import InvalidArgumentError, LedgerError
 from kvelastic.shared import ledger
 
 
-class JoinedPlaces:
+class JoinedDevices:
     """This process's memberships in the ledgers of its devices. Returned by `join_all`."""
 
-    def __init__(self, ledgers: Sequence[ledger.JoinedLedger], places: _vmm.Places) -> None:
+    def __init__(self, ledgers: Sequence[ledger.JoinedLedger], device_set: _vmm.DeviceSet) -> None:
         self.ledgers = tuple(ledgers)
         """One for each device, sorted by device name."""
-        self.places = places
+        self.device_set = device_set
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
         """Set the memory held besides KV cache, in bytes by device name.
 
         A number is enough for one device. Other devices keep their reserves. Blocks and raises like
-        `_vmm.Places.reserve`.
+        `_vmm.DeviceSet.reserve`.
         """
         if isinstance(size_bytes, int):
             if len(self.ledgers) > 1 and size_bytes:
@@ -39,9 +39,9 @@ class JoinedPlaces:
                     f"{size_bytes} bytes to reserve are given for {len(self.ledgers)} devices; say"
                     " how many for each: {device name: bytes}"
                 )
-            ((device, _), *_others) = self.places.devices
+            ((device, _), *_others) = self.device_set.devices
             size_bytes = {device: size_bytes}
-        self.places.reserve(dict(size_bytes))
+        self.device_set.reserve(dict(size_bytes))
 
     def close(self) -> None:
         """Leave the ledgers. Idempotent. Never blocks."""
@@ -112,7 +112,7 @@ def join_all(
     min_bytes: int = 0,
     reserve_bytes: int | Mapping[str, int] = 0,
     priority: int = 0,
-) -> JoinedPlaces:
+) -> JoinedDevices:
     """Join the ledger of every device; `copy_bytes` is the size of a page for one rank.
 
     The guarantee `min_bytes` covers all devices and is divided among them by copies. Raises the
@@ -122,7 +122,7 @@ def join_all(
     by_name = {device.name: device for device in devices}
     joined: list[ledger.JoinedLedger] = []
     try:
-        places = []
+        placements = []
         # Every process joins in the same order. So of two that start at once, one is first on all
         # devices.
         for device in (by_name[key] for key in sorted(by_name)):
@@ -137,9 +137,9 @@ def join_all(
             )
             joined.append(one)
             ranks = [rank for rank, its in enumerate(devices) if its.name == device.name]
-            places.append((one.member, ranks))
-        made = JoinedPlaces(joined, _vmm.Places(places, copy_bytes))
-        made.places.set_min(min_bytes)
+            placements.append((one.member, ranks))
+        made = JoinedDevices(joined, _vmm.DeviceSet(placements, copy_bytes))
+        made.device_set.set_min(min_bytes)
         made.reserve(reserve_bytes)
     except BaseException:
         for one in reversed(joined):

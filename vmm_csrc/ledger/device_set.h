@@ -46,22 +46,22 @@
 namespace kvelastic {
 
 /// A device that has pages of an instance.
-struct Place {
+struct Placement {
   std::shared_ptr<LedgerMember> member;
   std::vector<std::uint32_t> ranks;  ///< ranks whose copies are on this device
 };
 
 /// Thread-safe. Only wait() and wait_for_claim() block. Its lock is taken before those of its
 /// members, and never held while waiting.
-class Places {
+class DeviceSet {
  public:
   /// `copy_bytes` is the size of one rank's copy of a page. Fails with kInvalidArgument for no
   /// placement, a duplicate device or rank, or a placement without ranks.
-  static Result<std::shared_ptr<Places>> create(std::vector<Place> places,
-                                                std::uint64_t copy_bytes);
+  static Result<std::shared_ptr<DeviceSet>> create(std::vector<Placement> placements,
+                                                   std::uint64_t copy_bytes);
 
   /// In the order in which grants are taken: by device name.
-  std::span<const Place> all() const { return places_; }
+  std::span<const Placement> all() const { return placements_; }
   /// Copies of each page on all devices.
   std::uint64_t copies() const { return copies_; }
   std::uint64_t copy_bytes() const { return copy_bytes_; }
@@ -100,7 +100,7 @@ class Places {
   /// Pages that other instances never take while it is awake.
   std::uint64_t min_pages() const { return pages_of(min_bytes_.load()); }
   Status set_priority(std::int64_t priority);
-  std::int64_t priority() const { return places_.front().member->priority(); }
+  std::int64_t priority() const { return placements_.front().member->priority(); }
   void set_limit(std::uint64_t bytes);
 
   // --- reserve, sleep ------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Places {
   /// Waits for the bell of the first ledger without a page for this instance. `seen` are the bells
   /// before the caller's check.
   void wait(const Bells& seen, std::chrono::nanoseconds timeout) const;
-  const ReclaimRules& rules() const { return places_.front().member->rules(); }
+  const ReclaimRules& rules() const { return placements_.front().member->rules(); }
 
   // --- reclaim requests of other members -----------------------------------------------------
 
@@ -166,7 +166,7 @@ class Places {
   /// LedgerMember::report_busy() in all ledgers.
   void report_busy(bool busy);
   /// LedgerMember::is_busy().
-  bool is_busy() const { return places_.front().member->is_busy(); }
+  bool is_busy() const { return placements_.front().member->is_busy(); }
   /// Registers a rank's process in the ledger of its device, as LedgerMember::add_worker. Fails
   /// with kInvalidArgument for an unknown rank.
   Status add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks);
@@ -174,22 +174,24 @@ class Places {
   Status check_integrity(std::uint64_t pages) const;
 
  private:
-  Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t copy_bytes);
+  DeviceSet(std::vector<Placement> placements, std::uint64_t copies, std::uint64_t copy_bytes);
 
-  std::uint64_t cost_bytes(const Place& place) const { return place.ranks.size() * copy_bytes_; }
+  std::uint64_t cost_bytes(const Placement& placement) const {
+    return placement.ranks.size() * copy_bytes_;
+  }
   std::uint64_t pages_of(std::uint64_t min_bytes) const;
   std::uint64_t capacity_of_several() const;
   void publish_parts(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                      std::uint64_t parked_bytes, bool active);
-  Error named(const Place& place, Error error) const;
-  Status refuse_in_a_child() const { return places_.front().member->refuse_in_a_child(); }
+  Error named(const Placement& placement, Error error) const;
+  Status refuse_in_a_child() const { return placements_.front().member->refuse_in_a_child(); }
   void undo(const Claim& claim, std::size_t count);
   void give_up_claim();
   void finish_claim();
   Status fail_open_claim();
   Claimed begin(Claim claim);
 
-  const std::vector<Place> places_;
+  const std::vector<Placement> placements_;
   LedgerMember* const only_;  // set for a single placement: every alloc and free publishes
   const std::uint64_t copies_, copy_bytes_;
   std::atomic<std::uint64_t> min_bytes_{0};

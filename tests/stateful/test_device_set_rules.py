@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from native_pools import HUGE
 
 from kvelastic.errors import GuaranteeError, ReserveError
-from kvelastic.shared.placement import JoinedPlaces
+from kvelastic.shared.device_set import JoinedDevices
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ pages = st.integers(0, 8)
 class Model:
     """What one instance has; in pages, and by device where that differs."""
 
-    joined: JoinedPlaces
+    joined: JoinedDevices
     ranks: str
     least: int = 0
     reserve: dict[str, int] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Model:
         return pages * self.ranks.count(device)
 
 
-class Places(RuleBasedStateMachine):
+class DeviceSet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.machine = Machine(PAGES)
@@ -113,20 +113,20 @@ class Places(RuleBasedStateMachine):
         if one is None or not one.awake:
             return
         room = min(self.left(device) // one.ranks.count(device) for device in set(one.ranks))
-        got = one.joined.places.grant(count)
+        got = one.joined.device_set.grant(count)
         assert got == min(count, max(0, room))
         one.held += got
 
     @rule(key=who, count=pages)
     def give_back(self, key: int, count: int) -> None:
         if one := self.members.get(key):
-            one.joined.places.give_back(min(count, one.held))
+            one.joined.device_set.give_back(min(count, one.held))
             one.held -= min(count, one.held)
 
     @rule(key=who)
     def sleep(self, key: int) -> None:
         if one := self.members.get(key):
-            one.joined.places.fall_asleep()
+            one.joined.device_set.fall_asleep()
             one.awake = False
 
     @rule(key=who)
@@ -137,7 +137,7 @@ class Places(RuleBasedStateMachine):
         allowed = self.sums_allow(key, one.ranks, one.least, one.reserve)
         there = self.is_there(key, one.ranks, one.reserve)
         try:
-            one.joined.places.wake(0.0)
+            one.joined.device_set.wake(0.0)
         except GuaranteeError:
             assert not allowed
         except ReserveError:
@@ -155,7 +155,7 @@ class Places(RuleBasedStateMachine):
             return
         allowed = least <= one.least or self.sums_allow(key, one.ranks, least, one.reserve)
         try:
-            one.joined.places.set_min(least * HUGE)
+            one.joined.device_set.set_min(least * HUGE)
         except GuaranteeError:
             assert not allowed
         else:
@@ -203,8 +203,8 @@ class Places(RuleBasedStateMachine):
                 assert member.asleep is not one.awake
                 assert member.min_bytes == one.least_of(device, one.least) * HUGE
         for one in self.members.values():
-            one.joined.places.check_integrity(one.held)
+            one.joined.device_set.check_integrity(one.held)
 
 
-TestPlaces = Places.TestCase
-TestPlaces.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestDeviceSet = DeviceSet.TestCase
+TestDeviceSet.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

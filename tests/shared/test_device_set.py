@@ -29,7 +29,7 @@ from kvelastic.errors import (
 )
 from kvelastic.pool.pool import local_range, native_geometry, open_pool
 from kvelastic.shared import ledger, segment
-from kvelastic.shared.placement import capacity_bytes, copies_by_device, join_all
+from kvelastic.shared.device_set import capacity_bytes, copies_by_device, join_all
 
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page
@@ -50,35 +50,35 @@ def test_placement_counts_a_copy_per_rank_and_device(machine: Machine) -> None:
     assert copies_by_device(devices) == [("b", 2), ("a", 1)]
     assert capacity_bytes(devices) == 12 * HUGE  # b has room for four pages of two copies
     mine = machine.join("bba")
-    assert mine.places.devices == [("a", 1), ("b", 2)]
-    assert mine.places.page_bytes == 3 * HUGE
-    assert mine.places.capacity_bytes == 12 * HUGE
+    assert mine.device_set.devices == [("a", 1), ("b", 2)]
+    assert mine.device_set.page_bytes == 3 * HUGE
+    assert mine.device_set.capacity_bytes == 12 * HUGE
     assert [one.member.capacity_bytes for one in mine.ledgers] == [8 * HUGE, 8 * HUGE]
 
 
 def test_devices_are_locked_in_one_order(machine: Machine) -> None:
     a, b = (one.member for one in machine.join("ab").ledgers)
-    assert _vmm.Places([(b, [0]), (a, [1, 2])], HUGE).devices == [("a", 2), ("b", 1)]
+    assert _vmm.DeviceSet([(b, [0]), (a, [1, 2])], HUGE).devices == [("a", 2), ("b", 1)]
 
 
 def test_invalid_placements_are_rejected(machine: Machine) -> None:
     a = machine.join("a").ledgers[0].member
     b = machine.join("b").ledgers[0].member
     with pytest.raises(InvalidArgumentError, match="on one device at least"):
-        _vmm.Places([], HUGE)
+        _vmm.DeviceSet([], HUGE)
     with pytest.raises(InvalidArgumentError, match="a is named twice"):
-        _vmm.Places([(a, [0]), (a, [1])], HUGE)
+        _vmm.DeviceSet([(a, [0]), (a, [1])], HUGE)
     with pytest.raises(InvalidArgumentError, match="rank 1 is named twice"):
-        _vmm.Places([(a, [0, 1]), (b, [1])], HUGE)
+        _vmm.DeviceSet([(a, [0, 1]), (b, [1])], HUGE)
     with pytest.raises(InvalidArgumentError, match="0 bytes"):
-        _vmm.Places([(a, [0])], 0)
-    with pytest.raises(InvalidArgumentError, match="places are for pages of"):
+        _vmm.DeviceSet([(a, [0])], 0)
+    with pytest.raises(InvalidArgumentError, match="device_set are for pages of"):
         _vmm.Pool(
             _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 2)),
             max_blocks=8,
             limit_bytes=HUGE,
             capacity_bytes=HUGE,
-            places=_vmm.Places([(a, [0])], 2 * HUGE),
+            device_set=_vmm.DeviceSet([(a, [0])], 2 * HUGE),
         )
 
 
@@ -99,32 +99,32 @@ def test_start_rejected_by_one_ledger_joins_none(machine: Machine) -> None:
 
 def test_full_device_prevents_grants_on_the_others(machine: Machine) -> None:
     holder = machine.join("b", "holder")
-    assert holder.places.grant(8) == 8
+    assert holder.device_set.grant(8) == 8
     mine = machine.join("ab", "mine")
     before = machine.members("a")["mine"]
     requester = machine.join("a", "requester")
-    requester.places.request_memory(1)
+    requester.device_set.request_memory(1)
     seen = requester.ledgers[0].member.bell
-    assert mine.places.room() == mine.places.grant(3) == 0
+    assert mine.device_set.room() == mine.device_set.grant(3) == 0
     assert requester.ledgers[0].member.bell == seen, "nothing was taken on a for a moment"
-    requester.places.end_memory_request()
+    requester.device_set.end_memory_request()
     assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 0
-    holder.places.give_back(2)
-    assert mine.places.grant(3) == 2
+    holder.device_set.give_back(2)
+    assert mine.device_set.grant(3) == 2
     assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 2
-    mine.places.check_integrity(2)
+    mine.device_set.check_integrity(2)
     with pytest.raises(IntegrityError, match=r"^a: "):
-        mine.places.check_integrity(3)
+        mine.device_set.check_integrity(3)
     assert before.granted_bytes == 0
     machine.check()
 
 
 def test_every_ledger_grants_its_copies(machine: Machine) -> None:
     mine = machine.join("aabc", "mine")
-    assert mine.places.grant(99) == 4  # of two copies on a, of one on c
+    assert mine.device_set.grant(99) == 4  # of two copies on a, of one on c
     assert [machine.granted(name)["mine"] for name in "abc"] == [8, 4, 4]
-    assert mine.places.granted_bytes == 16 * HUGE
-    mine.places.give_back(4)
+    assert mine.device_set.granted_bytes == 16 * HUGE
+    mine.device_set.give_back(4)
     assert [machine.granted(name)["mine"] for name in "abc"] == [0, 0, 0]
 
 
@@ -136,15 +136,15 @@ def test_opposite_device_orders_do_not_deadlock(machine: Machine) -> None:
     deadline = time.monotonic() + DEADLINE_S
 
     def take(which: int) -> None:
-        places = both[which].places
+        device_set = both[which].device_set
         start.wait(DEADLINE_S)
         rounds = 0
         # One that is switched away while it holds pages keeps them: the other one may be through
         # with any number of rounds before it runs again.
         while rounds < 3000 or not (had_all[which] or time.monotonic() > deadline):
-            pages = places.grant(8)
+            pages = device_set.grant(8)
             had_all[which] |= pages == 8
-            places.give_back(pages)
+            device_set.give_back(pages)
             rounds += 1
 
     threads = [threading.Thread(target=take, args=(which,)) for which in (0, 1)]
@@ -156,22 +156,22 @@ def test_opposite_device_orders_do_not_deadlock(machine: Machine) -> None:
     assert had_all == [True, True]
     for device in "ab":
         assert set(machine.granted(device).values()) == {0}
-    assert both[0].places.grant(8) + both[1].places.grant(8) == 8
+    assert both[0].device_set.grant(8) + both[1].device_set.grant(8) == 8
     machine.check()
 
 
 def test_foreign_usage_is_measured_per_device(machine: Machine) -> None:
     mine = machine.join("aab", "mine")
-    assert mine.places.grant(2) == 2
-    mine.places.arrived(2)
+    assert mine.device_set.grant(2) == 2
+    mine.device_set.arrived(2)
     total = 8 * HUGE
     # Four pages of mine are on a: beside them two more are taken, as rank 0 has seen it.
     seen = [(total, 2 * HUGE), (total, 3 * HUGE), (total, 6 * HUGE)]
-    assert mine.places.see_devices(lambda: seen) == "exact"
+    assert mine.device_set.see_devices(lambda: seen) == "exact"
     others = {info.device: info.others_bytes for info in ledger.list_ledgers()}
     assert (others["a"], others["b"]) == (2 * HUGE, 0)
-    assert mine.places.room() == 1
-    assert mine.places.see_devices(lambda: [None, None, None]) == "none"
+    assert mine.device_set.room() == 1
+    assert mine.device_set.see_devices(lambda: [None, None, None]) == "none"
 
 
 _GRANTS = """
@@ -180,12 +180,12 @@ sys.path.insert(0, sys.argv[1])
 from device_ledgers import Machine
 machine = Machine({"a": 8, "b": 8})
 machine.group = sys.argv[2]
-places = machine.join("ab", "victim").places
+device_set = machine.join("ab", "victim").device_set
 with open(sys.argv[3], "r+b") as file:
     rounds = mmap.mmap(file.fileno(), 1)
 print("ready", flush=True)
 while True:
-    places.give_back(places.grant(1))
+    device_set.give_back(device_set.grant(1))
     rounds[0] = (rounds[0] + 1) % 256
 """
 
@@ -218,7 +218,7 @@ def test_process_killed_during_a_grant_keeps_nothing_granted(
         wait_until(is_partly_granted, "it was never seen in the middle of a grant")
     ledger.reap()
     assert [machine.granted(name) for name in "ab"] == [{"mine": 0}, {"mine": 0}]
-    assert mine.places.grant(8) == 8
+    assert mine.device_set.grant(8) == 8
     machine.check()
 
 
@@ -227,13 +227,13 @@ def test_process_killed_during_a_grant_keeps_nothing_granted(
 
 def test_guarantee_is_divided_by_copies(machine: Machine) -> None:
     mine = machine.join("aab", "mine", min_bytes=6 * HUGE)
-    assert mine.places.min_bytes == 6 * HUGE
+    assert mine.device_set.min_bytes == 6 * HUGE
     assert machine.members("a")["mine"].min_bytes == 4 * HUGE
     assert machine.members("b")["mine"].min_bytes == 2 * HUGE
     # Whole pages count, which are the 6 MiB of all copies here.
     for asked_bytes, pages in ((12 * HUGE - 1, 3), (1, 1), (0, 0)):
-        mine.places.set_min(asked_bytes)
-        assert mine.places.min_bytes == asked_bytes
+        mine.device_set.set_min(asked_bytes)
+        assert mine.device_set.min_bytes == asked_bytes
         assert machine.members("a")["mine"].min_bytes == pages * 2 * HUGE
         assert machine.members("b")["mine"].min_bytes == pages * HUGE
 
@@ -244,11 +244,11 @@ def test_two_guarantees_with_partial_pages_are_both_met(machine: Machine) -> Non
     other = machine.join("c", "other", min_bytes=5 * HUGE // 2)
     members = machine.members("c")
     assert (members["one"].min_bytes, members["other"].min_bytes) == (HUGE, 2 * HUGE)
-    assert one.places.grant(9) == 4
-    other.places.request_memory(2)
-    assert one.places.open_reclaim()[0] == 2
-    one.places.give_back(2)
-    assert other.places.grant(2) == 2
+    assert one.device_set.grant(9) == 4
+    other.device_set.request_memory(2)
+    assert one.device_set.open_reclaim()[0] == 2
+    one.device_set.give_back(2)
+    assert other.device_set.grant(2) == 2
 
 
 def test_guarantee_rejected_by_one_device_applies_to_none(machine: Machine) -> None:
@@ -256,16 +256,16 @@ def test_guarantee_rejected_by_one_device_applies_to_none(machine: Machine) -> N
     machine.join("b", "other", min_bytes=5 * HUGE)
     for awake in (True, False):
         with pytest.raises(GuaranteeError, match=r"^b: "):
-            mine.places.set_min(2 * (4 if awake else 9) * HUGE)
-        assert mine.places.min_bytes == 2 * HUGE
+            mine.device_set.set_min(2 * (4 if awake else 9) * HUGE)
+        assert mine.device_set.min_bytes == 2 * HUGE
         assert [machine.members(name)["mine"].min_bytes for name in "ab"] == [HUGE, HUGE]
-        mine.places.fall_asleep()
+        mine.device_set.fall_asleep()
 
 
 def test_reserves_are_set_per_device(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": 3 * HUGE, "b": HUGE})
     assert machine.members("a")["mine"].reserve_bytes == 3 * HUGE
-    assert mine.places.room() == 5
+    assert mine.device_set.room() == 5
     mine.reserve({"a": HUGE})
     assert machine.members("a")["mine"].reserve_bytes == HUGE
     assert machine.members("b")["mine"].reserve_bytes == HUGE
@@ -293,27 +293,27 @@ def test_wake_rejected_by_one_device_claims_none(
     machine: Machine,
 ) -> None:
     mine = machine.join("ab", "mine", min_bytes=4 * HUGE, reserve_bytes={"a": HUGE, "b": 4 * HUGE})
-    mine.places.fall_asleep()
+    mine.device_set.fall_asleep()
     other = machine.join("b", "other")
-    assert other.places.grant(6) == 6
+    assert other.device_set.grant(6) == 6
     with pytest.raises(ReserveError, match=r"^b: 8.00 MiB to be reserved .* free; other has"):
-        mine.places.wake(0.0)
-    assert mine.places.is_asleep
+        mine.device_set.wake(0.0)
+    assert mine.device_set.is_asleep
     for device in "ab":
         member = machine.members(device)["mine"]
         assert (member.asleep, member.pledged_bytes, member.guaranteed_bytes) == (True, 0, 0)
     third = machine.join("a", "third")
-    assert third.places.grant(8) == 8, "nothing is kept on the first device"
-    third.places.give_back(8)
-    other.places.set_min(5 * HUGE)
+    assert third.device_set.grant(8) == 8, "nothing is kept on the first device"
+    third.device_set.give_back(8)
+    other.device_set.set_min(5 * HUGE)
     with pytest.raises(GuaranteeError, match=r"^b: "):
-        mine.places.wake(0.0)
+        mine.device_set.wake(0.0)
     assert machine.members("a")["mine"].pledged_bytes == 0
     machine.check()
-    other.places.set_min(0)
-    other.places.give_back(6)
-    mine.places.wake(0.0)
-    assert not mine.places.is_asleep
+    other.device_set.set_min(0)
+    other.device_set.give_back(6)
+    mine.device_set.wake(0.0)
+    assert not mine.device_set.is_asleep
     assert machine.members("a")["mine"].pledged_bytes == HUGE
     assert machine.members("b")["mine"].pledged_bytes == 4 * HUGE
     machine.check()
@@ -321,44 +321,44 @@ def test_wake_rejected_by_one_device_claims_none(
 
 def test_wake_waits_for_every_device(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": 4 * HUGE, "b": 4 * HUGE})
-    mine.places.fall_asleep()
+    mine.device_set.fall_asleep()
     others = [machine.join(device, f"on_{device}") for device in "ab"]
     for other in others:
-        assert other.places.grant(8) == 8
-    waker = threading.Thread(target=mine.places.wake, args=(DEADLINE_S,))
+        assert other.device_set.grant(8) == 8
+    waker = threading.Thread(target=mine.device_set.wake, args=(DEADLINE_S,))
     waker.start()
     wait_until(
-        lambda: all(other.places.open_reclaim()[0] == 4 for other in others), "both are asked"
+        lambda: all(other.device_set.open_reclaim()[0] == 4 for other in others), "both are asked"
     )
-    others[1].places.give_back(4)
+    others[1].device_set.give_back(4)
     wait_until(lambda: not machine.members("b")["mine"].asleep, "it does not wake on b")
     assert waker.is_alive()
-    others[0].places.give_back(4)
+    others[0].device_set.give_back(4)
     waker.join(DEADLINE_S)
     assert not waker.is_alive()
-    assert not mine.places.is_asleep
+    assert not mine.device_set.is_asleep
     machine.check()
 
 
 def test_sleep_cancels_a_pending_wake(machine: Machine) -> None:
     mine = machine.join("ab", "mine", reserve_bytes={"a": HUGE, "b": 4 * HUGE})
-    mine.places.fall_asleep()
+    mine.device_set.fall_asleep()
     other = machine.join("b", "other")
-    assert other.places.grant(8) == 8
+    assert other.device_set.grant(8) == 8
     caught: list[Exception] = []
 
     def wake() -> None:
         try:
-            mine.places.wake(DEADLINE_S)
+            mine.device_set.wake(DEADLINE_S)
         except ReserveError as error:
             caught.append(error)
 
     waker = threading.Thread(target=wake)
     waker.start()
     wait_until(
-        lambda: machine.members("a")["mine"].pledged_bytes and other.places.open_reclaim()[0]
+        lambda: machine.members("a")["mine"].pledged_bytes and other.device_set.open_reclaim()[0]
     )
-    mine.places.fall_asleep()
+    mine.device_set.fall_asleep()
     waker.join(DEADLINE_S)
     assert "put to sleep" in str(caught[0])
     assert [machine.members(name)["mine"].pledged_bytes for name in "ab"] == [0, 0]
@@ -370,18 +370,18 @@ def test_sleep_cancels_a_pending_wake(machine: Machine) -> None:
 
 def test_memory_is_requested_only_where_missing(machine: Machine) -> None:
     other = machine.join("b", "other", priority=-1)
-    assert other.places.grant(8) == 8
+    assert other.device_set.grant(8) == 8
     mine = machine.join("ab", "mine")
-    assert mine.places.request_memory(2)
+    assert mine.device_set.request_memory(2)
 
     def stands() -> bool:
-        mine.places.request_memory(2)  # which counts for 250 ms
+        mine.device_set.request_memory(2)  # which counts for 250 ms
         return [machine.members(name)["mine"].ask_bytes for name in "ab"] == [0, 2 * HUGE]
 
     wait_until(stands)
-    assert mine.places.reach() == 0  # blocks in use, which it says nothing of
-    assert other.places.open_reclaim() == (2, 3)
-    mine.places.end_memory_request()
+    assert mine.device_set.reach() == 0  # blocks in use, which it says nothing of
+    assert other.device_set.open_reclaim() == (2, 3)
+    mine.device_set.end_memory_request()
     assert machine.members("b")["mine"].ask_bytes == 0
 
 
@@ -399,7 +399,7 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
             limit_bytes=99 * HUGE,
             capacity_bytes=99 * HUGE,
             preallocate=False,
-            places=mine.places,
+            device_set=mine.device_set,
         )
         ids = pool.alloc(4 * BLOCKS - 1)
         assert ids is not None
@@ -409,15 +409,15 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
         maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
         try:
             other = machine.join("b", "other")
-            assert other.places.grant(8) == 4
-            assert other.places.request_memory(3)
+            assert other.device_set.grant(8) == 4
+            assert other.device_set.request_memory(3)
 
             def has_released() -> bool:
-                other.places.request_memory(3)
+                other.device_set.request_memory(3)
                 return machine.granted("b")["mine"] == 1
 
             wait_until(has_released)
-            assert other.places.grant(3) == 3
+            assert other.device_set.grant(3) == 3
         finally:
             maintenance.stop()
         assert machine.granted("a")["mine"] == 2 * machine.granted("b")["mine"] == 2
@@ -433,17 +433,17 @@ def test_two_waiters_do_not_block_each_others_device(
     one, two = machine.join("ab", "one"), machine.join("ba", "two")
     crowd = [machine.join("a", f"crowd{n}") for n in range(2)]
     # On a the shares are small, and `one` has less than its own; on b both lack some.
-    assert one.places.grant(1) == 1
-    assert two.places.grant(3) == 3
-    assert crowd[0].places.grant(2) == 2
-    assert crowd[1].places.grant(1) == 1
+    assert one.device_set.grant(1) == 1
+    assert two.device_set.grant(3) == 3
+    assert crowd[0].device_set.grant(2) == 2
+    assert crowd[1].device_set.grant(1) == 1
     for _ in range(2):
-        two.places.request_memory(6)  # has waited longer
-        one.places.request_memory(6)
+        two.device_set.request_memory(6)  # has waited longer
+        one.device_set.request_memory(6)
         for member in crowd:
-            member.places.request_memory(1)
-    assert one.places.room() + two.places.room() > 0
-    pages = one.places.grant(6) + two.places.grant(6)
+            member.device_set.request_memory(1)
+    assert one.device_set.room() + two.device_set.room() > 0
+    pages = one.device_set.grant(6) + two.device_set.grant(6)
     assert pages >= 1
     machine.check()
 
@@ -454,7 +454,7 @@ sys.path.insert(0, sys.argv[1])
 from device_ledgers import Machine
 machine = Machine({"a": 8, "b": 8})
 machine.group = sys.argv[2]
-assert machine.join("ab", "scheduler").places.grant(3) == 3
+assert machine.join("ab", "scheduler").device_set.grant(3) == 3
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -473,7 +473,7 @@ def test_worker_holds_the_grant_of_its_own_device(machine: Machine) -> None:
     assert machine.granted("b") == {"mine": 0, "scheduler": 3}
     for life in lives:
         life.release()
-    assert mine.places.grant(8) == 5, "who looks for memory finds the dead later"
+    assert mine.device_set.grant(8) == 5, "who looks for memory finds the dead later"
     ledger.reap()
     assert machine.granted("b") == {"mine": 5}
 
@@ -514,8 +514,8 @@ def test_pool_over_two_devices_releases_everything(machine: Machine) -> None:
         reserve_bytes={"a": HUGE, "b": 2 * HUGE},
     ) as pool:
         assert pool.segment.record.read_header()["devices"] == [("a", 2), ("b", 1)]
-        assert [name for name, _ in pool.places.devices] == ["a", "b"]
-        assert pool.places.min_bytes == 4 * HUGE
+        assert [name for name, _ in pool.device_set.devices] == ["a", "b"]
+        assert pool.device_set.min_bytes == 4 * HUGE
         pool.reserve({"b": HUGE})
         members = {device: next(iter(machine.members(device).values())) for device in "ab"}
         assert [members[device].reserve_bytes for device in "ab"] == [HUGE, HUGE]
