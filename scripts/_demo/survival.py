@@ -83,9 +83,9 @@ def ask_long(where: Where, what: str, prompt: str) -> Asked:
 
 
 def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float:
-    """Wait for at least `least_s`, and until no tier received an object for `QUIET_S`.
+    """Wait for at least `least_s`, and until no tier received a record for `QUIET_S`.
 
-    Returns the seconds until the last object arrived, or `least_s`. Raises RequestFailedError.
+    Returns the seconds until the last record arrived, or `least_s`. Raises RequestFailedError.
     """
     begun_s = last_s = time.monotonic()
     records = -1

@@ -234,7 +234,7 @@ void bind_tier_index(nb::module_& m) {
         "fingerprint of a namespace, or the key of the preceding block. The keys are not "
         "cryptographic: see vmm_csrc/pool/block_keys.h. Raises InvalidArgumentError.");
   nb::class_<FoundRecords>(m, "FoundRecords",
-                           "Objects read from existing files, to be added to an index; see "
+                           "Records read from existing files, to be added to an index; see "
                            "vmm_csrc/tiers/found_records.h. For one thread at a time.")
       .def(nb::init<>())
       .def("add", &add_entries, "entries"_a, "file_id"_a, "first_own"_a, "first_slot"_a,
@@ -242,13 +242,13 @@ void bind_tier_index(nb::module_& m) {
            "Read the entries of one part of a file's table. Returns (empty, torn): the file's "
            "slots without an entry, and those whose entry is not valid. Releases the GIL.")
       .def("end_file", &FoundRecords::end_file,
-           "Sort the objects of a file once all its parts were added.",
+           "Sort the records of a file once all its parts were added.",
            nb::call_guard<nb::gil_scoped_release>())
       .def("restore", &restore_found, "index"_a, "most"_a,
-           "Add up to `most` objects to the index, oldest first across the files. Returns (slots "
+           "Add up to `most` records to the index, oldest first across the files. Returns (slots "
            "as uint32, keys, checksums and times as uint64, owners as uint32, refused slots). "
            "Releases the GIL.")
-      .def_prop_ro("left", &FoundRecords::left, "The number of objects that were not restored yet.")
+      .def_prop_ro("left", &FoundRecords::left, "The number of records that were not restored yet.")
       .def(
           "owners",
           [](const FoundRecords& found) {
@@ -258,9 +258,9 @@ void bind_tier_index(nb::module_& m) {
             }
             return all;
           },
-          "The owners of the objects, 40 bytes each: namespace, model, generation.");
+          "The owners of the records, 40 bytes each: namespace, model, generation.");
   nb::class_<TierIndex>(m, "TierIndex",
-                        "The keys of a tier, their slots, and the next object to displace; see "
+                        "The keys of a tier, their slots, and the next record to displace; see "
                         "vmm_csrc/tiers/tier_index.h. Thread-safe.")
       .def(nb::new_(&make_index), "slots"_a, "policy"_a = "slru",
            "Create an index with `slots` slots. `policy` is the eviction policy: lru, lfu, slru or "
@@ -287,13 +287,13 @@ void bind_tier_index(nb::module_& m) {
             return list_of_records(unwrap(index.release(ticket)));
           },
           "ticket"_a,
-          "End a lease. Returns (key, slot) of each object that was erased in the meantime and "
+          "End a lease. Returns (key, slot) of each record that was erased in the meantime and "
           "whose slot is free now. Raises InvalidArgumentError if the ticket is unknown or has "
           "ended.")
       .def("claim", &claim, "keys"_a, "chain_after"_a.none() = nb::none(),
            "Assign a slot to each new key, which is pending then. Returns (slots, displaced). A "
            "slot of -1 means that the key is already ready or pending; -2 means that no slot is "
-           "available. `displaced` has (key, slot) of the objects displaced by the call. With "
+           "available. `displaced` has (key, slot) of the records displaced by the call. With "
            "`chain_after`, each key continues the one before it, and the first continues that key "
            "(zeros: no parent). Raises InvalidArgumentError.")
       .def(
@@ -331,7 +331,7 @@ void bind_tier_index(nb::module_& m) {
                 index.restore(key_of(key), slot, chain_after ? key_of(*chain_after) : BlockKey{}));
           },
           "key"_a, "slot"_a, "chain_after"_a.none() = nb::none(),
-          "Add an object found in a slot as ready. Returns False if the key exists, or the slot is "
+          "Add a record found in a slot as ready. Returns False if the key exists, or the slot is "
           "taken or does not exist. Raises InvalidArgumentError for the zero key.")
       .def(
           "resize",
@@ -339,8 +339,8 @@ void bind_tier_index(nb::module_& m) {
             return list_of_records(unwrap(without_gil([&] { return index.resize(slots); })));
           },
           "slots"_a,
-          "Set the number of slots. Returns (key, slot) of the displaced objects. Slots above the "
-          "new size are not assigned again. release() returns leased objects above it later, and "
+          "Set the number of slots. Returns (key, slot) of the displaced records. Slots above the "
+          "new size are not assigned again. release() returns leased records above it later, and "
           "commit() pending ones.")
       .def(
           "displace",
@@ -348,8 +348,8 @@ void bind_tier_index(nb::module_& m) {
             return list_of_records(without_gil([&] { return index.displace(count); }));
           },
           "count"_a,
-          "Displace up to `count` objects by the policy; their slots are free then. Returns (key, "
-          "slot) of each. Leased and pending objects stay.")
+          "Displace up to `count` records by the policy; their slots are free then. Returns (key, "
+          "slot) of each. Leased and pending records stay.")
       .def(
           "close",
           [](TierIndex& index, std::uint64_t first, std::uint64_t count) {
@@ -366,8 +366,8 @@ void bind_tier_index(nb::module_& m) {
             return nb::make_tuple(list_of(closed.slots), list_of_records(closed.displaced));
           },
           "count"_a,
-          "Close up to `count` slots: free ones first, then those of objects displaced by the "
-          "policy. Returns (slots, displaced) as claim() does. Leased and pending objects stay.")
+          "Close up to `count` slots: free ones first, then those of records displaced by the "
+          "policy. Returns (slots, displaced) as claim() does. Leased and pending records stay.")
       .def(
           "open",
           [](TierIndex& index, const std::vector<std::int64_t>& slots) {

@@ -154,7 +154,7 @@ TEST(tier_index_assigns_each_slot_once) {
           break;
         case 5: {
           const auto closed = index->close_by_policy(random() % 8);
-          for (const KeyInSlot& object : closed.displaced) where.erase(object.key.low);
+          for (const KeyInSlot& record : closed.displaced) where.erase(record.key.low);
           for (const std::int64_t slot : closed.slots) {
             CHECK(!held.contains(slot));
             for (const auto& [number, at] : where) CHECK(at != slot);
@@ -163,9 +163,9 @@ TEST(tier_index_assigns_each_slot_once) {
           break;
         }
         case 6:
-          for (const KeyInSlot& object : index->displace(random() % 4)) {
-            CHECK(where.at(object.key.low) == object.slot && !held.contains(object.slot));
-            where.erase(object.key.low);
+          for (const KeyInSlot& record : index->displace(random() % 4)) {
+            CHECK(where.at(record.key.low) == record.slot && !held.contains(record.slot));
+            where.erase(record.key.low);
           }
           break;
         default:

@@ -1,4 +1,4 @@
-// Adds the objects in a disk tier's existing files to an index, oldest first.
+// Adds the records in a disk tier's existing files to an index, oldest first.
 //
 //   add() a part of a file's table ... end_file()   checks entries, then sorts them file by file
 //   restore(index, most)                            oldest first across the files, `most` at a time
@@ -48,14 +48,14 @@ class FoundRecords {
   };
   struct Restored {
     std::vector<Record> records;
-    std::vector<std::int64_t> refused;  ///< slots whose key already has another object
+    std::vector<std::int64_t> refused;  ///< slots whose key already has another record
   };
 
   /// Reads the entries of a part of a table and keeps the valid ones for restore().
   Added add(std::span<const std::byte> entries, const Part& part);
-  /// Call it when all parts of a file were added: sorts the file's objects.
+  /// Call it when all parts of a file were added: sorts the file's records.
   void end_file();
-  /// Restores up to `most` objects into closed or free slots. Pre: end_file() was called for every
+  /// Restores up to `most` records into closed or free slots. Pre: end_file() was called for every
   /// file.
   Restored restore(TierIndex& index, std::size_t most);
 
@@ -66,7 +66,7 @@ class FoundRecords {
   std::uint32_t number_of(const Owner& owner);
 
   std::vector<Record> unsorted_;
-  std::vector<std::vector<Record>> files_;  ///< by file: the remaining objects, the oldest last
+  std::vector<std::vector<Record>> files_;  ///< by file: the remaining records, the oldest last
   std::size_t left_ = 0;
   std::vector<Owner> owners_;
   std::map<Owner, std::uint32_t> numbers_;

@@ -1,7 +1,7 @@
-// Which object a full tier evicts: pure functions of each object's history.
+// Which record a full tier evicts: pure functions of each record's history.
 //
-// A policy defines how a use changes an object's history, and the history's rank in the eviction
-// order. `TierIndex` keeps one History per object and knows no policy; it evicts the lowest Rank.
+// A policy defines how a use changes a record's history, and the history's rank in the eviction
+// order. `TierIndex` keeps one History per record and knows no policy; it evicts the lowest Rank.
 //
 // clang-format off
 //   lru    least recently used            Mattson, Gecsei, Slutz, Traiger: Evaluation Techniques for
@@ -14,11 +14,11 @@
 //                                         Virtual-Storage Computer, IBM Systems Journal 5(2), 1966
 // clang-format on
 //
-// SLRU has two segments. A new object enters the probationary segment; a use moves it to the
-// protected one, which holds at most `protected_most()` objects. Its least recently used objects
+// SLRU has two segments. A new record enters the probationary segment; a use moves it to the
+// protected one, which holds at most `protected_most()` records. Its least recently used records
 // return to the young end of the probationary segment. A long prompt that is used once therefore
-// displaces no object that was reused. The bound is enforced when a slot is needed, not at each
-// use; the same objects are protected then.
+// displaces no record that was reused. The bound is enforced when a slot is needed, not at each
+// use; the same records are protected then.
 #pragma once
 
 #include <compare>
@@ -39,7 +39,7 @@ inline std::optional<EvictionPolicy> eviction_policy_of(std::string_view name) {
   return std::nullopt;
 }
 
-/// A policy's memory of an object.
+/// A policy's memory of a record.
 struct History {
   std::uint64_t time = 0;   ///< of its last use; fifo: when it came
   std::uint32_t level = 0;  ///< lfu: uses after the first; slru: 1 in the protected segment
@@ -57,7 +57,7 @@ inline constexpr std::uint32_t kInnerBit = std::uint32_t{1} << 31;
 inline constexpr std::uint32_t kMostUses = kInnerBit - 1;
 inline constexpr std::uint32_t kProtected = 1;
 
-/// The history of a new object. Times are a counter, not a clock.
+/// The history of a new record. Times are a counter, not a clock.
 constexpr History history_of_new(std::uint64_t now) {
   return {now, 0};
 }
@@ -77,7 +77,7 @@ constexpr History history_after_use(EvictionPolicy policy, History before, std::
   return before;
 }
 
-/// The history of an object that leaves the protected segment (slru).
+/// The history of a record that leaves the protected segment (slru).
 constexpr History history_after_demotion(std::uint64_t now) {
   return {now, 0};
 }
@@ -87,7 +87,7 @@ constexpr std::uint64_t protected_most(std::uint64_t slots) {
   return slots - slots / 5;
 }
 
-/// The rank of an object. An inner one, which others continue, is evicted after every leaf: without
+/// The rank of a record. An inner one, which others continue, is evicted after every leaf: without
 /// it they cannot be found.
 constexpr Rank rank_of(History history, bool is_inner) {
   return {history.level | (is_inner ? kInnerBit : 0), history.time};

@@ -129,7 +129,7 @@ Result<TierIndex::Claimed> TierIndex::claim(std::span<const BlockKey> keys, Chai
       const std::int64_t slot = take_slot(claimed.displaced);
       claimed.slots.push_back(slot);
       if (slot == kNoRoom) continue;
-      id = find(keys[i]);  // a ghost may have been removed with the displaced object
+      id = find(keys[i]);  // a ghost may have been removed with the displaced record
       if (id == kNoNode) {
         id = add_node(keys[i], State::kPending);
       } else {
@@ -249,9 +249,9 @@ std::vector<KeyInSlot> TierIndex::displace(std::uint64_t count) {
   std::vector<KeyInSlot> displaced;
   displaced.reserve(std::min(count, ready_));
   while (displaced.size() < count) {
-    const auto object = displace_next();
-    if (!object) break;
-    displaced.push_back(*object);
+    const auto record = displace_next();
+    if (!record) break;
+    displaced.push_back(*record);
   }
   return displaced;
 }

@@ -1,16 +1,16 @@
-// The index of a tier: its keys, their slots, and the next object to displace.
+// The index of a tier: its keys, their slots, and the next record to displace.
 //
 //   absent -- claim --> pending -- commit --> ready -- displaced, erased --> absent
 //                          '----- abandon ----^ (absent)
 //
-// A *slot* holds one object (`record` in the code). A *node* describes a key: it has a slot
-// (pending or ready), or it is a *ghost* that only objects with slots continue. A node knows its
+// A *slot* holds one record. A *node* describes a key: it has a slot
+// (pending or ready), or it is a *ghost* that only records with slots continue. A node knows its
 // parent, which it continues, and the number of its children, so leaves are displaced before inner
 // nodes. A child may arrive before its parent, which is a ghost until then. A ghost has no parent
-// and is removed with its last child. Ghosts therefore never outnumber objects, and all memory is
+// and is removed with its last child. Ghosts therefore never outnumber records, and all memory is
 // bounded by the number of slots: about 200 bytes each.
 //
-// A *lease* holds objects: they are not displaced. An object erased during a lease is no longer
+// A *lease* holds records: they are not displaced. A record erased during a lease is no longer
 // found, but its slot becomes free only when its last lease ends.
 //
 // Keys are found by open addressing with linear probing over 8-byte cells; cells and nodes of the
@@ -40,7 +40,7 @@
 
 namespace kvelastic {
 
-/// An object: its key and its current or former slot.
+/// A record: its key and its current or former slot.
 struct KeyInSlot {
   BlockKey key;
   std::uint32_t slot = 0;
@@ -75,9 +75,9 @@ class TierIndex {
     std::uint64_t slots = 0;
     std::uint64_t ready = 0;
     std::uint64_t pending = 0;
-    std::uint64_t closed = 0;     ///< slots without an object that claims do not use
-    std::uint64_t leased = 0;     ///< leased slots, including those of erased objects
-    std::uint64_t displaced = 0;  ///< objects displaced by claims and resizes since creation
+    std::uint64_t closed = 0;     ///< slots without a record that claims do not use
+    std::uint64_t leased = 0;     ///< leased slots, including those of erased records
+    std::uint64_t displaced = 0;  ///< records displaced by claims and resizes since creation
   };
 
   /// Fails with kInvalidArgument above kMostSlots.
@@ -96,11 +96,11 @@ class TierIndex {
   std::size_t match(std::span<const BlockKey> keys);
   /// Leases the leading ready keys until release(); counts as a use. May be empty.
   Leased lease(std::span<const BlockKey> keys);
-  /// Ends a lease. Returns the erased objects whose slots are free now. Fails with kInvalidArgument
+  /// Ends a lease. Returns the erased records whose slots are free now. Fails with kInvalidArgument
   /// if the ticket is unknown or has ended.
   Result<std::vector<KeyInSlot>> release(Ticket ticket);
   /// Assigns a slot to each new key, which is pending then: free slots first, lowest first, then
-  /// slots chosen by the policy. Never displaces leased or pending objects, keys of this call, or
+  /// slots chosen by the policy. Never displaces leased or pending records, keys of this call, or
   /// their parent. Fails with kInvalidArgument for the zero key.
   Result<Claimed> claim(std::span<const BlockKey> keys, Chain chain);
   /// Makes written keys ready. Returns the ones that were erased, or cut off by a resize, in
@@ -114,20 +114,20 @@ class TierIndex {
   /// Erases ready and pending keys and returns the ones whose slots are free now. release() returns
   /// leased ones, commit() pending ones.
   std::vector<KeyInSlot> erase(std::span<const BlockKey> keys);
-  /// Adds an object found in a slot as ready, with its `parent` if known. False if the key exists
+  /// Adds a record found in a slot as ready, with its `parent` if known. False if the key exists
   /// or the slot is taken or invalid. Fails with kInvalidArgument for the zero key.
   Result<bool> restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent);
-  /// Displaces up to `count` objects by the policy and returns them; their slots are free then.
-  /// Never displaces leased or pending objects.
+  /// Displaces up to `count` records by the policy and returns them; their slots are free then.
+  /// Never displaces leased or pending records.
   std::vector<KeyInSlot> displace(std::uint64_t count);
   /// Closes the free slots among `count` from `first` on, and returns them. Only restore() uses
   /// closed slots.
   std::vector<std::int64_t> close(std::uint64_t first, std::uint64_t count);
-  /// Closes up to `count` slots: free ones first, lowest first, then those of displaced objects.
+  /// Closes up to `count` slots: free ones first, lowest first, then those of displaced records.
   Closed close_by_policy(std::uint64_t count);
   /// Opens closed slots. Fails with kInvalidArgument, with none opened, if a slot is not closed.
   Status open(std::span<const std::int64_t> slots);
-  /// Sets the number of slots and returns the displaced objects above it. release() returns leased
+  /// Sets the number of slots and returns the displaced records above it. release() returns leased
   /// ones, commit() pending ones.
   Result<std::vector<KeyInSlot>> resize(std::uint64_t slots);
 
@@ -186,31 +186,31 @@ class TierIndex {
   /// Makes `parent_key` the child's parent, unless the child has one.
   void link(NodeId child, const BlockKey& parent_key);
   void unlink(NodeId child);
-  /// Removes a node's object: it becomes a ghost if it has children, else the node is removed.
+  /// Removes a node's record: it becomes a ghost if it has children, else the node is removed.
   void drop(NodeId id);
   /// Grows the tables to this many slots; on an error nothing changes.
   Status grow(std::uint64_t slots);
 
   // --- tier_index_victims.cpp: who goes first. Each expects the mutex to be held.
   void use(NodeId id, std::uint64_t now);
-  /// Makes a ready object displaceable, unless it is leased.
+  /// Makes a ready record displaceable, unless it is leased.
   void offer(NodeId id);
   /// Ends that; no effect if it is not displaceable.
   void withdraw(NodeId id);
-  /// The next object to displace; kNoNode: none.
+  /// The next record to displace; kNoNode: none.
   NodeId victim();
   void shrink_protected();
 
   bool is_leased(NodeId id) const { return slots_[nodes_[id].slot].leases != 0; }
   void hold(std::uint32_t slot);
-  /// True if the slot's object was erased and no lease is left.
+  /// True if the slot's record was erased and no lease is left.
   bool unhold(std::uint32_t slot);
   void free_slot(std::uint32_t slot);
-  /// Drops an object. True if its slot is free now, false if leases hold it.
+  /// Drops a record. True if its slot is free now, false if leases hold it.
   bool forget(NodeId id);
-  /// Displaces the policy's next object, if any, and returns it; its slot is free then.
+  /// Displaces the policy's next record, if any, and returns it; its slot is free then.
   std::optional<KeyInSlot> displace_next();
-  /// Takes the lowest free slot, displacing an object if no slot is free.
+  /// Takes the lowest free slot, displacing a record if no slot is free.
   std::int64_t take_slot(std::vector<KeyInSlot>& displaced);
   Status check_all_pending(std::span<const BlockKey> keys) const;
   Status check_nodes() const;
