@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 
-RECORD_MAGIC: bytes
-RECORD_ABI_VERSION: int
-RECORD_BYTES: int
+CONTROL_BLOCK_MAGIC: bytes
+CONTROL_BLOCK_ABI_VERSION: int
+CONTROL_BLOCK_BYTES: int
 MAX_PRIORITY: int
 RING_AREA_BYTES: int
 SEGMENT_BYTES: int
-RECORD_HEADER_BYTES: int
-RECORD_DEVICES: int
+CONTROL_BLOCK_HEADER_BYTES: int
+CONTROL_BLOCK_DEVICES: int
 UNLIMITED_BYTES: int
 
 class LimitState(TypedDict):
@@ -23,10 +23,10 @@ class LimitState(TypedDict):
 # --- record ---------------------------------------------------------------------------------------
 
 def set_log_level(level: int) -> None: ...
-def record_version(buffer: object) -> int | None: ...
-def copy_record(fd: int, buffer: object) -> None: ...
+def control_block_version(buffer: object) -> int | None: ...
+def copy_control_block(fd: int, buffer: object) -> None: ...
 
-class Record:
+class ControlBlock:
     @staticmethod
     def create(
         buffer: object,
@@ -42,9 +42,9 @@ class Record:
         pid_namespace: int,
         uid: int,
         created_realtime_ns: int,
-    ) -> Record: ...
+    ) -> ControlBlock: ...
     @staticmethod
-    def open(buffer: object) -> Record: ...
+    def open(buffer: object) -> ControlBlock: ...
     @property
     def is_owner(self) -> bool: ...
     @property
@@ -97,7 +97,7 @@ class Record:
 
 class KvcachedSegment:
     @staticmethod
-    def create(path: str, own_path: str, record: Record) -> KvcachedSegment: ...
+    def create(path: str, own_path: str, control_block: ControlBlock) -> KvcachedSegment: ...
     def start(self) -> None: ...
     def look(self) -> None: ...
     def close(self) -> None: ...
@@ -408,7 +408,9 @@ def receive_pieces(fd: int, pieces: bytes, timeout_s: float) -> int: ...
 
 class Ring:
     @staticmethod
-    def create(record: Record, geometry: Geometry, timeout_s: float, ranks: int = 1) -> Ring: ...
+    def create(
+        control_block: ControlBlock, geometry: Geometry, timeout_s: float, ranks: int = 1
+    ) -> Ring: ...
     def wait_for_workers(self, timeout_s: float) -> None: ...
     def ping(self) -> None: ...
     @property
@@ -420,7 +422,7 @@ class Ring:
 
 class RingWorker:
     @staticmethod
-    def start(record: Record, range: Range, rank: int = 0) -> RingWorker: ...
+    def start(control_block: ControlBlock, range: Range, rank: int = 0) -> RingWorker: ...
     def stop(self) -> None: ...
 
 class Demotion:
@@ -562,7 +564,7 @@ class MaintenanceThread:
     @staticmethod
     def start(
         pool: Pool,
-        record: Record,
+        control_block: ControlBlock,
         idle_trim_s: float = 5.0,
         sanity_check: bool = False,
         watch_memory: bool = False,

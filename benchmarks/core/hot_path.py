@@ -33,11 +33,11 @@ def figures() -> list[Figure]:
         compare("alloc(16) then free of the 16", pair, floor=floor, bar="<= 2 us"),
         compare("available_size()", manager.available_size, floor=floor, bar="<= 0.1 us"),
     ]
-    record = embedded.required().groups[0].pool.segment.record
+    control_block = embedded.required().groups[0].pool.segment.control_block
     publish = Figure("publish usage (native)", "us", [], "<= 0.2 us", "getppid() from Python")
     for _ in range(15):
         publish.floor_samples.append(per_call_us(os.getppid, 20_000))
-        publish.samples.append(record.measure_publish_ns(100_000) / 1000)
+        publish.samples.append(control_block.measure_publish_ns(100_000) / 1000)
     rows.append(publish)
     interfaces.shutdown_kvelastic()
     return rows

@@ -68,17 +68,19 @@ def figures() -> list[Figure]:
             owner.stdin.write("fill\n")
             owner.stdin.flush()
             owner.stdout.readline()
-            with segment.open_writable(NAME) as instance, instance.writing() as record:
+            with segment.open_writable(NAME) as instance, instance.writing() as control_block:
                 held = memfd_bytes(owner.pid)
                 start = time.perf_counter_ns()
-                revision = record.write_request(limit_bytes=held - GIVEN_BACK)
-                assert record.wait_answer(revision, 5.0)
+                revision = control_block.write_request(limit_bytes=held - GIVEN_BACK)
+                assert control_block.wait_answer(revision, 5.0)
                 seen.samples.append((time.perf_counter_ns() - start) / 1e6)
-                assert record.wait_answer(revision, 5.0, settled=True)
+                assert control_block.wait_answer(revision, 5.0, settled=True)
                 back.samples.append((time.perf_counter_ns() - start) / 1e6)
                 given = held - memfd_bytes(owner.pid)
                 assert given >= GIVEN_BACK, f"{given} bytes came back"
-                assert record.wait_answer(record.write_request(limit_bytes=HIGH), 5.0, settled=True)
+                assert control_block.wait_answer(
+                    control_block.write_request(limit_bytes=HIGH), 5.0, settled=True
+                )
         back.note = f"{given >> 20} MiB seen to be back in the memfd's blocks, every time"
     finally:
         owner.stdin.close()

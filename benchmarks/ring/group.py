@@ -70,7 +70,7 @@ class Group:
         name = f"bench-ring-{os.getpid()}-{self.ranks}"
         own = keep(segment.create(name, engine="bench", device="host"))
         geometry = native_geometry(LAYOUT, PAGES)
-        self.ring = _vmm.Ring.create(own.record, geometry, TIMEOUT_S, self.ranks)
+        self.ring = _vmm.Ring.create(own.control_block, geometry, TIMEOUT_S, self.ranks)
         total = PAGES * PAGE_BYTES
         self.pool = _vmm.Pool(
             self.ring,

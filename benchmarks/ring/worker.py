@@ -36,7 +36,7 @@ def main() -> None:
     in_background(pickled.serve_listener, socket.socket(fileno=told["listener"]))
     memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES))
     opened = segment.open_writable(told["segment"])
-    worker = _vmm.RingWorker.start(opened.record, memory, told["rank"])
+    worker = _vmm.RingWorker.start(opened.control_block, memory, told["rank"])
     print("ready", flush=True)
     sys.stdin.read()
     worker.stop()

@@ -59,18 +59,20 @@ class Limited:
     def lower(self) -> None:
         """One sample of each."""
         before = held_bytes(self.pid())
-        with segment.open_writable(self.instance) as instance, instance.writing() as record:
+        with segment.open_writable(self.instance) as instance, instance.writing() as control_block:
             begin_ns = time.perf_counter_ns()
-            revision = record.write_request(limit_bytes=before - GIVEN_BACK_BYTES)
-            assert record.wait_answer(revision, ANSWER_DEADLINE_S), "no answer to the limit"
+            revision = control_block.write_request(limit_bytes=before - GIVEN_BACK_BYTES)
+            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S), "no answer to the limit"
             self.acknowledged_ms.append((time.perf_counter_ns() - begin_ns) / 1e6)
-            assert record.wait_answer(revision, ANSWER_DEADLINE_S, settled=True), "still above it"
+            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S, settled=True), (
+                "still above it"
+            )
             self.given_back_ms.append((time.perf_counter_ns() - begin_ns) / 1e6)
             given_back = before - held_bytes(self.pid())
             assert given_back >= GIVEN_BACK_BYTES, f"only {given_back} bytes came back"
             self.given_back_mib.append(given_back / (1 << 20))
-            revision = record.write_request(limit_bytes=HIGH_BYTES)
-            assert record.wait_answer(revision, ANSWER_DEADLINE_S, settled=True)
+            revision = control_block.write_request(limit_bytes=HIGH_BYTES)
+            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S, settled=True)
 
 
 def measure(folder: Path, *, quick: bool) -> Table:

@@ -79,8 +79,10 @@ def measure(kind: str, *, rounds: int, kernel_s: float) -> dict[str, Any]:
     us = {"local": _rounds(local, stream, layout.blocks_per_page, rounds, kernel_s)}
     with segment.create("kvbench_waiting_unmap", engine="bench", device="cuda") as shared:
         geometry = native_geometry(layout, PAGES)
-        ring = _vmm.Ring.create(shared.record, geometry, 30.0)
-        worker = _vmm.RingWorker.start(shared.record, own_pages.reserve(driver, layout, PAGES))
+        ring = _vmm.Ring.create(shared.control_block, geometry, 30.0)
+        worker = _vmm.RingWorker.start(
+            shared.control_block, own_pages.reserve(driver, layout, PAGES)
+        )
         try:
             ring.wait_for_workers(30.0)
             pool = own_pages.pool_over(ring)

@@ -130,7 +130,8 @@ class KVCacheManager:
             native.limit_state(),
             name=self._pool.name,
             group_id=self.group_id,
-            integration=integration or self._pool.segment.record.read_header()["engine"].lower(),
+            integration=integration
+            or self._pool.segment.control_block.read_header()["engine"].lower(),
             layers=self.num_layers,
             kv_buffers=self.num_kv_buffers,
             block_bytes=geometry.block_bytes * self._buffers,

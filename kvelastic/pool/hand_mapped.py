@@ -195,13 +195,13 @@ class HandMapped:
             member.give_back(max(0, surplus_bytes) // extent_bytes, extent_bytes)
             member.arrived(member.granted_bytes // extent_bytes, extent_bytes)
         self._publish()
-        request = self.segment.record.owner_request()
-        answered = self.segment.record.read_answer()["revision"]
+        request = self.segment.control_block.owner_request()
+        answered = self.segment.control_block.read_answer()["revision"]
         if request is not None and request["revision"] > answered:
             self._answer(request["revision"], "refused", _REFUSAL)
 
     def _answer(self, revision: int, state: str, reason: str = "") -> None:
-        self.segment.record.publish_answer(
+        self.segment.control_block.publish_answer(
             revision,
             state,
             effective_limit_bytes=self._limit_bytes,
@@ -215,8 +215,8 @@ class HandMapped:
         page_bytes, member = self.memory.geometry.page_bytes, self._joined.member
         held_bytes, mapped = self.memory.held_bytes, self.memory.mapped_pages
         held = held_bytes // page_bytes
-        record = self.segment.record
-        record.publish_usage(
+        control_block = self.segment.control_block
+        control_block.publish_usage(
             capacity_bytes=member.capacity_bytes,
             mapped_bytes=held_bytes,
             in_use_bytes=mapped * page_bytes,
@@ -229,10 +229,10 @@ class HandMapped:
         member.publish(held_bytes, 0, 0, page_bytes, True)
         held_before, mapped_before = self._pages_seen
         self._pages_seen = (held, mapped)
-        record.add_counter("pages_created", max(0, held - held_before))
-        record.add_counter("pages_destroyed", max(0, held_before - held))
-        record.add_counter("pages_mapped", max(0, mapped - mapped_before))
-        record.add_counter("pages_unmapped", max(0, mapped_before - mapped))
+        control_block.add_counter("pages_created", max(0, held - held_before))
+        control_block.add_counter("pages_destroyed", max(0, held_before - held))
+        control_block.add_counter("pages_mapped", max(0, mapped - mapped_before))
+        control_block.add_counter("pages_unmapped", max(0, mapped_before - mapped))
 
 
 def open_hand_mapped(
@@ -255,7 +255,7 @@ def open_hand_mapped(
             capacity_bytes=device.capacity_bytes,
             total_bytes=device.total_bytes,
             name=own_segment.name,
-            uuid=own_segment.record.read_header()["uuid"],
+            uuid=own_segment.control_block.read_header()["uuid"],
             min_bytes=settings.minimum,
             priority=settings.priority,
         )

@@ -105,7 +105,7 @@ class ElasticPool:
         idle_trim_s = self._settings.idle_trim_s
         self._maintenance = _vmm.MaintenanceThread.start(
             self.blocks,
-            self.segment.record,
+            self.segment.control_block,
             idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
             sanity_check=self._settings.sanity_check,
             watch_memory=self.is_on_host,
@@ -247,7 +247,7 @@ def open_pool(
             devices,
             group=settings.ledger,
             name=own_segment.name,
-            uuid=own_segment.record.read_header()["uuid"],
+            uuid=own_segment.control_block.read_header()["uuid"],
             copy_bytes=layout.page_bytes,
             min_bytes=settings.minimum,
             reserve_bytes=reserve_bytes,

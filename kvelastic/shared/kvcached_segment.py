@@ -57,4 +57,4 @@ def create(
 
 def beside(own: segment.Segment, name: str) -> _vmm.KvcachedSegment:
     """Create the kvcached segment `name` of the instance with the segment `own`."""
-    return _vmm.KvcachedSegment.create(str(SHM_DIR / name), str(own.path), own.record)
+    return _vmm.KvcachedSegment.create(str(SHM_DIR / name), str(own.path), own.control_block)

@@ -1,7 +1,7 @@
 """Segments: an instance's control block in POSIX shared memory, named by its file in /dev/shm.
 
     with segment.create(None, engine="vllm", model="m", device="host") as mine:
-        mine.record            # the owner's control block, for a pool and its maintenance thread
+        mine.control_block     # the owner's end, for a pool and its maintenance thread
     segment.list_segments()    # of every instance, dead ones marked
     segment.request("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
 
@@ -154,7 +154,7 @@ class Answer:
 
 
 class Segment:
-    """An open segment; `record` is its mapped control block. Close it, or use `with`.
+    """An open segment; `control_block` is its mapped control block. Close it, or use `with`.
 
     The process that created the segment removes its name in `close()` or at exit. Every other
     process, and a forked child of the creator, only unmaps it. Do not close it while another thread
@@ -166,13 +166,13 @@ class Segment:
         name: str,
         fd: int,
         memory: mmap.mmap,
-        record: _vmm.Record,
+        control_block: _vmm.ControlBlock,
         *,
         owned: bool,
         life: _vmm.LifeLock | None = None,
     ) -> None:
         self.name = name
-        self.record = record
+        self.control_block = control_block
         self._memory = memory
         self._fd = fd
         self._inode = inode_of(os.fstat(fd))
@@ -193,14 +193,14 @@ class Segment:
         return self._owner_pid == os.getpid()
 
     @contextmanager
-    def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.Record]:
+    def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.ControlBlock]:
         """Hold the lock that writers of requests share; the instance never takes it.
 
         Raises `SegmentBusyError` if another writer holds the lock for longer than `timeout_s`
         seconds.
         """
         with locked(self._fd, self.name, timeout_s):
-            yield self.record
+            yield self.control_block
 
     def hold_as_worker(self, rank: int) -> _vmm.LifeLock | None:
         """Mark this process as the live worker of that rank.
@@ -212,7 +212,7 @@ class Segment:
 
     def liveness(self) -> Liveness:
         """Return whether the instance lives; makes one system call."""
-        return liveness(self._fd, SCHEDULER_BYTE, owner_of(self.record.read_header()))
+        return liveness(self._fd, SCHEDULER_BYTE, owner_of(self.control_block.read_header()))
 
     def close(self) -> None:
         """Unmap the segment; the owner also marks it as closing and removes its name.
@@ -224,11 +224,11 @@ class Segment:
         self._closed = True
         if self.is_owner:
             atexit.unregister(self.close)
-            self.record.set_closing()
+            self.control_block.set_closing()
             self._unlink_own()
             if self._life is not None:
                 self._life.release()
-        self.record.release()
+        self.control_block.release()
         # A pool or maintenance thread that still holds the control block keeps it mapped.
         with suppress(BufferError):
             self._memory.close()
@@ -294,7 +294,7 @@ def _create(
         life = _hold_own(temporary, fd)
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
-            record = _vmm.Record.create(
+            control_block = _vmm.ControlBlock.create(
                 memory,
                 name=candidate,
                 engine=_fit(engine, 32),
@@ -311,11 +311,11 @@ def _create(
             try:
                 _claim(temporary, candidate)
             except SegmentExistsError:
-                record.release()
+                control_block.release()
                 if candidate == candidates[-1]:
                     raise
             else:
-                return Segment(candidate, fd, memory, record, owned=True, life=life)
+                return Segment(candidate, fd, memory, control_block, owned=True, life=life)
         raise SegmentExistsError("no name is left")  # not reached: there is a last candidate
     except BaseException:
         if life is not None:
@@ -498,7 +498,7 @@ def _open(name: str, flags: int, protection: int) -> Segment:
         if version_of(fd) is None:
             raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
         memory = _map(fd, name, protection)
-        return Segment(name, fd, memory, _vmm.Record.open(memory), owned=False)
+        return Segment(name, fd, memory, _vmm.ControlBlock.open(memory), owned=False)
     except BaseException:
         os.close(fd)
         raise
@@ -534,7 +534,7 @@ class Requested:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if self._segment.record.wait_answer(
+            if self._segment.control_block.wait_answer(
                 self._revision, min(left_s, _DEATH_CHECK_S), settled=True
             ):
                 return self.now()
@@ -546,7 +546,7 @@ class Requested:
 
     def now(self) -> Answer:
         """Return the result so far; `none` or `shrinking` if the request is incomplete."""
-        return _answer(self._segment.record, self._revision, self._segment.liveness())
+        return _answer(self._segment.control_block, self._revision, self._segment.liveness())
 
     def close(self) -> None:
         """Close the segment; the request remains in force. Idempotent."""
@@ -568,10 +568,10 @@ def post(name: str, request: Request, lock_wait_s: float = LOCK_WAIT_S) -> Reque
     segment = open_writable(name)
     try:
         _check_alive(segment, "; nothing was changed")
-        with segment.writing(lock_wait_s) as record:
+        with segment.writing(lock_wait_s) as control_block:
             if request.min_bytes is not None:
-                _check_guarantee(request.min_bytes, request.limit_bytes, record)
-            revision = record.write_request(**vars(request))
+                _check_guarantee(request.min_bytes, request.limit_bytes, control_block)
+            revision = control_block.write_request(**vars(request))
         return Requested(segment, revision)
     except BaseException:
         segment.close()
@@ -605,7 +605,9 @@ def request(
         return requested.now() if settled is None else settled
 
 
-def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Record) -> None:
+def _check_guarantee(
+    min_bytes: int, limit_bytes: int | None, control_block: _vmm.ControlBlock
+) -> None:
     """Raise `InvalidArgumentError` if a guarantee is above the limit.
 
     The limit is that of this request, else of the last pending request, else the limit in force. A
@@ -614,7 +616,11 @@ def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Recor
     """
     # Read the result first. If a new result arrives after that, the request still looks pending,
     # and its limit is the requested one.
-    answered, asked, usage = record.read_answer(), record.read_request(), record.read_usage()
+    answered, asked, usage = (
+        control_block.read_answer(),
+        control_block.read_request(),
+        control_block.read_usage(),
+    )
     if limit_bytes is None and asked["limit_revision"] > answered["revision"]:
         limit_bytes = asked["limit_bytes"]
     most_bytes = usage["limit_bytes"] if limit_bytes is None else limit_bytes
@@ -626,13 +632,13 @@ def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Recor
         )
 
 
-def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
-    raw = record.read_answer()
+def _answer(control_block: _vmm.ControlBlock, revision: int, life: Liveness) -> Answer:
+    raw = control_block.read_answer()
     raw.pop("whole")
     if raw["revision"] < revision:
         raw["state"] = "none"
     # An instance publishes its usage before it publishes the result.
-    usage = record.read_usage()
+    usage = control_block.read_usage()
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     return Answer(
         **raw,
@@ -641,13 +647,13 @@ def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
         limit_bytes=capacity_bytes if limit_bytes == _vmm.UNLIMITED_BYTES else limit_bytes,
         capacity_bytes=capacity_bytes,
         page_bytes=usage["page_bytes"],
-        engine_asleep=record.engine_asleep,
+        engine_asleep=control_block.engine_asleep,
         is_unknown=life is Liveness.UNKNOWN,
     )
 
 
 def _check_alive(segment: Segment, consequence: str) -> None:
-    header = segment.record.read_header()
+    header = segment.control_block.read_header()
     if segment.liveness() is Liveness.DEAD or header["state"] == "closing":
         raise SegmentDeadError(
             f"the instance of {segment.name!r} (process {header['pid']}) has ended{consequence}"

@@ -61,7 +61,7 @@ _MOST_NAME_BYTES: Final = 64
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One inspected segment. The dicts are those of `_vmm.Record`, empty if unreadable."""
+    """One inspected segment. The dicts are those of `_vmm.ControlBlock`, empty if unreadable."""
 
     name: str
     """Name of the file in /dev/shm; commands use this name."""
@@ -164,7 +164,7 @@ def open_file(name: str, flags: int) -> int:
 
 def version_of(fd: int) -> int | None:
     """Return the version of the segment in an open file; None if it is not a segment."""
-    version: int | None = _vmm.record_version(os.pread(fd, 16, 0))
+    version: int | None = _vmm.control_block_version(os.pread(fd, 16, 0))
     return version
 
 
@@ -226,11 +226,11 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
     is_ours = state.st_uid == os.geteuid()
     with _copy(fd, name, state.st_size) as memory:
         try:
-            record = _vmm.Record.open(memory)
+            control_block = _vmm.ControlBlock.open(memory)
         except SegmentFormatError as error:
             return SegmentInfo(name, "unreadable", problem=str(error), is_ours=is_ours)
         try:
-            header = record.read_header()
+            header = control_block.read_header()
             life = liveness(fd, SCHEDULER_BYTE, owner_of(header))
             is_closing = life is Liveness.ALIVE and header["state"] == "closing"
             return SegmentInfo(
@@ -238,21 +238,21 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
                 "closing" if is_closing else life.value,
                 is_ours=is_ours,
                 header=header,
-                usage=record.read_usage(),
-                answer=record.read_answer(),
-                request=record.read_request(),
-                counters=record.counters(),
-                engine_asleep=record.engine_asleep,
+                usage=control_block.read_usage(),
+                answer=control_block.read_answer(),
+                request=control_block.read_request(),
+                counters=control_block.counters(),
+                engine_asleep=control_block.engine_asleep,
             )
         finally:
-            record.release()
+            control_block.release()
 
 
 def _copy(fd: int, name: str, size_bytes: int) -> mmap.mmap:
     """Copy the control block into private memory. Raises `SegmentError`."""
     memory = mmap.mmap(-1, max(1, min(size_bytes, _COPY_BYTES)))
     try:
-        _vmm.copy_record(fd, memory)
+        _vmm.copy_control_block(fd, memory)
     except OSError as error:
         memory.close()
         raise SegmentError(f"cannot read {SHM_DIR / name}: {error.strerror}") from error

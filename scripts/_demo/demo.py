@@ -333,7 +333,7 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
 
 def _facts(name: str) -> dict[str, int]:
     with segment.open_readonly(name) as instance:
-        return dict(instance.record.read_usage())
+        return dict(instance.control_block.read_usage())
 
 
 def _mapped_bytes(name: str) -> int:

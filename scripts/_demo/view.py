@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Memory:
         with segment.open_readonly(name) as instance:
-            usage = instance.record.read_usage()
+            usage = instance.control_block.read_usage()
         return cls(
             in_use=usage["in_use_bytes"],
             cached=usage["cached_bytes"],

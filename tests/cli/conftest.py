@@ -38,7 +38,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     read_answer = segment._answer
 
-    def when_answered(record: _vmm.Record, revision: int, life: Liveness) -> segment.Answer:
+    def when_answered(record: _vmm.ControlBlock, revision: int, life: Liveness) -> segment.Answer:
         assert record.wait_answer(revision, DEADLINE_S)
         return read_answer(record, revision, life)
 

@@ -134,7 +134,9 @@ def test_instances_capacity_overrides_the_shell_environment(no_nvml):
 def test_json_with_gpus(gpus, name):
     mine = segment.create(name, engine="test", model="none", device=WHOLE_GPU)
     try:
-        mine.record.publish_usage(capacity_bytes=4 * GIB, mapped_bytes=GIB, page_bytes=2 << 20)
+        mine.control_block.publish_usage(
+            capacity_bytes=4 * GIB, mapped_bytes=GIB, page_bytes=2 << 20
+        )
         result = kvctl(gpus, "--json")
     finally:
         mine.close()

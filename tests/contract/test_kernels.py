@@ -294,7 +294,7 @@ def test_free_does_not_wait_for_running_kernels(library: str) -> None:
         pool = on.pool
         ids = pool.alloc(4 * B - 1)
         assert ids is not None
-        maintenance = _vmm.MaintenanceThread.start(pool, on.scheduler.segment.record)
+        maintenance = _vmm.MaintenanceThread.start(pool, on.scheduler.segment.control_block)
         try:
             pool.set_limit(2 * HUGE)
             on.worker.ask("hold")

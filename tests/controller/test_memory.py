@@ -150,7 +150,7 @@ def test_waiting_memory_requests_do_not_block_others(
             )
             waiting.append(sock)
         with segment.open_readonly(instance.name) as seen:
-            wait_until(lambda: seen.record.read_request()["revision"] >= 50)
+            wait_until(lambda: seen.control_block.read_request()["revision"] >= 50)
         assert front.get("/memory").status_code == 200
         assert front.get("/devices").status_code == 200
         assert front.get("/metrics").status_code == 200

@@ -377,7 +377,10 @@ class Chaos:
 
     def _is_within_its_limit(self, one: Stamped, resident_bytes: int) -> None:
         with segment.open_readonly(one.name) as opened:
-            request, answer = opened.record.read_request(), opened.record.read_answer()
+            request, answer = (
+                opened.control_block.read_request(),
+                opened.control_block.read_answer(),
+            )
         if answer["state"] != "applied" or answer["revision"] != request["revision"]:
             return
         self.counts["applied requests looked at"] += 1

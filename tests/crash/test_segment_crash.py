@@ -122,7 +122,7 @@ def test_stopped_owner_acknowledges_request_after_resuming(name):
         assert info.request["limit_bytes"] == 3 << 20
         owner.go_on()
         with segment.open_readonly(name) as reader:
-            assert reader.record.wait_answer(answer.requested_revision, DEADLINE_S)
+            assert reader.control_block.wait_answer(answer.requested_revision, DEADLINE_S)
         assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
 
 

@@ -28,7 +28,7 @@ def instances() -> dict[str, dict[str, int]]:
     found = {}
     for name in NAMES & {info.name for info in segment.list_segments()}:
         with segment.open_readonly(name) as seg:
-            found[name] = seg.record.read_usage()
+            found[name] = seg.control_block.read_usage()
     return found
 
 

@@ -33,7 +33,7 @@ def shown() -> Iterator[tuple[Machine, str]]:
     with segment.create(
         f"{machine.group}_shown", engine="test", devices=[("b", 2), ("a", 1)]
     ) as own:
-        uuid = own.record.read_header()["uuid"]
+        uuid = own.control_block.read_header()["uuid"]
         device_set = machine.join("bba", own.name, reserve_bytes={"b": HUGE}, uuid=uuid).device_set
         pool = _vmm.Pool(
             _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 4)),
@@ -43,7 +43,7 @@ def shown() -> Iterator[tuple[Machine, str]]:
             preallocate=False,
             device_set=device_set,
         )
-        maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
+        maintenance = _vmm.MaintenanceThread.start(pool, own.control_block, idle_trim_s=-1.0)
         try:
             assert pool.alloc(3 * BLOCKS - 1)
             yield machine, own.name

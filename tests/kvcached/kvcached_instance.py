@@ -52,7 +52,7 @@ def write_limit(limit_bytes: int) -> None:
 
 def limit_of(pool: ElasticPool) -> int:
     """The limit that the pool applies."""
-    return int(pool.segment.record.read_usage()["limit_bytes"])
+    return int(pool.segment.control_block.read_usage()["limit_bytes"])
 
 
 def wait_for_limit(pool: ElasticPool, limit_bytes: int) -> None:

@@ -60,7 +60,7 @@ def test_file_shows_usage_when_alloc_returns(
         other.start_maintenance()
         for _ in range(20):
             assert other.blocks.alloc(10) is not None
-            usage = other.segment.record.read_usage()
+            usage = other.segment.control_block.read_usage()
             used_bytes = usage["mapped_bytes"] - usage["parked_bytes"]
             assert values(FILE.with_name(name))[1] == used_bytes > 0
         other.close(discard=True)
@@ -124,7 +124,7 @@ def test_extreme_limits_match_those_of_kvctl(pool: ElasticPool) -> None:
 def own() -> Iterator[segment.Segment]:
     """The own segment of an instance that does nothing."""
     with segment.create(f"{NAME}.kvelastic", engine="vLLM") as made:
-        made.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES)
+        made.control_block.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES)
         yield made
 
 
@@ -138,13 +138,13 @@ def file(own: segment.Segment) -> Iterator[KvcachedSegment]:
 
 def apply(own: segment.Segment) -> int:
     """Acknowledge the last request, as the instance's maintenance thread does; its limit."""
-    request = own.record.read_request()
+    request = own.control_block.read_request()
     limit_bytes: int = request["limit_bytes"]
-    own.record.publish_usage(
+    own.control_block.publish_usage(
         limit_bytes=limit_bytes if limit_bytes < CAPACITY_BYTES else UNLIMITED_BYTES,
         capacity_bytes=CAPACITY_BYTES,
     )
-    own.record.publish_answer(
+    own.control_block.publish_answer(
         request["revision"], "applied", effective_limit_bytes=min(limit_bytes, CAPACITY_BYTES)
     )
     return limit_bytes
@@ -155,10 +155,10 @@ def test_own_limit_wins_if_both_have_changed(own: segment.Segment, file: Kvcache
     segment.post(own.name, segment.Request(limit_bytes=96 * MIB)).close()
     file.look()
     assert values()[0] == 96 * MIB
-    assert own.record.read_request()["limit_bytes"] == 96 * MIB
+    assert own.control_block.read_request()["limit_bytes"] == 96 * MIB
     write_limit(32 * MIB)  # later than both: the last writer wins
     file.look()
-    assert own.record.read_request()["limit_bytes"] == 32 * MIB
+    assert own.control_block.read_request()["limit_bytes"] == 32 * MIB
 
 
 def test_limit_after_one_above_the_capacity_counts(
@@ -177,14 +177,16 @@ def test_limit_after_one_above_the_capacity_counts(
 def test_lock_held_at_start_keeps_the_first_limit(
     own: segment.Segment, file: KvcachedSegment
 ) -> None:
-    own.record.publish_usage(limit_bytes=32 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB)
+    own.control_block.publish_usage(
+        limit_bytes=32 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB
+    )
     with FILE.open("r+b") as client:
         fcntl.flock(client, fcntl.LOCK_EX)
         file.start()
         wait_until(lambda: values()[1] == MIB, "the usage is not published")
         assert values()[0] == 64 * MIB
     wait_until(lambda: values()[0] == 32 * MIB, "the first limit is not published")
-    assert own.record.read_request()["limit_revision"] == 0
+    assert own.control_block.read_request()["limit_revision"] == 0
 
 
 @pytest.mark.parametrize("size_bytes", [0, 4, 24])
@@ -195,7 +197,7 @@ def test_limit_is_not_replaced_under_clients_lock(
         fcntl.flock(client, fcntl.LOCK_EX)
         os.pwrite(client.fileno(), struct.pack("<q", -1), 0)
         os.ftruncate(client.fileno(), size_bytes)
-        own.record.publish_usage(
+        own.control_block.publish_usage(
             limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB
         )
         file.look()
@@ -203,11 +205,13 @@ def test_limit_is_not_replaced_under_clients_lock(
         os.pwrite(client.fileno(), struct.pack("<3q", 32 * MIB, 0, 0), 0)
     file.look()
     assert values() == (32 * MIB, MIB, 0)
-    assert own.record.read_request()["limit_bytes"] == 32 * MIB
+    assert own.control_block.read_request()["limit_bytes"] == 32 * MIB
 
 
 def test_old_usage_of_a_client_is_replaced(own: segment.Segment, file: KvcachedSegment) -> None:
-    own.record.publish_usage(limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB)
+    own.control_block.publish_usage(
+        limit_bytes=64 * MIB, capacity_bytes=CAPACITY_BYTES, mapped_bytes=MIB
+    )
     file.look()
     FILE.write_bytes(struct.pack("<3q", 64 * MIB, 7, 7))
     file.look()
@@ -316,7 +320,7 @@ def test_forked_child_neither_removes_nor_keeps_the_file(
     assert os.waitpid(child, 0)[1] == 0
     write_limit(32 * MIB)
     file.look()
-    assert own.record.read_request()["limit_bytes"] == 32 * MIB
+    assert own.control_block.read_request()["limit_bytes"] == 32 * MIB
     file.close()
     assert not FILE.exists()
 

@@ -84,7 +84,7 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
             return False
 
     maintenance = _vmm.MaintenanceThread.start(
-        pool, shared.segments[0].record, idle_trim_s=FOREVER_S
+        pool, shared.segments[0].control_block, idle_trim_s=FOREVER_S
     )
     seen = pool.arrivals
     waiter = threading.Thread(target=pool.wait_for_arrival, args=(seen, FOREVER_S), daemon=True)
@@ -104,7 +104,9 @@ def test_page_released_by_neighbour_ends_the_wait(shared: TwoPools) -> None:
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
     with waiting(shared) as waiter:
         b.cache(ids)  # idle from here on, and nobody rings: the next ask finds it
-        giving = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=FOREVER_S)
+        giving = _vmm.MaintenanceThread.start(
+            b, shared.segments[1].control_block, idle_trim_s=FOREVER_S
+        )
         try:
             waiter.join()
             assert a.available_mapped() >= BLOCKS_PER_PAGE - 1

@@ -37,16 +37,16 @@ class Instance:
 
     def start(self) -> None:
         self.maintenance = _vmm.MaintenanceThread.start(
-            self.pool, self.segment.record, idle_trim_s=self.idle_trim_s, sanity_check=True
+            self.pool, self.segment.control_block, idle_trim_s=self.idle_trim_s, sanity_check=True
         )
 
     def request(self, limit_bytes: int | None = None, *, trim: bool = False) -> int:
         with self.operator.writing():
-            return self.operator.record.write_request(limit_bytes, trim=trim)
+            return self.operator.control_block.write_request(limit_bytes, trim=trim)
 
     def answer(self, revision: int, *, settled: bool = True) -> dict:
-        assert self.operator.record.wait_answer(revision, DEADLINE_S, settled=settled)
-        return self.operator.record.read_answer()
+        assert self.operator.control_block.wait_answer(revision, DEADLINE_S, settled=settled)
+        return self.operator.control_block.read_answer()
 
     def looked(self) -> None:
         """Return when the maintenance thread has been through its loop since the call."""
@@ -64,10 +64,10 @@ class Instance:
 
 def test_start_publishes_the_first_acknowledgement():
     with Instance(limit_bytes=3 * HUGE) as one:
-        answer = one.operator.record.read_answer()
+        answer = one.operator.control_block.read_answer()
         assert (answer["revision"], answer["state"]) == (0, "applied")
         assert answer["effective_limit_bytes"] == 3 * HUGE
-        assert one.operator.record.read_usage()["blocks_total"] == PAGES * B
+        assert one.operator.control_block.read_usage()["blocks_total"] == PAGES * B
 
 
 def test_stop_right_after_start_returns() -> None:
@@ -106,7 +106,7 @@ def test_memory_is_released_before_the_acknowledgement():
         answer = one.answer(one.request(2 * HUGE))
         assert answer["state"] == "applied"
         assert answer["mapped_bytes"] == one.memory.held_at_the_os() == 2 * HUGE
-        assert one.operator.record.read_usage()["mapped_bytes"] == 2 * HUGE
+        assert one.operator.control_block.read_usage()["mapped_bytes"] == 2 * HUGE
         assert one.pool.has_evicted
 
 
@@ -117,8 +117,9 @@ with segment.open_writable(sys.argv[1]) as operator:
     print("open", flush=True)
     sys.stdin.readline()
     with operator.writing():
-        revision = operator.record.write_request(int(sys.argv[2]))
-    print("answered" if operator.record.wait_answer(revision, 60, settled=True) else "not answered")
+        revision = operator.control_block.write_request(int(sys.argv[2]))
+    is_settled = operator.control_block.wait_answer(revision, 60, settled=True)
+    print("answered" if is_settled else "not answered")
 """
 
 
@@ -149,7 +150,7 @@ def test_shrinking_completes_as_blocks_are_freed():
             one.pool.free(pages[page])
             over = (PAGES - 1 - page) * HUGE
             wait_until(
-                lambda over=over: one.operator.record.read_answer()["over_bytes"] == over,
+                lambda over=over: one.operator.control_block.read_answer()["over_bytes"] == over,
                 "the answer does not follow",
             )
         one.pool.free(pages[PAGES - 1])
@@ -252,7 +253,7 @@ def test_idle_parked_pages_are_released():
         wait_until(lambda: one.pool.mapped_bytes != held, "nothing decays")
         wait_until(lambda: one.pool.mapped_bytes == HUGE, "pages stay parked")
         wait_until(lambda: one.memory.held_at_the_os() == HUGE, "the memory is not given back")
-        assert one.operator.record.read_usage()["parked_bytes"] == 0
+        assert one.operator.control_block.read_usage()["parked_bytes"] == 0
 
 
 def test_parked_pages_decay_again_after_use():
@@ -282,7 +283,7 @@ def test_stop_is_prompt_and_final(idle_trim_s):
             one.maintenance.stop()  # which waits for no timer
             one.maintenance.stop()
             revision = one.request(HUGE)
-            assert not one.operator.record.wait_answer(revision, 0.001)
+            assert not one.operator.control_block.wait_answer(revision, 0.001)
             assert one.pool.limit_state()["limit_bytes"] == PAGES * HUGE
             one.pool.alloc(1)
 
@@ -309,7 +310,7 @@ def test_requests_wait_for_the_session():
         one.pool.enter()
         available = one.pool.available_mapped()
         revision = one.request(2 * HUGE)
-        assert not one.operator.record.wait_answer(revision, 0.1)
+        assert not one.operator.control_block.wait_answer(revision, 0.1)
         assert not one.pool.has_evicted
         assert one.pool.available_mapped() == available
         assert len(one.pool.alloc(available)) == available, "what was seen can be taken"
@@ -350,7 +351,7 @@ def test_work_delayed_by_a_session_runs_after_exit():
 
 def test_only_the_owner_can_start_maintenance():
     with Instance(start=False) as one, pytest.raises((errors.KvelasticError, ValueError)):
-        _vmm.MaintenanceThread.start(one.pool, one.operator.record)
+        _vmm.MaintenanceThread.start(one.pool, one.operator.control_block)
 
 
 def test_requests_during_allocation_keep_the_last_limit():
@@ -410,16 +411,16 @@ def test_failed_pool_reports_failed_to_every_request() -> None:
         ids = instance.pool.alloc(2 * B)
         assert ids is not None
         instance.looked()
-        before = instance.operator.record.read_answer()["revision"]
+        before = instance.operator.control_block.read_answer()["revision"]
         # Two creates and a map; then the second map fails, and so does undoing the first.
         instance.memory.driver.arm(4, 1 << 40)
         with pytest.raises(errors.PoolFailedError):
             instance.pool.alloc(2 * B)
         wait_until(
-            lambda: instance.operator.record.read_answer()["state"] == "failed",
+            lambda: instance.operator.control_block.read_answer()["state"] == "failed",
             "nobody said that the pool has failed",
         )
-        answer = instance.operator.record.read_answer()
+        answer = instance.operator.control_block.read_answer()
         assert answer["revision"] == before
         assert "restart" in answer["reason"]
         assert instance.answer(instance.request(PAGES * HUGE))["state"] == "failed"

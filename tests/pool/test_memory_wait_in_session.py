@@ -55,7 +55,7 @@ def test_idle_neighbour_releases_pages_within_the_step(shared: TwoPools) -> None
     a, b = shared.pools
     cache_all(b)
     b.report_busy(False)
-    maintenance = _vmm.MaintenanceThread.start(b, shared.segments[1].record)
+    maintenance = _vmm.MaintenanceThread.start(b, shared.segments[1].control_block)
     try:
         assert prepare(a, A_PAGE_AND_MORE) == A_PAGE_AND_MORE
     finally:

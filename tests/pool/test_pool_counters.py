@@ -23,7 +23,7 @@ def pool() -> Iterator[ElasticPool]:
 
 
 def test_page_creation_and_destruction_are_counted(pool: ElasticPool) -> None:
-    record = pool.segment.record
+    record = pool.segment.control_block
 
     def counted() -> tuple[int, int]:
         counters = record.counters()
@@ -54,7 +54,7 @@ def test_page_creation_and_destruction_are_counted(pool: ElasticPool) -> None:
         assert answer.state == "applied"
         assert counted()[1] > trimmed
         pool.close(discard=True)
-        counters = outside.record.counters()
+        counters = outside.control_block.counters()
         assert counters["pages_created"] == counters["pages_destroyed"] == grown
 
 
@@ -65,7 +65,7 @@ def test_control_block_includes_counts_from_before_maintenance() -> None:
             1
         )  # as vLLM takes its null block, before the maintenance thread starts
         made.start_maintenance()
-        record = made.segment.record
+        record = made.segment.control_block
         counters, usage = record.counters(), record.read_usage()
         assert counters["pages_mapped"] == counters["pages_created"] == usage["pages_mapped"] > 0
         assert counters["allocs"] == made.blocks.stats()["allocs"]

@@ -51,7 +51,9 @@ def test_sleep_withdraws_a_pending_memory_request(shared: TwoPools) -> None:
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert theirs is not None
-    maintenance = _vmm.MaintenanceThread.start(a, shared.segments[0].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(
+        a, shared.segments[0].control_block, idle_trim_s=-1.0
+    )
     try:
 
         def ask_bytes() -> int:
@@ -78,7 +80,9 @@ def test_sleep_withdraws_a_pending_memory_request(shared: TwoPools) -> None:
 def test_maintenance_acknowledges_blocks_freed_while_asleep(shared: TwoPools) -> None:
     """The record says shrinking with the bytes over, then applied with none; no request between."""
     pool, name = shared.pools[0], shared.segments[0].name
-    maintenance = _vmm.MaintenanceThread.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(
+        pool, shared.segments[0].control_block, idle_trim_s=-1.0
+    )
     try:
         ids = pool.alloc(BLOCKS_PER_PAGE)
         assert ids is not None

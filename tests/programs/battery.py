@@ -455,8 +455,8 @@ def case_every_failure_of_a_worker_start_is_clean(driver: _vmm.Driver) -> None:
         page_size.measured_price_us(own)
         memory = selection.reserve_range(own, whole, guard_pages=False)
         with segment.create(f"kvtest_start_{os.getpid()}", engine="test", device="cuda") as seg:
-            ring = _vmm.Ring.create(seg.record, whole, 30.0)
-            worker = _vmm.RingWorker.start(seg.record, memory)
+            ring = _vmm.Ring.create(seg.control_block, whole, 30.0)
+            worker = _vmm.RingWorker.start(seg.control_block, memory)
             try:
                 ring.wait_for_workers(30.0)
                 pool = whole_pool(ring)

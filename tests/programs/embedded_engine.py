@@ -402,7 +402,7 @@ def open_engine(
         stores.append(DiskStore([disk], RECORD_BYTES, disk_bytes, namespace))
     staging = _vmm.Staging(SLOTS, pool.blocks.record_bytes)
     tiers = Tiers(pool.blocks, staging, namespace, stores, rules)
-    show(tiers, pool.segment.record.read_header()["uuid"])
+    show(tiers, pool.segment.control_block.read_header()["uuid"])
     pool.start_maintenance()
     return Engine(pool, tiers, namespace, dice, gpu)
 

@@ -147,7 +147,7 @@ def case_pages_used_by_kernels_stay_mapped(gpu: Gpu) -> None:
 
     name = f"kvtest_kernels_{os.getpid()}"
     with segment.create(name, engine="test", device="cuda") as shared:
-        maintenance = _vmm.MaintenanceThread.start(pool, shared.record, 0.01)
+        maintenance = _vmm.MaintenanceThread.start(pool, shared.control_block, 0.01)
         engines = [noted(engine, seed) for seed in range(2)]
         others = [noted(operator, 7), noted(operator, 8), noted(kernels)]
         for thread in engines:

@@ -32,7 +32,7 @@ def main() -> None:
     gpu = Gpu()
     memory = _vmm.Range.reserve(gpu.driver, native_geometry(layout, pages))
     opened = segment.open_writable(name)
-    worker = _vmm.RingWorker.start(opened.record, memory, rank)
+    worker = _vmm.RingWorker.start(opened.control_block, memory, rank)
     graph = gpu.new_stream()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -123,7 +123,7 @@ def serve() -> None:
             elif verb == "arrivals":
                 answer(blocks.arrivals)
             elif verb == "engine_sleeps":
-                pool.segment.record.set_engine_asleep(*arguments)
+                pool.segment.control_block.set_engine_asleep(*arguments)
                 answer(None)
             elif verb == "drop_memory":
                 # As a dying process's, on a simulated GPU: its locks are still held.

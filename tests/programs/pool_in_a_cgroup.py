@@ -36,7 +36,7 @@ class Instance:
         name = f"kvtest_cgroup_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.segment = segment.create(name, engine="test", device="host")
         self.maintenance = _vmm.MaintenanceThread.start(
-            self.pool, self.segment.record, idle_trim_s=-1.0, watch_memory=True
+            self.pool, self.segment.control_block, idle_trim_s=-1.0, watch_memory=True
         )
         self._machine = _vmm.HostMemory()
 

@@ -48,7 +48,7 @@ class Scheduler:
         self.segment = segment.create(name, engine="test", model="m", device="host")
         try:
             geometry = native_geometry(self.layout, pages)
-            self.ring = _vmm.Ring.create(self.segment.record, geometry, timeout_s, ranks)
+            self.ring = _vmm.Ring.create(self.segment.control_block, geometry, timeout_s, ranks)
             total = pages * self.layout.page_bytes
             chosen = {
                 "max_blocks": pages * self.layout.blocks_per_page,
@@ -85,7 +85,7 @@ class Scheduler:
 
     def ring_bytes(self) -> int:
         """Where the ring lies in the segment's file."""
-        return self.segment.record.read_header()["ring_offset"]
+        return self.segment.control_block.read_header()["ring_offset"]
 
     def __enter__(self) -> Scheduler:
         return self

@@ -74,7 +74,7 @@ def main() -> None:
     memory = Memory(LAYOUTS[layout], int(pages))
     opened = segment.open_writable(name)
     try:
-        worker = _vmm.RingWorker.start(opened.record, memory.range, rank)
+        worker = _vmm.RingWorker.start(opened.control_block, memory.range, rank)
     except errors.KvelasticError as error:
         print(f"refused {error.code}\n{error}", flush=True)
         return

@@ -58,8 +58,8 @@ def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
 
     revision = segment.request(name, wait_s=0, **wanted).requested_revision
     with segment.open_readonly(name) as seen:
-        assert seen.record.wait_answer(revision, DEADLINE_S)
-        return seen.record.read_answer()
+        assert seen.control_block.wait_answer(revision, DEADLINE_S)
+        return seen.control_block.read_answer()
 
 
 class Owner(LineProgram):
@@ -86,7 +86,7 @@ def main() -> None:
     name, mode = sys.argv[1:]
     assert mode in MODES, mode
     mine = segment.create(None if name == "-" else name, engine="test", model="none", device="host")
-    record = mine.record
+    control_block = mine.control_block
     usage = {
         "capacity_bytes": CAPACITY_BYTES,
         "mapped_bytes": MAPPED_BYTES,
@@ -96,8 +96,8 @@ def main() -> None:
         "page_bytes": 2 << 20,
         "limit_bytes": CAPACITY_BYTES,
     }
-    record.publish_usage(**usage)
-    record.publish_answer(
+    control_block.publish_usage(**usage)
+    control_block.publish_answer(
         0, "applied", effective_limit_bytes=CAPACITY_BYTES, mapped_bytes=MAPPED_BYTES
     )
     if mode == "fork":
@@ -110,8 +110,8 @@ def main() -> None:
     def serve() -> None:
         answered, limit_bytes = 0, CAPACITY_BYTES
         while True:
-            seen = record.bell
-            request = record.owner_request()
+            seen = control_block.bell
+            request = control_block.owner_request()
             if mode not in {"mute", "publish"} and request and request["revision"] != answered:
                 answered, requested = request["revision"], request["limit_bytes"]
                 states = {"late": ["shrinking", "applied"], "shrink": ["shrinking"]}.get(
@@ -119,11 +119,11 @@ def main() -> None:
                 )
                 if mode != "refuse" and requested is not None:
                     limit_bytes = requested
-                    record.publish_usage(**usage | {"limit_bytes": requested})
+                    control_block.publish_usage(**usage | {"limit_bytes": requested})
                 for state in states:
                     over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
                     mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)
-                    record.publish_answer(
+                    control_block.publish_answer(
                         answered,
                         state,
                         effective_limit_bytes=limit_bytes,
@@ -132,9 +132,9 @@ def main() -> None:
                         reason="it is only a test" if state == "refused" else "",
                     )
             if mode == "publish":
-                record.measure_publish_ns(100_000)
+                control_block.measure_publish_ns(100_000)
             else:
-                record.wait_bell(seen, None)
+                control_block.wait_bell(seen, None)
 
     threading.Thread(target=serve, daemon=True).start()
     print("ready", mine.name, flush=True)

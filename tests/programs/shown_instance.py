@@ -45,7 +45,7 @@ def main() -> None:
     mine = segment.create(
         name, engine=facts["engine"], model=facts["model"], device=facts["device"]
     )
-    record = mine.record
+    record = mine.control_block
     usage = dict(facts["usage"])
     usage.setdefault("limit_bytes", facts.get("limit_bytes", usage["capacity_bytes"]))
     record.publish_usage(**usage)

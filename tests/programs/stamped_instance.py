@@ -390,7 +390,7 @@ def join_briefly(name: str, group: str, capacity_bytes: int, dice: random.Random
             group=group,
             capacity_bytes=capacity_bytes,
             name=name,
-            uuid=mine.record.read_header()["uuid"],
+            uuid=mine.control_block.read_header()["uuid"],
             min_bytes=dice.choice([0, 0, PAGE_BYTES]),
         ) as joined,
     ):

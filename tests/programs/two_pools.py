@@ -31,7 +31,7 @@ class TwoPools:
                 group=name,
                 capacity_bytes=PAGES * HUGE,
                 name=one.name,
-                uuid=one.record.read_header()["uuid"],
+                uuid=one.control_block.read_header()["uuid"],
                 min_bytes=0,
                 priority=0,
             )

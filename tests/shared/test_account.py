@@ -58,7 +58,9 @@ def test_wake_reclaims_neighbours_cache_for_its_reserve(shared: TwoPools) -> Non
     a.sleep()
     ids = fill(b)
     b.cache(ids)  # all of it is cache now
-    maintenance = _vmm.MaintenanceThread.start(b, shared.segments[1].record, idle_trim_s=-1.0)
+    maintenance = _vmm.MaintenanceThread.start(
+        b, shared.segments[1].control_block, idle_trim_s=-1.0
+    )
     try:
         a.wake(DEADLINE_S)
     finally:
@@ -91,7 +93,7 @@ def test_wake_request_is_acknowledged_once_memory_is_reserved(shared: TwoPools) 
     a, b = shared.pools
     shared.ledgers[0].member.reserve(4 * HUGE)
     maintenance_threads = [
-        _vmm.MaintenanceThread.start(pool, one.record, idle_trim_s=-1.0)
+        _vmm.MaintenanceThread.start(pool, one.control_block, idle_trim_s=-1.0)
         for pool, one in zip(shared.pools, shared.segments, strict=True)
     ]
     name = shared.segments[0].name
@@ -120,7 +122,7 @@ def test_refused_wake_request_has_the_reason(shared: TwoPools) -> None:
     shared.ledgers[0].member.reserve(4 * HUGE)
     name = shared.segments[0].name
     maintenance = _vmm.MaintenanceThread.start(
-        shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0
+        shared.pools[0], shared.segments[0].control_block, idle_trim_s=-1.0
     )
     try:
         assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"

@@ -406,7 +406,7 @@ def test_reclaim_request_of_one_device_releases_whole_pages(machine: Machine) ->
         assert pool.alloc(1) is None, "a has no room for two copies more"
         assert pool.mapped_bytes == 12 * HUGE
         pool.free(ids)
-        maintenance = _vmm.MaintenanceThread.start(pool, own.record, idle_trim_s=-1.0)
+        maintenance = _vmm.MaintenanceThread.start(pool, own.control_block, idle_trim_s=-1.0)
         try:
             other = machine.join("b", "other")
             assert other.device_set.grant(8) == 4
@@ -500,7 +500,7 @@ def test_pool_over_two_devices_releases_everything(machine: Machine) -> None:
     settings = Config(ledger=machine.group, minimum=4 * HUGE)
 
     def ring(own: segment.Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
-        return _vmm.Ring.create(own.record, geometry, 1.0, 3)
+        return _vmm.Ring.create(own.control_block, geometry, 1.0, 3)
 
     with open_pool(
         settings,
@@ -513,7 +513,7 @@ def test_pool_over_two_devices_releases_everything(machine: Machine) -> None:
         memory=ring,
         reserve_bytes={"a": HUGE, "b": 2 * HUGE},
     ) as pool:
-        assert pool.segment.record.read_header()["devices"] == [("a", 2), ("b", 1)]
+        assert pool.segment.control_block.read_header()["devices"] == [("a", 2), ("b", 1)]
         assert [name for name, _ in pool.device_set.devices] == ["a", "b"]
         assert pool.device_set.min_bytes == 4 * HUGE
         pool.reserve({"b": HUGE})

@@ -56,7 +56,7 @@ TOO_MUCH = 40 * MIB
 
 @contextmanager
 def held(instance: Instance) -> Iterator[None]:
-    """It is stopped, and reads all that is requested meanwhile as one record."""
+    """It is stopped, and reads all that is requested meanwhile as one request."""
     instance.stop()
     try:
         yield
@@ -66,16 +66,16 @@ def held(instance: Instance) -> Iterator[None]:
 
 def wait_for_acknowledgement(instance: Instance, revision: int) -> segment.Answer:
     with segment.open_readonly(instance.name) as opened:
-        assert opened.record.wait_answer(revision, DEADLINE_S, settled=True)
-        raw = opened.record.read_answer()
+        assert opened.control_block.wait_answer(revision, DEADLINE_S, settled=True)
+        raw = opened.control_block.read_answer()
     assert raw.pop("whole")
     return segment.Answer(**raw, requested_revision=revision)
 
 
 def write(instance: Instance, **changes: Any) -> int:
     """Request without a look at the answer; the revision."""
-    with segment.open_writable(instance.name) as opened, opened.writing() as record:
-        return record.write_request(changes.pop("limit_bytes", None), **changes)
+    with segment.open_writable(instance.name) as opened, opened.writing() as control_block:
+        return control_block.write_request(changes.pop("limit_bytes", None), **changes)
 
 
 def test_refused_guarantee_does_not_cancel_a_later_sleep(
@@ -136,7 +136,7 @@ def test_refusal_is_kept_while_an_earlier_limit_completes(
     assert wait_for_acknowledgement(b, last).state == "refused"
     b.free(ids)  # what is over the limit goes, and is answered
     with segment.open_readonly(b.name) as opened:
-        while (raw := opened.record.read_answer())["over_bytes"]:
+        while (raw := opened.control_block.read_answer())["over_bytes"]:
             assert raw["state"] == "refused", "a refused request is called shrinking"
         assert (raw["state"], raw["revision"]) == ("refused", last)
     assert "guarantee" in raw["reason"]

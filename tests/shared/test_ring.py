@@ -275,9 +275,9 @@ def test_segment_without_a_ring_is_rejected():
         with segment.open_readonly(bare.name) as readonly:
             memory = Memory(LAYOUTS["paged"], PAGES)
             with pytest.raises(errors.SegmentError):
-                _vmm.RingWorker.start(readonly.record, memory.range)
+                _vmm.RingWorker.start(readonly.control_block, memory.range)
             with pytest.raises(errors.SegmentError):
-                _vmm.Ring.create(readonly.record, memory.range.geometry, 1.0)
+                _vmm.Ring.create(readonly.control_block, memory.range.geometry, 1.0)
 
 
 def test_second_worker_is_rejected_while_the_first_lives(scheduler):
@@ -318,7 +318,7 @@ def test_forked_child_of_a_worker_keeps_channel_open(scheduler):
 def test_worker_in_the_same_process_works(scheduler):
     memory = Memory(LAYOUTS["paged"], PAGES)
     opened = segment.open_writable(scheduler.segment.name)
-    worker = _vmm.RingWorker.start(opened.record, memory.range)
+    worker = _vmm.RingWorker.start(opened.control_block, memory.range)
     try:
         ids = scheduler.pool.alloc(5 * B)
         for block in ids:

@@ -139,7 +139,7 @@ def test_ring_works_with_64_ranks():
         opened = stack.enter_context(segment.open_writable(scheduler.segment.name))
         memories = [Memory(LAYOUTS["paged"], PAGES) for _ in range(64)]
         for rank, memory in enumerate(memories):
-            worker = _vmm.RingWorker.start(opened.record, memory.range, rank)
+            worker = _vmm.RingWorker.start(opened.control_block, memory.range, rank)
             stack.callback(worker.stop)
         scheduler.ring.wait_for_workers(TIMEOUT_S)
         pool = scheduler.pool
@@ -362,8 +362,10 @@ def test_page_counts_once_per_rank(device):
         pool.ensure(1)
         assert_holds(1)
         assert pool.stats()["page_bytes"] == cost
-        maintenance = _vmm.MaintenanceThread.start(pool, scheduler.segment.record, idle_trim_s=-1)
-        usage = scheduler.segment.record.read_usage()
+        maintenance = _vmm.MaintenanceThread.start(
+            pool, scheduler.segment.control_block, idle_trim_s=-1
+        )
+        usage = scheduler.segment.control_block.read_usage()
         maintenance.stop()
         assert (usage["page_bytes"], usage["mapped_bytes"]) == (cost, cost)
         workers[1].ask("arm 3 1")

@@ -67,7 +67,7 @@ def forge(name: str, **changes: object) -> bytes:
         "created_realtime_ns": 1,
     }
     memory = mmap.mmap(-1, _vmm.SEGMENT_BYTES)
-    _vmm.Record.create(memory, **(fields | changes)).release()
+    _vmm.ControlBlock.create(memory, **(fields | changes)).release()
     (SHM / name).write_bytes(memory[:])
     return memory[:]
 
@@ -84,7 +84,7 @@ def aligned(data: bytes) -> mmap.mmap:
 def test_header_identifies_its_creator(name):
     me = liveness.ProcessIdentity.of_this_process()
     with segment.create(name, engine="vLLM", model="org/model", device="GPU-1") as made:
-        header = made.record.read_header()
+        header = made.control_block.read_header()
         assert made.is_owner
         assert segment.inspect(name).status == "alive"
     assert (header["name"], header["engine"], header["model"]) == (name, "vLLM", "org/model")
@@ -115,14 +115,14 @@ def test_close_removes_the_name_and_is_idempotent(name):
     made.close()
     assert not (SHM / name).exists()
     with pytest.raises(SegmentError, match="released"):
-        made.record.read_usage()
+        made.control_block.read_usage()
 
 
 def test_automatic_name_is_numbered():
     with segment.create(None, engine="vLLM") as first, segment.create(None, engine="vLLM") as other:
         assert first.name == f"kvelastic_vLLM_{os.getpid()}"
         assert other.name == f"{first.name}_2"
-        assert other.record.read_header()["name"] == other.name
+        assert other.control_block.read_header()["name"] == other.name
 
 
 @pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "../x", ".hidden", "a b", "a\0b", "x" * 65])
@@ -136,7 +136,7 @@ def test_invalid_segment_names_are_rejected(bad):
 def test_longest_name_and_truncated_header_texts(name):
     longest = name.ljust(64, "x")
     with segment.create(longest, engine="e" * 99, model="/very/long" * 40, device="d") as made:
-        header = made.record.read_header()
+        header = made.control_block.read_header()
     assert header["name"] == longest
     assert len(header["engine"].encode()) == 32
     assert header["model"].startswith("...")
@@ -145,7 +145,7 @@ def test_longest_name_and_truncated_header_texts(name):
 
 
 def test_live_instance_keeps_its_name(name, mine):
-    uuid = mine.record.read_header()["uuid"]
+    uuid = mine.control_block.read_header()["uuid"]
     with pytest.raises(SegmentExistsError, match=f"process {os.getpid()}"):
         segment.create(name, engine="other")
     assert segment.inspect(name).header["uuid"] == uuid
@@ -394,8 +394,8 @@ def test_delete_of_a_live_segment_needs_force(name, mine):
         segment.delete(name)
     segment.delete(name, force=True)
     assert found(name) is None
-    mine.record.publish_usage(mapped_bytes=7)  # the instance goes on
-    assert mine.record.read_usage()["mapped_bytes"] == 7
+    mine.control_block.publish_usage(mapped_bytes=7)  # the instance goes on
+    assert mine.control_block.read_usage()["mapped_bytes"] == 7
     with pytest.raises(SegmentNotFoundError):
         segment.delete(name, force=True)
 
@@ -406,22 +406,22 @@ def test_delete_of_a_live_segment_needs_force(name, mine):
 def test_read_only_mapping_reads_and_rejects_writes(mine):
     reader = segment.open_readonly(mine.name)
     try:
-        assert reader.record.readonly
+        assert reader.control_block.readonly
         assert not reader.is_owner
-        mine.record.publish_usage(mapped_bytes=11, in_use_bytes=5, blocks_total=2)
-        usage = reader.record.read_usage()
+        mine.control_block.publish_usage(mapped_bytes=11, in_use_bytes=5, blocks_total=2)
+        usage = reader.control_block.read_usage()
         assert (usage["mapped_bytes"], usage["in_use_bytes"], usage["blocks_total"]) == (11, 5, 2)
         assert usage["updated_ns"] > 0
-        mine.record.add_counter("allocs", 3)
-        assert reader.record.counters()["allocs"] == 3
-        mine.record.publish_answer(0, "applied", effective_limit_bytes=9)
-        assert reader.record.wait_answer(0, 0.0)
-        assert not reader.record.wait_answer(1, 0.01)
+        mine.control_block.add_counter("allocs", 3)
+        assert reader.control_block.counters()["allocs"] == 3
+        mine.control_block.publish_answer(0, "applied", effective_limit_bytes=9)
+        assert reader.control_block.wait_answer(0, 0.0)
+        assert not reader.control_block.wait_answer(1, 0.01)
         for forbidden in (
-            lambda: reader.record.write_request(1),
-            reader.record.ring_bell,
-            lambda: reader.record.publish_usage(mapped_bytes=1),
-            reader.record.set_closing,
+            lambda: reader.control_block.write_request(1),
+            reader.control_block.ring_bell,
+            lambda: reader.control_block.publish_usage(mapped_bytes=1),
+            reader.control_block.set_closing,
         ):
             with pytest.raises(SegmentError):
                 forbidden()
@@ -438,7 +438,9 @@ def test_readers_see_consistent_publications(mine):
         value = 0
         while not stop.is_set():
             value += 1
-            mine.record.publish_usage(capacity_bytes=value, mapped_bytes=value, squeezed=value)
+            mine.control_block.publish_usage(
+                capacity_bytes=value, mapped_bytes=value, squeezed=value
+            )
 
     writer = threading.Thread(target=publish)
     writer.start()
@@ -447,7 +449,7 @@ def test_readers_see_consistent_publications(mine):
         reads = 0
         while reads < 20_000 or len(seen) < 2:
             reads += 1
-            usage = reader.record.read_usage()
+            usage = reader.control_block.read_usage()
             assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["squeezed"]
             assert usage["whole"]
             seen.add(usage["squeezed"])
@@ -458,11 +460,11 @@ def test_readers_see_consistent_publications(mine):
 
 
 def test_requests_are_numbered_and_keep_other_fields(mine):
-    assert mine.record.owner_request() is None
-    with segment.open_writable(mine.name) as other, other.writing() as record:
-        assert record.write_request(10, priority=-3) == 1
-        assert record.write_request(trim=True) == 2
-    request = mine.record.owner_request()
+    assert mine.control_block.owner_request() is None
+    with segment.open_writable(mine.name) as other, other.writing() as control_block:
+        assert control_block.write_request(10, priority=-3) == 1
+        assert control_block.write_request(trim=True) == 2
+    request = mine.control_block.owner_request()
     assert (request["revision"], request["limit_bytes"]) == (2, 10)
     assert (request["priority"], request["trim_revision"]) == (-3, 2)
     assert request["writer_pid"] == os.getpid()
@@ -470,8 +472,8 @@ def test_requests_are_numbered_and_keep_other_fields(mine):
 
 
 def test_trim_before_any_limit_requests_no_limit(mine):
-    mine.record.write_request(trim=True)
-    assert mine.record.owner_request()["limit_bytes"] is None
+    mine.control_block.write_request(trim=True)
+    assert mine.control_block.owner_request()["limit_bytes"] is None
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1, 1 << 30, (1 << 63) - 1])
@@ -534,13 +536,13 @@ def test_wait_ends_when_the_instance_dies(name):
 
 
 def test_bell_wakes_a_waiting_owner(mine):
-    seen = mine.record.bell
-    assert not mine.record.wait_bell(seen, 0.01)
-    ringer = threading.Timer(0.05, lambda: mine.record.write_request(1))
+    seen = mine.control_block.bell
+    assert not mine.control_block.wait_bell(seen, 0.01)
+    ringer = threading.Timer(0.05, lambda: mine.control_block.write_request(1))
     ringer.start()
-    assert mine.record.wait_bell(seen, DEADLINE_S)
+    assert mine.control_block.wait_bell(seen, DEADLINE_S)
     ringer.join()
-    assert mine.record.wait_bell(seen, 0)  # a ring is never lost
+    assert mine.control_block.wait_bell(seen, 0)  # a ring is never lost
 
 
 def test_signal_handler_interrupts_a_wait(mine):
@@ -556,7 +558,7 @@ def test_signal_handler_interrupts_a_wait(mine):
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        mine.record.wait_answer(1, None)
+        mine.control_block.wait_answer(1, None)
 
     try:
         with pytest.raises(RangError):
@@ -574,7 +576,7 @@ def test_releasing_a_waiters_control_block_is_safe(name):
 
     def wait() -> None:
         with suppress(SegmentError):
-            outcome.append(reader.record.wait_answer(1, 0.3))
+            outcome.append(reader.control_block.wait_answer(1, 0.3))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
@@ -592,9 +594,9 @@ def test_random_bytes_are_rejected():
     for _ in range(500):
         data = random_bytes.randbytes(random_bytes.choice([0, 1, 11, 12, 100, 4095, 4096, 300_000]))
         with pytest.raises(SegmentFormatError):
-            _vmm.Record.open(aligned(data) if data else bytearray())
+            _vmm.ControlBlock.open(aligned(data) if data else bytearray())
         with pytest.raises(SegmentFormatError):
-            _vmm.Record.open(aligned(_vmm.RECORD_MAGIC + data))
+            _vmm.ControlBlock.open(aligned(_vmm.CONTROL_BLOCK_MAGIC + data))
 
 
 def test_every_truncation_is_rejected(name):
@@ -612,12 +614,12 @@ def test_every_truncation_is_rejected(name):
 @pytest.mark.slow
 def test_every_flipped_bit_of_the_header_is_detected(name):
     data = aligned(forge(name))
-    for bit in range(_vmm.RECORD_HEADER_BYTES * 8):
+    for bit in range(_vmm.CONTROL_BLOCK_HEADER_BYTES * 8):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(SegmentFormatError):
-            _vmm.Record.open(data)
+            _vmm.ControlBlock.open(data)
         data[bit // 8] ^= 1 << bit % 8
-    _vmm.Record.open(data).release()
+    _vmm.ControlBlock.open(data).release()
 
 
 def test_random_bytes_after_the_header_are_read_safely(name):
@@ -625,21 +627,23 @@ def test_random_bytes_after_the_header_are_read_safely(name):
     data = bytearray(forge(name))
     noise = random.Random(3)
     for _ in range(200):
-        data[_vmm.RECORD_HEADER_BYTES : 4096] = noise.randbytes(4096 - _vmm.RECORD_HEADER_BYTES)
+        data[_vmm.CONTROL_BLOCK_HEADER_BYTES : 4096] = noise.randbytes(
+            4096 - _vmm.CONTROL_BLOCK_HEADER_BYTES
+        )
         (SHM / name).write_bytes(data)
         info = segment.inspect(name)
         assert info.header["state"] in {"alive", "closing", "unknown"}
         assert info.answer["state"] in {"none", "applied", "shrinking", "refused", "unknown"}
         assert isinstance(info.answer["reason"], str)
-    with segment.open_writable(name) as other, other.writing() as record:
-        revision = record.write_request(5)  # wraps, if it must
-        assert record.read_request()["revision"] == revision
-        assert record.read_request()["limit_bytes"] == 5
+    with segment.open_writable(name) as other, other.writing() as control_block:
+        revision = control_block.write_request(5)  # wraps, if it must
+        assert control_block.read_request()["revision"] == revision
+        assert control_block.read_request()["limit_bytes"] == 5
 
 
 def test_unsuitable_buffers_are_rejected():
     with pytest.raises(InvalidArgumentError, match="needs"):
-        _vmm.Record.create(
+        _vmm.ControlBlock.create(
             bytearray(4096),
             name="a",
             engine="",
@@ -654,7 +658,7 @@ def test_unsuitable_buffers_are_rejected():
             created_realtime_ns=0,
         )
     with pytest.raises(TypeError):
-        _vmm.Record.open("text")
+        _vmm.ControlBlock.open("text")
 
 
 @pytest.mark.parametrize("field", ["uuid", "boot_id"])
@@ -665,11 +669,11 @@ def test_identities_of_wrong_length_are_rejected(name, field):
 
 def test_unknown_fields_are_named(mine):
     with pytest.raises(InvalidArgumentError, match="no_such"):
-        mine.record.publish_usage(no_such=1)
+        mine.control_block.publish_usage(no_such=1)
     with pytest.raises(InvalidArgumentError, match="no_such"):
-        mine.record.publish_answer(1, "no_such", effective_limit_bytes=0)
+        mine.control_block.publish_answer(1, "no_such", effective_limit_bytes=0)
     with pytest.raises(InvalidArgumentError, match="no_such"):
-        mine.record.add_counter("no_such")
+        mine.control_block.add_counter("no_such")
 
 
 @pytest.mark.parametrize("priority", [1001, -1001, 5_000_000])
@@ -677,8 +681,8 @@ def test_priority_out_of_bounds_is_rejected(name, mine, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
         segment.request(name, priority=priority)
     with segment.open_writable(name) as open_, pytest.raises(InvalidArgumentError, match="-1000"):
-        open_.record.write_request(priority=priority)
-    assert mine.record.read_request()["revision"] == 0
+        open_.control_block.write_request(priority=priority)
+    assert mine.control_block.read_request()["revision"] == 0
 
 
 def test_priority_bound_matches_native_code() -> None:
@@ -690,7 +694,7 @@ def test_nan_as_wait_is_rejected(name, mine):
     """It was never over, and the loop that waits never slept."""
     with pytest.raises(InvalidArgumentError, match="wait_s=nan"):
         segment.request(name, limit_bytes=1, wait_s=float("nan"))
-    assert mine.record.read_request()["revision"] == 0
+    assert mine.control_block.read_request()["revision"] == 0
 
 
 def test_name_reused_during_a_check_is_kept(

@@ -83,8 +83,8 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
 def test_host_tier_is_shown_as_an_instance(tier: Tier) -> None:
     tier.bench.put(*range(3 * PER_PAGE))
     with segment.open_readonly(tier.store.instance) as opened:
-        header = opened.record.read_header()
-        usage = opened.record.read_usage()
+        header = opened.control_block.read_header()
+        usage = opened.control_block.read_usage()
     assert (header["engine"], header["model"]) == ("tier", "llama")
     assert usage["mapped_bytes"] == tier.store.capacity().used_bytes == 4 * PAGE_BYTES
     (member,) = tier.look().members

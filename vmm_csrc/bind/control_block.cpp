@@ -1,5 +1,5 @@
-// `kvelastic._vmm.Record`: the control block of record.h in any Python buffer.
-#include "bind/record.h"
+// `kvelastic._vmm.ControlBlock`: the control block of control_block.h in any Python buffer.
+#include "bind/control_block.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -15,7 +15,7 @@
 
 #include "bind/errors.h"
 #include "bind/gil.h"
-#include "segment/record_copy.h"
+#include "segment/control_block_copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,7 +27,7 @@ namespace {
 constexpr std::int64_t kSignalCheckNs = 100'000'000;
 
 [[noreturn]] void raise_released() {
-  raise_code("SEGMENT", "this record has been released");
+  raise_code("SEGMENT", "this control block has been released");
 }
 
 std::shared_ptr<BufferHold> take_buffer(nb::handle buffer, bool must_write) {
@@ -91,13 +91,13 @@ bool wait_in_slices(std::int64_t timeout_ns, Wait wait) {
   }
 }
 
-PyRecord make_owner(nb::handle buffer, const std::string& name, const std::string& engine,
-                    const std::string& model,
-                    std::vector<std::pair<std::string, std::uint64_t>> devices, nb::bytes uuid,
-                    std::uint32_t pid, std::uint64_t start_time_ticks, nb::bytes boot_id,
-                    std::uint64_t pid_namespace, std::uint32_t uid,
-                    std::uint64_t created_realtime_ns) {
-  RecordIdentity identity;
+PyControlBlock make_owner(nb::handle buffer, const std::string& name, const std::string& engine,
+                          const std::string& model,
+                          std::vector<std::pair<std::string, std::uint64_t>> devices,
+                          nb::bytes uuid, std::uint32_t pid, std::uint64_t start_time_ticks,
+                          nb::bytes boot_id, std::uint64_t pid_namespace, std::uint32_t uid,
+                          std::uint64_t created_realtime_ns) {
+  ControlBlockIdentity identity;
   identity.name = name;
   identity.engine = engine;
   identity.model = model;
@@ -110,15 +110,15 @@ PyRecord make_owner(nb::handle buffer, const std::string& name, const std::strin
   identity.owner_uid = uid;
   identity.created_realtime_ns = created_realtime_ns;
   auto hold = take_buffer(buffer, true);
-  auto owner = unwrap(RecordOwner::create(hold->bytes(), identity));
-  const RecordView view = unwrap(RecordView::open(hold->bytes()));
-  return PyRecord(std::move(hold), view, std::move(owner));
+  auto owner = unwrap(ControlBlockOwner::create(hold->bytes(), identity));
+  const ControlBlockView view = unwrap(ControlBlockView::open(hold->bytes()));
+  return PyControlBlock(std::move(hold), view, std::move(owner));
 }
 
-PyRecord make_view(nb::handle buffer) {
+PyControlBlock make_view(nb::handle buffer) {
   auto hold = take_buffer(buffer, false);
-  const RecordView view = unwrap(RecordView::open(hold->bytes()));
-  return PyRecord(std::move(hold), view, nullptr);
+  const ControlBlockView view = unwrap(ControlBlockView::open(hold->bytes()));
+  return PyControlBlock(std::move(hold), view, nullptr);
 }
 
 const char* state_name(std::optional<InstanceState> state) {
@@ -175,17 +175,17 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 22> kUsageF
     {"first_may_need_bytes", &Usage::first_may_need_bytes},
 }};
 
-nb::list devices_of(const RecordHeader& header) {
+nb::list devices_of(const ControlBlockHeader& header) {
   nb::list out;
-  for (const RecordDevice& device : header.devices) {
+  for (const ControlBlockDevice& device : header.devices) {
     if (device.copies == 0) break;
     out.append(nb::make_tuple(text(device.name), device.copies));
   }
   return out;
 }
 
-nb::dict read_header(const PyRecord& record) {
-  const RecordHeader& header = record.view().header();
+nb::dict read_header(const PyControlBlock& control_block) {
+  const ControlBlockHeader& header = control_block.view().header();
   nb::dict out;
   out["abi_version"] = header.abi_version;
   out["total_bytes"] = header.total_bytes;
@@ -203,7 +203,7 @@ nb::dict read_header(const PyRecord& record) {
   out["pid_namespace"] = header.pid_namespace;
   out["uid"] = header.owner_uid;
   out["created_realtime_ns"] = header.created_realtime_ns;
-  out["state"] = state_name(record.view().state());
+  out["state"] = state_name(control_block.view().state());
   return out;
 }
 
@@ -224,17 +224,17 @@ nb::dict request_dict(const Request& request) {
   return out;
 }
 
-nb::dict read_request(const PyRecord& record) {
+nb::dict read_request(const PyControlBlock& control_block) {
   Request request;
-  const bool whole = record.view().read_request(request);
+  const bool whole = control_block.view().read_request(request);
   nb::dict out = request_dict(request);
   out["whole"] = whole;
   return out;
 }
 
-nb::dict read_answer(const PyRecord& record) {
+nb::dict read_answer(const PyControlBlock& control_block) {
   Answer answer;
-  const bool whole = record.view().read_answer(answer);
+  const bool whole = control_block.view().read_answer(answer);
   nb::dict out;
   out["revision"] = answer.revision;
   out["effective_limit_bytes"] = answer.effective_limit_bytes;
@@ -243,39 +243,39 @@ nb::dict read_answer(const PyRecord& record) {
   out["min_bytes"] = answer.min_bytes;
   out["priority"] = answer.priority;
   out["state"] = answer_state_name(answer.state);
-  const std::string reason = record.view().reason_of(answer);
+  const std::string reason = control_block.view().reason_of(answer);
   out["reason"] = text(reason);
   out["answered_ns"] = answer.answered_ns;
   out["whole"] = whole;
   return out;
 }
 
-nb::dict read_usage(const PyRecord& record) {
+nb::dict read_usage(const PyControlBlock& control_block) {
   Usage usage;
-  const bool whole = record.view().read_usage(usage);
+  const bool whole = control_block.view().read_usage(usage);
   nb::dict out;
   for (const auto& [name, field] : kUsageFields) out[name] = usage.*field;
   out["whole"] = whole;
   return out;
 }
 
-nb::object engine_asleep(const PyRecord& record) {
-  const EngineSleep sleep = record.view().engine_sleep();
+nb::object engine_asleep(const PyControlBlock& control_block) {
+  const EngineSleep sleep = control_block.view().engine_sleep();
   if (sleep == EngineSleep::kUnknown) return nb::none();
   return nb::bool_(sleep == EngineSleep::kAsleep);
 }
 
-nb::dict counters(const PyRecord& record) {
+nb::dict counters(const PyControlBlock& control_block) {
   nb::dict out;
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
     const auto counter = static_cast<Counter>(i);
     const std::string_view name = counter_name(counter);
-    out[nb::str(name.data(), name.size())] = record.view().counter(counter);
+    out[nb::str(name.data(), name.size())] = control_block.view().counter(counter);
   }
   return out;
 }
 
-void publish_usage(const PyRecord& record, nb::kwargs fields) {
+void publish_usage(const PyControlBlock& control_block, nb::kwargs fields) {
   Usage usage;
   for (auto [key, value] : fields) {
     const auto name = nb::cast<std::string>(key);
@@ -286,13 +286,13 @@ void publish_usage(const PyRecord& record, nb::kwargs fields) {
     }
     usage.*(known->second) = nb::cast<std::uint64_t>(value);
   }
-  record.native()->publish_usage(usage);
+  control_block.native()->publish_usage(usage);
 }
 
-double measure_publish_ns(const PyRecord& record, std::uint64_t count) {
-  const std::shared_ptr<RecordOwner> owner = record.native();
+double measure_publish_ns(const PyControlBlock& control_block, std::uint64_t count) {
+  const std::shared_ptr<ControlBlockOwner> owner = control_block.native();
   Usage usage;
-  (void)record.view().read_usage(usage);
+  (void)control_block.view().read_usage(usage);
   const GilReleased unlocked;
   const std::uint64_t start_ns = monotonic_ns();
   for (std::uint64_t i = 0; i < count; ++i) owner->publish_usage(usage);
@@ -300,10 +300,10 @@ double measure_publish_ns(const PyRecord& record, std::uint64_t count) {
   return count == 0 ? 0.0 : passed_ns / static_cast<double>(count);
 }
 
-void publish_answer(const PyRecord& record, std::uint64_t revision, const std::string& state,
-                    std::uint64_t effective_limit_bytes, std::uint64_t mapped_bytes,
-                    std::uint64_t over_bytes, const std::string& reason, std::uint64_t min_bytes,
-                    std::int64_t priority) {
+void publish_answer(const PyControlBlock& control_block, std::uint64_t revision,
+                    const std::string& state, std::uint64_t effective_limit_bytes,
+                    std::uint64_t mapped_bytes, std::uint64_t over_bytes, const std::string& reason,
+                    std::uint64_t min_bytes, std::int64_t priority) {
   Answer answer;
   answer.revision = revision;
   answer.state = answer_state_of(state);
@@ -312,19 +312,20 @@ void publish_answer(const PyRecord& record, std::uint64_t revision, const std::s
   answer.over_bytes = over_bytes;
   answer.min_bytes = min_bytes;
   answer.priority = priority;
-  record.native()->answer(answer, reason);
+  control_block.native()->answer(answer, reason);
 }
 
-nb::object owner_request(const PyRecord& record) {
-  const auto request = record.native()->read_request();
+nb::object owner_request(const PyControlBlock& control_block) {
+  const auto request = control_block.native()->read_request();
   if (!request) return nb::none();
   return request_dict(*request);
 }
 
-void add_counter(const PyRecord& record, const std::string& name, std::uint64_t amount) {
+void add_counter(const PyControlBlock& control_block, const std::string& name,
+                 std::uint64_t amount) {
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
     const auto counter = static_cast<Counter>(i);
-    if (counter_name(counter) == name) return record.native()->add(counter, amount);
+    if (counter_name(counter) == name) return control_block.native()->add(counter, amount);
   }
   raise_code("INVALID_ARGUMENT", "no counter is called '" + name + "'");
 }
@@ -343,34 +344,35 @@ RequestChange make_change(std::optional<std::uint64_t> limit_bytes,
   return change;
 }
 
-bool wait_answer(const PyRecord& record, std::uint64_t revision, std::optional<double> timeout_s,
-                 bool settled) {
-  const auto hold = record.hold();  // keeps it mapped if another thread calls release()
-  const RecordView view = record.view();
+bool wait_answer(const PyControlBlock& control_block, std::uint64_t revision,
+                 std::optional<double> timeout_s, bool settled) {
+  const auto hold = control_block.hold();  // keeps it mapped if another thread calls release()
+  const ControlBlockView view = control_block.view();
   return wait_in_slices(nanoseconds(timeout_s), [&](std::int64_t slice_ns) {
     return view.wait_answer(revision, settled, slice_ns);
   });
 }
 
-bool wait_bell(const PyRecord& record, std::uint32_t seen, std::optional<double> timeout_s) {
-  const auto owner = record.native();
+bool wait_bell(const PyControlBlock& control_block, std::uint32_t seen,
+               std::optional<double> timeout_s) {
+  const auto owner = control_block.native();
   return wait_in_slices(nanoseconds(timeout_s),
                         [&](std::int64_t slice_ns) { return owner->wait_bell(seen, slice_ns); });
 }
 
 nb::object version_of(nb::handle buffer) {
   const auto hold = take_buffer(buffer, false);
-  const auto version = record_version(hold->bytes());
+  const auto version = control_block_version(hold->bytes());
   if (!version) return nb::none();
   return nb::int_(*version);
 }
 
-void copy_record_to(int fd, nb::handle buffer) {
+void copy_control_block_to(int fd, nb::handle buffer) {
   const auto hold = take_buffer(buffer, true);
   int problem = 0;
   {
     const GilReleased unlocked;
-    problem = copy_record(fd, hold->bytes());
+    problem = copy_control_block(fd, hold->bytes());
   }
   if (problem == 0) return;
   errno = problem;
@@ -386,57 +388,58 @@ BufferHold::~BufferHold() {
   PyBuffer_Release(&buffer_);
 }
 
-std::shared_ptr<RecordOwner> PyRecord::native() const {
+std::shared_ptr<ControlBlockOwner> PyControlBlock::native() const {
   if (is_released()) raise_released();
   if (!owner_) raise_code("SEGMENT", "only the process that made this segment may do that");
   // The returned pointer also keeps the buffer that the owner writes to.
   struct Both {
     std::shared_ptr<BufferHold> hold;
-    std::shared_ptr<RecordOwner> owner;
+    std::shared_ptr<ControlBlockOwner> owner;
   };
   auto both = std::make_shared<Both>(Both{hold_, owner_});
-  RecordOwner* owner = both->owner.get();
+  ControlBlockOwner* owner = both->owner.get();
   return {std::move(both), owner};
 }
 
-std::shared_ptr<BufferHold> PyRecord::hold() const {
+std::shared_ptr<BufferHold> PyControlBlock::hold() const {
   if (is_released()) raise_released();
   return hold_;
 }
 
-const RecordView& PyRecord::view() const {
+const ControlBlockView& PyControlBlock::view() const {
   if (is_released()) raise_released();
   return view_;
 }
 
-RequestWriter PyRecord::writer() const {
+RequestWriter PyControlBlock::writer() const {
   if (is_released()) raise_released();
   if (hold_->readonly()) raise_code("SEGMENT", "this segment was opened for reading only");
   return unwrap(RequestWriter::open(hold_->bytes()));
 }
 
-void bind_record(nb::module_& m) {
-  m.attr("RECORD_MAGIC") = nb::bytes(reinterpret_cast<const char*>(&kRecordMagic), 8);
-  m.attr("RECORD_ABI_VERSION") = kRecordAbiVersion;
+void bind_control_block(nb::module_& m) {
+  m.attr("CONTROL_BLOCK_MAGIC") = nb::bytes(reinterpret_cast<const char*>(&kControlBlockMagic), 8);
+  m.attr("CONTROL_BLOCK_ABI_VERSION") = kControlBlockAbiVersion;
   m.attr("MAX_PRIORITY") = kMaxPriority;
-  m.attr("RECORD_BYTES") = kRecordBytes;
+  m.attr("CONTROL_BLOCK_BYTES") = kControlBlockBytes;
   m.attr("RING_AREA_BYTES") = kRingAreaBytes;
   m.attr("SEGMENT_BYTES") = kSegmentBytes;
-  m.attr("RECORD_HEADER_BYTES") = sizeof(RecordHeader);
-  m.attr("RECORD_DEVICES") = kRecordDevices;
+  m.attr("CONTROL_BLOCK_HEADER_BYTES") = sizeof(ControlBlockHeader);
+  m.attr("CONTROL_BLOCK_DEVICES") = kControlBlockDevices;
   m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
-  m.def("record_version", &version_of, "buffer"_a,
+  m.def("control_block_version", &version_of, "buffer"_a,
         "Return the ABI version if the bytes start like a segment of any version, otherwise None.");
-  m.def("copy_record", &copy_record_to, "fd"_a, "buffer"_a,
+  m.def("copy_control_block", &copy_control_block_to, "fd"_a, "buffer"_a,
         "Copy the control block of an open file into a buffer, without mapping the file. Each "
         "value is consistent even if its writer changes it during the copy. Bytes beyond the end "
         "of the file stay unchanged in the buffer. Raises OSError.");
 
-  nb::class_<PyRecord>(m, "Record",
-                       "The control block at the start of a segment, in a buffer such as an mmap. "
-                       "Record(buffer) reads it, and also writes requests if the buffer is "
-                       "writable. Record.create(...) makes the owner's end. Any thread. Raises "
-                       "SegmentFormatError if the bytes are not a segment of this version.")
+  nb::class_<PyControlBlock>(
+      m, "ControlBlock",
+      "The control block at the start of a segment, in a buffer such as an mmap. "
+      "ControlBlock(buffer) reads it, and also writes requests if the buffer is "
+      "writable. ControlBlock.create(...) makes the owner's end. Any thread. Raises "
+      "SegmentFormatError if the bytes are not a segment of this version.")
       .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
                   "devices"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
                   "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,
@@ -444,10 +447,10 @@ void bind_record(nb::module_& m) {
                   "processes must not see the buffer yet.")
       .def_static("open", &make_view, "buffer"_a,
                   "Open the control block in a buffer, which may be read-only.")
-      .def_prop_ro("is_owner", &PyRecord::is_owner)
-      .def_prop_ro("readonly", [](const PyRecord& r) { return r.hold()->readonly(); })
-      .def_prop_ro("state", [](const PyRecord& r) { return state_name(r.view().state()); })
-      .def("release", &PyRecord::release,
+      .def_prop_ro("is_owner", &PyControlBlock::is_owner)
+      .def_prop_ro("readonly", [](const PyControlBlock& r) { return r.hold()->readonly(); })
+      .def_prop_ro("state", [](const PyControlBlock& r) { return state_name(r.view().state()); })
+      .def("release", &PyControlBlock::release,
            "Release the buffer. A pool or maintenance thread that uses it still keeps it.")
       .def("read_header", &read_header)
       .def("read_request", &read_request)
@@ -458,13 +461,13 @@ void bind_record(nb::module_& m) {
                    "True if the engine itself sleeps; None if it has not reported that.")
       .def(
           "set_engine_asleep",
-          [](const PyRecord& r, bool asleep) {
+          [](const PyControlBlock& r, bool asleep) {
             r.native()->set_engine_sleep(asleep ? EngineSleep::kAsleep : EngineSleep::kAwake);
           },
           "asleep"_a, "For the owner: report whether the engine itself sleeps.")
       .def(
           "write_request",
-          [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,
+          [](const PyControlBlock& r, std::optional<std::uint64_t> limit_bytes,
              std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
              std::optional<bool> asleep, bool trim) {
             return r.writer().write(make_change(limit_bytes, min_bytes, priority, asleep, trim));
@@ -474,7 +477,7 @@ void bind_record(nb::module_& m) {
           "Publish a request, wake the owner and return the revision. Hold flock() on the file.")
       .def(
           "_write_half_request",
-          [](const PyRecord& r, std::uint64_t limit_bytes) {
+          [](const PyControlBlock& r, std::uint64_t limit_bytes) {
             r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
           "limit_bytes"_a, "For tests: write what a writer that dies halfway leaves behind.")
@@ -483,8 +486,8 @@ void bind_record(nb::module_& m) {
            "Block until the owner has acknowledged this request or a later one; with `settled`, "
            "until the state is also no longer shrinking. Returns False after `timeout_s` seconds "
            "(None: never). Releases the GIL; Python signal handlers still run.")
-      .def("ring_bell", [](const PyRecord& r) { r.writer().ring_bell(); })
-      .def_prop_ro("bell", [](const PyRecord& r) { return r.native()->bell(); })
+      .def("ring_bell", [](const PyControlBlock& r) { r.writer().ring_bell(); })
+      .def_prop_ro("bell", [](const PyControlBlock& r) { return r.native()->bell(); })
       .def("wait_bell", &wait_bell, "seen"_a, "timeout_s"_a,
            "For the owner: block until the bell differs from `seen` and return True, or return "
            "False after `timeout_s` seconds (None: never). Releases the GIL.")
@@ -497,7 +500,8 @@ void bind_record(nb::module_& m) {
            "For the owner: publish the usage. The keywords are the fields of read_usage().")
       .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
       .def(
-          "set_closing", [](const PyRecord& r) { r.native()->set_state(InstanceState::kClosing); },
+          "set_closing",
+          [](const PyControlBlock& r) { r.native()->set_state(InstanceState::kClosing); },
           "For the owner: report that it acknowledges no further request.")
       .def("measure_publish_ns", &measure_publish_ns, "count"_a,
            "For the owner, for benchmarks: return the mean time of `count` usage publications in "

@@ -1,4 +1,5 @@
-// The Python class `Record` for other bindings: a RecordOwner that keeps its memory alive.
+// The Python class `ControlBlock` for other bindings: a ControlBlockOwner that keeps its memory
+// alive.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +8,7 @@
 #include <optional>
 #include <span>
 
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 
@@ -28,20 +29,21 @@ class BufferHold {
   Py_buffer buffer_;
 };
 
-/// `kvelastic._vmm.Record`.
-class PyRecord {
+/// `kvelastic._vmm.ControlBlock`.
+class PyControlBlock {
  public:
-  PyRecord(std::shared_ptr<BufferHold> hold, RecordView view, std::unique_ptr<RecordOwner> owner)
+  PyControlBlock(std::shared_ptr<BufferHold> hold, ControlBlockView view,
+                 std::unique_ptr<ControlBlockOwner> owner)
       : hold_(std::move(hold)), view_(view), owner_(std::move(owner)) {}
 
   /// Returns the owner's end, for a pool or a maintenance thread. The pointer keeps the bytes
   /// mapped, even after Python's release(). Throws nanobind::python_error if this is not the owner
   /// or is released.
-  std::shared_ptr<RecordOwner> native() const;
+  std::shared_ptr<ControlBlockOwner> native() const;
   /// A call without the GIL must hold this until it returns. Throws nanobind::python_error if
   /// released.
   std::shared_ptr<BufferHold> hold() const;
-  const RecordView& view() const;
+  const ControlBlockView& view() const;
   RequestWriter writer() const;
 
   bool is_owner() const { return owner_ != nullptr; }
@@ -53,8 +55,8 @@ class PyRecord {
 
  private:
   std::shared_ptr<BufferHold> hold_;
-  RecordView view_;
-  std::shared_ptr<RecordOwner> owner_;
+  ControlBlockView view_;
+  std::shared_ptr<ControlBlockOwner> owner_;
 };
 
 }  // namespace kvelastic

@@ -5,9 +5,9 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "bind/control_block.h"
 #include "bind/errors.h"
 #include "bind/gil.h"
-#include "bind/record.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,13 +20,15 @@ void bind_kvcached_segment(nb::module_& m) {
                               "vmm_csrc/segment/kvcached_segment.h.")
       .def_static(
           "create",
-          [](const std::string& path, const std::string& own_path, const PyRecord& record) {
+          [](const std::string& path, const std::string& own_path,
+             const PyControlBlock& control_block) {
             return std::shared_ptr<KvcachedSegment>(
-                unwrap(KvcachedSegment::create(path, own_path, record.native())));
+                unwrap(KvcachedSegment::create(path, own_path, control_block.native())));
           },
-          "path"_a, "own_path"_a, "record"_a,
+          "path"_a, "own_path"_a, "control_block"_a,
           "Create the file at `path`, or reuse one that kvcached or a dead instance left behind. "
-          "`own_path` and `record` are the instance's own segment. Raises SegmentExistsError if "
+          "`own_path` and `control_block` are the instance's own segment. Raises "
+          "SegmentExistsError if "
           "the name belongs to another kind of file or to another user's file, or SegmentError.")
       .def(
           "start", [](KvcachedSegment& segment) { check(segment.start()); },

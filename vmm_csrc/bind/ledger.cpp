@@ -11,10 +11,10 @@
 #include <chrono>
 #include <cstring>
 
+#include "bind/control_block.h"
 #include "bind/errors.h"
 #include "bind/gil.h"
 #include "bind/life.h"
-#include "bind/record.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

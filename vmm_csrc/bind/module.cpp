@@ -13,7 +13,7 @@ void bind_life(nanobind::module_& m);
 void bind_device_set(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
-void bind_record(nanobind::module_& m);
+void bind_control_block(nanobind::module_& m);
 void bind_record_io(nanobind::module_& m);
 void bind_pieces(nanobind::module_& m);
 void bind_staging(nanobind::module_& m);
@@ -29,7 +29,7 @@ NB_MODULE(_vmm, m) {
   m.def("set_log_level", &kvelastic::set_log_level, nanobind::arg("level"),
         "Set the lowest level, in the numbers of `logging`, of the lines that native threads write "
         "to stderr.");
-  kvelastic::bind_record(m);
+  kvelastic::bind_control_block(m);
   kvelastic::bind_kvcached_segment(m);
   kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);

@@ -10,10 +10,10 @@
 
 #include <cmath>
 
+#include "bind/control_block.h"
 #include "bind/errors.h"
 #include "bind/ids.h"
 #include "bind/pool_tiers.h"
-#include "bind/record.h"
 #include "pool/maintenance_thread.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
@@ -39,10 +39,11 @@ std::chrono::nanoseconds reserve_wait() {
 }
 
 /// The ring area of a segment, and the hold that keeps it mapped.
-std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(const PyRecord& record) {
-  std::shared_ptr<BufferHold> hold = record.hold();
+std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(
+    const PyControlBlock& control_block) {
+  std::shared_ptr<BufferHold> hold = control_block.hold();
   if (hold->readonly()) raise_code("SEGMENT", "a ring needs a segment opened for writing");
-  const RecordHeader& header = record.view().header();
+  const ControlBlockHeader& header = control_block.view().header();
   return {hold->bytes().subspan(header.ring_offset, header.ring_bytes), hold};
 }
 
@@ -207,13 +208,13 @@ void bind_ring(nb::module_& m) {
                           "The scheduler's end of the ring to its worker processes. Any thread.")
       .def_static(
           "create",
-          [](const PyRecord& record, const Geometry& geometry, double timeout_s,
+          [](const PyControlBlock& control_block, const Geometry& geometry, double timeout_s,
              std::size_t ranks) {
-            auto [area, hold] = ring_area(record);
+            auto [area, hold] = ring_area(control_block);
             return std::shared_ptr<RingBacking>(
                 unwrap(RingBacking::create(area, geometry, ranks, duration(timeout_s), hold)));
           },
-          "record"_a, "geometry"_a, "timeout_s"_a, "ranks"_a = 1,
+          "control_block"_a, "geometry"_a, "timeout_s"_a, "ranks"_a = 1,
           "Write an empty ring for `ranks` workers into a segment. A command waits at most "
           "`timeout_s` seconds for its acknowledgement (negative: without a limit).")
       .def(
@@ -239,12 +240,12 @@ void bind_ring(nb::module_& m) {
                          "scheduler's commands to map and unmap pages.")
       .def_static(
           "start",
-          [](const PyRecord& record, std::shared_ptr<Range> range, std::size_t rank) {
-            auto [area, hold] = ring_area(record);
+          [](const PyControlBlock& control_block, std::shared_ptr<Range> range, std::size_t rank) {
+            auto [area, hold] = ring_area(control_block);
             return std::shared_ptr<RingWorker>(
                 unwrap(RingWorker::start(area, std::move(range), rank, hold)));
           },
-          "record"_a, "range"_a, "rank"_a = 0,
+          "control_block"_a, "range"_a, "rank"_a = 0,
           "Serve the segment's ring as `rank`, with the pages of `range`, until stop().")
       .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); }); });
 }
@@ -474,7 +475,7 @@ void bind_pool(nb::module_& m) {
                                 "ahead of demand, and unmaps unused parked pages.")
       .def_static(
           "start",
-          [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
+          [](std::shared_ptr<Pool> pool, const PyControlBlock& control_block, double idle_trim_s,
              bool sanity_check, bool watch_memory) {
             own(*pool);
             MaintenanceOptions options;
@@ -483,9 +484,9 @@ void bind_pool(nb::module_& m) {
             options.sanity_check = sanity_check;
             options.watch_memory = watch_memory;
             return std::shared_ptr<MaintenanceThread>(
-                MaintenanceThread::start(std::move(pool), record.native(), options));
+                MaintenanceThread::start(std::move(pool), control_block.native(), options));
           },
-          "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false,
+          "pool"_a, "control_block"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false,
           "watch_memory"_a = false)
       .def_prop_ro("memory_looks", &MaintenanceThread::memory_looks,
                    "How many times the machine's free memory was checked.")

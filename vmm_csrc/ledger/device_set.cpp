@@ -4,7 +4,7 @@
 #include <set>
 #include <utility>
 
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "base/checksum.h"
 #include "ledger/ledger_slots.h"
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 namespace {

@@ -7,7 +7,7 @@
 #include "base/size_text.h"
 #include "ledger/ledger.h"
 #include "ledger/ledger_slots.h"
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 namespace {

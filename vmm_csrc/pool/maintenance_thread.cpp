@@ -55,19 +55,19 @@ const char* text_of(AnswerState state) {
 
 }  // namespace
 
-std::unique_ptr<MaintenanceThread> MaintenanceThread::start(std::shared_ptr<Pool> pool,
-                                                            std::shared_ptr<RecordOwner> record,
-                                                            const MaintenanceOptions& options) {
+std::unique_ptr<MaintenanceThread> MaintenanceThread::start(
+    std::shared_ptr<Pool> pool, std::shared_ptr<ControlBlockOwner> control_block,
+    const MaintenanceOptions& options) {
   std::unique_ptr<MaintenanceThread> thread(
-      new MaintenanceThread(std::move(pool), std::move(record), options));
+      new MaintenanceThread(std::move(pool), std::move(control_block), options));
   if (options.watch_memory) {
     std::vector<pid_t> processes = thread->pool_->state.backing->other_processes();
     processes.push_back(::getpid());
     thread->watch_ = std::make_unique<MemoryWatch>(processes);
   }
-  thread->pool_->publish_to(thread->record_);
+  thread->pool_->publish_to(thread->control_block_);
   thread->answer(thread->pool_->state.limit_state(), {});
-  thread->pool_->maintenance.on_work([bell = thread->record_] { bell->ring_bell(); });
+  thread->pool_->maintenance.on_work([bell = thread->control_block_] { bell->ring_bell(); });
   thread->thread_ = std::thread(&MaintenanceThread::run, thread.get());
   if (const std::shared_ptr<DeviceSet>& device_set = thread->pool_->state.device_set) {
     for (const Placement& placement : device_set->all()) {
@@ -87,7 +87,7 @@ void MaintenanceThread::stop() {
     return;
   }
   stopping_ = true;
-  record_->ring_bell();
+  control_block_->ring_bell();
   thread_.join();
   for (std::size_t i = 0; i < bell_threads_.size(); ++i) {
     pool_->state.device_set->all()[i].member->ring();
@@ -102,12 +102,12 @@ void MaintenanceThread::stop() {
 void MaintenanceThread::run() {
   while (true) {
     // Read before `stopping_`: stop() sets that before it rings, so the wait cannot miss it.
-    const std::uint32_t seen = record_->bell();
+    const std::uint32_t seen = control_block_->bell();
     if (stopping_) return;
     try {
       go_round(seen);
     } catch (const std::bad_alloc&) {
-      (void)record_->wait_bell(record_->bell(), kShrinkRetryNs);
+      (void)control_block_->wait_bell(control_block_->bell(), kShrinkRetryNs);
     }
   }
 }
@@ -132,12 +132,12 @@ void MaintenanceThread::go_round(std::uint32_t seen) {
   pursuing_ = pursuing_ || pool_->maintenance.is_provision_due();
   decay();
   evict_idle();
-  (void)record_->wait_bell(seen, sleep_ns(!read));
+  (void)control_block_->wait_bell(seen, sleep_ns(!read));
 }
 
 bool MaintenanceThread::read_request() {
-  if (record_->request_revision() == revision_) return true;
-  const std::optional<Request> request = record_->read_request();
+  if (control_block_->request_revision() == revision_) return true;
+  const std::optional<Request> request = control_block_->read_request();
   if (!request) return false;
   // Several requests may have been merged while this thread was busy; each revision is judged
   // separately.
@@ -159,11 +159,11 @@ bool MaintenanceThread::read_request() {
 /// Rings the instance's bell whenever a ledger's bell rings.
 void MaintenanceThread::pass_bells_on(const LedgerMember& member) {
   std::uint32_t heard = member.bell();
-  record_->ring_bell();  // for requests made before this thread started to listen
+  control_block_->ring_bell();  // for requests made before this thread started to listen
   while (!stopping_) {
     member.wait(heard, kForever);
     const std::uint32_t now = member.bell();
-    if (std::exchange(heard, now) != now) record_->ring_bell();
+    if (std::exchange(heard, now) != now) control_block_->ring_bell();
   }
 }
 
@@ -311,7 +311,7 @@ bool MaintenanceThread::finish_waking() {
   pool_->limits.set_asleep(false);
   Waking waking = *std::exchange(waking_, std::nullopt);
   // A limit that was set after the wake is already in effect.
-  const std::optional<Request> newest = record_->read_request();
+  const std::optional<Request> newest = control_block_->read_request();
   if (newest && newest->limit_revision != waking.request.limit_revision)
     waking.request.limit_revision = 0;
   apply(waking.request, waking.revision);
@@ -348,7 +348,7 @@ void MaintenanceThread::apply(const Request& request, std::uint64_t revision) {
     Result<std::uint64_t> trimmed = pool_->maintenance.trim();
     answer(pool_->state.limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
-  record_->add(Counter::kRequestsApplied);
+  control_block_->add(Counter::kRequestsApplied);
 }
 
 void MaintenanceThread::finish_shrinking() {
@@ -356,7 +356,7 @@ void MaintenanceThread::finish_shrinking() {
   if (answered_over_bytes_ == 0 && pool_->state.limit_state().over_bytes == 0) return;
   // A new request must not wait for copies made for the last one.
   Result<LimitState> state = pool_->limits.enforce(
-      [this] { return stopping_ || record_->request_revision() != revision_; });
+      [this] { return stopping_ || control_block_->request_revision() != revision_; });
   const LimitState now = state ? *state : pool_->state.limit_state();
   const std::string reason = state ? std::string() : state.error().message;
   shrink_again_ = !state && !pool_->state.has_failed();
@@ -424,7 +424,7 @@ void MaintenanceThread::answer(const LimitState& state, std::string reason) {
               size_text(answer.mapped_bytes).c_str(), size_text(answer.over_bytes).c_str(),
               reason.empty() ? "" : ": ", reason.c_str());
   }
-  record_->answer(answer, reason);
+  control_block_->answer(answer, reason);
   const bool is_settled = outcome != AnswerState::kShrinking;
   if (is_settled && told_ && told_->revision == answer.revision) {
     log_outcome(outcome, state, reason);

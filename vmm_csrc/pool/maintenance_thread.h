@@ -15,7 +15,7 @@
 #include "pool/memory_watch.h"
 #include "pool/parked_decay.h"
 #include "pool/pool.h"
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 
@@ -38,7 +38,7 @@ class MaintenanceThread {
   /// Publishes the pool into the segment, acknowledges revision 0 with the start limit, and starts
   /// the thread.
   static std::unique_ptr<MaintenanceThread> start(std::shared_ptr<Pool> pool,
-                                                  std::shared_ptr<RecordOwner> record,
+                                                  std::shared_ptr<ControlBlockOwner> control_block,
                                                   const MaintenanceOptions& options);
   ~MaintenanceThread() { stop(); }
   MaintenanceThread(const MaintenanceThread&) = delete;
@@ -54,10 +54,10 @@ class MaintenanceThread {
  private:
   using Clock = std::chrono::steady_clock;
 
-  MaintenanceThread(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
+  MaintenanceThread(std::shared_ptr<Pool> pool, std::shared_ptr<ControlBlockOwner> control_block,
                     const MaintenanceOptions& options)
       : pool_(std::move(pool)),
-        record_(std::move(record)),
+        control_block_(std::move(control_block)),
         options_(options),
         decay_(options.idle_trim) {}
 
@@ -85,7 +85,7 @@ class MaintenanceThread {
   std::int64_t sleep_ns(bool request_unreadable);
 
   const std::shared_ptr<Pool> pool_;
-  const std::shared_ptr<RecordOwner> record_;
+  const std::shared_ptr<ControlBlockOwner> control_block_;
   const MaintenanceOptions options_;
   const OwnProcess started_by_;
   std::uint64_t revision_ = 0;  // of the current or last request

@@ -50,9 +50,9 @@ Result<std::uint64_t> Pool::close(bool discard) {
   return held;
 }
 
-void Pool::publish_to(std::shared_ptr<RecordOwner> record) {
+void Pool::publish_to(std::shared_ptr<ControlBlockOwner> control_block) {
   const PoolState::Change change(state);
-  change->counters.publish_to(std::move(record));
+  change->counters.publish_to(std::move(control_block));
 }
 
 Status Pool::check_integrity() const {

@@ -53,8 +53,8 @@ class Pool {
   /// pages still held. Blocks. Idempotent. Fails as Backing::unmap.
   Result<std::uint64_t> close(bool discard);
 
-  /// Publishes usage and counters to `record` at every change; null stops publishing.
-  void publish_to(std::shared_ptr<RecordOwner> record);
+  /// Publishes usage and counters to `control_block` at every change; null stops publishing.
+  void publish_to(std::shared_ptr<ControlBlockOwner> control_block);
 
   /// Fails with kIntegrity, naming the inconsistency.
   Status check_integrity() const;

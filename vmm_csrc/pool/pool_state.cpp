@@ -80,10 +80,10 @@ void PoolState::publish() {
                         std::memory_order_relaxed);
   over_limit_.store(over_pages > 0, std::memory_order_relaxed);
   state_.provisioning.see_parked(blocks.parked_pages());
-  RecordOwner* const record = state_.counters.record();
-  if (record != nullptr || device_set) {
+  ControlBlockOwner* const control_block = state_.counters.control_block();
+  if (control_block != nullptr || device_set) {
     const Usage now = state_.usage(within_limit);
-    if (record != nullptr) record->publish_usage(now);
+    if (control_block != nullptr) control_block->publish_usage(now);
     if (device_set) publish_to_ledgers(now);
   }
   if (state_.work.has_thread()) call_maintenance(over_pages);

@@ -24,7 +24,7 @@
 #include "pool/pending_work.h"
 #include "pool/pool_options.h"
 #include "pool/provisioning.h"
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 

@@ -1,4 +1,4 @@
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 #include <time.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ std::uint64_t clock_ns(clockid_t clock) {
   return static_cast<std::uint64_t>(now.tv_sec) * kNsPerS + static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-std::uint32_t header_crc(RecordHeader header) {
+std::uint32_t header_crc(ControlBlockHeader header) {
   header.crc32 = 0;
   return crc32_of(std::as_bytes(std::span(&header, 1)));
 }
@@ -61,12 +61,13 @@ Status copy_text(std::array<char, N>& field, std::string_view text, std::string_
 }
 
 bool is_aligned(const void* address) {
-  return reinterpret_cast<std::uintptr_t>(address) % alignof(RecordLayout) == 0;
+  return reinterpret_cast<std::uintptr_t>(address) % alignof(ControlBlockLayout) == 0;
 }
 
 Error misaligned() {
   return {Errc::kInvalidArgument, "a segment's bytes must start at a multiple of " +
-                                      std::to_string(alignof(RecordLayout)) + "; map the file"};
+                                      std::to_string(alignof(ControlBlockLayout)) +
+                                      "; map the file"};
 }
 
 Error malformed(std::string detail) {
@@ -74,19 +75,19 @@ Error malformed(std::string detail) {
 }
 
 Status validate(std::span<const std::byte> bytes) {
-  const auto version = record_version(bytes);
+  const auto version = control_block_version(bytes);
   if (!version) return malformed("it does not start with the mark of a segment");
-  if (*version != kRecordAbiVersion) {
+  if (*version != kControlBlockAbiVersion) {
     return malformed("it has version " + std::to_string(*version) + ", this build reads version " +
-                     std::to_string(kRecordAbiVersion));
+                     std::to_string(kControlBlockAbiVersion));
   }
-  if (bytes.size() < kRecordBytes) {
-    return malformed("it has " + std::to_string(bytes.size()) + " bytes, a record has " +
-                     std::to_string(kRecordBytes));
+  if (bytes.size() < kControlBlockBytes) {
+    return malformed("it has " + std::to_string(bytes.size()) + " bytes, a control block has " +
+                     std::to_string(kControlBlockBytes));
   }
-  RecordHeader header{};
+  ControlBlockHeader header{};
   std::memcpy(&header, bytes.data(), sizeof(header));
-  if (header.header_bytes != sizeof(RecordHeader) || header_crc(header) != header.crc32) {
+  if (header.header_bytes != sizeof(ControlBlockHeader) || header_crc(header) != header.crc32) {
     return malformed("its header does not match its checksum");
   }
   // The checks below are for a correct checksum over wrong numbers, which only another program
@@ -95,7 +96,7 @@ Status validate(std::span<const std::byte> bytes) {
     return malformed("it has " + std::to_string(bytes.size()) + " bytes of the " +
                      std::to_string(header.total_bytes) + " that its header says");
   }
-  if (header.ring_offset < kRecordBytes || header.ring_offset > header.total_bytes ||
+  if (header.ring_offset < kControlBlockBytes || header.ring_offset > header.total_bytes ||
       header.ring_bytes > header.total_bytes - header.ring_offset) {
     return malformed("its ring area lies outside it");
   }
@@ -149,41 +150,41 @@ std::string_view text_of(std::span<const char> field) {
   return {field.data(), strnlen(field.data(), field.size())};
 }
 
-std::optional<std::uint32_t> record_version(std::span<const std::byte> bytes) {
+std::optional<std::uint32_t> control_block_version(std::span<const std::byte> bytes) {
   std::uint64_t magic = 0;
   std::uint32_t version = 0;
   if (bytes.size() < sizeof(magic) + sizeof(version)) return std::nullopt;
   std::memcpy(&magic, bytes.data(), sizeof(magic));
-  std::memcpy(&version, bytes.data() + offsetof(RecordHeader, abi_version), sizeof(version));
-  if (magic != kRecordMagic) return std::nullopt;
+  std::memcpy(&version, bytes.data() + offsetof(ControlBlockHeader, abi_version), sizeof(version));
+  if (magic != kControlBlockMagic) return std::nullopt;
   return version;
 }
 
 // ------------------------------------------------------------------------------------- readers
 
-Result<RecordView> RecordView::open(std::span<const std::byte> bytes) {
+Result<ControlBlockView> ControlBlockView::open(std::span<const std::byte> bytes) {
   if (Status valid = validate(bytes); !valid) return valid.error();
   if (!is_aligned(bytes.data())) return misaligned();
-  return RecordView(reinterpret_cast<const RecordLayout*>(bytes.data()));
+  return ControlBlockView(reinterpret_cast<const ControlBlockLayout*>(bytes.data()));
 }
 
-std::optional<InstanceState> RecordView::state() const {
+std::optional<InstanceState> ControlBlockView::state() const {
   const auto state = static_cast<InstanceState>(__atomic_load_n(&layout_->state, __ATOMIC_ACQUIRE));
   if (state == InstanceState::kAlive || state == InstanceState::kClosing) return state;
   return std::nullopt;
 }
 
-std::uint64_t RecordView::counter(Counter counter) const {
+std::uint64_t ControlBlockView::counter(Counter counter) const {
   return __atomic_load_n(&layout_->counters[static_cast<std::size_t>(counter)], __ATOMIC_RELAXED);
 }
 
-EngineSleep RecordView::engine_sleep() const {
+EngineSleep ControlBlockView::engine_sleep() const {
   const std::uint64_t said = __atomic_load_n(&layout_->engine_sleep, __ATOMIC_RELAXED);
   return said <= static_cast<std::uint64_t>(EngineSleep::kAsleep) ? static_cast<EngineSleep>(said)
                                                                   : EngineSleep::kUnknown;
 }
 
-std::string RecordView::reason_of(const Answer& answer) const {
+std::string ControlBlockView::reason_of(const Answer& answer) const {
   std::string reason(text_of(answer.reason));
   if (answer.rest == 0) return reason;
   ReasonRest rest;
@@ -192,7 +193,8 @@ std::string RecordView::reason_of(const Answer& answer) const {
   return reason.replace(reason.size() - std::min<std::size_t>(3, reason.size()), 3, "...");
 }
 
-bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const {
+bool ControlBlockView::wait_answer(std::uint64_t revision, bool settled,
+                                   std::int64_t timeout_ns) const {
   const Deadline deadline(timeout_ns);
   for (;;) {
     const std::uint32_t seen = layout_->answer_bell.load(std::memory_order_acquire);
@@ -211,7 +213,7 @@ bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t 
 Result<RequestWriter> RequestWriter::open(std::span<std::byte> bytes) {
   if (Status valid = validate(bytes); !valid) return valid.error();
   if (!is_aligned(bytes.data())) return misaligned();
-  return RequestWriter(reinterpret_cast<RecordLayout*>(bytes.data()));
+  return RequestWriter(reinterpret_cast<ControlBlockLayout*>(bytes.data()));
 }
 
 Status check_priority(std::int64_t priority) {
@@ -271,19 +273,19 @@ void RequestWriter::write_half(const RequestChange& change) {
 
 // ---------------------------------------------------------------------------------------- owner
 
-Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> bytes,
-                                                         const RecordIdentity& identity) {
+Result<std::unique_ptr<ControlBlockOwner>> ControlBlockOwner::create(
+    std::span<std::byte> bytes, const ControlBlockIdentity& identity) {
   if (bytes.size() < kSegmentBytes) {
     return Error{Errc::kInvalidArgument, "a segment needs " + std::to_string(kSegmentBytes) +
                                              " bytes, not " + std::to_string(bytes.size())};
   }
   if (!is_aligned(bytes.data())) return misaligned();
-  RecordHeader header{};
-  header.magic = kRecordMagic;
-  header.abi_version = kRecordAbiVersion;
-  header.header_bytes = sizeof(RecordHeader);
+  ControlBlockHeader header{};
+  header.magic = kControlBlockMagic;
+  header.abi_version = kControlBlockAbiVersion;
+  header.header_bytes = sizeof(ControlBlockHeader);
   header.total_bytes = kSegmentBytes;
-  header.ring_offset = kRecordBytes;
+  header.ring_offset = kControlBlockBytes;
   header.ring_bytes = kRingAreaBytes;
   header.uuid = identity.uuid;
   header.owner_pid = identity.owner_pid;
@@ -295,10 +297,10 @@ Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> by
   if (Status s = copy_text(header.name, identity.name, "name"); !s) return s.error();
   if (Status s = copy_text(header.engine, identity.engine, "engine"); !s) return s.error();
   if (Status s = copy_text(header.model, identity.model, "model"); !s) return s.error();
-  if (identity.devices.empty() || identity.devices.size() > kRecordDevices) {
-    return Error{Errc::kInvalidArgument, "an instance has pages on 1 to " +
-                                             std::to_string(kRecordDevices) + " devices, not on " +
-                                             std::to_string(identity.devices.size())};
+  if (identity.devices.empty() || identity.devices.size() > kControlBlockDevices) {
+    return Error{Errc::kInvalidArgument,
+                 "an instance has pages on 1 to " + std::to_string(kControlBlockDevices) +
+                     " devices, not on " + std::to_string(identity.devices.size())};
   }
   for (std::size_t i = 0; i < identity.devices.size(); ++i) {
     const auto& [name, copies] = identity.devices[i];
@@ -308,28 +310,28 @@ Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> by
   }
   header.crc32 = header_crc(header);
 
-  auto* layout = reinterpret_cast<RecordLayout*>(bytes.data());
+  auto* layout = reinterpret_cast<ControlBlockLayout*>(bytes.data());
   std::memset(bytes.data(), 0, kSegmentBytes);
   layout->header = header;
-  std::unique_ptr<RecordOwner> owner(
-      new RecordOwner(layout, bytes.subspan(kRecordBytes, kRingAreaBytes)));
+  std::unique_ptr<ControlBlockOwner> owner(
+      new ControlBlockOwner(layout, bytes.subspan(kControlBlockBytes, kRingAreaBytes)));
   owner->set_state(InstanceState::kAlive);
   return owner;
 }
 
-void RecordOwner::set_state(InstanceState state) {
+void ControlBlockOwner::set_state(InstanceState state) {
   __atomic_store_n(&layout_->state, static_cast<std::uint32_t>(state), __ATOMIC_RELEASE);
   kvelastic::ring_bell(layout_->answer_bell);  // waiters must see that the instance is closing
 }
 
-std::optional<Request> RecordOwner::read_request() const {
+std::optional<Request> ControlBlockOwner::read_request() const {
   Request request;
   if (!latch_read(layout_->request, request, kRequestReadTries) || request.revision == 0)
     return std::nullopt;
   return request;
 }
 
-bool RecordOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {
+bool ControlBlockOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {
   const Deadline deadline(timeout_ns);
   while (bell() == seen) {
     if (deadline.over()) return false;
@@ -338,15 +340,15 @@ bool RecordOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {
   return true;
 }
 
-void RecordOwner::set_engine_sleep(EngineSleep sleep) {
+void ControlBlockOwner::set_engine_sleep(EngineSleep sleep) {
   __atomic_store_n(&layout_->engine_sleep, static_cast<std::uint64_t>(sleep), __ATOMIC_RELAXED);
 }
 
-void RecordOwner::ring_bell() {
+void ControlBlockOwner::ring_bell() {
   kvelastic::ring_bell(layout_->bell);
 }
 
-void RecordOwner::on_usage(std::function<void(const Usage&)> on_usage) {
+void ControlBlockOwner::on_usage(std::function<void(const Usage&)> on_usage) {
   const std::lock_guard<std::mutex> lock(usage_mutex_);
   on_usage_ = std::move(on_usage);
   if (!on_usage_) return;
@@ -355,7 +357,7 @@ void RecordOwner::on_usage(std::function<void(const Usage&)> on_usage) {
   on_usage_(last);
 }
 
-void RecordOwner::answer(Answer answer, std::string_view reason) {
+void ControlBlockOwner::answer(Answer answer, std::string_view reason) {
   if (answer.answered_ns == 0) answer.answered_ns = monotonic_ns();
   ReasonRest rest;
   if (!reason.empty()) {

@@ -1,5 +1,5 @@
 // The control block: the struct at the start of an instance's segment. This file alone defines its
-// layout. C++ and Python (through bind/record.cpp) read and write it with the classes below.
+// layout. C++ and Python (through bind/control_block.cpp) read and write it with the classes below.
 //
 // clang-format off
 //   header        identity, written once before the segment is visible; under a CRC
@@ -44,14 +44,15 @@
 
 namespace kvelastic {
 
-static_assert(std::endian::native == std::endian::little, "the record is little-endian");
+static_assert(std::endian::native == std::endian::little, "the control block is little-endian");
 
-inline constexpr std::uint64_t kRecordMagic = 0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
-inline constexpr std::uint32_t kRecordAbiVersion = 5;
+inline constexpr std::uint64_t kControlBlockMagic =
+    0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
+inline constexpr std::uint32_t kControlBlockAbiVersion = 5;
 inline constexpr std::size_t kLineBytes = 64;
-inline constexpr std::size_t kRecordBytes = 4096;
+inline constexpr std::size_t kControlBlockBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;
-inline constexpr std::size_t kSegmentBytes = kRecordBytes + kRingAreaBytes;
+inline constexpr std::size_t kSegmentBytes = kControlBlockBytes + kRingAreaBytes;
 
 /// The limit of an instance without a limit: it may use its whole device.
 inline constexpr std::uint64_t kUnlimitedBytes = (std::uint64_t{1} << 63) - 1;
@@ -64,15 +65,15 @@ inline constexpr int kRequestReadTries = 16;
 // ---------------------------------------------------------------------------- the shared layout
 
 /// A device that has pages of the instance.
-struct RecordDevice {
+struct ControlBlockDevice {
   std::array<char, 64> name;
   std::uint64_t copies;  ///< copies of each page, one per rank; 0: unused entry
 };
 /// Per instance.
-inline constexpr std::size_t kRecordDevices = 16;
+inline constexpr std::size_t kControlBlockDevices = 16;
 
 /// Texts are UTF-8, padded with zero bytes. A text that fills its array has no terminating zero.
-struct RecordHeader {
+struct ControlBlockHeader {
   std::uint64_t magic;
   std::uint32_t abi_version;
   std::uint32_t header_bytes;  ///< bytes under the CRC
@@ -93,7 +94,7 @@ struct RecordHeader {
   std::array<char, 32> engine;
   std::array<std::uint64_t, 4> reserved2;
   std::array<char, 256> model;
-  std::array<RecordDevice, kRecordDevices> devices;  ///< ordered by lowest rank
+  std::array<ControlBlockDevice, kControlBlockDevices> devices;  ///< ordered by lowest rank
   std::array<std::uint64_t, 8> reserved3;
 };
 
@@ -219,8 +220,8 @@ struct Latch {
   alignas(kLineBytes) std::array<std::array<std::uint64_t, sizeof(T) / 8>, 2> slots;
 };
 
-struct RecordLayout {
-  RecordHeader header;
+struct ControlBlockLayout {
+  ControlBlockHeader header;
   alignas(kLineBytes) std::uint32_t state;
   alignas(kLineBytes) FutexWord bell;  ///< futex word: the owner waits here
   alignas(kLineBytes) FutexWord
@@ -236,30 +237,30 @@ struct RecordLayout {
   std::array<std::uint8_t, 64> spare;
 };
 
-static_assert(std::is_standard_layout_v<RecordLayout>);
-static_assert(offsetof(RecordHeader, abi_version) == 8);
-static_assert(offsetof(RecordHeader, total_bytes) == 16);
-static_assert(offsetof(RecordHeader, crc32) == 40);
-static_assert(offsetof(RecordHeader, uuid) == 48);
-static_assert(offsetof(RecordHeader, boot_id) == 80);
-static_assert(offsetof(RecordHeader, created_realtime_ns) == 104);
-static_assert(offsetof(RecordHeader, name) == 128);
-static_assert(offsetof(RecordHeader, engine) == 192);
-static_assert(offsetof(RecordHeader, model) == 256);
-static_assert(offsetof(RecordHeader, devices) == 512);
-static_assert(sizeof(RecordHeader) == 1728);
+static_assert(std::is_standard_layout_v<ControlBlockLayout>);
+static_assert(offsetof(ControlBlockHeader, abi_version) == 8);
+static_assert(offsetof(ControlBlockHeader, total_bytes) == 16);
+static_assert(offsetof(ControlBlockHeader, crc32) == 40);
+static_assert(offsetof(ControlBlockHeader, uuid) == 48);
+static_assert(offsetof(ControlBlockHeader, boot_id) == 80);
+static_assert(offsetof(ControlBlockHeader, created_realtime_ns) == 104);
+static_assert(offsetof(ControlBlockHeader, name) == 128);
+static_assert(offsetof(ControlBlockHeader, engine) == 192);
+static_assert(offsetof(ControlBlockHeader, model) == 256);
+static_assert(offsetof(ControlBlockHeader, devices) == 512);
+static_assert(sizeof(ControlBlockHeader) == 1728);
 static_assert(sizeof(Request) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
-static_assert(offsetof(RecordLayout, state) == 1728);
-static_assert(offsetof(RecordLayout, bell) == 1792);
-static_assert(offsetof(RecordLayout, answer_bell) == 1856);
-static_assert(offsetof(RecordLayout, request) == 1920);
-static_assert(offsetof(RecordLayout, answer) == 2176);
-static_assert(offsetof(RecordLayout, usage) == 2688);
-static_assert(offsetof(RecordLayout, engine_sleep) == 3136);
-static_assert(offsetof(RecordLayout, counters) == 3200);
-static_assert(offsetof(RecordLayout, reason_rest) == 3456);
-static_assert(offsetof(RecordLayout, spare) == 4032);
-static_assert(sizeof(RecordLayout) == kRecordBytes);
+static_assert(offsetof(ControlBlockLayout, state) == 1728);
+static_assert(offsetof(ControlBlockLayout, bell) == 1792);
+static_assert(offsetof(ControlBlockLayout, answer_bell) == 1856);
+static_assert(offsetof(ControlBlockLayout, request) == 1920);
+static_assert(offsetof(ControlBlockLayout, answer) == 2176);
+static_assert(offsetof(ControlBlockLayout, usage) == 2688);
+static_assert(offsetof(ControlBlockLayout, engine_sleep) == 3136);
+static_assert(offsetof(ControlBlockLayout, counters) == 3200);
+static_assert(offsetof(ControlBlockLayout, reason_rest) == 3456);
+static_assert(offsetof(ControlBlockLayout, spare) == 4032);
+static_assert(sizeof(ControlBlockLayout) == kControlBlockBytes);
 
 // ------------------------------------------------------------------------------------- latches
 
@@ -306,17 +307,17 @@ std::uint64_t monotonic_coarse_ns();
 std::string_view text_of(std::span<const char> field);
 
 /// Returns the ABI version if the bytes start like a segment of any version; otherwise empty.
-std::optional<std::uint32_t> record_version(std::span<const std::byte> bytes);
+std::optional<std::uint32_t> control_block_version(std::span<const std::byte> bytes);
 
 /// Reads a control block and never writes, so the bytes may be mapped PROT_READ. Any thread, any
 /// process. The bytes must outlive the view.
-class RecordView {
+class ControlBlockView {
  public:
   /// Fails with kSegmentFormat if the size, magic, version, offsets or CRC are wrong, and with
   /// kInvalidArgument if the bytes are not aligned to kLineBytes (a mapping always is).
-  static Result<RecordView> open(std::span<const std::byte> bytes);
+  static Result<ControlBlockView> open(std::span<const std::byte> bytes);
 
-  const RecordHeader& header() const { return layout_->header; }
+  const ControlBlockHeader& header() const { return layout_->header; }
   std::optional<InstanceState> state() const;  ///< empty: a state that this version does not know
 
   /// Each copies the newest value to `out`. Returns false if the writer overtook kLatchReadTries
@@ -336,9 +337,9 @@ class RecordView {
   bool wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const;
 
  private:
-  friend class RecordOwner;
-  explicit RecordView(const RecordLayout* layout) : layout_(layout) {}
-  const RecordLayout* layout_;
+  friend class ControlBlockOwner;
+  explicit ControlBlockView(const ControlBlockLayout* layout) : layout_(layout) {}
+  const ControlBlockLayout* layout_;
 };
 
 // --------------------------------------------------------------------------------- request writers
@@ -356,7 +357,7 @@ struct RequestChange {
 /// The instance never takes that lock.
 class RequestWriter {
  public:
-  /// Fails as RecordView::open.
+  /// Fails as ControlBlockView::open.
   static Result<RequestWriter> open(std::span<std::byte> bytes);
 
   /// Publishes the request, wakes the instance and returns the new revision.
@@ -368,16 +369,16 @@ class RequestWriter {
   void write_half(const RequestChange& change);
 
  private:
-  friend class RecordOwner;
-  explicit RequestWriter(RecordLayout* layout) : layout_(layout) {}
+  friend class ControlBlockOwner;
+  explicit RequestWriter(ControlBlockLayout* layout) : layout_(layout) {}
   Request next(const RequestChange& change) const;
-  RecordLayout* layout_;
+  ControlBlockLayout* layout_;
 };
 
 // ---------------------------------------------------------------------------------------- owner
 
 /// The identity of the process that creates a segment.
-struct RecordIdentity {
+struct ControlBlockIdentity {
   std::array<std::uint8_t, 16> uuid{};
   std::uint32_t owner_pid = 0;
   std::uint64_t owner_start_ticks = 0;
@@ -393,16 +394,16 @@ struct RecordIdentity {
 
 /// The instance's end. Any thread of the owner. No call takes a lock that another process can hold.
 /// The bytes must outlive this object.
-class RecordOwner {
+class ControlBlockOwner {
  public:
   /// Clears the bytes and fills the header. Other processes must not see the bytes yet. Fails with
   /// kInvalidArgument for fewer than kSegmentBytes, bytes not aligned to 64, a text that does not
-  /// fit, no device, or more than kRecordDevices.
-  static Result<std::unique_ptr<RecordOwner>> create(std::span<std::byte> bytes,
-                                                     const RecordIdentity& identity);
+  /// fit, no device, or more than kControlBlockDevices.
+  static Result<std::unique_ptr<ControlBlockOwner>> create(std::span<std::byte> bytes,
+                                                           const ControlBlockIdentity& identity);
 
-  const RecordHeader& header() const { return layout_->header; }
-  RecordView view() const { return RecordView(layout_); }
+  const ControlBlockHeader& header() const { return layout_->header; }
+  ControlBlockView view() const { return ControlBlockView(layout_); }
   /// For requests of this process to its own instance. The lock on the file is needed here, too.
   RequestWriter writer() { return RequestWriter(layout_); }
   /// kRingAreaBytes, zeroed; aligned to 4096 in a mapped segment.
@@ -449,8 +450,9 @@ class RecordOwner {
   }
 
  private:
-  RecordOwner(RecordLayout* layout, std::span<std::byte> ring) : layout_(layout), ring_(ring) {}
-  RecordLayout* layout_;
+  ControlBlockOwner(ControlBlockLayout* layout, std::span<std::byte> ring)
+      : layout_(layout), ring_(ring) {}
+  ControlBlockLayout* layout_;
   std::span<std::byte> ring_;
   std::mutex usage_mutex_;  // taken by the owner's threads only
   std::function<void(const Usage&)> on_usage_;

@@ -1,4 +1,4 @@
-#include "segment/record_copy.h"
+#include "segment/control_block_copy.h"
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 namespace {
@@ -30,15 +30,15 @@ int read_start(int fd, std::span<std::byte> out) {
 /// Reads the current revisions of the file's latches; zeros beyond the file's end. Returns 0 or
 /// errno.
 int read_revisions(int fd, Revisions& out) {
-  std::array<std::byte, kRecordBytes> record{};
-  if (const int problem = read_start(fd, record)) return problem;
+  std::array<std::byte, kControlBlockBytes> control_block{};
+  if (const int problem = read_start(fd, control_block)) return problem;
   const auto at = [&](std::size_t offset) {
     std::uint64_t revision = 0;
-    std::memcpy(&revision, record.data() + offset, sizeof(revision));
+    std::memcpy(&revision, control_block.data() + offset, sizeof(revision));
     return revision;
   };
-  out = {at(offsetof(RecordLayout, request)), at(offsetof(RecordLayout, answer)),
-         at(offsetof(RecordLayout, usage))};
+  out = {at(offsetof(ControlBlockLayout, request)), at(offsetof(ControlBlockLayout, answer)),
+         at(offsetof(ControlBlockLayout, usage))};
   return 0;
 }
 
@@ -47,8 +47,8 @@ int read_revisions(int fd, Revisions& out) {
 // One read() copies in no guaranteed order, so a latch's slots may be older or newer than its
 // revision in the copy. If the revision is the same before and after the copy, no writer has
 // touched the newest value's slot in between (see latch_write), and the value is whole.
-int copy_record(int fd, std::span<std::byte> out) {
-  out = out.first(std::min(out.size(), kRecordBytes));
+int copy_control_block(int fd, std::span<std::byte> out) {
+  out = out.first(std::min(out.size(), kControlBlockBytes));
   Revisions before{};
   Revisions after{};
   if (const int problem = read_revisions(fd, before)) return problem;

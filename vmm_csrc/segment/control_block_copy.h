@@ -11,6 +11,6 @@ namespace kvelastic {
 ///
 /// Used for files that another process may truncate at any time: reading a mapping would raise
 /// SIGBUS then.
-int copy_record(int fd, std::span<std::byte> out);
+int copy_control_block(int fd, std::span<std::byte> out);
 
 }  // namespace kvelastic

@@ -58,9 +58,11 @@ off_t size_of(int fd) {
 }  // namespace
 
 Result<std::unique_ptr<KvcachedSegment>> KvcachedSegment::create(
-    std::string path, const std::string& own_path, std::shared_ptr<RecordOwner> record) {
+    std::string path, const std::string& own_path,
+    std::shared_ptr<ControlBlockOwner> control_block) {
   static_assert(sizeof(Values) == kFileBytes);
-  std::unique_ptr<KvcachedSegment> segment(new KvcachedSegment(std::move(path), std::move(record)));
+  std::unique_ptr<KvcachedSegment> segment(
+      new KvcachedSegment(std::move(path), std::move(control_block)));
   segment->wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   segment->own_ = Descriptor(::open(own_path.c_str(), kOpenFlags));
   if (!segment->wake_.is_open() || !segment->own_.is_open()) return segment->failed("keep");
@@ -171,7 +173,7 @@ void KvcachedSegment::request(std::int64_t limit_bytes, std::int64_t own_limit_b
   if (!lock || own_values().limit_bytes != own_limit_bytes) return;
   RequestChange change;
   change.limit_bytes = static_cast<std::uint64_t>(limit_bytes);
-  (void)record_->writer().write(change);
+  (void)control_block_->writer().write(change);
   agreed_bytes_ = capped(limit_bytes);
   if (!info_logging()) return;
   info_log("A kvcached client has set the limit to %s, by %s.",
@@ -205,15 +207,15 @@ KvcachedSegment::Values KvcachedSegment::values_of(const Usage& usage) {
 
 /// Returns the file's values for the instance's state, including a pending limit.
 KvcachedSegment::Values KvcachedSegment::own_values() const {
-  const RecordView record = record_->view();
+  const ControlBlockView control_block = control_block_->view();
   Answer answer;
   Request request;
   Usage usage;
   // The instance publishes usage before the acknowledgement, and this reads them in reverse order.
   // So a requested limit is either pending or included in the usage.
-  (void)record.read_answer(answer);
-  (void)record.read_request(request);
-  (void)record.read_usage(usage);
+  (void)control_block.read_answer(answer);
+  (void)control_block.read_request(request);
+  (void)control_block.read_usage(usage);
   if (request.limit_revision > answer.revision) usage.limit_bytes = request.limit_bytes;
   return values_of(usage);
 }
@@ -221,7 +223,7 @@ KvcachedSegment::Values KvcachedSegment::own_values() const {
 /// Returns a client's limit as the file shows it once it is in effect.
 std::int64_t KvcachedSegment::capped(std::int64_t limit_bytes) const {
   Usage usage;
-  (void)record_->view().read_usage(usage);
+  (void)control_block_->view().read_usage(usage);
   usage.limit_bytes = static_cast<std::uint64_t>(limit_bytes);
   return values_of(usage).limit_bytes;
 }
@@ -248,8 +250,8 @@ Status KvcachedSegment::write_all(const Values& own) {
 /// Writes the usage to the open file, now and at each later publication that changes it. Does not
 /// write beyond the end of a truncated file: the rest of a limit would look like a client's.
 void KvcachedSegment::publish_usage_to_file() {
-  record_->on_usage([this, fd = file_.get(),
-                     shown = Values{agreed_bytes_, {-1, -1}}](const Usage& usage) mutable {
+  control_block_->on_usage([this, fd = file_.get(),
+                            shown = Values{agreed_bytes_, {-1, -1}}](const Usage& usage) mutable {
     const Values now = values_of(usage);
     if (now.limit_bytes != shown.limit_bytes) wake();
     if (now.usage_bytes != shown.usage_bytes && size_of(fd) == kFileBytes) {
@@ -307,7 +309,7 @@ Status KvcachedSegment::watch() {
 }
 
 void KvcachedSegment::release() {
-  record_->on_usage(nullptr);
+  control_block_->on_usage(nullptr);
   life_.reset();
   file_ = Descriptor();
 }

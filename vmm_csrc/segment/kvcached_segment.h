@@ -33,7 +33,7 @@
 #include "base/life_lock.h"
 #include "base/own_process.h"
 #include "base/status.h"
-#include "segment/record.h"
+#include "segment/control_block.h"
 
 namespace kvelastic {
 
@@ -43,9 +43,9 @@ class KvcachedSegment {
   /// Creates the file at `path`, or reuses one that kvcached or a dead instance left behind.
   /// `own_path` is the instance's own segment. Fails with kSegmentExists if the name belongs to
   /// another kind of file or to another user's file, and with kSegment if the system refuses.
-  static Result<std::unique_ptr<KvcachedSegment>> create(std::string path,
-                                                         const std::string& own_path,
-                                                         std::shared_ptr<RecordOwner> record);
+  static Result<std::unique_ptr<KvcachedSegment>> create(
+      std::string path, const std::string& own_path,
+      std::shared_ptr<ControlBlockOwner> control_block);
   ~KvcachedSegment() { close(); }
   KvcachedSegment(const KvcachedSegment&) = delete;
   KvcachedSegment& operator=(const KvcachedSegment&) = delete;
@@ -66,8 +66,8 @@ class KvcachedSegment {
     std::array<std::int64_t, 2> usage_bytes;  ///< in use, mapped ahead of need
   };
 
-  KvcachedSegment(std::string path, std::shared_ptr<RecordOwner> record)
-      : path_(std::move(path)), record_(std::move(record)) {}
+  KvcachedSegment(std::string path, std::shared_ptr<ControlBlockOwner> control_block)
+      : path_(std::move(path)), control_block_(std::move(control_block)) {}
 
   void run();
   Status keep_name();
@@ -89,7 +89,7 @@ class KvcachedSegment {
   Error taken(const std::string& why) const;
 
   const std::string path_;
-  const std::shared_ptr<RecordOwner> record_;
+  const std::shared_ptr<ControlBlockOwner> control_block_;
   const OwnProcess created_by_;
   Descriptor own_;  // the instance's own segment, for its lock
   Descriptor file_;

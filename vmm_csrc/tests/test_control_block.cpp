@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "check.h"
-#include "segment/record.h"
-#include "segment/record_copy.h"
+#include "segment/control_block.h"
+#include "segment/control_block_copy.h"
 
 namespace kvelastic {
 namespace {
@@ -35,8 +35,8 @@ class Memory {
   void* start_;
 };
 
-RecordIdentity somebody() {
-  RecordIdentity identity;
+ControlBlockIdentity somebody() {
+  ControlBlockIdentity identity;
   identity.uuid.fill(7);
   identity.owner_pid = 42;
   identity.owner_start_ticks = 4711;
@@ -47,8 +47,8 @@ RecordIdentity somebody() {
   return identity;
 }
 
-std::unique_ptr<RecordOwner> make(const Memory& memory) {
-  auto owner = RecordOwner::create(memory.span(), somebody());
+std::unique_ptr<ControlBlockOwner> make(const Memory& memory) {
+  auto owner = ControlBlockOwner::create(memory.span(), somebody());
   CHECK(owner);
   return *std::move(owner);
 }
@@ -56,9 +56,9 @@ std::unique_ptr<RecordOwner> make(const Memory& memory) {
 TEST(control_block_keeps_its_identity) {
   const Memory memory;
   const auto owner = make(memory);
-  const auto view = RecordView::open(memory.span());
+  const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
-  const RecordHeader& header = (*view).header();
+  const ControlBlockHeader& header = (*view).header();
   CHECK(text_of(header.name) == "kvelastic_test_42");
   CHECK(text_of(header.model) == "org/model");
   CHECK(header.owner_pid == 42 && header.owner_start_ticks == 4711);
@@ -70,30 +70,30 @@ TEST(control_block_keeps_its_identity) {
 }
 
 TEST(control_block_magic_reads_as_text) {
-  CHECK(std::memcmp(&kRecordMagic, "KVELASTC", 8) == 0);
+  CHECK(std::memcmp(&kControlBlockMagic, "KVELASTC", 8) == 0);
 }
 
 TEST(control_block_refuses_overlong_texts) {
   const Memory memory;
-  RecordIdentity identity = somebody();
+  ControlBlockIdentity identity = somebody();
   identity.name = std::string(64, 'n');
-  auto owner = RecordOwner::create(memory.span(), identity);
+  auto owner = ControlBlockOwner::create(memory.span(), identity);
   REQUIRE(owner);
   CHECK(text_of((*owner)->header().name) == identity.name);
   identity.name += 'n';
-  CHECK(!RecordOwner::create(memory.span(), identity));
+  CHECK(!ControlBlockOwner::create(memory.span(), identity));
   identity.name = std::string("a\0b", 3);
-  CHECK(!RecordOwner::create(memory.span(), identity));
+  CHECK(!ControlBlockOwner::create(memory.span(), identity));
 }
 
 TEST(control_block_needs_size_and_alignment) {
   const Memory memory(kSegmentBytes + 4096);
-  const auto small = RecordOwner::create(memory.span().first(kSegmentBytes - 1), somebody());
+  const auto small = ControlBlockOwner::create(memory.span().first(kSegmentBytes - 1), somebody());
   CHECK(!small && small.error().code == Errc::kInvalidArgument);
-  CHECK(!RecordOwner::create(memory.span().subspan(8), somebody()));
+  CHECK(!ControlBlockOwner::create(memory.span().subspan(8), somebody()));
   const auto owner = make(memory);
   std::memmove(memory.span().data() + 8, memory.span().data(), kSegmentBytes);
-  const auto view = RecordView::open(memory.span().subspan(8));
+  const auto view = ControlBlockView::open(memory.span().subspan(8));
   CHECK(!view && view.error().code == Errc::kInvalidArgument);
 }
 
@@ -101,29 +101,29 @@ TEST(control_block_refuses_malformed_bytes) {
   const Memory memory;
   const auto owner = make(memory);
   for (std::size_t bytes = 0; bytes < kSegmentBytes; bytes += bytes < 700 ? 1 : 4093) {
-    const auto view = RecordView::open(memory.span().first(bytes));
+    const auto view = ControlBlockView::open(memory.span().first(bytes));
     CHECK(!view && view.error().code == Errc::kSegmentFormat);
     CHECK(!RequestWriter::open(memory.span().first(bytes)));
   }
-  for (std::size_t bit = 0; bit < sizeof(RecordHeader) * 8; ++bit) {
+  for (std::size_t bit = 0; bit < sizeof(ControlBlockHeader) * 8; ++bit) {
     std::byte& byte = memory.span()[bit / 8];
     byte ^= std::byte{1} << (bit % 8);
-    CHECK(!RecordView::open(memory.span()));
+    CHECK(!ControlBlockView::open(memory.span()));
     byte ^= std::byte{1} << (bit % 8);
   }
-  CHECK(RecordView::open(memory.span()));
+  CHECK(ControlBlockView::open(memory.span()));
 }
 
 TEST(control_block_refuses_random_bytes) {
   const Memory memory;
   std::mt19937_64 random(1);
   for (int round = 0; round < 200; ++round) {
-    for (std::size_t i = 0; i < kRecordBytes; i += 8) {
+    for (std::size_t i = 0; i < kControlBlockBytes; i += 8) {
       const std::uint64_t word = random();
       std::memcpy(memory.span().data() + i, &word, 8);
     }
-    if (round % 2 == 0) std::memcpy(memory.span().data(), &kRecordMagic, 8);
-    CHECK(!RecordView::open(memory.span()));
+    if (round % 2 == 0) std::memcpy(memory.span().data(), &kControlBlockMagic, 8);
+    CHECK(!ControlBlockView::open(memory.span()));
   }
 }
 
@@ -132,11 +132,11 @@ TEST(control_block_tolerates_random_mutable_fields) {
   const auto owner = make(memory);
   std::mt19937_64 random(2);
   for (int round = 0; round < 200; ++round) {
-    for (std::size_t i = sizeof(RecordHeader); i < kRecordBytes; i += 8) {
+    for (std::size_t i = sizeof(ControlBlockHeader); i < kControlBlockBytes; i += 8) {
       const std::uint64_t word = random();
       std::memcpy(memory.span().data() + i, &word, 8);
     }
-    const auto view = RecordView::open(memory.span());
+    const auto view = ControlBlockView::open(memory.span());
     REQUIRE(view);
     Request request;
     Answer answer;
@@ -161,7 +161,7 @@ TEST(control_block_reader_writes_nothing) {
   owner->publish_usage({.mapped_bytes = 5});
   owner->answer({.revision = 0, .state = AnswerState::kApplied});
   memory.forbid_writing();  // from here on a write is a SIGSEGV
-  const auto view = RecordView::open(memory.span());
+  const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
   Usage usage;
   CHECK((*view).read_usage(usage) && usage.mapped_bytes == 5);
@@ -187,7 +187,7 @@ TEST(control_block_request_and_acknowledgement) {
   REQUIRE(request);
   CHECK(request->limit_bytes == 0 && request->trim_revision == 2 && request->revision == 2);
 
-  const auto view = RecordView::open(memory.span());
+  const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
   CHECK(!(*view).wait_answer(2, false, 0));
   owner->answer({.revision = 2, .over_bytes = 9, .state = AnswerState::kShrinking});
@@ -233,7 +233,7 @@ TEST(control_block_bell_wakes_another_process) {
   if (child == 0) {
     auto writer = RequestWriter::open(memory.span());
     if (writer) writer->write({.limit_bytes = 77});
-    const auto view = RecordView::open(memory.span());
+    const auto view = ControlBlockView::open(memory.span());
     const bool answered = view && (*view).wait_answer(1, true, 60 * kSecondNs);
     _exit(answered ? 0 : 1);
   }
@@ -250,7 +250,7 @@ TEST(control_block_bell_wakes_another_process) {
 TEST(control_block_reads_see_whole_publications) {
   const Memory memory;
   const auto owner = make(memory);
-  const auto view = RecordView::open(memory.span());
+  const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
   std::atomic<bool> stop{false};
   // Two writers: several threads of an owner may publish.
@@ -278,7 +278,7 @@ TEST(control_block_reads_see_whole_publications) {
 /// A shared mapping of a file that others may shorten.
 class File {
  public:
-  File() : fd_(memfd_create("record", MFD_CLOEXEC)) {
+  File() : fd_(memfd_create("control_block", MFD_CLOEXEC)) {
     CHECK(ftruncate(fd_, kSegmentBytes) == 0);
     start_ = mmap(nullptr, kSegmentBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
   }
@@ -298,7 +298,7 @@ class File {
 
 TEST(control_block_copies_see_whole_publications) {
   const File file;
-  const auto owner = RecordOwner::create(file.span(), somebody());
+  const auto owner = ControlBlockOwner::create(file.span(), somebody());
   REQUIRE(owner);
   std::atomic<bool> stop{false};
   std::thread publisher([&] {
@@ -312,8 +312,8 @@ TEST(control_block_copies_see_whole_publications) {
   std::uint64_t changes = 0;
   std::uint64_t last = 0;
   for (int i = 0; i < 2000 || changes < 200; ++i) {
-    REQUIRE(copy_record(file.fd(), copy.span()) == 0);
-    const auto view = RecordView::open(copy.span());
+    REQUIRE(copy_control_block(file.fd(), copy.span()) == 0);
+    const auto view = ControlBlockView::open(copy.span());
     REQUIRE(view);
     Usage usage;
     CHECK((*view).read_usage(usage));
@@ -327,13 +327,13 @@ TEST(control_block_copies_see_whole_publications) {
 
 TEST(control_block_copy_of_a_truncated_file) {
   const File file;
-  REQUIRE(RecordOwner::create(file.span(), somebody()));
+  REQUIRE(ControlBlockOwner::create(file.span(), somebody()));
   const Memory copy;
   CHECK(ftruncate(file.fd(), 100) == 0);
-  CHECK(copy_record(file.fd(), copy.span()) == 0);
-  CHECK(record_version(copy.span()) == kRecordAbiVersion);
-  CHECK(!RecordView::open(copy.span()));
-  CHECK(copy_record(-1, copy.span()) == EBADF);
+  CHECK(copy_control_block(file.fd(), copy.span()) == 0);
+  CHECK(control_block_version(copy.span()) == kControlBlockAbiVersion);
+  CHECK(!ControlBlockView::open(copy.span()));
+  CHECK(copy_control_block(-1, copy.span()) == EBADF);
 }
 
 TEST(control_block_owner_survives_a_request_storm) {
@@ -367,7 +367,7 @@ TEST(control_block_counters_lose_no_updates) {
   std::thread other(add);
   add();
   other.join();
-  const auto view = RecordView::open(memory.span());
+  const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
   CHECK((*view).counter(Counter::kFrees) == 200'000);
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {

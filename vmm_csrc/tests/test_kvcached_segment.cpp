@@ -26,16 +26,17 @@ class OwnSegment {
     CHECK(::ftruncate(fd_.get(), kSegmentBytes) == 0);
     start_ = ::mmap(nullptr, kSegmentBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     CHECK(start_ != MAP_FAILED);
-    RecordIdentity identity;
+    ControlBlockIdentity identity;
     identity.name = "test";
     identity.engine = "test";
     identity.devices = {{"host", 1}};
-    auto owner = RecordOwner::create({static_cast<std::byte*>(start_), kSegmentBytes}, identity);
+    auto owner =
+        ControlBlockOwner::create({static_cast<std::byte*>(start_), kSegmentBytes}, identity);
     CHECK(owner);
-    record = *std::move(owner);
+    control_block = *std::move(owner);
   }
   ~OwnSegment() {
-    record.reset();
+    control_block.reset();
     ::munmap(start_, kSegmentBytes);
     ::unlink(path_.c_str());
   }
@@ -44,7 +45,7 @@ class OwnSegment {
 
   const std::string& path() const { return path_; }
 
-  std::shared_ptr<RecordOwner> record;
+  std::shared_ptr<ControlBlockOwner> control_block;
 
  private:
   const std::string path_;
@@ -63,9 +64,9 @@ Usage usage_of(std::uint64_t limit_bytes, std::uint64_t mapped_bytes) {
 
 TEST(kvcached_file_shows_last_usage_after_concurrent_looks) {
   const OwnSegment own;
-  own.record->publish_usage(usage_of(64, 0));
+  own.control_block->publish_usage(usage_of(64, 0));
   const std::string path = own.path() + "_kvcached";
-  auto made = KvcachedSegment::create(path, own.path(), own.record);
+  auto made = KvcachedSegment::create(path, own.path(), own.control_block);
   REQUIRE(made);
   KvcachedSegment& segment = **made;
   const Descriptor client(::open(path.c_str(), O_RDWR | O_CLOEXEC));
@@ -74,7 +75,7 @@ TEST(kvcached_file_shows_last_usage_after_concurrent_looks) {
   std::atomic<bool> done{false};
   std::thread publisher([&] {
     for (std::uint64_t mapped = 1; mapped <= last; ++mapped) {
-      own.record->publish_usage(usage_of(64, mapped));
+      own.control_block->publish_usage(usage_of(64, mapped));
     }
     done = true;
   });

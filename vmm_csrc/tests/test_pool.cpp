@@ -90,12 +90,12 @@ class GatedBacking final : public OverLocal {
 /// A segment in plain memory, aligned as a mapping is.
 struct Segment {
   alignas(4096) std::array<std::byte, kSegmentBytes> bytes{};
-  std::unique_ptr<RecordOwner> owner;
+  std::unique_ptr<ControlBlockOwner> owner;
 
   Segment() {
-    RecordIdentity identity;
+    ControlBlockIdentity identity;
     identity.devices = {{"host", 1}};
-    auto made = RecordOwner::create(bytes, identity);
+    auto made = ControlBlockOwner::create(bytes, identity);
     if (made) owner = *std::move(made);
   }
 };
@@ -184,10 +184,11 @@ TEST(pool_threads_over_ring_with_maintenance_thread) {
   REQUIRE(static_cast<bool>(made));
   std::shared_ptr<Pool> pool = *std::move(made);
   {
-    std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
+    std::shared_ptr<ControlBlockOwner> control_block(segment->owner.get(),
+                                                     [](ControlBlockOwner*) {});
     MaintenanceOptions quick;
     quick.idle_trim = std::chrono::milliseconds(1);
-    auto maintenance = MaintenanceThread::start(pool, record, quick);
+    auto maintenance = MaintenanceThread::start(pool, control_block, quick);
     hammer(*pool, 3, 200);
     maintenance->stop();
   }
@@ -383,15 +384,15 @@ TEST(maintenance_thread_survives_bad_alloc) {
   REQUIRE(static_cast<bool>(made));
   std::shared_ptr<Pool> pool = *std::move(made);
   CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
-  std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
-  auto maintenance = MaintenanceThread::start(pool, record, {});
+  std::shared_ptr<ControlBlockOwner> control_block(segment->owner.get(), [](ControlBlockOwner*) {});
+  auto maintenance = MaintenanceThread::start(pool, control_block, {});
   backing->throws = 3;
   auto writer = RequestWriter::open(segment->bytes);
   REQUIRE(static_cast<bool>(writer));
   RequestChange change;
   change.limit_bytes = kPage;
   const std::uint64_t revision = writer->write(change);
-  auto view = RecordView::open(segment->bytes);
+  auto view = ControlBlockView::open(segment->bytes);
   REQUIRE(static_cast<bool>(view));
   CHECK(view->wait_answer(revision, true, 60'000'000'000));
   CHECK(backing->throws == 0);

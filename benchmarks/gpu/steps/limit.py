@@ -37,17 +37,17 @@ def main() -> None:
             freed: list[int] = []
             for _ in range(rounds):
                 _fill(one)
-                with segment.open_writable(name) as instance, instance.writing() as record:
+                with segment.open_writable(name) as instance, instance.writing() as control_block:
                     before = cuda.free_bytes()
                     begun = time.perf_counter()
-                    revision = record.write_request(limit_bytes=KEPT_PAGES * PAGE_BYTES)
-                    assert record.wait_answer(revision, 10.0)
+                    revision = control_block.write_request(limit_bytes=KEPT_PAGES * PAGE_BYTES)
+                    assert control_block.wait_answer(revision, 10.0)
                     seen_ms.append((time.perf_counter() - begun) * 1000)
-                    assert record.wait_answer(revision, 10.0, settled=True)
+                    assert control_block.wait_answer(revision, 10.0, settled=True)
                     holds_ms.append((time.perf_counter() - begun) * 1000)
                     freed.append(cuda.free_bytes() - before)
-                    lifted = record.write_request(limit_bytes=PAGES * PAGE_BYTES)
-                    assert record.wait_answer(lifted, 10.0, settled=True)
+                    lifted = control_block.write_request(limit_bytes=PAGES * PAGE_BYTES)
+                    assert control_block.wait_answer(lifted, 10.0, settled=True)
             given_back = (PAGES - 1 - KEPT_PAGES) * PAGE_BYTES
             found.table(
                 Section(

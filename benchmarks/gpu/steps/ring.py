@@ -49,7 +49,7 @@ def _measure(found: Findings, mib: int) -> list[tuple[str, ...]]:
     whole = _geometry(pages, mib << 20)
     rows: list[tuple[str, ...]] = []
     with segment.create(f"gpu_ring_{os.getpid()}_{mib}", engine="test", device="cuda") as seg:
-        ring = _vmm.Ring.create(seg.record, whole, 60.0)
+        ring = _vmm.Ring.create(seg.control_block, whole, 60.0)
         command = [sys.executable, "-m", __spec__.name, "--worker", seg.name, str(pages), str(mib)]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -110,7 +110,7 @@ def _serve(name: str, pages: str, mib: str) -> None:
     driver.use_streams([stream])
     memory = reserve_range(driver, _geometry(int(pages), int(mib) << 20), guard_pages=False)
     with segment.open_writable(name) as seg:
-        worker = _vmm.RingWorker.start(seg.record, memory, 0)
+        worker = _vmm.RingWorker.start(seg.control_block, memory, 0)
         for line in iter(sys.stdin.readline, ""):
             how = line.strip()
             if how == "end":

@@ -113,7 +113,7 @@ def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
         if loads is not None:
             Finalize(loads, loads.close, exitpriority=20)
     elastic.begin(settings, anonymous_bytes(os.getpid()))
-    elastic.pool.segment.record.set_engine_asleep(False)
+    elastic.pool.segment.control_block.set_engine_asleep(False)
 
 
 # --- each round --------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> 
             _allocator(updater.scheduler).wakes_later = False
             elastic = _elastic(updater.scheduler)
             elastic.pool.blocks.sleep()
-            elastic.pool.segment.record.set_engine_asleep(True)
+            elastic.pool.segment.control_block.set_engine_asleep(True)
         return answer
 
     if _may_release(updater):
@@ -379,7 +379,7 @@ def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
         return error
     allocator.wakes_later = False
     elastic.pool.blocks.ensure(1)
-    elastic.pool.segment.record.set_engine_asleep(False)
+    elastic.pool.segment.control_block.set_engine_asleep(False)
     return None
 
 

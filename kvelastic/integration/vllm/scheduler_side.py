@@ -108,7 +108,7 @@ class Instance:
             rank=rank,
             device=self._devices[rank].name,
             segment_name=self._pool.name,
-            segment_uuid=self._pool.segment.record.read_header()["uuid"],
+            segment_uuid=self._pool.segment.control_block.read_header()["uuid"],
             pages=self._pages,
             extents_per_page=layout.extents_per_page,
             extent_bytes=layout.extent_bytes,
@@ -246,7 +246,7 @@ class Instance:
 
     def say_whether_engine_sleeps(self, asleep: bool) -> None:
         """Show operators whether the engine sleeps; kvctl's sleep covers the KV cache alone."""
-        self._pool.segment.record.set_engine_asleep(asleep)
+        self._pool.segment.control_block.set_engine_asleep(asleep)
 
     def close(self) -> None:
         """Stop, and remove the segment. Idempotent. Waits for no worker: one may have died."""
@@ -288,7 +288,7 @@ def start_instance(
     timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
     def ring(segment: Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
-        return _vmm.Ring.create(segment.record, geometry, timeout_s, ranks)
+        return _vmm.Ring.create(segment.control_block, geometry, timeout_s, ranks)
 
     pool = open_pool(
         settings,

@@ -117,7 +117,7 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
     _vmm.set_log_level(_log.getEffectiveLevel())
     seg = segment.open_writable(handoff.segment_name)
     try:
-        if seg.record.read_header()["uuid"] != handoff.segment_uuid:
+        if seg.control_block.read_header()["uuid"] != handoff.segment_uuid:
             raise SegmentNotFoundError(
                 f"the segment {handoff.segment_name!r} now belongs to another instance: this "
                 "worker's scheduler has ended"
@@ -131,7 +131,7 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
             device.driver, handoff.geometry(), guard_pages=config.load().guard_pages
         )
         with _every_processor():
-            ring_worker = _vmm.RingWorker.start(seg.record, arena, handoff.rank)
+            ring_worker = _vmm.RingWorker.start(seg.control_block, arena, handoff.rank)
     except BaseException:
         seg.close()
         raise
