@@ -68,7 +68,7 @@ class ShmFacts:
     free_bytes: int = 0
     needed_bytes: int = 0
     """Size of an instance's segment."""
-    has_life_locks: bool = True
+    has_liveness_locks: bool = True
     """Whether liveness locks work there."""
     pids_with_another: tuple[int, ...] = ()
     """Processes that have joined a ledger in a different /dev/shm."""

@@ -95,12 +95,12 @@ def gather_shm(root: Path) -> ShmFacts:
         size_bytes=size_bytes,
         free_bytes=free_bytes,
         needed_bytes=_segment_bytes(),
-        has_life_locks=not error and _has_life_locks(path),
+        has_liveness_locks=not error and _has_liveness_locks(path),
         pids_with_another=_pids_with_another_shm(root),
     )
 
 
-def _has_life_locks(shm: Path) -> bool:
+def _has_liveness_locks(shm: Path) -> bool:
     """Return whether liveness locks work: hold one and query it."""
     try:
         from kvelastic import _vmm
@@ -108,8 +108,8 @@ def _has_life_locks(shm: Path) -> bool:
         return True  # python.native reports a missing native module
     with NamedTemporaryFile(prefix=".kvelastic_doctor_", dir=shm) as file:
         try:
-            held = _vmm.LifeLock.hold(file.name, file.fileno(), 0)
-            return held is not None and _vmm.life_of(file.fileno(), 0) == "alive"
+            held = _vmm.LivenessLock.hold(file.name, file.fileno(), 0)
+            return held is not None and _vmm.liveness_of(file.fileno(), 0) == "alive"
         except KvelasticError:
             return False
 

@@ -40,7 +40,7 @@ def _write(facts: Facts) -> Iterator[Said]:
 
 @check("shm.locks")
 def _locks(facts: Facts) -> Said:
-    if facts.shm.has_life_locks or facts.shm.write_error:
+    if facts.shm.has_liveness_locks or facts.shm.write_error:
         return ok("liveness locks work in /dev/shm")
     return warning(
         "liveness locks do not work in /dev/shm: the segment of a killed instance is never"

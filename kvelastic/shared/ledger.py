@@ -241,7 +241,7 @@ def decide_page_bytes(
     raise LedgerError(f"{path} is removed as fast as it is made")
 
 
-def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_vmm.LifeLock]:
+def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_vmm.LivenessLock]:
     """Mark this process as a live worker that may hold memory of the instance with segment `uuid`.
 
     While this process lives, the instance keeps what the ledger of `device` granted, even after its
@@ -264,10 +264,10 @@ def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_v
                     if entry["uuid"] != uuid or device not in {None, raw["device"]}:
                         continue
                     found = True
-                    byte = _vmm.ledger_life_byte(entry["slot"], entry["life"], 1 + rank)
-                    life = hold(path, fd, byte)
-                    if life is not None:
-                        held.append(life)
+                    byte = _vmm.ledger_liveness_byte(entry["slot"], entry["incarnation"], 1 + rank)
+                    lock = hold(path, fd, byte)
+                    if lock is not None:
+                        held.append(lock)
             finally:
                 os.close(fd)
     if not found:
@@ -371,10 +371,10 @@ def _open_or_make(
 def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int) -> int:
     temporary = SHM_DIR / temporary_name("ledger")
     fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    life: _vmm.LifeLock | None = None
+    lock: _vmm.LivenessLock | None = None
     try:
         try:
-            life = hold(temporary, fd, MAKER_BYTE)
+            lock = hold(temporary, fd, MAKER_BYTE)
         except SegmentError:
             temporary.stat()  # raises FileNotFoundError if it was reaped; see _open_or_make
             raise
@@ -400,8 +400,8 @@ def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes:
     finally:
         with suppress(OSError):
             temporary.unlink()
-        if life is not None:
-            life.release()
+        if lock is not None:
+            lock.release()
 
 
 def _open(path: Path, flags: int) -> int:

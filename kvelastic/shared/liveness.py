@@ -1,9 +1,9 @@
 """Liveness of processes: a lock on a byte of a shared file, which the kernel frees at exit.
 
-    life = hold(path, fd, SCHEDULER_BYTE)                       # in the process itself
+    lock = hold(path, fd, SCHEDULER_BYTE)                       # in the process itself
     liveness(fd, SCHEDULER_BYTE, owner=ProcessIdentity(...))    # in another: Liveness.ALIVE
 
-The check is native code (vmm_csrc/base/life_lock.h). The bytes of a segment's file:
+The check is native code (vmm_csrc/base/liveness_lock.h). The bytes of a segment's file:
 
     0         the scheduler: the instance handles requests while it is held
     1 + rank  the worker of that rank
@@ -78,14 +78,14 @@ class ProcessIdentity:
         return Liveness.DEAD if _is_gone(self.pid) else Liveness.UNKNOWN
 
 
-def hold(path: Path, fd: int, byte: int) -> _vmm.LifeLock | None:
+def hold(path: Path, fd: int, byte: int) -> _vmm.LivenessLock | None:
     """Lock a byte of the file until `release()` or the end of this process.
 
     Forked children do not hold the lock. `fd` is any descriptor of the file, and `path` must refer
     to that file. Returns None if the file system does not support such locks. Raises
     `SegmentBusyError` if a live process holds the byte, or `SegmentError`.
     """
-    return _vmm.LifeLock.hold(str(path), fd, byte)
+    return _vmm.LivenessLock.hold(str(path), fd, byte)
 
 
 def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Liveness:
@@ -95,9 +95,9 @@ def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Livene
     found among the visible processes.
     """
     if owner is None:
-        return Liveness(_vmm.life_of(fd, byte))
+        return Liveness(_vmm.liveness_of(fd, byte))
     return Liveness(
-        _vmm.life_of(
+        _vmm.liveness_of(
             fd,
             byte,
             pid_namespace=owner.pid_namespace,

@@ -169,7 +169,7 @@ class Segment:
         control_block: _vmm.ControlBlock,
         *,
         owned: bool,
-        life: _vmm.LifeLock | None = None,
+        lock: _vmm.LivenessLock | None = None,
     ) -> None:
         self.name = name
         self.control_block = control_block
@@ -178,7 +178,7 @@ class Segment:
         self._inode = inode_of(os.fstat(fd))
         self._owner_pid = os.getpid() if owned else 0
         self._closed = False
-        self._life = life
+        self._liveness_lock = lock
         if owned:
             atexit.register(self.close)
 
@@ -202,7 +202,7 @@ class Segment:
         with locked(self._fd, self.name, timeout_s):
             yield self.control_block
 
-    def hold_as_worker(self, rank: int) -> _vmm.LifeLock | None:
+    def hold_as_worker(self, rank: int) -> _vmm.LivenessLock | None:
         """Mark this process as the live worker of that rank.
 
         Holds a lock until it is released or the process ends. Raises the same errors as
@@ -226,8 +226,8 @@ class Segment:
             atexit.unregister(self.close)
             self.control_block.set_closing()
             self._unlink_own()
-            if self._life is not None:
-                self._life.release()
+            if self._liveness_lock is not None:
+                self._liveness_lock.release()
         self.control_block.release()
         # A pool or maintenance thread that still holds the control block keeps it mapped.
         with suppress(BufferError):
@@ -287,11 +287,11 @@ def _create(
     owner = ProcessIdentity.of_this_process()
     temporary = temporary_name("segment")
     fd = _create_file(temporary)
-    life: _vmm.LifeLock | None = None
+    lock: _vmm.LivenessLock | None = None
     try:
         # Take the lock before the file gets its real name, so that no process sees a live
         # instance's segment without it.
-        life = _hold_own(temporary, fd)
+        lock = _hold_own(temporary, fd)
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
             control_block = _vmm.ControlBlock.create(
@@ -315,11 +315,11 @@ def _create(
                 if candidate == candidates[-1]:
                     raise
             else:
-                return Segment(candidate, fd, memory, control_block, owned=True, life=life)
+                return Segment(candidate, fd, memory, control_block, owned=True, lock=lock)
         raise SegmentExistsError("no name is left")  # not reached: there is a last candidate
     except BaseException:
-        if life is not None:
-            life.release()
+        if lock is not None:
+            lock.release()
         os.close(fd)
         raise
     finally:
@@ -394,7 +394,7 @@ def _create_file(temporary: str) -> int:
     return fd
 
 
-def _hold_own(temporary: str, fd: int) -> _vmm.LifeLock | None:
+def _hold_own(temporary: str, fd: int) -> _vmm.LivenessLock | None:
     path = SHM_DIR / temporary
     try:
         return hold(path, fd, SCHEDULER_BYTE)
@@ -632,7 +632,7 @@ def _check_guarantee(
         )
 
 
-def _answer(control_block: _vmm.ControlBlock, revision: int, life: Liveness) -> Answer:
+def _answer(control_block: _vmm.ControlBlock, revision: int, alive: Liveness) -> Answer:
     raw = control_block.read_answer()
     raw.pop("whole")
     if raw["revision"] < revision:
@@ -648,7 +648,7 @@ def _answer(control_block: _vmm.ControlBlock, revision: int, life: Liveness) -> 
         capacity_bytes=capacity_bytes,
         page_bytes=usage["page_bytes"],
         engine_asleep=control_block.engine_asleep,
-        is_unknown=life is Liveness.UNKNOWN,
+        is_unknown=alive is Liveness.UNKNOWN,
     )
 
 

@@ -231,11 +231,11 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
             return SegmentInfo(name, "unreadable", problem=str(error), is_ours=is_ours)
         try:
             header = control_block.read_header()
-            life = liveness(fd, SCHEDULER_BYTE, owner_of(header))
-            is_closing = life is Liveness.ALIVE and header["state"] == "closing"
+            alive = liveness(fd, SCHEDULER_BYTE, owner_of(header))
+            is_closing = alive is Liveness.ALIVE and header["state"] == "closing"
             return SegmentInfo(
                 name,
-                "closing" if is_closing else life.value,
+                "closing" if is_closing else alive.value,
                 is_ours=is_ours,
                 header=header,
                 usage=control_block.read_usage(),

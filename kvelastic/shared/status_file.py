@@ -183,13 +183,13 @@ class StatusFile(Generic[_S, _Q, _A]):
         fd: int,
         kind: StatusKind[_S, _Q, _A],
         bells: mmap.mmap,
-        life: _vmm.LifeLock | None,
+        lock: _vmm.LivenessLock | None,
     ) -> None:
         self._path = path
         self._fd = fd
         self._kind = kind
         self._bells = bells
-        self._life = life
+        self._liveness_lock = lock
         self._snapshots = 0
         self._answered = 0
         self._lock = threading.Lock()
@@ -291,8 +291,8 @@ class StatusFile(Generic[_S, _Q, _A]):
                 return
             fd, self._fd = self._fd, -1
             _unlink_own(self._path, fd)
-            if self._life is not None:
-                self._life.release()
+            if self._liveness_lock is not None:
+                self._liveness_lock.release()
             os.close(fd)
         with suppress(BufferError):  # a thread is waiting there
             self._bells.close()
@@ -305,20 +305,20 @@ def _make(path: Path, kind: StatusKind[_S, _Q, _A]) -> StatusFile[_S, _Q, _A] | 
         fd = os.open(path, flags, _FILE_MODE)
     except OSError as error:
         raise SegmentError(f"cannot make {path}: {error.strerror}") from error
-    life: _vmm.LifeLock | None = None
+    lock: _vmm.LivenessLock | None = None
     try:
         os.fchmod(fd, _FILE_MODE)  # regardless of the umask
         os.posix_fallocate(fd, 0, kind.file_bytes)
-        life = hold(path, fd, MAKER_BYTE)
+        lock = hold(path, fd, MAKER_BYTE)
         os.pwrite(fd, kind.header, 0)
         if not path.exists():
             raise FileNotFoundError(path)
-        return StatusFile(path, fd, kind, _bells_of(fd), life)
+        return StatusFile(path, fd, kind, _bells_of(fd), lock)
     except BaseException as error:
         is_reaped = not path.exists()
         _unlink_own(path, fd)
-        if life is not None:
-            life.release()
+        if lock is not None:
+            lock.release()
         os.close(fd)
         if isinstance(error, (OSError, SegmentError)):
             if is_reaped:

@@ -314,7 +314,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("shm.write", "ok", GOOD, "can be created"),
     ("shm.write", "problem", shm(write_error="Read-only file system"), "Read-only file system"),
     ("shm.locks", "ok", GOOD, "liveness locks work"),
-    ("shm.locks", "warning", shm(has_life_locks=False), "locks do not work"),
+    ("shm.locks", "warning", shm(has_liveness_locks=False), "locks do not work"),
     ("shm.shared", "ok", GOOD, "no instance with another"),
     ("shm.shared", "problem", shm(pids_with_another=(7, 8)), "(process 7, 8)"),
     ("shm.shared", "note", replace(GOOD, system=replace(GOOD.system, is_own_pid_namespace=True)),

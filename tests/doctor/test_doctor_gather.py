@@ -97,7 +97,7 @@ def test_ledgers_in_another_shm_name_their_processes(tmp_path):
 def test_shm_of_this_machine_is_writable():
     shm = gather_shm(Path("/"))
     assert shm.write_error == ""
-    assert shm.has_life_locks
+    assert shm.has_liveness_locks
 
 
 def test_dead_and_unreadable_segments_are_reported_and_kept(name):

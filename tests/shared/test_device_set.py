@@ -467,12 +467,12 @@ def test_worker_holds_the_grant_of_its_own_device(machine: Machine) -> None:
         uuid = b"scheduler".ljust(16)
         with pytest.raises(LedgerError, match="is in no ledger of c"):
             ledger.hold_as_worker(uuid, 1, "c")
-        lives = ledger.hold_as_worker(uuid, 1, "b")
+        locks = ledger.hold_as_worker(uuid, 1, "b")
     ledger.reap()
     assert machine.granted("a") == {"mine": 0}
     assert machine.granted("b") == {"mine": 0, "scheduler": 3}
-    for life in lives:
-        life.release()
+    for lock in locks:
+        lock.release()
     assert mine.device_set.grant(8) == 5, "who looks for memory finds the dead later"
     ledger.reap()
     assert machine.granted("b") == {"mine": 5}

@@ -344,13 +344,13 @@ def test_unfinished_files_of_dead_starters_are_reaped():
             for path in (left, begun, foreign):
                 path.write_bytes(b"")
             with begun.open("rb") as file:
-                life = liveness.hold(begun, file.fileno(), liveness.MAKER_BYTE)
+                lock = liveness.hold(begun, file.fileno(), liveness.MAKER_BYTE)
             assert left.name in segment.reap()
             assert not left.exists()
             assert begun.exists()
             assert foreign.exists()
             assert not {begun.name, foreign.name} & {info.name for info in segment.list_segments()}
-            life.release()
+            lock.release()
             assert begun.name in segment.reap()
         finally:
             for path in (left, begun, foreign):
@@ -368,9 +368,9 @@ def test_unfinished_file_reaped_too_early_is_recreated(name, monkeypatch):
             if len(reaped) == 1:
                 path.unlink()
             else:
-                life = liveness.hold(path, fd, byte)
+                lock = liveness.hold(path, fd, byte)
                 path.unlink()
-                return life
+                return lock
         return liveness.hold(path, fd, byte)
 
     monkeypatch.setattr(segment, "hold", hold_late)

@@ -14,7 +14,7 @@
 #include "bind/control_block.h"
 #include "bind/errors.h"
 #include "bind/gil.h"
-#include "bind/life.h"
+#include "bind/liveness.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -71,8 +71,8 @@ nb::dict entry_dict(const LedgerEntry& entry) {
     workers.append(nb::make_tuple(worker.pid, worker.start_ticks));
   }
   out["workers"] = workers;
-  out["life"] = entry.life;
-  out["status"] = life_name(entry.alive);
+  out["incarnation"] = entry.incarnation;
+  out["status"] = liveness_name(entry.alive);
   out["granted_bytes"] = entry.facts.granted_bytes;
   out["min_bytes"] = entry.own_min_bytes;
   out["guaranteed_bytes"] = entry.facts.min_bytes;
@@ -99,9 +99,9 @@ nb::dict entry_dict(const LedgerEntry& entry) {
 nb::dict read_ledger(nb::handle buffer, int fd) {
   const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
   const LedgerView view = unwrap(LedgerView::open(hold->bytes()));
-  const LifeJudge judge(fd);
+  const LivenessCheck liveness(fd);
   nb::list members;
-  for (const LedgerEntry& entry : view.members(judge)) members.append(entry_dict(entry));
+  for (const LedgerEntry& entry : view.members(liveness)) members.append(entry_dict(entry));
   nb::dict out;
   out["device"] = text_field(view.header().device);
   out["group"] = text_field(view.header().group);
@@ -173,7 +173,7 @@ void bind_ledger(nb::module_& m) {
       "ledger_reap",
       [](nb::handle buffer, int fd) {
         const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-        return unwrap(ledger_reap(hold->bytes(), LifeJudge(fd)));
+        return unwrap(ledger_reap(hold->bytes(), LivenessCheck(fd)));
       },
       "buffer"_a, "fd"_a,
       "Free the slots of dead members and return their number. `fd` is a separate open file "
@@ -196,14 +196,14 @@ void bind_ledger(nb::module_& m) {
       "buffer"_a, "page_bytes"_a,
       "Set the device's default page size unless it is already set. Returns the size in effect, in "
       "bytes.");
-  m.def("ledger_life_byte", &ledger_life_byte, "slot"_a, "life"_a, "process"_a,
+  m.def("ledger_liveness_byte", &ledger_liveness_byte, "slot"_a, "incarnation"_a, "process"_a,
         "Return the number of the byte that a member's process locks. `process` is 0 for the "
         "scheduler and 1 + rank for a worker.");
   m.def(
       "ledger_set_capacity",
       [](nb::handle buffer, std::uint64_t capacity_bytes, int fd) {
         const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-        return unwrap(ledger_set_capacity(hold->bytes(), capacity_bytes, LifeJudge(fd)));
+        return unwrap(ledger_set_capacity(hold->bytes(), capacity_bytes, LivenessCheck(fd)));
       },
       "buffer"_a, "capacity_bytes"_a, "fd"_a,
       "Set the capacity and return the old one. Hold flock() on the file; `fd` is an open file "
@@ -223,8 +223,8 @@ void bind_ledger(nb::module_& m) {
                            .min_bytes = min_bytes,
                            .reserve_bytes = reserve_bytes,
                            .priority = priority};
-            if (children_keep) how.children = LifeLock::Children::kKeep;
-            if (fd >= 0) how.file = unwrap(LifeFile::of(path, fd));
+            if (children_keep) how.children = LivenessLock::Children::kKeep;
+            if (fd >= 0) how.file = unwrap(LivenessFile::of(path, fd));
             // With a reserve this blocks until others have released memory.
             auto joined = without_gil(
                 [&] { return LedgerMember::join(hold->bytes(), std::move(how), hold); });

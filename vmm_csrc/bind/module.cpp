@@ -9,7 +9,7 @@ void bind_driver(nanobind::module_& m);
 void bind_engine_blocks(nanobind::module_& m);
 void bind_kvcached_segment(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
-void bind_life(nanobind::module_& m);
+void bind_liveness(nanobind::module_& m);
 void bind_device_set(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
@@ -35,7 +35,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_driver(m);
   kvelastic::bind_copy(m);
   kvelastic::bind_ledger(m);
-  kvelastic::bind_life(m);
+  kvelastic::bind_liveness(m);
   kvelastic::bind_device_set(m);
   kvelastic::bind_pieces(m);
   kvelastic::bind_staging(m);

@@ -6,7 +6,7 @@
 //   a
 //            whole. The processor's 4 KiB page is called "system page".
 //
-// Life cycle of a page:   create -> map -> set_access -> (use) -> unmap -> [map ...] -> destroy
+// Liveness cycle of a page:   create -> map -> set_access -> (use) -> unmap -> [map ...] -> destroy
 #pragma once
 
 #include <cstddef>

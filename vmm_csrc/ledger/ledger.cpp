@@ -33,11 +33,11 @@ std::vector<ProcessStart> workers_of(const LedgerSlot& slot) {
 }
 
 /// Whether a process of that membership is alive: its scheduler or a worker.
-Life life_of(const LifeJudge& judge, std::size_t index, std::uint64_t life,
-             const LedgerIdentity& who, std::vector<ProcessStart> processes) {
+Liveness liveness_of(const LivenessCheck& check, std::size_t index, std::uint64_t incarnation,
+                     const LedgerIdentity& who, std::vector<ProcessStart> processes) {
   processes.push_back({who.pid, who.start_ticks});
-  return judge.ask(ledger_life_byte(index, life, 0), 1 + kLedgerWorkers, who.pid_namespace,
-                   processes);
+  return check.query(ledger_liveness_byte(index, incarnation, 0), 1 + kLedgerWorkers,
+                     who.pid_namespace, processes);
 }
 
 }  // namespace
@@ -116,18 +116,18 @@ Result<LedgerView> LedgerView::open(std::span<const std::byte> bytes) {
   return LedgerView(reinterpret_cast<const LedgerLayout*>(bytes.data()));
 }
 
-std::vector<LedgerEntry> LedgerView::members(const LifeJudge& judge) const {
+std::vector<LedgerEntry> LedgerView::members(const LivenessCheck& check) const {
   std::vector<LedgerEntry> found;
   const std::uint64_t now_ns = monotonic_ns();
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& slot = layout_->slots[i];
-    const std::uint64_t life = slot.life.load();
-    if (!is_alive(life)) continue;
+    const std::uint64_t incarnation = slot.incarnation.load();
+    if (!is_alive(incarnation)) continue;
     LedgerEntry entry{i,
-                      life,
+                      incarnation,
                       slot.identity,
                       workers_of(slot),
-                      Life::kUnknown,
+                      Liveness::kUnknown,
                       contender_of(slot, now_ns, ReclaimRules{}),
                       slot.limit_bytes.load(std::memory_order_relaxed),
                       slot.in_use_bytes.load(std::memory_order_relaxed),
@@ -138,8 +138,8 @@ std::vector<LedgerEntry> LedgerView::members(const LifeJudge& judge) const {
                       slot.reserved_bytes.load(),
                       slot.asleep.load() != 0};
     // The slot was released, and perhaps taken again, while it was copied.
-    if (slot.life.load() != life) continue;
-    entry.alive = life_of(judge, i, life, entry.identity, entry.workers);
+    if (slot.incarnation.load() != incarnation) continue;
+    entry.alive = liveness_of(check, i, incarnation, entry.identity, entry.workers);
     found.push_back(std::move(entry));
   }
   return found;
@@ -172,16 +172,16 @@ Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin) {
   return ok();
 }
 
-std::uint64_t reap_dead(LedgerLayout& layout, const LifeJudge& judge) {
+std::uint64_t reap_dead(LedgerLayout& layout, const LivenessCheck& check) {
   std::uint64_t freed = 0;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     LedgerSlot& slot = layout.slots[i];
-    std::uint64_t life = slot.life.load();
+    std::uint64_t incarnation = slot.incarnation.load();
     const LedgerIdentity who = slot.identity;
     auto workers = workers_of(slot);
-    if (!is_alive(life) || slot.life.load() != life) continue;
-    if (life_of(judge, i, life, who, std::move(workers)) != Life::kDead) continue;
-    if (slot.life.compare_exchange_strong(life, life + 1)) ++freed;
+    if (!is_alive(incarnation) || slot.incarnation.load() != incarnation) continue;
+    if (liveness_of(check, i, incarnation, who, std::move(workers)) != Liveness::kDead) continue;
+    if (slot.incarnation.compare_exchange_strong(incarnation, incarnation + 1)) ++freed;
   }
   if (freed > 0) wake_who_waits(layout, kLedgerSlots);
   return freed;
@@ -192,13 +192,13 @@ void wake_who_waits(LedgerLayout& layout, std::size_t except) {
     LedgerSlot& slot = layout.slots[i];
     const bool waits =
         slot.request_bytes.load() > 0 || slot.pledged_bytes.load() != slot.reserved_bytes.load();
-    if (i != except && waits && is_alive(slot.life.load())) ring_bell(slot.bell);
+    if (i != except && waits && is_alive(slot.incarnation.load())) ring_bell(slot.bell);
   }
 }
 
-Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge) {
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LivenessCheck& check) {
   if (Status valid = validate_ledger(bytes); !valid) return valid.error();
-  return reap_dead(*reinterpret_cast<LedgerLayout*>(bytes.data()), judge);
+  return reap_dead(*reinterpret_cast<LedgerLayout*>(bytes.data()), check);
 }
 
 namespace {
@@ -214,7 +214,7 @@ Result<bool> ledger_shut(std::span<std::byte> bytes) {
   std::uint64_t door = layout.door.load();
   if ((door & kShut) != 0) return true;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
-    if (is_alive(layout.slots[i].life.load())) return false;
+    if (is_alive(layout.slots[i].incarnation.load())) return false;
   }
   return layout.door.compare_exchange_strong(door, door | kShut);
 }
@@ -237,17 +237,19 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
   auto* layout = reinterpret_cast<LedgerLayout*>(bytes.data());
   for (std::size_t i = 0; i < kLedgerSlots; ++i) {
     LedgerSlot& slot = layout->slots[i];
-    const std::uint64_t life = slot.life.load();
-    if (is_alive(life)) continue;
-    // Lock first, so that no judge sees a member without its lock; the lock also keeps other
+    const std::uint64_t incarnation = slot.incarnation.load();
+    if (is_alive(incarnation)) continue;
+    // Lock first, so that no check sees a member without its lock; the lock also keeps other
     // joiners out of the slot.
-    LifeLock::Attempt claim{LifeLock::Outcome::kNoLocks, nullptr};
+    LivenessLock::Attempt claim{LivenessLock::Outcome::kNoLocks, nullptr};
     if (!how.file.path.empty()) {
-      auto tried = LifeLock::hold(how.file, ledger_life_byte(i, life + 1, 0), how.children);
+      auto tried =
+          LivenessLock::hold(how.file, ledger_liveness_byte(i, incarnation + 1, 0), how.children);
       if (!tried) return tried.error();
       claim = *std::move(tried);
     }
-    if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
+    if (claim.outcome == LivenessLock::Outcome::kTaken || slot.incarnation.load() != incarnation)
+      continue;
     for (SharedWord* word :
          {&slot.units,           &slot.min_bytes,      &slot.request_bytes, &slot.request_since_ns,
           &slot.request_seen_ns, &slot.request_keeps,  &slot.limit_bytes,   &slot.in_use_bytes,
@@ -264,13 +266,13 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     slot.priority = how.priority;
     slot.active_ns = monotonic_coarse_ns();
     slot.identity = how.identity;
-    slot.life = life + 1;
+    slot.incarnation = incarnation + 1;
     std::uint32_t used = layout->slots_used.load();
     while (used <= i &&
            !layout->slots_used.compare_exchange_weak(used, static_cast<std::uint32_t>(i + 1))) {
     }
-    std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, life + 1, std::move(how.file),
-                                                          std::move(claim.lock), std::move(keep)));
+    std::unique_ptr<LedgerMember> member(new LedgerMember(
+        layout, i, incarnation + 1, std::move(how.file), std::move(claim.lock), std::move(keep)));
     if ((layout->door.fetch_add(kOneJoin) & kShut) != 0) return std::unique_ptr<LedgerMember>();
     // No other member has seen it awake yet, so joining ends with a first wake.
     LedgerSlot& mine = slot;
@@ -293,9 +295,9 @@ std::string_view LedgerMember::device() const {
 void LedgerMember::leave() {
   if (!joined_by_.is_this()) return;   // a forked child must not release its parent's slot
   const std::lock_guard lock(mutex_);  // a grant in progress would go to the slot's next member
-  std::uint64_t life = life_;
-  if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_requesters();
-  life_lock_.reset();
+  std::uint64_t incarnation = incarnation_;
+  if (slot().incarnation.compare_exchange_strong(incarnation, incarnation_ + 1)) wake_requesters();
+  liveness_lock_.reset();
 }
 
 Status LedgerMember::refuse_in_a_child() const {

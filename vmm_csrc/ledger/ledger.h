@@ -46,8 +46,8 @@
 // granted memory, minus at most the part in transit.
 //
 // Joining needs no lock that another process could keep. A joiner claims a slot by locking its byte
-// of the file (life_lock.h); the lock ends with the joiner. Each membership has separate bytes, so
-// a reused slot is not mistaken for that of its former member:
+// of the file (liveness_lock.h); the lock ends with the joiner. Each membership has separate bytes,
+// so a reused slot is not mistaken for that of its former member:
 //
 //   byte = generation of the slot | slot (7 bits) | process (7 bits)
 //                                            process: 0 the scheduler, 1 + r the worker of rank r
@@ -73,7 +73,7 @@
 #include <vector>
 
 #include "base/futex.h"
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 #include "base/own_process.h"
 #include "base/status.h"
 #include "ledger/device_account.h"
@@ -86,7 +86,8 @@ inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "K
 inline constexpr std::uint32_t kLedgerAbiVersion = 6;
 inline constexpr std::size_t kLedgerSlots = 128;
 inline constexpr std::size_t kLedgerWorkers = 64;  ///< per member
-static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
+static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128,
+              "a incarnation byte has 7 bits for each");
 /// Grants are multiples of this unit: a page's bytes are rounded up.
 inline constexpr std::uint64_t kGrantUnitBytes = std::uint64_t{64} << 10;
 
@@ -129,9 +130,9 @@ struct LedgerWorker {
 
 struct LedgerSlot {
   // Used by every grant, so in one cache line.
-  alignas(64) SharedWord life;  ///< generation * 2, + 1 while alive
-  SharedWord units;             ///< granted * 2^32 + claimed, in units of kGrantUnitBytes
-  SharedWord min_bytes;         ///< the guarantee as it counts now; 0 while asleep
+  alignas(64) SharedWord incarnation;  ///< generation * 2, + 1 while alive
+  SharedWord units;                    ///< granted * 2^32 + claimed, in units of kGrantUnitBytes
+  SharedWord min_bytes;                ///< the guarantee as it counts now; 0 while asleep
   SharedWord pledged_bytes;   ///< at least `reserved_bytes`: memory that no other member is granted
   SharedWord reserved_bytes;  ///< its memory besides grants; 0 while asleep
   std::atomic<std::int64_t> priority;
@@ -185,20 +186,20 @@ inline constexpr std::size_t kLedgerBytes = sizeof(LedgerLayout);
 
 // ------------------------------------------------------------------------------------- readers
 
-/// The byte of a process of the member that has `life` in `slot`: 0 for its scheduler, 1 + rank for
-/// a worker.
-constexpr std::uint64_t ledger_life_byte(std::size_t slot, std::uint64_t life,
-                                         std::size_t process) {
-  return (life >> 1) << 14 | std::uint64_t{slot} << 7 | process;
+/// The byte of a process of the member that has `incarnation` in `slot`: 0 for its scheduler, 1 +
+/// rank for a worker.
+constexpr std::uint64_t ledger_liveness_byte(std::size_t slot, std::uint64_t incarnation,
+                                             std::size_t process) {
+  return (incarnation >> 1) << 14 | std::uint64_t{slot} << 7 | process;
 }
 
 /// A snapshot of one member.
 struct LedgerEntry {
   std::size_t slot;
-  std::uint64_t life;
+  std::uint64_t incarnation;
   LedgerIdentity identity;
   std::vector<ProcessStart> workers;
-  Life alive;       ///< dead: neither its scheduler nor any worker lives
+  Liveness alive;   ///< dead: neither its scheduler nor any worker lives
   Contender facts;  ///< min_bytes is the guarantee as it counts now
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
   std::uint64_t own_min_bytes, own_reserve_bytes;  ///< while awake
@@ -224,8 +225,8 @@ class LedgerView {
   /// Returns ok if members change during the check. After the capacity was lowered, grants may
   /// exceed it.
   Status check_integrity() const;
-  /// Returns all members, alive or dead; queries the judge about each.
-  std::vector<LedgerEntry> members(const LifeJudge& judge) const;
+  /// Returns all members, alive or dead; queries the liveness of each.
+  std::vector<LedgerEntry> members(const LivenessCheck& check) const;
 
  private:
   friend class LedgerMember;
@@ -250,14 +251,14 @@ struct LedgerOrigin {
 Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin);
 
 /// Frees the slots of dead members and returns their number. Any process; about 1 us per member.
-Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge);
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LivenessCheck& check);
 
 /// Shuts the door if there is no member. Returns true if the door is shut. Dead members count until
 /// they are reaped.
 Result<bool> ledger_shut(std::span<std::byte> bytes);
 
-/// Sets the device's default page size unless it is set, and returns it. It stays for the life of
-/// the ledger. Any process.
+/// Sets the device's default page size unless it is set, and returns it. It stays for the
+/// incarnation of the ledger. Any process.
 Result<std::uint64_t> ledger_decide_page_bytes(std::span<std::byte> bytes,
                                                std::uint64_t page_bytes);
 
@@ -277,8 +278,8 @@ struct LedgerJoin {
   std::int64_t priority = 0;
   /// The ledger's file. If it is empty or its file system has no locks, the liveness of this member
   /// is unknown, and the caller must serialise joins.
-  LifeFile file{};
-  LifeLock::Children children = LifeLock::Children::kDrop;
+  LivenessFile file{};
+  LivenessLock::Children children = LivenessLock::Children::kDrop;
 };
 
 /// Changes the limit for the members together and returns the old one. The caller holds the file's
@@ -287,7 +288,7 @@ struct LedgerJoin {
 /// and reserves exceed it, kInvalidArgument below kGrantUnitBytes, kSegmentFormat as
 /// LedgerView::open.
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
-                                          const LifeJudge& judge);
+                                          const LivenessCheck& check);
 
 /// One instance's membership. Any thread of the process that joined. Only wait(), wait_for_claim()
 /// and a join with a reserve block. In a forked child no call changes anything. The bytes must
@@ -297,7 +298,7 @@ class LedgerMember final : public PageGrant {
   /// Takes a slot. Returns null if the door is shut, that is, the file is or will be removed. Fails
   /// with kSegmentFormat as LedgerView::open, kPoolExhausted if all slots are taken, kGuarantee as
   /// set_min, kReserve as wait_for_claim, kInvalidArgument as set_priority, kSegment as
-  /// LifeLock::hold.
+  /// LivenessLock::hold.
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() override {
@@ -386,8 +387,8 @@ class LedgerMember final : public PageGrant {
   std::uint64_t reserve_bytes() const { return slot().own_reserve_bytes; }
   bool is_asleep() const { return is_member() && slot().asleep != 0; }
 
-  /// Registers another process that maps this instance's pages, for diagnostics and for a judge's
-  /// second check. That process locks its byte itself (ledger_life_byte). Fails with
+  /// Registers another process that maps this instance's pages, for diagnostics and for a check's
+  /// second check. That process locks its byte itself (ledger_liveness_byte). Fails with
   /// kInvalidArgument for more than kLedgerWorkers, and with kDeviceUnavailable in a forked child.
   Status add_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
@@ -446,14 +447,15 @@ class LedgerMember final : public PageGrant {
   Status check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const;
 
  private:
-  LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t life, LifeFile file,
-               std::unique_ptr<LifeLock> life_lock, std::shared_ptr<void> keep)
+  LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t incarnation,
+               LivenessFile file, std::unique_ptr<LivenessLock> liveness_lock,
+               std::shared_ptr<void> keep)
       : layout_(layout),
         index_(index),
-        life_(life),
+        incarnation_(incarnation),
         file_(std::move(file)),
         keep_(std::move(keep)),
-        life_lock_(std::move(life_lock)) {}
+        liveness_lock_(std::move(liveness_lock)) {}
 
   struct Sums;
   struct Pledges;
@@ -470,7 +472,9 @@ class LedgerMember final : public PageGrant {
   std::string holders(bool of_grants) const;
   bool is_there() const;
   void settle_claim(bool met);
-  bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
+  bool is_member() const {
+    return slot().incarnation.load() == incarnation_ && joined_by_.is_this();
+  }
   Sums add_up(std::uint64_t claim_units) const;
   void wake_requesters() const;
   std::uint64_t take_grant(std::uint64_t pages, std::uint64_t page_bytes);
@@ -483,8 +487,8 @@ class LedgerMember final : public PageGrant {
 
   LedgerLayout* const layout_;
   const std::size_t index_;
-  const std::uint64_t life_;
-  const LifeFile file_;
+  const std::uint64_t incarnation_;
+  const LivenessFile file_;
   const OwnProcess joined_by_;
   const std::shared_ptr<void> keep_;
   std::atomic<bool> lingers_{false};
@@ -492,8 +496,8 @@ class LedgerMember final : public PageGrant {
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last reaped dead members
   std::uint64_t claim_ = 0, met_claim_ = 0;          // the newest claim, and the last met one
   bool is_claiming_ = false;  // `pledged` contains a claim that is not met yet
-  mutable std::mutex mutex_;  // a leaf lock of this process's threads: grants, claims, life
-  std::unique_ptr<LifeLock> life_lock_;  // null: left, or liveness is unknown here
+  mutable std::mutex mutex_;  // a leaf lock of this process's threads: grants, claims, incarnation
+  std::unique_ptr<LivenessLock> liveness_lock_;  // null: left, or liveness is unknown here
 };
 
 }  // namespace kvelastic

@@ -29,7 +29,7 @@ Counted count(const LedgerLayout& layout) {
   Counted sum;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     const LedgerSlot& slot = layout.slots[i];
-    if (!is_alive(slot.life.load())) continue;
+    if (!is_alive(slot.incarnation.load())) continue;
     sum.guaranteed_bytes = more(sum.guaranteed_bytes, slot.min_bytes.load());
     sum.pledged_bytes = more(sum.pledged_bytes, slot.pledged_bytes.load());
   }
@@ -54,7 +54,7 @@ std::string printable(std::string_view name) {
 using Standing = std::array<std::uint64_t, 6>;
 
 Standing standing_of(const LedgerSlot& slot) {
-  return {slot.life.load(),          slot.units.load(),          slot.min_bytes.load(),
+  return {slot.incarnation.load(),   slot.units.load(),          slot.min_bytes.load(),
           slot.pledged_bytes.load(), slot.reserved_bytes.load(), slot.checking.load()};
 }
 
@@ -67,7 +67,7 @@ std::vector<Standing> standings(const LedgerLayout& layout) {
 }  // namespace
 
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
-                                          const LifeJudge& judge) {
+                                          const LivenessCheck& check) {
   if (Status valid = validate_ledger(bytes); !valid) return valid.error();
   if (capacity_bytes < kGrantUnitBytes) {
     return Error{Errc::kInvalidArgument, "a capacity of " + size_text(capacity_bytes) +
@@ -85,7 +85,7 @@ Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint6
   const auto fits = [&](const Counted& sum) {
     return size.has_room_for(sum.guaranteed_bytes, sum.pledged_bytes);
   };
-  (void)reap_dead(layout, judge);
+  (void)reap_dead(layout, check);
   // Checked before the change, so that a process killed half-way leaves a valid capacity, and after
   // it, for a guarantee that was set in between.
   if (const Counted sum = count(layout); !fits(sum)) return refusal(sum);
@@ -94,7 +94,7 @@ Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint6
   const Counted sum = count(layout);
   if (!fits(sum)) layout.capacity_bytes = before;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
-    if (is_alive(layout.slots[i].life.load())) ring_bell(layout.slots[i].bell);
+    if (is_alive(layout.slots[i].incarnation.load())) ring_bell(layout.slots[i].bell);
   }
   if (!fits(sum)) return refusal(sum);
   return before;
@@ -113,7 +113,7 @@ LedgerMember::Pledges LedgerMember::add_up_pledges() const {
   Pledges sums;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
-    if (i == index_ || !is_alive(other.life.load())) continue;
+    if (i == index_ || !is_alive(other.incarnation.load())) continue;
     sums.others.guaranteed_bytes = more(sums.others.guaranteed_bytes, other.min_bytes.load());
     sums.others.pledged_bytes = more(sums.others.pledged_bytes, other.pledged_bytes.load());
     (i < index_ ? sums.lower_checks : sums.higher_checks) |= other.checking.load() != 0;
@@ -153,7 +153,7 @@ Status LedgerMember::pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes
       continue;
     }
     if (!has_reaped &&
-        reap_dead(*layout_, LifeJudge(file_)) > 0) {  // dead members guarantee nothing
+        reap_dead(*layout_, LivenessCheck(file_)) > 0) {  // dead members guarantee nothing
       has_reaped = true;
       continue;
     }
@@ -189,7 +189,7 @@ std::string LedgerMember::holders(bool of_grants) const {
   std::vector<Holder> all;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
-    if (i == index_ || !is_alive(other.life.load())) continue;
+    if (i == index_ || !is_alive(other.incarnation.load())) continue;
     const std::uint64_t granted_bytes = granted_of(other.units.load()) * kGrantUnitBytes;
     Holder holder{of_grants ? granted_bytes : other.min_bytes.load(), other.pledged_bytes.load(),
                   printable(text_of(other.identity.name))};
@@ -310,7 +310,7 @@ bool LedgerMember::is_there() const {
   std::uint64_t units = 0, reserved_bytes = 0;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
-    if (!is_alive(other.life.load())) continue;
+    if (!is_alive(other.incarnation.load())) continue;
     // A grant that did not see this pledge was claimed earlier, and is counted here.
     units += granted_of(other.units.load()) + claimed_of(other.units.load());
     const SharedWord& counts = i <= index_ ? other.pledged_bytes : other.reserved_bytes;
@@ -400,8 +400,8 @@ Status LedgerView::check_integrity() const {
     if (standings(*layout_) != all || layout_->capacity_bytes.load() != capacity_bytes) continue;
     std::uint64_t granted_bytes = 0, reserved_bytes = 0, pledged_bytes = 0, guaranteed_bytes = 0;
     bool settled = true;
-    for (const auto& [life, units, min, pledged, reserved, checking] : all) {
-      if (!is_alive(life)) continue;
+    for (const auto& [incarnation, units, min, pledged, reserved, checking] : all) {
+      if (!is_alive(incarnation)) continue;
       if (pledged < reserved && checking == 0) {
         return Error{Errc::kIntegrity, "a member has reserved " + size_text(reserved) +
                                            " and pledged only " + size_text(pledged)};

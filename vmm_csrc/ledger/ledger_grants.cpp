@@ -18,7 +18,7 @@ LedgerMember::Moment moment_of(const LedgerLayout& layout) {
   LedgerMember::Moment all;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     const LedgerSlot& slot = layout.slots[i];
-    all.push_back({slot.life.load(), slot.moves.load(), granted_of(slot.units.load()),
+    all.push_back({slot.incarnation.load(), slot.moves.load(), granted_of(slot.units.load()),
                    slot.reserved_bytes.load()});
   }
   return all;
@@ -39,7 +39,7 @@ struct LedgerMember::Sums {
 /// A snapshot of the members; `self` is this member's index.
 struct LedgerMember::Everybody {
   std::vector<Contender> all{};
-  std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its life
+  std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its incarnation
   std::size_t self = 0;
   std::uint64_t free_bytes = 0;
 };
@@ -51,7 +51,7 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t claim_units) const {
   bool has_requests = false;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
-    if (!is_alive(other.life.load())) continue;
+    if (!is_alive(other.incarnation.load())) continue;
     const std::uint64_t units = other.units.load();
     sums.granted += granted_of(units);
     sums.pledged_bytes = more(sums.pledged_bytes, other.pledged_bytes.load());
@@ -190,7 +190,7 @@ void LedgerMember::set_others(std::uint64_t bytes) {
 
 LedgerMember::Moment LedgerMember::moment() const {
   // Grants of dead members would hide others' memory.
-  (void)reap_dead(*layout_, LifeJudge(file_));
+  (void)reap_dead(*layout_, LivenessCheck(file_));
   return moment_of(*layout_);
 }
 
@@ -198,8 +198,8 @@ Sight LedgerMember::see_device(const Moment& before, std::uint64_t total_bytes,
                                std::uint64_t free_bytes) {
   if (moment_of(*layout_) != before) return Sight::kChanged;
   std::uint64_t accounted_bytes = 0, moving_bytes = 0;
-  for (const auto& [life, moves, granted_units, reserved_bytes] : before) {
-    if (!is_alive(life)) continue;
+  for (const auto& [incarnation, moves, granted_units, reserved_bytes] : before) {
+    if (!is_alive(incarnation)) continue;
     accounted_bytes += granted_units * kGrantUnitBytes;
     accounted_bytes = more(accounted_bytes, reserved_bytes);
     moving_bytes += moving_of(moves) * kGrantUnitBytes;
@@ -217,14 +217,14 @@ LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
   Everybody found;
   std::uint64_t granted_bytes = 0;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
-    const std::uint64_t life = layout_->slots[i].life.load();
+    const std::uint64_t incarnation = layout_->slots[i].incarnation.load();
     if (i == index_) {
       found.self = found.all.size();  // even if it is leaving
-    } else if (!is_alive(life)) {
+    } else if (!is_alive(incarnation)) {
       continue;
     }
     found.all.push_back(contender_of(layout_->slots[i], now_ns, rules_));
-    found.where.emplace_back(i, life);
+    found.where.emplace_back(i, incarnation);
     granted_bytes += found.all.back().granted_bytes;
   }
   found.free_bytes = less(usable_bytes(), granted_bytes);
@@ -237,7 +237,7 @@ std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
   // An engine without available blocks does not allocate, and so would never reap.
   if (less(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
     reaped_ns_.store(now_ns, std::memory_order_relaxed);
-    (void)reap_dead(*layout_, LifeJudge(file_));
+    (void)reap_dead(*layout_, LivenessCheck(file_));
   }
   const Everybody found = look_around(now_ns);
   return room(page_bytes) +
@@ -258,7 +258,7 @@ bool LedgerMember::request_memory_with(RequestTerms terms, std::uint64_t bytes) 
   mine.request_seen_ns = now_ns;
   mine.request_bytes = bytes;
 
-  (void)reap_dead(*layout_, LifeJudge(file_));
+  (void)reap_dead(*layout_, LivenessCheck(file_));
   if (!is_member()) return false;
   const Everybody found = look_around(now_ns);
   const auto& [all, where, self, free_bytes] = found;
@@ -280,9 +280,9 @@ bool LedgerMember::send_requests(const std::vector<ReclaimRequest>& plan,
                                  const Everybody& everybody, std::uint64_t now_ns) {
   bool any = false;
   for (const ReclaimRequest& request : plan) {
-    const auto [index, life] = everybody.where[request.contender];
+    const auto [index, incarnation] = everybody.where[request.contender];
     LedgerSlot& victim = layout_->slots[index];
-    if (victim.life.load() != life) continue;
+    if (victim.incarnation.load() != incarnation) continue;
     if (open_requests(victim) == 0) victim.reclaim_since_ns = now_ns;
     victim.reclaim_bytes[static_cast<std::size_t>(request.depth) - 1].fetch_add(request.bytes);
     if (debug_logging()) {
@@ -308,7 +308,7 @@ bool LedgerMember::request_excess() {
       !layout_->excess_request_ns.compare_exchange_strong(request_ns, now_ns)) {
     return true;
   }
-  (void)reap_dead(*layout_, LifeJudge(file_));
+  (void)reap_dead(*layout_, LivenessCheck(file_));
   if (!is_member()) return false;
   const Everybody found = look_around(now_ns);
   (void)send_requests(plan_excess(found.all, excess(), left_for_caches(), rules_), found, now_ns);

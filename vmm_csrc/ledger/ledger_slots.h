@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 #include "base/status.h"
 #include "ledger/device_account.h"
 #include "ledger/ledger.h"
@@ -32,8 +32,8 @@ constexpr std::uint64_t claimed_of(std::uint64_t units) {
 constexpr std::uint64_t moving_of(std::uint64_t moves) {
   return moves & kClaimMask;
 }
-constexpr bool is_alive(std::uint64_t life) {
-  return (life & 1) != 0;
+constexpr bool is_alive(std::uint64_t incarnation) {
+  return (incarnation & 1) != 0;
 }
 constexpr std::uint64_t units_of(std::uint64_t bytes) {
   return (bytes + kGrantUnitBytes - 1) / kGrantUnitBytes;
@@ -59,7 +59,7 @@ std::uint64_t open_requests(const LedgerSlot& slot);
 Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules);
 /// Frees the slots of dead members, wakes members that wait for memory, and returns the number
 /// freed.
-std::uint64_t reap_dead(LedgerLayout& layout, const LifeJudge& judge);
+std::uint64_t reap_dead(LedgerLayout& layout, const LivenessCheck& check);
 /// Wakes all members but `except` that request memory or wait for a reserve.
 void wake_who_waits(LedgerLayout& layout, std::size_t except);
 

@@ -285,11 +285,12 @@ Result<bool> KvcachedSegment::open() {
       return taken("it is not kvcached's segment, or another user's");
     }
   }
-  const Result<LifeFile> life = LifeFile::of(path_, file.get());
-  if (!life) return life.error();
-  Result<LifeLock::Attempt> held = LifeLock::hold(*life, kMakerByte, LifeLock::Children::kDrop);
+  const Result<LivenessFile> at = LivenessFile::of(path_, file.get());
+  if (!at) return at.error();
+  Result<LivenessLock::Attempt> held =
+      LivenessLock::hold(*at, kMakerByte, LivenessLock::Children::kDrop);
   if (!held) return held.error();
-  if (held->outcome == LifeLock::Outcome::kTaken) return taken("another instance keeps it");
+  if (held->outcome == LivenessLock::Outcome::kTaken) return taken("another instance keeps it");
   life_ = std::move(held->lock);
   file_ = std::move(file);
   return is_new;

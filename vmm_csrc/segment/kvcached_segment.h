@@ -30,7 +30,7 @@
 #include <thread>
 
 #include "base/descriptor.h"
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 #include "base/own_process.h"
 #include "base/status.h"
 #include "segment/control_block.h"
@@ -93,7 +93,7 @@ class KvcachedSegment {
   const OwnProcess created_by_;
   Descriptor own_;  // the instance's own segment, for its lock
   Descriptor file_;
-  std::unique_ptr<LifeLock> life_;
+  std::unique_ptr<LivenessLock> life_;
   Descriptor wake_;  // an eventfd
   Descriptor inotify_;
   /// The instance's limit, at most the capacity, when the file last agreed with it.

@@ -65,7 +65,7 @@ struct Ledger {
   LedgerLayout& layout() { return *reinterpret_cast<LedgerLayout*>(file.bytes); }
   std::vector<LedgerEntry> members() {
     auto view = LedgerView::open(bytes());
-    return view ? view->members(LifeJudge(file.fd)) : std::vector<LedgerEntry>{};
+    return view ? view->members(LivenessCheck(file.fd)) : std::vector<LedgerEntry>{};
   }
   Result<std::unique_ptr<LedgerMember>> try_join(const LedgerIdentity& identity,
                                                  std::uint64_t min_bytes = 0,
@@ -74,11 +74,11 @@ struct Ledger {
                               {.identity = identity,
                                .min_bytes = min_bytes,
                                .priority = priority,
-                               .file = *LifeFile::of(file.path, file.fd)},
+                               .file = *LivenessFile::of(file.path, file.fd)},
                               nullptr);
   }
   std::uint64_t reap() {
-    auto freed = ledger_reap(bytes(), LifeJudge(file.fd));
+    auto freed = ledger_reap(bytes(), LivenessCheck(file.fd));
     return CHECK(static_cast<bool>(freed)) ? *freed : 0;
   }
   /// A member whose process has ended without a word; answers its slot.

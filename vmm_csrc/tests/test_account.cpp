@@ -192,14 +192,14 @@ TEST(account_refuses_join_with_oversized_reserve) {
   auto refused = LedgerMember::join(ledger.bytes(),
                                     {.identity = me(),
                                      .reserve_bytes = 5 * kPage,
-                                     .file = *LifeFile::of(ledger.file.path, ledger.file.fd)},
+                                     .file = *LivenessFile::of(ledger.file.path, ledger.file.fd)},
                                     nullptr);
   CHECK(!refused && refused.error().code == Errc::kGuarantee);
   CHECK(ledger.members().size() == 1 && is_sound(ledger));
   auto joined = LedgerMember::join(ledger.bytes(),
                                    {.identity = me(),
                                     .reserve_bytes = 4 * kPage,
-                                    .file = *LifeFile::of(ledger.file.path, ledger.file.fd)},
+                                    .file = *LivenessFile::of(ledger.file.path, ledger.file.fd)},
                                    nullptr);
   CHECK(static_cast<bool>(joined) && a->grant(99, kPage) == 60);
 }
@@ -209,14 +209,14 @@ TEST(account_refuses_capacity_below_guarantees_and_reserves) {
   auto a = ledger.join(10 * kPage);
   REQUIRE(a);
   CHECK(static_cast<bool>(a->claim_reserve(20 * kPage)));
-  const LifeJudge judge(ledger.file.fd);
-  CHECK(ledger_set_capacity(ledger.bytes(), 29 * kPage, judge).error().code == Errc::kGuarantee);
-  CHECK(ledger_set_capacity(ledger.bytes(), 19 * kPage, judge).error().code == Errc::kGuarantee);
+  const LivenessCheck liveness(ledger.file.fd);
+  CHECK(ledger_set_capacity(ledger.bytes(), 29 * kPage, liveness).error().code == Errc::kGuarantee);
+  CHECK(ledger_set_capacity(ledger.bytes(), 19 * kPage, liveness).error().code == Errc::kGuarantee);
   CHECK(a->capacity_bytes() == 64 * kPage);
-  CHECK(static_cast<bool>(ledger_set_capacity(ledger.bytes(), 30 * kPage, judge)));
+  CHECK(static_cast<bool>(ledger_set_capacity(ledger.bytes(), 30 * kPage, liveness)));
   CHECK(a->grant(99, kPage) == 10 && is_sound(ledger));
   a->fall_asleep();
-  CHECK(static_cast<bool>(ledger_set_capacity(ledger.bytes(), 29 * kPage, judge)));
+  CHECK(static_cast<bool>(ledger_set_capacity(ledger.bytes(), 29 * kPage, liveness)));
   CHECK(a->claim_wake().error().code == Errc::kGuarantee);
 }
 

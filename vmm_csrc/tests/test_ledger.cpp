@@ -33,7 +33,7 @@ TEST(ledger_with_a_corrupt_header_is_refused) {
       byte ^= static_cast<std::byte>(flip);
       CHECK(LedgerView::open(ledger.bytes()).error().code == Errc::kSegmentFormat);
       CHECK(ledger.try_join(me()).error().code == Errc::kSegmentFormat);
-      CHECK(ledger_reap(ledger.bytes(), LifeJudge(ledger.file.fd)).error().code ==
+      CHECK(ledger_reap(ledger.bytes(), LivenessCheck(ledger.file.fd)).error().code ==
             Errc::kSegmentFormat);
       byte ^= static_cast<std::byte>(flip);
     }
@@ -151,14 +151,15 @@ TEST(ledger_reaps_only_dead_members) {
   CHECK(ledger.one_that_died(elsewhere, 8) == 3);
   CHECK(ledger.one_that_died(seen, 8) == 4);
   const std::size_t survived = ledger.one_that_died(nobody, 8);
-  const std::uint64_t life = ledger.layout().slots[survived].life.load();
+  const std::uint64_t incarnation = ledger.layout().slots[survived].incarnation.load();
 
   int ready[2];
   REQUIRE(::pipe(ready) == 0);
   const pid_t worker = ::fork();
   if (worker == 0) {
-    auto held = LifeLock::hold(*LifeFile::of(ledger.file.path, ledger.file.fd),
-                               ledger_life_byte(survived, life, 1 + 63), LifeLock::Children::kDrop);
+    auto held = LivenessLock::hold(*LivenessFile::of(ledger.file.path, ledger.file.fd),
+                                   ledger_liveness_byte(survived, incarnation, 1 + 63),
+                                   LivenessLock::Children::kDrop);
     if (!held || ::write(ready[1], "x", 1) != 1) ::_exit(1);
     for (;;) ::pause();
   }
@@ -173,7 +174,7 @@ TEST(ledger_reaps_only_dead_members) {
   std::vector<std::size_t> left;
   for (const LedgerEntry& entry : ledger.members()) {
     left.push_back(entry.slot);
-    CHECK(entry.alive == Life::kAlive);
+    CHECK(entry.alive == Liveness::kAlive);
   }
   CHECK(left == std::vector<std::size_t>{0, 4, 5});
   CHECK(ledger.reap() == 0);
@@ -186,27 +187,28 @@ TEST(ledger_keeps_members_of_unknown_liveness) {
   ledger.one_that_died(a_dead_one(), 8);
   const SharedFile another;
   for (const int fd : {-1, 1 << 20}) {
-    CHECK(*ledger_reap(ledger.bytes(), LifeJudge(fd)) == 0);
+    CHECK(*ledger_reap(ledger.bytes(), LivenessCheck(fd)) == 0);
   }
-  const LifeFile mine = *LifeFile::of(ledger.file.path, ledger.file.fd);
-  for (const LifeFile& file : {LifeFile{}, LifeFile{"/dev/shm/.kvtest_none", 1, 2},
-                               LifeFile{another.path, mine.device, mine.inode},
-                               *LifeFile::of(ledger.file.path, another.fd)}) {
-    const LifeJudge judge(file);
-    CHECK(*ledger_reap(ledger.bytes(), judge) == 0);
-    CHECK(LedgerView::open(ledger.bytes())->members(judge).at(0).alive == Life::kUnknown);
+  const LivenessFile mine = *LivenessFile::of(ledger.file.path, ledger.file.fd);
+  for (const LivenessFile& file : {LivenessFile{}, LivenessFile{"/dev/shm/.kvtest_none", 1, 2},
+                                   LivenessFile{another.path, mine.device, mine.inode},
+                                   *LivenessFile::of(ledger.file.path, another.fd)}) {
+    const LivenessCheck liveness(file);
+    CHECK(*ledger_reap(ledger.bytes(), liveness) == 0);
+    CHECK(LedgerView::open(ledger.bytes())->members(liveness).at(0).alive == Liveness::kUnknown);
   }
-  CHECK(*ledger_reap(ledger.bytes(), LifeJudge(mine)) == 1);
+  CHECK(*ledger_reap(ledger.bytes(), LivenessCheck(mine)) == 1);
 }
 
 TEST(ledger_reused_slot_ignores_its_former_workers) {
   Ledger ledger;
   auto first = ledger.join();
   REQUIRE(static_cast<bool>(first));
-  const std::uint64_t life = ledger.layout().slots[0].life.load();
-  const LifeFile file = *LifeFile::of(ledger.file.path, ledger.file.fd);
-  auto worker = LifeLock::hold(file, ledger_life_byte(0, life, 1), LifeLock::Children::kDrop);
-  REQUIRE(worker && worker->outcome == LifeLock::Outcome::kHeld);
+  const std::uint64_t incarnation = ledger.layout().slots[0].incarnation.load();
+  const LivenessFile file = *LivenessFile::of(ledger.file.path, ledger.file.fd);
+  auto worker = LivenessLock::hold(file, ledger_liveness_byte(0, incarnation, 1),
+                                   LivenessLock::Children::kDrop);
+  REQUIRE(worker && worker->outcome == LivenessLock::Outcome::kHeld);
   first->leave();
   CHECK(ledger.one_that_died(a_dead_one(), 4) == 0);
   CHECK(ledger.reap() == 1);
@@ -214,10 +216,11 @@ TEST(ledger_reused_slot_ignores_its_former_workers) {
 
 TEST(ledger_join_skips_slots_of_stopped_joiners) {
   Ledger ledger;
-  const LifeFile file = *LifeFile::of(ledger.file.path, ledger.file.fd);
+  const LivenessFile file = *LivenessFile::of(ledger.file.path, ledger.file.fd);
   // One that was stopped in the middle of joining.
-  auto stopped = LifeLock::hold(file, ledger_life_byte(0, 1, 0), LifeLock::Children::kDrop);
-  REQUIRE(stopped && stopped->outcome == LifeLock::Outcome::kHeld);
+  auto stopped =
+      LivenessLock::hold(file, ledger_liveness_byte(0, 1, 0), LivenessLock::Children::kDrop);
+  REQUIRE(stopped && stopped->outcome == LivenessLock::Outcome::kHeld);
   auto next = ledger.join();
   CHECK(next && ledger.members().at(0).slot == 1);
   stopped->lock.reset();
@@ -281,7 +284,7 @@ TEST(ledger_refuses_a_forked_child) {
   CHECK(::waitpid(child, &status, 0) == child && status == 0);
   CHECK(member->granted_bytes() == 2 * kPage && member->priority() == 0);
   CHECK(member->min_bytes() == kPage && member->room(kPage) == kPages - 2);
-  CHECK(ledger.members().at(0).alive == Life::kAlive);
+  CHECK(ledger.members().at(0).alive == Liveness::kAlive);
 }
 
 TEST(ledger_request_gets_memory_of_dead_members) {

@@ -39,7 +39,7 @@ class WorkerMemory:
         seg: segment.Segment,
         arena: _vmm.Range,
         ring_worker: _vmm.RingWorker,
-        lives: Sequence[_vmm.LifeLock | None],
+        lives: Sequence[_vmm.LivenessLock | None],
     ) -> None:
         self._segment = seg
         self._arena = arena

@@ -24,7 +24,7 @@ from kvelastic.shared import ledger, segment
 
 MIB = 1 << 20
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-GROUP = f"life-{os.getpid()}"
+GROUP = f"lock-{os.getpid()}"
 # Pages of 2 MiB with four blocks: twelve blocks are three pages, and with page 0 make eight.
 HELD_BLOCKS = 12
 
@@ -244,14 +244,14 @@ own = os.open(file, os.O_RDWR)
 ready, word = os.pipe()
 child = os.fork()
 if child == 0:
-    life = _vmm.LifeLock.hold(file, own, 3) if lock_first == "1" else None
+    lock = _vmm.LivenessLock.hold(file, own, 3) if lock_first == "1" else None
     fd = os.open(directory + "/memory", os.O_RDWR | os.O_CREAT)
     os.unlink(directory + "/memory")
     os.posix_fallocate(fd, 0, size)
     pages = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     if close_file == "1":
         os.close(fd)
-    life = life or _vmm.LifeLock.hold(file, own, 3)
+    lock = lock or _vmm.LivenessLock.hold(file, own, 3)
     for _ in range(int(threads) - 1):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     os.write(word, b"x")
@@ -259,13 +259,13 @@ if child == 0:
         signal.pause()
 os.read(ready, 1)
 judge = os.open(file, os.O_RDONLY)
-assert _vmm.life_of(judge, 3) == "alive"
+assert _vmm.liveness_of(judge, 3) == "alive"
 def used_bytes():
     state = os.statvfs(directory)
     return (state.f_blocks - state.f_bfree) * state.f_frsize
 assert used_bytes() >= size
 os.kill(child, signal.SIGKILL)
-while _vmm.life_of(judge, 3) == "alive":
+while _vmm.liveness_of(judge, 3) == "alive":
     pass
 print(used_bytes(), flush=True)
 os.waitpid(child, 0)

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 #include "base/process.h"
 #include "check.h"
 
@@ -22,20 +22,21 @@ constexpr std::uint64_t kByte = 7;
 
 /// A file of shared memory and an open of it by which nobody holds anything.
 struct Shared {
-  std::string path = "/dev/shm/.kvtest_life_" + std::to_string(::getpid());
+  std::string path = "/dev/shm/.kvtest_liveness_" + std::to_string(::getpid());
   int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   ~Shared() {
     ::close(fd);
     ::unlink(path.c_str());
   }
-  LifeFile file() const { return *LifeFile::of(path, fd); }
-  Life ask(std::uint64_t first = kByte, std::uint64_t count = 1) const {
-    return LifeJudge(fd).ask(first, count);
+  LivenessFile file() const { return *LivenessFile::of(path, fd); }
+  Liveness query(std::uint64_t first = kByte, std::uint64_t count = 1) const {
+    return LivenessCheck(fd).query(first, count);
   }
-  std::unique_ptr<LifeLock> hold(LifeLock::Children children = LifeLock::Children::kDrop,
-                                 std::uint64_t byte = kByte) const {
-    auto attempt = LifeLock::hold(file(), byte, children);
-    if (!CHECK(attempt && attempt->outcome == LifeLock::Outcome::kHeld)) return nullptr;
+  std::unique_ptr<LivenessLock> hold(
+      LivenessLock::Children children = LivenessLock::Children::kDrop,
+      std::uint64_t byte = kByte) const {
+    auto attempt = LivenessLock::hold(file(), byte, children);
+    if (!CHECK(attempt && attempt->outcome == LivenessLock::Outcome::kHeld)) return nullptr;
     return std::move(attempt->lock);
   }
 };
@@ -73,16 +74,17 @@ struct Child {
 
 TEST(liveness_lock_is_held_until_dropped) {
   const Shared shared;
-  CHECK(shared.ask() == Life::kDead);
+  CHECK(shared.query() == Liveness::kDead);
   auto held = shared.hold();
-  CHECK(shared.ask() == Life::kAlive);
-  CHECK(shared.ask(0, 128) == Life::kAlive);
-  CHECK(shared.ask(kByte + 1, 120) == Life::kDead && shared.ask(0, kByte) == Life::kDead);
-  auto again = LifeLock::hold(shared.file(), kByte, LifeLock::Children::kDrop);
-  CHECK(again && again->outcome == LifeLock::Outcome::kTaken);
-  CHECK(shared.ask() == Life::kAlive);
+  CHECK(shared.query() == Liveness::kAlive);
+  CHECK(shared.query(0, 128) == Liveness::kAlive);
+  CHECK(shared.query(kByte + 1, 120) == Liveness::kDead &&
+        shared.query(0, kByte) == Liveness::kDead);
+  auto again = LivenessLock::hold(shared.file(), kByte, LivenessLock::Children::kDrop);
+  CHECK(again && again->outcome == LivenessLock::Outcome::kTaken);
+  CHECK(shared.query() == Liveness::kAlive);
   held.reset();
-  CHECK(shared.ask() == Life::kDead);
+  CHECK(shared.query() == Liveness::kDead);
 }
 
 TEST(liveness_lock_survives_closing_all_descriptors) {
@@ -95,9 +97,9 @@ TEST(liveness_lock_survives_closing_all_descriptors) {
     }
     ::close(::open(shared.path.c_str(), O_RDWR | O_CLOEXEC));  // frees locks of the older kind
   });
-  CHECK(shared.ask() == Life::kAlive);
+  CHECK(shared.query() == Liveness::kAlive);
   child.kill();
-  CHECK(shared.ask() == Life::kDead);
+  CHECK(shared.query() == Liveness::kDead);
 }
 
 TEST(liveness_lock_of_a_killed_process_is_free) {
@@ -110,37 +112,40 @@ TEST(liveness_lock_of_a_killed_process_is_free) {
           for (;;) ::pause();
         }).detach();
     });
-    CHECK(shared.ask() == Life::kAlive);
+    CHECK(shared.query() == Liveness::kAlive);
     CHECK(::kill(child.pid, SIGSTOP) == 0);
-    CHECK(shared.ask() == Life::kAlive);
+    CHECK(shared.query() == Liveness::kAlive);
     child.kill();
-    CHECK(shared.ask() == Life::kDead);
+    CHECK(shared.query() == Liveness::kDead);
   }
 }
 
 TEST(liveness_lock_is_inherited_only_if_requested) {
   const Shared shared;
-  for (const LifeLock::Children children : {LifeLock::Children::kKeep, LifeLock::Children::kDrop}) {
+  for (const LivenessLock::Children children :
+       {LivenessLock::Children::kKeep, LivenessLock::Children::kDrop}) {
     auto held = shared.hold(children);
     Child child([&] {
       // Whatever the child does with what it has inherited: the lock is its parent's, and so is
       // the address, where it has a lock of its own now.
-      auto own = shared.hold(LifeLock::Children::kDrop, kByte + 1);
+      auto own = shared.hold(LivenessLock::Children::kDrop, kByte + 1);
       held.reset();
-      if (!own || shared.ask(kByte + 1) != Life::kAlive) ::_exit(1);
+      if (!own || shared.query(kByte + 1) != Liveness::kAlive) ::_exit(1);
       (void)own.release();
     });
-    CHECK(shared.ask() == Life::kAlive);
+    CHECK(shared.query() == Liveness::kAlive);
     held.reset();
-    CHECK(shared.ask() == (children == LifeLock::Children::kKeep ? Life::kAlive : Life::kDead));
+    CHECK(shared.query() ==
+          (children == LivenessLock::Children::kKeep ? Liveness::kAlive : Liveness::kDead));
     child.kill();
-    CHECK(shared.ask() == Life::kDead);
+    CHECK(shared.query() == Liveness::kDead);
   }
 }
 
 TEST(liveness_lock_does_not_survive_exec) {
   const Shared shared;
-  for (const LifeLock::Children children : {LifeLock::Children::kKeep, LifeLock::Children::kDrop}) {
+  for (const LivenessLock::Children children :
+       {LivenessLock::Children::kKeep, LivenessLock::Children::kDrop}) {
     int out[2];
     REQUIRE(::pipe2(out, O_CLOEXEC) == 0);
     const pid_t pid = ::fork();
@@ -152,15 +157,16 @@ TEST(liveness_lock_does_not_survive_exec) {
     }
     char told = 0;
     CHECK(::read(out[0], &told, 1) == 1);
-    CHECK(shared.ask() == Life::kDead);
+    CHECK(shared.query() == Liveness::kDead);
     // Its number and start are as they were: it is seen to run, and called alive as long.
     const std::vector<ProcessStart> seen{
         {static_cast<std::uint32_t>(pid), process_start_ticks(pid).value_or(0)}};
-    CHECK(LifeJudge(shared.fd).ask(kByte, 1, own_pid_namespace(), seen) == Life::kAlive);
-    CHECK(LifeJudge(shared.fd).ask(kByte, 1, own_pid_namespace() + 1, seen) == Life::kDead);
-    CHECK(LifeJudge(shared.fd).ask(kByte, 1, 0, seen) == Life::kDead);
+    CHECK(LivenessCheck(shared.fd).query(kByte, 1, own_pid_namespace(), seen) == Liveness::kAlive);
+    CHECK(LivenessCheck(shared.fd).query(kByte, 1, own_pid_namespace() + 1, seen) ==
+          Liveness::kDead);
+    CHECK(LivenessCheck(shared.fd).query(kByte, 1, 0, seen) == Liveness::kDead);
     CHECK(::kill(pid, SIGKILL) == 0 && ::waitpid(pid, nullptr, 0) == pid);
-    CHECK(LifeJudge(shared.fd).ask(kByte, 1, own_pid_namespace(), seen) == Life::kDead);
+    CHECK(LivenessCheck(shared.fd).query(kByte, 1, own_pid_namespace(), seen) == Liveness::kDead);
     ::close(out[0]);
     ::close(out[1]);
   }
@@ -168,43 +174,45 @@ TEST(liveness_lock_does_not_survive_exec) {
 
 TEST(liveness_query_is_not_mistaken_for_a_holder) {
   const Shared shared;
-  const Child judge([&] { CHECK(shared.ask() == Life::kDead); });
+  const Child judge([&] { CHECK(shared.query() == Liveness::kDead); });
   // Nor is a stranger with a read lock, which whoever may read the file can take.
   const Child stranger([&] {
     struct flock lock{};
     lock.l_type = F_RDLCK;
     CHECK(::fcntl(shared.fd, F_SETLK, &lock) == 0);
   });
-  CHECK(shared.ask() == Life::kDead);
+  CHECK(shared.query() == Liveness::kDead);
 }
 
 TEST(liveness_lock_refuses_a_different_file) {
   const Shared shared;
-  LifeFile other = shared.file();
+  LivenessFile other = shared.file();
   ++other.inode;
-  CHECK(LifeLock::hold(other, kByte, LifeLock::Children::kDrop).error().code == Errc::kSegment);
+  CHECK(LivenessLock::hold(other, kByte, LivenessLock::Children::kDrop).error().code ==
+        Errc::kSegment);
   other.path = "/dev/shm/.kvtest_none";
-  CHECK(LifeLock::hold(other, kByte, LifeLock::Children::kDrop).error().code == Errc::kSegment);
-  CHECK(LifeJudge(other).ask(kByte, 1) == Life::kUnknown);
-  CHECK(LifeFile::of("x", -1).error().code == Errc::kSegment);
+  CHECK(LivenessLock::hold(other, kByte, LivenessLock::Children::kDrop).error().code ==
+        Errc::kSegment);
+  CHECK(LivenessCheck(other).query(kByte, 1) == Liveness::kUnknown);
+  CHECK(LivenessFile::of("x", -1).error().code == Errc::kSegment);
 }
 
 TEST(liveness_is_unknown_on_other_file_systems) {
   const int fd = ::open("/proc/self/status", O_RDONLY | O_CLOEXEC);
-  CHECK(LifeJudge(fd).ask(kByte, 1) == Life::kUnknown);
+  CHECK(LivenessCheck(fd).query(kByte, 1) == Liveness::kUnknown);
   ::close(fd);
 }
 
 TEST(three_hundred_liveness_locks_can_be_held) {
   const Shared shared;
-  std::vector<std::unique_ptr<LifeLock>> all;
+  std::vector<std::unique_ptr<LivenessLock>> all;
   constexpr std::uint64_t kMany = 300;
   for (std::uint64_t i = 0; i < kMany; ++i) {
-    all.push_back(shared.hold(LifeLock::Children::kDrop, i));
+    all.push_back(shared.hold(LivenessLock::Children::kDrop, i));
   }
-  for (std::uint64_t i = 0; i < kMany; ++i) CHECK(shared.ask(i) == Life::kAlive);
+  for (std::uint64_t i = 0; i < kMany; ++i) CHECK(shared.query(i) == Liveness::kAlive);
   all.clear();
-  CHECK(shared.ask(0, kMany) == Life::kDead);
+  CHECK(shared.query(0, kMany) == Liveness::kDead);
 }
 
 }  // namespace kvelastic

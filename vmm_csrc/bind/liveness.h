@@ -1,18 +1,18 @@
 // The names of a process's liveness.
 #pragma once
 
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 
 namespace kvelastic {
 
 /// The values of kvelastic.shared.liveness.Liveness.
-constexpr const char* life_name(Life life) {
-  switch (life) {
-    case Life::kAlive:
+constexpr const char* liveness_name(Liveness liveness) {
+  switch (liveness) {
+    case Liveness::kAlive:
       return "alive";
-    case Life::kDead:
+    case Liveness::kDead:
       return "dead";
-    case Life::kUnknown:
+    case Liveness::kUnknown:
       break;
   }
   return "unknown";

@@ -1,5 +1,5 @@
 // `kvelastic._vmm`: liveness locks, and waits for futex words that other processes change.
-#include "bind/life.h"
+#include "bind/liveness.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -21,31 +21,32 @@ namespace kvelastic {
 namespace {
 
 /// The Python object. It can release the lock before it is destroyed.
-struct PyLifeLock {
-  std::unique_ptr<LifeLock> lock;
+struct PyLivenessLock {
+  std::unique_ptr<LivenessLock> lock;
 };
 
 nb::object hold(const std::string& path, int fd, std::uint64_t byte, bool children_keep) {
-  auto attempt =
-      unwrap(LifeLock::hold(unwrap(LifeFile::of(path, fd)), byte,
-                            children_keep ? LifeLock::Children::kKeep : LifeLock::Children::kDrop));
+  auto attempt = unwrap(LivenessLock::hold(
+      unwrap(LivenessFile::of(path, fd)), byte,
+      children_keep ? LivenessLock::Children::kKeep : LivenessLock::Children::kDrop));
   switch (attempt.outcome) {
-    case LifeLock::Outcome::kTaken:
+    case LivenessLock::Outcome::kTaken:
       raise_code("SEGMENT_BUSY", "byte " + std::to_string(byte) + " of " + path +
                                      " is held by another process that lives");
-    case LifeLock::Outcome::kNoLocks:
+    case LivenessLock::Outcome::kNoLocks:
       return nb::none();
-    case LifeLock::Outcome::kHeld:
+    case LivenessLock::Outcome::kHeld:
       break;
   }
-  return nb::cast(std::make_shared<PyLifeLock>(std::move(attempt.lock)));
+  return nb::cast(std::make_shared<PyLivenessLock>(std::move(attempt.lock)));
 }
 
-const char* life_of(int fd, std::uint64_t first, std::uint64_t count, std::uint64_t pid_namespace,
-                    const std::vector<std::pair<std::uint32_t, std::uint64_t>>& processes) {
+const char* liveness_of(int fd, std::uint64_t first, std::uint64_t count,
+                        std::uint64_t pid_namespace,
+                        const std::vector<std::pair<std::uint32_t, std::uint64_t>>& processes) {
   std::vector<ProcessStart> starts;
   for (const auto& [pid, ticks] : processes) starts.push_back({pid, ticks});
-  return life_name(LifeJudge(fd).ask(first, count, pid_namespace, starts));
+  return liveness_name(LivenessCheck(fd).query(first, count, pid_namespace, starts));
 }
 
 /// Returns a word in a mapped file, which only the kernel may access. If another process has
@@ -59,9 +60,10 @@ const FutexWord& word_at(std::span<const std::byte> bytes, std::size_t offset) {
 
 }  // namespace
 
-void bind_life(nb::module_& m) {
-  nb::class_<PyLifeLock>(
-      m, "LifeLock", "A liveness lock on one byte of a shared file; see vmm_csrc/base/life_lock.h.")
+void bind_liveness(nb::module_& m) {
+  nb::class_<PyLivenessLock>(
+      m, "LivenessLock",
+      "A liveness lock on one byte of a shared file; see vmm_csrc/base/liveness_lock.h.")
       .def_static("hold", &hold, "path"_a, "fd"_a, "byte"_a, nb::kw_only(),
                   "children_keep"_a = false,
                   "Lock the byte until release() or the end of this process. `fd` is an open file "
@@ -69,9 +71,9 @@ void bind_life(nb::module_& m) {
                   "the lock too. Returns None if the file system has no such locks. Raises "
                   "SegmentBusyError if the byte is already locked, or SegmentError.")
       .def(
-          "release", [](PyLifeLock& held) { held.lock.reset(); },
+          "release", [](PyLivenessLock& held) { held.lock.reset(); },
           "Release the byte. Idempotent; does nothing in a forked child.");
-  m.def("life_of", &life_of, "fd"_a, "first_byte"_a, "count"_a = 1, nb::kw_only(),
+  m.def("liveness_of", &liveness_of, "fd"_a, "first_byte"_a, "count"_a = 1, nb::kw_only(),
         "pid_namespace"_a = 0,
         "processes"_a = std::vector<std::pair<std::uint32_t, std::uint64_t>>{},
         "Return \"alive\" if one of the bytes is locked, otherwise \"dead\", or \"unknown\" if "

@@ -1,4 +1,4 @@
-#include "base/life_lock.h"
+#include "base/liveness_lock.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -50,7 +50,7 @@ bool is_tmpfs(int fd) {
 }
 
 /// Returns a descriptor, or -1 with errno. ESTALE: the path now leads to another file.
-int open_exactly(const LifeFile& file, int flags) {
+int open_exactly(const LivenessFile& file, int flags) {
   const int fd = ::open(file.path.c_str(), flags | kOpenFlags);
   if (fd < 0) return -1;
   struct stat state{};
@@ -78,7 +78,7 @@ void* map_low(int fd, std::size_t bytes) {
   return ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, fd, 0);
 }
 
-Error refused(const LifeFile& file, const char* what) {
+Error refused(const LivenessFile& file, const char* what) {
   return {Errc::kSegment,
           "cannot " + std::string(what) + " " + file.path +
               ", by which others know that this process lives: " + std::strerror(errno)};
@@ -86,16 +86,16 @@ Error refused(const LifeFile& file, const char* what) {
 
 }  // namespace
 
-Result<LifeFile> LifeFile::of(std::string path, int fd) {
+Result<LivenessFile> LivenessFile::of(std::string path, int fd) {
   struct stat state{};
   if (::fstat(fd, &state) != 0) {
     return Error{Errc::kSegment, "cannot look at " + path + ": " + std::strerror(errno)};
   }
-  return LifeFile{std::move(path), state.st_dev, state.st_ino};
+  return LivenessFile{std::move(path), state.st_dev, state.st_ino};
 }
 
-Result<LifeLock::Attempt> LifeLock::hold(const LifeFile& file, std::uint64_t byte,
-                                         Children children) {
+Result<LivenessLock::Attempt> LivenessLock::hold(const LivenessFile& file, std::uint64_t byte,
+                                                 Children children) {
   const Descriptor fd(open_exactly(file, O_RDWR));
   if (fd.get() < 0) return refused(file, "open");
   if (!is_tmpfs(fd.get())) return Attempt{Outcome::kNoLocks, nullptr};
@@ -107,46 +107,46 @@ Result<LifeLock::Attempt> LifeLock::hold(const LifeFile& file, std::uint64_t byt
   }
   void* mapping = map_low(fd.get(), system_page_bytes());
   if (mapping == MAP_FAILED) return refused(file, "map");
-  std::unique_ptr<LifeLock> held(new LifeLock(mapping));
+  std::unique_ptr<LivenessLock> held(new LivenessLock(mapping));
   if (children == Children::kDrop && ::madvise(mapping, system_page_bytes(), MADV_DONTFORK) != 0) {
     return refused(file, "keep children from");
   }
   return Attempt{Outcome::kHeld, std::move(held)};
 }
 
-LifeLock::~LifeLock() {
+LivenessLock::~LivenessLock() {
   // In a child, this address may hold another mapping, for example the child's own lock.
   if (held_by_.is_this()) ::munmap(mapping_, system_page_bytes());
 }
 
-LifeJudge::LifeJudge(int fd) : fd_(is_tmpfs(fd) ? fd : -1) {}
+LivenessCheck::LivenessCheck(int fd) : fd_(is_tmpfs(fd) ? fd : -1) {}
 
-LifeJudge::LifeJudge(const LifeFile& file)
+LivenessCheck::LivenessCheck(const LivenessFile& file)
     : owned_fd_(file.path.empty() ? -1 : open_exactly(file, O_RDONLY)),
       fd_(owned_fd_ >= 0 && is_tmpfs(owned_fd_) ? owned_fd_ : -1) {}
 
-LifeJudge::~LifeJudge() {
+LivenessCheck::~LivenessCheck() {
   if (owned_fd_ >= 0) ::close(owned_fd_);
 }
 
-Life LifeJudge::ask(std::uint64_t first, std::uint64_t count) const {
-  if (fd_ < 0) return Life::kUnknown;
+Liveness LivenessCheck::query(std::uint64_t first, std::uint64_t count) const {
+  if (fd_ < 0) return Liveness::kUnknown;
   // Query as a reader: any process may take a read lock, and those of other users must not count.
   struct flock lock = lock_of(F_RDLCK, first, count);
-  if (::fcntl(fd_, F_OFD_GETLK, &lock) != 0) return Life::kUnknown;
-  return lock.l_type == F_UNLCK ? Life::kDead : Life::kAlive;
+  if (::fcntl(fd_, F_OFD_GETLK, &lock) != 0) return Liveness::kUnknown;
+  return lock.l_type == F_UNLCK ? Liveness::kDead : Liveness::kAlive;
 }
 
-Life LifeJudge::ask(std::uint64_t first, std::uint64_t count, std::uint64_t pid_namespace,
-                    std::span<const ProcessStart> processes) const {
-  const Life life = ask(first, count);
-  if (life != Life::kDead || pid_namespace == 0 || pid_namespace != own_pid_namespace()) {
-    return life;
+Liveness LivenessCheck::query(std::uint64_t first, std::uint64_t count, std::uint64_t pid_namespace,
+                              std::span<const ProcessStart> processes) const {
+  const Liveness liveness = query(first, count);
+  if (liveness != Liveness::kDead || pid_namespace == 0 || pid_namespace != own_pid_namespace()) {
+    return liveness;
   }
   const bool seen = std::ranges::any_of(processes, [](const ProcessStart& process) {
     return process_is_seen(static_cast<pid_t>(process.pid), process.start_ticks);
   });
-  return seen ? Life::kAlive : Life::kDead;
+  return seen ? Liveness::kAlive : Liveness::kDead;
 }
 
 }  // namespace kvelastic
