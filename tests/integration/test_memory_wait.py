@@ -174,7 +174,7 @@ def backoff_gaps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]
     monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: now_s))
     assert engine.turn()
     asked_s = [0.0]
-    monkeypatch.setattr(engine.pool.memory, "wait_for_arrival", lambda *_: None)
+    monkeypatch.setattr(engine.pool.memory, "wait_for_epoch", lambda *_: None)
     for tick in range(1, 5000):
         now_s = tick * 0.01
         if engine.turn():
@@ -274,10 +274,10 @@ def test_page_wakes_the_waiter_after_own_frees(chunked) -> None:
     """The wait goes by the native count, which has what was given back in it."""
     engine, a_page_comes = chunked
     engine.turn()
-    seen = engine.pool.memory.arrivals
+    seen = engine.pool.memory.availability_epoch
     a_page_comes()
-    engine.pool.memory.wait_for_arrival(seen, FOREVER_S)
-    assert engine.pool.memory.arrivals != seen
+    engine.pool.memory.wait_for_epoch(seen, FOREVER_S)
+    assert engine.pool.memory.availability_epoch != seen
 
 
 def test_page_arriving_during_own_frees_ends_the_backoff(chunked, frozen_clock) -> None:

@@ -1,4 +1,4 @@
-"""`arrivals`: what goes up when blocks can be had that could not be had before, and who waits."""
+"""The availability epoch increases when more blocks become available, and wakes waiters."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_availability_epoch_rises_only_with_new_blocks(shared: TwoPools) -> None
     pool, _ = shared.pools
 
     def comes(what: str, act: Callable[[], object]) -> None:
-        before = pool.arrivals
+        before = pool.availability_epoch
         act()
-        assert pool.arrivals > before, what
+        assert pool.availability_epoch > before, what
 
     def goes(what: str, act: Callable[[], object]) -> None:
-        before = pool.arrivals
+        before = pool.availability_epoch
         act()
-        assert pool.arrivals == before, what
+        assert pool.availability_epoch == before, what
 
     comes("a page", lambda: pool.ensure(4))
     goes("nothing", lambda: pool.ensure(4))
-    before = pool.arrivals
+    before = pool.availability_epoch
     ids = alloc(pool, 4)
-    assert pool.arrivals == before, "an alloc of what was there"
+    assert pool.availability_epoch == before, "an alloc of what was there"
     comes("blocks given back", lambda: pool.free(ids[:2]))
     comes("blocks cached, which an alloc may evict", lambda: pool.cache(ids[2:]))
     goes("cached blocks used again", lambda: pool.touch(ids[2:]))
@@ -49,15 +49,15 @@ def test_availability_epoch_rises_only_with_new_blocks(shared: TwoPools) -> None
 def test_waiter_sees_earlier_and_later_releases(shared: TwoPools) -> None:
     pool, _ = shared.pools
     ids = pool.alloc(4)
-    seen = pool.arrivals
-    assert pool.wait_for_arrival(seen, 0.001) == seen
+    seen = pool.availability_epoch
+    assert pool.wait_for_epoch(seen, 0.001) == seen
     pool.free(ids or [])
-    assert pool.wait_for_arrival(seen, FOREVER_S) > seen, "it came before the wait"
+    assert pool.wait_for_epoch(seen, FOREVER_S) > seen, "it came before the wait"
     ids = pool.alloc(4)
-    seen = pool.arrivals
+    seen = pool.availability_epoch
     other = threading.Thread(target=pool.free, args=(ids,))
     other.start()
-    assert pool.wait_for_arrival(seen, FOREVER_S) > seen
+    assert pool.wait_for_epoch(seen, FOREVER_S) > seen
     other.join()
 
 
@@ -86,12 +86,12 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
     maintenance = _vmm.MaintenanceThread.start(
         pool, shared.segments[0].control_block, idle_trim_s=FOREVER_S
     )
-    seen = pool.arrivals
-    waiter = threading.Thread(target=pool.wait_for_arrival, args=(seen, FOREVER_S), daemon=True)
+    seen = pool.availability_epoch
+    waiter = threading.Thread(target=pool.wait_for_epoch, args=(seen, FOREVER_S), daemon=True)
     waiter.start()
     try:
         wait_until(lasts, "the wait does not repeat the ask")
-        assert (waiter.is_alive(), pool.arrivals) == (True, seen)
+        assert (waiter.is_alive(), pool.availability_epoch) == (True, seen)
         yield waiter
     finally:
         maintenance.stop()

@@ -242,18 +242,18 @@ def test_only_foreign_pages_raise_the_availability_epoch(shared: TwoPools) -> No
     theirs = other.alloc((PAGES - 1) * PAGED.blocks_per_page - 1)
     blocks = SchedulerBlocks(mine)
     assert blocks.prepare(1) == 1
-    seen, given_back = blocks.arrivals, blocks.given_back
+    seen, given_back = blocks.availability_epoch, blocks.given_back
     ids = blocks.take(1)
     assert ids is not None
     blocks.give_back(ids)
-    assert blocks.arrivals == seen
+    assert blocks.availability_epoch == seen
     assert blocks.given_back != given_back
-    blocks.wait_for_arrival(seen, 0.001)
+    blocks.wait_for_epoch(seen, 0.001)
     other.free(theirs or [])
     other.trim()
     assert blocks.prepare(A_PAGE + 1) == A_PAGE + 1
-    blocks.wait_for_arrival(seen, FOREVER_S)
-    assert blocks.arrivals != seen
+    blocks.wait_for_epoch(seen, FOREVER_S)
+    assert blocks.availability_epoch != seen
 
 
 @pytest.mark.parametrize("gives_back", [False, True], ids=["nothing fits", "runs in pieces"])
@@ -265,7 +265,7 @@ def test_scheduler_backoff_doubles_while_nothing_runs(
     backoff = Backoff(room.blocks, lambda: 0)
     now_s = 0.0
     monkeypatch.setattr(memory_wait, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(room.blocks, "wait_for_arrival", lambda *_: None)
+    monkeypatch.setattr(room.blocks, "wait_for_epoch", lambda *_: None)
     room.take(1)
     asked_s = []
     for tick in range(5000):

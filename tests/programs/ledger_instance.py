@@ -120,8 +120,8 @@ def serve() -> None:
                 answer(child)
             elif verb == "granted":
                 answer(pool.device_set.granted_bytes)
-            elif verb == "arrivals":
-                answer(blocks.arrivals)
+            elif verb == "availability_epoch":
+                answer(blocks.availability_epoch)
             elif verb == "engine_sleeps":
                 pool.segment.control_block.set_engine_asleep(*arguments)
                 answer(None)

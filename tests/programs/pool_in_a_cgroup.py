@@ -61,9 +61,11 @@ class Instance:
         )
 
     def next_availability_epoch(self, seen: int) -> int:
-        """Return when the count of arrivals is another one, and which."""
-        wait_until(lambda: self.pool.arrivals != seen, "nobody says that something has come")
-        count: int = self.pool.arrivals
+        """Return the availability epoch once it has changed."""
+        wait_until(
+            lambda: self.pool.availability_epoch != seen, "nobody says that something has come"
+        )
+        count: int = self.pool.availability_epoch
         return count
 
     def close(self) -> None:
@@ -141,7 +143,7 @@ def recurring_peak_stays_free() -> None:
 def refused_alloc_is_notified_of_free_memory() -> None:
     with instance() as one, another_process(40 * MIB) as other:
         one.fill()
-        got, seen = None, one.pool.arrivals
+        got, seen = None, one.pool.availability_epoch
         assert one.pool.alloc(one.page_blocks) is None
         other.finish()
         while got is None:  # there may be one for a moment before, at the very edge

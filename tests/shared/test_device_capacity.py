@@ -129,9 +129,9 @@ def test_raised_capacity_wakes_a_waiting_instance(device):
     holder, starved = device.start(), device.start()
     fill(holder, DEVICE_PAGES - 1)
     fill(starved, 1)
-    seen = starved.ask("arrivals")
+    seen = starved.ask("availability_epoch")
     starved.send("alloc", 4 * B)
-    starved.send("wait_for_arrival", seen, DEADLINE_S)  # at once: a pool soon forgets an alloc
+    starved.send("wait_for_epoch", seen, DEADLINE_S)  # at once: a pool soon forgets an alloc
     assert starved.read() is None
     device.set_pages(DEVICE_PAGES + 4)
     assert starved.read() != seen

@@ -56,10 +56,12 @@ def test_memory_returned_after_death_wakes_the_waiter(
         assert heir.alloc(blocks_of(2)) is not None
         victim.kill()
         assert heir.alloc(20 * BLOCKS_PER_PAGE) is None, "the ledger grants it, the driver refuses"
-        seen = heir.ask("arrivals")
+        seen = heir.ask("availability_epoch")
         assert gpu.used_bytes() > HELD * PAGE_BYTES
         linger.unlink()
-        wait_until(lambda: heir.ask("arrivals") != seen, "no blocks are said to have come")
+        wait_until(
+            lambda: heir.ask("availability_epoch") != seen, "no blocks are said to have come"
+        )
         assert heir.alloc(20 * BLOCKS_PER_PAGE) is not None
 
 

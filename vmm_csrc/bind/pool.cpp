@@ -310,13 +310,14 @@ void bind_pool(nb::module_& m) {
           "Map pages within the limit until `count` blocks are free. Never evicts. In a session it "
           "waits for other instances only while fewer than `needed` blocks are available. Returns "
           "available_mapped().")
-      .def_prop_ro("given_back_arrivals", &from_state<&PoolState::given_back_epoch>,
-                   "The part of the increments of `arrivals` that free() and cache() caused.")
-      .def_prop_ro("arrivals", &from_state<&PoolState::epoch>,
+      .def_prop_ro("given_back_epoch", &from_state<&PoolState::given_back_epoch>,
+                   "The part of the increments of `availability_epoch` that free() and cache() "
+                   "caused.")
+      .def_prop_ro("availability_epoch", &from_state<&PoolState::epoch>,
                    "A number that is incremented whenever more blocks become available. Read it "
                    "before a call that may fail for lack of blocks.")
       .def(
-          "wait_for_arrival",
+          "wait_for_epoch",
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
             const std::chrono::nanoseconds timeout = duration(timeout_s);
             return without_gil([&pool = own(pool), seen, timeout] {
@@ -324,8 +325,9 @@ void bind_pool(nb::module_& m) {
             });
           },
           "seen"_a, "timeout_s"_a,
-          "Block until `arrivals` differs from `seen`, at most `timeout_s` seconds, and return it. "
-          "While a thread waits here, the maintenance thread keeps requesting the missing memory.")
+          "Block until `availability_epoch` differs from `seen`, at most `timeout_s` seconds, and "
+          "return it. While a thread waits here, the maintenance thread keeps requesting the "
+          "missing memory.")
       .def("report_busy", &report_busy, "busy"_a,
            "Report to the ledgers whether the engine has unfinished requests. Without any, others "
            "may take its cache at once. Before the first report, idleness is derived from the time "

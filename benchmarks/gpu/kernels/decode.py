@@ -282,14 +282,14 @@ class Run:
         if self._control == NO_FENCES:
             lag_cycles *= LONGER_WITHOUT_FENCES
         while not self._schedule.is_done:
-            seen = blocks.arrivals
+            seen = blocks.availability_epoch
             running = self._schedule.plan(over_limit=blocks.is_over_limit)
             if not running:
                 empty_looks += 1
                 if empty_looks > MOST_EMPTY_LOOKS:
                     raise RuntimeError(f"no block has come for {MOST_EMPTY_LOOKS} s")
                 self._change_limit(under)
-                blocks.wait_for_arrival(seen, ARRIVAL_S)
+                blocks.wait_for_epoch(seen, ARRIVAL_S)
                 continue
             empty_looks = 0
             self._queue(self._inputs.prepare(self._shown(running), self._no_sequence))

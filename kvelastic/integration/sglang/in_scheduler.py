@@ -141,7 +141,7 @@ def get_next_batch(
     """
     allocator, cache = _allocator(scheduler), _radix_cache(scheduler)
     blocks = allocator.blocks
-    seen, given_back = blocks.arrivals, blocks.given_back  # before it looks
+    seen, given_back = blocks.availability_epoch, blocks.given_back  # before it looks
     loads = cache.prefix_loads
     behind = allocator.late_releases.behind(scheduler)
     allocator.prefill_budget = None
@@ -166,7 +166,7 @@ def get_next_batch(
     if (is_idle and _waits(scheduler) and not gave_back) and (
         loads is None or not loads.wait_for_any(PAUSE_S)
     ):
-        blocks.wait_for_arrival(seen, PAUSE_S)
+        blocks.wait_for_epoch(seen, PAUSE_S)
     return plan
 
 

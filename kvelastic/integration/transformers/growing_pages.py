@@ -151,7 +151,7 @@ class GrowingPages:
         blocks = self.pool.blocks
         deadline_s = time.monotonic() + self._wait_s
         while True:
-            seen = blocks.arrivals
+            seen = blocks.availability_epoch
             ids = blocks.alloc(count) if pages <= self._most else None
             if ids is not None:
                 return ids
@@ -160,7 +160,7 @@ class GrowingPages:
                 refusal = self._refusal(pages)
                 blocks.trim()  # release pages that became available but do not suffice
                 raise refusal
-            blocks.wait_for_arrival(seen, min(left_s, _WAITED_AT_ONCE_S))
+            blocks.wait_for_epoch(seen, min(left_s, _WAITED_AT_ONCE_S))
 
     def _is_over_limit(self, pages: int) -> bool:
         effective_bytes = self.pool.blocks.limit_state()["effective_limit_bytes"]

@@ -106,12 +106,14 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
 
     ready = False
     while True:
-        seen = batches.blocks.arrivals  # before the attempt, so that no new memory is missed
+        seen = (
+            batches.blocks.availability_epoch
+        )  # before the attempt, so that no new memory is missed
         try:
             ready = original(processor)
         except NothingFits:
             _report_waiting(batches, processor)
-            if batches.blocks.wait_for_arrival(seen, _BACKOFF_S):
+            if batches.blocks.wait_for_epoch(seen, _BACKOFF_S):
                 continue
         break
     if ready or not processor.has_pending_requests():

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Changes: TypeAlias = Sequence[tuple[int, int]]
 """Cached blocks, in order, each with the id of its contents now; below 0: it was evicted."""
 
-_ARRIVALS_WRAP = 1 << 32
+_EPOCH_WRAP = 1 << 32
 """The native pool's availability epoch is a 32-bit word that wraps."""
 
 
@@ -296,23 +296,24 @@ class SchedulerBlocks:
     @property
     def given_back(self) -> int:
         """The part of the pool's availability epoch that blocks given back here caused."""
-        return self.pool.given_back_arrivals
+        return self.pool.given_back_epoch
 
     @property
-    def arrivals(self) -> int:
-        """The availability epoch: changes when blocks become available from elsewhere.
+    def availability_epoch(self) -> int:
+        """A number that changes when blocks become available from elsewhere.
 
         Blocks given back here do not count, since the engine knows of them (`given_back`).
         """
-        return (self.pool.arrivals - self.pool.given_back_arrivals) % _ARRIVALS_WRAP
+        return (self.pool.availability_epoch - self.pool.given_back_epoch) % _EPOCH_WRAP
 
-    def wait_for_arrival(self, seen: int, timeout_s: float) -> bool:
-        """Block until `arrivals` differs from `seen`, up to `timeout_s`; return whether it does.
+    def wait_for_epoch(self, seen: int, timeout_s: float) -> bool:
+        """Block until the availability epoch differs from `seen`, up to `timeout_s`.
 
-        Read `seen` *before* looking for blocks, so that no arrival during the look is missed.
+        Returns whether it does. Read `seen` *before* looking for blocks, so that no block that
+        becomes available meanwhile is missed.
         """
-        raw = (seen + self.pool.given_back_arrivals) % _ARRIVALS_WRAP
-        return self.pool.wait_for_arrival(raw, timeout_s) != raw
+        raw = (seen + self.pool.given_back_epoch) % _EPOCH_WRAP
+        return self.pool.wait_for_epoch(raw, timeout_s) != raw
 
     # --- what always holds ----------------------------------------------------------------------
 

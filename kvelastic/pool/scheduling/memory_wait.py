@@ -42,10 +42,10 @@ _log = logging.getLogger("kvelastic")
 class MemoryWait:
     """A wait for memory, created when a step found no block.
 
-    `seen` is the value of `SchedulerBlocks.arrivals` before that step. `former` is the previous
-    wait, if no block has arrived since. `gave_back`: the step preempted a request, whose blocks may
-    be enough for another request, so the next step follows without a pause. A request that does not
-    fit runs in pieces and is preempted again and again; with a `former` wait it pauses too.
+    `seen` is the value of `SchedulerBlocks.availability_epoch` before that step. `former` is the
+    previous wait, if no block has become available since. `gave_back`: the step
+    preempted a request, whose blocks may be enough for another request, so the next step follows
+    without a pause. A request that does not fit runs in pieces and is preempted again and again; with a `former` wait it pauses too.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class MemoryWait:
 
     def has_news(self) -> bool:
         """Return whether blocks have arrived, or requests have arrived or left."""
-        return self._blocks.arrivals != self._seen or self._read_requests() != self._requests
+        return (
+            self._blocks.availability_epoch != self._seen or self._read_requests() != self._requests
+        )
 
     def pause(self) -> bool:
         """Wait up to `PAUSE_S` for blocks. Return True if the engine can skip the step."""
         if not self._is_over():
-            self._blocks.wait_for_arrival(self._seen, PAUSE_S)
+            self._blocks.wait_for_epoch(self._seen, PAUSE_S)
         return not self._is_over()
 
     def _is_over(self) -> bool:
@@ -105,7 +107,7 @@ class Backoff:
         now = self.memory_wait
         self._is_asked_for_nothing = now is not None and not (now.gave_back or now.has_news())
         self._given_back = self._blocks.given_back
-        self._seen = self._blocks.arrivals
+        self._seen = self._blocks.availability_epoch
 
     def has_looked(self, *, works: bool) -> None:
         """Call when the step is scheduled. `works`: the step has work."""
@@ -123,7 +125,7 @@ class Backoff:
                 _log.debug("All requests wait for blocks.")
         elif works and former is not None:
             is_unexplained = self._is_asked_for_nothing and not blocks.fell_short
-            if is_unexplained and blocks.arrivals == self._seen:
+            if is_unexplained and blocks.availability_epoch == self._seen:
                 _log.warning(
                     "A request became runnable without a wake-up and may have been delayed by up to"
                     " 10 s. Please report this, with what was changed at that time (limits, sleep,"
