@@ -373,7 +373,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "compact",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.compact(); }));
+            return unwrap(without_gil([&pool = own(pool)] { return pool.background.compact(); }));
           },
           "Move the cached blocks of one page into holes of other pages. Returns how many blocks "
           "moved. Blocks.")
@@ -437,7 +437,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "trim",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.maintenance.trim(); })) *
+            return unwrap(without_gil([&pool = own(pool)] { return pool.background.trim(); })) *
                    pool.state.page_bytes();
           },
           "Unmap every parked page. Returns the released bytes. Blocks.")

@@ -67,7 +67,7 @@ std::unique_ptr<MaintenanceThread> MaintenanceThread::start(
   }
   thread->pool_->publish_to(thread->control_block_);
   thread->answer(thread->pool_->state.limit_state(), {});
-  thread->pool_->maintenance.on_work([bell = thread->control_block_] { bell->ring_bell(); });
+  thread->pool_->background.on_work([bell = thread->control_block_] { bell->ring_bell(); });
   thread->thread_ = std::thread(&MaintenanceThread::run, thread.get());
   if (const std::shared_ptr<DeviceSet>& device_set = thread->pool_->state.device_set) {
     for (const Placement& placement : device_set->all()) {
@@ -94,7 +94,7 @@ void MaintenanceThread::stop() {
     bell_threads_[i].join();
   }
   // The pool continues to publish, so memory released by its close() is counted.
-  pool_->maintenance.on_work(nullptr);
+  pool_->background.on_work(nullptr);
 }
 
 /// A round that runs out of memory for its lists is abandoned and retried later: an escaping
@@ -122,14 +122,14 @@ void MaintenanceThread::go_round(std::uint32_t seen) {
   finish_shrinking();
   watch_memory();
   const bool waking = !finish_waking();
-  const bool missing = pool_->maintenance.pursue();
+  const bool missing = pool_->background.pursue();
   pursuing_ = pool_->limits.expire_pressure() || missing || over_capacity || waking;
   // The begin or end of memory pressure changes the limit in effect, too.
   if (pool_->state.limit_state().effective_bytes != answered_effective_bytes_) {
     answer(pool_->state.limit_state(), {});
   }
-  (void)pool_->maintenance.provision();  // out of memory: the next alloc reports it
-  pursuing_ = pursuing_ || pool_->maintenance.is_provision_due();
+  (void)pool_->background.provision();  // out of memory: the next alloc reports it
+  pursuing_ = pursuing_ || pool_->background.is_provision_due();
   decay();
   evict_idle();
   (void)control_block_->wait_bell(seen, sleep_ns(!read));
@@ -170,17 +170,17 @@ void MaintenanceThread::pass_bells_on(const LedgerMember& member) {
 /// Measures other processes' memory on GPUs: periodically, and soon after a large move, an
 /// uncertain measurement, or a refused page. Also notes when memory is available again.
 void MaintenanceThread::look_at_devices() {
-  const bool moved = pool_->maintenance.take_large_move();
+  const bool moved = pool_->background.take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
-  const Sight sight = pool_->maintenance.see_devices();
+  const Sight sight = pool_->background.see_devices();
   device_is_shared_ = sight != Sight::kNone;
   Refusals refusals = PoolState::Look(pool_->state)->refusals;
   if (!device_is_shared_) refusals.is_unanswered = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
   if (refusals.is_unanswered && !moved && pool_->state.device_set->room() > 0) {
-    pool_->maintenance.note_memory();
+    pool_->background.note_memory();
     refusals.is_unanswered = false;
   }
   const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
@@ -203,7 +203,7 @@ void MaintenanceThread::serve_reclaim_requests() {
   for (DeviceSet::OpenReclaim open = device_set->open_reclaim(); open.pages > 0 && !stopping_;
        open = device_set->open_reclaim()) {
     const Result<std::uint64_t> given =
-        pool_->maintenance.give_up(open.pages, open.depth, device_set->min_pages());
+        pool_->background.give_up(open.pages, open.depth, device_set->min_pages());
     if (debug_logging()) {
       debug_log("ledger: reclaim request for %s, released %s",
                 size_text(open.pages * device_set->page_bytes()).c_str(),
@@ -345,7 +345,7 @@ void MaintenanceThread::apply(const Request& request, std::uint64_t revision) {
   const bool trim = request.trim_revision == revision;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
-    Result<std::uint64_t> trimmed = pool_->maintenance.trim();
+    Result<std::uint64_t> trimmed = pool_->background.trim();
     answer(pool_->state.limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
   control_block_->add(Counter::kRequestsApplied);
@@ -367,7 +367,7 @@ void MaintenanceThread::finish_shrinking() {
 /// then memory of requests.
 void MaintenanceThread::watch_memory() {
   if (!watch_) return;
-  watching_ = pool_->maintenance.arm_memory_watch();
+  watching_ = pool_->background.arm_memory_watch();
   const Clock::time_point now = Clock::now();
   if (!watching_ || now < next_look_) return;
   const std::uint64_t activity = pool_->state.activity();
@@ -377,14 +377,14 @@ void MaintenanceThread::watch_memory() {
   pool_->state.backing->keep_free(look.keep_free_bytes);
   ++memory_looks_;
   const std::uint64_t page_bytes = pool_->state.page_bytes();
-  if (look.spare_bytes / 2 >= page_bytes) pool_->maintenance.note_memory();
+  if (look.spare_bytes / 2 >= page_bytes) pool_->background.note_memory();
   const auto pages = [&](std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes; };
   if (look.relief.bytes == 0) return;
   const Result<std::uint64_t> given =
-      pool_->maintenance.give_up(pages(look.relief.bytes), Depth::kCached, 0);
+      pool_->background.give_up(pages(look.relief.bytes), Depth::kCached, 0);
   const std::uint64_t there = given ? *given * page_bytes : 0;
   if (look.relief.urgent_bytes <= there) return;
-  (void)pool_->maintenance.give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
+  (void)pool_->background.give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
 }
 
 void MaintenanceThread::answer(const LimitState& state, std::string reason) {
@@ -439,31 +439,31 @@ void MaintenanceThread::decay() {
   if (now < decay_.due() && decay_.is_running()) return;
   const std::uint64_t activity = pool_->state.activity();
   if (!decay_.is_running()) {
-    if (pool_->maintenance.arm_decay())
-      decay_.begin(now, pool_->maintenance.take_parked_use(), activity);
+    if (pool_->background.arm_decay())
+      decay_.begin(now, pool_->background.take_parked_use(), activity);
     return;
   }
   const bool idle = decay_.is_idle(activity);
   // Page by page, so that a waking engine waits for one page at most.
   while (idle && pool_->state.activity() == activity && !stopping_) {
-    Result<std::uint64_t> moved = pool_->maintenance.compact();
+    Result<std::uint64_t> moved = pool_->background.compact();
     if (!moved || *moved == 0) break;
   }
-  const std::uint64_t unneeded = decay_.step(now, pool_->maintenance.take_parked_use());
-  if (unneeded > 0) (void)pool_->maintenance.trim(unneeded);
+  const std::uint64_t unneeded = decay_.step(now, pool_->background.take_parked_use());
+  if (unneeded > 0) (void)pool_->background.trim(unneeded);
   if (options_.sanity_check && idle) {
     if (Status sound = pool_->check_integrity(); !sound) {
       std::fprintf(stderr, "kvelastic: sanity check failed: %s\n", sound.error().message.c_str());
     }
   }
-  if (!pool_->maintenance.arm_decay()) decay_.end();
+  if (!pool_->background.arm_decay()) decay_.end();
 }
 
 /// Evicts blocks unused for cache_idle, at most a hundred times in that interval.
 void MaintenanceThread::evict_idle() {
   const Clock::time_point now = Clock::now();
   if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;
-  const std::optional<std::chrono::milliseconds> again = pool_->maintenance.evict_idle();
+  const std::optional<std::chrono::milliseconds> again = pool_->background.evict_idle();
   next_eviction_ = again ? now + std::max(*again, pool_->state.options.cache_idle / 100)
                          : Clock::time_point::max();
 }

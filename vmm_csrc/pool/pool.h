@@ -23,8 +23,8 @@
 
 #include "base/own_process.h"
 #include "pool/allocator.h"
+#include "pool/background_work.h"
 #include "pool/limits.h"
-#include "pool/maintenance.h"
 #include "pool/pool_state.h"
 #include "pool/writeback.h"
 
@@ -73,7 +73,7 @@ class Pool {
  public:
   Allocator allocator{state, grower_, reclaimer_};
   Limits limits{state, reclaimer_};
-  Maintenance maintenance{state, grower_, reclaimer_};
+  BackgroundWork background{state, grower_, reclaimer_};
   Writeback writeback{state, reclaimer_};
 };
 

@@ -105,7 +105,7 @@ TEST(pool_is_shrunk_used_and_copied_concurrently) {
         }
         (void)pool->limits.set((1 + random() % kPages) * HostDriver::kGranularityBytes);
         CHECK(static_cast<bool>(pool->limits.enforce()));
-        CHECK(static_cast<bool>(pool->maintenance.give_up(1 + random() % 3, Depth::kCached, 1)));
+        CHECK(static_cast<bool>(pool->background.give_up(1 + random() % 3, Depth::kCached, 1)));
       }
     });
     engine.join();

@@ -140,7 +140,7 @@ TEST(blocks_are_held_and_freed_concurrently) {
       auto held = one.hold(ids);
       REQUIRE(bool(held));
       CHECK(bool(one.pool->allocator.free(ids)));
-      if (round % 3 == 0) CHECK(bool(one.pool->maintenance.trim()));
+      if (round % 3 == 0) CHECK(bool(one.pool->background.trim()));
       CHECK((*held)->is_whole());
       ++held_so_far;
     }

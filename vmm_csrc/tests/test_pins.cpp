@@ -166,7 +166,7 @@ TEST(pinned_page_stays_mapped_under_limit_and_sleep) {
   pool->limits.set_asleep(true);
   CHECK(pool->limits.enforce()->mapped_bytes == 2 * kPage);  // the null block's, and the read one
   CHECK(pool->state.stats().blocks_pinned == 1 && pool->state.stats().blocks_used == 0);
-  CHECK(pool->maintenance.trim() && *pool->maintenance.compact() == 0);
+  CHECK(pool->background.trim() && *pool->background.compact() == 0);
   CHECK(pool->state.available() == 0 && static_cast<bool>(pool->check_integrity()));
   CHECK(pool->allocator.unpin(ticket));
   CHECK(pool->state.limit_state().mapped_bytes == 0);

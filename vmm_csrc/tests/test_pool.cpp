@@ -126,7 +126,7 @@ void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners,
       }
     }
     if (step % 64 == 0) {
-      (void)pool.maintenance.trim();
+      (void)pool.background.trim();
       (void)pool.allocator.take_changes();
     }
   }
@@ -143,7 +143,7 @@ void hammer(Pool& pool, int threads, int steps) {
   for (int i = 0; i < 50; ++i) {
     (void)pool.limits.set((1 + i % kPages) * kPage);
     (void)pool.limits.enforce();
-    (void)pool.maintenance.provision();
+    (void)pool.background.provision();
     pool.state.session.lock();
     const std::uint64_t there = pool.state.available_mapped();
     CHECK(there <= kPages * kBlocksPerPage);
@@ -204,7 +204,7 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
   std::atomic<int> calls = 0;
-  pool.maintenance.on_work([&] { ++calls; });
+  pool.background.on_work([&] { ++calls; });
   // A parked page before, so that the maintenance thread has been called for decay already; with
   // the idle trim off it never asks to be called for that again.
   backing->let_it_go_on();
@@ -230,7 +230,7 @@ TEST(pages_arriving_over_limit_wake_maintenance_thread) {
   const int rest = calls;
   CHECK(static_cast<bool>(pool.limits.enforce()));
   CHECK(calls == rest);
-  pool.maintenance.on_work(nullptr);
+  pool.background.on_work(nullptr);
 }
 
 /// Its loads wait until the test lets them go on.
@@ -276,18 +276,18 @@ TEST(preallocated_pages_wait_for_loads) {
   auto staged = Staging::create(1, pool.writeback.record_bytes());
   REQUIRE(static_cast<bool>(staged));
   const std::shared_ptr<Staging> staging = *std::move(staged);
-  pool.maintenance.on_work([] {});
+  pool.background.on_work([] {});
   const auto ids = pool.allocator.alloc(kBlocksPerPage);
   REQUIRE(ids && *ids);
-  CHECK(pool.maintenance.is_provision_due());
+  CHECK(pool.background.is_provision_due());
   const std::uint64_t before = pool.state.limit_state().mapped_bytes;
   const auto came = [&] {
     return (pool.state.limit_state().mapped_bytes - before) / large.extent_bytes;
   };
   const auto provision_after_loads = [&] {
-    Result<std::uint64_t> mapped = pool.maintenance.provision();
+    Result<std::uint64_t> mapped = pool.background.provision();
     while (mapped && *mapped == 0)
-      mapped = pool.maintenance.provision();  // more loads might follow the last
+      mapped = pool.background.provision();  // more loads might follow the last
     CHECK(static_cast<bool>(mapped));
   };
   std::thread loading;
@@ -304,18 +304,18 @@ TEST(preallocated_pages_wait_for_loads) {
   };
 
   load();
-  const Result<std::uint64_t> mapped = pool.maintenance.provision();
-  CHECK(mapped && *mapped == 0 && pool.maintenance.is_provision_due() && came() == 0);
+  const Result<std::uint64_t> mapped = pool.background.provision();
+  CHECK(mapped && *mapped == 0 && pool.background.is_provision_due() && came() == 0);
   end_load();
   // A load that comes in the midst waits for one batch, and the rest is left for later.
   backing->at_map = load;
   provision_after_loads();
-  CHECK(came() == 1 && pool.maintenance.is_provision_due());
+  CHECK(came() == 1 && pool.background.is_provision_due());
   end_load();
   provision_after_loads();
-  CHECK(came() == 3 && !pool.maintenance.is_provision_due());
+  CHECK(came() == 3 && !pool.background.is_provision_due());
   CHECK(static_cast<bool>(pool.check_integrity()));
-  pool.maintenance.on_work(nullptr);
+  pool.background.on_work(nullptr);
 }
 
 /// A device that works behind the calls, which counts the pages of each.
@@ -354,7 +354,7 @@ TEST(gpu_call_maps_at_most_16_handles) {
   REQUIRE(ids && *ids);
   CHECK(std::ranges::max(backing->mapped) == 16);
   CHECK(static_cast<bool>((*made)->allocator.free(**ids)));
-  CHECK(static_cast<bool>((*made)->maintenance.trim()));
+  CHECK(static_cast<bool>((*made)->background.trim()));
   CHECK(std::ranges::max(backing->unmapped) == 16);
 }
 
@@ -409,10 +409,10 @@ TEST(reclaim_drops_reservations) {
   Pool& pool = **made;
   Result<bool> reserved = pool.allocator.try_to_reserve(kPages * kBlocksPerPage - 1);
   REQUIRE(reserved && *reserved);
-  Result<std::uint64_t> parked = pool.maintenance.give_up(2, Depth::kParked, 0);
+  Result<std::uint64_t> parked = pool.background.give_up(2, Depth::kParked, 0);
   CHECK(parked && *parked == 0);
   CHECK(pool.state.stats().blocks_reserved > 0);
-  Result<std::uint64_t> given = pool.maintenance.give_up(2, Depth::kCached, 0);
+  Result<std::uint64_t> given = pool.background.give_up(2, Depth::kCached, 0);
   CHECK(given && *given == 2);
   CHECK(pool.state.stats().blocks_reserved == 0);
   CHECK(static_cast<bool>(pool.check_integrity()));
@@ -430,7 +430,7 @@ TEST(maintenance_thread_backs_off_after_driver_failure) {
   Pool& pool = **made;
   CHECK(static_cast<bool>(pool.allocator.ensure(kPages * kBlocksPerPage - 1)));
   std::atomic<int> calls = 0;
-  pool.maintenance.on_work([&] { ++calls; });
+  pool.background.on_work([&] { ++calls; });
   (void)pool.limits.set(kPage);
   driver->arm(1, 1U << 30);
   (void)pool.limits.enforce();
@@ -441,7 +441,7 @@ TEST(maintenance_thread_backs_off_after_driver_failure) {
   driver->arm(0, 0);
   Result<LimitState> done = pool.limits.enforce();
   CHECK(done && done->over_bytes == 0);
-  pool.maintenance.on_work(nullptr);
+  pool.background.on_work(nullptr);
 }
 
 TEST(ring_refuses_mismatched_layouts_and_areas) {

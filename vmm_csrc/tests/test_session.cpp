@@ -98,7 +98,7 @@ TEST(session_keeps_the_blocks_it_saw) {
         if (!ids || !*ids) continue;
         CHECK(static_cast<bool>(round % 3 == 0 ? pool->allocator.cache(**ids)
                                                : pool->allocator.free(**ids)));
-        if (round % 5 == 0) (void)pool->maintenance.trim();
+        if (round % 5 == 0) (void)pool->background.trim();
       }
     });
   }
@@ -155,7 +155,7 @@ TEST(pool_with_failed_backing_refuses_allocations) {
       if (round % 3 == 2) {
         CHECK(static_cast<bool>(pool->allocator.free(held)));
         held.clear();
-        (void)pool->maintenance.trim();
+        (void)pool->background.trim();
       }
     }
     REQUIRE(pool->state.has_failed());
@@ -176,7 +176,7 @@ TEST(sleep_waits_for_concurrent_unmaps) {
   auto pool = make_pool(backing);
   REQUIRE(pool != nullptr);
   CHECK(static_cast<bool>(pool->allocator.ensure(kPages * kBlocksPerPage - 1)));
-  std::thread maintenance([&] { (void)pool->maintenance.trim(); });
+  std::thread maintenance([&] { (void)pool->background.trim(); });
   backing->wait_for_a_wait();
   pool->limits.set_asleep(true);
   auto asleep = std::async(std::launch::async, [&] { return pool->limits.settle(); });

@@ -229,7 +229,7 @@ Handover hand_over(bool giver_is_busy) {
     seen.room.push_back(requester->room(kPage));
     seen.bells.push_back(requester->bell());
   };
-  const auto given = pool->maintenance.give_up(40, Depth::kCached, 0);
+  const auto given = pool->background.give_up(40, Depth::kCached, 0);
   CHECK(given && *given == 40);
   backing->before_unmap = [] {};
   seen.drains = backing->drains;
@@ -355,10 +355,10 @@ TEST(foreign_usage_is_stable_while_pool_resizes) {
   (void)pool->allocator.ensure(50);
   CHECK(is_exact_now());
   CHECK(static_cast<bool>(pool->allocator.free(**ids)));
-  CHECK(!pool->maintenance.trim());
+  CHECK(!pool->background.trim());
   CHECK(is_exact_now());
   backing->fails = false;
-  auto trimmed = pool->maintenance.trim();
+  auto trimmed = pool->background.trim();
   CHECK(trimmed && *trimmed >= 39);
   CHECK(is_exact_now());
 }
@@ -370,19 +370,19 @@ TEST(foreign_usage_is_sampled_after_large_changes) {
   auto pool = make_pool(std::make_shared<LookedAt>(gpu, [] {}), ledger.join(), kLargePage);
   REQUIRE(pool != nullptr);
   int calls = 0;
-  pool->maintenance.on_work([&] { ++calls; });
+  pool->background.on_work([&] { ++calls; });
   auto ids = pool->allocator.alloc(2);  // and the null block's page
   REQUIRE(static_cast<bool>(ids) && *ids);
-  CHECK(!pool->maintenance.take_large_move());
+  CHECK(!pool->background.take_large_move());
   const int before = calls;
   auto more = pool->allocator.alloc(1);
   REQUIRE(static_cast<bool>(more) && *more);
   CHECK(calls > before);
-  CHECK(pool->maintenance.take_large_move() && !pool->maintenance.take_large_move());
+  CHECK(pool->background.take_large_move() && !pool->background.take_large_move());
   CHECK(static_cast<bool>(pool->allocator.free(**ids)) &&
         static_cast<bool>(pool->allocator.free(**more)));
-  CHECK(pool->maintenance.trim() && !pool->maintenance.take_large_move());
-  pool->maintenance.on_work(nullptr);
+  CHECK(pool->background.trim() && !pool->background.take_large_move());
+  pool->background.on_work(nullptr);
 }
 
 TEST(slow_worker_delays_no_device_memory_query) {

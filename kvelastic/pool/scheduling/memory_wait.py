@@ -43,9 +43,10 @@ class MemoryWait:
     """A wait for memory, created when a step found no block.
 
     `seen` is the value of `SchedulerBlocks.availability_epoch` before that step. `former` is the
-    previous wait, if no block has become available since. `gave_back`: the step
-    preempted a request, whose blocks may be enough for another request, so the next step follows
-    without a pause. A request that does not fit runs in pieces and is preempted again and again; with a `former` wait it pauses too.
+    previous wait, if no block has become available since. `gave_back`: the step preempted a
+    request, whose blocks may be enough for another request, so the next step follows without a
+    pause. A request that does not fit runs in pieces and is preempted again and again; with a
+    `former` wait it pauses too.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-// The maintenance thread's calls on a pool: memory requests of other instances, pages ahead of
-// demand, unneeded pages, and idle cached blocks.
+// What a pool does outside of the engine's calls, called by the maintenance thread: memory requests
+// of other instances, pages ahead of demand, unneeded pages, and idle cached blocks.
 #pragma once
 
 #include <chrono>
@@ -13,9 +13,9 @@
 
 namespace kvelastic {
 
-class Maintenance {
+class BackgroundWork {
  public:
-  Maintenance(PoolState& pool, Grower& grower, Reclaimer& reclaimer)
+  BackgroundWork(PoolState& pool, Grower& grower, Reclaimer& reclaimer)
       : pool_(pool), grower_(grower), reclaimer_(reclaimer) {}
 
   /// Sets the function that wakes the maintenance thread when work is due. It is called from the

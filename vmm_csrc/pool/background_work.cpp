@@ -1,4 +1,4 @@
-#include "pool/maintenance.h"
+#include "pool/background_work.h"
 
 #include <algorithm>
 
@@ -17,31 +17,31 @@ IdleTimes idle_times(const State& state) {
 
 }  // namespace
 
-void Maintenance::on_work(std::function<void()> wake) {
+void BackgroundWork::on_work(std::function<void()> wake) {
   const Change change(pool_);
   change->work.on_work(std::move(wake));
 }
 
 // --- memory of other instances -----------------------------------------------------------------
 
-Result<std::uint64_t> Maintenance::give_up(std::uint64_t pages, Depth depth,
-                                           std::uint64_t min_pages) {
+Result<std::uint64_t> BackgroundWork::give_up(std::uint64_t pages, Depth depth,
+                                              std::uint64_t min_pages) {
   if (depth != Depth::kParked) reclaimer_.write_back_for_others(pages);
   Change change(pool_, PoolState::InSession{});
   return reclaimer_.give_up(change, pages, depth, min_pages);
 }
 
-bool Maintenance::pursue() {
+bool BackgroundWork::pursue() {
   Change change(pool_);
   return grower_.pursue(change);
 }
 
-Sight Maintenance::see_devices() {
+Sight BackgroundWork::see_devices() {
   if (!pool_.device_set) return Sight::kNone;
   return pool_.device_set->see_devices([this] { return pool_.backing->device_memory(); });
 }
 
-bool Maintenance::take_large_move() {
+bool BackgroundWork::take_large_move() {
   const Change change(pool_);
   if (change->moved_bytes < kLargeMoveBytes) return false;
   change->moved_bytes = 0;
@@ -49,19 +49,19 @@ bool Maintenance::take_large_move() {
   return true;
 }
 
-bool Maintenance::arm_memory_watch() {
+bool BackgroundWork::arm_memory_watch() {
   const Change change(pool_);
   return change->work.arm_watch(change->has_page_to_watch());
 }
 
-void Maintenance::note_memory() {
+void BackgroundWork::note_memory() {
   const Change change(pool_);
   if (std::exchange(change->refusals.is_unanswered, false)) change->more_available = true;
 }
 
 // --- ahead of demand, and when idle --------------------------------------------------------------
 
-Result<std::uint64_t> Maintenance::provision() {
+Result<std::uint64_t> BackgroundWork::provision() {
   Change change(pool_);
   const Blocks& blocks = change->accounting.blocks();
   const auto loads_go_first = [&] {
@@ -80,17 +80,17 @@ Result<std::uint64_t> Maintenance::provision() {
   return mapped;
 }
 
-Result<std::uint64_t> Maintenance::trim(std::uint64_t most) {
+Result<std::uint64_t> BackgroundWork::trim(std::uint64_t most) {
   Change change(pool_, PoolState::InSession{});
   return reclaimer_.unmap_parked(change, most);
 }
 
-Result<std::uint64_t> Maintenance::compact() {
+Result<std::uint64_t> BackgroundWork::compact() {
   Change change(pool_, PoolState::InSession{});
   return reclaimer_.compact(change);
 }
 
-std::optional<std::chrono::milliseconds> Maintenance::evict_idle() {
+std::optional<std::chrono::milliseconds> BackgroundWork::evict_idle() {
   // Takes the session only to evict: an engine may hold it for a whole step.
   if (const auto left = until_idle_eviction(); !left || left->count() > 0) return left;
   {
@@ -103,7 +103,7 @@ std::optional<std::chrono::milliseconds> Maintenance::evict_idle() {
 }
 
 /// The time until a cached block exceeds its idle time; empty without such a block.
-std::optional<std::chrono::milliseconds> Maintenance::until_idle_eviction() {
+std::optional<std::chrono::milliseconds> BackgroundWork::until_idle_eviction() {
   const Change change(pool_);
   if (!change->work.arm_cache_idle(change->has_cached_to_age())) return std::nullopt;
   change->set_now();
@@ -117,12 +117,12 @@ std::optional<std::chrono::milliseconds> Maintenance::until_idle_eviction() {
   return std::chrono::milliseconds(std::max<std::int64_t>(left_ms, 0));
 }
 
-ParkedUse Maintenance::take_parked_use() {
+ParkedUse BackgroundWork::take_parked_use() {
   const Change change(pool_);
   return change->provisioning.take_use(change->accounting.blocks().parked_pages());
 }
 
-bool Maintenance::arm_decay() {
+bool BackgroundWork::arm_decay() {
   const Change change(pool_);
   return change->work.arm_decay(change->has_something_to_decay());
 }
