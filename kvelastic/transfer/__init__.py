@@ -21,8 +21,8 @@ depend on tiers.
 """
 
 from kvelastic.transfer.link import Link
+from kvelastic.transfer.memory_pieces import Piece
 from kvelastic.transfer.node import Node
-from kvelastic.transfer.pieces import Piece
 from kvelastic.transfer.pool_memory import register_blocks, register_pool
 from kvelastic.transfer.ranges import Hold, Registered
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvelastic.errors import IntegrityError, TransferBusyError
-from kvelastic.transfer.pieces import PackedPieces
+from kvelastic.transfer.memory_pieces import PackedPieces
 from kvelastic.transfer.ranges import Hold, Ranges, Registered
 
 _log = logging.getLogger("kvelastic.transfer")

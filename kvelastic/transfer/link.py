@@ -21,8 +21,8 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.messages import Connection, Message
+from kvelastic.transfer.memory_pieces import Piece, portions
 from kvelastic.transfer.peer_threads import PeerThreads
-from kvelastic.transfer.pieces import Piece, portions
 from kvelastic.transfer.wire import (
     Ask,
     Begin,

@@ -32,8 +32,8 @@ from kvelastic.messages import Address, Connection, Endpoint, Message, Request, 
 from kvelastic.messages.peers import LOOPBACK, networks
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
+from kvelastic.transfer.memory_pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.peer_threads import PeerThreads, Queue
-from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
 from kvelastic.transfer.status import PUBLISH_S, StatusPublisher
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream

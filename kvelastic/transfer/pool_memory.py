@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvelastic import _vmm
 from kvelastic.errors import UnsupportedError
 from kvelastic.pool.pool import ElasticPool
-from kvelastic.transfer.pieces import Piece, packed_of
+from kvelastic.transfer.memory_pieces import Piece, packed_of
 from kvelastic.transfer.ranges import Hold, Registered
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError, NotRegisteredError
-from kvelastic.transfer.pieces import PackedPieces, Piece, packed_of
+from kvelastic.transfer.memory_pieces import PackedPieces, Piece, packed_of
 
 
 class Hold(Protocol):

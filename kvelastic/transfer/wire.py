@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from kvelastic.messages import Message, Meta, Protocol
-from kvelastic.transfer.pieces import MOST_PIECES, PIECE_BYTES
+from kvelastic.transfer.memory_pieces import MOST_PIECES, PIECE_BYTES
 
 MOST_BODY_BYTES: Final = 512 << 10
 TOKEN_BYTES: Final = 32

@@ -17,7 +17,7 @@ from waiting import DEADLINE_S
 from kvelastic.errors import KvelasticError
 from kvelastic.messages import Endpoint, SecretFile, parse_address
 from kvelastic.messages.frames import HEADER, MAGIC, WIRE_VERSION, FrameReader, Kind
-from kvelastic.transfer.pieces import packed_of
+from kvelastic.transfer.memory_pieces import packed_of
 from kvelastic.transfer.wire import PROTOCOL as TRANSFER
 from kvelastic.transfer.wire import Ask as AskNode
 from kvelastic.transfer.wire import Begin, Hello, Push, Send, Settle

@@ -35,8 +35,7 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.messages import parse_address
-from kvelastic.transfer import Hold, Link, Node, Piece, register_blocks
-from kvelastic.transfer import pieces as pieces_module
+from kvelastic.transfer import Hold, Link, Node, Piece, memory_pieces, register_blocks
 
 Nodes = tuple[Node, Node, Link]
 
@@ -88,7 +87,7 @@ def test_pull_and_push_copy_both_ways(nodes: Nodes) -> None:
 @pytest.mark.slow
 def test_pieces_of_all_sizes_are_copied(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces need not match; more of them than a lease may have are several leases."""
-    monkeypatch.setattr(pieces_module, "MOST_PIECES", 100)
+    monkeypatch.setattr(memory_pieces, "MOST_PIECES", 100)
     owner, _, link = nodes
     rng = random.Random(7)
     theirs, ours = Memory(os.urandom(1 << 20)), Memory(bytes(1 << 20))

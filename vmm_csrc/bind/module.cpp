@@ -15,7 +15,7 @@ void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
 void bind_control_block(nanobind::module_& m);
 void bind_record_io(nanobind::module_& m);
-void bind_pieces(nanobind::module_& m);
+void bind_transfer(nanobind::module_& m);
 void bind_staging(nanobind::module_& m);
 void bind_tier_index(nanobind::module_& m);
 }  // namespace kvelastic
@@ -37,7 +37,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_ledger(m);
   kvelastic::bind_liveness(m);
   kvelastic::bind_device_set(m);
-  kvelastic::bind_pieces(m);
+  kvelastic::bind_transfer(m);
   kvelastic::bind_staging(m);
   kvelastic::bind_engine_blocks(m);
   kvelastic::bind_tier_index(m);

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "base/memory_pieces.h"
 #include "base/own_process.h"
-#include "base/pieces.h"
 #include "driver/cuda_api.h"
 #include "driver/driver.h"
 

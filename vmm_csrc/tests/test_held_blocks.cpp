@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "driver/host_driver.h"
-#include "pieces_fixture.h"
+#include "memory_pieces_fixture.h"
 #include "pool/pool.h"
 #include "transfer/held_blocks.h"
 

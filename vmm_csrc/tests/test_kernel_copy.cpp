@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "check.h"
-#include "pieces_fixture.h"
+#include "memory_pieces_fixture.h"
 #include "transfer/kernel_copy.h"
 
 namespace kvelastic {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "pieces_fixture.h"
+#include "memory_pieces_fixture.h"
 #include "transfer/piece_streams.h"
 
 namespace kvelastic {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 #include "pages/geometry.h"
 #include "pages/range.h"
 #include "pool/pool.h"

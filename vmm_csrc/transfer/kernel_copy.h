@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <span>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 #include "base/status.h"
 
 namespace kvelastic {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <span>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 #include "base/status.h"
 
 namespace kvelastic {

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 
 namespace kvelastic {
 

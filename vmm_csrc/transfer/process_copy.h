@@ -7,7 +7,7 @@
 
 #include <span>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 
 namespace kvelastic {
 

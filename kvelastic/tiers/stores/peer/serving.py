@@ -32,7 +32,7 @@ from kvelastic.tiers.staging import StagingSlots
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.wire import Read, Reading, packed, question_of
 from kvelastic.transfer import Link, Piece
-from kvelastic.transfer.pieces import packed_of
+from kvelastic.transfer.memory_pieces import packed_of
 
 READ_S: Final = 5.0
 """How long a reader may take between the reply and the end of its pull."""

@@ -40,7 +40,7 @@ from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.peer.wire import MOST_KEYS, Read, Release, packed, reading_of
 from kvelastic.tiers.workers import Workers
 from kvelastic.transfer import Link, Node
-from kvelastic.transfer.pieces import MOST_BYTES
+from kvelastic.transfer.memory_pieces import MOST_BYTES
 
 _log = logging.getLogger("kvelastic")
 

@@ -1,4 +1,4 @@
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 
 #include <string>
 

@@ -11,8 +11,8 @@
 
 #include "check.h"
 #include "driver/host_driver.h"
+#include "memory_pieces_fixture.h"
 #include "pages/range.h"
-#include "pieces_fixture.h"
 #include "transfer/process_copy.h"
 
 namespace kvelastic {

@@ -1,6 +1,4 @@
 // `kvelastic._vmm`: lists of pieces, and copies between processes without the GIL.
-#include "base/pieces.h"
-
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -10,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/memory_pieces.h"
 #include "bind/errors.h"
 #include "bind/ids.h"
 #include "driver/cuda_driver.h"
@@ -120,7 +119,7 @@ PieceDeadline deadline_in(double timeout_s) {
 
 }  // namespace
 
-void bind_pieces(nb::module_& m) {
+void bind_transfer(nb::module_& m) {
   m.def("pack_pieces", &pack_pieces, "pieces"_a,
         "Encode (address, size) pairs as messages carry them: two little-endian 64-bit integers "
         "each. The result is called packed pieces.");

@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/pieces.h"
+#include "base/memory_pieces.h"
 #include "check.h"
 
 namespace kvelastic {
