@@ -311,7 +311,7 @@ def status_of(
         engine_asleep=info.engine_asleep,
         limit_bytes=limit_bytes if is_limited else capacity_bytes,
         is_limited=is_limited,
-        is_squeezed=bool(usage["squeezed"]),
+        is_squeezed=bool(usage["under_pressure"]),
         is_limit_of_kvcached_client=_is_of_kvcached_client(info),
         requested_limit_bytes=request["limit_bytes"],
         set_aside_bytes=set_aside_bytes,

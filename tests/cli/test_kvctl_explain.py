@@ -221,7 +221,7 @@ CASES = {
     "reached, and the device is full of those who rank below": (
         REACHED, ledger(member("a"), member("b", priority=-1, granted_bytes=900 * MIB), **FULL),
         ["Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
-    "squeezed": (
+    "under pressure": (
         replace(REACHED, limit_bytes=500 * MIB, is_squeezed=True, over_bytes=50 * MIB), None,
         ["Its limit is 500.00 MiB; memory pressure lowers it to 100.00 MiB",
          "limit! It is 50.00 MiB over the lowered limit, and none"],

@@ -42,7 +42,7 @@ USAGE = {
     "blocks_cached": 100,
     "asleep": 0,
     "limit_bytes": 500 * MIB,
-    "squeezed": 0,
+    "under_pressure": 0,
     "blocks_available": 0,
     "blocks_reserved": 0,
     "reports_waiting": 1,

@@ -25,7 +25,7 @@ def segment_info(name: str, device: str = "GPU-1", **changes: object) -> Segment
         "page_bytes": 2 * MIB,
         "limit_bytes": 8 * GIB,
         "asleep": 0,
-        "squeezed": 0,
+        "under_pressure": 0,
         "blocks_total": 0,
         "blocks_in_use": 0,
         "blocks_cached": 0,

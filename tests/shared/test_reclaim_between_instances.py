@@ -216,7 +216,7 @@ def test_unneeded_memory_pressure_is_lifted(device):
     high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.1")
     fill(low, DEVICE_PAGES)
     assert high.alloc(4 * B - 1) is None
-    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays under pressure")
     whole_bytes = DEVICE_PAGES * PAGE
     wait_until(
         lambda: segment.inspect(low.name).answer["effective_limit_bytes"] == whole_bytes,
@@ -233,16 +233,16 @@ def test_death_of_the_requester_lifts_memory_pressure(device):
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     ids = fill(low, DEVICE_PAGES)
     high.send("alloc", 4 * B - 1)
-    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES - 4, "it is not squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES - 4, "it is not under pressure")
     high.kill()
-    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays under pressure")
     low.free(ids[:4])
     assert low.alloc(4) is not None
     sound(device, low)
 
 
 def test_cached_blocks_on_used_pages_cannot_be_reclaimed(device):
-    """All pages of the lower one hold a block in use: none can be had without a squeeze, however
+    """All pages of the lower one hold a block in use: none is available without memory pressure, however
     many bytes of it are cached."""
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     pages = by_page(fill(low, DEVICE_PAGES))

@@ -229,7 +229,7 @@ def test_pressure_preempts_the_newest_request():
     )
     a, b = result.models
     assert (a.served, a.preempted, b.served) == (2, 1, 1)
-    # From 50 ms after the squeeze (preempt_ms, and a look every 20 ms) b has it; a goes on then.
+    # From 50 ms after the pressure (preempt_ms, and a look every 20 ms) b has it; a goes on then.
     assert ms(50) <= b.waits_ns[0] <= ms(90)
     assert a.waits_ns[0] == 0
     assert a.waits_ns[1] >= SECOND

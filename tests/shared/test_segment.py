@@ -439,7 +439,7 @@ def test_readers_see_consistent_publications(mine):
         while not stop.is_set():
             value += 1
             mine.control_block.publish_usage(
-                capacity_bytes=value, mapped_bytes=value, squeezed=value
+                capacity_bytes=value, mapped_bytes=value, under_pressure=value
             )
 
     writer = threading.Thread(target=publish)
@@ -450,9 +450,9 @@ def test_readers_see_consistent_publications(mine):
         while reads < 20_000 or len(seen) < 2:
             reads += 1
             usage = reader.control_block.read_usage()
-            assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["squeezed"]
+            assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["under_pressure"]
             assert usage["whole"]
-            seen.add(usage["squeezed"])
+            seen.add(usage["under_pressure"])
     finally:
         stop.set()
         writer.join()

@@ -85,11 +85,11 @@ class Instance:
 
     reclaim: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})
     reclaim_since_ns: int = 0
-    squeezed_to: int | None = None
-    squeezed_at_ns: int = 0
-    squeezed_until_ns: int = 0
+    pressure_pages: int | None = None
+    pressure_since_ns: int = 0
+    pressure_until_ns: int = 0
     owed: list[Owed] = field(default_factory=list)
-    """What a squeeze has still to free."""
+    """Pages that memory pressure has still to free."""
 
     cached_lost: int = 0
     """Evicted for requests of others."""
@@ -119,10 +119,10 @@ class Instance:
 
     @property
     def bound(self) -> int:
-        """The limit that counts now: a squeeze makes it smaller."""
-        if self.squeezed_to is None:
+        """The limit that counts now: memory pressure makes it smaller."""
+        if self.pressure_pages is None:
             return self.limit_pages
-        return min(self.limit_pages, self.squeezed_to)
+        return min(self.limit_pages, self.pressure_pages)
 
     @property
     def over(self) -> int:
@@ -168,7 +168,7 @@ class Instance:
         self.asleep, self.is_to_sleep = True, False
         self.cached = self.parked = self.parked_low = 0
         self.starved = self.request_bytes = 0
-        self.wait_until_ns = self.squeezed_to = None
+        self.wait_until_ns = self.pressure_pages = None
         self.owed.clear()
 
     # --- pages ----------------------------------------------------------------------------------
@@ -217,15 +217,15 @@ class Instance:
     def give_up(self, pages: int, depth: Depth, now_ns: int) -> int:
         """Reclaim pages for others, step by step; returns the pages given at once.
 
-        What is in use is squeezed out: no request begins until enough have ended.
+        Memory pressure on blocks in use: no request begins until enough have ended.
         """
         target = max(self.held - pages, min(self.guaranteed, self.held))
         given = self._down_to(target, depth)
         if depth is Depth.IN_USE and self.held > target:
-            if self.squeezed_to is None:
-                self.squeezed_at_ns = now_ns
-            self.squeezed_to = target
-            self.squeezed_until_ns = now_ns + PRESSURE_LEASE_NS
+            if self.pressure_pages is None:
+                self.pressure_since_ns = now_ns
+            self.pressure_pages = target
+            self.pressure_until_ns = now_ns + PRESSURE_LEASE_NS
         if given > 0 and self.held < self.guaranteed:
             raise IntegrityError(f"{self.spec.name} was taken below its min.")
         return given

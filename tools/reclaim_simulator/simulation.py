@@ -175,17 +175,17 @@ class Simulation:
         self._sleep_if_idle(one)
 
     def _look(self, one: Instance, time_ns: int) -> None:
-        """What waits, asks or is squeezed looks whether something has changed."""
+        """What waits, requests memory or is under pressure looks whether something has changed."""
         if self._looks[one.index] != time_ns:
             return  # an earlier look has taken its place
         self._looks[one.index] = None
         if one.asleep:
             self._pursue_claim(one)
             return
-        self._watch_squeeze(one)
+        self._watch_pressure(one)
         self._pursue(one)
         self._serve_queue(one)
-        if one.queue or one.starved > 0 or one.squeezed_to is not None:
+        if one.queue or one.starved > 0 or one.pressure_pages is not None:
             self._look_at(one, self.now_ns + LOOK_NS)
 
     # --- allocs ---------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class Simulation:
             given = victim.give_up(pages, depth, self.now_ns)
             victim.owed += requests
             self._settle(victim, given, depth)
-        if victim.squeezed_to is None:
+        if victim.pressure_pages is None:
             victim.owed.clear()  # there was no more to be had
         else:
             self._look_at(victim, self.now_ns)
@@ -399,15 +399,15 @@ class Simulation:
         got[victim.spec.name] = got.get(victim.spec.name, 0) + count_bytes
         self.result.moves.append(Move(self.now_ns, victim.index, requester, count_bytes, depth))
 
-    def _watch_squeeze(self, one: Instance) -> None:
+    def _watch_pressure(self, one: Instance) -> None:
         """Preempt while it is over its bound; end the pressure below it or without requests."""
-        if one.squeezed_to is None:
+        if one.pressure_pages is None:
             return
-        if one.over > 0 and self.now_ns < one.squeezed_until_ns:
-            if one.running and self.now_ns - one.squeezed_at_ns >= one.spec.preempt_ns:
+        if one.over > 0 and self.now_ns < one.pressure_until_ns:
+            if one.running and self.now_ns - one.pressure_since_ns >= one.spec.preempt_ns:
                 self._preempt(one)
             return
-        one.squeezed_to = None
+        one.pressure_pages = None
         one.owed.clear()
 
     def _preempt(self, one: Instance) -> None:

@@ -167,7 +167,7 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 22> kUsageF
     {"updated_ns", &Usage::updated_ns},
     {"asleep", &Usage::asleep},
     {"limit_bytes", &Usage::limit_bytes},
-    {"squeezed", &Usage::squeezed},
+    {"under_pressure", &Usage::under_pressure},
     {"mappings_per_page", &Usage::mappings_per_page},
     {"reports_waiting", &Usage::reports_waiting},
     {"requests_waiting", &Usage::requests_waiting},

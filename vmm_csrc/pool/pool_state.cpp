@@ -179,7 +179,7 @@ Usage State::usage(std::uint64_t available) const {
   usage.pages_parked = blocks.parked_pages();
   usage.asleep = accounting.limit.is_asleep() ? 1 : 0;
   usage.limit_bytes = accounting.limit.requested_bytes();
-  usage.squeezed = accounting.limit.is_under_pressure() ? 1 : 0;
+  usage.under_pressure = accounting.limit.is_under_pressure() ? 1 : 0;
   usage.mappings_per_page = page_bytes / accounting.geometry().extent_bytes;
   if (waiting) {
     const WaitingBytes bytes = waiting_bytes();

@@ -176,7 +176,8 @@ struct Usage {
   std::uint64_t asleep =
       0;  ///< 1: no block is allocated, and no memory is held except for blocks in use
   std::uint64_t limit_bytes = 0;  ///< as the operator set it, also while asleep; or kUnlimitedBytes
-  std::uint64_t squeezed = 0;     ///< 1: memory pressure keeps usage below the limit, see Pressure
+  std::uint64_t under_pressure =
+      0;  ///< 1: memory pressure keeps usage below the limit, see Pressure
   std::uint64_t mappings_per_page = 0;  ///< of one page, on all ranks; 0: unknown
   /// Requests of the engine that wait for memory. All four fields are zero if the engine does not
   /// report them, as engines before 0.2 do not.

@@ -256,7 +256,8 @@ TEST(control_block_reads_see_whole_publications) {
   // Two writers: several threads of an owner may publish.
   const auto publish = [&] {
     for (std::uint64_t value = 1; !stop.load(); ++value) {
-      owner->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .squeezed = value});
+      owner->publish_usage(
+          {.capacity_bytes = value, .mapped_bytes = value, .under_pressure = value});
     }
   };
   std::thread first(publish);
@@ -266,9 +267,9 @@ TEST(control_block_reads_see_whole_publications) {
   for (int i = 0; i < 200'000 || changes < 2000; ++i) {
     Usage usage;
     if (!(*view).read_usage(usage)) continue;
-    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.squeezed);
-    changes += usage.squeezed != last ? 1 : 0;
-    last = usage.squeezed;
+    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.under_pressure);
+    changes += usage.under_pressure != last ? 1 : 0;
+    last = usage.under_pressure;
   }
   stop = true;
   first.join();
@@ -303,7 +304,8 @@ TEST(control_block_copies_see_whole_publications) {
   std::atomic<bool> stop{false};
   std::thread publisher([&] {
     for (std::uint64_t value = 1; !stop.load(); ++value) {
-      (*owner)->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .squeezed = value});
+      (*owner)->publish_usage(
+          {.capacity_bytes = value, .mapped_bytes = value, .under_pressure = value});
       // Bursts, and time in between for three reads of the file.
       if (value % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
@@ -317,9 +319,9 @@ TEST(control_block_copies_see_whole_publications) {
     REQUIRE(view);
     Usage usage;
     CHECK((*view).read_usage(usage));
-    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.squeezed);
-    changes += usage.squeezed != last ? 1 : 0;
-    last = usage.squeezed;
+    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.under_pressure);
+    changes += usage.under_pressure != last ? 1 : 0;
+    last = usage.under_pressure;
   }
   stop = true;
   publisher.join();
