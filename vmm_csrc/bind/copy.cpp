@@ -71,7 +71,7 @@ Status copy_all(const Range& range, const std::vector<BlockId>& ids, const Buffe
 
 template <Direction direction>
 void copy_blocks(const Range& range, nb::handle ids, nb::sequence views) {
-  own(range);
+  in_owner(range);
   const std::vector<BlockId> blocks = integers_of(ids);
   const Geometry& geometry = range.geometry();
   if (range.driver().device().type != DeviceKind::kHost || geometry.extents_per_page != 1 ||

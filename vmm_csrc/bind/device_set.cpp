@@ -53,7 +53,7 @@ std::shared_ptr<DeviceSet> make_device_set(nb::sequence placements, std::uint64_
   return unwrap(DeviceSet::create(std::move(all), copy_bytes));
 }
 
-DeviceSet& own(DeviceSet& device_set) {
+DeviceSet& in_owner(DeviceSet& device_set) {
   check(device_set.all().front().member->refuse_in_a_child());
   return device_set;
 }
@@ -114,20 +114,22 @@ void bind_device_set(nb::module_& m) {
                    "The size of a page with all its copies on all devices, in bytes.")
       .def(
           "grant",
-          [](DeviceSet& device_set, std::uint64_t pages) { return own(device_set).grant(pages); },
+          [](DeviceSet& device_set, std::uint64_t pages) {
+            return in_owner(device_set).grant(pages);
+          },
           "pages"_a,
           "Take up to `pages` pages, as many as all devices have, and return their number.")
       .def(
           "arrived",
-          [](DeviceSet& device_set, std::uint64_t pages) { own(device_set).arrived(pages); },
+          [](DeviceSet& device_set, std::uint64_t pages) { in_owner(device_set).arrived(pages); },
           "pages"_a, "Report that granted pages are mapped.")
       .def(
           "leaving",
-          [](DeviceSet& device_set, std::uint64_t pages) { own(device_set).leaving(pages); },
+          [](DeviceSet& device_set, std::uint64_t pages) { in_owner(device_set).leaving(pages); },
           "pages"_a, "Report that mapped pages are about to be unmapped.")
       .def(
           "give_back",
-          [](DeviceSet& device_set, std::uint64_t pages) { own(device_set).give_back(pages); },
+          [](DeviceSet& device_set, std::uint64_t pages) { in_owner(device_set).give_back(pages); },
           "pages"_a)
       .def("room", &DeviceSet::room, "Return how many pages grant() could take now.")
       .def("reach", &DeviceSet::reach,
@@ -139,7 +141,7 @@ void bind_device_set(nb::module_& m) {
       .def(
           "see_devices",
           [](DeviceSet& device_set, const std::function<DevicesSeen()>& look) {
-            return text_of(own(device_set).see_devices([&look] {
+            return text_of(in_owner(device_set).see_devices([&look] {
               std::vector<std::optional<DeviceMemory>> seen;
               for (const auto& one : look()) {
                 seen.push_back(one ? std::optional(DeviceMemory{one->first, one->second})
@@ -181,19 +183,19 @@ void bind_device_set(nb::module_& m) {
           "timeout_s"_a,
           "Claim the guarantee and the reserve again, as Pool.wake does; for tests. Blocks.")
       .def(
-          "fall_asleep", [](DeviceSet& device_set) { own(device_set).fall_asleep(); },
+          "fall_asleep", [](DeviceSet& device_set) { in_owner(device_set).fall_asleep(); },
           "Exclude guarantee and reserve from the sums until the instance wakes.")
       .def_prop_ro("is_asleep", &DeviceSet::is_asleep)
       .def(
           "request_memory",
           [](DeviceSet& device_set, std::uint64_t pages) {
-            return own(device_set).request_memory(pages);
+            return in_owner(device_set).request_memory(pages);
           },
           "pages"_a,
           "Request memory for `pages` pages in each ledger that lacks some. Returns False if on "
           "one of those devices no instance has to release memory.")
       .def("end_memory_request",
-           [](DeviceSet& device_set) { own(device_set).end_memory_request(); })
+           [](DeviceSet& device_set) { in_owner(device_set).end_memory_request(); })
       .def(
           "open_reclaim",
           [](const DeviceSet& device_set) {

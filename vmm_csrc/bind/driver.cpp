@@ -229,14 +229,14 @@ void bind_driver(nb::module_& m) {
           "map",
           [](Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            check(without_gil([&r = own(r), &batch] { return r.map(batch); }));
+            check(without_gil([&r = in_owner(r), &batch] { return r.map(batch); }));
           },
           "pages"_a, "Map unmapped pages. On the host, new pages are zeroed. Blocks.")
       .def(
           "check_map",
           [](const Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            check(without_gil([&r = own(r), &batch] { return r.check_map(batch); }));
+            check(without_gil([&r = in_owner(r), &batch] { return r.check_map(batch); }));
           },
           "pages"_a,
           "Raise the errors that map() would raise for these pages, except for a lack of memory.")
@@ -244,7 +244,7 @@ void bind_driver(nb::module_& m) {
           "unmap",
           [](Range& r, nb::handle pages, bool destroy) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            check(without_gil([&r = own(r), &batch, destroy] {
+            check(without_gil([&r = in_owner(r), &batch, destroy] {
               return r.unmap(batch, destroy ? Afterwards::kDestroy : Afterwards::kRecycle);
             }));
           },
@@ -263,17 +263,17 @@ void bind_driver(nb::module_& m) {
             for (std::size_t i = 0; i < sources.size(); ++i) {
               moves.push_back({sources[i], targets[i]});
             }
-            check(without_gil([&r = own(r), &moves] { return r.copy(moves); }));
+            check(without_gil([&r = in_owner(r), &moves] { return r.copy(moves); }));
           },
           "from"_a, "to"_a,
           "Copy blocks of mapped pages, in every buffer. Blocks until the copy is complete.")
       .def(
-          "trim", [](Range& r) { check(without_gil([&r = own(r)] { return r.trim(); })); },
+          "trim", [](Range& r) { check(without_gil([&r = in_owner(r)] { return r.trim(); })); },
           "Destroy the handles that unmap() has kept.")
       .def(
           "hold_grant_of",
           [](Range& r, std::shared_ptr<LedgerMember> member) {
-            own(r).hold_grant_of(std::move(member));
+            in_owner(r).hold_grant_of(std::move(member));
           },
           "member"_a,
           "Keep `member` in its ledger until the range has released its memory, which is when its "
@@ -282,7 +282,7 @@ void bind_driver(nb::module_& m) {
            "Return the whole range as a flat int8 tensor (DLPack, no copy). Touching unmapped "
            "pages faults.")
       .def(
-          "is_mapped", [](const Range& r, PageIndex page) { return own(r).is_mapped(page); },
+          "is_mapped", [](const Range& r, PageIndex page) { return in_owner(r).is_mapped(page); },
           "page"_a)
       .def(
           "handles",
@@ -290,7 +290,7 @@ void bind_driver(nb::module_& m) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             nb::list found;
             for (const Handle handle :
-                 unwrap(without_gil([&r = own(r), &batch] { return r.handles(batch); }))) {
+                 unwrap(without_gil([&r = in_owner(r), &batch] { return r.handles(batch); }))) {
               found.append(handle);
             }
             return found;
@@ -302,21 +302,23 @@ void bind_driver(nb::module_& m) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             nb::list found;
             for (const std::uint32_t generation :
-                 without_gil([&r = own(r), &batch] { return r.generations(batch); })) {
+                 without_gil([&r = in_owner(r), &batch] { return r.generations(batch); })) {
               found.append(generation);
             }
             return found;
           },
           "pages"_a, "Return how many times each page has been unmapped.")
       .def(
-          "ring_at_unmap", [](Range& r, int bell) { check(own(r).ring_at_unmap(bell)); }, "bell"_a,
+          "ring_at_unmap", [](Range& r, int bell) { check(in_owner(r).ring_at_unmap(bell)); },
+          "bell"_a,
           "From now on, add 1 to an eventfd after pages of handles() have been unmapped; "
           "take_unmapped() returns them. The descriptor stays the caller's.")
       .def(
           "take_unmapped",
           [](Range& r) {
             nb::list out;
-            for (const PageIndex page : without_gil([&r = own(r)] { return r.take_unmapped(); })) {
+            for (const PageIndex page :
+                 without_gil([&r = in_owner(r)] { return r.take_unmapped(); })) {
               out.append(page);
             }
             return out;
@@ -329,7 +331,7 @@ void bind_driver(nb::module_& m) {
       .def_prop_ro("range_bytes", [](const Range& r) { return r.geometry().range_bytes(); })
       .def_prop_ro("address",
                    [](const Range& r) { return reinterpret_cast<std::uintptr_t>(r.address()); })
-      .def("check_integrity", [](const Range& r) { check(own(r).check_integrity()); });
+      .def("check_integrity", [](const Range& r) { check(in_owner(r).check_integrity()); });
 }
 
 }  // namespace kvelastic

@@ -43,7 +43,7 @@ auto without_gil(F work) {
 /// Returns `object` in the process that created it. Raises DeviceUnavailableError in a forked
 /// child.
 template <typename T>
-T& own(T& object) {
+T& in_owner(T& object) {
   if (!object.made_by().is_this()) check(object.made_by().refuse_in_a_child());
   return object;
 }

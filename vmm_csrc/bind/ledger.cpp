@@ -115,9 +115,9 @@ nb::dict read_ledger(nb::handle buffer, int fd) {
 }
 
 template <auto kMethod>
-struct Own;
+struct InOwner;
 template <typename Return, typename... Arguments, Return (LedgerMember::*kMethod)(Arguments...)>
-struct Own<kMethod> {
+struct InOwner<kMethod> {
   static Return call(LedgerMember& member, Arguments... arguments) {
     check(member.refuse_in_a_child());
     return (member.*kMethod)(arguments...);
@@ -125,7 +125,7 @@ struct Own<kMethod> {
 };
 /// Wraps a method, so that it raises DeviceUnavailableError in a forked child.
 template <auto kMethod>
-constexpr auto of_its_own = &Own<kMethod>::call;
+constexpr auto in_owner_call = &InOwner<kMethod>::call;
 
 }  // namespace
 
@@ -238,27 +238,27 @@ void bind_ledger(nb::module_& m) {
           "liveness is unknown. With `children_keep`, the member counts as alive while a forked "
           "child is alive. With a reserve it blocks until others have released the memory. Raises "
           "GuaranteeError, ReserveError, PoolExhaustedError or SegmentError.")
-      .def("leave", of_its_own<&LedgerMember::leave>,
+      .def("leave", in_owner_call<&LedgerMember::leave>,
            "Return the whole grant and free the slot. Idempotent.")
-      .def("linger", of_its_own<&LedgerMember::linger>,
+      .def("linger", in_owner_call<&LedgerMember::linger>,
            "Keep the slot and the grant until the processes of this member have ended.")
-      .def("grant", of_its_own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
+      .def("grant", in_owner_call<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
            "Take up to `pages` pages, as many as are available, and return their number.")
-      .def("arrived", of_its_own<&LedgerMember::arrived>, "pages"_a, "page_bytes"_a,
+      .def("arrived", in_owner_call<&LedgerMember::arrived>, "pages"_a, "page_bytes"_a,
            "Report that granted pages are on the device.")
-      .def("leaving", of_its_own<&LedgerMember::leaving>, "pages"_a, "page_bytes"_a,
+      .def("leaving", in_owner_call<&LedgerMember::leaving>, "pages"_a, "page_bytes"_a,
            "Report that pages are about to leave the device. Call it before the driver gets their "
            "memory.")
-      .def("give_back", of_its_own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
+      .def("give_back", in_owner_call<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
       .def("room", &LedgerMember::room, "page_bytes"_a,
            "Return how many pages grant() could take now.")
       .def("reach", &LedgerMember::reach, "page_bytes"_a,
            "Return how many pages could become available: room() plus what other members would "
            "have to release.")
-      .def("request_memory", of_its_own<&LedgerMember::request_memory>, "bytes"_a,
+      .def("request_memory", in_owner_call<&LedgerMember::request_memory>, "bytes"_a,
            "Request `bytes` of memory from other members. Returns False if no member has to "
            "release any.")
-      .def("end_memory_request", of_its_own<&LedgerMember::end_memory_request>)
+      .def("end_memory_request", in_owner_call<&LedgerMember::end_memory_request>)
       .def_prop_ro("bell", &LedgerMember::bell)
       .def(
           "wait",
@@ -293,7 +293,7 @@ void bind_ledger(nb::module_& m) {
           },
           "timeout_s"_a,
           "Claim the guarantee and the reserve again, as Pool.wake does; for tests. Blocks.")
-      .def("fall_asleep", of_its_own<&LedgerMember::fall_asleep>,
+      .def("fall_asleep", in_owner_call<&LedgerMember::fall_asleep>,
            "Exclude guarantee and reserve from the sums until the member wakes.")
       .def_prop_ro("is_asleep", &LedgerMember::is_asleep)
       .def_prop_ro("reserve_bytes", &LedgerMember::reserve_bytes)
@@ -307,8 +307,8 @@ void bind_ledger(nb::module_& m) {
           "pid"_a, "start_time_ticks"_a,
           "Register another process that maps the pages. The grants stay until all registered "
           "processes have ended.")
-      .def("set_others", of_its_own<&LedgerMember::set_others>, "bytes"_a)
-      .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "evictable_bytes"_a,
+      .def("set_others", in_owner_call<&LedgerMember::set_others>, "bytes"_a)
+      .def("publish", in_owner_call<&LedgerMember::publish>, "in_use_bytes"_a, "evictable_bytes"_a,
            "parked_bytes"_a, "page_bytes"_a, "active"_a)
       .def(
           "open_reclaim",
@@ -317,7 +317,7 @@ void bind_ledger(nb::module_& m) {
             return nb::make_tuple(open.bytes, static_cast<std::uint32_t>(open.depth));
           },
           "Return (bytes, depth) that other members request from this one.")
-      .def("handled", of_its_own<&LedgerMember::handled>, "bytes"_a)
+      .def("handled", in_owner_call<&LedgerMember::handled>, "bytes"_a)
       .def_prop_ro("granted_bytes", &LedgerMember::granted_bytes)
       .def_prop_ro("capacity_bytes", &LedgerMember::capacity_bytes)
       .def_prop_ro("min_bytes", &LedgerMember::min_bytes)

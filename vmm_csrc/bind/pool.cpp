@@ -86,14 +86,14 @@ nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   std::optional<std::vector<BlockId>> ids;
   // The common case maps no page and is short. Releasing the GIL there would cost far more: another
   // thread could keep it for up to 5 ms and delay the engine's step.
-  if (!own(pool).allocator.try_alloc(count, ids, reuse)) {
+  if (!in_owner(pool).allocator.try_alloc(count, ids, reuse)) {
     ids = unwrap(without_gil([&] { return pool.allocator.alloc(count, reuse); }));
   }
   return ids ? list_of(*ids) : nb::none();
 }
 
 nb::object alloc_run(Pool& pool, std::uint64_t pages) {
-  own(pool);
+  in_owner(pool);
   const std::optional<std::vector<BlockId>> ids =
       unwrap(without_gil([&] { return pool.allocator.alloc_run(pages); }));
   return ids ? list_of(*ids) : nb::none();
@@ -106,14 +106,14 @@ auto from_state(const Pool& pool) {
 }
 
 void report_busy(Pool& pool, bool busy) {
-  if (own(pool).state.device_set) pool.state.device_set->report_busy(busy);
+  if (in_owner(pool).state.device_set) pool.state.device_set->report_busy(busy);
 }
 
 /// free and touch block only if the pool is over its limit and must unmap pages.
 template <Status (Allocator::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
-  if (own(pool).state.is_over_limit()) {
+  if (in_owner(pool).state.is_over_limit()) {
     check(without_gil([&] { return (pool.allocator.*method)(ids); }));
   } else {
     check((pool.allocator.*method)(ids));
@@ -134,7 +134,7 @@ PinKind pin_kind(std::string_view name) {
 
 /// Like free, it blocks only if the pool is over its limit and must unmap pages.
 bool unpin(Pool& pool, PinTicket ticket) {
-  if (!own(pool).state.is_over_limit()) return pool.allocator.unpin(ticket);
+  if (!in_owner(pool).state.is_over_limit()) return pool.allocator.unpin(ticket);
   return without_gil([&] { return pool.allocator.unpin(ticket); });
 }
 
@@ -149,7 +149,7 @@ nb::dict limit_dict(const LimitState& state) {
 }
 
 nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
-  own(pool);
+  in_owner(pool);
   return limit_dict(unwrap(without_gil([&] {
     (void)pool.limits.set(limit_bytes);
     return pool.limits.enforce();
@@ -157,7 +157,7 @@ nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
 }
 
 nb::dict stats_dict(const Pool& pool) {
-  const PoolStats stats = own(pool).state.stats();
+  const PoolStats stats = in_owner(pool).state.stats();
   nb::dict out;
   out["page_bytes"] = stats.page_bytes;
   out["pages_total"] = stats.pages_total;
@@ -186,7 +186,7 @@ nb::dict stats_dict(const Pool& pool) {
 }
 
 nb::dict occupancy(const Pool& pool, nb::object pages) {
-  const PoolState& state = own(pool).state;
+  const PoolState& state = in_owner(pool).state;
   const auto occupancy_of = [&](PageIndex page) {
     return PoolState::Look(state)->accounting.blocks().occupancy(page);
   };
@@ -278,7 +278,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "pin",
           [](Pool& pool, nb::handle ids, std::string_view kind) {
-            return unwrap(own(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
+            return unwrap(in_owner(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
           },
           "ids"_a, nb::kw_only(), "kind"_a = "strict",
           "Pin used or cached blocks and return a ticket. Until unpin() they are not evicted, "
@@ -291,7 +291,7 @@ void bind_pool(nb::module_& m) {
            "End a pin. Blocks that were freed or cached in the meantime are free or cached now. "
            "Returns False if the pin had already ended.")
       .def(
-          "pinned", [](const Pool& pool) { return list_of(pinned(own(pool).state)); },
+          "pinned", [](const Pool& pool) { return list_of(pinned(in_owner(pool).state)); },
           "Return the ids of freed blocks that are still pinned.")
       .def_prop_ro("reusable", &from_state<&PoolState::reusable>,
                    "The number of freed, still pinned blocks that alloc(reuse=True) could use.")
@@ -303,7 +303,7 @@ void bind_pool(nb::module_& m) {
           "ensure",
           [](Pool& pool, std::uint64_t count, std::uint64_t needed) {
             std::uint64_t mapped = 0;
-            if (own(pool).allocator.try_ensure(count, needed, mapped)) return mapped;
+            if (in_owner(pool).allocator.try_ensure(count, needed, mapped)) return mapped;
             return unwrap(without_gil([&] { return pool.allocator.ensure(count, needed); }));
           },
           "count"_a, nb::kw_only(), "needed"_a = 0,
@@ -320,7 +320,7 @@ void bind_pool(nb::module_& m) {
           "wait_for_epoch",
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
             const std::chrono::nanoseconds timeout = duration(timeout_s);
-            return without_gil([&pool = own(pool), seen, timeout] {
+            return without_gil([&pool = in_owner(pool), seen, timeout] {
               return pool.allocator.wait_for_epoch(seen, timeout);
             });
           },
@@ -337,8 +337,9 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::uint64_t requests, std::uint64_t first_blocks,
              std::uint64_t first_may_blocks) {
             const Waiting waiting{requests, first_blocks, first_may_blocks};
-            const WaitingBytes bytes = without_gil(
-                [&pool = own(pool), &waiting] { return pool.allocator.report_waiting(waiting); });
+            const WaitingBytes bytes = without_gil([&pool = in_owner(pool), &waiting] {
+              return pool.allocator.report_waiting(waiting);
+            });
             return nb::make_tuple(bytes.first_needs, bytes.first_may_need, bytes.allowed);
           },
           "requests"_a, nb::kw_only(), "first_blocks"_a = 0, "first_may_blocks"_a = 0,
@@ -349,20 +350,20 @@ void bind_pool(nb::module_& m) {
       .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
-            own(pool);
+            in_owner(pool);
             return unwrap(without_gil([&] { return pool.allocator.try_to_reserve(count); }));
           },
           "count"_a,
           "Reserve blocks for the next allocs. Returns False if too few are available. A lower "
           "limit, sleep and memory requests of other instances drop the reservation. Blocks.")
       .def("free_reserved",
-           [](Pool& p) { without_gil([&p = own(p)] { p.allocator.free_reserved(); }); })
+           [](Pool& p) { without_gil([&p = in_owner(p)] { p.allocator.free_reserved(); }); })
       .def_prop_ro("has_evicted", &from_state<&PoolState::has_changes>)
       .def(
           "take_changes",
           [](Pool& pool) {
             nb::list out;
-            for (const BlockChange& change : own(pool).allocator.take_changes()) {
+            for (const BlockChange& change : in_owner(pool).allocator.take_changes()) {
               out.append(nb::make_tuple(change.id, change.to));
             }
             return out;
@@ -373,14 +374,15 @@ void bind_pool(nb::module_& m) {
       .def(
           "compact",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.background.compact(); }));
+            return unwrap(
+                without_gil([&pool = in_owner(pool)] { return pool.background.compact(); }));
           },
           "Move the cached blocks of one page into holes of other pages. Returns how many blocks "
           "moved. Blocks.")
       .def(
           "enter",
           [](Pool& pool) {
-            if (!own(pool).state.session.try_lock())
+            if (!in_owner(pool).state.session.try_lock())
               without_gil([&] { pool.state.session.lock(); });
           },
           "Begin a session: until exit(), only calls of this thread take blocks away. Blocks while "
@@ -388,7 +390,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "exit",
           [](Pool& pool) {
-            if (!own(pool).state.session.is_mine()) {
+            if (!in_owner(pool).state.session.is_mine()) {
               raise_code("INVALID_ARGUMENT", "exit() without enter() in this thread");
             }
             pool.state.session.unlock();
@@ -399,7 +401,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "sleep",
           [](Pool& pool) {
-            own(pool);
+            in_owner(pool);
             return limit_dict(unwrap(without_gil([&]() -> Result<LimitState> {
               pool.limits.set_asleep(true);
               return pool.limits.settle();
@@ -412,20 +414,21 @@ void bind_pool(nb::module_& m) {
           "wake",
           [](Pool& pool, std::optional<double> timeout_s) {
             const auto timeout = timeout_s ? duration(*timeout_s) : reserve_wait();
-            check(without_gil([&pool = own(pool), timeout] { return pool.limits.wake(timeout); }));
+            check(without_gil(
+                [&pool = in_owner(pool), timeout] { return pool.limits.wake(timeout); }));
           },
           "timeout_s"_a = nb::none(),
           "Allow allocs again. The next alloc or ensure maps the null block's page. First claims "
           "guarantee and reserve from the ledger and blocks until others have released that "
           "memory: at most `timeout_s` seconds, five by default. Raises GuaranteeError or "
           "ReserveError; the pool then stays asleep.")
-      .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).state.is_asleep(); })
+      .def_prop_ro("is_asleep", [](const Pool& pool) { return in_owner(pool).state.is_asleep(); })
       .def_prop_ro("is_over_limit", &from_state<&PoolState::is_over_limit>,
                    "True if the pool holds more memory than the limit allows.")
       .def(
           "excess",
           [](const Pool& pool) {
-            const Limits::Excess excess = own(pool).limits.excess();
+            const Limits::Excess excess = in_owner(pool).limits.excess();
             nb::dict used;
             for (const auto& [page, blocks] : excess.used) used[nb::int_(page)] = blocks;
             return nb::make_tuple(excess.pages, used);
@@ -433,21 +436,23 @@ void bind_pool(nb::module_& m) {
           "Return (pages, used): how many pages must be emptied until the limit holds, and for "
           "each candidate page how many of its blocks are in use, including pinned ones.")
       .def("limit_state",
-           [](const Pool& pool) { return limit_dict(own(pool).state.limit_state()); })
+           [](const Pool& pool) { return limit_dict(in_owner(pool).state.limit_state()); })
       .def(
           "trim",
           [](Pool& pool) {
-            return unwrap(without_gil([&pool = own(pool)] { return pool.background.trim(); })) *
+            return unwrap(
+                       without_gil([&pool = in_owner(pool)] { return pool.background.trim(); })) *
                    pool.state.page_bytes();
           },
           "Unmap every parked page. Returns the released bytes. Blocks.")
       .def(
-          "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.allocator.clear(); }); },
+          "clear",
+          [](Pool& pool) { without_gil([&pool = in_owner(pool)] { pool.allocator.clear(); }); },
           "Free every block and drop every reservation.")
       .def(
           "close",
           [](Pool& pool, bool discard) {
-            own(pool);
+            in_owner(pool);
             return unwrap(without_gil([&] { return pool.close(discard); })) *
                    pool.state.page_bytes();
           },
@@ -455,22 +460,23 @@ void bind_pool(nb::module_& m) {
           "Close the pool: allocate no further block and release the memory that is not in use, or "
           "with `discard` all memory. Returns the bytes that are still held. Blocks.")
       .def_prop_ro("mapped_bytes",
-                   [](const Pool& pool) { return own(pool).state.limit_state().mapped_bytes; })
+                   [](const Pool& pool) { return in_owner(pool).state.limit_state().mapped_bytes; })
       .def_prop_ro("geometry", [](const Pool& pool) { return pool.state.geometry; })
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
            "Return the number of used or cached blocks by page, for mapped pages only.")
       .def("stats", &stats_dict)
       .def_prop_ro(
           "max_cached_blocks",
-          [](const Pool& pool) { return own(pool).state.options.max_cached_blocks; },
+          [](const Pool& pool) { return in_owner(pool).state.options.max_cached_blocks; },
           "The maximum number of cached blocks; -1: unlimited.")
       .def_prop_ro(
           "oldest_copyable_s",
           [](Pool& pool) {
-            return std::chrono::duration<double>(own(pool).writeback.oldest_copyable()).count();
+            return std::chrono::duration<double>(in_owner(pool).writeback.oldest_copyable())
+                .count();
           },
           "The age in seconds of the oldest cached block that a tier can copy; 0 without one.")
-      .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
+      .def("check_integrity", [](const Pool& pool) { check(in_owner(pool).check_integrity()); });
 
   nb::class_<MaintenanceThread>(m, "MaintenanceThread",
                                 "The instance's maintenance thread: executes requests, maps pages "
@@ -479,7 +485,7 @@ void bind_pool(nb::module_& m) {
           "start",
           [](std::shared_ptr<Pool> pool, const PyControlBlock& control_block, double idle_trim_s,
              bool sanity_check, bool watch_memory) {
-            own(*pool);
+            in_owner(*pool);
             MaintenanceOptions options;
             const std::chrono::nanoseconds idle = duration(idle_trim_s);
             options.idle_trim = idle == kForever ? std::chrono::nanoseconds(-1) : idle;

@@ -47,7 +47,7 @@ std::vector<BlockSlot> block_slots_of(nb::handle ids, nb::handle slots) {
 void copy(Pool& pool, nb::handle ids, const std::shared_ptr<Staging>& staging, nb::handle slots,
           CopyTo to) {
   const std::vector<BlockSlot> blocks = block_slots_of(ids, slots);
-  check(without_gil([&pool = own(pool), &blocks, &staging, to] {
+  check(without_gil([&pool = in_owner(pool), &blocks, &staging, to] {
     return pool.writeback.copy_records(blocks, staging, to);
   }));
 }
@@ -70,7 +70,7 @@ void cache(Pool& pool, nb::handle sequence, const std::optional<nb::bytes>& keys
   const auto run = [&] {
     return keys ? pool.allocator.cache(ids, named) : pool.allocator.cache(ids);
   };
-  check(own(pool).state.is_over_limit() ? without_gil(run) : run());
+  check(in_owner(pool).state.is_over_limit() ? without_gil(run) : run());
 }
 
 const char* name_of(DemotionReason reason) {
@@ -109,7 +109,7 @@ void bind_results(nb::module_& m) {
 std::uint64_t end_writeback(Pool& pool, std::uint32_t ticket, nb::handle copied) {
   std::vector<std::uint8_t> flags;
   for (const std::int64_t flag : integers_of(copied)) flags.push_back(flag != 0 ? 1 : 0);
-  return unwrap(own(pool).writeback.end(ticket, flags));
+  return unwrap(in_owner(pool).writeback.end(ticket, flags));
 }
 
 }  // namespace
@@ -124,7 +124,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "name_blocks",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
-            check(own(self).writeback.name(ids, keys_of(keys, ids.size())));
+            check(in_owner(self).writeback.name(ids, keys_of(keys, ids.size())));
           },
           "ids"_a, "keys"_a,
           "Set the keys of used or cached blocks. A block whose key changes counts as not copied. "
@@ -132,7 +132,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
       .def(
           "use_tiers",
           [](Pool& self, double reclaim_wait_s, double limit_wait_s, double sleep_wait_s) {
-            own(self).writeback.use_tiers(
+            in_owner(self).writeback.use_tiers(
                 {wait_of(reclaim_wait_s), wait_of(limit_wait_s), wait_of(sleep_wait_s)});
           },
           nb::kw_only(), "reclaim_wait_s"_a = 0.02, "limit_wait_s"_a = 2.0, "sleep_wait_s"_a = 30.0,
@@ -142,20 +142,21 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "mark_clean",
           [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
-            return own(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
+            return in_owner(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
           },
           "ids"_a, "keys"_a,
           "Report that a tier has copies of these blocks. Marks a block as clean if it still has "
           "the given key. Returns how many it marked.")
       .def(
-          "forget_copies", [](Pool& self) { return own(self).writeback.forget_copies(); },
+          "forget_copies", [](Pool& self) { return in_owner(self).writeback.forget_copies(); },
           "Report that no tier has a copy of any block. Returns how many blocks were clean.")
       .def(
           "next_demotion",
           [](Pool& self, double timeout_s) {
             const std::chrono::nanoseconds timeout = wait_of(timeout_s);
-            return without_gil(
-                [&self = own(self), timeout] { return self.writeback.next_demotion(timeout); });
+            return without_gil([&self = in_owner(self), timeout] {
+              return self.writeback.next_demotion(timeout);
+            });
           },
           "timeout_s"_a,
           "Block until the shrinking pool has blocks to copy, at most `timeout_s` seconds or until "
@@ -166,17 +167,18 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           [](Pool& self, double timeout_s) {
             const std::chrono::nanoseconds timeout = wait_of(timeout_s);
             return without_gil(
-                [&self = own(self), timeout] { return self.writeback.clean(timeout); });
+                [&self = in_owner(self), timeout] { return self.writeback.clean(timeout); });
           },
           "timeout_s"_a,
           "Have every cached block with a key copied; the blocks stay cached. Blocks at most "
           "`timeout_s` seconds. Returns how many cached blocks are left without a copy.")
       .def(
-          "stop_demotions", [](Pool& self) { own(self).writeback.stop_demotions(); },
+          "stop_demotions", [](Pool& self) { in_owner(self).writeback.stop_demotions(); },
           "Stop serving next_demotion(). From now on no call waits for copies.")
       .def(
           "begin_writeback",
-          [](Pool& self, std::uint64_t most) { return own(self).writeback.begin(most); }, "most"_a,
+          [](Pool& self, std::uint64_t most) { return in_owner(self).writeback.begin(most); },
+          "most"_a,
           "Start writeback of at most `most` dirty cached blocks that have keys: the oldest, or "
           "the next to be evicted while the pool shrinks. Their contents can be copied, and their "
           "pages stay, until end_writeback().")
@@ -184,7 +186,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "still_unchanged",
           [](const Pool& self, std::uint32_t ticket) {
             nb::list out;
-            for (const std::uint8_t flag : own(self).writeback.still_unchanged(ticket))
+            for (const std::uint8_t flag : in_owner(self).writeback.still_unchanged(ticket))
               out.append(flag != 0);
             return out;
           },

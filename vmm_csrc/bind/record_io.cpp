@@ -40,7 +40,7 @@ std::unique_ptr<RecordIo> make_record_io(const std::string& engine, unsigned dep
 }
 
 nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::handle keys) {
-  own(io);
+  in_owner(io);
   Buffers buffers;
   // Copies, because the code that exports a view may change the caller's lists.
   const nb::list all_places(nb::borrow(places));

@@ -140,8 +140,8 @@ void bind_transfer(nb::module_& m) {
           "hold",
           [](std::shared_ptr<Range> memory, std::shared_ptr<Pool> pool, const nb::bytes& packed) {
             const std::vector<Piece> pieces = pieces_of(packed);
-            own(*memory);
-            own(*pool);
+            in_owner(*memory);
+            in_owner(*pool);
             return unwrap(without_gil([&] { return HeldBlocks::hold(memory, pool, pieces); }));
           },
           "memory"_a, "pool"_a, "pieces"_a,

@@ -24,11 +24,11 @@
 namespace kvelastic {
 
 /// a - b, or 0 on underflow.
-constexpr std::uint64_t less(std::uint64_t value, std::uint64_t what) {
+constexpr std::uint64_t saturating_sub(std::uint64_t value, std::uint64_t what) {
   return value > what ? value - what : 0;
 }
 /// a + b, or the largest value on overflow.
-constexpr std::uint64_t more(std::uint64_t value, std::uint64_t what) {
+constexpr std::uint64_t saturating_add(std::uint64_t value, std::uint64_t what) {
   return value + what < value ? ~std::uint64_t{0} : value + what;
 }
 
@@ -37,13 +37,15 @@ struct DeviceMemorySize {
   std::uint64_t capacity_bytes = 0;  ///< the limit for the KV caches together
   std::uint64_t total_bytes = 0;  ///< all memory, if larger than the capacity; 0: only the capacity
 
-  constexpr std::uint64_t outside_bytes() const { return less(total_bytes, capacity_bytes); }
+  constexpr std::uint64_t outside_bytes() const {
+    return saturating_sub(total_bytes, capacity_bytes);
+  }
   /// The part of the capacity left for caches if `beside_bytes` are reserved or used by others.
   constexpr std::uint64_t left_for_caches(std::uint64_t beside_bytes) const {
-    return less(capacity_bytes, less(beside_bytes, outside_bytes()));
+    return saturating_sub(capacity_bytes, saturating_sub(beside_bytes, outside_bytes()));
   }
   constexpr bool has_room_for(std::uint64_t guaranteed_bytes, std::uint64_t reserved_bytes) const {
-    return less(reserved_bytes, outside_bytes()) <= capacity_bytes &&
+    return saturating_sub(reserved_bytes, outside_bytes()) <= capacity_bytes &&
            guaranteed_bytes <= left_for_caches(reserved_bytes);
   }
 };

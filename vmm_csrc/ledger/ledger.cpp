@@ -89,15 +89,15 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.parked_bytes = slot.parked_bytes.load(std::memory_order_relaxed);
   c.cached_bytes = slot.evictable_bytes.load(std::memory_order_relaxed);
   c.page_bytes = slot.page_bytes.load(std::memory_order_relaxed);
-  c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
+  c.idle_ns = saturating_sub(now_ns, slot.active_ns.load(std::memory_order_relaxed));
   c.reported = reported_of(slot);
-  if (less(now_ns, slot.request_seen_ns.load()) < rules.request_expiry_ns) {
+  if (saturating_sub(now_ns, slot.request_seen_ns.load()) < rules.request_expiry_ns) {
     c.request_bytes = slot.request_bytes.load();
     c.keeps = slot.request_keeps.load() != 0;
-    c.request_ns = less(now_ns, slot.request_since_ns.load());
+    c.request_ns = saturating_sub(now_ns, slot.request_since_ns.load());
   }
   c.reclaim_bytes = open_requests(slot);
-  c.reclaim_ns = less(now_ns, slot.reclaim_since_ns.load());
+  c.reclaim_ns = saturating_sub(now_ns, slot.reclaim_since_ns.load());
   return c;
 }
 

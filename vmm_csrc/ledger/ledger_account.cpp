@@ -30,8 +30,8 @@ Counted count(const LedgerLayout& layout) {
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     const LedgerSlot& slot = layout.slots[i];
     if (!is_alive(slot.incarnation.load())) continue;
-    sum.guaranteed_bytes = more(sum.guaranteed_bytes, slot.min_bytes.load());
-    sum.pledged_bytes = more(sum.pledged_bytes, slot.pledged_bytes.load());
+    sum.guaranteed_bytes = saturating_add(sum.guaranteed_bytes, slot.min_bytes.load());
+    sum.pledged_bytes = saturating_add(sum.pledged_bytes, slot.pledged_bytes.load());
   }
   return sum;
 }
@@ -114,8 +114,10 @@ LedgerMember::Pledges LedgerMember::add_up_pledges() const {
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
     if (i == index_ || !is_alive(other.incarnation.load())) continue;
-    sums.others.guaranteed_bytes = more(sums.others.guaranteed_bytes, other.min_bytes.load());
-    sums.others.pledged_bytes = more(sums.others.pledged_bytes, other.pledged_bytes.load());
+    sums.others.guaranteed_bytes =
+        saturating_add(sums.others.guaranteed_bytes, other.min_bytes.load());
+    sums.others.pledged_bytes =
+        saturating_add(sums.others.pledged_bytes, other.pledged_bytes.load());
     (i < index_ ? sums.lower_checks : sums.higher_checks) |= other.checking.load() != 0;
   }
   return sums;
@@ -138,8 +140,8 @@ Status LedgerMember::pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes
     mine.min_bytes = min_bytes;
     mine.pledged_bytes = reserve_bytes;
     const Pledges sums = add_up_pledges();
-    if (size_of(*layout_).has_room_for(more(sums.others.guaranteed_bytes, min_bytes),
-                                       more(sums.others.pledged_bytes, reserve_bytes))) {
+    if (size_of(*layout_).has_room_for(saturating_add(sums.others.guaranteed_bytes, min_bytes),
+                                       saturating_add(sums.others.pledged_bytes, reserve_bytes))) {
       mine.checking = 0;
       return ok();
     }
@@ -166,11 +168,11 @@ Error LedgerMember::pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserv
   const Counted others = add_up_pledges().others;
   const DeviceMemorySize size = size_of(*layout_);
   std::uint64_t all_bytes = size.capacity_bytes, held_bytes = others.guaranteed_bytes;
-  std::uint64_t left_bytes = less(size.left_for_caches(others.pledged_bytes), held_bytes);
+  std::uint64_t left_bytes = saturating_sub(size.left_for_caches(others.pledged_bytes), held_bytes);
   if (reserve_bytes > 0) {
-    all_bytes = more(all_bytes, size.outside_bytes());
-    held_bytes = more(held_bytes, others.pledged_bytes);
-    left_bytes = less(all_bytes, held_bytes);
+    all_bytes = saturating_add(all_bytes, size.outside_bytes());
+    held_bytes = saturating_add(held_bytes, others.pledged_bytes);
+    left_bytes = saturating_sub(all_bytes, held_bytes);
   }
   const char* remedy = held_bytes == 0 ? "; reserve less, or raise its capacity (kvctl capacity)"
                                        : "; reserve less, or lower one of these (kvctl set --min)";
@@ -193,10 +195,10 @@ std::string LedgerMember::holders(bool of_grants) const {
     const std::uint64_t granted_bytes = granted_of(other.units.load()) * kGrantUnitBytes;
     Holder holder{of_grants ? granted_bytes : other.min_bytes.load(), other.pledged_bytes.load(),
                   printable(text_of(other.identity.name))};
-    if (more(holder.bytes, holder.reserved_bytes) > 0) all.push_back(std::move(holder));
+    if (saturating_add(holder.bytes, holder.reserved_bytes) > 0) all.push_back(std::move(holder));
   }
   std::stable_sort(all.begin(), all.end(), [](const Holder& a, const Holder& b) {
-    return more(a.bytes, a.reserved_bytes) > more(b.bytes, b.reserved_bytes);
+    return saturating_add(a.bytes, a.reserved_bytes) > saturating_add(b.bytes, b.reserved_bytes);
   });
   std::string text;
   for (std::size_t i = 0; i < std::min(all.size(), kNamedHolders); ++i) {
@@ -314,10 +316,10 @@ bool LedgerMember::is_there() const {
     // A grant that did not see this pledge was claimed earlier, and is counted here.
     units += granted_of(other.units.load()) + claimed_of(other.units.load());
     const SharedWord& counts = i <= index_ ? other.pledged_bytes : other.reserved_bytes;
-    reserved_bytes = more(reserved_bytes, counts.load());
+    reserved_bytes = saturating_add(reserved_bytes, counts.load());
   }
   const DeviceMemorySize size = size_of(*layout_);
-  return less(reserved_bytes, size.outside_bytes()) <= size.capacity_bytes &&
+  return saturating_sub(reserved_bytes, size.outside_bytes()) <= size.capacity_bytes &&
          units * kGrantUnitBytes <= size.left_for_caches(reserved_bytes);
 }
 
@@ -407,9 +409,9 @@ Status LedgerView::check_integrity() const {
                                            " and pledged only " + size_text(pledged)};
       }
       granted_bytes += granted_of(units) * kGrantUnitBytes;
-      reserved_bytes = more(reserved_bytes, reserved);
-      pledged_bytes = more(pledged_bytes, pledged);
-      guaranteed_bytes = more(guaranteed_bytes, min);
+      reserved_bytes = saturating_add(reserved_bytes, reserved);
+      pledged_bytes = saturating_add(pledged_bytes, pledged);
+      guaranteed_bytes = saturating_add(guaranteed_bytes, min);
       settled = settled && checking == 0;
     }
     const DeviceMemorySize most{std::max(capacity_bytes, layout_->most_bytes.load()),

@@ -54,7 +54,7 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t claim_units) const {
     if (!is_alive(other.incarnation.load())) continue;
     const std::uint64_t units = other.units.load();
     sums.granted += granted_of(units);
-    sums.pledged_bytes = more(sums.pledged_bytes, other.pledged_bytes.load());
+    sums.pledged_bytes = saturating_add(sums.pledged_bytes, other.pledged_bytes.load());
     if (i == index_) continue;
     (i < index_ ? sums.claimed_lower : sums.claimed_higher) += claimed_of(units);
     has_requests |= other.request_bytes.load() > 0;
@@ -92,14 +92,15 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
       const std::uint64_t seen_bytes = capacity_bytes();
       const Sums sums = add_up(claim);
       const std::uint64_t capacity = usable_bytes(sums.pledged_bytes);
-      const std::uint64_t free = less(capacity / kGrantUnitBytes, sums.granted + sums.kept);
+      const std::uint64_t free =
+          saturating_sub(capacity / kGrantUnitBytes, sums.granted + sums.kept);
       if (free >= claim + sums.claimed()) {
         if (keep_claim(claim, seen_bytes)) return pages;
         continue;
       }
       if (sums.claimed() == 0 || look >= kClaimLooks) {
         // Others' claims do not matter here, or their owners are stopped: take fewer pages.
-        pages = less(free, sums.claimed()) / each;
+        pages = saturating_sub(free, sums.claimed()) / each;
         slot().units.fetch_sub(claim - pages * each);
         claim = pages * each;
         if (pages == 0) return 0;
@@ -168,13 +169,14 @@ void LedgerMember::wake_requesters() const {
 }
 
 std::uint64_t LedgerMember::usable_bytes(std::uint64_t pledged_bytes) const {
-  return size_of(*layout_).left_for_caches(more(pledged_bytes, layout_->others_bytes.load()));
+  return size_of(*layout_).left_for_caches(
+      saturating_add(pledged_bytes, layout_->others_bytes.load()));
 }
 
 std::uint64_t LedgerMember::room(std::uint64_t page_bytes) const {
   const Sums sums = add_up(1);
   const std::uint64_t capacity = usable_bytes(sums.pledged_bytes);
-  return less(capacity / kGrantUnitBytes, sums.granted + sums.claimed() + sums.kept) /
+  return saturating_sub(capacity / kGrantUnitBytes, sums.granted + sums.claimed() + sums.kept) /
          units_of(page_bytes);
 }
 
@@ -201,13 +203,13 @@ Sight LedgerMember::see_device(const Moment& before, std::uint64_t total_bytes,
   for (const auto& [incarnation, moves, granted_units, reserved_bytes] : before) {
     if (!is_alive(incarnation)) continue;
     accounted_bytes += granted_units * kGrantUnitBytes;
-    accounted_bytes = more(accounted_bytes, reserved_bytes);
+    accounted_bytes = saturating_add(accounted_bytes, reserved_bytes);
     moving_bytes += moving_of(moves) * kGrantUnitBytes;
   }
-  const std::uint64_t used_bytes = less(total_bytes, free_bytes);
+  const std::uint64_t used_bytes = saturating_sub(total_bytes, free_bytes);
   // Memory in transit may be on the device or not. Within these bounds the last value stays.
-  set_others(std::clamp(layout_->others_bytes.load(), less(used_bytes, accounted_bytes),
-                        less(more(used_bytes, moving_bytes), accounted_bytes)));
+  set_others(std::clamp(layout_->others_bytes.load(), saturating_sub(used_bytes, accounted_bytes),
+                        saturating_sub(saturating_add(used_bytes, moving_bytes), accounted_bytes)));
   return moving_bytes > 0 ? Sight::kBounded : Sight::kExact;
 }
 
@@ -227,7 +229,7 @@ LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
     found.where.emplace_back(i, incarnation);
     granted_bytes += found.all.back().granted_bytes;
   }
-  found.free_bytes = less(usable_bytes(), granted_bytes);
+  found.free_bytes = saturating_sub(usable_bytes(), granted_bytes);
   return found;
 }
 
@@ -235,7 +237,7 @@ std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
   if (!is_member()) return 0;
   const std::uint64_t now_ns = monotonic_ns();
   // An engine without available blocks does not allocate, and so would never reap.
-  if (less(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
+  if (saturating_sub(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
     reaped_ns_.store(now_ns, std::memory_order_relaxed);
     (void)reap_dead(*layout_, LivenessCheck(file_));
   }
@@ -248,7 +250,8 @@ bool LedgerMember::request_memory_with(RequestTerms terms, std::uint64_t bytes) 
   if (!is_member()) return false;
   const std::uint64_t now_ns = monotonic_ns();
   LedgerSlot& mine = slot();
-  const bool lapsed = less(now_ns, mine.request_seen_ns.load()) >= rules_.request_expiry_ns;
+  const bool lapsed =
+      saturating_sub(now_ns, mine.request_seen_ns.load()) >= rules_.request_expiry_ns;
   if (mine.request_bytes.load() == 0 || lapsed) mine.request_since_ns = now_ns;
   if (debug_logging() && mine.request_bytes.load() != bytes) {
     debug_log("ledger: requests %s from others", size_text(bytes).c_str());
@@ -299,7 +302,9 @@ bool LedgerMember::request_excess() {
   const auto left_for_caches = [this] {
     return size_of(*layout_).left_for_caches(pledged_bytes());
   };
-  const auto excess = [&] { return less(add_up(0).granted * kGrantUnitBytes, left_for_caches()); };
+  const auto excess = [&] {
+    return saturating_sub(add_up(0).granted * kGrantUnitBytes, left_for_caches());
+  };
   if (!is_member() || excess() == 0) return false;
   const std::uint64_t now_ns = monotonic_ns();
   std::uint64_t request_ns = layout_->excess_request_ns.load();

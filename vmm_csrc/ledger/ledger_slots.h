@@ -48,7 +48,7 @@ inline DeviceMemorySize size_of(const LedgerLayout& layout) {
 }
 
 inline std::uint64_t open_at(const LedgerSlot& slot, std::size_t depth) {
-  return less(slot.reclaim_bytes[depth].load(), slot.handled_bytes[depth].load());
+  return saturating_sub(slot.reclaim_bytes[depth].load(), slot.handled_bytes[depth].load());
 }
 
 /// Fails with kSegmentFormat, as LedgerView::open.

@@ -7,12 +7,10 @@
 #include <optional>
 #include <tuple>
 
+#include "ledger/device_account.h"
+
 namespace kvelastic {
 namespace {
-
-std::uint64_t above(std::uint64_t value, std::uint64_t floor) {
-  return value > floor ? value - floor : 0;
-}
 
 bool is_below_guarantee(const Contender& c) {
   return c.granted_bytes < c.min_bytes;
@@ -25,7 +23,7 @@ std::uint64_t bytes_at(const Contender& c, Depth step) {
     case Depth::kCached:
       return c.cached_bytes;
     case Depth::kInUse:
-      return above(c.granted_bytes, c.parked_bytes + c.cached_bytes);
+      return saturating_sub(c.granted_bytes, c.parked_bytes + c.cached_bytes);
   }
   return 0;
 }
@@ -52,13 +50,13 @@ std::optional<Right> right_over(const Contender& victim, const Contender& reques
   // Whole pages only: a page released for a fraction would be requested back for the rest.
   const std::uint64_t page_bytes = std::max<std::uint64_t>(victim.page_bytes, 1);
   const std::uint64_t kept_bytes = std::max(victim.min_bytes, fair_bytes);
-  const std::uint64_t spare_bytes = above(victim.granted_bytes, kept_bytes);
+  const std::uint64_t spare_bytes = saturating_sub(victim.granted_bytes, kept_bytes);
   return Right{depth, kept_bytes + spare_bytes % page_bytes, fair_bytes};
 }
 
 /// The missing part of its fair share, rounded down to whole pages.
 std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
-  const std::uint64_t lacking = above(fair_bytes, c.granted_bytes);
+  const std::uint64_t lacking = saturating_sub(fair_bytes, c.granted_bytes);
   return lacking - lacking % std::max<std::uint64_t>(c.page_bytes, 1);
 }
 
@@ -119,7 +117,8 @@ std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
       continue;
     }
     const std::uint64_t of_share = outranks(plain, b, fair_bytes) ? lacks_of(a, fair_bytes) : 0;
-    bytes += std::min(a.request_bytes, std::max(above(a.min_bytes, a.granted_bytes), of_share));
+    bytes +=
+        std::min(a.request_bytes, std::max(saturating_sub(a.min_bytes, a.granted_bytes), of_share));
   }
   return bytes;
 }
@@ -128,10 +127,10 @@ std::vector<ReclaimRequest> plan_reclaim(std::span<const Contender> all,
                                          std::size_t requester_index, std::uint64_t free_bytes,
                                          std::uint64_t capacity_bytes, const ReclaimRules& rules) {
   const Contender& requester = all[requester_index];
-  std::uint64_t missing = above(requester.request_bytes, free_bytes);
+  std::uint64_t missing = saturating_sub(requester.request_bytes, free_bytes);
   for (const Contender& other : all) {
     if (&other == &requester || is_slow(other, rules)) continue;
-    missing = above(missing, other.reclaim_bytes);
+    missing = saturating_sub(missing, other.reclaim_bytes);
   }
   if (missing == 0) return {};
 
@@ -150,15 +149,16 @@ std::vector<ReclaimRequest> plan_reclaim(std::span<const Contender> all,
       const Contender& victim = all[i];
       if (i == requester_index || missing == 0 || is_slow(victim, rules)) continue;
       // Memory that was already requested from it counts as released.
-      const std::uint64_t left = above(victim.granted_bytes, victim.reclaim_bytes + taken[i]);
+      const std::uint64_t left =
+          saturating_sub(victim.granted_bytes, victim.reclaim_bytes + taken[i]);
       const std::uint64_t will_hold = requester.granted_bytes + requester.request_bytes - missing;
       std::uint64_t bytes = 0;
       for (const auto& right :
            {right_over(victim, requester, fair_bytes, rules), right_of_guarantee(victim, requester),
             right_to_parked(victim, requester, fair_bytes)}) {
         if (!right || right->depth < step) continue;
-        bytes = std::max(
-            bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
+        bytes = std::max(bytes, std::min(saturating_sub(left, right->kept_bytes),
+                                         saturating_sub(right->holds_bytes, will_hold)));
       }
       bytes = std::min({bytes, missing, bytes_at(victim, step)});
       if (bytes == 0) continue;
@@ -212,9 +212,10 @@ std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t reques
                               right_to_parked(all[i], all[requester], fair_bytes)}) {
       if (!right) continue;
       const std::uint64_t cached_bytes = right->depth == Depth::kParked ? 0 : all[i].cached_bytes;
-      within = std::max(within, std::min({above(all[i].granted_bytes, right->kept_bytes),
-                                          above(right->holds_bytes, all[requester].granted_bytes),
-                                          all[i].parked_bytes + cached_bytes}));
+      within = std::max(within,
+                        std::min({saturating_sub(all[i].granted_bytes, right->kept_bytes),
+                                  saturating_sub(right->holds_bytes, all[requester].granted_bytes),
+                                  all[i].parked_bytes + cached_bytes}));
     }
     bytes += within;
   }

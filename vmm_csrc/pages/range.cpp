@@ -32,7 +32,7 @@ Status for_each_run(std::span<const PageIndex> sorted, F run) {
 
 /// Retries a failed attempt once.
 template <typename F>
-void twice(F attempt) {
+void try_twice(F attempt) {
   if (!attempt()) (void)attempt();
 }
 
@@ -66,12 +66,12 @@ Range::~Range() {
   if (grant_) grant_->leaving(held_bytes() / geometry_.extent_bytes, geometry_.extent_bytes);
   // A destructor cannot report a failure. A transient one is retried; a permanent one leaves the
   // memory allocated until the process ends.
-  twice([&] { return unmap(pages, Afterwards::kDestroy); });
-  twice([&] { return store_.trim(); });
+  try_twice([&] { return unmap(pages, Afterwards::kDestroy); });
+  try_twice([&] { return store_.trim(); });
   if (grant_ && held_bytes() == 0) grant_->leave();
   if (grant_ && held_bytes() > 0) grant_->linger();
   if (mapped_pages() == 0)
-    twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
+    try_twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
   if (bell_ >= 0) ::close(bell_);
 }
 

@@ -115,7 +115,7 @@ void MaintenanceThread::run() {
 void MaintenanceThread::go_round(std::uint32_t seen) {
   const bool read = read_request();
   look_at_devices();
-  if (pool_->state.has_failed() && !failure_told_) answer(pool_->state.limit_state(), {});
+  if (pool_->state.has_failed() && !failure_reported_) answer(pool_->state.limit_state(), {});
   see_capacity();
   const bool over_capacity = pool_->state.device_set && pool_->state.device_set->request_excess();
   serve_reclaim_requests();
@@ -152,7 +152,8 @@ bool MaintenanceThread::read_request() {
     }
   } while (revision_ != request->revision);
   finish_shrinking();
-  if (told_ && !waking_) log_outcome(AnswerState::kShrinking, pool_->state.limit_state(), {});
+  if (logged_request_ && !waking_)
+    log_outcome(AnswerState::kShrinking, pool_->state.limit_state(), {});
   return true;
 }
 
@@ -245,9 +246,10 @@ void MaintenanceThread::log_request(const Request& request) {
   if (is_of_it(request.asleep_revision)) what += request.asleep != 0 ? "sleep, " : "wake, ";
   if (is_of_it(request.trim_revision)) what += "trim, ";
   what += "by process " + std::to_string(request.writer_pid);
-  told_ = {revision_, std::move(what), request.written_ns};
+  logged_request_ = {revision_, std::move(what), request.written_ns};
   if (debug_logging()) {
-    debug_log("request %llu: %s", static_cast<unsigned long long>(revision_), told_->what.c_str());
+    debug_log("request %llu: %s", static_cast<unsigned long long>(revision_),
+              logged_request_->what.c_str());
   }
 }
 
@@ -256,7 +258,8 @@ void MaintenanceThread::log_request(const Request& request) {
 void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state,
                                     const std::string& reason) {
   const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->state.page_bytes(), 1);
-  const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
+  const double ms =
+      static_cast<double>(saturating_sub(monotonic_ns(), logged_request_->written_ns)) / 1e6;
   std::string sizes = size_text(state.mapped_bytes) + " of KV cache held";
   if (state.limit_bytes != kUnlimitedBytes) {
     sizes = size_text(state.effective_bytes) + " allowed (" +
@@ -264,9 +267,9 @@ void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state
             size_text(page_bytes) + "), " + sizes;
   }
   if (state.over_bytes > 0) sizes += ", of which " + size_text(state.over_bytes) + " are in use";
-  info_log("Request (%s): %s after %.1f ms. %s%s%s.", told_->what.c_str(), text_of(outcome), ms,
-           sizes.c_str(), reason.empty() ? "" : ": ", reason.c_str());
-  if (outcome != AnswerState::kShrinking) told_.reset();
+  info_log("Request (%s): %s after %.1f ms. %s%s%s.", logged_request_->what.c_str(),
+           text_of(outcome), ms, sizes.c_str(), reason.empty() ? "" : ": ", reason.c_str());
+  if (outcome != AnswerState::kShrinking) logged_request_.reset();
 }
 
 /// Executes request `revision_`, all or nothing, and acknowledges it.
@@ -395,7 +398,7 @@ void MaintenanceThread::answer(const LimitState& state, std::string reason) {
     reason = refusal_;
   }
   if (const std::optional<Error> failure = pool_->state.failure()) {
-    failure_told_ = true;
+    failure_reported_ = true;
     outcome = AnswerState::kFailed;
     reason = failure->message;
   }
@@ -426,7 +429,7 @@ void MaintenanceThread::answer(const LimitState& state, std::string reason) {
   }
   control_block_->answer(answer, reason);
   const bool is_settled = outcome != AnswerState::kShrinking;
-  if (is_settled && told_ && told_->revision == answer.revision) {
+  if (is_settled && logged_request_ && logged_request_->revision == answer.revision) {
     log_outcome(outcome, state, reason);
   }
 }

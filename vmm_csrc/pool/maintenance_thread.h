@@ -91,12 +91,12 @@ class MaintenanceThread {
   std::uint64_t revision_ = 0;  // of the current or last request
   std::string refusal_;         // why that request was refused; empty: it was not
   /// A request, until the log has its result.
-  struct Told {
+  struct LoggedRequest {
     std::uint64_t revision;
     std::string what;  // `limit 1.00 GiB, sleep, by process 4711`
     std::uint64_t written_ns;
   };
-  std::optional<Told> told_;
+  std::optional<LoggedRequest> logged_request_;
   /// A wake that waits for others to release its reserve; acknowledged then.
   struct Waking {
     Request request;
@@ -109,7 +109,7 @@ class MaintenanceThread {
   std::uint64_t answered_revision_ = 0;
   std::uint64_t answered_over_bytes_ = 0;
   std::uint64_t answered_effective_bytes_ = 0;
-  bool failure_told_ = false;
+  bool failure_reported_ = false;
   bool shrink_again_ = false;  // the driver refused; only a timer wakes this thread for a retry
   ParkedDecay decay_;
   Clock::time_point next_eviction_{};

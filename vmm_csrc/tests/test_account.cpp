@@ -74,7 +74,7 @@ TEST(host_account_uses_memory_outside_capacity_first) {
   CHECK(host.has_room_for(80, 20) && host.has_room_for(0, 100) && !host.has_room_for(0, 101));
   const DeviceMemorySize overstated{200, 100};
   CHECK(overstated.outside_bytes() == 0 && overstated.left_for_caches(50) == 150);
-  CHECK(more(~std::uint64_t{0}, 2) == ~std::uint64_t{0} && less(1, 2) == 0);
+  CHECK(saturating_add(~std::uint64_t{0}, 2) == ~std::uint64_t{0} && saturating_sub(1, 2) == 0);
 }
 
 TEST(account_grants_reserves_only_while_owner_sleeps) {
