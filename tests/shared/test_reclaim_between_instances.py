@@ -242,8 +242,8 @@ def test_death_of_the_requester_lifts_memory_pressure(device):
 
 
 def test_cached_blocks_on_used_pages_cannot_be_reclaimed(device):
-    """All pages of the lower one hold a block in use: none is available without memory pressure, however
-    many bytes of it are cached."""
+    """All pages of the lower one hold a block in use: none is available without memory pressure,
+    however many bytes of it are cached."""
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     pages = by_page(fill(low, DEVICE_PAGES))
     low.cache([block for blocks in pages.values() for block in blocks[1:]])

@@ -656,7 +656,7 @@ TEST(ledger_give_back_wakes_the_waiter) {
   CHECK(giver->bell() == quiet);
 }
 
-/// Equals share what can be shared; what strangers hold is not for them to share.
+/// Equals share what can be shared; what other programs hold is not for them to share.
 TEST(ledger_fair_share_excludes_memory_of_other_processes) {
   Ledger ledger;
   auto rich = ledger.join();

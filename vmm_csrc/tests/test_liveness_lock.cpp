@@ -175,8 +175,8 @@ TEST(liveness_lock_does_not_survive_exec) {
 TEST(liveness_query_is_not_mistaken_for_a_holder) {
   const Shared shared;
   const Child judge([&] { CHECK(shared.query() == Liveness::kDead); });
-  // Nor is a stranger with a read lock, which whoever may read the file can take.
-  const Child stranger([&] {
+  // Nor is another program with a read lock, which whoever may read the file can take.
+  const Child other_program([&] {
     struct flock lock{};
     lock.l_type = F_RDLCK;
     CHECK(::fcntl(shared.fd, F_SETLK, &lock) == 0);

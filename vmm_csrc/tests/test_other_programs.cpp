@@ -1,4 +1,4 @@
-// What strangers hold of a GPU, while members' pages come and go: the driver's figure and the
+// What other programs hold of a GPU, while members' pages come and go: the driver's figure and the
 // ledger's are of two moments, and each test looks in one of the windows between them.
 #include <array>
 #include <functional>
@@ -19,11 +19,11 @@ namespace kvelastic {
 namespace {
 
 constexpr std::uint64_t kTotalPages = 80;
-constexpr std::uint64_t kStrangersPages = 5;
+constexpr std::uint64_t kOtherPages = 5;
 
 /// A GPU as its driver shows it, and one who looks at it.
 struct Gpu {
-  std::uint64_t used_pages = kStrangersPages;
+  std::uint64_t used_pages = kOtherPages;
 
   DeviceMemory memory() const { return {kTotalPages * kPage, (kTotalPages - used_pages) * kPage}; }
   Sight show(LedgerMember& member) const {
@@ -154,13 +154,13 @@ TEST(foreign_usage_is_unchanged_while_pages_arrive) {
   Gpu gpu;
   auto mine = ledger.join(), neighbour = ledger.join();
   REQUIRE(mine && neighbour);
-  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
   CHECK(mine->grant(20, kPage) == 20);
-  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kOtherPages));
   gpu.used_pages += 20;
-  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kOtherPages));
   mine->arrived(20, kPage);
-  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
 }
 
 TEST(foreign_usage_is_unchanged_while_pages_leave) {
@@ -170,14 +170,14 @@ TEST(foreign_usage_is_unchanged_while_pages_leave) {
   REQUIRE(mine && neighbour && mine->grant(20, kPage) == 20);
   mine->arrived(20, kPage);
   gpu.used_pages += 20;
-  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
   mine->leaving(15, kPage);
-  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kOtherPages));
   gpu.used_pages -= 15;
-  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kOtherPages));
   mine->give_back(15, kPage);
-  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
-  CHECK(neighbour->room(kPage) == kPages - 5 - kStrangersPages);
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
+  CHECK(neighbour->room(kPage) == kPages - 5 - kOtherPages);
 }
 
 /// What a giver had emptied, and what the requester had, before each of its driver's unmaps.
@@ -259,10 +259,10 @@ TEST(foreign_growth_is_seen_after_pages_arrive) {
   auto mine = ledger.join();
   REQUIRE(mine && mine->grant(20, kPage) == 20);
   gpu.used_pages += 30;  // 30 of whomever: ten more than what is on its way can be
-  CHECK(gpu.show(*mine) == Sight::kBounded && has_others(ledger, kStrangersPages + 10));
+  CHECK(gpu.show(*mine) == Sight::kBounded && has_others(ledger, kOtherPages + 10));
   gpu.used_pages += 20;
   mine->arrived(20, kPage);
-  CHECK(gpu.show(*mine) == Sight::kExact && has_others(ledger, kStrangersPages + 30));
+  CHECK(gpu.show(*mine) == Sight::kExact && has_others(ledger, kOtherPages + 30));
 }
 
 TEST(foreign_usage_ignores_samples_during_changes) {
@@ -291,7 +291,7 @@ TEST(foreign_usage_ignores_samples_during_changes) {
     const LedgerMember::Moment before = neighbour->moment();
     change();
     CHECK(neighbour->see_device(before, kTotalPages * kPage, 0) == Sight::kChanged);
-    CHECK(has_others(ledger, kStrangersPages));
+    CHECK(has_others(ledger, kOtherPages));
   }
 }
 
@@ -317,7 +317,7 @@ TEST(foreign_usage_is_sampled_again_after_a_change) {
     return std::vector<std::optional<DeviceMemory>>{seen};
   };
   CHECK((*device_set)->see_devices(look) == Sight::kExact && looks == 2);
-  CHECK(has_others(ledger, kStrangersPages));
+  CHECK(has_others(ledger, kOtherPages));
   // Where that goes on and on, the last certain look stands.
   const auto restless = [&] {
     neighbour->leaving(1, kPage);
@@ -325,7 +325,7 @@ TEST(foreign_usage_is_sampled_again_after_a_change) {
     return std::vector<std::optional<DeviceMemory>>{gpu.memory()};
   };
   CHECK((*device_set)->see_devices(restless) == Sight::kChanged);
-  CHECK(has_others(ledger, kStrangersPages));
+  CHECK(has_others(ledger, kOtherPages));
   CHECK((*device_set)->see_devices([] {
     return std::vector<std::optional<DeviceMemory>>{std::nullopt};
   }) == Sight::kNone);
@@ -341,12 +341,12 @@ TEST(foreign_usage_is_stable_while_pool_resizes) {
   auto backing = std::make_shared<LookedAt>(gpu, [&] {
     ++looks;
     (void)gpu.show(*neighbour);
-    CHECK(has_others(ledger, kStrangersPages));
+    CHECK(has_others(ledger, kOtherPages));
   });
   auto pool = make_pool(backing, ledger.join(), kPage);
   REQUIRE(pool != nullptr);
   const auto is_exact_now = [&] {
-    return gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages);
+    return gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages);
   };
   auto ids = pool->allocator.alloc(40);
   REQUIRE(static_cast<bool>(ids) && *ids && looks > 0);
@@ -432,14 +432,14 @@ TEST(foreign_usage_is_not_hidden_by_destroyed_ranges) {
   CHECK(static_cast<bool>((*range)->map(pages)));
   mine->arrived(4, kPage);
   shown.used_pages += 4;
-  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
   (*range)->hold_grant_of(std::exchange(mine, nullptr));
   gpu->after_unmap = [&] {
-    shown.used_pages = kStrangersPages;
-    CHECK(shown.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+    shown.used_pages = kOtherPages;
+    CHECK(shown.show(*neighbour) == Sight::kBounded && has_others(ledger, kOtherPages));
   };
   (*range).reset();
-  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kOtherPages));
 }
 
 TEST(foreign_usage_is_not_hidden_by_dead_grants) {
