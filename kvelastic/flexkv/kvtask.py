@@ -4,7 +4,7 @@
        |                     |-----> FAILED            some block was not moved
        '------- cancel ------'-----> CANCELLED
 
-An UNREADY task holds leases and space in the tiers: launch or cancel every id that a match
+An UNREADY task has holds and space in the tiers: launch or cancel every id that a match
 returned. A task is COMPLETED when the engine can continue. For a get, the data is in the engine's
 blocks. For a put, the blocks have been read; writes to farther tiers continue after that.
 
@@ -58,7 +58,7 @@ _log = logging.getLogger("kvelastic")
 
 EXPIRY_S: Final = 30 * 60.0
 MOST_TASKS: Final = 100_000
-"""Beyond either limit the oldest task is dropped and releases its leases and space."""
+"""Beyond either limit the oldest task is dropped and releases its holds and space."""
 RECENT_TASKS: Final = 256
 """Number of ended tasks kept for `common.debug`."""
 RESET_S: Final = 60.0
@@ -150,7 +150,7 @@ class KVTaskEngine(Calls):
         self._tasks: dict[int, KVTask] = {}
         self._by_graph: dict[int, KVTask] = {}
         self._open: dict[int, KVTask] = {}
-        """The tasks that run or hold leases or space."""
+        """The tasks that run or have holds or space."""
         self._batches: dict[int, tuple[int, list[int]]] = {}
         """The client and the tasks of each batch."""
         self.recent: RingBuffer[KVTask] = RingBuffer(RECENT_TASKS)
@@ -567,13 +567,13 @@ class KVTaskEngine(Calls):
 
     @property
     def open_tasks(self) -> int:
-        """Number of tasks that run or hold leases or space."""
+        """Number of tasks that run or have holds or space."""
         with self._lock:
             self._pump()
             return len(self._open)
 
     def open_tasks_of(self, dp_client_id: int) -> int:
-        """Return the number of a client's tasks that run or hold leases or space. Linear."""
+        """Return the number of a client's tasks that run or have holds or space. Linear."""
         with self._lock:
             self._pump()
             return sum(task.dp_id == dp_client_id for task in self._open.values())

@@ -2,8 +2,8 @@
 
     store.enter(namespace)                       # further records belong to it
     stored = store.put(keys, records)            # records: one view for each key
-    with store.lease(keys) as lease:             # the leading keys that are stored
-        whole = store.get(keys[: lease.count * KEY_BYTES], into)
+    with store.hold(keys) as hold:             # the leading keys that are stored
+        whole = store.get(keys[: hold.count * KEY_BYTES], into)
 
 A key has 16 bytes and is cumulative: it identifies the namespace and all tokens up to the end of
 its block. Keys are concatenated in one `bytes`, so that a lookup creates no object per key. A
@@ -16,7 +16,7 @@ counted in `statistics().errors`. A store raises `InvalidArgumentError` for a ca
 incomplete keys, or views of the wrong size.
 
 All methods are thread-safe. Calls may block for as long as the medium takes. If `asks_medium` is
-False, `has` and `lease` only use an index in memory and do not block.
+False, `has` and `hold` only use an index in memory and do not block.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Unerased(NamedTuple):
     """Records that belong to other engines and must be erased there."""
 
 
-class Lease(ABC):
+class Hold(ABC):
     """Keys that stay readable until `release()`: the store does not evict their records."""
 
     count: int
@@ -114,7 +114,7 @@ class Lease(ABC):
     def release(self) -> None:
         """Release the keys. Idempotent."""
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Hold:
         return self
 
     def __exit__(
@@ -126,8 +126,8 @@ class Lease(ABC):
         self.release()
 
 
-class NoHold(Lease):
-    """A lease that holds nothing: the keys were stored, but may be evicted at any time."""
+class NoHold(Hold):
+    """A hold that protects nothing: the keys were stored, but may be evicted at any time."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -139,7 +139,7 @@ class NoHold(Lease):
 class Reservation(ABC):
     """Slots reserved for records that will be put, exclusively for the holder.
 
-    `put` of a reserved key fills its slot. Until then `has`, `lease` and `get` do not find the key,
+    `put` of a reserved key fills its slot. Until then `has`, `hold` and `get` do not find the key,
     and another `reserve` treats it as present.
     """
 
@@ -190,7 +190,7 @@ class Store(ABC):
     takes_records: bool = True
     """Whether blocks can be demoted to it. False for a store that only reads."""
     asks_medium: bool = False
-    """Whether `has` and `lease` use a file system or a server, and so may block."""
+    """Whether `has` and `hold` use a file system or a server, and so may block."""
 
     @property
     def is_ready(self) -> bool:
@@ -215,10 +215,10 @@ class Store(ABC):
         return ready, ready
 
     @abstractmethod
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are stored. Counts as a use in the eviction policy.
 
-        If other processes can evict records of the store (on a server), the lease guarantees
+        If other processes can evict records of the store (on a server), the hold guarantees
         nothing: `get` may still miss.
         """
 
@@ -262,7 +262,7 @@ class Store(ABC):
     def erase(self, keys: bytes) -> int:
         """Erase the records of the given keys. Returns how many were stored.
 
-        Leased records are erased when their leases end.
+        Held records are erased when their holds end.
         """
 
     @abstractmethod
@@ -290,7 +290,7 @@ class Store(ABC):
     def set_limit(self, limit_bytes: int) -> None:
         """Set the limit. Evicts records above it, by policy, before it returns.
 
-        Leased records are evicted when their leases end. Raises `InvalidArgumentError` if the
+        Held records are evicted when their holds end. Raises `InvalidArgumentError` if the
         store does not control its capacity.
         """
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
 from kvelastic.tiers.plan import Segment
 from kvelastic.tiers.transfer_run import Run
 
@@ -33,7 +33,7 @@ class Load:
         self,
         keys: bytes = b"",
         segments: Sequence[Segment] = (),
-        leases: Sequence[Lease] = (),
+        holds: Sequence[Hold] = (),
         chain_after: bytes = NO_KEY,
         epoch: int = 0,
     ) -> None:
@@ -54,7 +54,7 @@ class Load:
         self.began_s = 0.0
         self._parents: list[bytes] | None = None
         """The parent of each key. None if each key continues the one before."""
-        self._leases = tuple(leases)
+        self._holds = tuple(holds)
         self._lock = threading.Lock()
         self._is_starting = False
         self._is_released = False
@@ -105,22 +105,22 @@ class Load:
 
     def end(self) -> None:
         """Release the records, even if the load was started. Only for the tiers. Idempotent."""
-        for lease in self.take_leases():
-            lease.release()
+        for hold in self.take_holds():
+            hold.release()
 
-    def take_leases(self) -> Sequence[Lease]:
+    def take_holds(self) -> Sequence[Hold]:
         """End the load without releasing its records.
 
-        Returns their leases, which the caller must release. A second call returns none.
+        Returns their holds, which the caller must release. A second call returns none.
         """
         with self._lock:
             self._is_released = True
-            leases, self._leases = self._leases, ()
-        return leases
+            holds, self._holds = self._holds, ()
+        return holds
 
     @property
     def is_held(self) -> bool:
-        """True until the records are released or their leases taken."""
+        """True until the records are released or their holds taken."""
         with self._lock:
             return not self._is_released
 
@@ -188,16 +188,16 @@ def merged(keys: bytes, held: Sequence[Load]) -> Load:
     nothing.
     """
     places: dict[bytes, tuple[int, bytes]] = {}
-    leases: list[Lease] = []
+    holds: list[Hold] = []
     for load in held:
         tiers = [each.tier for each in load.segments for _ in range(each.count)]
         places.update(zip(each_key(load.keys), zip(tiers, load.parents, strict=True), strict=True))
-        leases += load.take_leases()
+        holds += load.take_holds()
     found = [places[key] for key in takewhile(places.__contains__, each_key(keys))]
     segments: list[Segment] = []
     for tier, those in groupby(found, key=lambda place: place[0]):
         first = segments[-1].first + segments[-1].count if segments else 0
         segments.append(Segment(tier, first, len(list(those))))
-    one = Load(keys, segments, leases, epoch=min((load.epoch for load in held), default=0))
+    one = Load(keys, segments, holds, epoch=min((load.epoch for load in held), default=0))
     one._parents = [parent for _, parent in found]
     return one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvelastic.tiers.base import KEY_BYTES, Lease, NoHold, Store
+from kvelastic.tiers.base import KEY_BYTES, Hold, NoHold, Store
 from kvelastic.tiers.plan import Segment, nearest
 from kvelastic.tiers.workers import Workers
 
@@ -40,34 +40,34 @@ class Lookup:
         except TimeoutError:
             return [False] * (len(keys) // KEY_BYTES)
 
-    def hold(self, tier: int, keys: bytes) -> Lease:
-        """Return a lease of keys that were just found.
+    def hold(self, tier: int, keys: bytes) -> Hold:
+        """Return a hold of keys that were just found.
 
-        If the store uses a file system or a server, the lease holds nothing.
+        If the store uses a file system or a server, the hold protects nothing.
         """
         if tier in self._workers:
             return NoHold(len(keys) // KEY_BYTES)
-        return self._stores[tier].lease(keys)
+        return self._stores[tier].hold(keys)
 
     def hold_leading(
         self, keys: bytes, may_ask: Callable[[int], bool]
-    ) -> tuple[list[Segment], list[Lease]]:
+    ) -> tuple[list[Segment], list[Hold]]:
         """Find and hold the leading keys that are in any tier, each in the nearest tier with it.
 
         Skips tiers for which `may_ask` returns False.
         """
         held: list[Segment] = []
-        leases: list[Lease] = []
+        holds: list[Hold] = []
         for segment in self._segments(keys, may_ask):
             end = segment.first + segment.count
-            lease = self.hold(segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES])
-            leases.append(lease)
-            if lease.count:
-                held.append(Segment(segment.tier, segment.first, lease.count))
+            hold = self.hold(segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES])
+            holds.append(hold)
+            if hold.count:
+                held.append(Segment(segment.tier, segment.first, hold.count))
             # Some records were evicted since the lookup, so the keys after them are useless.
-            if lease.count < segment.count:
+            if hold.count < segment.count:
                 break
-        return held, leases
+        return held, holds
 
     def _segments(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[Segment]:
         """Return the segments of leading keys.

@@ -209,8 +209,8 @@ class Tiers:
         self._lineage.note(keys, chain_after)
         with self._lock:
             epoch = self._epoch
-        held, leases = self._lookup.hold_leading(keys, self._may_ask)
-        load = Load(keys, held, leases, chain_after, epoch)
+        held, holds = self._lookup.hold_leading(keys, self._may_ask)
+        load = Load(keys, held, holds, chain_after, epoch)
         with self._lock:
             self._matched += load.count
             self._unmatched += count - load.count

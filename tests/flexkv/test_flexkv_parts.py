@@ -202,8 +202,8 @@ def test_radix_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
     match = tree.match_prefix(sequence)
     assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (3, 3)
     assert tree.match_prefix(sequence, first=2).num_ready_matched_blocks == 1
-    with tree.lock(sequence, 2) as lease:
-        assert lease.count == 2
+    with tree.lock(sequence, 2) as hold:
+        assert hold.count == 2
         assert tree.evict(9) == 1
     assert tree.match_prefix(sequence).num_ready_matched_blocks == 2
     assert tree.remove(sequence, first=1) == 1

@@ -449,7 +449,7 @@ def test_put_without_space_stores_nothing() -> None:
     with running(cache_config(num_cpu_blocks=8)) as engine:
         held = prompt(1, 6)
         engine.put(held)
-        task, _ = engine.manager.get_match(held)  # leased: not evicted
+        task, _ = engine.manager.get_match(held)  # held: not evicted
         other, mask = engine.manager.put_match(prompt(2, 4))
         assert not mask.any()
         assert engine.manager.wait(other, 0)[other].status is KVResponseStatus.SUCCESS

@@ -238,7 +238,7 @@ class Machine:
                 each: Any = store
                 is_host = store.name == "host"
                 stats = (each._index if is_host else each._state.index).stats()
-                assert stats["leased"] == 0, stats
+                assert stats["held"] == 0, stats
                 assert stats["pending"] == 0, stats
                 assert store.evict(records) == records, "a record is held by nobody we know"
         finally:

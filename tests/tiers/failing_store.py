@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvelastic.tiers.base import KEY_BYTES, Capacity, Lease, Selection, Store, StoreStatistics
+from kvelastic.tiers.base import KEY_BYTES, Capacity, Hold, Selection, Store, StoreStatistics
 from kvelastic.tiers.namespace import Namespace
 
 
@@ -49,8 +49,8 @@ class FailingStore(Store):
     def has(self, keys: bytes) -> list[bool]:
         return self.inner.has(keys)
 
-    def lease(self, keys: bytes) -> Lease:
-        return self.inner.lease(keys)
+    def hold(self, keys: bytes) -> Hold:
+        return self.inner.hold(keys)
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

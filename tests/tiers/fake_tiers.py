@@ -16,7 +16,7 @@ from kvelastic.errors import BlockError, DriverError, InvalidArgumentError
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
-    Lease,
+    Hold,
     Selection,
     Store,
     StoreStatistics,
@@ -244,7 +244,7 @@ class FakePool(FakeCopies):
             }
 
 
-class FakeLease(Lease):
+class FakeHold(Hold):
     def __init__(self, store: FakeStore, keys: list[bytes]) -> None:
         self.count = len(keys)
         self._store = store
@@ -253,7 +253,7 @@ class FakeLease(Lease):
     def release(self) -> None:
         keys, self._keys = self._keys, None
         for key in keys or ():
-            self._store.leased.remove(key)
+            self._store.held.remove(key)
 
 
 class FakeStore(Store):
@@ -264,7 +264,7 @@ class FakeStore(Store):
         self.record_bytes = staging.record_bytes
         self.records: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes | None] = {}
-        self.leased: list[bytes] = []
+        self.held: list[bytes] = []
         self.room = room
         self.displaces_beyond: int | None = None
         """How many records it holds: more displace the oldest."""
@@ -302,14 +302,14 @@ class FakeStore(Store):
     def has(self, keys: bytes) -> list[bool]:
         return [key in self.records for key in split(keys)]
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         leading = []
         for key in split(keys):
             if key not in self.records:
                 break
             leading.append(key)
-        self.leased += leading
-        return FakeLease(self, leading)
+        self.held += leading
+        return FakeHold(self, leading)
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

@@ -29,14 +29,14 @@ class IndexModel:
     slots: int
     policy: str
     entries: dict[bytes, Entry] = field(default_factory=dict)
-    leases: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
+    holds: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     time: int = 0
     displaced: int = 0
 
     def held(self) -> set[int]:
-        """Slots that leases hold."""
-        return {slot for lease in self.leases.values() for _, slot in lease}
+        """Slots that holds hold."""
+        return {slot for hold in self.holds.values() for _, slot in hold}
 
     def free(self) -> list[int]:
         taken = {entry.slot for entry in self.entries.values()} | self.held() | self.closed
@@ -63,13 +63,13 @@ class IndexModel:
                 entry.level = 1
         return found
 
-    def lease(self, ticket: int, keys: list[bytes]) -> list[int]:
+    def hold(self, ticket: int, keys: list[bytes]) -> list[int]:
         held = [(key, self.entries[key].slot) for key in self.use(keys)]
-        self.leases[ticket] = held
+        self.holds[ticket] = held
         return [slot for _, slot in held]
 
     def release(self, ticket: int) -> list[tuple[bytes, int]]:
-        ended = self.leases.pop(ticket)
+        ended = self.holds.pop(ticket)
         still = self.held() | {entry.slot for entry in self.entries.values()}
         freed: list[tuple[bytes, int]] = []
         for key, slot in ended:
@@ -206,6 +206,6 @@ class IndexModel:
             "ready": ready,
             "pending": len(self.entries) - ready,
             "closed": len(self.closed),
-            "leased": len(self.held()),
+            "held": len(self.held()),
             "displaced": self.displaced,
         }

@@ -129,8 +129,8 @@ def empty_key_lists_do_nothing(bench: Bench) -> None:
     assert bench.store.get(b"", []) == []
     assert bench.store.has(b"") == []
     assert bench.store.erase(b"") == 0
-    with bench.store.lease(b"") as lease:
-        assert lease.count == 0
+    with bench.store.hold(b"") as hold:
+        assert hold.count == 0
 
 
 def existing_object_is_not_stored_again(bench: Bench) -> None:
@@ -158,24 +158,24 @@ def object_is_invisible_until_complete(bench: Bench) -> None:
     assert bench.has(1) == [True]
 
 
-# --- leases ---------------------------------------------------------------------------------------
+# --- holds ---------------------------------------------------------------------------------------
 
 
-def lease_holds_the_leading_keys(bench: Bench) -> None:
+def hold_covers_the_leading_keys(bench: Bench) -> None:
     bench.put(0, 1, 3)
-    with bench.store.lease(keys_of([0, 1, 2, 3])) as lease:
-        assert lease.count == 2
+    with bench.store.hold(keys_of([0, 1, 2, 3])) as hold:
+        assert hold.count == 2
         assert bench.get(0, 1) == [True, True]
-    lease.release()
-    with bench.store.lease(keys_of([7, 0])) as none:
+    hold.release()
+    with bench.store.hold(keys_of([7, 0])) as none:
         assert none.count == 0
     assert bench.get(0, 1, 3) == [True] * 3
 
 
-def leased_objects_are_not_displaced(bench: Bench) -> None:
+def held_records_are_not_displaced(bench: Bench) -> None:
     bench.put(0, 1)
-    first = bench.store.lease(keys_of([0, 1]))
-    second = bench.store.lease(keys_of([1]))
+    first = bench.store.hold(keys_of([0, 1]))
+    second = bench.store.hold(keys_of([1]))
     for name in range(10, 10 + 3 * ROOM):
         bench.put(name)
     assert bench.get(0, 1) == [True, True]
@@ -188,25 +188,25 @@ def leased_objects_are_not_displaced(bench: Bench) -> None:
     assert bench.has(0, 1) == [False, False]
 
 
-def leased_objects_survive_a_lower_limit(bench: Bench) -> None:
+def held_records_survive_a_lower_limit(bench: Bench) -> None:
     bench.put(*range(ROOM))
-    lease = bench.store.lease(keys_of([3, 4]))
+    hold = bench.store.hold(keys_of([3, 4]))
     bench.store.set_limit(0)
     assert bench.get(3, 4) == [True, True]
     assert not any(bench.has(*(name for name in range(ROOM) if name not in (3, 4))))
     assert bench.put(50) == [False]
-    lease.release()
+    hold.release()
     assert bench.store.capacity().used_bytes == 0
     assert bench.has(3, 4) == [False, False]
 
 
 def leased_objects_are_erased_on_release(bench: Bench) -> None:
     bench.put(0, 1)
-    lease = bench.store.lease(keys_of([0]))
+    hold = bench.store.hold(keys_of([0]))
     assert bench.store.erase(keys_of([0, 1])) == 2
     assert bench.has(1) == [False]
     bench.get(0)  # either way, but never another record
-    lease.release()
+    hold.release()
     assert bench.has(0) == [False]
     assert bench.store.capacity().records == 0
     assert bench.put(0) == [True]
@@ -310,7 +310,7 @@ def chain_ends_are_displaced_first(bench: Bench) -> None:
 def used_object_is_kept(bench: Bench) -> None:
     room = 0
     while bench.store.statistics().evicted == 0:
-        bench.store.lease(keys_of([0])).release()
+        bench.store.hold(keys_of([0])).release()
         bench.put(room)
         room += 1
     assert bench.has(0) == [True]
@@ -328,7 +328,7 @@ def invalid_calls_are_rejected_and_change_nothing(bench: Bench) -> None:
     short, long = memoryview(bytes(16)), memoryview(bytes(RECORD_BYTES + 1))
     calls: list[Callable[[], object]] = [
         lambda: store.has(key[:-1]),
-        lambda: store.lease(key + b"x"),
+        lambda: store.hold(key + b"x"),
         lambda: store.erase(key[:3]),
         lambda: store.put(key[:-1], [record]),
         lambda: store.put(key, []),
@@ -398,8 +398,8 @@ def threads_use_the_store_concurrently(bench: Bench) -> None:
                     case 3 | 4:
                         bench.get(*names)
                     case 5:
-                        with bench.store.lease(keys_of(names)) as lease:
-                            bench.get(*names[: lease.count])
+                        with bench.store.hold(keys_of(names)) as hold:
+                            bench.get(*names[: hold.count])
                     case 6:
                         bench.has(*names)
                     case _:
@@ -415,8 +415,8 @@ def threads_use_the_store_concurrently(bench: Bench) -> None:
     assert not failures, failures
 
 
-def leases_hold_during_concurrent_puts(bench: Bench) -> None:
-    """With nobody who erases, every leased record is read, whatever is put meanwhile."""
+def holds_last_during_concurrent_puts(bench: Bench) -> None:
+    """With nobody who erases, every held record is read, whatever is put meanwhile."""
     bench.put(*range(4), chain=True)
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -434,8 +434,8 @@ def leases_hold_during_concurrent_puts(bench: Bench) -> None:
     other.start()
     looks = 0
     while not stop.is_set() or looks == 0:
-        with bench.store.lease(keys_of(range(4))) as lease:
-            assert all(bench.get(*range(lease.count)))
+        with bench.store.hold(keys_of(range(4))) as hold:
+            assert all(bench.get(*range(hold.count)))
         bench.put(*range(4), chain=True)
         looks += 1
     other.join()
@@ -458,8 +458,8 @@ def medium_failures_are_misses(bench: Bench) -> None:
             name += FEW
             stored = bench.put(*names)
             bench.has(*names)
-            with store.lease(keys_of(names)) as lease:
-                bench.get(*names[: lease.count])
+            with store.hold(keys_of(names)) as hold:
+                bench.get(*names[: hold.count])
             bench.get(*names)
             reached = calls() >= turn
         after = store.statistics()
@@ -481,10 +481,10 @@ def medium_failures_are_misses(bench: Bench) -> None:
 
 def close_is_idempotent(bench: Bench) -> None:
     bench.put(0, 1)
-    lease = bench.store.lease(keys_of([0]))
+    hold = bench.store.hold(keys_of([0]))
     bench.store.close()
     bench.store.close()
-    lease.release()
+    hold.release()
 
 
 def objects_are_found_after_reopening(bench: Bench) -> None:
@@ -510,7 +510,7 @@ ALL: Sequence[Case] = (
     existing_object_is_not_stored_again,
     repeated_key_is_stored_once,
     object_is_invisible_until_complete,
-    lease_holds_the_leading_keys,
+    hold_covers_the_leading_keys,
     erased_objects_are_gone,
     erase_covers_all_generations,
     namespaces_share_no_objects,
@@ -522,10 +522,10 @@ ALL: Sequence[Case] = (
 """What holds of every store."""
 
 BOUNDED: Sequence[Case] = (
-    leased_objects_are_not_displaced,
-    leased_objects_survive_a_lower_limit,
+    held_records_are_not_displaced,
+    held_records_survive_a_lower_limit,
     leased_objects_are_erased_on_release,
-    leases_hold_during_concurrent_puts,
+    holds_last_during_concurrent_puts,
     usage_stays_within_the_limit,
     chain_ends_are_displaced_first,
     used_object_is_kept,

@@ -129,16 +129,16 @@ def test_lru_keeps_used_objects(folder: Path) -> None:
     put(store, range(10))
     for number in range(10, 200):
         put(store, [number])
-        store.lease(keys([3])).release()
+        store.hold(keys([3])).release()
     assert whole(store, range(10)) == [3]
     store.close()
 
 
-def test_leased_objects_are_not_evicted(folder: Path) -> None:
+def test_held_records_are_not_evicted(folder: Path) -> None:
     store = open_store(folder, RECORD, 4 * MIB)
     put(store, range(10))
-    with store.lease(keys(range(20))) as lease:
-        assert lease.count == 10
+    with store.hold(keys(range(20))) as hold:
+        assert hold.count == 10
         for first in range(100, 400, 10):
             put(store, range(first, first + 10))
         assert whole(store, range(10)) == list(range(10))
@@ -146,7 +146,7 @@ def test_leased_objects_are_not_evicted(folder: Path) -> None:
         assert store.has(keys(range(10))) == [False] * 5 + [True] * 5
         store.set_limit(0)
         assert whole(store, range(10)) == list(range(5, 10))
-    lease.release()
+    hold.release()
     assert store.capacity().records == 0
     assert disk_bytes(folder) == 0
     store.check_integrity()

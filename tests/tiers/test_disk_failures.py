@@ -107,7 +107,7 @@ def test_failed_reads_are_misses_and_retried_later(folder: Path) -> None:
     seen = store.statistics()
     assert (seen.hits, seen.misses, seen.torn, seen.errors) == (4, 1, 0, 1)
     assert store.has(keys(range(5))) == [False] * 5  # circuit breaker open
-    assert store.lease(keys(range(5))).count == 0
+    assert store.hold(keys(range(5))).count == 0
     files.fails = lambda way, at: 0
     clock.now_s += 1
     assert whole(store, range(5)) == list(range(5))
@@ -121,8 +121,8 @@ def test_hanging_medium_does_not_block_lease_release(
     store = open_store(folder, RECORD, LIMIT)
     put(store, range(1000))  # as many as there is room for
     there = whole(store, range(1000))
-    leases = [store.lease(keys([number])) for number in there[-2:]]
-    assert [lease.count for lease in leases] == [1, 1]
+    holds = [store.hold(keys([number])) for number in there[-2:]]
+    assert [hold.count for hold in holds] == [1, 1]
     clear_entry = DataFile.clear_entry
     reached, let_go, released = (threading.Event() for _ in range(3))
 
@@ -132,8 +132,8 @@ def test_hanging_medium_does_not_block_lease_release(
         clear_entry(file, slot)
 
     def release() -> None:
-        for lease in leases:
-            lease.release()
+        for hold in holds:
+            hold.release()
         released.set()
 
     monkeypatch.setattr(DataFile, "clear_entry", hang)
@@ -148,7 +148,7 @@ def test_hanging_medium_does_not_block_lease_release(
     engine.join()
     assert was_released
     store.check_integrity()
-    assert store._state.index.stats()["leased"] == 0, "who had the lock has ended them"
+    assert store._state.index.stats()["held"] == 0, "who had the lock has ended them"
     store.close()
 
 

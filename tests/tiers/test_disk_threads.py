@@ -28,10 +28,10 @@ def one_step(store: DiskStore, rng: random.Random) -> None:
     if kind < 8:
         put(store, numbers, chain_after=bytes(16) if kind < 4 else None)
     elif kind < 14:
-        with store.lease(keys(numbers)) as lease:
-            held = list(numbers)[: lease.count]
+        with store.hold(keys(numbers)) as hold:
+            held = list(numbers)[: hold.count]
             found = whole(store, numbers)
-            # Another thread may erase it; that is the one way to lose what is leased.
+            # Another thread may erase it; that is the one way to lose what is held.
             assert set(found) <= set(numbers)
             assert len(found) >= 0, held
     elif kind < 17:
@@ -79,7 +79,7 @@ def test_threads_use_two_stores_concurrently(tmp_path: Path, engine: str) -> Non
     again.close()
 
 
-def test_leased_objects_are_never_displaced(tmp_path: Path) -> None:
+def test_held_records_are_never_displaced(tmp_path: Path) -> None:
     """One thread fills the store again and again; what another one holds stays readable."""
     store = open_store(tmp_path / "kv", RECORD, 2 * MIB)
     put(store, range(8))
@@ -98,17 +98,17 @@ def test_leased_objects_are_never_displaced(tmp_path: Path) -> None:
             store.set_limit(2 * MIB)
 
     threads = [threading.Thread(target=fill), threading.Thread(target=shrink)]
-    with store.lease(keys(range(8))) as lease:
+    with store.hold(keys(range(8))) as hold:
         for thread in threads:
             thread.start()
         for _ in range(150):
-            if whole(store, range(8)) != list(range(lease.count)):
+            if whole(store, range(8)) != list(range(hold.count)):
                 failures.append(store.has(keys(range(8))))
                 break
         ended.set()
         for thread in threads:
             thread.join()
     assert failures == []
-    assert lease.count == 8
+    assert hold.count == 8
     store.check_integrity()
     store.close()

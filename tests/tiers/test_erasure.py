@@ -155,17 +155,17 @@ def test_erasure_works_without_hole_punching(
 def test_lease_delays_erasure_until_its_release(tmp_path: Path) -> None:
     store = open_store(tmp_path, RECORD, 8 * MIB)
     put(store, range(4))
-    lease = store.lease(keys([0, 1]))
+    hold = store.hold(keys([0, 1]))
     assert store.erase_matching(Selection()) == 4
     assert store.erase_matching(Selection()) == 0
     assert lying(tmp_path, range(4)) == [0, 1]
-    lease.release()
+    hold.release()
     assert lying(tmp_path, range(4)) == []
     put(store, range(4))
-    store.lease(keys([2]))
+    store.hold(keys([2]))
     assert store.erase_matching(Selection()) == 4
     store.close()
-    assert lying(tmp_path, range(4)) == [], "a lease that is open at the end keeps nothing"
+    assert lying(tmp_path, range(4)) == [], "a hold that is open at the end keeps nothing"
 
 
 def test_offline_erasure_wipes_everything_selected(tmp_path: Path) -> None:

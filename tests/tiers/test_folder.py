@@ -47,8 +47,8 @@ def test_objects_are_shared_between_machines(path: Path) -> None:
     assert put(other, range(COUNT)) == [True] * COUNT
     assert other.statistics().puts == 0  # they were there
     assert whole(other, range(COUNT + 5)) == list(range(COUNT))
-    with other.lease(keys(range(COUNT + 5))) as lease:
-        assert lease.count == COUNT
+    with other.hold(keys(range(COUNT + 5))) as hold:
+        assert hold.count == COUNT
     assert one.erase(keys([3, 99])) == 1
     assert other.has(keys(range(5))) == [True, True, True, False, True]
     for store in (one, other):

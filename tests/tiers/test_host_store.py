@@ -97,10 +97,10 @@ def test_host_tier_name_is_unique(tier: Tier) -> None:
 
 
 @pytest.mark.slow
-def test_neighbour_reclaims_unleased_memory(tier: Tier) -> None:
+def test_neighbour_reclaims_unheld_memory(tier: Tier) -> None:
     assert all(tier.bench.put(*range(WHOLE)))
-    lease = tier.store.lease(keys_of(range(PER_PAGE)))
-    assert lease.count == PER_PAGE
+    hold = tier.store.hold(keys_of(range(PER_PAGE)))
+    assert hold.count == PER_PAGE
     with tier.neighbour() as other:
         ids = other.alloc(10 * B - 1)
         assert ids is not None
@@ -118,7 +118,7 @@ def test_neighbour_reclaims_unleased_memory(tier: Tier) -> None:
         assert sum(tier.bench.put(*range(1000, 1000 + PER_PAGE))) == PER_PAGE
         assert tier.store.capacity().used_bytes <= 6 * PAGE_BYTES
         assert all(tier.bench.get(*range(PER_PAGE)))
-        lease.release()
+        hold.release()
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_lower_limit_keeps_most_recently_used_objects(tier: Tier) -> None:
     room = 4 * PER_PAGE - 1
     for _ in range(2):
         for name in names[-room:]:
-            tier.store.lease(keys_of([name])).release()
+            tier.store.hold(keys_of([name])).release()
     tier.store.set_limit(4 * PAGE_BYTES)
     assert set(tier.alive()) == set(names[-room:])
     assert all(tier.bench.get(*names[-room:]))
@@ -220,10 +220,10 @@ def test_lower_limit_keeps_most_recently_used_objects(tier: Tier) -> None:
 
 
 def test_reads_are_correct_while_memory_changes(tier: Tier) -> None:
-    """Threads put, lease and read stamped records; limits, sleep and a neighbour take them away."""
+    """Threads put, hold and read stamped records; limits, sleep and a neighbour take them away."""
     failures: list[BaseException] = []
     ended = threading.Event()
-    leased_reads = [0]
+    held_reads = [0]
 
     def serve(seed: int) -> None:
         dice = random.Random(seed)
@@ -232,10 +232,10 @@ def test_reads_are_correct_while_memory_changes(tier: Tier) -> None:
                 names = sorted(dice.sample(range(2 * WHOLE), 4))
                 keys = keys_of(names)
                 tier.store.put(keys, records_of(keys))
-                with tier.store.lease(keys) as lease:
-                    held = keys_of(names[: lease.count])
-                    assert all(read(tier.store, held)), "a leased record was taken"
-                    leased_reads[0] += lease.count
+                with tier.store.hold(keys) as hold:
+                    held = keys_of(names[: hold.count])
+                    assert all(read(tier.store, held)), "a held record was taken"
+                    held_reads[0] += hold.count
                 keys = keys_of([dice.randrange(2 * WHOLE) for _ in range(4)])
                 read(tier.store, keys)
                 if dice.random() < 0.1:
@@ -250,7 +250,7 @@ def test_reads_are_correct_while_memory_changes(tier: Tier) -> None:
         try:
             dice = random.Random(9)
             turn = 0
-            while turn < 40 or not (leased_reads[0] or failures):
+            while turn < 40 or not (held_reads[0] or failures):
                 turn += 1
                 match (turn - 1) % 4:
                     case 0:
@@ -269,7 +269,7 @@ def test_reads_are_correct_while_memory_changes(tier: Tier) -> None:
             for thread in threads:
                 thread.join()
     assert not failures, failures
-    assert leased_reads[0] > 0
+    assert held_reads[0] > 0
 
 
 def test_close_waits_for_running_copies(tier: Tier) -> None:
@@ -299,7 +299,7 @@ def test_close_waits_for_running_copies(tier: Tier) -> None:
     assert tier.bench.get(0) == [False]
     assert tier.bench.put(0) == [False]
     assert tier.store.erase(keys_of([0])) == 0
-    assert tier.store.lease(keys_of([0])).count == 0
+    assert tier.store.hold(keys_of([0])).count == 0
     assert tier.store.capacity().used_bytes == 0
     tier.store.set_limit(PAGE_BYTES)
 
@@ -322,13 +322,13 @@ def test_closed_store_holds_no_descriptors() -> None:
     try:
         before = descriptors()
         store = opened()
-        lease = store.lease(keys_of([0]))
+        hold = store.hold(keys_of([0]))
         assert len(descriptors()) > len(before)
         store.close()
         # One is of the listing itself.
         wait_until(lambda: len(descriptors() - before) <= 1)
         store.close()
-        lease.release()
+        hold.release()
         assert store.has(keys_of([0])) == [False]
         assert store.leading(keys_of([0])) == (0, 0)
         assert store.put(keys_of([0]), records_of(keys_of([0]))) == [False]

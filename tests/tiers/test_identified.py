@@ -93,7 +93,7 @@ class Untouched(DiskStore):
     def _refuse(self, *arguments: object, **more: object) -> None:
         raise AssertionError("a store whose weights are not known was asked")
 
-    enter = has = leading = lease = reserve = put = get = erase = _refuse  # type: ignore[assignment]
+    enter = has = leading = hold = reserve = put = get = erase = _refuse  # type: ignore[assignment]
 
 
 def test_unidentified_store_reads_and_writes_nothing(disk: Path) -> None:
@@ -102,8 +102,8 @@ def test_unidentified_store_reads_and_writes_nothing(disk: Path) -> None:
     assert not store.is_ready
     assert store.has(keys(1, 2)) == [False, False]
     assert store.leading(keys(1)) == (0, 0)
-    with store.lease(keys(1)) as lease:
-        assert lease.count == 0
+    with store.hold(keys(1)) as hold:
+        assert hold.count == 0
     assert store.put(keys(1), [record(1)], chain_after=NO_KEY) == [False]
     assert store.get(keys(1), [record(0)]) == [False]
     reservation = store.reserve(keys(1))
@@ -127,8 +127,8 @@ def test_objects_are_found_only_with_same_weights(disk: Path) -> None:
         assert found(store, [1, 2]) == []
         store.identify("a")
         assert found(store, [1, 2]) == [1, 2]
-        with store.lease(keys(1, 2, 3)) as lease:
-            assert lease.count == 2
+        with store.hold(keys(1, 2, 3)) as hold:
+            assert hold.count == 2
         assert store.leading(keys(1, 2, 3))[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""The index of a tier: claims, leases, who is displaced, what a smaller size does."""
+"""The index of a tier: claims, holds, who is displaced, what a smaller size does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_claimed_key_is_a_miss_before_commit(policy: str) -> None:
     assert index.has(keys(1, 2)) == [False, False]
     assert index.match(keys(1, 2)) == 0
     assert index.slot_of(key(1)) == -1
-    ticket, held = index.lease(keys(1, 2))
+    ticket, held = index.hold(keys(1, 2))
     assert held == []
     assert index.release(ticket) == []
     assert index.claim(keys(1, 2)) == ([-1, -1], [])
@@ -53,7 +53,7 @@ def test_claimed_key_is_a_miss_before_commit(policy: str) -> None:
         "ready": 1,
         "pending": 0,
         "closed": 0,
-        "leased": 0,
+        "held": 0,
         "displaced": 0,
     }
     assert index.claim(key(3))[0] == [1], "the slot of an abandoned key is free"
@@ -61,11 +61,11 @@ def test_claimed_key_is_a_miss_before_commit(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_leased_and_pending_objects_are_never_displaced(policy: str) -> None:
+def test_held_and_pending_records_are_never_displaced(policy: str) -> None:
     index = TierIndex(3, policy)
     put(index, 1, 2)
     index.claim(key(3))
-    ticket, _ = index.lease(keys(1, 2))
+    ticket, _ = index.hold(keys(1, 2))
     assert index.claim(keys(4, 5)) == ([-2, -2], [])
     assert index.release(ticket) == []
     slots, displaced = index.claim(keys(4, 5))
@@ -104,7 +104,7 @@ def test_leaves_are_displaced_before_inner_nodes(policy: str) -> None:
 def test_released_lease_cannot_be_released_again() -> None:
     index = TierIndex(1, "lru")
     put(index, 1)
-    ticket, _ = index.lease(key(1))
+    ticket, _ = index.hold(key(1))
     assert index.erase(key(1)) == []
     assert index.has(key(1)) == [False]
     assert index.claim(key(2)) == ([-2], [])
@@ -136,8 +136,8 @@ def test_resize_closes_slots_as_they_become_free() -> None:
     index = TierIndex(4, "lru")
     put(index, 1, 2, 3)
     index.claim(key(4))
-    ticket, _ = index.lease(keys(1, 2, 3))
-    assert index.resize(1) == [], "two are leased, one is being written"
+    ticket, _ = index.hold(keys(1, 2, 3))
+    assert index.resize(1) == [], "two are held, one is being written"
     assert index.has(keys(1, 2, 3)) == [True, False, False]
     assert index.commit(key(4)) == [(key(4), 3)]
     assert sorted(index.release(ticket)) == [(key(2), 1), (key(3), 2)]
@@ -150,9 +150,9 @@ def test_resize_closes_slots_as_they_become_free() -> None:
 def test_close_by_policy_takes_free_slots_before_objects() -> None:
     index = TierIndex(4, "lru")
     put(index, 1, 2, 3)
-    ticket, _ = index.lease(key(1))
+    ticket, _ = index.hold(key(1))
     assert index.close_by_policy(2) == ([3, 1], [(key(2), 1)])
-    assert index.close_by_policy(2) == ([2], [(key(3), 2)]), "the last object is leased"
+    assert index.close_by_policy(2) == ([2], [(key(3), 2)]), "the last object is held"
     assert index.claim(key(4)) == ([-2], [])
     index.open([1])
     assert index.claim(key(4)) == ([1], [])
@@ -202,7 +202,7 @@ def test_invalid_calls_are_rejected_and_change_nothing(call: Callable[[TierIndex
         "ready": 0,
         "pending": 0,
         "closed": 0,
-        "leased": 0,
+        "held": 0,
         "displaced": 0,
     }
     index.check_integrity()

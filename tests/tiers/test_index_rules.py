@@ -53,15 +53,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.match(b"".join(keys)) == len(self.model.use(keys))
 
     @rule(keys=some_keys)
-    def lease(self, keys: list[bytes]) -> None:
-        ticket, slots = self.index.lease(b"".join(keys))
-        assert ticket not in self.model.leases
-        assert slots == self.model.lease(ticket, keys)
+    def hold(self, keys: list[bytes]) -> None:
+        ticket, slots = self.index.hold(b"".join(keys))
+        assert ticket not in self.model.holds
+        assert slots == self.model.hold(ticket, keys)
 
-    @precondition(lambda self: self.model.leases)
+    @precondition(lambda self: self.model.holds)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.model.leases)))
+        ticket = data.draw(st.sampled_from(sorted(self.model.holds)))
         assert sorted(self.index.release(ticket)) == sorted(self.model.release(ticket))
         with pytest.raises(InvalidArgumentError):
             self.index.release(ticket)

@@ -50,17 +50,17 @@ def world() -> Iterator[World]:
     yield made
     assert made.tiers.close(DEADLINE_S) == []
     assert made.near.is_closed
-    assert not made.near.leased
-    assert not made.far.leased
+    assert not made.near.held
+    assert not made.far.held
 
 
-def test_leading_keys_are_matched_and_leased(world) -> None:
+def test_leading_keys_are_matched_and_held(world) -> None:
     world.fill(near=[0, 1, 4, 6], far=[1, 2, 3, 5, 7])
     match = world.tiers.match(keys_of(range(9)))
     assert match.count == 8
     assert match.keys == keys_of(range(8))
-    assert sorted(world.near.leased) == [key_of(n) for n in (0, 1, 4, 6)]
-    assert sorted(world.far.leased) == [key_of(n) for n in (2, 3, 5, 7)]
+    assert sorted(world.near.held) == [key_of(n) for n in (0, 1, 4, 6)]
+    assert sorted(world.far.held) == [key_of(n) for n in (2, 3, 5, 7)]
     match.release()
     match.release()
     assert not match.is_held
@@ -83,14 +83,14 @@ def test_store_that_only_reads_gets_no_blocks() -> None:
     assert tiers.close(DEADLINE_S) == []
 
 
-def test_load_holds_its_leases_until_done(world) -> None:
+def test_load_keeps_its_holds_until_done(world) -> None:
     world.fill(near=[0, 1], far=range(2, 9))
     world.far.hang = release = threading.Event()
     with world.tiers.match(keys_of(range(9))) as match:
         load = world.tiers.load(match, list(range(50, 59)))
     assert world.far.hanging.wait(DEADLINE_S)
     assert match.is_held
-    assert len(world.far.leased) == 7
+    assert len(world.far.held) == 7
     assert not load.done
     release.set()
     assert load.wait(DEADLINE_S)
@@ -268,7 +268,7 @@ def test_match_from_before_an_erase_loads_nothing(world, how) -> None:
     world.fill(near=[], far=range(4))
     with world.tiers.match(keys_of(range(4))) as match:
         assert match.count == 4
-        # A store keeps what is leased until then, so it can still be read.
+        # A store keeps what is held until then, so it can still be read.
         world.far.erase_matching = lambda selection: 0
         getattr(world.tiers, how)()
         load = world.tiers.load(match, [50, 51, 52, 53])

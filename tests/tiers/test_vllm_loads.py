@@ -9,7 +9,7 @@ import pytest
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, each_key
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
 from kvelastic.tiers.load import Load
 from kvelastic.tiers.loads_in_progress import Loads, is_too_slow
 from kvelastic.tiers.plan import Segment
@@ -24,7 +24,7 @@ def key(name: str) -> bytes:
     return name.encode().ljust(KEY_BYTES, b".")
 
 
-class Held(Lease):
+class Held(Hold):
     """Keys that fake tiers hold for a load."""
 
     def __init__(self, tiers: FakeTiers, count: int) -> None:
@@ -79,8 +79,8 @@ class FakeTiers:
         self.asked.append((chain_after, wanted))
         missing = next((at for at, one in enumerate(wanted) if one not in self.has), len(wanted))
         segments = [Segment(0, 0, missing)] if missing else []
-        leases = [Held(self, missing)] if missing else []
-        return Load(keys, segments, leases, chain_after)
+        holds = [Held(self, missing)] if missing else []
+        return Load(keys, segments, holds, chain_after)
 
     def load(self, load: Load, ids: Sequence[int]) -> Load:
         assert load.is_held, "what is loaded must be held"
@@ -129,7 +129,7 @@ def test_sliding_windows_are_looked_up_from_their_end() -> None:
     assert [asked for _, asked in tiers.asked] == [[key(name)] for name in "dcba"]
 
 
-def test_taken_blocks_stay_leased_after_the_step() -> None:
+def test_taken_blocks_stay_held_after_the_step() -> None:
     tiers = FakeTiers("a", "b")
     lookups = lookups_of(tiers)
     assert ask(lookups, "a", chain(None, "a", "b"))
@@ -227,7 +227,7 @@ def test_refused_load_finishes_with_nothing_loaded() -> None:
     assert (load.job, len(load.ids), load.leading) == (3, 5, 0)
 
 
-def test_load_rejected_by_the_tiers_keeps_no_lease() -> None:
+def test_load_rejected_by_the_tiers_keeps_no_hold() -> None:
     tiers = FakeTiers("a")
     tiers.refuses = True
     with pytest.raises(InvalidArgumentError):

@@ -14,7 +14,7 @@ from kvelastic.errors import IntegrityError
 from tools.reclaim_simulator import REQUEST_EXPIRY_NS, Contender, Depth
 from tools.reclaim_simulator.trace import Arrival, ModelSpec
 
-PRESSURE_LEASE_NS: Final = 500_000_000
+PRESSURE_EXPIRY_NS: Final = 500_000_000
 """Memory pressure that no request renews ends after this time (vmm_csrc/pool/pressure.h)."""
 
 
@@ -225,7 +225,7 @@ class Instance:
             if self.pressure_pages is None:
                 self.pressure_since_ns = now_ns
             self.pressure_pages = target
-            self.pressure_until_ns = now_ns + PRESSURE_LEASE_NS
+            self.pressure_until_ns = now_ns + PRESSURE_EXPIRY_NS
         if given > 0 and self.held < self.guaranteed:
             raise IntegrityError(f"{self.spec.name} was taken below its min.")
         return given

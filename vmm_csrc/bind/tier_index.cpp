@@ -98,9 +98,9 @@ nb::list has(const TierIndex& index, const nb::bytes& bytes) {
   return list;
 }
 
-nb::tuple lease(TierIndex& index, const nb::bytes& keys) {
-  const TierIndex::Leased leased = index.lease(Keys(keys));
-  return nb::make_tuple(leased.ticket, list_of(leased.slots));
+nb::tuple hold(TierIndex& index, const nb::bytes& keys) {
+  const TierIndex::Held held = index.hold(Keys(keys));
+  return nb::make_tuple(held.ticket, list_of(held.slots));
 }
 
 nb::tuple claim(TierIndex& index, const nb::bytes& keys, const std::optional<nb::bytes>& after) {
@@ -117,7 +117,7 @@ nb::dict stats(const TierIndex& index) {
   dict["ready"] = now.ready;
   dict["pending"] = now.pending;
   dict["closed"] = now.closed;
-  dict["leased"] = now.leased;
+  dict["held"] = now.held;
   dict["displaced"] = now.displaced;
   return dict;
 }
@@ -278,7 +278,7 @@ void bind_tier_index(nb::module_& m) {
       .def(
           "match", [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); },
           "keys"_a, "Return how many leading keys are ready, and count this as a use of each.")
-      .def("lease", &lease, "keys"_a,
+      .def("hold", &hold, "keys"_a,
            "Lease the leading ready keys until release(). Returns (ticket, slots). Counts as a use "
            "of these keys.")
       .def(
@@ -287,7 +287,7 @@ void bind_tier_index(nb::module_& m) {
             return list_of_records(unwrap(index.release(ticket)));
           },
           "ticket"_a,
-          "End a lease. Returns (key, slot) of each record that was erased in the meantime and "
+          "End a hold. Returns (key, slot) of each record that was erased in the meantime and "
           "whose slot is free now. Raises InvalidArgumentError if the ticket is unknown or has "
           "ended.")
       .def("claim", &claim, "keys"_a, "chain_after"_a.none() = nb::none(),
@@ -322,7 +322,7 @@ void bind_tier_index(nb::module_& m) {
           },
           "keys"_a,
           "Erase keys. Returns (key, slot) of those whose slots are free now. release() returns "
-          "the leased ones later, and commit() the pending ones.")
+          "the held ones later, and commit() the pending ones.")
       .def(
           "restore",
           [](TierIndex& index, const nb::bytes& key, std::uint64_t slot,
@@ -340,7 +340,7 @@ void bind_tier_index(nb::module_& m) {
           },
           "slots"_a,
           "Set the number of slots. Returns (key, slot) of the displaced records. Slots above the "
-          "new size are not assigned again. release() returns leased records above it later, and "
+          "new size are not assigned again. release() returns held records above it later, and "
           "commit() pending ones.")
       .def(
           "displace",
@@ -349,7 +349,7 @@ void bind_tier_index(nb::module_& m) {
           },
           "count"_a,
           "Displace up to `count` records by the policy; their slots are free then. Returns (key, "
-          "slot) of each. Leased and pending records stay.")
+          "slot) of each. Held and pending records stay.")
       .def(
           "close",
           [](TierIndex& index, std::uint64_t first, std::uint64_t count) {
@@ -367,7 +367,7 @@ void bind_tier_index(nb::module_& m) {
           },
           "count"_a,
           "Close up to `count` slots: free ones first, then those of records displaced by the "
-          "policy. Returns (slots, displaced) as claim() does. Leased and pending records stay.")
+          "policy. Returns (slots, displaced) as claim() does. Held and pending records stay.")
       .def(
           "open",
           [](TierIndex& index, const std::vector<std::int64_t>& slots) {
@@ -376,8 +376,7 @@ void bind_tier_index(nb::module_& m) {
           "slots"_a,
           "Open closed slots. Raises InvalidArgumentError, with no slot opened, if a slot is not "
           "closed.")
-      .def("stats", &stats,
-           "Return the counts slots, ready, pending, closed, leased and displaced.")
+      .def("stats", &stats, "Return the counts slots, ready, pending, closed, held and displaced.")
       .def(
           "check_integrity",
           [](const TierIndex& index) {

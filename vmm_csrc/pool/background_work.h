@@ -28,7 +28,7 @@ class BackgroundWork {
   /// Releases memory for other instances: unmaps pages down to `depth`, but keeps `min_pages` and
   /// at least one. Returns how many. At Depth::kInUse a shortfall puts the pool under memory
   /// pressure: its limit is lowered until the engine has freed the blocks or the requests stop for
-  /// Pressure::kLease. Waits for the session; blocks.
+  /// Pressure::kExpiry. Waits for the session; blocks.
   Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages);
   /// Gets pages that allocs lacked recently, as parked pages, and requests the rest. False: no page
   /// is missing. True: call again soon, and when a ledger's bell rings. Blocks.

@@ -3,7 +3,7 @@
 //
 //   none -- begin(to) --> in force -- met: held <= to --> met, for kRepeatedFor --> none
 //             ^  again      |                               a repeated request has no effect
-//             '-------------'-- not requested for kLease --> none
+//             '-------------'-- not requested for kExpiry --> none
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ class Pressure {
   using Time = std::chrono::steady_clock::time_point;
   static constexpr std::uint64_t kNone = ~std::uint64_t{0};
   /// Pressure that is not requested again for this long ends.
-  static constexpr std::chrono::milliseconds kLease{500};
+  static constexpr std::chrono::milliseconds kExpiry{500};
   /// After pressure was met, an equal request may still be a repetition of the met one.
   static constexpr std::chrono::milliseconds kRepeatedFor{40};
 
@@ -35,7 +35,7 @@ class Pressure {
   /// Begins pressure or renews it.
   void begin(std::uint64_t pages, Time now) {
     pages_ = pages;
-    until_ = now + kLease;
+    until_ = now + kExpiry;
   }
 
   /// Ends the pressure if the pool is no longer `over` it, or if it was not renewed in time.

@@ -77,10 +77,10 @@ TEST(pressure_lasts_while_requested) {
   CHECK(!pressure.is_in_force() && pressure.floor(kStart) == 0);
   pressure.begin(3, kStart);
   CHECK(pressure.pages() == 3 && pressure.floor(kStart) == 3);
-  CHECK(!pressure.expire(true, kStart + Pressure::kLease - milliseconds(1)));
+  CHECK(!pressure.expire(true, kStart + Pressure::kExpiry - milliseconds(1)));
   pressure.begin(3, kStart + milliseconds(400));  // asked for again
-  CHECK(!pressure.expire(true, kStart + Pressure::kLease));
-  CHECK(pressure.expire(true, kStart + milliseconds(400) + Pressure::kLease));
+  CHECK(!pressure.expire(true, kStart + Pressure::kExpiry));
+  CHECK(pressure.expire(true, kStart + milliseconds(400) + Pressure::kExpiry));
   CHECK(!pressure.is_in_force());
   // Nobody's request was met: the next one may take as much as it likes.
   CHECK(pressure.floor(kStart + milliseconds(900)) == 0);

@@ -86,7 +86,7 @@ TEST(tier_index_assigns_each_slot_once) {
   for (const EvictionPolicy policy : kPolicies) {
     const auto index = make(64, policy);
     std::map<std::uint64_t, std::int64_t> where;  // ready or pending
-    std::map<TierIndex::Ticket, std::vector<KeyInSlot>> leases;
+    std::map<TierIndex::Ticket, std::vector<KeyInSlot>> holds;
     std::multiset<std::int64_t> held;
     std::uint64_t slots = 64;
     for (int round = 0; round < 3000; ++round) {
@@ -125,20 +125,20 @@ TEST(tier_index_assigns_each_slot_once) {
           break;
         }
         case 2: {
-          const TierIndex::Leased leased = index->lease(some);
-          std::vector<KeyInSlot>& mine = leases[leased.ticket];
-          for (std::size_t i = 0; i < leased.slots.size(); ++i) {
-            CHECK(where.at(some[i].low) == leased.slots[i]);
-            held.insert(leased.slots[i]);
-            mine.push_back({some[i], static_cast<std::uint32_t>(leased.slots[i])});
+          const TierIndex::Held hold = index->hold(some);
+          std::vector<KeyInSlot>& mine = holds[hold.ticket];
+          for (std::size_t i = 0; i < hold.slots.size(); ++i) {
+            CHECK(where.at(some[i].low) == hold.slots[i]);
+            held.insert(hold.slots[i]);
+            mine.push_back({some[i], static_cast<std::uint32_t>(hold.slots[i])});
           }
           break;
         }
         case 3:
-          if (!leases.empty()) {
-            const auto ticket = leases.begin()->first;
-            for (const KeyInSlot& record : leases.at(ticket)) held.erase(held.find(record.slot));
-            leases.erase(ticket);
+          if (!holds.empty()) {
+            const auto ticket = holds.begin()->first;
+            for (const KeyInSlot& record : holds.at(ticket)) held.erase(held.find(record.slot));
+            holds.erase(ticket);
             const auto freed = index->release(ticket);
             REQUIRE(static_cast<bool>(freed));
             for (const KeyInSlot& record : *freed) CHECK(!held.contains(record.slot));
@@ -291,7 +291,7 @@ TEST(tier_index_stays_consistent_after_bad_alloc) {
     put(*index, keys({1, 2, 3, 4}), {true, BlockKey{}});
     const std::vector<BlockKey> here = keys({1, 2, 3, 4});
     const std::vector<BlockKey> more = keys({5, 6});
-    const TierIndex::Leased held = index->lease(std::span(here).first(1));
+    const TierIndex::Held hold = index->hold(std::span(here).first(1));
     const auto attempt = [&](auto call) {
       const TierIndex::Stats before = index->stats();
       bool failed = false;
@@ -306,14 +306,14 @@ TEST(tier_index_stays_consistent_after_bad_alloc) {
       const TierIndex::Stats after = index->stats();
       if (failed) {
         CHECK(before.ready == after.ready && before.pending == after.pending &&
-              before.leased == after.leased && before.displaced == after.displaced);
+              before.held == after.held && before.displaced == after.displaced);
       }
     };
-    attempt([&] { (void)index->lease(here); });
+    attempt([&] { (void)index->hold(here); });
     attempt([&] { (void)index->claim(more, {true, key(2)}); });
     attempt([&] { (void)index->erase(here); });
     attempt([&] { (void)index->resize(1); });
-    CHECK(static_cast<bool>(index->release(held.ticket)));
+    CHECK(static_cast<bool>(index->release(hold.ticket)));
     CHECK(static_cast<bool>(index->check_integrity()));
   }
 }
@@ -337,18 +337,18 @@ TEST(tier_index_from_several_threads) {
         if ((*claimed).slots[i] >= 0) taken.push_back(some[i]);
       }
       if (!index->commit(taken)) ++wrong;
-      const TierIndex::Leased leased = index->lease(some);
-      for (std::size_t i = 0; i < leased.slots.size(); ++i) {
-        if (index->slot_of(some[i]) != leased.slots[i]) ++wrong;
+      const TierIndex::Held hold = index->hold(some);
+      for (std::size_t i = 0; i < hold.slots.size(); ++i) {
+        if (index->slot_of(some[i]) != hold.slots[i]) ++wrong;
       }
-      if (!index->release(leased.ticket)) ++wrong;
+      if (!index->release(hold.ticket)) ++wrong;
     }
   };
   std::vector<std::thread> threads;
   for (std::uint64_t i = 0; i < 3; ++i) threads.emplace_back(work, i);
   for (std::thread& each : threads) each.join();
   CHECK(wrong == 0);
-  CHECK(index->stats().leased == 0);
+  CHECK(index->stats().held == 0);
   CHECK(static_cast<bool>(index->check_integrity()));
 }
 

@@ -58,40 +58,40 @@ std::size_t TierIndex::match(std::span<const BlockKey> keys) {
   return count;
 }
 
-TierIndex::Leased TierIndex::lease(std::span<const BlockKey> keys) {
+TierIndex::Held TierIndex::hold(std::span<const BlockKey> keys) {
   const std::lock_guard lock(mutex_);
-  Leased leased;
-  leased.slots.reserve(keys.size());
+  Held held;
+  held.slots.reserve(keys.size());
   std::vector<KeyInSlot> held;
   held.reserve(keys.size());
-  std::vector<KeyInSlot>& kept = leases_[last_ticket_ + 1];  // nothing below can fail
-  leased.ticket = ++last_ticket_;
+  std::vector<KeyInSlot>& kept = holds_[last_ticket_ + 1];  // nothing below can fail
+  held.ticket = ++last_ticket_;
   time_ += keys.size();
   look_up(keys, [&](std::size_t i, NodeId id) {
     if (id == kNoNode || nodes_[id].state != State::kReady) return false;
     use(id, time_ - i);
     const std::uint32_t slot = nodes_[id].slot;
-    hold(slot);
+    add_hold(slot);
     held.push_back({keys[i], slot});
-    leased.slots.push_back(slot);
+    held.slots.push_back(slot);
     return true;
   });
   kept = std::move(held);
-  return leased;
+  return held;
 }
 
 Result<std::vector<KeyInSlot>> TierIndex::release(Ticket ticket) {
   const std::lock_guard lock(mutex_);
-  const auto found = leases_.find(ticket);
-  if (found == leases_.end()) {
-    return Error{Errc::kInvalidArgument, "lease " + std::to_string(ticket) +
+  const auto found = holds_.find(ticket);
+  if (found == holds_.end()) {
+    return Error{Errc::kInvalidArgument, "hold " + std::to_string(ticket) +
                                              " has ended or never was; release each one once"};
   }
   std::vector<KeyInSlot>& held = found->second;
   // Keep the freed ones, in place of the others.
   std::erase_if(held, [&](const KeyInSlot& record) { return !unhold(record.slot); });
   std::vector<KeyInSlot> freed = std::move(held);
-  leases_.erase(found);
+  holds_.erase(found);
   return freed;
 }
 
@@ -107,7 +107,7 @@ Result<TierIndex::Claimed> TierIndex::claim(std::span<const BlockKey> keys, Chai
   held.reserve(keys.size() + 1);
   const auto hold_if_ready = [&](NodeId id) {
     if (id == kNoNode || nodes_[id].state != State::kReady) return;
-    hold(nodes_[id].slot);
+    add_hold(nodes_[id].slot);
     held.push_back(nodes_[id].slot);
   };
   // Nothing below can fail. Keys of this call must not be displaced by it.
@@ -311,8 +311,8 @@ Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
   if (slots >= slots_open_) {
     if (Status grown = grow(slots); !grown) return grown.error();
     for (std::uint64_t slot = slots_open_; slot < slots; ++slot) {
-      // A slot that was above the size may still be written or leased.
-      if (slots_[slot].node == kNoNode && slots_[slot].leases == 0) free_.add(slot);
+      // A slot that was above the size may still be written or held.
+      if (slots_[slot].node == kNoNode && slots_[slot].holds == 0) free_.add(slot);
     }
     slots_open_ = slots;
     return displaced;
@@ -334,7 +334,7 @@ Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
 
 TierIndex::Stats TierIndex::stats() const {
   const std::lock_guard lock(mutex_);
-  return {slots_open_, ready_, pending_, closed_.size(), leased_, displaced_};
+  return {slots_open_, ready_, pending_, closed_.size(), held_, displaced_};
 }
 
 }  // namespace kvelastic

@@ -10,8 +10,8 @@
 // and is removed with its last child. Ghosts therefore never outnumber records, and all memory is
 // bounded by the number of slots: about 200 bytes each.
 //
-// A *lease* holds records: they are not displaced. A record erased during a lease is no longer
-// found, but its slot becomes free only when its last lease ends.
+// A *hold* protects records: they are not displaced. A record erased during a hold is no longer
+// found, but its slot becomes free only when its last hold ends.
 //
 // Keys are found by open addressing with linear probing over 8-byte cells; cells and nodes of the
 // next keys are prefetched. No key allocates memory: tables grow with the slots, and results are
@@ -54,7 +54,7 @@ class TierIndex {
   static constexpr std::int64_t kThereAlready = -1;
   static constexpr std::int64_t kNoRoom = -2;
 
-  struct Leased {
+  struct Held {
     Ticket ticket = 0;
     std::vector<std::int64_t> slots;
   };
@@ -76,7 +76,7 @@ class TierIndex {
     std::uint64_t ready = 0;
     std::uint64_t pending = 0;
     std::uint64_t closed = 0;     ///< slots without a record that claims do not use
-    std::uint64_t leased = 0;     ///< leased slots, including those of erased records
+    std::uint64_t held = 0;       ///< held slots, including those of erased records
     std::uint64_t displaced = 0;  ///< records displaced by claims and resizes since creation
   };
 
@@ -95,12 +95,12 @@ class TierIndex {
   /// the youngest, so no key is older than its children.
   std::size_t match(std::span<const BlockKey> keys);
   /// Leases the leading ready keys until release(); counts as a use. May be empty.
-  Leased lease(std::span<const BlockKey> keys);
-  /// Ends a lease. Returns the erased records whose slots are free now. Fails with kInvalidArgument
+  Held hold(std::span<const BlockKey> keys);
+  /// Ends a hold. Returns the erased records whose slots are free now. Fails with kInvalidArgument
   /// if the ticket is unknown or has ended.
   Result<std::vector<KeyInSlot>> release(Ticket ticket);
   /// Assigns a slot to each new key, which is pending then: free slots first, lowest first, then
-  /// slots chosen by the policy. Never displaces leased or pending records, keys of this call, or
+  /// slots chosen by the policy. Never displaces held or pending records, keys of this call, or
   /// their parent. Fails with kInvalidArgument for the zero key.
   Result<Claimed> claim(std::span<const BlockKey> keys, Chain chain);
   /// Makes written keys ready. Returns the ones that were erased, or cut off by a resize, in
@@ -112,13 +112,13 @@ class TierIndex {
   /// Returns the slot, or -1 if the key is not ready.
   std::int64_t slot_of(const BlockKey& key) const;
   /// Erases ready and pending keys and returns the ones whose slots are free now. release() returns
-  /// leased ones, commit() pending ones.
+  /// held ones, commit() pending ones.
   std::vector<KeyInSlot> erase(std::span<const BlockKey> keys);
   /// Adds a record found in a slot as ready, with its `parent` if known. False if the key exists
   /// or the slot is taken or invalid. Fails with kInvalidArgument for the zero key.
   Result<bool> restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent);
   /// Displaces up to `count` records by the policy and returns them; their slots are free then.
-  /// Never displaces leased or pending records.
+  /// Never displaces held or pending records.
   std::vector<KeyInSlot> displace(std::uint64_t count);
   /// Closes the free slots among `count` from `first` on, and returns them. Only restore() uses
   /// closed slots.
@@ -127,7 +127,7 @@ class TierIndex {
   Closed close_by_policy(std::uint64_t count);
   /// Opens closed slots. Fails with kInvalidArgument, with none opened, if a slot is not closed.
   Status open(std::span<const std::int64_t> slots);
-  /// Sets the number of slots and returns the displaced records above it. release() returns leased
+  /// Sets the number of slots and returns the displaced records above it. release() returns held
   /// ones, commit() pending ones.
   Result<std::vector<KeyInSlot>> resize(std::uint64_t slots);
 
@@ -166,8 +166,8 @@ class TierIndex {
     NodeId node;  ///< kNoNode: an empty cell
   };
   struct Slot {
-    NodeId node;           ///< kNoNode: free, or a record that is erased and leased
-    std::uint32_t leases;  ///< how many hold it
+    NodeId node;          ///< kNoNode: free, or a record that is erased and held
+    std::uint32_t holds;  ///< number of holds on it
   };
 
   explicit TierIndex(EvictionPolicy policy) : policy_(policy) {}
@@ -193,7 +193,7 @@ class TierIndex {
 
   // --- tier_index_victims.cpp: who goes first. Each expects the mutex to be held.
   void use(NodeId id, std::uint64_t now);
-  /// Makes a ready record displaceable, unless it is leased.
+  /// Makes a ready record displaceable, unless it is held.
   void offer(NodeId id);
   /// Ends that; no effect if it is not displaceable.
   void withdraw(NodeId id);
@@ -201,12 +201,12 @@ class TierIndex {
   NodeId victim();
   void shrink_protected();
 
-  bool is_leased(NodeId id) const { return slots_[nodes_[id].slot].leases != 0; }
-  void hold(std::uint32_t slot);
-  /// True if the slot's record was erased and no lease is left.
+  bool is_held(NodeId id) const { return slots_[nodes_[id].slot].holds != 0; }
+  void add_hold(std::uint32_t slot);
+  /// True if the slot's record was erased and no hold is left.
   bool unhold(std::uint32_t slot);
   void free_slot(std::uint32_t slot);
-  /// Drops a record. True if its slot is free now, false if leases hold it.
+  /// Drops a record. True if its slot is free now, false if holds remain.
   bool forget(NodeId id);
   /// Displaces the policy's next record, if any, and returns it; its slot is free then.
   std::optional<KeyInSlot> displace_next();
@@ -220,12 +220,12 @@ class TierIndex {
   const EvictionPolicy policy_;
   LazyArray<Node> nodes_;  ///< 0 is none
   LazyArray<Cell> cells_;
-  LazyArray<Slot> slots_;  ///< of the largest size ever: records above slots_open_ may be leased
+  LazyArray<Slot> slots_;  ///< of the largest size ever: records above slots_open_ may be held
   FreeSlots free_;         ///< below slots_open_
   FreeSlots closed_;       ///< below slots_open_; as free, and given out by none but restore()
-  RankHeap order_;         ///< ready nodes; leased ones may be missing. Its ranks may be too low
+  RankHeap order_;         ///< ready nodes; held ones may be missing. Its ranks may be too low
   RankHeap protected_;     ///< slru: nodes of the protected segment, by the time of their use
-  std::unordered_map<Ticket, std::vector<KeyInSlot>> leases_;
+  std::unordered_map<Ticket, std::vector<KeyInSlot>> holds_;
   std::uint64_t slots_open_ = 0;  ///< slots below this are given out
   NodeId unused_ = kNoNode;
   NodeId nodes_touched_ = 0;  ///< nodes 1 .. this have been used
@@ -235,7 +235,7 @@ class TierIndex {
   std::uint64_t ready_ = 0;
   std::uint64_t pending_ = 0;
   std::uint64_t ghosts_ = 0;
-  std::uint64_t leased_ = 0;
+  std::uint64_t held_ = 0;
   std::uint64_t displaced_ = 0;
 };
 

@@ -56,7 +56,7 @@ Status TierIndex::check_nodes() const {
     }
     ++ready;
     if (node.slot >= slots_open_) return broken(name + " is ready above the slots");
-    if (!offered && !is_leased(id)) return broken(name + " could never be displaced");
+    if (!offered && !is_held(id)) return broken(name + " could never be displaced");
     if (offered && node.rank() < order_.known_rank(id)) {
       return broken(name + " goes later than its rank says");
     }
@@ -90,23 +90,23 @@ Status TierIndex::check_nodes() const {
 }
 
 Status TierIndex::check_slots() const {
-  std::vector<std::uint32_t> leases(slots_.size(), 0);
-  for (const auto& [ticket, held] : leases_) {
-    for (const KeyInSlot& record : held) ++leases[record.slot];
+  std::vector<std::uint32_t> holds(slots_.size(), 0);
+  for (const auto& [ticket, held] : holds_) {
+    for (const KeyInSlot& record : held) ++holds[record.slot];
   }
-  std::uint64_t leased = 0, taken = 0, free = 0, closed = 0;
+  std::uint64_t held = 0, taken = 0, free = 0, closed = 0;
   for (std::uint64_t slot = 0; slot < slots_.size(); ++slot) {
     const Slot& of = slots_[slot];
     const std::string name = "slot " + std::to_string(slot);
-    if (of.leases != leases[slot]) return broken(name + " is held by other leases than it counts");
-    if (of.leases != 0) ++leased;
+    if (of.holds != holds[slot]) return broken(name + " is held by other holds than it counts");
+    if (of.holds != 0) ++held;
     if (of.node != kNoNode) {
       ++taken;
       if (nodes_[of.node].slot != slot || !nodes_[of.node].has_slot()) {
         return broken(name + " has a record that is elsewhere");
       }
     }
-    const bool is_empty = slot < slots_open_ && of.node == kNoNode && of.leases == 0;
+    const bool is_empty = slot < slots_open_ && of.node == kNoNode && of.holds == 0;
     const bool is_closed = closed_.contains(slot);
     const bool is_free = is_empty && !is_closed;
     if (is_free) ++free;
@@ -115,7 +115,7 @@ Status TierIndex::check_slots() const {
     if (is_free != free_.contains(slot)) return broken(name + " is free and taken");
   }
   if (taken != ready_ + pending_) return broken("records and taken slots are not as many");
-  if (leased != leased_ || free != free_.size() || closed != closed_.size())
+  if (held != held_ || free != free_.size() || closed != closed_.size())
     return broken("counts of slots are wrong");
   return ok();
 }

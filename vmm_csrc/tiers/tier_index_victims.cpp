@@ -1,4 +1,4 @@
-// TierIndex: uses, leases of slots, and who goes first.
+// TierIndex: uses, holds of slots, and who goes first.
 #include "tiers/tier_index.h"
 
 namespace kvelastic {
@@ -25,8 +25,8 @@ TierIndex::NodeId TierIndex::victim() {
   if (policy_ == EvictionPolicy::kSlru) shrink_protected();
   while (!order_.empty()) {
     const RankHeap::Entry top = order_.top();
-    if (is_leased(top.node)) {
-      order_.remove(top.node);  // the end of its last lease offers it again
+    if (is_held(top.node)) {
+      order_.remove(top.node);  // the end of its last hold offers it again
       continue;
     }
     const Rank rank = nodes_[top.node].rank();
@@ -53,14 +53,14 @@ void TierIndex::shrink_protected() {
   }
 }
 
-void TierIndex::hold(std::uint32_t slot) {
-  if (slots_[slot].leases++ == 0) ++leased_;
+void TierIndex::add_hold(std::uint32_t slot) {
+  if (slots_[slot].holds++ == 0) ++held_;
 }
 
 bool TierIndex::unhold(std::uint32_t slot) {
   Slot& of = slots_[slot];
-  if (--of.leases != 0) return false;
-  --leased_;
+  if (--of.holds != 0) return false;
+  --held_;
   if (of.node != kNoNode) {
     if (nodes_[of.node].state == State::kReady) offer(of.node);
     return false;
@@ -79,7 +79,7 @@ bool TierIndex::forget(NodeId id) {
   const std::uint32_t slot = node.slot;
   slots_[slot].node = kNoNode;
   drop(id);
-  if (slots_[slot].leases != 0) return false;
+  if (slots_[slot].holds != 0) return false;
   free_slot(slot);
   return true;
 }

@@ -33,7 +33,7 @@ from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
 from kvelastic.flexkv.common.request import Mask
 from kvelastic.flexkv.common.transfer import BlockIds, DeviceType, TransferOpGraph
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, Reservation, Selection
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.plan import Segment
 from kvelastic.tiers.workers import Workers
@@ -50,9 +50,9 @@ class CacheEngine(RadixTree):
 
 
 class Plan:
-    """The graph of one request, and its leases and reservations in the tiers.
+    """The graph of one request, and its holds and reservations in the tiers.
 
-    Call the plan when the graph has ended or will not run (`abort` in FlexKV): this releases leases
+    Call the plan when the graph has ended or will not run (`abort` in FlexKV): this releases holds
     and space that was not filled. Idempotent; any thread may call.
     """
 
@@ -63,7 +63,7 @@ class Plan:
         wanted: tuple[int, int] = (0, 0),
         first_token: int = 0,
         tokens: int = 0,
-        leases: Sequence[Lease] = (),
+        holds: Sequence[Hold] = (),
         place: Reservation | None = None,
     ) -> None:
         self.graph = graph
@@ -76,7 +76,7 @@ class Plan:
         """Number of tokens from `first_token` on that are moved or present."""
         self.fragments: Sequence[Fragment] = ()
         """The tiers in which the blocks of a get were found."""
-        self._leases = leases
+        self._holds = holds
         self._place = place
         self._lock = threading.Lock()
 
@@ -100,9 +100,9 @@ class Plan:
     def release_leases(self) -> None:
         """Let the tiers evict the blocks that were read."""
         with self._lock:
-            leases, self._leases = self._leases, ()
-        for lease in leases:
-            lease.release()
+            holds, self._holds = self._holds, ()
+        for hold in holds:
+            hold.release()
 
     def __call__(self) -> None:
         """Release everything that the plan holds."""
@@ -228,8 +228,8 @@ class GlobalCacheEngine:
         wanted = first * per_block, last * per_block
         keys = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
         may_ask = (lambda tier: tier == 0) if cpu_only else self._may_ask
-        segments, leases = self._lookup.hold_leading(keys, may_ask)
-        plan = Plan(TransferOpGraph(), sequence.length, wanted, wanted[0], leases=leases)
+        segments, holds = self._lookup.hold_leading(keys, may_ask)
+        plan = Plan(TransferOpGraph(), sequence.length, wanted, wanted[0], holds=holds)
         try:
             if not segments:
                 plan.release_leases()
@@ -295,7 +295,7 @@ class GlobalCacheEngine:
     def reset(self, timeout_s: float = ERASE_S) -> list[str]:
         """Erase all blocks in all tiers; return the tiers that did not respond in time. Blocks.
 
-        Erased blocks are never found again. Earlier plans keep their leases until they end.
+        Erased blocks are never found again. Earlier plans keep their holds until they end.
         """
         # Erase all generations: an earlier reset may have missed blocks in a slow tier.
         selection = Selection(namespace=self._storage.namespace, every_generation=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.block import SequenceMeta
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection, Store
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, Reservation, Selection, Store
 from kvelastic.tiers.namespace import Namespace
 
 
@@ -46,9 +46,9 @@ class RadixTree:
         after = sequence.parent(first) if first else NO_KEY
         return self.store.reserve(_keys(sequence, first), chain_after=after)
 
-    def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Lease:
+    def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Hold:
         """Hold the leading ready ones of `count` blocks from `first` on."""
-        return self.store.lease(_keys(sequence, first)[: count * KEY_BYTES])
+        return self.store.hold(_keys(sequence, first)[: count * KEY_BYTES])
 
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks, the ends of sequences first; return how many."""

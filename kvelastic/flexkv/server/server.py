@@ -129,7 +129,7 @@ class KVServer:
 
     @property
     def open_tasks(self) -> int:
-        """Number of tasks that run or hold leases or space. Waits for the engine's thread."""
+        """Number of tasks that run or have holds or space. Waits for the engine's thread."""
         return int(self._thread.ask(lambda: self._engine.open_tasks))
 
     @property

@@ -28,7 +28,7 @@ from kvelastic.flexkv.common.transfer import (
 )
 from kvelastic.flexkv.transfer.scheduler import Stage, TransferScheduler
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
-from kvelastic.tiers.base import Lease, Store
+from kvelastic.tiers.base import Hold, Store
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.pool_side import StagingMemory
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
@@ -171,7 +171,7 @@ class TransferEngine:
         return _Flight(graph)
 
     def _begin_stage(self, flight: _Flight, number: int) -> None:
-        lease: Lease | None = None
+        hold: Hold | None = None
         with self._done:
             if number == len(flight.stages) or flight.is_cancelled:
                 self._drop_rest(flight, number)
@@ -180,7 +180,7 @@ class TransferEngine:
             for op in stage.ops:
                 op.status = TransferOpStatus.RUNNING
         if number:  # keep what the first stage has stored until it is copied on
-            lease = self._cpu.lease(stage.keys)
+            hold = self._cpu.hold(stage.keys)
         transfer = Transfer(
             stage.graph,
             stage.keys,
@@ -195,11 +195,11 @@ class TransferEngine:
             self._done.notify_all()  # for `cancel` and `drain`
         if is_cancelled:
             run.cancel()
-        run.on_complete(lambda run: self._end_stage(flight, number, lease))
+        run.on_complete(lambda run: self._end_stage(flight, number, hold))
 
-    def _end_stage(self, flight: _Flight, number: int, lease: Lease | None) -> None:
-        if lease is not None:
-            lease.release()
+    def _end_stage(self, flight: _Flight, number: int, hold: Hold | None) -> None:
+        if hold is not None:
+            hold.release()
         self._begin_stage(flight, number + 1)
 
     def _drop_rest(self, flight: _Flight, number: int) -> None:

@@ -25,7 +25,7 @@ from kvelastic.tiers.base import (
     KEY_BYTES,
     NO_KEY,
     Capacity,
-    Lease,
+    Hold,
     NoHold,
     Promise,
     Reservation,
@@ -87,9 +87,9 @@ class IdentifiedStore(Store):
         """Return the numbers of readable and of reserved leading keys. (0, 0) until `is_ready`."""
         return self.inner.leading(self._masked(keys)) if self._mask else (0, 0)
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are stored. Holds none until `is_ready`."""
-        return self.inner.lease(self._masked(keys)) if self._mask else NoHold()
+        return self.inner.hold(self._masked(keys)) if self._mask else NoHold()
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
         """Reserve slots for missing keys. Until `is_ready`, treats all keys as missing."""

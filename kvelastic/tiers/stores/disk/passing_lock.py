@@ -4,7 +4,7 @@
     with lock: ...                       # a condition over a reentrant lock
     lock.soon(lambda: end(ticket))       # now if the lock is free, else by its holder on release
 
-The holder of a store's lock may be waiting for a medium that hangs. An engine that releases a lease
+The holder of a store's lock may be waiting for a medium that hangs. An engine that releases a hold
 passes the job to the holder and continues.
 """
 

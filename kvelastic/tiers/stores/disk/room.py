@@ -59,7 +59,7 @@ class Room:
         self.evicted = 0
         """Records evicted to release space."""
         self.owes = False
-        """Whether more is held than allowed because the rest is leased."""
+        """Whether it takes more than allowed because loads hold the rest."""
         self._index = index
         self._table = table
         self._folders = folders
@@ -321,7 +321,7 @@ class Room:
             gone.extend(slot for _, slot in displaced)
             taken.extend(slots)
             if len(slots) < wanted:
-                break  # the others are leased
+                break  # loads hold the others
         self._parked.update(taken)
         self.evicted += len(gone)
         self._forget(gone)

@@ -63,7 +63,7 @@ class DiskState:
         self._record_bytes = record_bytes
         self._erasing = 0
         self._held: set[int] = set()
-        """Slots of erased records that are still leased."""
+        """Slots of erased records that are still held."""
         self._unerased = Unerased()
         """What the last erasure left in files of other engines."""
         self._statistics = StoreStatistics()
@@ -242,7 +242,7 @@ class DiskState:
 
         The caller holds the lock, and no put of the keys is in progress. With `wipe`, the caller
         also holds `alone`. When the call then returns, neither these records nor any displaced
-        record can be read from the files. Leased records follow when their leases end. The next
+        record can be read from the files. Held records follow when their holds end. The next
         erasure retries what the file system refused: see `unerased`.
         """
         if self.closed:
@@ -282,7 +282,7 @@ class DiskState:
     def unerased(self) -> Unerased:
         """Return what could not be erased.
 
-        Leased records are omitted: they go when the leases end.
+        Held records are omitted: they go when the holds end.
         """
         with self.changed:
             lying = sum(slot not in self._held for slot in self.table.residue())
@@ -291,11 +291,11 @@ class DiskState:
             return self._unerased._replace(failed="; ".join(failed))
 
     def release(self, ticket: int) -> None:
-        """End a lease. Does not block: if the lock is held, its holder ends the lease."""
-        self.changed.soon(lambda: self._end_lease(ticket))
+        """End a hold. Does not block: if the lock is held, its holder ends the hold."""
+        self.changed.soon(lambda: self._end_hold(ticket))
 
-    def _end_lease(self, ticket: int) -> None:
-        """Wipe records erased during the lease, before their slots can be reused."""
+    def _end_hold(self, ticket: int) -> None:
+        """Wipe records erased during the hold, before their slots can be reused."""
         freed = [slot for _, slot in self.index.release(ticket)]
         if self.closed:
             return
@@ -306,7 +306,7 @@ class DiskState:
                 self.room.fit()
 
     def _wipe(self, slots: Iterable[int]) -> None:
-        """Clear the entries of slots, and zero their records unless leased."""
+        """Clear the entries of slots, and zero their records unless held."""
         for file, own in self.table.by_file(slots).items():
             first = self.table.range_of(file).start
             with self.medium(self.writes):
@@ -356,7 +356,7 @@ class DiskState:
                 return
             self.changed.wait_for(lambda: not self.reading)
             held = list(self._held)
-            self._held.clear()  # open leases cannot read any longer
+            self._held.clear()  # open holds cannot read any longer
             self._wipe(held)
             self.closed = True
             self.budget.close()

@@ -35,7 +35,7 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import (
     NO_KEY,
     Capacity,
-    Lease,
+    Hold,
     Selection,
     Store,
     StoreStatistics,
@@ -56,7 +56,7 @@ DEPTH: Final = 32
 """Maximum number of records of one call that are in flight at once."""
 
 
-class _DiskLease(Lease):
+class _DiskHold(Hold):
     def __init__(self, state: DiskState, ticket: int | None, count: int) -> None:
         self.count = count
         self._state = state
@@ -71,7 +71,7 @@ class _DiskLease(Lease):
 class DiskStore(Store):
     """A store on disk, shared by the engines of a machine. See the module text.
 
-    Any thread may call; `has` and `lease` never wait for a disk. One lock guards slots, files and
+    Any thread may call; `has` and `hold` never wait for a disk. One lock guards slots, files and
     statistics. It is not held during record I/O. It is held while space is allocated or released
     and while records are erased.
     """
@@ -152,16 +152,16 @@ class DiskStore(Store):
             return [False] * count
         return self._state.index.has(keys)
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are present. Does not wait for a disk.
 
-        The lease is empty while reads are suspended after errors.
+        The hold is empty while reads are suspended after errors.
         """
         self._count_of(keys)
         if self._state.closed or not self._state.reads.allows_calls:
-            return _DiskLease(self._state, None, 0)
-        ticket, slots = self._state.index.lease(keys)
-        return _DiskLease(self._state, ticket, len(slots))
+            return _DiskHold(self._state, None, 0)
+        ticket, slots = self._state.index.hold(keys)
+        return _DiskHold(self._state, ticket, len(slots))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
@@ -417,7 +417,7 @@ class DiskStore(Store):
     # --- getting ----------------------------------------------------------------------------------
 
     def _begin_get(self, keys: bytes, count: int) -> tuple[list[RecordTransfer], list[int]]:
-        """Lease the keys that are present; return their locations and the lease tickets."""
+        """Hold the keys that are present; return their locations and the hold tickets."""
         transfers: list[RecordTransfer] = []
         tickets: list[int] = []
         with self._state.changed:
@@ -428,7 +428,7 @@ class DiskStore(Store):
                 while end < count and there[end]:
                     end += 1
                 if end > at:
-                    ticket, slots = self._state.index.lease(keys_at(keys, at, end - at))
+                    ticket, slots = self._state.index.hold(keys_at(keys, at, end - at))
                     tickets.append(ticket)
                     for i, slot in enumerate(slots, at):
                         key = keys_at(keys, i)

@@ -13,7 +13,7 @@ world-writable folder is refused.
 
 Sweeping enforces the limit: it removes the files that were written longest ago. One engine sweeps
 at a time, at most once a minute or after it has written 1/8 of the limit. Between sweeps the folder
-may exceed its limit by what the engines write. Leases hold nothing: another machine may sweep.
+may exceed its limit by what the engines write. Holds protect nothing: another machine may sweep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvelastic.tier_list import (
 )
 from kvelastic.tiers.base import (
     Capacity,
-    Lease,
+    Hold,
     NoHold,
     Selection,
     Store,
@@ -141,7 +141,7 @@ class FolderStore(Store):
             )
         return [False] * count
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Return the leading keys that are present. They are not held: others may remove them."""
         answers = self.has(keys)
         return NoHold(answers.index(False) if False in answers else len(answers))

@@ -11,7 +11,7 @@ reclaims it from here. Pages are mapped as records arrive; none are reserved.
 
 Eviction: within the limit, the policy of the index decides. If memory is reclaimed for another
 instance, or `kvctl` lowers the limit, the pool releases pages at once. It evicts the least recently
-used records and first moves the other records of a page into free blocks of other pages. Leased
+used records and first moves the other records of a page into free blocks of other pages. Held
 records are never evicted. Evicted records leave the index before any caller learns of the eviction.
 
 Records do not survive the process. There is no checksum: a read returns what was put, or a miss.
@@ -35,7 +35,7 @@ from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
-    Lease,
+    Hold,
     Reservation,
     Selection,
     Store,
@@ -194,29 +194,29 @@ class HostStore(Store):
                     self._blocks.follow()
         return not self._closed
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are present. Their blocks count as used, so they stay."""
         self._count_of(keys)
         with self._lock:
             if self._closed:
-                return _HostLease(self, 0, None, [])
+                return _HostHold(self, 0, None, [])
             self._blocks.follow()
             while True:
-                ticket, slots = self._index.lease(keys)
+                ticket, slots = self._index.hold(keys)
                 blocks = self._blocks.hold(slots)
                 if GONE not in blocks:
-                    return _HostLease(self, len(slots), ticket, blocks)
+                    return _HostHold(self, len(slots), ticket, blocks)
                 self._blocks.release(blocks)  # the pool evicted some: fewer keys lead now
-                self._end_lease(ticket)
+                self._end_hold(ticket)
 
     def _release_lease(self, ticket: int, blocks: list[int]) -> None:
         with self._lock:
             if not self._closed:
-                self._end_lease(ticket)
+                self._end_hold(ticket)
                 self._blocks.release(blocks)
                 self._follow_limit()
 
-    def _end_lease(self, ticket: int) -> None:
+    def _end_hold(self, ticket: int) -> None:
         self._blocks.drop([slot for _, slot in self._index.release(ticket)])
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
@@ -586,7 +586,7 @@ class HostStore(Store):
         return memory
 
 
-class _HostLease(Lease):
+class _HostHold(Hold):
     """Records whose blocks count as used until `release()`."""
 
     def __init__(self, store: HostStore, count: int, ticket: int | None, blocks: list[int]) -> None:
@@ -597,7 +597,7 @@ class _HostLease(Lease):
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """End the lease. Idempotent."""
+        """End the hold. Idempotent."""
         with self._lock:
             ticket, self._ticket = self._ticket, None
         if ticket is not None:

@@ -5,7 +5,7 @@
     store.put(keys, records)
 
 A `mooncake_master` holds the index. Its clients provide the memory: this process provides
-`segment_bytes` while it runs. The master decides what to evict. So no limit can be set, and a lease
+`segment_bytes` while it runs. The master decides what to evict. So no limit can be set, and a hold
 holds nothing: `get` may miss a record that was just present.
 
 An unreachable master causes neither an exception nor a hang. A call that exceeds `timeout_s`
@@ -33,7 +33,7 @@ from typing import TypeVar
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import (
     Capacity,
-    Lease,
+    Hold,
     NoHold,
     Selection,
     Store,
@@ -236,7 +236,7 @@ class MooncakeStore(Store):
         self._judge(codes, 0)
         return [code == 1 for code in codes]
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Return the leading keys that are present.
 
         If it can, the master keeps them for a while.

@@ -28,7 +28,7 @@ from kvelastic.messages import Address
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
-    Lease,
+    Hold,
     NoHold,
     Selection,
     Store,
@@ -173,7 +173,7 @@ class PeerStore(Store):
                     usable[node_id] = peer is None or peer.breaker.allows_calls
             return [one is not None and usable[one[0].node_id] for one in found]
 
-    def lease(self, keys: bytes) -> Lease:
+    def hold(self, keys: bytes) -> Hold:
         """Return the leading keys. They are not held here: the peer holds them."""
         there = self.has(keys)
         return NoHold(there.index(False) if False in there else len(there))
