@@ -14,11 +14,11 @@ from typing import Any, Final
 import click
 
 from kvelastic import __version__
+from kvelastic.cli.program import Program
 from kvelastic.cli.rendering.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.rendering.printing import say, say_json
 from kvelastic.cli.segment_lookup import known_names
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
-from kvelastic.program import Program
 
 _COMMANDS: Final = {
     "capacity": "commands.capacity.capacity_command",

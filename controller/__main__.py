@@ -11,8 +11,8 @@ from typing import NoReturn
 import click
 
 from kvelastic import __version__
+from kvelastic.cli.program import Program
 from kvelastic.errors import KvelasticError
-from kvelastic.program import Program
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -121,7 +121,7 @@ class Shell:
         except BrokenPipeError:
             raise  # the reader of the output is gone: end the shell, as any command would
         except Exception as error:
-            from kvelastic.program import is_of_output
+            from kvelastic.cli.program import is_of_output
 
             if isinstance(error, OSError) and is_of_output(error):
                 raise  # the output of the next command would be lost too

@@ -9,11 +9,11 @@ import click
 
 from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
+from kvelastic.cli.program import Program
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import say
 from kvelastic.cli.segment_lookup import known_names, rows, sweep
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
-from kvelastic.program import Program
 
 _PIPE_COLUMNS = 120
 _USUAL_INTERVAL_S = 1.0

@@ -1,9 +1,9 @@
 """Blocks of the host tier's pool: holders, and tracking of the pool's moves and evictions.
 
 A record without readers is in a *cached* block. The pool moves or evicts such blocks on its own
-when host memory is needed elsewhere. A *held* record (found by a lookup, or being read) is in a *used* block,
-which the pool does not touch. The pool queues its changes (`take_changes`), and every access to a
-block processes the queue first:
+when host memory is needed elsewhere. A *held* record (found by a lookup, or being read) is in a
+*used* block, which the pool does not touch. The pool queues its changes (`take_changes`), and every
+access to a block processes the queue first:
 
     take the queue -> touch the blocks -> take the queue -> are they still the blocks of the slots?
 
