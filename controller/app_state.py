@@ -27,7 +27,7 @@ from kvelastic.controller.models.fleet import NOT_SERVED, SHUTTING_DOWN
 from kvelastic.controller.models.maintenance import MaintenanceLoop
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
-from kvelastic.controller.models.turns import Turns
+from kvelastic.controller.models.swap import Swapper
 from kvelastic.controller.routing.forward import BoundedResponse, Forwarder
 from kvelastic.controller.settings.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.settings.settings_warnings import warnings_of
@@ -55,7 +55,7 @@ class AppState(Serving):
         """`source` names the configuration, in the marks of engines that are launched."""
         super().__init__(settings, files)
         self.log = log
-        self.turns = Turns(self)
+        self.swapper = Swapper(self)
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.reloads = 0
         self.log_followers = 0
@@ -102,7 +102,7 @@ class AppState(Serving):
         await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-        await self.turns.stop()
+        await self.swapper.stop()
         self.connections.stop()
         await self.session.close()
         self.forwarder.stop()
@@ -161,7 +161,7 @@ class AppState(Serving):
             if warning not in known:
                 _log.warning("%s", warning)
         self.settings = new
-        self.turns.poke()
+        self.swapper.poke()
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1
         self._start(self._replace(gone, fresh, new.server.drain_timeout))
@@ -186,7 +186,7 @@ class AppState(Serving):
         self._launch([model for model in fresh if model.settings.launch is not None])
 
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
-        return ServedModel(settings, (whole or self.settings).sleep, self.calls, self.turns)
+        return ServedModel(settings, (whole or self.settings).sleep, self.calls, self.swapper)
 
     async def _greet_after(self, gone: list[ServedModel], model: ServedModel) -> None:
         """Check engine states only when no sleep or wake of an old model is in progress."""
@@ -198,7 +198,7 @@ class AppState(Serving):
         made = []
         for model in models:
             process = self.processes[model] = EngineProcess(
-                model, self.calls, self.files, lambda: self.settings, self._source, self.turns
+                model, self.calls, self.files, lambda: self.settings, self._source, self.swapper
             )
             made.append(process)
 

@@ -96,7 +96,7 @@ async def list_models(app_state: AppState, _: Request) -> Any:
         "models": {
             model.name: {
                 **reports.model_of(model),
-                "makes_room_for": app_state.turns.waits_for_room_of(model),
+                "makes_room_for": app_state.swapper.waits_for_room_of(model),
             }
             for model in app_state.fleet
         }

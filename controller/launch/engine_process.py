@@ -1,6 +1,6 @@
 """A launched engine: started in its own process group, monitored, restarted, stopped.
 
-process = EngineProcess(model, calls, files, settings, source, turns)
+process = EngineProcess(model, calls, files, settings, source, swapper)
 await process.prepare()  # deals with the remains of a killed controller on its port
 process.start()          # a task of the loop from now on
 await process.stop()     # SIGTERM, then SIGKILL to the rest of its group
@@ -9,7 +9,7 @@ The engine's gate follows: STARTING until the health route succeeds, then AWAKE,
 not run. Its output is appended to a file; /admin/models/{model}/logs shows the end.
 
 An engine that starts on demand is ASLEEP while it does not run: `start_now` and `stop_now` are its
-model's wake and sleep. Both kinds start when it is the model's turn (`turns`).
+model's wake and sleep. Both kinds start when it is the model's turn (`swap`).
 
 Before each start it checks the port:
 
@@ -52,7 +52,7 @@ from kvelastic.controller.launch.process_group import (
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.engine_calls import LOOK_AT_PORT_S, PORT_CLOSED, EngineCalls
 from kvelastic.controller.models.gate import State
-from kvelastic.controller.models.served_model import ServedModel, Turns, WithdrawnError
+from kvelastic.controller.models.served_model import ServedModel, Swapper, WithdrawnError
 from kvelastic.controller.settings.named_files import fault_of_log, is_log
 from kvelastic.controller.settings.settings import LaunchSettings, Settings
 from kvelastic.errors import ControllerError, PortTakenError
@@ -94,7 +94,7 @@ class EngineProcess:
         files: OpenFiles,
         settings: Callable[[], Settings],
         source: str,
-        turns: Turns,
+        swapper: Swapper,
     ) -> None:
         """`settings` returns the current settings; `source` is their file."""
         launch = model.settings.launch
@@ -114,7 +114,7 @@ class EngineProcess:
         self._calls = calls
         self._files = files
         self._settings = settings
-        self._turns = turns
+        self._swapper = swapper
         self._restarts = Restarts(launch.backoff, launch.backoff_max)
         self._process: Leader | None = None
         self._record: Record | None = None
@@ -243,7 +243,7 @@ class EngineProcess:
             why = _ended()
             try:
                 if not self._model.has_turn:
-                    refusal = await self._turns.take(self._model, is_start=True)
+                    refusal = await self._swapper.take(self._model, is_start=True)
                     if refusal is not None:
                         raise refusal
                 await self._adopt_or_spawn()
@@ -255,7 +255,7 @@ class EngineProcess:
                     self._model.last_problem = None
                     self._model.awake_since_s = ready_s
                     self._set(State.AWAKE)
-                    self._turns.poke()
+                    self._swapper.poke()
                     _log.info("engine is ready", extra=self._extra)
                     await self._until_it_serves_no_more()
             except WithdrawnError:
@@ -310,7 +310,7 @@ class EngineProcess:
     def _has_gone(self) -> None:
         """The engine holds no memory now."""
         self._model.has_turn = False
-        self._turns.poke()
+        self._swapper.poke()
 
     async def _adopt_or_spawn(self) -> None:
         is_prepared, self._is_prepared = self._is_prepared, False

@@ -1,1 +1,1 @@
-"""The models that are served: gates, sleep, memory, turns."""
+"""The models that are served: gates, sleep, memory, swap."""

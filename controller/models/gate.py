@@ -11,7 +11,7 @@ no clock, and is used by one event loop only::
               STARTING / DOWN: a launched engine that is not ready / that has ended
 
 A request is in flight from `admit` until its last byte is sent, so a stream keeps its model awake.
-A wake is requested once for all waiting requests. It may first have to wait for memory (`turns`),
+A wake is requested once for all waiting requests. It may first have to wait for memory (`swap`),
 and is cancelled if no request waits for it. An engine that starts on demand counts as asleep while
 it is stopped.
 """

@@ -17,8 +17,8 @@ from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.engine_calls import KINDS, EngineCalls, Kind
 from kvelastic.controller.models.gate import Gate, Rules, State, Ticket
 from kvelastic.controller.models.model_memory import ModelMemory
+from kvelastic.controller.models.swap_policy import Wait
 from kvelastic.controller.models.traffic import Traffic
-from kvelastic.controller.models.turn_policy import Wait
 from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 from kvelastic.errors import EngineCallError
 
@@ -35,7 +35,7 @@ class WithdrawnError(Exception):
     """No request or operator waits for the model's turn now."""
 
 
-class Turns(Protocol):
+class Swapper(Protocol):
     """Decides when a model may wake or start. Used in the loop only."""
 
     async def take(
@@ -92,9 +92,9 @@ class ServedModel:
         settings: ModelSettings,
         sleep: SleepSettings,
         calls: EngineCalls,
-        turns: Turns | None = None,
+        swapper: Swapper | None = None,
     ) -> None:
-        """`turns` None: the model may wake at any time."""
+        """`swapper` None: the model may wake at any time."""
         self.settings = settings
         self.sleep_settings = sleep
         self.memory = ModelMemory(settings, sleep)
@@ -125,7 +125,7 @@ class ServedModel:
         """Until then it displaces no model in use, because it has just made room for others."""
         self.keep_alive_s: float | None = None
         """Idle time before sleep that the last request set instead of `ttl`; infinite: never."""
-        self._turns = turns
+        self._swapper = swapper
         self._is_preloaded = False
         """The next turn must not displace other models."""
         self._by_operator_until_s = 0.0
@@ -218,9 +218,9 @@ class ServedModel:
         """The request has ended, or its client has disconnected."""
         gate = self.gate
         gate.leave(ticket, time.monotonic())
-        if self._turns is not None and gate.in_flight == 0:
+        if self._swapper is not None and gate.in_flight == 0:
             self._withdraw_if_unwanted()
-            self._turns.poke()
+            self._swapper.poke()
 
     def take_over(self, old: ServedModel) -> None:
         """Move the requests that wait for `old` to this model, in order."""
@@ -439,11 +439,11 @@ class ServedModel:
 
     async def _wake_in_turn(self) -> None:
         """Wait for memory, unless the engines have it already; then wake."""
-        if self._turns is not None and not self._are_engines_awake:
+        if self._swapper is not None and not self._are_engines_awake:
             is_start = self.on_demand is not None and not self.on_demand.is_running
             is_preloaded, self._is_preloaded = self._is_preloaded, False
             try:
-                refusal = await self._turns.take(
+                refusal = await self._swapper.take(
                     self, is_start=is_start, may_displace=not is_preloaded
                 )
             except WithdrawnError:
@@ -485,8 +485,8 @@ class ServedModel:
         gate = self.gate
         if self.wait is None or gate.state is not State.WAKING or gate.queued:
             return
-        if time.monotonic() >= self._by_operator_until_s and self._turns is not None:
-            self._turns.withdraw(self)
+        if time.monotonic() >= self._by_operator_until_s and self._swapper is not None:
+            self._swapper.withdraw(self)
 
     async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:
         """Call every engine at once; return what each raised, in order."""
@@ -523,8 +523,8 @@ class ServedModel:
                     self.gate.woken(_wake_failed(), now_s)
             finally:
                 self._changed.set()
-                if self._turns is not None:
-                    self._turns.poke()
+                if self._swapper is not None:
+                    self._swapper.poke()
 
         self._keep(asyncio.get_running_loop().create_task(guarded()))
 
@@ -542,8 +542,8 @@ class ServedModel:
         """Refuse new and waiting requests with `why`; wait for a running sleep or wake."""
         self.gate.closing = why
         self.gate.refuse_all(why)
-        if self._turns is not None:
-            self._turns.withdraw(self)
+        if self._swapper is not None:
+            self._swapper.withdraw(self)
         if self.on_demand is not None:
             self.on_demand.give_up()
         if self._tasks:

@@ -302,7 +302,7 @@ class MemorySettings(_Section):
 
 
 class SwapSettings(_Section):
-    """Turns of models that do not all fit into memory."""
+    """Swapping of models that do not all fit into memory."""
 
     min_awake: Duration = 10.0
     """Minimum time that a woken or started model keeps its memory before it makes room for another.

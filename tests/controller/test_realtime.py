@@ -21,7 +21,7 @@ import pytest
 from running import Controller, Engine, config_for
 from test_sleep import memory_mib
 from test_slow_clients import dial, make_certificate, metric
-from test_turns import on_demand
+from test_swap import on_demand
 from waiting import DEADLINE_S, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect

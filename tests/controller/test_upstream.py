@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from test_turns import on_demand
+from test_swap import on_demand
 from waiting import wait_until
 
 NAME = "org/m"

@@ -24,7 +24,7 @@ from kvelastic.controller.models.admission import Model, Room
 
 SPARED_PART: Final = 0.75
 """As a part of `min_awake`: how long a model that has made room spares models in use. Of nine
-values tried it had the shortest waits on 36 traces of bursts (see test_turns_bursts.py).
+values tried it had the shortest waits on 36 traces of bursts (see test_swap_bursts.py).
 """
 
 

@@ -1,7 +1,7 @@
-"""Executes `turn_policy`: which models wait for memory, and the actions that give it to them.
+"""Executes `swap_policy`: which models wait for memory, and the actions that give it to them.
 
-turns = Turns(serving)
-refusal = await turns.take(model, is_start=False)      # in the model's own task
+swapper = Swapper(serving)
+refusal = await swapper.take(model, is_start=False)      # in the model's own task
 
 The event loop owns it. A thread reads the ledgers, only while a model waits. The models' state is
 read in the same loop step as the decision, and their gates may still refuse.
@@ -33,7 +33,7 @@ from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.instance_memory import DeviceClaims
 from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
 from kvelastic.controller.models.serving import Serving
-from kvelastic.controller.models.turn_policy import (
+from kvelastic.controller.models.swap_policy import (
     SPARED_PART,
     Decision,
     Stand,
@@ -57,8 +57,8 @@ class _Waiting:
     turn: asyncio.Future[Refusal | None]
 
 
-class Turns:
-    """The turns of a controller's models."""
+class Swapper:
+    """Gives waiting models their turn: puts others to sleep, stops or starts them."""
 
     def __init__(self, serving: Serving) -> None:
         """Raises `ConfigError` for an invalid `KVELASTIC_*` variable."""
@@ -74,7 +74,7 @@ class Turns:
     async def take(
         self, model: ServedModel, *, is_start: bool, may_displace: bool = True
     ) -> Refusal | None:
-        """Wait for the model's turn; see `served_model.Turns`."""
+        """Wait for the model's turn; see `served_model.Swapper`."""
         model.has_turn = False
         self._number += 1
         want = Want(model.name, self._number, may_displace=may_displace, is_start=is_start)
@@ -278,7 +278,7 @@ def standing_of(
     min_awake_s: float,
     now_s: float,
 ) -> Standing:
-    """Return the model's standing for `turn_policy`."""
+    """Return the model's standing for `swap_policy`."""
     gate = model.gate
     stand = {
         State.AWAKE: Stand.THERE,

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import accumulate
 
 import pytest
-from turns_simulation import SECOND_NS, Engine, TurnSimulation
+from swap_simulation import SECOND_NS, Engine, TurnSimulation
 
 from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
 

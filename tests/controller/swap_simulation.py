@@ -1,4 +1,4 @@
-"""Turns in simulated time: the policy and real gates over the simulator of a device's memory.
+"""Swapping in simulated time: the policy and real gates over the simulator of a device's memory.
 
     engines = Engine(wake_s=2.0), Engine(wake_s=20.0, is_start=True)
     simulation = TurnSimulation(trace, engines, min_awake_s=10)
@@ -7,7 +7,7 @@
 
 The ledger's rules are the real ones (`tools.reclaim_simulator`): a wake claims its guarantee and
 reserve, caches beyond guarantees are reclaimed, and what the sums do not allow is refused. Models
-wake by `turn_policy.decide` only. What an engine does takes the time that `Engine` says; one that
+wake by `swap_policy.decide` only. What an engine does takes the time that `Engine` says; one that
 is started shows itself in the ledger late, as real ones do.
 """
 
@@ -19,7 +19,7 @@ from functools import partial
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
 from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
-from kvelastic.controller.models.turn_policy import SPARED_PART, Stand, Standing, Want, decide
+from kvelastic.controller.models.swap_policy import SPARED_PART, Stand, Standing, Want, decide
 from tools.reclaim_simulator.instance import Instance, Request
 from tools.reclaim_simulator.simulation import Simulation
 from tools.reclaim_simulator.trace import Arrival, Trace
@@ -219,10 +219,10 @@ class TurnSimulation(Simulation):
             return
         each.gate.woken(None, self.now_s)
 
-    # --- turns ----------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """As `turns.Turns` does it, after whatever has happened."""
+        """As `swap.Swapper` does it, after whatever has happened."""
         seen = tuple(
             (each.gate.generation, each.gate.may_make_room, each.want, each.has_turn)
             for each in self.served

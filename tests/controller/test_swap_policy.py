@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
-from kvelastic.controller.models.turn_policy import Decision, Stand, Standing, Want, decide
+from kvelastic.controller.models.swap_policy import Decision, Stand, Standing, Want, decide
 
 GIB = 1 << 30
 GPU = "default/gpu0"

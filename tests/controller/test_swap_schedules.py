@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from turns_simulation import SECOND_NS, Engine, TurnSimulation
+from swap_simulation import SECOND_NS, Engine, TurnSimulation
 
 from kvelastic.controller.models.admission import Group
 from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
