@@ -138,7 +138,7 @@ class RemoteController:
         """Put a model and its engine to sleep, or wake them. Return the success and a message."""
         action = "sleep" if asleep else "wakeup"
         path = f"/action/{action}/{quote(self._model(name), safe='')}"
-        slept = self._read(self._call("POST", path, {}, _SLEEP_S, is_told=True), _Slept)
+        slept = self._read(self._call("POST", path, {}, _SLEEP_S, takes_refusal=True), _Slept)
         return slept.success, slept.message
 
     # ------------------------------------------------------------------------------- names
@@ -174,12 +174,12 @@ class RemoteController:
     # -------------------------------------------------------------------------------- HTTP
 
     def _call(
-        self, method: str, path: str, body: object, takes_s: float, *, is_told: bool = False
+        self, method: str, path: str, body: object, takes_s: float, *, takes_refusal: bool = False
     ) -> bytes:
         """Return the body of the response. Ends the command on an error.
 
-        Never follows a redirect, so no other server gets the key. With `is_told`, a refusal with
-        `success` and `message` is returned too.
+        Never follows a redirect, so no other server gets the key. With `takes_refusal`, a refusal
+        with `success` and `message` is returned too.
         """
         parts = self._parts
         kind = (
@@ -207,7 +207,7 @@ class RemoteController:
         if len(text) > _LARGEST_ANSWER:
             self._fail_unreadable(f"more than {_LARGEST_ANSWER} bytes")
         # A 409 contains the outcome of a refused change.
-        if response.status < 300 or (is_told and b'"success"' in text) or b'"answer"' in text:
+        if response.status < 300 or (takes_refusal and b'"success"' in text) or b'"answer"' in text:
             return text
         return self._fail_refused(response.status, text)
 

@@ -16,7 +16,7 @@ import click
 from kvelastic import __version__
 from kvelastic.cli.program import Program
 from kvelastic.cli.rendering.exit_codes import EXIT_USAGE, fail
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.segment_lookup import known_names
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 
@@ -129,9 +129,9 @@ def main(address: str | None) -> None:
 def version_command(as_json: bool) -> None:
     """Print the version."""
     if as_json:
-        say_json({"version": __version__})
+        print_json({"version": __version__})
     else:
-        say(f"kvctl {__version__}")
+        print_lines(f"kvctl {__version__}")
 
 
 if __name__ == "__main__":

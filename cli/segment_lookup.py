@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def sweep(*, quiet: bool = False) -> list[str]:
     reaped = segment.reap()
     ledger.reap()
     for name in reaped if not quiet else ():
-        say(f"Removed {name}, whose instance has ended.", err=True)
+        print_lines(f"Removed {name}, whose instance has ended.", err=True)
     return reaped
 
 

@@ -123,7 +123,7 @@ class AppState(Serving):
 
     def _take(self, new: Settings) -> dict[str, list[str]]:
         old = self.settings
-        told: dict[str, list[str]] = {"added": [], "changed": [], "removed": []}
+        changes: dict[str, list[str]] = {"added": [], "changed": [], "removed": []}
         models: list[ServedModel] = []
         fresh: list[ServedModel] = []
         for settings in new.models:
@@ -132,11 +132,11 @@ class AppState(Serving):
                 if (model.settings, model.sleep_settings) != (settings, new.sleep):
                     is_request_new = model.settings.memory != settings.memory
                     model.change(settings, new.sleep)
-                    told["changed"].append(settings.name)
+                    changes["changed"].append(settings.name)
                     if is_request_new:
                         self._start(model.memory.request_as_configured())
             else:
-                told["added" if model is None else "changed"].append(settings.name)
+                changes["added" if model is None else "changed"].append(settings.name)
                 model = self._make(settings, new)
                 fresh.append(model)
             models.append(model)
@@ -146,12 +146,12 @@ class AppState(Serving):
             successor = self.fleet.find(model.name)
             if successor is not None:
                 successor.take_over(model)
-        told["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
+        changes["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
         if (new.auth, new.server) != (old.auth, old.server):
             self.origins = Origins(new.server)
             self.keys = Keys(new.auth, self.origins)
         bound = ("host", "port", "tls_cert", "tls_key", "max_headers", "header_timeout")
-        told["needs_restart"] = [
+        changes["needs_restart"] = [
             f"server.{key}"
             for key in (*bound, "keep_alive")
             if getattr(new.server, key) != getattr(old.server, key)
@@ -165,8 +165,8 @@ class AppState(Serving):
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1
         self._start(self._replace(gone, fresh, new.server.drain_timeout))
-        _log.info("configuration read again: %s", told)
-        return told
+        _log.info("configuration read again: %s", changes)
+        return changes
 
     # -------------------------------------------------------------------------------- inside
 

@@ -74,7 +74,7 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     try:
         sockets = await _listen(settings.server, files.backlog)
     except OSError as error:
-        await _say_who_listens(settings.server, error)
+        await _log_listener(settings.server, error)
         return 1
     app_state = AppState(
         settings, log, files, source=str(path.resolve()), read_settings=lambda: load(path)
@@ -179,7 +179,7 @@ def _absent_passed_over() -> Iterator[None]:
             raise
 
 
-async def _say_who_listens(server: ServerSettings, error: OSError) -> None:
+async def _log_listener(server: ServerSettings, error: OSError) -> None:
     found = await asyncio.to_thread(listeners, server.port)
     if error.errno == errno.EADDRINUSE and found:
         why = f"it is taken by {found[0]}; end that program, or choose another server.port"

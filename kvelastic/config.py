@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from kvelastic.device.host_memory import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.errors import ConfigError, InvalidArgumentError
-from kvelastic.logs import configure_logging, say_once
+from kvelastic.logs import configure_logging, log_once
 from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
 from kvelastic.units import (
     MAX_PRIORITY,
@@ -528,7 +528,7 @@ def _find(variable: Variable, environ: Mapping[str, str]) -> tuple[str, str | No
         return variable.name, text or None
     text = environ.get(variable.legacy, "").strip()
     if text:
-        say_once(
+        log_once(
             logging.INFO,
             f"{variable.legacy} is honoured as {variable.name}, which is not set; rename it.",
         )
@@ -583,7 +583,7 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
             # ENABLE_KVELASTIC.
             stems = {_stem(other): other for other in sorted(known)}
             near = stems[get_close_matches(_stem(name), stems, n=1, cutoff=0.0)[0]]
-            say_once(
+            log_once(
                 logging.WARNING,
                 f"{name} is not a variable of kvelastic and does nothing; is {near} meant?",
             )

@@ -32,25 +32,25 @@ _SAID: Final = "_KVELASTIC_SAID"
 """Environment variable with checksums of logged messages; child processes inherit it."""
 
 # Logged messages, and messages from before logging was configured.
-_said: set[str] = set()
+_logged: set[str] = set()
 _held: list[tuple[int, str]] = []
 
 
-def say_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
     """Log `message` once in this process and its child processes.
 
     If the level is disabled, the message is held until `configure_logging`.
     """
-    if message in _said:
+    if message in _logged:
         return
-    _said.add(message)
+    _logged.add(message)
     if logger.isEnabledFor(level):
-        _say(level, message)
+        _log(level, message)
     else:
         _held.append((level, message))
 
 
-def _say(level: int, message: str) -> None:
+def _log(level: int, message: str) -> None:
     digest = f"{zlib.crc32(message.encode()):08x}"
     said = os.environ.get(_SAID, "").split()
     if digest not in said:
@@ -82,4 +82,4 @@ def configure_logging(config: LogSettings, stream: TextIO | None = None) -> None
     logger.setLevel(config.log_level)
     logger.propagate = False
     while _held:
-        _say(*_held.pop(0))
+        _log(*_held.pop(0))

@@ -9,7 +9,7 @@ import click
 
 from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 
 if TYPE_CHECKING:
     from kvelastic.shared.ledger_facts import LedgerInfo
@@ -59,7 +59,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
             return
         time.sleep(_LOOK_S)
     granted_bytes = 0 if now is None else now.granted_bytes
-    say(f"{message}; {format_size(granted_bytes)} are held.")
+    print_lines(f"{message}; {format_size(granted_bytes)} are held.")
 
 
 def _choose(device: str, group: str | None) -> LedgerInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 
 
 @click.command("completion", short_help="Print the completion script of a shell.")
@@ -25,4 +25,4 @@ def completion_command(ctx: click.Context, shell: str) -> None:
         raise click.UsageError(f"this version of click writes no script for {shell}.")
     # Always use kvctl's names, even if this process was started under another name.
     script = generator(ctx.find_root().command, {}, "kvctl", "_KVCTL_COMPLETE").source()
-    say(*script.strip().split("\n"))
+    print_lines(*script.strip().split("\n"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvelastic.cli.rendering.fitting_table import Column, plain, rich_table
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.instance.row import printable
 from kvelastic.units import format_size
 
@@ -43,11 +43,11 @@ def devices_command(as_json: bool) -> None:
     devices = with_ledgers(found.devices, ledgers, group)
     rows = device_rows(devices, segments, ledgers)
     if as_json:
-        say_json(rows)
+        print_json(rows)
     else:
         show(lambda: plain_tables(rows), lambda width: rich_tables(rows, width))
     if found.gpu_problem:
-        say(f"GPUs: {found.gpu_problem}.", err=True)
+        print_lines(f"GPUs: {found.gpu_problem}.", err=True)
 
 
 def with_ledgers(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvelastic.cli.rendering.findings import columns_of_terminal, is_in_colour, json_of, wrap
-from kvelastic.cli.rendering.printing import say_json, say_styled
+from kvelastic.cli.rendering.printing import print_json, print_styled
 
 if TYPE_CHECKING:
     from kvelastic.doctor.finding import Finding
@@ -48,9 +48,9 @@ def doctor_command(as_json: bool, probe: bool) -> None:
 
     findings = judge(gather(probe=probe))
     if as_json:
-        say_json([json_of(finding, "check", "state", "what", "do") for finding in findings])
+        print_json([json_of(finding, "check", "state", "what", "do") for finding in findings])
     else:
-        say_styled(report(findings, in_colour=is_in_colour(), columns=columns_of_terminal()))
+        print_styled(report(findings, in_colour=is_in_colour(), columns=columns_of_terminal()))
     if any(finding.state == "problem" for finding in findings):
         sys.exit(1)
 

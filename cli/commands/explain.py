@@ -10,7 +10,7 @@ import click
 
 from kvelastic.cli.arguments import NameType
 from kvelastic.cli.rendering.findings import columns_of_terminal, is_in_colour, json_of, wrap
-from kvelastic.cli.rendering.printing import say_json, say_styled
+from kvelastic.cli.rendering.printing import print_json, print_styled
 from kvelastic.cli.segment_lookup import readable, sweep
 from kvelastic.instance.row import use_rows
 
@@ -51,12 +51,12 @@ def explain_command(name: str, as_json: bool) -> None:
     status = status_of(info, found, now_ns=time.monotonic_ns(), shown_tiers=shown)
     findings = explain(status, ledger, [node for node in nodes() if node.pid == status.pid])
     if as_json:
-        say_json(explanation_json(status, ledger, findings))
+        print_json(explanation_json(status, ledger, findings))
     else:
         text = explanation_text(
             status, findings, columns=columns_of_terminal(), in_colour=is_in_colour()
         )
-        say_styled(text)
+        print_styled(text)
 
 
 def explanation_text(

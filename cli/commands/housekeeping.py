@@ -6,7 +6,7 @@ import click
 
 from kvelastic.cli.arguments import NameType
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 
 
 @click.command("delete", short_help="Remove a segment's name.")
@@ -29,7 +29,7 @@ def delete_command(name: str, force: bool) -> None:
         delete(name, force=force)
     except SegmentBusyError as error:
         fail(f"{error}. Nothing was removed; --force removes the name anyway.")
-    say(f"Deleted {name}.")
+    print_lines(f"Deleted {name}.")
 
 
 @click.command("gc", short_help="Remove files of dead instances.")
@@ -61,14 +61,14 @@ def gc_command(as_json: bool) -> None:
             "ledgers": ledgers,
             "left": [{"name": name, "why": why} for name, why in left],
         }
-        say_json(report)
+        print_json(report)
         return
     for name in removed:
-        say(f"Removed {name}.")
+        print_lines(f"Removed {name}.")
     for place in places:
         freed = f"{format_size(place.granted_bytes)} of {place.device}"
-        say(f"Freed {freed}, which {place.name} had when it died.")
+        print_lines(f"Freed {freed}, which {place.name} had when it died.")
     for path in ledgers:
-        say(f"Removed {path}, a ledger without members.")
+        print_lines(f"Removed {path}, a ledger without members.")
     for name, why in left:
-        say(f"Left {name}: {why}.")
+        print_lines(f"Left {name}: {why}.")

@@ -18,7 +18,7 @@ from kvelastic.cli.arguments import (
     wait_option,
 )
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import explain_reaped, readable, sweep
 from kvelastic.errors import SegmentNotFoundError
 from kvelastic.units import MAX_PRIORITY
@@ -141,7 +141,7 @@ def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
     from kvelastic.instance.outcome import HOLDS, MAY_HOLD
 
     if outcome.verdict in HOLDS:
-        say(f"{message}.")
+        print_lines(f"{message}.")
     elif outcome.verdict in MAY_HOLD:
         fall_short(message, wait_s, EXIT_TIMED_OUT)
     else:

@@ -16,8 +16,8 @@ import click
 
 from kvelastic.cli.arguments import offered, wait_option
 from kvelastic.cli.rendering.columns import aligned
-from kvelastic.cli.rendering.exit_codes import fail, say_pending
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.exit_codes import fail, print_pending
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.instance.row import printable
 from kvelastic.units import format_size
@@ -77,13 +77,13 @@ def show_command(node_id: int | None, as_json: bool) -> None:
     if node_id is None:
         found, problems = look()
         for problem in problems:
-            say(f"Warning: a node is not shown. {problem}", err=True)
+            print_lines(f"Warning: a node is not shown. {problem}", err=True)
     else:
         found = _nodes_of(node_id)
     if as_json:
-        say_json([object_of(node) for node in found])
+        print_json([object_of(node) for node in found])
     else:
-        say(*table(found).split("\n"))
+        print_lines(*table(found).split("\n"))
 
 
 @links_command.command("cut")
@@ -107,14 +107,14 @@ def cut_command(
     if as_json:
         state = "pending" if answer is None else answer.state
         reason = "" if answer is None else answer.reason
-        told = {"node_id": node_id, "pid": node.pid, "peer_id": peer_id}
-        say_json({**told, "state": state, "reason": reason})
+        found = {"node_id": node_id, "pid": node.pid, "peer_id": peer_id}
+        print_json({**found, "state": state, "reason": reason})
     if answer is None:
-        say_pending(f"node {node_id}", wait_s, as_json=as_json)
+        print_pending(f"node {node_id}", wait_s, as_json=as_json)
     elif answer.state == "refused":
         fail(f"node {node_id} has not cut it: {answer.reason}.")
     elif not as_json:
-        say(f"node {node_id}: the link with node {peer_id} has ended.")
+        print_lines(f"node {node_id}: the link with node {peer_id} has ended.")
 
 
 def _nodes_of(node_id: int) -> list[NodeStatus]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.tables import plain_table, rich_table
 from kvelastic.cli.segment_lookup import rows, sweep
 from kvelastic.instance.row import Row
@@ -24,7 +24,7 @@ def list_command(names: tuple[str, ...], as_json: bool) -> None:
     sweep()
     found = rows(names)
     if as_json:
-        say_json(found)
+        print_json(found)
         return
     show(found)
 
@@ -66,7 +66,7 @@ def watch_command(
 def show(rows: list[Row]) -> None:
     """Print one table to stdout, in colour on a terminal."""
     if not _is_terminal():
-        say(*plain_table(rows).split("\n"))
+        print_lines(*plain_table(rows).split("\n"))
         return
     from rich.console import Console
 
@@ -95,7 +95,7 @@ def watch(
 
 def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
     def once() -> None:
-        say_json(look(), indent=None)
+        print_json(look(), indent=None)
         sys.stdout.flush()
 
     _repeat(once, interval_s, count)
@@ -103,7 +103,7 @@ def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | N
 
 def _watch_pipe(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
     def once() -> None:
-        say(f"# {time.strftime('%H:%M:%S')}", *plain_table(look()).split("\n"), "")
+        print_lines(f"# {time.strftime('%H:%M:%S')}", *plain_table(look()).split("\n"), "")
         sys.stdout.flush()
 
     _repeat(once, interval_s, count)

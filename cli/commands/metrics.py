@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 
 if TYPE_CHECKING:
     from kvelastic.instance.metrics import KvelasticCollector
@@ -82,7 +82,7 @@ def metrics_command(address: Address | None, public: bool) -> None:
     if address is None:
         from prometheus_client import generate_latest
 
-        say(*generate_latest(collector).decode().removesuffix("\n").split("\n"))
+        print_lines(*generate_latest(collector).decode().removesuffix("\n").split("\n"))
         return
     if not (address.is_loopback or public):
         raise click.UsageError(
@@ -103,8 +103,8 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
         fail(f"cannot listen on {address}: {error.strerror or error}.")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    heard = Address(address.host, server.server_port)
-    say(f"Serving http://{heard}/metrics until Ctrl-C.")
+    listening = Address(address.host, server.server_port)
+    print_lines(f"Serving http://{listening}/metrics until Ctrl-C.")
     signal.sigwait(endings)
     server.shutdown()
     server.server_close()

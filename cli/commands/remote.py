@@ -14,7 +14,7 @@ import click
 from kvelastic.cli.commands import limits, listing, sleeping
 from kvelastic.cli.controller_calls import RemoteController
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.instance.row import printable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _there(context: click.Context) -> RemoteController:
 def _list(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     found = _there(context).rows(names)
     if as_json:
-        say_json(found)
+        print_json(found)
     else:
         listing.show(list(found))
 
@@ -112,7 +112,7 @@ def _set_asleep(context: click.Context, name: str, asleep: bool) -> None:
     is_done, message = _there(context).set_asleep(name, asleep)
     if not is_done:
         fail(f"{name}: {message}")
-    say(f"{name}: {message}")
+    print_lines(f"{name}: {message}")
 
 
 _COMMANDS: Final[dict[str, tuple[click.Command, Callable[..., None]]]] = {

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import click
 
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_USAGE
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 
 EXIT_INTERRUPTED: Final = 130
 """Exit code of a command ended by Ctrl-C, as in other shells."""
@@ -47,7 +47,7 @@ def shell_command(ctx: click.Context) -> None:
     assert isinstance(group, click.Group)
     shell = Shell(group)
     if is_interactive():
-        say("kvctl's commands without `kvctl` in front; `help` lists them, Ctrl-D ends.")
+        print_lines("kvctl's commands without `kvctl` in front; `help` lists them, Ctrl-D ends.")
         shell.run(Typed("kvctl> ", shell.complete), goes_on_after_ctrl_c=True)
         return
     sys.exit(shell.run(Piped(), goes_on_after_ctrl_c=False))
@@ -66,7 +66,7 @@ class Shell:
             try:
                 line = source.read()
             except KeyboardInterrupt:
-                say("")
+                print_lines("")
                 if goes_on_after_ctrl_c:
                     continue
                 return EXIT_INTERRUPTED
@@ -84,7 +84,7 @@ class Shell:
         try:
             words = words_of(line)
         except ShellSyntaxError as error:
-            say(f"Error: {error}", err=True)
+            print_lines(f"Error: {error}", err=True)
             return EXIT_USAGE
         # Users paste lines from documentation that begin with the program's name.
         if words[:1] == ["kvctl"]:
@@ -94,12 +94,12 @@ class Shell:
         if words[0] in {"exit", "quit"}:
             return None
         if words[0] == "shell":
-            say("Error: this is the shell already; `exit` leaves it.", err=True)
+            print_lines("Error: this is the shell already; `exit` leaves it.", err=True)
             return EXIT_USAGE
         if words[0] == "help":
             if len(words) == 1:
                 code = self._run_command(["--help"])
-                say("", *_OWN_HELP.split("\n"))
+                print_lines("", *_OWN_HELP.split("\n"))
                 return code
             words = [*words[1:], "--help"]
         return self._run_command(words)
@@ -116,7 +116,7 @@ class Shell:
             error.show()
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
-            say("Interrupted.", err=True)
+            print_lines("Interrupted.", err=True)
             code = EXIT_INTERRUPTED
         except BrokenPipeError:
             raise  # the reader of the output is gone: end the shell, as any command would
@@ -240,7 +240,7 @@ class Typed:
         try:
             line = input(self._prompt)
         except EOFError:
-            say("")  # end the prompt's line
+            print_lines("")  # end the prompt's line
             return None
         if line.strip():
             self._remember()
@@ -272,7 +272,7 @@ class Typed:
             readline.read_history_file(path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            say(f"Note: no history is kept: {path}: {reason}.", err=True)
+            print_lines(f"Note: no history is kept: {path}: {reason}.", err=True)
             return
         self._history = path
         self._lines = readline.get_current_history_length()

@@ -13,7 +13,7 @@ import click
 from kvelastic.cli.arguments import NameType, wait_option
 from kvelastic.cli.commands.limits import end, send
 from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import readable, sweep
 
 _STATISTICS_S: Final = 2.0
@@ -95,7 +95,7 @@ def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> Non
         return
     given_bytes = max(0, before.usage["mapped_bytes"] - answer.mapped_bytes)
     given = f" {format_size(given_bytes)} ({given_bytes} bytes) were given back;"
-    say(
+    print_lines(
         f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped."
         + _still_written(before)
     )

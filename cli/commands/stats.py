@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.segment_lookup import sweep
 from kvelastic.instance.reading import ledgers
 from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
@@ -47,9 +47,9 @@ def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
         time.sleep(interval_s)
         stats = stats_of(look(name, []), before=first)
     if as_json:
-        say_json(stats)
+        print_json(stats)
     else:
-        say(*stats_text(stats).split("\n"))
+        print_lines(*stats_text(stats).split("\n"))
 
 
 class Stats(Row):

@@ -22,8 +22,8 @@ from kvelastic.cli.arguments import (
     ValueCommand,
     wait_option,
 )
-from kvelastic.cli.rendering.exit_codes import fail, say_pending
-from kvelastic.cli.rendering.printing import say, say_json
+from kvelastic.cli.rendering.exit_codes import fail, print_pending
+from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.cli.segment_lookup import readable, sweep
 
@@ -59,7 +59,7 @@ def show_command(name: str | None, as_json: bool) -> None:
 
     all_shown = _all_shown() if name is None else {name: _shown_of(name)}
     if as_json:
-        say_json([as_object(*one) for one in all_shown.items()])
+        print_json([as_object(*one) for one in all_shown.items()])
     else:
         show(lambda: plain_tables(all_shown), lambda width: rich_tables(all_shown, width))
 
@@ -221,13 +221,13 @@ def _end(
 ) -> None:
     """Print the outcome of a request, and end the command with its exit code."""
     if as_json:
-        say_json(_answer_object(name, answer))
+        print_json(_answer_object(name, answer))
     if answer is None:
-        say_pending(name, wait_s, as_json=as_json)
+        print_pending(name, wait_s, as_json=as_json)
     elif answer.state == "done":
         if not as_json:
             but = f"; {answer.reason}" if answer.reason else ""
-            say(f"{message}{but}.")
+            print_lines(f"{message}{but}.")
     else:
         what = "refused it" if answer.state == "refused" else "failed to do it all"
         fail(f"{name} {what}: {answer.reason}.")

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvelastic.cli.kvtop import keys
 from kvelastic.cli.kvtop.history import Model
-from kvelastic.cli.kvtop.poller import Outside, Told
+from kvelastic.cli.kvtop.poller import Notice, Outside
 from kvelastic.cli.kvtop.scene import Scene
 from kvelastic.cli.kvtop.terminal import Terminal
 from kvelastic.cli.kvtop.view import screen
@@ -70,10 +70,12 @@ class App:
         self._ui = keys.found(self._ui, self._scene.instances)
         if self._model.ended and not self._ui.message:
             have = "has" if len(self._model.ended) == 1 else "have"
-            self._ui = keys.told(self._ui, f"{', '.join(self._model.ended)} {have} ended", "warn")
+            self._ui = keys.with_message(
+                self._ui, f"{', '.join(self._model.ended)} {have} ended", "warn"
+            )
 
-    def _take_answer(self, told: Told) -> None:
-        self._ui = keys.told(self._ui, told.message, told.mood)
+    def _take_answer(self, notice: Notice) -> None:
+        self._ui = keys.with_message(self._ui, notice.message, notice.mood)
 
     def _carry_out(self, effect: keys.Effect) -> None:
         if isinstance(effect, keys.Quit):

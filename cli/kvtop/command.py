@@ -11,7 +11,7 @@ from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.program import Program
 from kvelastic.cli.rendering.exit_codes import fail
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import known_names, rows, sweep
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
 
@@ -62,7 +62,7 @@ def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) 
         sweep()
         rows(names)  # an unknown name is an error now, instead of an empty screen
     if once:
-        say(*_once(names, interval_s).split("\n"))
+        print_lines(*_once(names, interval_s).split("\n"))
         return
     from kvelastic.cli.kvtop.app import run
 

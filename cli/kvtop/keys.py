@@ -90,7 +90,7 @@ def selected_at(ui: Ui, rows: Sequence[Instance]) -> int:
     return max(0, min(ui.selected_at, len(rows) - 1))
 
 
-def told(ui: Ui, message: str, mood: Mood = "plain") -> Ui:
+def with_message(ui: Ui, message: str, mood: Mood = "plain") -> Ui:
     """Return the state with a message, which the next key in the list removes."""
     return replace(ui, message=message, mood=mood)
 
@@ -189,16 +189,16 @@ def _press_filter(ui: Ui, key: str, instances: Sequence[Instance]) -> Ui:
 
 def _begin_entry(ui: Ui, target: Instance, setting: Setting) -> Ui:
     if target.state in _ENDED:
-        return told(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
+        return with_message(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
     return replace(ui, mode="entry", setting=setting, target=target, typed="", problem="")
 
 
 def _begin_sleep(ui: Ui, target: Instance, *, asleep: bool) -> Ui:
     """Ask for confirmation immediately: sleep and wake need no value."""
     if target.state in _ENDED:
-        return told(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
+        return with_message(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
     if target.asleep == asleep:
-        return told(ui, f"{target.label} is {'asleep' if asleep else 'awake'} already")
+        return with_message(ui, f"{target.label} is {'asleep' if asleep else 'awake'} already")
     return replace(ui, mode="confirm", setting="sleep", target=target, value=int(asleep))
 
 
@@ -220,9 +220,11 @@ def _press_confirm(ui: Ui, key: str) -> tuple[Ui, list[Effect]]:
         asked = replace(ui, mode="list", target=None, typed="")
         message = f"asking {target.label} for {request_text(ui.setting, ui.value)}"
         ask = Ask(target.name, target.label, ui.setting, ui.value)
-        return told(asked, message), [ask]
+        return with_message(asked, message), [ask]
     if key in {"n", "N", "q", "escape"}:
-        return told(replace(ui, mode="list", target=None, typed=""), "nothing was changed"), []
+        return with_message(
+            replace(ui, mode="list", target=None, typed=""), "nothing was changed"
+        ), []
     return ui, []
 
 

@@ -2,7 +2,7 @@
 
 outside = Outside(names=(), interval_s=1.0, wake=terminal.wake)
 outside.start(); outside.look_soon(); outside.ask(ask)
-for news in outside.news(): ...          # a Scene, or a Told
+for news in outside.news(): ...          # a Scene, or a Notice
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWER_WAIT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Told:
+class Notice:
     """The outcome of a request as a message."""
 
     message: str
@@ -49,7 +49,7 @@ def look(names: Sequence[str] = ()) -> Scene:
     return scene_of(found, ledgers(), time.monotonic(), names, tiers_of(found))
 
 
-def request(ask: Ask) -> Told:
+def request(ask: Ask) -> Notice:
     """Send the request and return the message of its outcome or error.
 
     Blocks for up to `ANSWER_WAIT_S`.
@@ -67,8 +67,8 @@ def request(ask: Ask) -> Told:
             wait_s=ANSWER_WAIT_S,
         )
     except KvelasticError as error:
-        return Told(f"{ask.label}: {error}", "bad")
-    return Told(*answer_line(ask, answer))
+        return Notice(f"{ask.label}: {error}", "bad")
+    return Notice(*answer_line(ask, answer))
 
 
 class Outside:
@@ -82,7 +82,7 @@ class Outside:
         self._wake = wake
         self._look_now = threading.Event()
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[Scene | Told] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Scene | Notice] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start the threads with an immediate read. They are daemons that end with the process."""
@@ -97,9 +97,9 @@ class Outside:
         """Queue a request. `news` returns its outcome later."""
         self._asks.put(ask)
 
-    def news(self) -> list[Scene | Told]:
+    def news(self) -> list[Scene | Notice]:
         """Return the scenes and outcomes since the last call. Never blocks."""
-        found: list[Scene | Told] = []
+        found: list[Scene | Notice] = []
         with suppress(queue.Empty):
             while True:
                 found.append(self._news.get_nowait())
@@ -109,16 +109,16 @@ class Outside:
         while True:
             self._look_now.clear()
             begun_s = time.monotonic()
-            self._tell(look(self._names))
+            self._put(look(self._names))
             self._look_now.wait(max(0.0, begun_s + self._interval_s - time.monotonic()))
 
     def _request_one_after_another(self) -> None:
         while True:
             ask = self._asks.get()
-            self._tell(request(ask))
+            self._put(request(ask))
             self.look_soon()  # the request has changed the shown values
 
-    def _tell(self, news: Scene | Told) -> None:
+    def _put(self, news: Scene | Notice) -> None:
         self._news.put(news)
         self._wake()
 

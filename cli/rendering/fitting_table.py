@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvelastic.cli.rendering.columns import aligned
-from kvelastic.cli.rendering.printing import say
+from kvelastic.cli.rendering.printing import print_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def show(text: Callable[[], str], drawn: Callable[[int], RenderableType]) -> Non
         # A name may have characters outside the terminal's encoding; print question marks.
         sys.stdout.reconfigure(errors="replace")
     if not sys.stdout.isatty():
-        say(*text().split("\n"))
+        print_lines(*text().split("\n"))
         return
     from rich.console import Console
 

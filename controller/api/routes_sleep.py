@@ -72,17 +72,17 @@ async def put_to_sleep(app_state: AppState, request: Request) -> Any:
             f"An engine of the kind {model.settings.engine!r} cannot sleep, and is not launched on"
             " demand."
         )
-        return _told(model, 400, False, message)
+        return _result(model, 400, False, message)
     if model.gate.state is State.ASLEEP:
-        return _told(model, 200, True, "The model is asleep already.")
+        return _result(model, 200, True, "The model is asleep already.")
     refusal = model.gate.ask_sleep(time.monotonic(), by_hand=True)
     if refusal is not None:
-        return _told(model, refusal.status, False, refusal.message)
+        return _result(model, refusal.status, False, refusal.message)
     slept = model.sleeps
     await model.settled()
     if model.sleeps > slept or model.state is State.ASLEEP:
-        return _told(model, 200, True, "The model is asleep.")
-    return _told(model, *_failed_sleep(model))
+        return _result(model, 200, True, "The model is asleep.")
+    return _result(model, *_failed_sleep(model))
 
 
 def _failed_sleep(model: ServedModel) -> tuple[int, bool, str]:
@@ -104,17 +104,17 @@ async def wake_up(app_state: AppState, request: Request) -> Any:
     if model.gate.state is State.AWAKE:
         await model.find_state()  # another client may have put the engine to sleep
     if model.gate.state is State.AWAKE:
-        return _told(model, *await _wake_awake(model))
+        return _result(model, *await _wake_awake(model))
     if model.gate.state is State.FALLING_ASLEEP:
         await model.settled()
     refusal = model.ask_wake(time.monotonic())
     if refusal is not None:
-        return _told(model, refusal.status, False, refusal.message)
+        return _result(model, refusal.status, False, refusal.message)
     await model.settled()
     if model.state is State.AWAKE:
-        return _told(model, 200, True, "The model is awake.")
+        return _result(model, 200, True, "The model is awake.")
     why = f" {model.last_problem}" if model.last_problem else ""
-    return _told(model, 502, False, f"The model could not be woken; it is asleep as before.{why}")
+    return _result(model, 502, False, f"The model could not be woken; it is asleep as before.{why}")
 
 
 async def _wake_awake(model: ServedModel) -> tuple[int, bool, str]:
@@ -131,7 +131,7 @@ async def _wake_awake(model: ServedModel) -> tuple[int, bool, str]:
     return 200, True, "The model is awake already."
 
 
-def _told(model: ServedModel, status: int, success: bool, message: str) -> Json:
+def _result(model: ServedModel, status: int, success: bool, message: str) -> Json:
     body = {
         "model_name": model.name,
         "success": success,

@@ -1,31 +1,31 @@
 // The outcome of an action as text, shown as long as it is true.
 
-import { make, mark, say } from "./dom.js";
+import { make, mark, setText } from "./dom.js";
 
 export class Answer {
   constructor() {
     this.element = make("p", { class: "answer", role: "status" });
     this.holds = null;
-    this.toldAt = 0;
+    this.shownAt = 0;
   }
 
   /**
    * Show a text. It is removed when `holds(facts)` returns false for later facts. Without `holds`
    * it is removed when the facts differ from those of the first `look` after it was shown.
    */
-  tell(kind, text, holds = null) {
+  show(kind, text, holds = null) {
     mark(this.element, "data-kind", kind);
-    say(this.element, text);
+    setText(this.element, text);
     this.holds = holds;
-    this.toldAt = performance.now();
+    this.shownAt = performance.now();
   }
 
   /** Remove the text if `facts` contradict it. Ignores facts requested before it was shown. */
   look(askedAt, facts) {
-    if (this.element.dataset.kind === "wait" || askedAt < this.toldAt) return;
+    if (this.element.dataset.kind === "wait" || askedAt < this.shownAt) return;
     if (this.holds === null) {
       const first = JSON.stringify(facts);
       this.holds = (later) => JSON.stringify(later) === first;
-    } else if (!this.holds(facts)) say(this.element, "");
+    } else if (!this.holds(facts)) setText(this.element, "");
   }
 }

@@ -1,7 +1,7 @@
 // One card for each device: its statistics, the chart, and the values at the chosen moment.
 
 import { Chart } from "./chart.js";
-import { byId, make, reconcile, say } from "./dom.js";
+import { byId, make, reconcile, setText } from "./dom.js";
 import { bytes, clock } from "./format.js";
 import { heldBy, keyOf } from "./history.js";
 
@@ -139,8 +139,8 @@ class Card {
   }
 
   paintFacts(ledger) {
-    say(this.problem, ledger ? ledger.problem : "");
-    say(this.gone, ledger ? "" : "No instance has it open any more.");
+    setText(this.problem, ledger ? ledger.problem : "");
+    setText(this.gone, ledger ? "" : "No instance has it open any more.");
     const facts =
       ledger && ledger.status === "readable"
         ? [

@@ -25,7 +25,7 @@ function fill(element, attributes, children) {
 }
 
 /** Set an element's text if it differs, so screen readers announce only changes. */
-export function say(element, text) {
+export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 

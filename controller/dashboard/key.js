@@ -1,7 +1,7 @@
 // The dialog that asks for a key, and the button that opens it again.
 
 import { hasKey, setKey } from "./api.js";
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 
 export class KeyDialog {
   /** `changed` is called after a key was set or removed. */
@@ -29,7 +29,7 @@ export class KeyDialog {
   ask(reason) {
     this.button.hidden = false;
     byId("key-forget").hidden = !hasKey();
-    say(byId("key-reason"), reason);
+    setText(byId("key-reason"), reason);
     if (!this.dialog.open) this.dialog.showModal();
     byId("key-value").focus();
   }

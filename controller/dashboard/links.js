@@ -1,6 +1,6 @@
 // Which node copies KV from which: one line for each link, grouped by node.
 
-import { byId, make, reconcile, say } from "./dom.js";
+import { byId, make, reconcile, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
 
 const FIGURES = 5;
@@ -20,7 +20,7 @@ export class Links {
     const standing = items.filter(([, { link }]) => link.state === "linked").length;
     const held = nodes.reduce((sum, node) => sum + node.registered_bytes, 0);
     const counts = `${nodes.length} nodes, ${standing} ends of links that stand`;
-    say(byId("links-totals"), `${counts}; peers reach ${bytes(held)}`);
+    setText(byId("links-totals"), `${counts}; peers reach ${bytes(held)}`);
   }
 }
 
@@ -41,9 +41,9 @@ class Line {
 
   update({ node, link }) {
     const role = node.role ? `${node.role}, ` : "";
-    say(this.node, `${node.name} (${role}process ${node.pid})`);
-    say(this.peer, `${link.peer_name} (${link.peer})`);
-    say(this.state, link.state === "linked" ? "" : `${link.state}: ${link.reason}`);
+    setText(this.node, `${node.name} (${role}process ${node.pid})`);
+    setText(this.peer, `${link.peer_name} (${link.peer})`);
+    setText(this.state, link.state === "linked" ? "" : `${link.state}: ${link.reason}`);
     const texts = [
       link.way,
       bytes(link.in_bytes),
@@ -51,7 +51,7 @@ class Line {
       number(link.leases),
       number(link.failures),
     ];
-    texts.forEach((text, at) => say(this.cells[at], text));
+    texts.forEach((text, at) => setText(this.cells[at], text));
     this.cells.at(-1).classList.toggle("bad", link.failures > 0);
   }
 }

@@ -1,14 +1,14 @@
 // The end of a launched engine's output, in a dialog that updates it while open.
 
 import { ApiError, pathOf, read } from "./api.js";
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { Poller } from "./poll.js";
 
 const LINES = 500;
 
 export class Logs {
-  constructor(told) {
-    this.told = told;
+  constructor(report) {
+    this.report = report;
     this.model = null;
     this.dialog = byId("logs");
     this.poller = new Poller(
@@ -21,10 +21,10 @@ export class Logs {
   /** Open the dialog for a model. */
   show(model) {
     this.model = model;
-    say(byId("logs-title"), `Logs of ${model}`);
-    say(byId("logs-facts"), "");
-    say(byId("logs-problem"), "");
-    say(byId("logs-lines"), "");
+    setText(byId("logs-title"), `Logs of ${model}`);
+    setText(byId("logs-facts"), "");
+    setText(byId("logs-problem"), "");
+    setText(byId("logs-lines"), "");
     byId("logs-lines").hidden = true;
     this.dialog.showModal();
     this.poller.now();
@@ -37,10 +37,10 @@ export class Logs {
       answer = await read(pathOf("/admin/models/", model, `/logs?lines=${LINES}`));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      say(byId("logs-problem"), error.message);
+      setText(byId("logs-problem"), error.message);
       if (error.asksForKey) {
         this.dialog.close();
-        this.told(error);
+        this.report(error);
       }
       throw error;
     }
@@ -48,11 +48,11 @@ export class Logs {
     const lines = byId("logs-lines");
     const atEnd = lines.hidden || lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 4;
     lines.hidden = false;
-    say(byId("logs-problem"), answer.lines.length ? "" : "It has written nothing yet.");
+    setText(byId("logs-problem"), answer.lines.length ? "" : "It has written nothing yet.");
     const pid = answer.pid === null ? "not running" : `process ${answer.pid}`;
     const starts = answer.starts === 1 ? "started once" : `started ${answer.starts} times`;
-    say(byId("logs-facts"), [answer.state, pid, starts, answer.file].join(" · "));
-    say(lines, answer.lines.join("\n"));
+    setText(byId("logs-facts"), [answer.state, pid, starts, answer.file].join(" · "));
+    setText(lines, answer.lines.join("\n"));
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }
 }

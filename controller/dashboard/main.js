@@ -2,7 +2,7 @@
 
 import { ApiError, hasKey, read } from "./api.js";
 import { Devices } from "./devices.js";
-import { byId, mark, say } from "./dom.js";
+import { byId, mark, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { History } from "./history.js";
 import { KeyDialog } from "./key.js";
@@ -83,17 +83,17 @@ function withoutReply({ nodes = [], no_reply: replicas = [] }) {
 
 function link(state, text) {
   mark(byId("link"), "data-state", state);
-  say(byId("link"), text);
+  setText(byId("link"), text);
 }
 
 function banner(text) {
-  say(byId("banner"), text);
+  setText(byId("banner"), text);
   byId("banner").hidden = text === "";
 }
 
 async function showVersion() {
   try {
-    say(byId("version"), (await read("/version")).version);
+    setText(byId("version"), (await read("/version")).version);
   } catch {
     // The first look() reports that the controller is unreachable.
   }

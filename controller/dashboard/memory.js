@@ -3,7 +3,7 @@
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
-import { make, mark, say } from "./dom.js";
+import { make, mark, setText } from "./dom.js";
 import { bytes, exactBytes } from "./format.js";
 import { Tiers } from "./tiers.js";
 
@@ -17,10 +17,10 @@ const PARTS = [
 ];
 
 export class Memory {
-  /** `told(error or null)` is called after each request; the error is one that needs a key. */
-  constructor(model, told) {
+  /** `report(error or null)` is called after each request; the error is one that needs a key. */
+  constructor(model, report) {
     this.model = model;
-    this.told = told;
+    this.report = report;
     this.row = null;
     this.waiting = null; // values to send after the response to the last request
     this.isSending = false;
@@ -62,7 +62,7 @@ export class Memory {
     this.tiers.update(row?.tiers ?? []);
     this.answer.look(askedAt, { revision: row?.revision, asleep: row?.asleep });
     if (!row) {
-      say(
+      setText(
         this.none,
         row === undefined ? "No instance is configured." : `Its instance ${instance} is not there.`,
       );
@@ -88,22 +88,22 @@ export class Memory {
     const reserved = row.reserved_bytes ? `; ${bytes(row.reserved_bytes)} ${when}` : "";
     const asks = row.ask_bytes ? `; it waits for ${bytes(row.ask_bytes)}` : "";
     const sleep = row.asleep ? ". Asleep: its limit counts when it wakes" : "";
-    say(this.facts, held + over + reserved + asks + sleep);
-    if (this.promised && askedAt >= this.answer.toldAt) this.follow(row, this.promised);
+    setText(this.facts, held + over + reserved + asks + sleep);
+    if (this.promised && askedAt >= this.answer.shownAt) this.follow(row, this.promised);
   }
 
   /** Show the outcome of a request that was not applied when its response came. */
   follow(row, { words, revision }) {
     if (row.revision !== revision) {
-      this.answer.tell("no", "Overtaken: somebody else has requested something later.");
+      this.answer.show("no", "Overtaken: somebody else has requested something later.");
       this.promised = null;
     } else if (row.state === "applied") {
-      this.answer.tell("ok", `In force now: ${words}.`);
+      this.answer.show("ok", `In force now: ${words}.`);
       this.promised = null;
     } else if (row.state === "shrinking") {
-      this.answer.tell("wait", `Taken: ${words}. ${bytes(row.over_bytes)} still to be given back.`);
+      this.answer.show("wait", `Taken: ${words}. ${bytes(row.over_bytes)} still to be given back.`);
     } else if (row.state === "refused") {
-      this.answer.tell("no", `Refused: ${row.reason}`);
+      this.answer.show("no", `Refused: ${row.reason}`);
       this.promised = null;
     }
   }
@@ -120,27 +120,27 @@ export class Memory {
       Object.keys(body).forEach((key) => sent.add(key));
       const words = wordsOf(body);
       this.promised = null;
-      this.answer.tell("wait", `Asking for ${words} …`);
+      this.answer.show("wait", `Asking for ${words} …`);
       try {
         const { body: answer } = await call("PATCH", pathOf("/memory/", this.model), {
           ...body,
           wait: WAIT,
         });
-        this.hear(answer, body, words);
+        this.receive(answer, body, words);
       } catch (error) {
         if (!(error instanceof ApiError)) throw error;
-        this.answer.tell("no", `Not done: ${error.message}`);
-        if (error.asksForKey) this.told(error);
+        this.answer.show("no", `Not done: ${error.message}`);
+        if (error.asksForKey) this.report(error);
       }
     }
     this.isSending = false;
     for (const setting of [this.min, this.limit]) if (sent.has(setting.key)) setting.isSent = false;
-    this.told(null);
+    this.report(null);
   }
 
-  hear({ answer }, body, words) {
+  receive({ answer }, body, words) {
     if (answer.state === "asleep") {
-      this.answer.tell("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
+      this.answer.show("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
     } else if (answer.state === "applied") {
       const effective = answer.effective_limit_bytes;
       const rounded = typeof body.limit === "number" && effective !== body.limit;
@@ -148,19 +148,19 @@ export class Memory {
       const beyond = answer.beyond_device_bytes
         ? `, but its device has only ${bytes(answer.capacity_bytes)}`
         : pages;
-      this.answer.tell("ok", `Applied: ${words}${beyond}.`);
+      this.answer.show("ok", `Applied: ${words}${beyond}.`);
     } else if (answer.state === "shrinking") {
       this.promised = { words, revision: answer.requested_revision };
-      this.answer.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
+      this.answer.show("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
     } else if (answer.state === "pending" || answer.state === "unknown") {
       this.promised = { words, revision: answer.requested_revision };
-      this.answer.tell("wait", `Requested: ${words}. No reply yet.`);
+      this.answer.show("wait", `Requested: ${words}. No reply yet.`);
     } else if (answer.state === "overtaken") {
-      this.answer.tell("no", "Replaced by a later request.");
+      this.answer.show("no", "Replaced by a later request.");
     } else if (answer.state === "not_taken") {
-      this.answer.tell("no", `Not taken by the instance: ${words}.`);
+      this.answer.show("no", `Not taken by the instance: ${words}.`);
     } else {
-      this.answer.tell("no", `Refused: ${answer.reason || answer.state}`);
+      this.answer.show("no", `Refused: ${answer.reason || answer.state}`);
     }
   }
 }

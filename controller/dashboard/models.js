@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
-import { byId, make, mark, reconcile, say } from "./dom.js";
+import { byId, make, mark, reconcile, setText } from "./dom.js";
 import { duration, number } from "./format.js";
 import { Memory } from "./memory.js";
 
@@ -16,11 +16,11 @@ const STATES = {
 };
 const ACTION_TIMEOUT_MS = 300_000;
 
-/** The table of models. Calls `told(error or null)` after an action, `showLogs(model)` on click. */
+/** The table of models. Calls `report(error or null)` after an action, `showLogs(model)` on click. */
 export class Models {
-  constructor(told, showLogs) {
+  constructor(report, showLogs) {
     this.rows = new Map();
-    this.told = told;
+    this.report = report;
     this.showLogs = showLogs;
   }
 
@@ -35,12 +35,12 @@ export class Models {
         memory: model.instance === null ? undefined : memory[name],
       },
     ]);
-    reconcile(byId("rows"), this.rows, items, (name) => new Row(name, this.told, this.showLogs));
+    reconcile(byId("rows"), this.rows, items, (name) => new Row(name, this.report, this.showLogs));
     byId("no-models").hidden = items.length > 0;
     byId("node-column").hidden = !items.some(([, { model }]) => model.node);
     const count = (state) => items.filter(([, { model }]) => model.state === state).length;
     const sum = (key) => items.reduce((total, [, facts]) => total + (facts.traffic?.[key] ?? 0), 0);
-    say(
+    setText(
       byId("totals"),
       items.length
         ? `${items.length} served, ${count("awake")} awake, ${count("asleep")} asleep · ` +
@@ -52,9 +52,9 @@ export class Models {
 }
 
 class Row {
-  constructor(name, told, showLogs) {
+  constructor(name, report, showLogs) {
     this.name = name;
-    this.told = told;
+    this.report = report;
     this.isActing = false;
     this.state = make("span", { class: "state" });
     this.about = make("p", { class: "dim" });
@@ -69,7 +69,7 @@ class Row {
     ]);
     this.node = cell("Node");
     this.latency = make("table", { class: "latency" });
-    this.memory = new Memory(name, told);
+    this.memory = new Memory(name, report);
     this.sleep = this.button("Sleep", "sleep");
     this.wake = this.button("Wake", "wakeup");
     this.logs = make(
@@ -106,12 +106,12 @@ class Row {
   update({ askedAt, model, traffic, memory }) {
     this.model = model;
     mark(this.state, "data-state", model.state);
-    say(this.state, STATES[model.state] ?? model.state);
-    say(this.about, aboutOf(model, traffic));
+    setText(this.state, STATES[model.state] ?? model.state);
+    setText(this.about, aboutOf(model, traffic));
     this.node.hidden = !model.node;
-    say(this.node, model.node ?? "");
-    say(this.turn, turnOf(model));
-    say(this.problem, model.last_problem ?? "");
+    setText(this.node, model.node ?? "");
+    setText(this.turn, turnOf(model));
+    setText(this.problem, model.last_problem ?? "");
     this.traffic.set({
       rate: number(traffic?.request_rate),
       tokens: number(traffic?.tokens_per_second),
@@ -190,7 +190,7 @@ class Row {
     if (button.getAttribute("aria-disabled") === "true") return;
     this.isActing = true;
     this.enable();
-    this.answer.tell("wait", action === "sleep" ? "Falling asleep …" : "Waking …");
+    this.answer.show("wait", action === "sleep" ? "Falling asleep …" : "Waking …");
     let failure = null;
     try {
       const { body } = await call(
@@ -199,16 +199,16 @@ class Row {
         undefined,
         ACTION_TIMEOUT_MS,
       );
-      if (body.success) this.answer.tell("ok", body.message, ({ state }) => state === body.state);
-      else this.answer.tell("no", `Not done: ${body.message}`);
+      if (body.success) this.answer.show("ok", body.message, ({ state }) => state === body.state);
+      else this.answer.show("no", `Not done: ${body.message}`);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.answer.tell("no", `Not done: ${error.message}`);
+      this.answer.show("no", `Not done: ${error.message}`);
       failure = error.asksForKey ? error : null;
     }
     this.isActing = false;
     this.enable();
-    this.told(failure);
+    this.report(failure);
   }
 
 }
@@ -250,7 +250,7 @@ function figures(names) {
   return {
     element,
     set: (facts) => {
-      for (const [key, text] of Object.entries(facts)) say(values.get(key), text);
+      for (const [key, text] of Object.entries(facts)) setText(values.get(key), text);
     },
     warn: (key, isBad) => values.get(key).classList.toggle("bad", isBad),
   };

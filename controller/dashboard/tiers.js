@@ -1,12 +1,12 @@
 // The blocks in a model's tiers: one line for each tier, nearest first.
 
-import { make, reconcile, say } from "./dom.js";
+import { make, reconcile, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
 
 const HEADINGS = ["Tier", "Held", "Hits", "Misses", "Errors"];
 const WHY = {
   stuck: "It hangs, and is not asked until it answers.",
-  silent: "It does not say what it holds: these figures are older.",
+  silent: "It does not report: these values are older.",
 };
 
 export class Tiers {
@@ -43,7 +43,7 @@ class Line {
 
   update(tier) {
     const isWell = tier.state === "ok";
-    say(this.state, isWell ? "" : tier.state);
+    setText(this.state, isWell ? "" : tier.state);
     this.state.title = WHY[tier.state] ?? "";
     const of = tier.limit_bytes === null ? "" : ` of ${bytes(tier.limit_bytes)}`;
     const texts = [
@@ -52,7 +52,7 @@ class Line {
       number(tier.misses),
       number(tier.errors),
     ];
-    texts.forEach((text, at) => say(this.cells[at], text));
+    texts.forEach((text, at) => setText(this.cells[at], text));
     this.cells.at(-1).classList.toggle("bad", tier.errors > 0);
   }
 }

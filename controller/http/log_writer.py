@@ -112,7 +112,7 @@ class LogWriter:
             self._wait_for_a_batch()
             while self._lines:
                 self._write_piece()
-            self._tell_dropped()
+            self._report_dropped()
         if self._fd is not None:
             os.close(self._fd)
 
@@ -134,7 +134,7 @@ class LogWriter:
             self._waiting_bytes -= size_bytes
             self.dropped_lines += lost
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         dropped = self.dropped_lines
         count = dropped - self._told_dropped
         if count == 0:

@@ -65,12 +65,12 @@ class Origins:
         if not self._allowed:
             return []
         # Always: a cache must not serve one page a response that was stored for another.
-        said = [(b"vary", b"origin")]
+        headers_out = [(b"vary", b"origin")]
         origin = find(headers, b"origin")
         if origin in self._allowed:
-            said.append((b"access-control-allow-origin", origin))
-            said.append((b"access-control-expose-headers", b"*"))
-        return said
+            headers_out.append((b"access-control-allow-origin", origin))
+            headers_out.append((b"access-control-expose-headers", b"*"))
+        return headers_out
 
     def preflight(self, scope: Any) -> Headers | None:
         """Return the response headers for a browser's preflight request; None if it is not one.
@@ -82,16 +82,16 @@ class Origins:
             return None
         if find(headers, b"access-control-request-method") is None:
             return None
-        said = [
+        headers_out = [
             (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
             (b"access-control-max-age", str(_MAX_AGE_S).encode()),
         ]
         wanted = find(headers, b"access-control-request-headers")
         if wanted is not None:
-            said.append((b"access-control-allow-headers", wanted))
+            headers_out.append((b"access-control-allow-headers", wanted))
         if find(headers, b"access-control-request-private-network") == b"true":
-            said.append((b"access-control-allow-private-network", b"true"))
-        return said
+            headers_out.append((b"access-control-allow-private-network", b"true"))
+        return headers_out
 
     def _is_ours(self, host: bytes) -> bool:
         match = _HOST.fullmatch(host)

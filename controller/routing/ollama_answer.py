@@ -156,8 +156,8 @@ class Stream:
         delta = choice.delta or _Delta(content=choice.text)
         for call in delta.tool_calls or ():
             self._add(call)
-        said = delta.content or delta.reasoning_content or delta.reasoning
-        if not said and choice.logprobs is None:
+        delta_text = delta.content or delta.reasoning_content or delta.reasoning
+        if not delta_text and choice.logprobs is None:
             return b""
         part = _part(self._call, self._model, created_at, delta, [])
         if choice.logprobs is not None and bytes(choice.logprobs.content) not in _NOTHING:
@@ -183,9 +183,9 @@ def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) ->
     if not answer.choices:
         raise BadAnswerError("it has no choices")
     choice = answer.choices[0]
-    said = choice.message or _Delta(content=choice.text)
-    calls = _tool_calls([each.function or _Function() for each in said.tool_calls or ()])
-    part = _part(call, model, created_at, said, calls)
+    delta_text = choice.message or _Delta(content=choice.text)
+    calls = _tool_calls([each.function or _Function() for each in delta_text.tool_calls or ()])
+    part = _part(call, model, created_at, delta_text, calls)
     if choice.logprobs is not None and bytes(choice.logprobs.content) not in _NOTHING:
         part["logprobs"] = choice.logprobs.content
     return _json({**part, **_last(choice.finish_reason, answer.usage or _Usage(), times)})
@@ -228,14 +228,14 @@ def _decode(data: bytes, kind: type[Any]) -> Any:
 
 
 def _part(
-    call: Call, model: str, created_at: str, said: _Delta, tool_calls: list[dict[str, Any]]
+    call: Call, model: str, created_at: str, delta_text: _Delta, tool_calls: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    thinking = said.reasoning_content or said.reasoning
+    thinking = delta_text.reasoning_content or delta_text.reasoning
     more = {} if thinking is None else {"thinking": thinking}
     part: dict[str, Any] = {"model": model, "created_at": created_at}
     if call is Call.GENERATE:
-        return {**part, "response": said.content or "", **more}
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or "", **more}
+        return {**part, "response": delta_text.content or "", **more}
+    message: dict[str, Any] = {"role": "assistant", "content": delta_text.content or "", **more}
     if tool_calls:
         message["tool_calls"] = tool_calls
     return {**part, "message": message}

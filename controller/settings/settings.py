@@ -422,7 +422,7 @@ class ModelSettings(_Section):
 
     @field_validator("name", "aliases", mode="after")
     @classmethod
-    def _names_can_be_told(cls, value: Any) -> Any:
+    def _names_are_printable(cls, value: Any) -> Any:
         for name in (value,) if isinstance(value, str) else value:
             if not name or not name.isprintable() or name != name.strip("/ "):
                 raise ValueError(

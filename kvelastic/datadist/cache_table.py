@@ -90,12 +90,13 @@ class CacheTable:
         for index in rows:
             if index not in self._by_row:
                 continue
-            said = f"{index.kind} {index.value} of model {index.model_id}"
+            subject = f"{index.kind} {index.value} of model {index.model_id}"
             if index.kind == "prefix":
                 raise failure(
-                    LLMStatusCode.LLM_PREFIX_ALREADY_EXIST, f"{said} is the key of a cache already"
+                    LLMStatusCode.LLM_PREFIX_ALREADY_EXIST,
+                    f"{subject} is the key of a cache already",
                 )
-            raise LLMParamError(f"{said} is the key of a cache already; remove it first")
+            raise LLMParamError(f"{subject} is the key of a cache already; remove it first")
         if model_id is not None and model_id in self._by_model:
             raise LLMParamError(f"model {model_id} has a blocks cache already")
         if len(self._by_id) >= MAX_CACHES:
@@ -215,10 +216,10 @@ class CacheTable:
         entry = self._by_row.get(index)
         if entry is not None:
             return entry, entry.rows[index]
-        said = f"no cache has {index.kind} {index.value} of model {index.model_id} as its key"
+        subject = f"no cache has {index.kind} {index.value} of model {index.model_id} as its key"
         if index.kind == "prefix":
-            raise failure(LLMStatusCode.LLM_PREFIX_NOT_EXIST, said)
-        raise not_there(f"{said}: it was pulled or removed, or never was")
+            raise failure(LLMStatusCode.LLM_PREFIX_NOT_EXIST, subject)
+        raise not_there(f"{subject}: it was pulled or removed, or never was")
 
     def of_model(self, model_id: int) -> Entry:
         """Return the blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""

@@ -20,7 +20,7 @@ from kvelastic.datadist.memory_config import (
     parse_mem_pool,
 )
 from kvelastic.datadist.status import LLMParamError
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 
 LISTEN_KEY: Final = "llm.listenIpInfo"
 FLOW_GRAPH_KEY: Final = "ge.flowGraphMemMaxSize"
@@ -60,10 +60,10 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
         checks.text("a key of options", key)
         checks.text(f"options[{key!r}]", value)
         if key.startswith("llm.") and key not in _KEYS.values():
-            say_once(logging.WARNING, f"LLMDataDist: option {key} is not known and does nothing.")
+            log_once(logging.WARNING, f"LLMDataDist: option {key} is not known and does nothing.")
     for name in _WITHOUT_EFFECT:
         if _KEYS[name] in options:
-            say_once(logging.INFO, f"LLMDataDist: {_KEYS[name]} is checked and has no effect.")
+            log_once(logging.INFO, f"LLMDataDist: {_KEYS[name]} is checked and has no effect.")
     local_comm_res = options.get(_KEYS["local_comm_res"])
     is_second = _flag(options, "enable_cache_manager", default=local_comm_res is not None)
     if local_comm_res is not None and not is_second:

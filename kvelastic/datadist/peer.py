@@ -158,7 +158,7 @@ class LinkCall:
         copy(found)
 
     def _find(self, key: AnyKey, is_write: bool) -> wire.Cache:
-        answer = self.ask(wire.Find(wire.key_said(key), is_write))
+        answer = self.ask(wire.Find(wire.message_of_key(key), is_write))
         if not isinstance(answer, wire.Found):
             raise _unexpected(answer)
         cache = answer.cache
@@ -190,7 +190,7 @@ class LinkCall:
                 ours = [(here[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 others = [(there[run.tensor] + run.offset, run.size) for _, run in pairs]
                 self._hold_pages(own, ours, holds)
-                with self._told_if_gone(theirs):
+                with self._raise_if_gone(theirs):
                     if is_push:
                         link.push(ours, others, self.left_s(), claim=claim)
                     else:
@@ -206,7 +206,7 @@ class LinkCall:
             self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
     @contextmanager
-    def _told_if_gone(self, cache: wire.Cache) -> Iterator[None]:
+    def _raise_if_gone(self, cache: wire.Cache) -> Iterator[None]:
         """Raise `LLM_KV_CACHE_NOT_EXIST` also for a cache that was dropped after it was found.
 
         The peer pins pages before it checks their cache, so it can only report an unknown page.

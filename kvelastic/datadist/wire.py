@@ -40,11 +40,11 @@ Uint64 = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=2048)]
 
 
-class _Said(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
+class _Message(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
     """Base of messages. The first field is the kind, which another version may not know."""
 
 
-class ByRow(_Said):
+class ByRow(_Message):
     """A `CacheKey` without its cluster."""
 
     is_prefix: bool
@@ -52,27 +52,27 @@ class ByRow(_Said):
     model_id: Uint64
 
 
-class ById(_Said):
+class ById(_Message):
     """A `CacheKeyByIdAndIndex` without its cluster."""
 
     cache_id: Uint64
     row: Uint64
 
 
-class ByModel(_Said):
+class ByModel(_Message):
     """A `BlocksCacheKey` without its cluster."""
 
     model_id: Uint64
 
 
-class Find(_Said):
+class Find(_Message):
     """Asks for the cache of a key."""
 
     key: ByRow | ById | ByModel
     is_write: bool
 
 
-class Moved(_Said):
+class Moved(_Message):
     """Reports that these tensors of a row (first, count) were copied entirely."""
 
     cache_id: Uint64
@@ -81,17 +81,17 @@ class Moved(_Said):
     tensors: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
 
 
-class Who(_Said):
+class Who(_Message):
     """Asks for the peer's role."""
 
 
-class Join(_Said):
+class Join(_Message):
     """Asks whether the peer is in the group of this token."""
 
     token: Annotated[str, Meta(max_length=64)]
 
 
-class Cache(_Said, dict=True):
+class Cache(_Message, dict=True):
     """A cache found by a key: description, the key's row, and addresses in the owner's process.
 
     The row is 0 for a blocks cache. Addresses are by device, then by tensor.
@@ -122,29 +122,29 @@ class Cache(_Said, dict=True):
         )
 
 
-class Found(_Said):
+class Found(_Message):
     """Reply to `Find`."""
 
     cache: Cache
 
 
-class Noted(_Said):
+class Noted(_Message):
     """Reply to `Moved`."""
 
 
-class Welcome(_Said):
+class Welcome(_Message):
     """Reply to `Who`: the cluster's role."""
 
     role: Annotated[int, Meta(ge=1, le=3)]
 
 
-class Joined(_Said):
+class Joined(_Message):
     """Reply to `Join`: whether the peer is in the group; false if not yet."""
 
     is_there: bool
 
 
-class Refused(_Said):
+class Refused(_Message):
     """Reply to a failed request: a status code and the reason."""
 
     status: int
@@ -159,23 +159,23 @@ _questions: Final = msgspec.msgpack.Decoder(Question)
 _answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(said: Question | Answer) -> bytes:
+def encode(message: Question | Answer) -> bytes:
     """Return the bytes of a message."""
-    return _encoder.encode(said)
+    return _encoder.encode(message)
 
 
 def decode_question(body: bytes) -> Question:
     """Decode a peer's question. Raises `MessageError`."""
     with _as_message_error():
-        said: Question = _questions.decode(body)
-        return said
+        message: Question = _questions.decode(body)
+        return message
 
 
 def decode_answer(body: bytes) -> Answer:
     """Decode a peer's reply. Raises `MessageError`."""
     with _as_message_error():
-        said: Answer = _answers.decode(body)
-        return said
+        message: Answer = _answers.decode(body)
+        return message
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _as_message_error() -> Iterator[None]:
         yield
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise MessageError(
-            f"a peer said something that this version does not know: {error}"
+            f"a peer message something that this version does not know: {error}"
         ) from None
 
 
@@ -213,7 +213,7 @@ def claimed_cache(claim: bytes) -> int | None:
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def key_said(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> ByRow | ById | ByModel:
+def message_of_key(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> ByRow | ById | ByModel:
     """Return a key as a message, without its cluster."""
     if isinstance(key, CacheKey):
         index = key.index

@@ -15,7 +15,7 @@ from kvelastic import _vmm
 from kvelastic.device import page_size
 from kvelastic.device.host_memory import machine_memory_bytes
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 
 if TYPE_CHECKING:
     from kvelastic.config import Config
@@ -55,7 +55,7 @@ class Device:
 def host(settings: Config) -> Device:
     """Return the host device, with the capacity of `KVELASTIC_HOST_MEMORY`."""
     if settings.gpu_utilization != type(settings).gpu_utilization:
-        say_once(
+        log_once(
             logging.WARNING,
             f"KVELASTIC_GPU_UTILIZATION={settings.gpu_utilization:g} is of GPUs and does nothing"
             " for host memory; set KVELASTIC_HOST_MEMORY.",

@@ -1,7 +1,7 @@
 """Findings and checks.
 
     @check("limits.files", fine="open files are enough")
-    def _files(facts: Facts) -> Iterator[Said]:
+    def _files(facts: Facts) -> Iterator[Outcome]:
         if facts.limits.open_files == 0:
             yield problem("no file can be opened", "ulimit -n 1024")
 
@@ -46,7 +46,7 @@ class Finding:
         return self.check.partition(".")[2]
 
 
-class Said(NamedTuple):
+class Outcome(NamedTuple):
     """A finding without the id of its check."""
 
     state: State
@@ -54,10 +54,10 @@ class Said(NamedTuple):
     do: str = ""
 
 
-ok = functools.partial(Said, "ok")
-note = functools.partial(Said, "note")
-warning = functools.partial(Said, "warning")
-problem = functools.partial(Said, "problem")
+ok = functools.partial(Outcome, "ok")
+note = functools.partial(Outcome, "note")
+warning = functools.partial(Outcome, "warning")
+problem = functools.partial(Outcome, "problem")
 
 
 def line(
@@ -69,18 +69,22 @@ def line(
 
 def check(
     name: str, fine: str = ""
-) -> Callable[[Callable[_P, Said | Iterable[Said]]], Callable[_P, list[Finding]]]:
+) -> Callable[[Callable[_P, Outcome | Iterable[Outcome]]], Callable[_P, list[Finding]]]:
     """Decorate a check function so that it returns findings with this id.
 
     `{0.name}` in the id is replaced by the name of the first argument. If the function returns
     nothing, the finding is `fine`.
     """
 
-    def decorate(judge: Callable[_P, Said | Iterable[Said]]) -> Callable[_P, list[Finding]]:
+    def decorate(judge: Callable[_P, Outcome | Iterable[Outcome]]) -> Callable[_P, list[Finding]]:
         @functools.wraps(judge)
         def findings(*args: _P.args, **kwargs: _P.kwargs) -> list[Finding]:
-            said = judge(*args, **kwargs)
-            each = [said] if isinstance(said, Said) else list(said) or [ok(fine)] * bool(fine)
+            outcome = judge(*args, **kwargs)
+            each = (
+                [outcome]
+                if isinstance(outcome, Outcome)
+                else list(outcome) or [ok(fine)] * bool(fine)
+            )
             return [Finding(name.format(*args), *one) for one in each]
 
         return findings

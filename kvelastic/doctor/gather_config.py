@@ -47,13 +47,13 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
     except ConfigError as error:  # valid values that contradict each other
         errors.append((str(error).partition("=")[0], str(error)))
         settings = config.Config()
-    is_said = any(name in valid for name in ("ENABLE_KVELASTIC", "ENABLE_KVCACHED"))
+    is_named = any(name in valid for name in ("ENABLE_KVELASTIC", "ENABLE_KVCACHED"))
     return ConfigFacts(
         errors=tuple(errors),
         unknown=_unknown(environ),
         legacy=_legacy(environ),
         names_set=tuple(valid),
-        enabled=settings.enabled if is_said else None,
+        enabled=settings.enabled if is_named else None,
         strict=settings.strict,
         device=settings.device,
         host_memory_bytes=settings.host_memory,

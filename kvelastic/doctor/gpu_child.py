@@ -18,39 +18,39 @@ from typing import Any
 def main() -> None:
     """Write all facts; exit without the driver's cleanup, which may hang."""
     try:
-        _say_all()
+        _report_all()
     except Exception as error:
-        _say(child_end=f"failed: {type(error).__name__}: {error}")
+        _report(child_end=f"failed: {type(error).__name__}: {error}")
     sys.stdout.flush()
     os._exit(0)
 
 
-def _say(**values: Any) -> None:
+def _report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def _say_all() -> None:
-    _say(nvml_error=_open("libnvidia-ml.so.1")[1])
+def _report_all() -> None:
+    _report(nvml_error=_open("libnvidia-ml.so.1")[1])
     cuda, error = _open("libcuda.so.1")
-    _say(library_error=error)
+    _report(library_error=error)
     if cuda is None:
         return
     # Call libcuda directly instead of the native module, so that a driver that is too old for the
     # module still reports its version.
     version = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
-        _say(cuda_version=version.value)
+        _report(cuda_version=version.value)
     count = ctypes.c_int()
     for call, code in (
         ("cuInit", cuda.cuInit(0)),
         ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count))),
     ):
         if code:
-            _say(count=0, start_error=f"{call}: {_name_of(cuda, code)}")
+            _report(count=0, start_error=f"{call}: {_name_of(cuda, code)}")
             return
-    _say(count=count.value)
+    _report(count=count.value)
     for ordinal in range(count.value):
-        _say(gpu=_gpu(cuda, ordinal))
+        _report(gpu=_gpu(cuda, ordinal))
 
 
 def _open(library: str) -> tuple[Any, str]:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvelastic.doctor.facts import Facts, LegacyName
-from kvelastic.doctor.finding import Said, check, note, ok, problem, warning
+from kvelastic.doctor.finding import Outcome, check, note, ok, problem, warning
 
 
 @check("config.value")
-def _values(facts: Facts) -> Iterator[Said]:
+def _values(facts: Facts) -> Iterator[Outcome]:
     for _, message in facts.config.errors:
         accepted = message.partition("; set it to ")[2].rstrip(".")
         do = (
@@ -24,7 +24,7 @@ def _values(facts: Facts) -> Iterator[Said]:
 
 
 @check("config.unknown", fine="no variable with a misspelled name")
-def _unknown(facts: Facts) -> Iterator[Said]:
+def _unknown(facts: Facts) -> Iterator[Outcome]:
     for name, nearest in facts.config.unknown:
         yield warning(
             f"{name} is not a variable of kvelastic and has no effect",
@@ -33,11 +33,11 @@ def _unknown(facts: Facts) -> Iterator[Said]:
 
 
 @check("config.kvcached", fine="no variable of kvcached is set")
-def _kvcached(facts: Facts) -> Iterable[Said]:
+def _kvcached(facts: Facts) -> Iterable[Outcome]:
     return map(_legacy, facts.config.legacy)
 
 
-def _legacy(legacy: LegacyName) -> Said:
+def _legacy(legacy: LegacyName) -> Outcome:
     if legacy.successor is None:
         return warning(
             f"{legacy.name} is a variable of kvcached and has no effect in kvelastic",
@@ -55,7 +55,7 @@ def _legacy(legacy: LegacyName) -> Said:
 
 
 @check("config.enabled")
-def _enabled(facts: Facts) -> Said:
+def _enabled(facts: Facts) -> Outcome:
     enabled = facts.config.enabled
     if enabled:
         return ok("engines started in this environment use kvelastic")
@@ -70,7 +70,7 @@ def _enabled(facts: Facts) -> Said:
 
 
 @check("config.tiers", fine="all folders of KVELASTIC_TIERS are usable")
-def _tier_folders(facts: Facts) -> Iterator[Said]:
+def _tier_folders(facts: Facts) -> Iterator[Outcome]:
     for folder in facts.tier_folders:
         yield problem(
             f"KVELASTIC_TIERS: the {folder.tier} tier cannot use its folder: {folder.problem}",

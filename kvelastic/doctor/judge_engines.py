@@ -7,7 +7,7 @@ from typing import Final
 
 from kvelastic import engines
 from kvelastic.doctor.facts import Facts
-from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem, warning
+from kvelastic.doctor.finding import Finding, Outcome, State, check, note, ok, problem, warning
 from kvelastic.engines import ENGINES, Engine
 
 _OLDEST_PYTHON: Final = (3, 10)
@@ -16,7 +16,7 @@ _REINSTALL: Final = "install kvelastic into the engine's environment (pip instal
 
 
 @check("engines.{0.name}")
-def _hooked(engine: Engine, facts: Facts) -> Said:
+def _hooked(engine: Engine, facts: Facts) -> Outcome:
     title = engine.title
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
@@ -32,7 +32,7 @@ def _hooked(engine: Engine, facts: Facts) -> Said:
     seen = f"{title} {version}: kvelastic is tested with {tried}"
     if engines.served_as(engine.tried, version, strict=facts.config.strict) is None:
         way_out = engines.way_out(engine.tried, version)
-        return Said(
+        return Outcome(
             _refused(engine, facts),
             seen,
             f"install {title} {tried}; or {way_out} to run this version (kvelastic first checks the"
@@ -67,7 +67,7 @@ def _has_another(engine: Engine, facts: Facts) -> bool:
 
 
 @check("engines.loading")
-def _loading(engine: Engine, facts: Facts) -> Said:
+def _loading(engine: Engine, facts: Facts) -> Outcome:
     title, startup = engine.title, facts.startup
     if facts.packages.version(engine.name) is None:
         return ok(f"not needed: {title} is not installed")
@@ -80,7 +80,7 @@ def _loading(engine: Engine, facts: Facts) -> Said:
         seen = f"it ignores {' and '.join(startup.start_files)}"
     else:
         seen = f"no kvelastic.pth in {' or '.join(startup.site_folders) or 'site-packages'}"
-    return Said(
+    return Outcome(
         _refused(engine, facts),
         f"Python does not load kvelastic into {title}: {seen}",
         f"{_REINSTALL}; a folder on PYTHONPATH is not enough; or call"
@@ -89,7 +89,7 @@ def _loading(engine: Engine, facts: Facts) -> Said:
 
 
 @check("engines.plugin")
-def _plugin(engine: Engine | None, facts: Facts) -> Said:
+def _plugin(engine: Engine | None, facts: Facts) -> Outcome:
     if engine is None:
         titles = " or ".join(engine.title for engine in ENGINES if engine.plugin_group)
         return ok(f"not needed: no {titles} is installed")
@@ -103,7 +103,7 @@ def _plugin(engine: Engine | None, facts: Facts) -> Said:
         )
     allowed, variable = dict(facts.config.allowed_plugins).get(engine.name), engine.plugins_variable
     if allowed is not None and _PLUGIN not in allowed.split(","):
-        return Said(
+        return Outcome(
             ("problem" if facts.config.enabled else "warning"),
             f"{variable}={allowed!r} prevents {title} from loading kvelastic",
             f"add kvelastic to {variable}, or unset it",
@@ -112,7 +112,7 @@ def _plugin(engine: Engine | None, facts: Facts) -> Said:
 
 
 @check("engines.hooks")
-def _hooks(engine: Engine, facts: Facts) -> Said:
+def _hooks(engine: Engine, facts: Facts) -> Outcome:
     if facts.packages.native_error:
         return ok(f"not checked in {engine.title}: see python.native")
     hooks = dict(facts.packages.hooks).get(engine.name)
@@ -124,14 +124,14 @@ def _hooks(engine: Engine, facts: Facts) -> Said:
 
 
 @check("engines.probe", fine="nothing to check: no supported engine is installed")
-def _probes(facts: Facts) -> Iterator[Said]:
+def _probes(facts: Facts) -> Iterator[Outcome]:
     for probe in facts.probes or ():
         engine = engines.find(probe.engine)
         version = f"{engine.title} {facts.packages.version(engine.name)}"
         another = f"install {engine.title} {engines.tried(engine.tried)}"
         for difference in _differences(probe.broken):
             what = f"kvelastic cannot run in {version}: {difference}"
-            yield Said(_refused(engine, facts), what, another)
+            yield Outcome(_refused(engine, facts), what, another)
         for missed in probe.missed:
             yield note(
                 f"{version}: a module cannot be imported here and was not checked: {missed}",
@@ -154,7 +154,7 @@ def _differences(messages: tuple[str, ...]) -> Iterator[str]:
 
 
 @check("engines.{0.name}")
-def _not_hooked(engine: Engine, facts: Facts) -> Said:
+def _not_hooked(engine: Engine, facts: Facts) -> Outcome:
     title = engine.title
     version = facts.packages.version(engine.name)
     if version is None:
@@ -166,7 +166,7 @@ def _not_hooked(engine: Engine, facts: Facts) -> Said:
 
 
 @check("engines.kvcached")
-def _kvcached(facts: Facts) -> Said:
+def _kvcached(facts: Facts) -> Outcome:
     version = facts.packages.version("kvcached")
     if version is None:
         return ok("kvcached is not installed")
@@ -180,14 +180,14 @@ def _kvcached(facts: Facts) -> Said:
 
 
 @check("python.version")
-def _python(facts: Facts) -> Said:
+def _python(facts: Facts) -> Outcome:
     seen = f"Python {'.'.join(map(str, facts.packages.python))}"
     is_old = facts.packages.python[:2] < _OLDEST_PYTHON
     return problem(seen, "use Python 3.10 or later") if is_old else ok(seen)
 
 
 @check("python.native")
-def _native(facts: Facts) -> Said:
+def _native(facts: Facts) -> Outcome:
     if not facts.packages.native_error:
         return ok("kvelastic's native module loads")
     return problem(
@@ -197,7 +197,7 @@ def _native(facts: Facts) -> Said:
 
 
 @check("python.torch")
-def _torch(facts: Facts) -> Said:
+def _torch(facts: Facts) -> Outcome:
     torch = facts.packages.version("torch")
     if torch is not None:
         return ok(f"torch {torch}")

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvelastic.device import tested_gpus
 from kvelastic.doctor.facts import Facts, Gpu
-from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem
+from kvelastic.doctor.finding import Finding, Outcome, State, check, note, ok, problem
 from kvelastic.units import MIB_BYTES, format_size
 
 OLDEST_CUDA: Final = 11030
@@ -17,21 +17,21 @@ _USE_HOST: Final = "set KVELASTIC_DEVICE=host to use host memory"
 
 
 @check("gpu.driver")
-def _driver(facts: Facts) -> Said:
+def _driver(facts: Facts) -> Outcome:
     gpus = facts.gpus
     # If host memory is configured, a missing GPU is no problem.
     bad: State = "note" if facts.config.device == "host" else "problem"
     if gpus.library_error:
         return _no_library(facts, bad)
     if gpus.cuda_version is not None and gpus.cuda_version < OLDEST_CUDA:
-        return Said(
+        return Outcome(
             bad,
             f"the NVIDIA driver is too old: it supports CUDA {_cuda(gpus.cuda_version)}",
             f"install NVIDIA driver {_OLDEST_DRIVER} or later (CUDA {_cuda(OLDEST_CUDA)}),"
             f" or {_USE_HOST}",
         )
     if gpus.child_end:
-        return Said(
+        return Outcome(
             bad,
             f"the child process that opens the GPUs {gpus.child_end}",
             "check whether nvidia-smi works, and search dmesg for errors (dmesg | grep -i -e nvrm"
@@ -42,11 +42,11 @@ def _driver(facts: Facts) -> Said:
     return ok(f"{_version(facts)}, {gpus.count} GPU{'s' if gpus.count > 1 else ''}")
 
 
-def _no_library(facts: Facts, bad: State) -> Said:
+def _no_library(facts: Facts, bad: State) -> Outcome:
     gpus = facts.gpus
     if gpus.kernel_module or gpus.has_device_files:
         seen = f" (kernel module {gpus.kernel_module})" if gpus.kernel_module else ""
-        return Said(
+        return Outcome(
             bad,
             f"this machine has an NVIDIA GPU{seen}, but libcuda.so.1 cannot be opened:"
             f" {gpus.library_error}",
@@ -66,7 +66,7 @@ def _no_library(facts: Facts, bad: State) -> Said:
     )
 
 
-def _no_gpu(facts: Facts, bad: State) -> Said:
+def _no_gpu(facts: Facts, bad: State) -> Outcome:
     gpus = facts.gpus
     why = gpus.start_error or "no devices"
     visible = gpus.visible_devices
@@ -75,13 +75,13 @@ def _no_gpu(facts: Facts, bad: State) -> Said:
         is_wanted = facts.config.device.startswith("cuda")
         state: State = bad if is_wanted else "note" if hidden or bad == "note" else "warning"
         seen = f" with CUDA_VISIBLE_DEVICES={visible!r}" if hidden else ""
-        return Said(
+        return Outcome(
             state,
             f"{_version(facts)}, but no GPU is visible{seen}",
             "set CUDA_VISIBLE_DEVICES to a GPU or unset it; in a container, start it with"
             f" `--gpus all`; or {_USE_HOST}",
         )
-    return Said(
+    return Outcome(
         bad,
         f"{_version(facts)} does not start: {why}",
         "check whether nvidia-smi works; after a driver update, restart the machine (the driver's"
@@ -90,7 +90,7 @@ def _no_gpu(facts: Facts, bad: State) -> Said:
 
 
 @check("gpu.vmm")
-def _vmm(gpu: Gpu, facts: Facts) -> Said:
+def _vmm(gpu: Gpu, facts: Facts) -> Outcome:
     name = " ".join(filter(None, (f"cuda:{gpu.ordinal}", gpu.name)))
     if gpu.error:
         chosen = facts.config.device in (f"cuda:{gpu.ordinal}", "cuda", "auto")
@@ -105,7 +105,7 @@ def _vmm(gpu: Gpu, facts: Facts) -> Said:
             do = "free memory on this GPU (nvidia-smi lists the processes that use it)"
         else:
             do = f"check this GPU with nvidia-smi, or {_USE_HOST}"
-        return Said(("problem" if chosen else "warning"), f"{name}: {gpu.error}", do)
+        return Outcome(("problem" if chosen else "warning"), f"{name}: {gpu.error}", do)
     seen = (
         f"{name} ({gpu.uuid}): pages of {format_size(gpu.granularity_bytes)},"
         f" {format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free"
@@ -120,7 +120,7 @@ def _vmm(gpu: Gpu, facts: Facts) -> Said:
 
 
 @check("gpu.seen")
-def _seen(gpu: Gpu, table: Sequence[tested_gpus.Row]) -> Said:
+def _seen(gpu: Gpu, table: Sequence[tested_gpus.Row]) -> Outcome:
     name = f"cuda:{gpu.ordinal} {gpu.name}"
     if tested_gpus.has_run(gpu.name, table):
         return ok(f"{name}: {tested_gpus.experience(gpu.name, table)}")
@@ -133,7 +133,7 @@ def _seen(gpu: Gpu, table: Sequence[tested_gpus.Row]) -> Said:
 
 
 @check("gpu.device")
-def _device(facts: Facts) -> Said:
+def _device(facts: Facts) -> Outcome:
     device = facts.config.device
     if device == "auto":
         usable = [gpu for gpu in facts.gpus.gpus if not gpu.error]
@@ -154,7 +154,7 @@ def _device(facts: Facts) -> Said:
 
 
 @check("gpu.packages")
-def _packages(facts: Facts) -> Said:
+def _packages(facts: Facts) -> Outcome:
     if facts.gpus.library_error:
         return ok("NVML is not needed: there is no NVIDIA driver")
     if facts.gpus.nvml_error:

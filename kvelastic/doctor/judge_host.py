@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from kvelastic.doctor.facts import Facts
-from kvelastic.doctor.finding import Said, State, check, note, ok, problem, warning
+from kvelastic.doctor.finding import Outcome, State, check, note, ok, problem, warning
 from kvelastic.units import format_size
 
 _POPULATE_KERNEL: Final = (5, 14)
@@ -25,7 +25,7 @@ def _if_host(facts: Facts, state: State) -> State:
 
 
 @check("host.kernel")
-def _kernel(facts: Facts) -> Said:
+def _kernel(facts: Facts) -> Outcome:
     system = facts.system
     seen = f"{system.system} {system.kernel}"
     if system.system != "Linux":
@@ -38,7 +38,7 @@ def _kernel(facts: Facts) -> Said:
     if version < _POPULATE_KERNEL:
         # Some distributions backport features to older kernels, so the tested behaviour counts.
         works = not facts.memory.page_error
-        return Said(
+        return Outcome(
             ("note" if works else _if_host(facts, "problem")),
             (
                 f"{seen} is older than 5.14, the first kernel with MADV_POPULATE_WRITE"
@@ -47,7 +47,7 @@ def _kernel(facts: Facts) -> Said:
             "upgrade the kernel to 6.1 or later; not needed if the device is a GPU",
         )
     if version < _COLLAPSE_KERNEL:
-        return Said(
+        return Outcome(
             _if_host(facts, "warning"),
             f"{seen} is older than 6.1, the first kernel with MADV_COLLAPSE",
             "upgrade the kernel to 6.1 or later; until then host memory consists of 4 KiB pages,"
@@ -57,19 +57,19 @@ def _kernel(facts: Facts) -> Said:
 
 
 @check("host.page")
-def _page(facts: Facts) -> Said:
+def _page(facts: Facts) -> Outcome:
     memory = facts.memory
     if facts.packages.native_error:
         return note("not tested: the native module cannot be imported", "see python.native")
     if memory.page_error:
-        return Said(
+        return Outcome(
             _if_host(facts, "problem"),
             f"a page of host memory cannot be allocated: {memory.page_error}",
             "check host.kernel, limits.memory and limits.addresses; in a sandbox (gVisor), allow"
             " madvise and memfd_create",
         )
     if not memory.page_is_huge:
-        return Said(
+        return Outcome(
             _if_host(facts, "warning"),
             "the kernel uses 4 KiB pages for a 2 MiB page: slower to allocate, map and read",
             "use a kernel of 6.1 or later with transparent huge pages; set shmem_enabled to any"
@@ -79,20 +79,20 @@ def _page(facts: Facts) -> Said:
 
 
 @check("host.hugepages")
-def _settings(facts: Facts) -> Said:
+def _settings(facts: Facts) -> Outcome:
     memory = facts.memory
     seen = (
         f"transparent_hugepage: enabled={memory.thp_enabled or 'missing'},"
         f" shmem_enabled={memory.thp_shmem or 'missing'}"
     )
     if memory.thp_enabled is None or memory.thp_shmem is None:
-        return Said(
+        return Outcome(
             _if_host(facts, "warning"),
             seen,
             "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; see host.page for the page size in use",
         )
     if memory.thp_shmem == "deny":
-        return Said(
+        return Outcome(
             _if_host(facts, "warning"),
             seen,
             "run as root: echo never >/sys/kernel/mm/transparent_hugepage/shmem_enabled (never is"
@@ -102,14 +102,14 @@ def _settings(facts: Facts) -> Said:
 
 
 @check("limits.memory")
-def _memory(facts: Facts) -> Said:
+def _memory(facts: Facts) -> Outcome:
     set_bytes, machine_bytes = facts.config.host_memory_bytes, facts.memory.machine_bytes
     machine = f"this process can use {format_size(machine_bytes)} (machine or cgroup limit)"
     if set_bytes is None:
         return ok(machine)
     seen = f"KVELASTIC_HOST_MEMORY is {format_size(set_bytes)}; {machine}"
     if set_bytes > machine_bytes:
-        return Said(
+        return Outcome(
             _if_host(facts, "problem"),
             seen,
             f"set KVELASTIC_HOST_MEMORY below {format_size(machine_bytes)}, or raise the cgroup's"
@@ -120,7 +120,7 @@ def _memory(facts: Facts) -> Said:
 
 
 @check("limits.mappings")
-def _mappings(facts: Facts) -> Said:
+def _mappings(facts: Facts) -> Outcome:
     allowed = facts.limits.max_map_count
     if allowed is None:
         return note("vm.max_map_count cannot be read", "read it outside the sandbox")
@@ -143,11 +143,11 @@ def _mappings(facts: Facts) -> Said:
 
 
 @check("limits.files")
-def _files(facts: Facts) -> Said:
+def _files(facts: Facts) -> Outcome:
     allowed = facts.limits.open_files
     if allowed is None or allowed >= _ENGINE_FILES:
         return ok(f"limit of open files: {'unlimited' if allowed is None else allowed}")
-    return Said(
+    return Outcome(
         ("problem" if allowed < _LEAST_FILES else "warning"),
         f"limit of open files: {allowed}; engines need {_ENGINE_FILES} or more",
         f"run ulimit -n {_ENGINE_FILES} before the engine starts (LimitNOFILE in a systemd unit,"
@@ -156,14 +156,14 @@ def _files(facts: Facts) -> Said:
 
 
 @check("limits.addresses")
-def _addresses(facts: Facts) -> Said:
+def _addresses(facts: Facts) -> Outcome:
     allowed = facts.limits.address_space_bytes
     if allowed is None:
         return ok("limit of address space: unlimited")
     do = "run ulimit -v unlimited before the engine starts; reserved addresses use no memory"
     # The GPU driver reserves address space of many times its memory at startup.
     too_low = not facts.is_host_device or allowed < facts.host_capacity_bytes
-    return Said(
+    return Outcome(
         ("problem" if too_low else "warning"),
         f"limit of address space: {format_size(allowed)} (RLIMIT_AS); it should be unlimited",
         do,
@@ -171,7 +171,7 @@ def _addresses(facts: Facts) -> Said:
 
 
 @check("limits.overcommit")
-def _overcommit(facts: Facts) -> Said:
+def _overcommit(facts: Facts) -> Outcome:
     limits = facts.limits
     if limits.overcommit_mode is None:
         return note("vm.overcommit_memory cannot be read", "read it outside the sandbox")
@@ -187,7 +187,7 @@ def _overcommit(facts: Facts) -> Said:
     left_bytes = max(limits.commit_limit_bytes - limits.committed_bytes, 0)
     seen += f": the kernel can commit {format_size(left_bytes)} more"
     is_short = facts.is_host_device and left_bytes < facts.host_capacity_bytes
-    return Said(("warning" if is_short else "note"), seen, do)
+    return Outcome(("warning" if is_short else "note"), seen, do)
 
 
 def _kernel_version(release: str) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.doctor.finding import Finding, Said, State, check, line, problem, warning
+from kvelastic.doctor.finding import Finding, Outcome, State, check, line, problem, warning
 from kvelastic.doctor.judge_ledger import explain_ledger, has_memory_for
 from kvelastic.units import (
     format_limit,
@@ -83,16 +83,16 @@ def _life(status: InstanceStatus) -> Iterable[Finding]:
         yield line("state", *unknown(status.name)[1:])
 
 
-def ended(pid: int, *, is_ours: bool) -> Said:
+def ended(pid: int, *, is_ours: bool) -> Outcome:
     """Return the finding for a segment whose instance is dead."""
-    return Said(
+    return Outcome(
         "warning" if is_ours else "note",
         f"Its process {pid} has ended; its memory is released.",
         "kvctl gc" if is_ours else "run kvctl gc as its owner or as root",
     )
 
 
-def unknown(name: str) -> Said:
+def unknown(name: str) -> Outcome:
     """Return the finding for a segment whose process's liveness cannot be checked."""
     return warning(
         "Its liveness is unknown: liveness locks do not work on the file system of its segment."
@@ -412,7 +412,7 @@ def _kept(tier: TierStatus) -> str:
     return f"{_blocks(tier.records)} on {tier.tier} ({format_size(tier.used_bytes)}{limit})"
 
 
-def _problems(facts: Facts, of: str) -> Iterator[Said]:
+def _problems(facts: Facts, of: str) -> Iterator[Outcome]:
     for status in facts.instances:
         for finding in (*explain_waiting(status), *explain_tiers(status.shown_tiers)):
             if finding.about == of and finding.state == "problem":
@@ -420,12 +420,12 @@ def _problems(facts: Facts, of: str) -> Iterator[Said]:
 
 
 @check("instances.waiting", fine="no request needs more memory than its limit allows")
-def _waiting(facts: Facts) -> Iterator[Said]:
+def _waiting(facts: Facts) -> Iterator[Outcome]:
     return _problems(facts, "waiting")
 
 
 @check("instances.tiers", fine="no tier is failing")
-def _tiers(facts: Facts) -> Iterator[Said]:
+def _tiers(facts: Facts) -> Iterator[Outcome]:
     return _problems(facts, "tiers")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvelastic.doctor.facts import Facts, SegmentFact
-from kvelastic.doctor.finding import Said, check, note, ok, problem, warning
+from kvelastic.doctor.finding import Outcome, check, note, ok, problem, warning
 from kvelastic.doctor.judge_instance import ended, unknown
 from kvelastic.units import MIB_BYTES, format_size
 
@@ -17,10 +17,10 @@ _CONTAINER: Final = "start the container with --shm-size=8g or --ipc=host"
 
 
 @check("shm.mount")
-def _mount(facts: Facts) -> Said:
+def _mount(facts: Facts) -> Outcome:
     if facts.shm.filesystem:
         return ok(f"/dev/shm: file system {facts.shm.filesystem}")
-    return Said(
+    return Outcome(
         # A plain folder can hold segments too, but on a disk.
         "problem" if facts.shm.write_error else "warning",
         "no file system is mounted at /dev/shm",
@@ -29,7 +29,7 @@ def _mount(facts: Facts) -> Said:
 
 
 @check("shm.write", fine="files can be created in /dev/shm")
-def _write(facts: Facts) -> Iterator[Said]:
+def _write(facts: Facts) -> Iterator[Outcome]:
     if facts.shm.write_error:
         yield problem(
             f"no file can be created in /dev/shm: {facts.shm.write_error}",
@@ -39,7 +39,7 @@ def _write(facts: Facts) -> Iterator[Said]:
 
 
 @check("shm.locks")
-def _locks(facts: Facts) -> Said:
+def _locks(facts: Facts) -> Outcome:
     if facts.shm.has_liveness_locks or facts.shm.write_error:
         return ok("liveness locks work in /dev/shm")
     return warning(
@@ -52,7 +52,7 @@ def _locks(facts: Facts) -> Said:
 
 
 @check("shm.shared")
-def _shared(facts: Facts) -> Said:
+def _shared(facts: Facts) -> Outcome:
     pids = facts.shm.pids_with_another
     if pids:
         return problem(
@@ -73,7 +73,7 @@ def _shared(facts: Facts) -> Said:
 
 
 @check("shm.size")
-def _size(facts: Facts) -> Said:
+def _size(facts: Facts) -> Outcome:
     shm = facts.shm
     seen = f"/dev/shm: {format_size(shm.free_bytes)} of {format_size(shm.size_bytes)} free"
     if shm.free_bytes < shm.needed_bytes:
@@ -92,18 +92,18 @@ def _with_status(facts: Facts, status: str) -> list[SegmentFact]:
     return [segment for segment in facts.segments if segment.status == status]
 
 
-def _of(segment: SegmentFact, said: Said) -> Said:
+def _of(segment: SegmentFact, said: Outcome) -> Outcome:
     return said._replace(what=f"{segment.name}: {said.what[0].lower()}{said.what[1:]}")
 
 
 @check("segments.dead", fine="no segments of dead instances")
-def _dead(facts: Facts) -> Iterator[Said]:
+def _dead(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "dead"):
         yield _of(segment, ended(segment.pid, is_ours=segment.is_ours))
 
 
 @check("segments.unreadable", fine="all segments are readable")
-def _unreadable(facts: Facts) -> Iterator[Said]:
+def _unreadable(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "unreadable"):
         yield warning(
             f"{segment.name}: {segment.problem}",
@@ -113,13 +113,13 @@ def _unreadable(facts: Facts) -> Iterator[Said]:
 
 
 @check("segments.unknown")
-def _unknown(facts: Facts) -> Iterator[Said]:
+def _unknown(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "unknown"):
         yield _of(segment, unknown(segment.name))
 
 
 @check("segments.orphaned")
-def _orphaned(facts: Facts) -> Iterator[Said]:
+def _orphaned(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "orphaned"):
         yield warning(
             f"{segment.name}: process {segment.pid} is an engine core whose server has ended; it"
@@ -129,7 +129,7 @@ def _orphaned(facts: Facts) -> Iterator[Said]:
 
 
 @check("segments.hidden")
-def _hidden(facts: Facts) -> Iterator[Said]:
+def _hidden(facts: Facts) -> Iterator[Outcome]:
     for segment in _with_status(facts, "hidden"):
         yield note(
             f"{segment.name} belongs to another user and cannot be read",
@@ -146,13 +146,13 @@ def _ledgers(facts: Facts, *, foreign: bool) -> list[str]:
 
 
 @check("ledgers.usable")
-def _usable(facts: Facts) -> Iterator[Said]:
+def _usable(facts: Facts) -> Iterator[Outcome]:
     if not facts.ledgers:
         yield ok("all ledgers are usable")
 
 
 @check("ledgers.foreign")
-def _foreign(facts: Facts) -> Iterator[Said]:
+def _foreign(facts: Facts) -> Iterator[Outcome]:
     for what in _ledgers(facts, foreign=True):
         yield problem(
             what,
@@ -163,7 +163,7 @@ def _foreign(facts: Facts) -> Iterator[Said]:
 
 
 @check("ledgers.unreadable")
-def _damaged(facts: Facts) -> Iterator[Said]:
+def _damaged(facts: Facts) -> Iterator[Outcome]:
     for what in _ledgers(facts, foreign=False):
         yield problem(
             what,
@@ -173,7 +173,7 @@ def _damaged(facts: Facts) -> Iterator[Said]:
 
 
 @check("permissions.proc", fine="/proc shows all processes")
-def _proc(facts: Facts) -> Iterator[Said]:
+def _proc(facts: Facts) -> Iterator[Outcome]:
     if facts.system.hidepid not in {"0", "off"}:
         yield note(
             f"/proc is mounted with hidepid={facts.system.hidepid}: other users' processes are"
@@ -184,7 +184,7 @@ def _proc(facts: Facts) -> Iterator[Said]:
 
 
 @check("permissions.namespace", fine="kvctl runs in the machine's own pid namespace")
-def _namespace(facts: Facts) -> Iterator[Said]:
+def _namespace(facts: Facts) -> Iterator[Outcome]:
     if not facts.system.has_pid_namespace:
         yield warning(
             "/proc/self/ns/pid cannot be read: containers cannot be distinguished",

@@ -45,15 +45,15 @@ def check_names(names: Iterable[str | None], *, ending_s: float) -> None:
 
 def _wait_for_orphan(name: str, ending_s: float) -> None:
     end_s = time.monotonic() + ending_s
-    is_said = False
+    is_logged = False
     while (pid := _orphan_called(name)) is not None and time.monotonic() < end_s:
-        if not is_said:
+        if not is_logged:
             _log.info(
                 "Waiting for process %d to end: it is called %s, and its server was killed.",
                 pid,
                 name,
             )
-            is_said = True
+            is_logged = True
         time.sleep(_LOOK_S)
 
 

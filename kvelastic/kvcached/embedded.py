@@ -26,7 +26,7 @@ from kvelastic.errors import (
 )
 from kvelastic.kvcached.manager import KVCacheManager
 from kvelastic.kvcached.snapshots import SCHEMA_VERSION, KVCachePoolSnapshot, RuntimeSnapshot
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.pool.tensor_views import CachePlan, plan, plan_states, state_view
@@ -105,7 +105,7 @@ def init(
         if _state is None:
             configure_logging(settings)
             if settings.tiers:
-                say_once(
+                log_once(
                     logging.WARNING,
                     "KVELASTIC_TIERS does nothing here: blocks of kvcached's interface have no"
                     " keys. Use kvelastic.tiers (docs/tiers.md), or unset it.",

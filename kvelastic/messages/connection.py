@@ -273,7 +273,7 @@ class Connection:
         if failure is not None:
             self.end(failure)
 
-    def say_alive(self, now_s: float, every_s: float) -> None:
+    def send_alive(self, now_s: float, every_s: float) -> None:
         """Send a frame if none was sent for `every_s` seconds, so that a lost host is detected."""
         if not self._queue and now_s - self._sent_at_s >= every_s:
             with contextlib.suppress(ChannelClosedError):
@@ -288,7 +288,7 @@ class Connection:
             receive_into(self.socket, self._reader)
             self.dispatch(handle)
         except KvelasticError as error:
-            self._tell_and_end(error)
+            self._report_and_end(error)
 
     def dispatch(self, handle: Callable[[Request], None]) -> None:
         """Dispatch the complete frames in the reader."""
@@ -330,7 +330,7 @@ class Connection:
         finally:
             request.close_descriptors()
 
-    def _tell_and_end(self, error: KvelasticError) -> None:
+    def _report_and_end(self, error: KvelasticError) -> None:
         if not isinstance(error, ChannelClosedError):
             with contextlib.suppress(ChannelClosedError):
                 self._send(Kind.ERROR, 0, error_body(error))

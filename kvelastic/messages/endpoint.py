@@ -263,7 +263,7 @@ class Endpoint:
             self._alive_at_s = now_s + ALIVE_EVERY_S
             for connection in list(self._connections):
                 if connection.peer.uid is None:
-                    connection.say_alive(now_s, ALIVE_EVERY_S)
+                    connection.send_alive(now_s, ALIVE_EVERY_S)
         while self._timers and self._timers[0][0] <= now_s:
             self._safely(heapq.heappop(self._timers)[2])
 
@@ -358,11 +358,13 @@ class Endpoint:
     def _refuse(self, pending: _Pending, error: Exception) -> None:
         del self._pending[pending]
         self._selector.unregister(pending.socket)
-        told: Exception = error
+        reported: Exception = error
         if isinstance(error, SecretError):  # details of our secret file belong in our log only
-            told = AccessDeniedError("it refuses connections for now; the log of the peer says why")
+            reported = AccessDeniedError(
+                "it refuses connections for now; the log of the peer says why"
+            )
         with contextlib.suppress(OSError):
-            pending.socket.send(pending.writer.write(Kind.ERROR, 0, error_body(told)))
+            pending.socket.send(pending.writer.write(Kind.ERROR, 0, error_body(reported)))
         for fd in pending.reader.take_descriptors():
             os.close(fd)
         pending.socket.close()

@@ -21,7 +21,7 @@ from kvelastic.config import Config
 from kvelastic.device import tested_gpus
 from kvelastic.device.selection import AUTO, Device, resolve
 from kvelastic.errors import ConfigError
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 from kvelastic.pool.layout import PageLayout
 from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.pool.scheduling.blocks import SchedulerBlocks
@@ -110,7 +110,7 @@ def open_engine_pool(
     KVELASTIC_TIERS is reported once in the log as having no effect.
     """
     if settings.tiers and not has_tiers:
-        say_once(
+        log_once(
             logging.WARNING,
             f"KVELASTIC_TIERS does nothing under {engine} yet: evicted blocks are computed again."
             " Unset it to remove this line.",

@@ -113,7 +113,7 @@ class HandMapped:
             try:
                 count = self.memory.geometry.pages
                 mapped = [page for page in range(count) if self.memory.is_mapped(page)]
-                self._say_leaving(self.memory.held_bytes)
+                self._report_leaving(self.memory.held_bytes)
                 self.memory.unmap(mapped, destroy=True)
                 self.memory.trim()
             except DriverError as error:
@@ -171,10 +171,12 @@ class HandMapped:
 
     def _trim(self) -> None:
         geometry = self.memory.geometry
-        self._say_leaving(self.memory.held_bytes - self.memory.mapped_pages * geometry.page_bytes)
+        self._report_leaving(
+            self.memory.held_bytes - self.memory.mapped_pages * geometry.page_bytes
+        )
         self.memory.trim()
 
-    def _say_leaving(self, size_bytes: int) -> None:
+    def _report_leaving(self, size_bytes: int) -> None:
         extent_bytes = self.memory.geometry.extent_bytes
         self._joined.member.leaving(size_bytes // extent_bytes, extent_bytes)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
 
 FILE_NAME: Final = "weights.json"
@@ -117,7 +117,7 @@ class HashCache:
             return None
 
     def _warn(self, error: Exception) -> None:
-        say_once(
+        log_once(
             logging.WARNING,
             f"The hashes of weights cannot be kept in {self._folder}, so they are computed at each"
             f" start: {error}. Give this user a folder of its own by XDG_CACHE_HOME.",

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
@@ -89,7 +89,7 @@ def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
     """Return the tiers without the host tier, if the cache itself is in host memory."""
     if not is_on_host or not any(spec.kind == "host" for spec in specs):
         return list(specs)
-    say_once(
+    log_once(
         logging.INFO,
         "KVELASTIC_TIERS: the cache lies in host memory, so a host tier would be a second copy of"
         " it in the same memory; blocks are only staged there on their way to the next tier.",

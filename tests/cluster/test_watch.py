@@ -22,7 +22,7 @@ def watch() -> Watch:
 def look(made: Watch, *, heard: str = "", times: int = 1) -> None:
     for _ in range(times):
         for name in heard:
-            made.heard(name)
+            made.responded(name)
         made.look(["a", "b"], PERIOD_S)
 
 
@@ -34,7 +34,7 @@ def note(lost: list[str], replica: str, why: str) -> None:
 def test_silent_replica_is_found_within_two_timeouts(late_s: float) -> None:
     health = HealthSettings()
     made = Watch(health.period, health.silence)
-    made.heard("a")
+    made.responded("a")
     looks = 0
     while not made.silent():
         made.look(["a"], health.period + late_s)

@@ -38,7 +38,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert level == logging.WARNING
         said.append(message)
 
-    monkeypatch.setattr(user_config, "say_once", say)
+    monkeypatch.setattr(user_config, "log_once", say)
     return said
 
 

@@ -273,7 +273,7 @@ def test_reserve_is_remeasured_when_an_awake_engine_sleeps(
         is_on_gpu=True,
         lower_reserve=happened.append,
         sleep=lambda: happened.append("cache sleeps"),
-        say_whether_engine_sleeps=lambda _: None,
+        report_engine_asleep=lambda _: None,
         tiers=None,
     )
     executor.sleep()

@@ -12,7 +12,7 @@ from waiting import DEADLINE_S
 from kvelastic.cli.kvtop import poller
 from kvelastic.cli.kvtop.app import App
 from kvelastic.cli.kvtop.keys import Ask
-from kvelastic.cli.kvtop.poller import Outside, Told, look
+from kvelastic.cli.kvtop.poller import Notice, Outside, look
 from kvelastic.cli.kvtop.text import ASCII, Line
 
 
@@ -64,10 +64,10 @@ def test_keys_work_while_a_request_is_pending(terminal, monkeypatch):
     asked: queue.Queue[Ask] = queue.Queue()
     may_answer = threading.Event()
 
-    def slow_request(ask: Ask) -> Told:
+    def slow_request(ask: Ask) -> Notice:
         asked.put(ask)
         assert may_answer.wait(DEADLINE_S)
-        return Told("answered at last", "good")
+        return Notice("answered at last", "good")
 
     monkeypatch.setattr(poller, "request", slow_request)
     terminal.press("l", "7", "enter", "y")

@@ -91,12 +91,12 @@ class ModelConfig:
     """
 
     def __post_init__(self) -> None:
-        told = None if self.use_mla is None else _kv_dim(self.use_mla)
-        if told == 2 and self.kv_dim == 1:
+        given_dim = None if self.use_mla is None else _kv_dim(self.use_mla)
+        if given_dim == 2 and self.kv_dim == 1:
             raise InvalidArgumentError(
                 f"use_mla={self.use_mla!r} and kv_dim=1 contradict each other; give one of them"
             )
-        self.kv_dim = self.kv_dim if told is None else told
+        self.kv_dim = self.kv_dim if given_dim is None else given_dim
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,9 +112,9 @@ class ModelConfig:
             if is_made:
                 object.__setattr__(self, "use_mla", value == 1)
         elif name == "use_mla":
-            told = None if value is None else _kv_dim(value)
-            if "kv_dim" in vars(self) and told is not None:
-                self.kv_dim = told
+            given_dim = None if value is None else _kv_dim(value)
+            if "kv_dim" in vars(self) and given_dim is not None:
+                self.kv_dim = given_dim
                 return
         elif name not in ("model", "weights", "engine"):
             raise InvalidArgumentError(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import ConfigError, UnsupportedError
 from kvelastic.flexkv.common.known_settings import BY_NAME, SETTINGS, Setting
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 
 if TYPE_CHECKING:
     from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -168,7 +168,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
         )
     idle = [f"{name} ({BY_NAME[name].idle})" for name in values if BY_NAME[name].idle]
     if idle:
-        say_once(logging.WARNING, f"Settings of FlexKV that do nothing here: {', '.join(idle)}.")
+        log_once(logging.WARNING, f"Settings of FlexKV that do nothing here: {', '.join(idle)}.")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     }
     unknown = {name for name in given if name not in BY_NAME}
     for name in sorted(unknown):
-        say_once(
+        log_once(
             logging.WARNING,
             f"{_PREFIX}{name.upper()} is no setting of FlexKV that is known here, and does nothing;"
             f" is {_PREFIX}{_nearest(name).upper()} meant?",

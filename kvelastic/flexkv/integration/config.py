@@ -20,7 +20,7 @@ from kvelastic.flexkv.common.user_config import (
     update_default_config_from_user_config,
 )
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class FlexKVConfig:
         )
         outlives = self.cache_config.enable_ssd or self.cache_config.enable_remote
         if outlives and not self.model_config.weights:
-            say_once(
+            log_once(
                 logging.WARNING,
                 "FLEXKV_WEIGHTS does not name this model's weights, so blocks on a disk or a remote"
                 " store are not found after a restart. Set it to a text that is another one for"

@@ -65,10 +65,10 @@ class Registrations:
         )
 
     def _receive_from_ranks(self, request: Request) -> None:
-        if not self.hear(request):
+        if not self.receive(request):
             raise MessageError("this engine has no server: only its ranks register here")
 
-    def hear(self, request: Request) -> bool:
+    def receive(self, request: Request) -> bool:
         """Handle a rank's message. Returns False for other messages.
 
         Raises `InvalidArgumentError` for a rank of another model. A rank that is registered already

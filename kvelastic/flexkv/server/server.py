@@ -149,7 +149,7 @@ class KVServer:
 
     def _receive(self, request: Request) -> None:
         message = request.message
-        if self._registrations.hear(request):
+        if self._registrations.receive(request):
             return
         if isinstance(message, messages.RegisterDPClient):
             self._register_client(request, message)

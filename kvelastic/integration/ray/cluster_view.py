@@ -53,11 +53,11 @@ def merged_memory(
         (node, row["name"]): row for node in rows for row in rows[node]
     }
     # The instance of a silent replica is in the reply of another replica on its machine.
-    unheard = {one["replica"]: (one.get("node"), one.get("instance")) for one in silent}
-    places = {each.replica: (each.node, each.instance) for each in replies} | unheard
+    silent_replicas = {one["replica"]: (one.get("node"), one.get("instance")) for one in silent}
+    owners = {each.replica: (each.node, each.instance) for each in replies} | silent_replicas
     return {
-        "models": {name: by_place.get(place) for name, place in places.items()},
-        "no_reply": sorted(unheard),
+        "models": {name: by_place.get(place) for name, place in owners.items()},
+        "no_reply": sorted(silent_replicas),
         "instances": [row for node in sorted(rows) for row in rows[node]],
         "devices": devices,
         "nodes": [

@@ -109,7 +109,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
         except RayError:  # it has ended or cannot be reached, so it stays silent
             pass
         else:
-            self._watch.heard(name)
+            self._watch.responded(name)
         finally:
             del self._pings[name]
 

@@ -71,7 +71,7 @@ class Watch:
         for each in lost:
             each.on_lost(why)
 
-    def heard(self, replica: str) -> None:
+    def responded(self, replica: str) -> None:
         """Record that the replica has responded."""
         with self._lock:
             one = self._watched.setdefault(replica, _Watched())

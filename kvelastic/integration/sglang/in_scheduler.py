@@ -265,7 +265,7 @@ def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
     return retracted, ratio, kept
 
 
-def says_no_room_for_the_last(retract: Any) -> bool:
+def reports_no_room_for_the_last(retract: Any) -> bool:
     """Return True if SGLang's own `retract_decode` still has that message."""
     code = getattr(retract, "__code__", None)
     texts = code.co_consts if code is not None else ()

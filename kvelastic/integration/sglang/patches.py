@@ -212,7 +212,7 @@ def _probe_scheduler(probe: Probe) -> None:
     retract = probe.get(f"{_BATCH}.retract_decode")
     probe.holds(
         f"{_BATCH}.retract_decode",
-        in_scheduler.says_no_room_for_the_last(retract),
+        in_scheduler.reports_no_room_for_the_last(retract),
         f"a message that begins {in_scheduler.NO_ROOM_FOR_THE_LAST!r}",
         "none",
     )

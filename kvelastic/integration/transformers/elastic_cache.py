@@ -29,7 +29,7 @@ from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, Unsup
 from kvelastic.integration.hooks.probe import Probe
 from kvelastic.integration.transformers.growing_pages import open_growing_pages
 from kvelastic.integration.transformers.token_store import TokenStore
-from kvelastic.logs import say_once
+from kvelastic.logs import log_once
 from kvelastic.units import parse_size
 
 __all__ = ["ElasticCache"]
@@ -313,7 +313,7 @@ def _check_version(settings: Config) -> None:
     probe.holds("the methods of a cache's layer", not missing, "no further ones", missing)
     probe.parameters("transformers.cache_utils:get_layer_types_and_kwargs", ("config",))
     probe.refuse_if_broken()
-    say_once(logging.WARNING, f"{text}; going on. KVELASTIC_STRICT=true refuses untested versions.")
+    log_once(logging.WARNING, f"{text}; going on. KVELASTIC_STRICT=true refuses untested versions.")
 
 
 def _device_name(device: Any, settings: Config) -> str:

@@ -124,7 +124,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if self.memory.pool.is_over_limit:
                 # Over the limit these blocks are not reused, and their pages must be released.
                 unused = [id_ for id_, (block, _) in self._watched.items() if block.ref_cnt == 0]
-                self._tell_readers(unused)
+                self._notify_readers(unused)
                 self.memory.follow()
             yield
 
@@ -163,7 +163,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 "send fewer requests at once."
             )
         if self._watched:
-            self._tell_readers(ids)
+            self._notify_readers(ids)
             self.memory.follow()
         add = self.blocks.add
         taken = []
@@ -248,7 +248,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 return False
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
-            self._tell_readers(list(self._watched))
+            self._notify_readers(list(self._watched))
             for block in self.blocks:
                 block.reset_hash()
             self._release([id_ for id_ in self.blocks.ids() if id_ != 0])
@@ -300,7 +300,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         keys = b"".join(map(tiers.key_of, hashes)) if tiers is not None and cached else None
         self.memory.give_back(free, cached, keys)
 
-    def _tell_readers(self, block_ids: Iterable[int]) -> None:
+    def _notify_readers(self, block_ids: Iterable[int]) -> None:
         """Notify readers of unpinned blocks that the contents are about to be overwritten."""
         for block_id in block_ids:
             block, ticket = self._watched.pop(block_id, (None, 0))

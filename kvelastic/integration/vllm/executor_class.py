@@ -132,7 +132,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
         super().sleep(*args, **kwargs)
         if instance is not None:
             instance.sleep()
-            instance.say_whether_engine_sleeps(self.is_sleeping)
+            instance.report_engine_asleep(self.is_sleeping)
             if not instance.is_on_gpu:
                 _log.info("Asleep: no KV cache is held; weights stay in memory on the CPU.")
 
@@ -148,7 +148,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
             instance.wake()
         super().wake_up(tags)
         if instance is not None:
-            instance.say_whether_engine_sleeps(self.is_sleeping)
+            instance.report_engine_asleep(self.is_sleeping)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release the KV cache alone (`release_kv_cache_memory`); workers keep none of it."""
@@ -161,7 +161,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
             super().discard(others)
         instance.sleep()
         self.sleeping_tags |= {_KV_CACHE}
-        instance.say_whether_engine_sleeps(self.is_sleeping)
+        instance.report_engine_asleep(self.is_sleeping)
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a worker method, which may change the weights that the tiers' blocks belong to."""

@@ -148,7 +148,7 @@ class Instance:
             self._reserved_bytes = reserve_bytes
             for name, size_bytes in reserve_bytes.items():
                 _log.info("Reserved %s of %s besides the KV cache.", format_size(size_bytes), name)
-        self.say_whether_engine_sleeps(False)
+        self.report_engine_asleep(False)
         self._pool.start_maintenance()
         _log.info(
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
@@ -244,7 +244,7 @@ class Instance:
         )
         in_tiers.set_of_this_engine(self.tiers)
 
-    def say_whether_engine_sleeps(self, asleep: bool) -> None:
+    def report_engine_asleep(self, asleep: bool) -> None:
         """Show operators whether the engine sleeps; kvctl's sleep covers the KV cache alone."""
         self._pool.segment.control_block.set_engine_asleep(asleep)
 

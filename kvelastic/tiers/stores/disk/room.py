@@ -128,7 +128,7 @@ class Room:
             self._go_on_adopting()  # restores a small engine at once; `look` continues
         with all_locked(self._folders):
             got += self._refill(wanted - got)
-            self._say_want(wanted - got)
+            self._report_missing(wanted - got)
         if got >= wanted or not self._adoption.is_over:
             self._grow_at_s = float("-inf")
         return got
@@ -216,7 +216,7 @@ class Room:
         share, waited = self._share()
         return min(waited, self._own_bytes() - share)
 
-    def _say_want(self, missing: int) -> None:
+    def _report_missing(self, missing: int) -> None:
         wanted_bytes = 0
         if missing > 0:
             share, _ = self._share()
