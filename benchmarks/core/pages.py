@@ -18,7 +18,7 @@ def _us(start_ns: int) -> float:
     return (time.perf_counter_ns() - start_ns) / 1000
 
 
-def page_figures() -> list[Figure]:
+def page_statistics() -> list[Figure]:
     from kvelastic import _vmm
 
     geometry = _vmm.Geometry(
@@ -96,4 +96,4 @@ def big_pool_figures() -> list[Figure]:
 
 
 def figures() -> list[Figure]:
-    return page_figures() + big_pool_figures()
+    return page_statistics() + big_pool_figures()

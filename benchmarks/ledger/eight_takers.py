@@ -143,7 +143,7 @@ def rate(done: list[Done]) -> float:
     return sum(one.operations for one in done) / max(one.seconds for one in done) / 1000
 
 
-def native_figures(size: Size, baseline: Baseline) -> list[Figure]:
+def native_statistics(size: Size, baseline: Baseline) -> list[Figure]:
     """Room for all: nothing but the ledger's own steps, and the mutex's, in turns."""
     row = Figure("8 at once, native loops: grants and returns", "k/s", [], "", "sum under a mutex")
     alone = Figure("1 alone, native loop", "k/s", [], "", "sum under a mutex")
@@ -210,4 +210,4 @@ def _checked_rows(rounds: list[list[Done]], alone: list[float], watcher: Watcher
 def figures(size: Size) -> list[Figure]:
     """Of the native loops and of the checked rounds."""
     with Baseline.make() as baseline:
-        return [*native_figures(size, baseline), *checked_figures(size, baseline)]
+        return [*native_statistics(size, baseline), *checked_figures(size, baseline)]

@@ -155,9 +155,9 @@ class Served:
         self.server.post("/sleep?level=1")
         self.server.post("/wake_up")
 
-    def board(self) -> TiersStatus:
+    def status_file(self) -> TiersStatus:
         """What the tiers say of themselves; half a second old."""
-        board = tier_status.read(segment.inspect(self.name))
-        if board is None:
+        status_file = tier_status.read(segment.inspect(self.name))
+        if status_file is None:
             raise AssertionError(f"{self.name} has no tiers; see {self.server.log}")
-        return board
+        return status_file

@@ -117,8 +117,8 @@ def _without_hits(model: Model, folder: Path) -> list[Figure]:
                 if number >= 0:  # the first warms up
                     rate[way].samples.append(turn.tokens / turn.total_s)
                     cpu[way].samples.append(1e3 * turn.cpu_s / turn.tokens)
-        written = sum(tier.bytes_written for tier in servers["tiers"].board().tiers)
-        found = servers["tiers"].board().blocks.loaded
+        written = sum(tier.bytes_written for tier in servers["tiers"].status_file().tiers)
+        found = servers["tiers"].status_file().blocks.loaded
     for rows in (rate, cpu):
         for way in WAYS[1:]:
             rows[way].floor_name, rows[way].floor_samples = "off", rows["off"].samples

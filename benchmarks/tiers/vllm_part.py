@@ -31,7 +31,7 @@ SLOW_S = 1.0
 TAKER_PAGE_MIB = 16
 DEADLINE_S = 60.0
 SETTLED_S = 3.0
-"""Without another record: longer than `KVELASTIC_TIER_IDLE_SECONDS` and the board's half second."""
+"""Longer than `KVELASTIC_TIER_IDLE_SECONDS` plus the half second of the status file."""
 WAYS = ("own prefix cache", "limit and back", "sleep and wake", "reclaim")
 
 
@@ -99,7 +99,7 @@ def _answer_and_rest(served: Served, tokens: list[int]) -> First:
     stored, since_s = _stored(served), time.monotonic()
     while time.monotonic() < since_s + SETTLED_S:
         if time.monotonic() > end_s:
-            raise AssertionError(f"idle, and never done: {served.board()}")
+            raise AssertionError(f"idle, and never done: {served.status_file()}")
         time.sleep(0.1)
         if (now := _stored(served)) != stored:
             stored, since_s = now, time.monotonic()
@@ -107,7 +107,7 @@ def _answer_and_rest(served: Served, tokens: list[int]) -> First:
 
 
 def _stored(served: Served) -> int:
-    return sum(tier.puts for tier in served.board().tiers)
+    return sum(tier.puts for tier in served.status_file().tiers)
 
 
 def _take_all(served: Served) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvelastic.instance.metrics import KvelasticCollector
 
 _PATH: Final = "/metrics"
-_NOT_FOUND: Final = b"Not found. The figures are at /metrics.\n"
+_NOT_FOUND: Final = b"Not found. The metrics are at /metrics.\n"
 
 
 class _Silent(WSGIRequestHandler):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_GROUP = "default"
 _TEXTS: Final = ("reason", "device", "engine", "model")
-_FIGURES: Final = (
+_STATISTICS: Final = (
     "pid", "limit_bytes", "min_bytes", "priority", "capacity_bytes", "mapped_bytes", "in_use_bytes",
     "cached_bytes", "parked_bytes", "over_bytes",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def instance_of(status: InstanceStatus) -> Instance:
     """Return the instance for a status."""
     counters, known = status.counters, status.is_known
     same: dict[str, Any] = {text: printable(getattr(status, text)) for text in _TEXTS}
-    same |= {figure: getattr(status, figure) if known else None for figure in _FIGURES}
+    same |= {field: getattr(status, field) if known else None for field in _STATISTICS}
     return Instance(
         key=status.uuid_text or status.name,
         name=status.name,
@@ -215,7 +215,7 @@ def _from_ledger(ledger: LedgerInfo, statuses: list[InstanceStatus]) -> Device:
         name=name,
         has_ledger=True,
         **{part: sum(getattr(use, part) for use in uses) for part in _PARTS},
-        **{figure: getattr(ledger, figure) for figure in _OF_LEDGER},
+        **{field: getattr(ledger, field) for field in _OF_LEDGER},
     )
 
 

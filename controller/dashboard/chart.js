@@ -34,7 +34,7 @@ export class Chart {
         tabindex: "0",
         role: "group",
         "aria-roledescription": "chart",
-        "aria-label": `${label}. Left and right choose a moment; the table below has the figures.`,
+        "aria-label": `${label}. Left and right choose a moment; the table below has the values.`,
         onpointermove: (event) => this.choose(this.nearest(event.clientX)),
         onpointerdown: (event) => this.choose(this.nearest(event.clientX)),
         onpointerleave: () => this.choose(null),

@@ -243,7 +243,7 @@ class Card {
         make(
           "caption",
           {},
-          `Every ${TABLE_EVERY_S} s, newest first; open it again for later figures`,
+          `Every ${TABLE_EVERY_S} s, newest first; open it again for later values`,
         ),
         make(
           "thead",

@@ -3,7 +3,7 @@
 import { byId, make, reconcile, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
 
-const FIGURES = 5;
+const COLUMNS = 5;
 
 export class Links {
   constructor() {
@@ -29,7 +29,7 @@ class Line {
     this.node = make("th", { scope: "row" });
     this.peer = make("span");
     this.state = make("span", { class: "problem" });
-    this.cells = Array.from({ length: FIGURES }, () => make("td"));
+    this.cells = Array.from({ length: COLUMNS }, () => make("td"));
     this.element = make(
       "tr",
       {},

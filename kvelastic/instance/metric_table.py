@@ -55,7 +55,7 @@ def _table(prefix: str, labels: tuple[str, ...], *rows: tuple[str, ...]) -> Tabl
     )
 
 
-FIGURES: Final = _table(
+STATISTICS: Final = _table(
     "instance_",
     INSTANCE_LABELS,
     ("capacity_bytes", "Capacity of its device."),
@@ -210,7 +210,7 @@ ON_DEVICE, STARTED = _table(
 (UNREADABLE,) = _table("", (), ("ledgers_unreadable", "Ledgers that this user cannot read."))
 
 METRICS: Final[Table] = (
-    *FIGURES, ON_DEVICE, STATE, *MEMBER, *COUNTERS, STARTED, INFO, *TIER, *TIERS, *NODE, *LINK,
+    *STATISTICS, ON_DEVICE, STATE, *MEMBER, *COUNTERS, STARTED, INFO, *TIER, *TIERS, *NODE, *LINK,
     *DEVICE, SEGMENTS, UNREADABLE,
 )  # fmt: skip
 """Every metric, in display order."""

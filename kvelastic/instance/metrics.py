@@ -102,7 +102,7 @@ def families(
 def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     labels = _labels(info)
     status = status_of(info)
-    drawn.add_all(metric_table.FIGURES, labels, status)
+    drawn.add_all(metric_table.STATISTICS, labels, status)
     for use in status.uses:
         drawn.add(metric_table.ON_DEVICE, (labels[0], use.device, *labels[2:]), use.mapped_bytes)
     for described in metric_table.COUNTERS:

@@ -180,7 +180,7 @@ def nodes() -> list[NodeStatus]:
 def look() -> tuple[list[NodeStatus], list[str]]:
     """Return the list of `nodes`, and the problems of unreadable files: other version, damage."""
     looks = [found for _, found in _looks()]
-    found = [figures for figures in looks if isinstance(figures, NodeStatus)]
+    found = [looks_of_node for looks_of_node in looks if isinstance(looks_of_node, NodeStatus)]
     problems = [problem for problem in looks if isinstance(problem, str)]
     return sorted(found, key=lambda node: (node.node_id, node.pid)), sorted(problems)
 

@@ -94,8 +94,8 @@ def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float
             raise RequestFailedError(
                 f"{instance} still copies blocks to tiers after {COPIED_DEADLINE_S:g} s"
             )
-        board = tier_status.read(segment.inspect(instance))
-        held = sum(tier.puts for tier in board.tiers) if board is not None else 0
+        status = tier_status.read(segment.inspect(instance))
+        held = sum(tier.puts for tier in status.tiers) if status is not None else 0
         if held != records:
             records, last_s = held, now_s
         time.sleep(0.05)
@@ -107,9 +107,9 @@ def _loaded_tokens(where: Where) -> int:
     now_ns = time.time_ns()
     end_s = time.monotonic() + BOARD_DEADLINE_S
     while time.monotonic() < end_s:
-        board = tier_status.read(segment.inspect(where.instance))
-        if board is not None and board.published_realtime_ns > now_ns:
-            return board.blocks.loaded * where.block_tokens
+        status = tier_status.read(segment.inspect(where.instance))
+        if status is not None and status.published_realtime_ns > now_ns:
+            return status.blocks.loaded * where.block_tokens
         time.sleep(0.05)
     raise RequestFailedError(
         f"{where.instance} published no tier statistics within {BOARD_DEADLINE_S:g} s"

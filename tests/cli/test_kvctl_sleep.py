@@ -77,21 +77,25 @@ def test_sleep_reports_bytes_pending_for_lower_tiers(one):
     host = replace(HOST, waiting_bytes=0)
     disk = replace(HOST, tier="disk", kind="disk", waiting_bytes=3 * MIB)
     after = time.time_ns() + 10**15  # no figures from before the sleep
-    board = StatusFile.create(tier_status_name(segment.inspect(one.name).header["uuid"]), KIND)
+    status_file = StatusFile.create(
+        tier_status_name(segment.inspect(one.name).header["uuid"]), KIND
+    )
     try:
-        board.publish(TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
+        status_file.publish(
+            TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host, disk))
+        )
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep; 0 B are mapped. Still being written: 3.00 MiB to disk;"
             f" `kvctl tiers {one.name}` shows what is left.\n"
         )
         shown = done("tiers", one.name).splitlines()
         assert [line.split()[-2:] for line in shown[1:3]] == [["0", "B"], ["3.00", "MiB"]]
-        board.publish(TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
+        status_file.publish(TiersStatus(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
         assert done("sleep", one.name, "--wait", "300") == (
             f"{one.name} is asleep already; 0 B are mapped.\n"
         )
     finally:
-        board.close()
+        status_file.close()
 
 
 @pytest.mark.slow

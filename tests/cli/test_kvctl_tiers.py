@@ -54,7 +54,7 @@ def one(tmp_path: Path) -> Iterator[Instance]:
     instance = Instance(tmp_path / "disk")
     yield instance
     assert instance.end() == 0
-    assert not instance.board.exists()
+    assert not instance.status_file.exists()
     assert read_or_none(instance) is None
 
 
@@ -119,7 +119,7 @@ def test_shown_statistics_match_the_tiers(one: Instance) -> None:
     lines = done(one.name).splitlines()
     assert lines[0].split()[:5] == ["NAME", "TIER", "STATE", "USED", "LIMIT"]
     assert lines[1].split()[:3] == [one.name, "disk", "ok"]
-    # A board that came in between is newer: these figures have been final since `verify`.
+    # A status file that came in between is newer: these figures have been final since `verify`.
     became = dict(zip(lines[-2].split(), lines[-1].split(), strict=True))
     assert (became["NAME"], became["POLICY"]) == (one.name, "write_back")
     assert (became["FOUND"], became["DEMOTED"], became["DROPPED"]) == ("0", "0", "0")
@@ -243,7 +243,7 @@ def test_corrupt_status_file_stops_neither_kvctl_nor_instance(one: Instance) -> 
     dice = random.Random(5)
     header = tier_status.KIND.header
     for _ in range(30):
-        with one.board.open("r+b") as file:
+        with one.status_file.open("r+b") as file:
             file.seek(dice.randrange(len(header), tier_status.KIND.file_bytes - 600))
             file.write(dice.randbytes(600))
         for arguments in ((one.name,), ("limit", one.name, "disk", "16M", "--wait", "0")):
@@ -259,13 +259,13 @@ def test_corrupt_status_file_stops_neither_kvctl_nor_instance(one: Instance) -> 
 @pytest.mark.slow
 def test_status_file_of_killed_instance_is_removed(tmp_path: Path) -> None:
     one = Instance(tmp_path / "disk")
-    assert one.board.exists()
+    assert one.status_file.exists()
     one.process.kill()
     one.end()
-    assert one.board.exists(), "nobody has reaped it yet"
+    assert one.status_file.exists(), "nobody has reaped it yet"
     result = tiers(one.name)
     assert (result.exit_code, "has ended" in result.stderr) == (1, True)
-    assert not one.board.exists()
+    assert not one.status_file.exists()
     assert not (SHM_DIR / one.name).exists()
     again = Instance(tmp_path / "disk")
     assert said("verify", again.name)["records"] == {"disk": again.records}
@@ -315,9 +315,9 @@ def status_of_a_stuck_disk() -> TiersStatus:
 
 
 def test_tiers_column_needs_wide_terminal_and_tiers() -> None:
-    board = status_of_a_stuck_disk()
+    status_file = status_of_a_stuck_disk()
     info = segment.SegmentInfo("a", "unreadable", problem="p")
-    known = row_of(status_of(info)) | {"tiers": tier_rows(board)}
+    known = row_of(status_of(info)) | {"tiers": tier_rows(status_file)}
 
     def drawn(rows: list[Row], width: int) -> str:
         screen = io.StringIO()
@@ -331,9 +331,9 @@ def test_tiers_column_needs_wide_terminal_and_tiers() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_tables_of_tiers_fit_the_terminal(width: int) -> None:
-    boards = {"a": status_of_a_stuck_disk(), "a_second_instance": status_of_a_stuck_disk()}
+    status_files = {"a": status_of_a_stuck_disk(), "a_second_instance": status_of_a_stuck_disk()}
     screen = io.StringIO()
-    Console(width=width, file=screen, force_terminal=False).print(rich_tables(boards, width))
+    Console(width=width, file=screen, force_terminal=False).print(rich_tables(status_files, width))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert [line.split()[:2] for line in lines if "Name" in line] == [
@@ -356,10 +356,10 @@ def test_block_counts_match_their_column_headings() -> None:
 
 def test_stats_shows_every_tier_statistic(shared: Instance) -> None:
     told = json.loads(kvctl("stats", shared.name, "--json").stdout)
-    (board,) = json.loads(done(shared.name, "--json"))
-    assert told["tiers"] == board["tiers"]
+    (status_file,) = json.loads(done(shared.name, "--json"))
+    assert told["tiers"] == status_file["tiers"]
     assert told["tier_policy"] == "write_back"
-    assert told["tier_blocks"] == {key: board[key] for key in told["tier_blocks"]}
+    assert told["tier_blocks"] == {key: status_file[key] for key in told["tier_blocks"]}
     assert set(told["tier_blocks"]) == set(BlockCounts.__struct_fields__)
     text = kvctl("stats", shared.name).stdout
     (tier,) = re.findall(r"\nTier disk\n((?:  .*\n)+)", text)
@@ -432,19 +432,21 @@ def test_unusable_tier_folder_is_reported_everywhere(one: Instance, tmp_path: Pa
 
 
 def test_explain_shows_failing_tiers_and_exhausted_budget() -> None:
-    board = status_of_a_stuck_disk()
-    kept, stuck = explain_tiers(board)
+    status_file = status_of_a_stuck_disk()
+    kept, stuck = explain_tiers(status_file)
     assert "Evicted blocks: 19, of which 9 have a copy in a tier." in kept.what
     assert kept.what.endswith("loaded 2 blocks from tiers and computed 3 that could not be loaded.")
     assert "dropped" in kept.do
     assert stuck.what.startswith("disk does not respond")
     assert "9 calls to it failed" in stuck.what
-    full = replace(board.tiers[0], is_stuck=False, write_left_bytes=0)
-    refuses = replace(board.tiers[0], is_stuck=False, problem="[Errno 30] Read-only file system")
-    _, failing = explain_tiers(replace(board, tiers=(refuses,)))
+    full = replace(status_file.tiers[0], is_stuck=False, write_left_bytes=0)
+    refuses = replace(
+        status_file.tiers[0], is_stuck=False, problem="[Errno 30] Read-only file system"
+    )
+    _, failing = explain_tiers(replace(status_file, tiers=(refuses,)))
     assert failing.what.startswith("disk is failing: [Errno 30] Read-only file system. 9 calls")
     assert failing.do.startswith("repair the medium of disk")
-    _, budget = explain_tiers(replace(board, tiers=(full,)))
+    _, budget = explain_tiers(replace(status_file, tiers=(full,)))
     assert "until midnight UTC" in budget.what
     assert list(explain_tiers(None)) == []
 

@@ -228,8 +228,8 @@ def test_waiting_tier_requests_do_not_block_others(engine: Engine, tmp_path: Pat
         waiting = [clients.submit(ask) for _ in range(12)]
 
         def asked() -> int:
-            with instance.board.open("rb") as board:
-                return len(requests_in(board.fileno(), KIND))
+            with instance.status_file.open("rb") as status_file:
+                return len(requests_in(status_file.fileno(), KIND))
 
         wait_until(lambda: asked() == 12)
         assert front.get("/memory").status_code == 200

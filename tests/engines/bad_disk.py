@@ -14,7 +14,7 @@ from pathlib import Path
 
 from chaos import Operator
 from slow_disk import SlowDisk
-from under_tiers import board_of
+from under_tiers import status_file_of
 
 from kvelastic.shared import segment, tier_status
 from kvelastic.shared.tier_status import TierRequest
@@ -57,9 +57,9 @@ class OverDisk(Operator):
 
     def do_something(self) -> None:
         super().do_something()
-        board = board_of(self.name)
-        self.clients.counts["blocks loaded"] += board.blocks.loaded - self._loaded
-        self._loaded = board.blocks.loaded
+        status_file = status_file_of(self.name)
+        self.clients.counts["blocks loaded"] += status_file.blocks.loaded - self._loaded
+        self._loaded = status_file.blocks.loaded
 
     def fill(self) -> None:
         """A disk that is full: as small as what lies there, or smaller."""

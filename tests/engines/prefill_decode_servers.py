@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_server import Request
-from under_tiers import board_of
+from under_tiers import status_file_of
 from vllm_server import VllmServer
 from waiting import wait_until
 
@@ -78,12 +78,12 @@ class RoleServer(VllmServer):
     def _pulled(self) -> int:
         """As the engine's tiers say themselves, once they have published again."""
         for _ in range(2):  # what is published now may have been read before
-            last_ns = board_of(self.name).published_realtime_ns
+            last_ns = status_file_of(self.name).published_realtime_ns
             wait_until(partial(self._has_published_since, last_ns))
-        return board_of(self.name).tiers[-1].hits
+        return status_file_of(self.name).tiers[-1].hits
 
     def _has_published_since(self, realtime_ns: int) -> bool:
-        return board_of(self.name).published_realtime_ns > realtime_ns
+        return status_file_of(self.name).published_realtime_ns > realtime_ns
 
     def held(self) -> int:
         """How many requests its node holds for others, half a second ago at most."""

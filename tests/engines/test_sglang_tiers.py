@@ -24,7 +24,7 @@ from sglang_pair import check_log
 from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
-from under_tiers import board_of, changing_limits, disk_tier
+from under_tiers import changing_limits, disk_tier, status_file_of
 from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic.shared import segment
@@ -61,8 +61,8 @@ class TieredServer(SglangServer):
         """One after the other: what each finds is told apart."""
         return [self.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
-    def board(self) -> TiersStatus:
-        return board_of(NAME)
+    def status_file(self) -> TiersStatus:
+        return status_file_of(NAME)
 
     def limit(self, limit_bytes: int) -> None:
         segment.request(NAME, limit_bytes=limit_bytes, wait_s=90)
@@ -174,7 +174,7 @@ def test_restarted_server_finds_objects_but_not_after_flush(again, expected) -> 
     answers = again.ask_all()
     assert [answer.tokens for answer in answers] == expected
     assert answers[0].cached_tokens == 0, "found what was flushed"
-    wait_until(lambda: again.board().tiers[0].errors == 0, "the board is there")
+    wait_until(lambda: again.status_file().tiers[0].errors == 0, "the status file is there")
 
 
 def test_chunked_prompt_continues_if_its_rest_fits(again) -> None:

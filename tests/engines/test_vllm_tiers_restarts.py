@@ -106,7 +106,7 @@ def test_requests_preempted_by_sleep_continue_from_tiers(first) -> None:
     tokens: list[list[int]] = []
     asking = threading.Thread(target=lambda: tokens.append(first.complete(request)))
     before = first.metrics()["generation_tokens_total"]
-    loaded_before = first.board().blocks.loaded
+    loaded_before = first.status_file().blocks.loaded
     asking.start()
     wait_until(lambda: first.metrics()["generation_tokens_total"] >= before + 50)
     put_to_sleep_and_wake(first, "keep")
@@ -117,8 +117,10 @@ def test_requests_preempted_by_sleep_continue_from_tiers(first) -> None:
 
 
 def wait_until_loaded(server: TieredServer, blocks: int) -> None:
-    """The board's figures are half a second old."""
-    wait_until(lambda: server.board().blocks.loaded >= blocks, f"{blocks} blocks were not loaded")
+    """The status file's figures are half a second old."""
+    wait_until(
+        lambda: server.status_file().blocks.loaded >= blocks, f"{blocks} blocks were not loaded"
+    )
 
 
 def test_shutdown_demotes_all_cached_blocks(first, model, log_folder, folder, answers) -> None:

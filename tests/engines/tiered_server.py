@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_server import Request
-from under_tiers import board_of, disk_tier
+from under_tiers import disk_tier, status_file_of
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, VllmServer
 
 from kvelastic.shared import segment
@@ -57,8 +57,8 @@ class TieredServer(VllmServer):
         names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
         return Answer(choice["token_ids"], *(int(after[name] - before[name]) for name in names))
 
-    def board(self) -> TiersStatus:
-        return board_of(NAME)
+    def status_file(self) -> TiersStatus:
+        return status_file_of(NAME)
 
     def evict(self) -> None:
         """A limit of one page, and back."""

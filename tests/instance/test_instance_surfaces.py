@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-FIGURES = (
+FIELDS = (
     "capacity_bytes",
     "mapped_bytes",
     "in_use_bytes",
@@ -50,7 +50,7 @@ def kvctl(*words: str) -> str:
 
 
 def surfaces(name: str) -> dict[str, dict[str, object]]:
-    """What each surface says of one instance, by the keys of `FIGURES` and `state`."""
+    """What each surface says of one instance, by the keys of `FIELDS` and `state`."""
     samples = {
         sample.name.removeprefix("kvelastic_instance_"): sample.value
         for family in text_string_to_metric_families(
@@ -76,11 +76,11 @@ def surfaces(name: str) -> dict[str, dict[str, object]]:
         "controller": instance_memory.row(name),
         "kvtop": {
             "state": "applied" if shown.state == "asleep" else shown.state,
-            **{key: getattr(shown, key) for key in FIGURES if hasattr(shown, key)},
+            **{key: getattr(shown, key) for key in FIELDS if hasattr(shown, key)},
         },
         "metrics": {
             "state": states[0],
-            **{key: samples.get(key) for key in FIGURES},
+            **{key: samples.get(key) for key in FIELDS},
         },
     }
 
@@ -130,7 +130,7 @@ def assert_all_agree(name: str, state: str) -> dict[str, object]:
     assert listed["state"] == state
     for surface, facts in said.items():
         assert facts["state"] == state, surface
-        for key in FIGURES:
+        for key in FIELDS:
             if key in facts:
                 assert facts[key] == listed[key], (surface, key)
     return listed

@@ -282,8 +282,8 @@ def test_metrics_document_is_up_to_date():
 
 def test_dashboard_uses_only_existing_metrics_and_labels():
     text = (ROOT / "docs" / "grafana" / "kvelastic.json").read_text()
-    board = json.loads(text)
-    panels = board["panels"]
+    dashboard = json.loads(text)
+    panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     by_name = {one.name: one for one in metric_table.METRICS}
     used = set()
@@ -299,7 +299,7 @@ def test_dashboard_uses_only_existing_metrics_and_labels():
                 assert set(labels) <= set(by_name[name].labels), expression
             for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
                 assert any(label in by_name[name].labels for name, _ in found), expression
-    for variable in board["templating"]["list"]:
+    for variable in dashboard["templating"]["list"]:
         query = variable.get("query")
         if isinstance(query, dict):
             name, label = re.fullmatch(

@@ -42,15 +42,16 @@ class Instance(LineProgram):
         self.info = segment.inspect(self.name)
         # Figures are half a second old, and older where the disk is slow to say them.
         wait_until(
-            lambda: self._shown_records() == self.records, "the board does not show the records"
+            lambda: self._shown_records() == self.records,
+            "the status file does not show the records",
         )
 
     def _shown_records(self) -> int | None:
-        board = tier_status.read(self.info)
-        return None if board is None else board.tiers[0].records
+        status_file = tier_status.read(self.info)
+        return None if status_file is None else status_file.tiers[0].records
 
     @property
-    def board(self) -> Path:
+    def status_file(self) -> Path:
         return SHM_DIR / tier_status_name(self.info.header["uuid"])
 
     end = LineProgram.finish

@@ -1,4 +1,4 @@
-"""An engine with a disk tier under test: its variables, its board, limits that change.
+"""An engine with a disk tier under test: its variables, its status file, limits that change.
 
 with changing_limits(name, page_bytes, at_last_bytes=kv_bytes):
     answers = server.ask_all()
@@ -27,11 +27,11 @@ def disk_tier(folder: Path, size: str = "256M") -> dict[str, str]:
     }
 
 
-def board_of(name: str) -> TiersStatus:
+def status_file_of(name: str) -> TiersStatus:
     """What an instance's tiers say of themselves, half a second old at most."""
-    board = tier_status.read(segment.inspect(name))
-    assert board is not None
-    return board
+    status_file = tier_status.read(segment.inspect(name))
+    assert status_file is not None
+    return status_file
 
 
 @contextmanager

@@ -97,29 +97,29 @@ def publisher_of(tiers: Tiers, info: SegmentInfo) -> Publisher:
 
 def test_store_statistics_are_published(info: SegmentInfo, tiers: Tiers) -> None:
     publisher_of(tiers, info).publish(DEADLINE_S)
-    board = read(info)
-    assert board is not None
-    host, disk = board.tiers
+    status_file = read(info)
+    assert status_file is not None
+    host, disk = status_file.tiers
     assert (host.records, host.used_bytes, host.puts, host.write_left_bytes) == (1, 10, 1, None)
     assert (disk.records, disk.write_budget_bytes, disk.write_left_bytes) == (2, 50, 40)
     assert (disk.load_us, disk.is_current, disk.is_stuck) == (2000, True, False)
-    assert (board.blocks.matched, board.blocks.dropped) == (0, 10)
+    assert (status_file.blocks.matched, status_file.blocks.dropped) == (0, 10)
 
 
 def test_failing_medium_is_shown_with_its_reason(info: SegmentInfo, tiers: Tiers) -> None:
     publisher = publisher_of(tiers, info)
     tiers.stores[1].refuses = "é" * 100
     publisher.publish(DEADLINE_S)
-    board = read(info)
-    assert board is not None
-    host, disk = board.tiers
+    status_file = read(info)
+    assert status_file is not None
+    host, disk = status_file.tiers
     assert (host.state, host.problem) == ("ok", "")
     assert (disk.state, disk.problem) == ("failing", "é" * 80), "what has room of it"
     tiers.stores[1].refuses = ""
     publisher.publish(DEADLINE_S)
-    board = read(info)
-    assert board is not None
-    assert board.tiers[1].state == "ok"
+    status_file = read(info)
+    assert status_file is not None
+    assert status_file.tiers[1].state == "ok"
 
 
 def test_hung_store_does_not_delay_the_others(info: SegmentInfo, tiers: Tiers) -> None:
@@ -128,9 +128,9 @@ def test_hung_store_does_not_delay_the_others(info: SegmentInfo, tiers: Tiers) -
     publisher.publish()
     tiers.stores[0].records = 7
     publisher.publish(DEADLINE_S)
-    board = read(info)
-    assert board is not None
-    host, disk = board.tiers
+    status_file = read(info)
+    assert status_file is not None
+    host, disk = status_file.tiers
     assert (host.records, host.is_current) == (7, True)
     assert (disk.records, disk.is_current) == (0, False)
     threads = threading.active_count()
@@ -141,17 +141,17 @@ def test_hung_store_does_not_delay_the_others(info: SegmentInfo, tiers: Tiers) -
         "each look at a store that hangs leaves a thread",
     )
     tiers.stores[1].may_answer.set()
-    while not (board := read(info)) or not board.tiers[1].is_current:
+    while not (status_file := read(info)) or not status_file.tiers[1].is_current:
         publisher.publish()
-    assert board.tiers[1].records == 2
+    assert status_file.tiers[1].records == 2
 
 
 def test_store_that_raises_is_shown_as_stale(info: SegmentInfo, tiers: Tiers) -> None:
     tiers.stores[0].error = OSError("odd")
     publisher_of(tiers, info).publish(DEADLINE_S)
-    board = read(info)
-    assert board is not None
-    assert [tier.is_current for tier in board.tiers] == [False, True]
+    status_file = read(info)
+    assert status_file is not None
+    assert [tier.is_current for tier in status_file.tiers] == [False, True]
     answer = ask(info, TierRequest("verify"), DEADLINE_S)
     assert answer is not None
     assert (answer.state, "odd" in answer.reason) == ("failed", True)

@@ -71,7 +71,7 @@ class StallingFiles:
 
 
 class World:
-    """A tier in memory in front of a disk, shown on a board."""
+    """A tier in memory in front of a disk, shown on a status file."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.staging = FakeStaging(16)

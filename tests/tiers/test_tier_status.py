@@ -1,4 +1,4 @@
-"""The tier board: what is on it is whole or nothing, whoever writes to it and whatever."""
+"""The tier status_file: what is on it is whole or nothing, whoever writes to it and whatever."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ TIER = TierStatus(
     "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, 16, False, True
 )
 HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
-FIGURES = TiersStatus(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
+STATUS = TiersStatus(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
 
 
 @pytest.fixture
 def info() -> Iterator[SegmentInfo]:
-    name = f"board_{os.getpid()}_{random.randrange(1 << 40):x}"
+    name = f"status_file_{os.getpid()}_{random.randrange(1 << 40):x}"
     with segment.create(name, engine="test"):
         yield segment.inspect(name)
 
 
 @pytest.fixture
-def board(info: SegmentInfo) -> Iterator[TierStatusFile]:
+def status_file(info: SegmentInfo) -> Iterator[TierStatusFile]:
     one = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
-    one.publish(FIGURES)
+    one.publish(STATUS)
     yield one
     one.close()
     assert not path_of(info).exists()
@@ -94,7 +94,7 @@ def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
 
 
 def test_requests_and_statistics_survive_packing() -> None:
-    assert KIND.unpack(TiersStatus, KIND.pack(7, FIGURES)) == (7, FIGURES)
+    assert KIND.unpack(TiersStatus, KIND.pack(7, STATUS)) == (7, STATUS)
     for request in (
         TierRequest("limit", "disk2", 1 << 40),
         TierRequest("trim", "host", 0),
@@ -109,24 +109,24 @@ def test_requests_and_statistics_survive_packing() -> None:
     assert KIND.unpack(TierAnswer, KIND.pack(9, answer)) == (9, answer)
 
 
-def test_largest_values_fit_the_status_file(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_largest_values_fit_the_status_file(info: SegmentInfo, status_file: TierStatusFile) -> None:
     most = (1 << 63) - 1
     figures: Callable[..., TierStatus] = TierStatus
     tier = figures("x" * 16, "mooncake", *[most] * 16, True, False, "x" * MOST_PROBLEM_BYTES)
     blocks = BlockCounts(*[most] * 11)
     full = TiersStatus(most, most, "write_through", blocks, (tier,) * MOST_TIERS)
-    board.publish(full)
+    status_file.publish(full)
     assert read(info) == full
-    board.publish(FIGURES)
+    status_file.publish(STATUS)
     model = "\udcff" * MOST_MODEL_BYTES  # bytes that are no UTF-8
     request = TierRequest("erase", "x" * 16, MOST_BYTES - 1, model, MOST_AGE_S)
     with pytest.raises(InvalidArgumentError, match="no tier"):
         ask(info, request, 0)
     with post(info, replace(request, tier="disk")) as asked:
-        ((revision, found),) = board.pending().items()
+        ((revision, found),) = status_file.pending().items()
         assert received(found) == replace(request, tier="disk")
         answer = TierAnswer(revision, "failed", (most,) * MOST_TIERS, "x" * MOST_REASON_BYTES)
-        board.answer(answer)
+        status_file.answer(answer)
         assert asked.wait(DEADLINE_S) == answer
 
 
@@ -134,7 +134,7 @@ def test_largest_values_fit_the_status_file(info: SegmentInfo, board: TierStatus
 def test_flipped_bit_or_noise_is_rejected(seed: int) -> None:
     dice = random.Random(seed)
     cells: tuple[tuple[bytes, type[Shown]], ...] = (
-        (KIND.pack(7, FIGURES), TiersStatus),
+        (KIND.pack(7, STATUS), TiersStatus),
         (KIND.pack(3, TierRequest("clear")), TierRequest),
         (KIND.pack(9, TierAnswer(9, "done", (), "")), TierAnswer),
     )
@@ -161,7 +161,7 @@ def sealed(of: type, body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", range(3))
 def test_malicious_content_with_valid_checksum_is_harmless(seed: int) -> None:
     dice = random.Random(seed)
-    values = (FIGURES, TierRequest("clear"), TierAnswer(9, "done", (), ""))
+    values = (STATUS, TierRequest("clear"), TierAnswer(9, "done", (), ""))
     for _ in range(300):
         for value in values:
             body = bytearray(msgspec.msgpack.encode(value))
@@ -196,11 +196,11 @@ def test_malicious_content_with_valid_checksum_is_harmless(seed: int) -> None:
     ],
 )
 def test_malformed_request_is_rejected_on_both_sides(
-    info: SegmentInfo, board: TierStatusFile, request_: TierRequest
+    info: SegmentInfo, status_file: TierStatusFile, request_: TierRequest
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing was asked"):
         ask(info, request_, 0)
-    assert board.pending() == {}
+    assert status_file.pending() == {}
     tiers = FakeTiers()
     assert carry_out(1, request_, tiers).state == "refused"
     assert tiers.did == []
@@ -211,24 +211,24 @@ def test_malformed_request_is_rejected_on_both_sides(
 
 def test_status_file_is_private_and_removed_on_close(info: SegmentInfo) -> None:
     assert read(info) is None
-    board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
+    status_file = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
     try:
         state = path_of(info).stat()
         assert stat.S_IMODE(state.st_mode) == 0o600
         assert state.st_size == KIND.file_bytes
         with pytest.raises(SegmentFormatError, match="damaged"):
             read(info)  # nothing is published yet
-        board.publish(FIGURES)
-        assert read(info) == FIGURES
-        assert tiers_of([info]) == {info.name: FIGURES}
+        status_file.publish(STATUS)
+        assert read(info) == STATUS
+        assert tiers_of([info]) == {info.name: STATUS}
         with pytest.raises(SegmentError, match="cannot make"):
             StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
-        assert read(info) == FIGURES, "who came second has removed the board of the first"
+        assert read(info) == STATUS, "who came second has removed the status file of the first"
         assert segment.reap() == []
-        assert path_of(info).exists(), "a living board was reaped"
+        assert path_of(info).exists(), "a live status file was reaped"
     finally:
-        board.close()
-        board.close()
+        status_file.close()
+        status_file.close()
     assert not path_of(info).exists()
     assert read(info) is None
     with pytest.raises(SegmentNotFoundError, match="has no tiers"):
@@ -243,13 +243,13 @@ def test_status_file_without_instance_is_reaped_silently(info: SegmentInfo) -> N
 
 
 def test_status_file_accessible_to_others_is_not_read(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     path_of(info).chmod(0o644)
     with pytest.raises(SegmentFormatError, match="user alone"):
         read(info)
     path_of(info).chmod(0o600)
-    assert read(info) == FIGURES
+    assert read(info) == STATUS
 
 
 def test_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
@@ -266,21 +266,21 @@ def test_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
     assert target.read_bytes() == b""
 
 
-def test_partial_write_changes_nothing(info: SegmentInfo, board: TierStatusFile) -> None:
-    newer = replace(FIGURES, blocks=replace(FIGURES.blocks, matched=1000))
+def test_partial_write_changes_nothing(info: SegmentInfo, status_file: TierStatusFile) -> None:
+    newer = replace(STATUS, blocks=replace(STATUS.blocks, matched=1000))
     cell = KIND.pack(2, newer)
     for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
         overwrite(info, KIND.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length])
-        assert read(info) == FIGURES
-    board.publish(newer)
+        assert read(info) == STATUS
+    status_file.publish(newer)
     assert read(info) == newer
     request = KIND.pack(1, TierRequest("clear"))
     overwrite(info, KIND.request_at(1), request[:-1])
-    assert board.pending() == {}
+    assert status_file.pending() == {}
 
 
 def test_other_version_and_truncated_file_are_reported(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     overwrite(info, 8, struct.pack("<I", 99))
     with pytest.raises(SegmentFormatError, match="of version 99"):
@@ -288,40 +288,40 @@ def test_other_version_and_truncated_file_are_reported(
     overwrite(info, 0, KIND.header)
     for size in (5000, 12, 0):
         os.truncate(path_of(info), size)
-        with pytest.raises(SegmentFormatError, match="damaged" if size > 12 else "board"):
+        with pytest.raises(SegmentFormatError, match="damaged" if size > 12 else "status_file"):
             read(info)
-        assert board.pending() == {}
-    board.publish(FIGURES)
+        assert status_file.pending() == {}
+    status_file.publish(STATUS)
     overwrite(info, 0, KIND.header)
-    assert read(info) == FIGURES
+    assert read(info) == STATUS
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_next_publication_repairs_a_corrupt_file(
-    info: SegmentInfo, board: TierStatusFile, seed: int
+    info: SegmentInfo, status_file: TierStatusFile, seed: int
 ) -> None:
     dice = random.Random(seed)
     for _ in range(100):
         at = dice.randrange(KIND.file_bytes)
         overwrite(info, at, dice.randbytes(dice.randrange(1, 6000)))
         with suppress(SegmentError):
-            assert read(info) == FIGURES
+            assert read(info) == STATUS
         with suppress(SegmentError):
             ask(info, TierRequest("verify"), 0)
-        for revision, request in board.pending().items():
+        for revision, request in status_file.pending().items():
             assert request == TierRequest("verify")
-            board.answer(TierAnswer(revision, "done", (), ""))
+            status_file.answer(TierAnswer(revision, "done", (), ""))
         os.truncate(path_of(info), KIND.file_bytes)
-        board.publish(FIGURES)
+        status_file.publish(STATUS)
         overwrite(info, 0, KIND.header)
-        assert read(info) == FIGURES
+        assert read(info) == STATUS
 
 
 # -------------------------------------------------------------------------------------- requests
 
 
 def test_concurrent_operators_get_their_own_results(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     """More operators than the ring has places, at once; each asks for a size of its own."""
     operators, each = 12, 6
@@ -331,9 +331,9 @@ def test_concurrent_operators_get_their_own_results(
     def serve() -> None:
         # It looks now and then, as a publisher does: one that spins keeps the others from the lock.
         while not is_over.wait(0.001):
-            for revision, request in board.pending().items():
-                board.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
-                board.publish(replace(FIGURES, answered_revision=revision))
+            for revision, request in status_file.pending().items():
+                status_file.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
+                status_file.publish(replace(STATUS, answered_revision=revision))
 
     def operate(number: int) -> None:
         for at in range(each):
@@ -366,34 +366,36 @@ def test_concurrent_operators_get_their_own_results(
 
 
 def test_full_request_ring_rejects_further_requests(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     for size in range(RING):
         assert ask(info, TierRequest("limit", "disk", size), 0) is None
     with pytest.raises(SegmentBusyError, match="nothing was asked"):
         ask(info, TierRequest("verify"), 0)
     for size in range(RING):
-        found = next(iter(board.pending().items()))
+        found = next(iter(status_file.pending().items()))
         assert found == (size + 1, TierRequest("limit", "disk", size))
-        board.answer(TierAnswer(found[0], "done", (), ""))
-    assert board.pending() == {}
+        status_file.answer(TierAnswer(found[0], "done", (), ""))
+    assert status_file.pending() == {}
     assert ask(info, TierRequest("verify"), 0) is None
 
 
-def test_unknown_tier_is_rejected_before_writing(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_unknown_tier_is_rejected_before_writing(
+    info: SegmentInfo, status_file: TierStatusFile
+) -> None:
     with pytest.raises(InvalidArgumentError, match="no tier 'tape'; it has host, disk"):
         ask(info, TierRequest("limit", "tape", 5), 0)
-    assert board.pending() == {}
+    assert status_file.pending() == {}
 
 
 def test_wait_ends_when_the_instance_ends(info: SegmentInfo) -> None:
-    board = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
-    board.publish(FIGURES)
+    status_file = StatusFile.create(tier_status_name(info.header["uuid"]), KIND)
+    status_file.publish(STATUS)
 
     def close_on_request() -> None:
-        while not board.pending():
+        while not status_file.pending():
             pass
-        board.close()
+        status_file.close()
 
     thread = threading.Thread(target=close_on_request)
     thread.start()
@@ -403,30 +405,32 @@ def test_wait_ends_when_the_instance_ends(info: SegmentInfo) -> None:
 
 
 def test_truncated_file_does_not_crash_waiting_processes(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     """The futex words lie in a page that is gone then: a load from it would be a SIGBUS."""
     with post(info, TierRequest("verify")) as asked:
-        seen = board.bell
+        seen = status_file.bell
         os.truncate(path_of(info), 0)
-        board.wait(seen, 0.01)
-        board.wait(board.bell, 0.01)
-        board.ring()
+        status_file.wait(seen, 0.01)
+        status_file.wait(status_file.bell, 0.01)
+        status_file.ring()
         assert asked.wait(0.01) is None
         os.truncate(path_of(info), KIND.file_bytes)
-        board.answer(TierAnswer(1, "done", (), ""))
+        status_file.answer(TierAnswer(1, "done", (), ""))
         answer = asked.wait(DEADLINE_S)
         assert answer is not None
         assert answer.state == "done"
 
 
-def test_request_and_result_wake_their_waiters(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_request_and_result_wake_their_waiters(
+    info: SegmentInfo, status_file: TierStatusFile
+) -> None:
     def serve() -> None:
-        seen = board.bell
-        while not (pending := board.pending()):
-            board.wait(seen, DEADLINE_S)
-            seen = board.bell
-        board.answer(TierAnswer(max(pending), "done", (), ""))
+        seen = status_file.bell
+        while not (pending := status_file.pending()):
+            status_file.wait(seen, DEADLINE_S)
+            seen = status_file.bell
+        status_file.answer(TierAnswer(max(pending), "done", (), ""))
 
     server = threading.Thread(target=serve)
     server.start()
@@ -435,41 +439,43 @@ def test_request_and_result_wake_their_waiters(info: SegmentInfo, board: TierSta
     assert answer == TierAnswer(1, "done", (), "")
 
 
-def test_overwritten_bell_loses_no_request(info: SegmentInfo, board: TierStatusFile) -> None:
+def test_overwritten_bell_loses_no_request(info: SegmentInfo, status_file: TierStatusFile) -> None:
     overwrite(info, 64, b"\xff" * 128)
     with post(info, TierRequest("verify")) as asked:
-        assert board.bell == 0, "the largest number is followed by 0"
+        assert status_file.bell == 0, "the largest number is followed by 0"
         overwrite(info, 64, bytes(128))
-        (revision,) = board.pending()
-        board.answer(TierAnswer(revision, "done", (), ""))
+        (revision,) = status_file.pending()
+        status_file.answer(TierAnswer(revision, "done", (), ""))
         assert asked.wait(DEADLINE_S) is not None
 
 
 def test_oversized_content_is_rejected_and_not_written(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     with pytest.raises(SegmentError, match="no room for a cell"):
-        board.answer(TierAnswer(1, "done", (), "x" * CELL_BYTES))
+        status_file.answer(TierAnswer(1, "done", (), "x" * CELL_BYTES))
     with pytest.raises(SegmentError, match="no room for a cell"):
-        board.publish(replace(FIGURES, tiers=(replace(TIER, problem="x" * KIND.snapshot_bytes),)))
-    assert read(info) == FIGURES
+        status_file.publish(
+            replace(STATUS, tiers=(replace(TIER, problem="x" * KIND.snapshot_bytes),))
+        )
+    assert read(info) == STATUS
 
 
 def test_close_wakes_the_waiter_and_ignores_forked_children(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     if (child := os.fork()) == 0:
-        board.close()
+        status_file.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert read(info) == FIGURES
-    waiter = threading.Thread(target=board.wait, args=(board.bell, DEADLINE_S))
+    assert read(info) == STATUS
+    waiter = threading.Thread(target=status_file.wait, args=(status_file.bell, DEADLINE_S))
     waiter.start()
-    board.close()
+    status_file.close()
     waiter.join(DEADLINE_S)
     assert not waiter.is_alive()
-    board.wait(board.bell, DEADLINE_S)
-    board.ring()
+    status_file.wait(status_file.bell, DEADLINE_S)
+    status_file.ring()
 
 
 WRITER = """
@@ -509,7 +515,7 @@ def test_killed_writer_leaves_a_consistent_snapshot(info: SegmentInfo) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
 def test_another_user_can_neither_read_nor_request(
-    info: SegmentInfo, board: TierStatusFile
+    info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     program = f"""
 import os
@@ -525,7 +531,7 @@ for call in (tier_status.read, lambda of: tier_status.ask(of, tier_status.TierRe
 """
     said = run_python("-c", program).stdout
     assert said.count("Permission denied") == 2
-    assert board.pending() == {}
+    assert status_file.pending() == {}
 
 
 # ------------------------------------------------------------------------------------- carry out

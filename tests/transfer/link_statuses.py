@@ -1,4 +1,4 @@
-"""Boards of links for tests: made by hand, and of nodes whose own thread does not look at them."""
+"""Status files of links for tests: made by hand, and of nodes whose threads do not read them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def kvctl(*arguments: str) -> Result:
 
 
 @contextmanager
-def board(node: NodeStatus = NODE, start: bytes | None = None) -> Iterator[File]:
-    """A board of this process that says what it likes."""
+def status_file(node: NodeStatus = NODE, start: bytes | None = None) -> Iterator[File]:
+    """A status file of this process that says what it likes."""
     made = StatusFile.create(link_status_name(start or os.urandom(16)), KIND)
     try:
         made.publish(node)
@@ -54,7 +54,7 @@ def shown() -> list[NodeStatus]:
 
 @contextmanager
 def unattended(node: Node) -> Iterator[Callable[[], None]]:
-    """The node's own thread does not look at its board; what is answered does."""
+    """The node's own thread does not look at its status file; what is answered does."""
     looked, begun = node._status, threading.Event()
 
     class Idle:

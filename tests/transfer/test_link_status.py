@@ -60,7 +60,7 @@ def pair(kind: str, tmp_path: Path) -> Iterator[tuple[Node, Node, Link]]:
 
 
 def wait_for_publication(node: Node) -> None:
-    """The board has been written, in the node's own thread."""
+    """The status file has been written, in the node's own thread."""
     written = threading.Event()
 
     def write() -> None:
@@ -72,7 +72,7 @@ def wait_for_publication(node: Node) -> None:
 
 
 def shown(node: Node) -> NodeStatus:
-    """What stands on the node's board, written anew."""
+    """What stands on the node's status_file, written anew."""
     wait_for_publication(node)
     (found,) = [one for one in link_status.nodes() if one.node_id == node.node_id]
     return found

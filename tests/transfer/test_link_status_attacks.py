@@ -1,4 +1,4 @@
-"""Boards of links that lie, are damaged, of another version or of somebody else."""
+"""StatusFiles of links that lie, are damaged, of another version or of somebody else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from link_statuses import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
+from link_statuses import LINK, MOST, NODE, ONE, TWO, counts, kvctl, shown, status_file, unattended
 from linked import address_of
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,7 +50,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lying_status_file_is_harmless(lie: str) -> None:
-    with board(LIES[lie]):
+    with status_file(LIES[lie]):
         (node,) = shown()
         text = table([node])
         assert all(one.isprintable() for one in text.replace("\n", ""))
@@ -82,7 +82,7 @@ def test_lying_status_file_is_harmless(lie: str) -> None:
     ],
 )
 def test_invalid_status_is_not_shown(change: dict[str, object]) -> None:
-    with board(msgspec.structs.replace(NODE, **change)):
+    with status_file(msgspec.structs.replace(NODE, **change)):
         assert shown() == []
         result = kvctl()
         assert result.exit_code == 0
@@ -112,7 +112,7 @@ def test_node_with_non_utf8_address_is_shown(tmp_path: Path) -> None:
         assert node.addresses == (f"unix://{tmp_path}/??",)
 
 
-# --- files that are no boards ---------------------------------------------------------------------
+# --- files that are not status files ---------------------------------------------------------------
 
 
 def _symlink(path: Path, elsewhere: Path) -> None:
@@ -135,7 +135,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "zeros": lambda path, _: path.write_bytes(bytes(KIND.file_bytes)),
     "huge": lambda path, _: os.truncate(path.write_bytes(b"KVLINKS\0") and path, 1 << 40),
     "noise": lambda path, _: path.write_bytes(os.urandom(KIND.file_bytes)),
-    "a board": lambda path, elsewhere: path.write_bytes(elsewhere.read_bytes()),
+    "a status file": lambda path, elsewhere: path.write_bytes(elsewhere.read_bytes()),
 }
 
 
@@ -143,7 +143,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
 def test_foreign_file_is_ignored(kind: str, tmp_path: Path) -> None:
     """Nobody holds it, so it is no node's, whatever stands in it; what a link leads to stays."""
     whole = tmp_path / "whole"
-    with board() as made:
+    with status_file() as made:
         whole.write_bytes(made._path.read_bytes())
     path = SHM_DIR / link_status_name(os.urandom(16))
     try:
@@ -164,7 +164,7 @@ def test_foreign_file_is_ignored(kind: str, tmp_path: Path) -> None:
 
 
 def test_other_version_is_reported_and_not_read() -> None:
-    with board() as made:
+    with status_file() as made:
         newer = dataclasses.replace(KIND, version=9)
         os.pwrite(made._fd, newer.header, 0)
         assert shown() == []
@@ -174,13 +174,13 @@ def test_other_version_is_reported_and_not_read() -> None:
             assert "is of version 9; this kvelastic reads version 3" in result.stderr
         with pytest.raises(SegmentNotFoundError):
             link_status.cut(NODE, LINK, wait_s=0)
-        with board(msgspec.structs.replace(NODE, node_id=TWO)):  # it hides no other one
+        with status_file(msgspec.structs.replace(NODE, node_id=TWO)):  # it hides no other one
             assert [node.node_id for node in shown()] == [TWO]
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o666, 0o200])
 def test_status_file_accessible_to_others_is_not_trusted(mode: int) -> None:
-    with board() as made:
+    with status_file() as made:
         made._path.chmod(mode)
         is_root_and_private = os.geteuid() == 0 and mode == 0o200
         assert bool(shown()) is is_root_and_private
@@ -190,7 +190,7 @@ def test_status_file_accessible_to_others_is_not_trusted(mode: int) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
 def test_only_root_sees_status_files_of_others() -> None:
-    with board() as made:
+    with status_file() as made:
         os.chown(made._path, 65534, 65534)
         assert [node.node_id for node in shown()] == [ONE]
         os.chown(made._path, 0, 0)

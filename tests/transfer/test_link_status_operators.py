@@ -95,8 +95,8 @@ def test_only_one_of_several_operators_cuts(tmp_path: Path) -> None:
 def test_stopped_operator_does_not_block_others(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, _, link):
         wait_until_shown(ONE)
-        board_path = SHM_DIR / link_status_name(owner.start)
-        with board_path.open("rb") as stopped:
+        status_path = SHM_DIR / link_status_name(owner.start)
+        with status_path.open("rb") as stopped:
             fcntl.flock(stopped, fcntl.LOCK_EX)
             result = kvctl("cut", str(ONE), str(TWO))
             assert result.exit_code == 1
@@ -130,7 +130,7 @@ def node_process(owner: Node) -> Iterator[LineProgram]:
 def wait_until_shown(node_id: int) -> None:
     wait_until(
         lambda: any(node.node_id == node_id and node.links for node in link_status.nodes()),
-        f"the board of node {node_id} shows no link",
+        f"the status file of node {node_id} shows no link",
     )
 
 

@@ -79,9 +79,9 @@ class Instance:
     has_waited: bool = False
     """Whether that alloc has waited at all."""
     no_wait_before_ns: int = 0
-    starved: int = 0
+    missing_pages: int = 0
     """What the last alloc could not be granted: the maintenance thread renews its request."""
-    starved_at_ns: int = 0
+    missing_since_ns: int = 0
 
     reclaim: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})
     reclaim_since_ns: int = 0
@@ -167,7 +167,7 @@ class Instance:
         """Give everything back. Pre: no request runs or waits."""
         self.asleep, self.is_to_sleep = True, False
         self.cached = self.parked = self.parked_low = 0
-        self.starved = self.request_bytes = 0
+        self.missing_pages = self.request_bytes = 0
         self.wait_until_ns = self.pressure_pages = None
         self.owed.clear()
 

@@ -185,7 +185,7 @@ class Simulation:
         self._watch_pressure(one)
         self._pursue(one)
         self._serve_queue(one)
-        if one.queue or one.starved > 0 or one.pressure_pages is not None:
+        if one.queue or one.missing_pages > 0 or one.pressure_pages is not None:
             self._look_at(one, self.now_ns + LOOK_NS)
 
     # --- allocs ---------------------------------------------------------------------------------
@@ -238,26 +238,26 @@ class Simulation:
         if one.has_waited:
             one.no_wait_before_ns = self.now_ns + FRUITLESS_WAITS * self.trace.alloc_wait_ns
         one.wait_until_ns = None
-        one.starved, one.starved_at_ns = pages, self.now_ns
+        one.missing_pages, one.missing_since_ns = pages, self.now_ns
         self._look_at(one, self.now_ns + LOOK_NS)
         return False
 
     def _pursue(self, one: Instance) -> None:
         """Continue a failed alloc in the maintenance thread until its memory request expires."""
-        if one.starved == 0:
+        if one.missing_pages == 0:
             return
-        missing = min(one.starved, one.mappable())
-        if missing == 0 or self.now_ns - one.starved_at_ns > REQUEST_EXPIRY_NS:
+        missing = min(one.missing_pages, one.mappable())
+        if missing == 0 or self.now_ns - one.missing_since_ns > REQUEST_EXPIRY_NS:
             self._satisfy(one)
             return
-        one.starved = missing - self._grant(one, missing)
-        if one.starved == 0:
+        one.missing_pages = missing - self._grant(one, missing)
+        if one.missing_pages == 0:
             self._satisfy(one)
         else:
-            self._request(one, one.starved * one.spec.page_bytes)
+            self._request(one, one.missing_pages * one.spec.page_bytes)
 
     def _satisfy(self, one: Instance) -> None:
-        one.starved = 0
+        one.missing_pages = 0
         one.no_wait_before_ns = 0
         if one.request_bytes > 0:
             one.request_bytes = 0

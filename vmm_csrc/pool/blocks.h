@@ -211,7 +211,7 @@ class Blocks {
   /// stay mapped.
   void clear(std::vector<EvictedBlock>& evicted);
 
-  // --- figures -------------------------------------------------------------------------------
+  // --- statistics -------------------------------------------------------------------------------
 
   const Geometry& geometry() const { return geometry_; }
   std::uint64_t mapped_pages() const { return mapped_pages_; }

@@ -125,7 +125,7 @@ _LEGACY: Final = {
 _CUDA_COPY: Final = "copies to a device go by its copy engine, in one call"
 _DISK: Final = "the disk tier sizes its files and its queue itself"
 _PEERS: Final = "there are no peer tiers"
-_OWN_METRICS: Final = "figures are in kvctl and its exporter (docs/metrics.md)"
+_OWN_METRICS: Final = "statistics are in kvctl and its exporter (docs/metrics.md)"
 _STORE: Final = "remote_cache_path=mooncake:HOST:PORT names the store"
 _SHMEM: Final = "there is no radix index in shared memory"
 _EVICTION: Final = "an eviction takes what is asked for, from the tier's policy"
