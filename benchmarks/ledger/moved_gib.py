@@ -44,11 +44,11 @@ class Round:
 
     asked_ms: float
     refused: int
-    """How many allocs of the asker answered no before one had all."""
-    asker_cpu_ms: float
+    """How many allocs of the requester answered no before one had all."""
+    requester_cpu_ms: float
     giver_cpu_ms: float
     first_page_ms: float
-    """Until the asker had blocks of the first page that came, mapped and zeroed."""
+    """Until the requester had blocks of the first page that came, mapped and zeroed."""
     rest_bytes: int
     """What came after that."""
     first_given_ms: float
@@ -118,7 +118,7 @@ def move(device: OwnDevice, idle: Instance, name: str, busy: Instance) -> Round:
     return Round(
         asked_ms=got["done_ms"],
         refused=got["refused"],
-        asker_cpu_ms=answer["cpu_ms"],
+        requester_cpu_ms=answer["cpu_ms"],
         giver_cpu_ms=giver_cpu_ms,
         first_page_ms=first_ms,
         rest_bytes=GIB - first_bytes,
@@ -172,9 +172,11 @@ def figures(size: Size) -> list[Figure]:
     rest.floor_samples = [one.kernel_rate / 1e6 for one in done]
     ask = Figure("from ask to mapped, 1 GiB", "ms", [one.asked_ms for one in done])
     ask.floor_name, ask.floor_samples = rest.floor_name, [one.kernel.moved_ms for one in done]
-    asker = Figure("  the asker's processor time", "ms", [one.asker_cpu_ms for one in done])
-    asker.floor_name = "kernel, fill"
-    asker.floor_samples = [one.kernel.fill_ms for one in done]
+    requester = Figure(
+        "  the requester's processor time", "ms", [one.requester_cpu_ms for one in done]
+    )
+    requester.floor_name = "kernel, fill"
+    requester.floor_samples = [one.kernel.fill_ms for one in done]
     giver = Figure("  the giver's processor time", "ms", [one.giver_cpu_ms for one in done])
     giver.floor_name = "kernel, punch"
     giver.floor_samples = [one.kernel.punch_ms for one in done]
@@ -183,7 +185,7 @@ def figures(size: Size) -> list[Figure]:
     zero.floor_name = "memset of as much"
     zero.floor_samples = [one.memset_ms for one in compared]
     pair = Figure("kernel: fill by two threads", "ms", [one.two_threads_ms for one in compared])
-    pair.floor_name, pair.floor_samples = "by one", asker.floor_samples
+    pair.floor_name, pair.floor_samples = "by one", requester.floor_samples
     share = 100 * zero.median / ask.median
     first.note = (
         f"pages of {PAGE_MIB} MiB, seen within {1000 * LOOK_EVERY_S:g} ms of their coming;"
@@ -193,4 +195,4 @@ def figures(size: Size) -> list[Figure]:
         f"the kernel's zeroing alone is {share:.0f} % of it ({zero.median:.0f} ms);"
         f" {sum(one.refused > 0 for one in done)} of {len(done)} rounds were refused at first"
     )
-    return [first, given, rest, ask, asker, giver, last, zero, pair]
+    return [first, given, rest, ask, requester, giver, last, zero, pair]

@@ -154,7 +154,7 @@ class Tiers:
         of its block."""
         self._is_closed = False
         self._observers: list[Observer] = []
-        self._askers = [Workers("kvelastic-ask", CALLS_AT_ONCE) for _ in stores]
+        self._callers = [Workers("kvelastic-ask", CALLS_AT_ONCE) for _ in stores]
         """For each tier, the threads of `_in_stores`."""
         for store in stores:
             store.enter(namespace)
@@ -420,7 +420,7 @@ class Tiers:
         Blocks for at most `timeout_s`. A store that is late or raises has no result.
         """
         calls: dict[int, Call[_T] | None] = {
-            tier: self._askers[tier].submit(partial(call, self._stores[tier]))
+            tier: self._callers[tier].submit(partial(call, self._stores[tier]))
             for tier in (range(len(self._stores)) if tiers is None else tiers)
             if also_stalled or not self._is_stalled(tier)
         }
@@ -435,7 +435,7 @@ class Tiers:
                 one.ended.wait(min(left_s, _LOOK_S))
             name = self._stores[tier].name
             if not one.ended.is_set():
-                self._askers[tier].leave(one)
+                self._callers[tier].leave(one)
                 _log.warning(
                     "tier %s has not answered and is not waited for any longer (%.0f s at most)",
                     name,
@@ -451,7 +451,7 @@ class Tiers:
     def _is_stalled(self, tier: int) -> bool:
         """Return whether a call to the store hangs, of the executor or of `_in_stores`."""
         self._executor.look()
-        return tier in self._executor.stuck_tiers or self._askers[tier].is_stuck
+        return tier in self._executor.stuck_tiers or self._callers[tier].is_stuck
 
     # --- statistics and shutdown ---------------------------------------------------------------
 
@@ -591,8 +591,8 @@ class Tiers:
         left = [] if self._behind.close(timeout_s) else ["copies to farther tiers"]
         left += [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)
-        for asker in self._askers:
-            asker.close(0.0)
+        for caller in self._callers:
+            caller.close(0.0)
         return left + self._executor.close(timeout_s)
 
 

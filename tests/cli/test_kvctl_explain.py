@@ -315,7 +315,7 @@ CASES = {
     "many above": (
         CALM, ledger(member("a"), *(member(n, priority=1) for n in "bcdef")),
         ["higher: b, c, d and 2 others."], []),
-    "strangers on the device": (
+    "other programs on the device": (
         CALM, ledger(member("a"), others_bytes=300 * MIB),
         ["600.00 MiB of the device's", "Other processes use 300.00 MiB of the device."],
         []),

@@ -192,7 +192,7 @@ class TurnSimulation(Simulation):
         assert not each.one.running
         assert not each.one.queue
         each.one.fall_asleep()
-        self._wake_askers(each.one)
+        self._wake_requesters(each.one)
         each.gate.slept(True, self.now_s)
 
     def go(self, each: Served) -> None:
@@ -214,7 +214,7 @@ class TurnSimulation(Simulation):
         if each.fails_left:
             each.fails_left -= 1
             each.one.fall_asleep()
-            self._wake_askers(each.one)
+            self._wake_requesters(each.one)
             each.gate.woken(Refusal(503, "wake_failed", "as told"), self.now_s)
             return
         each.gate.woken(None, self.now_s)

@@ -1,4 +1,4 @@
-"""Engines whose controller was killed, and strangers on an engine's port: who answers for whom."""
+"""Engines whose controller was killed, and other programs on an engine's port."""
 
 from __future__ import annotations
 
@@ -206,28 +206,28 @@ def test_engine_of_a_running_controller_is_left_alone(tmp_path: Path) -> None:
 
 def test_launch_waits_for_port_and_names_its_process(tmp_path: Path) -> None:
     config = launched(tmp_path)
-    with Engine("vllm", "m", port_of(config)) as stranger, Controller(config) as front:
-        problem = f"port {port_of(config)} is taken by process {stranger.process.pid}"
+    with Engine("vllm", "m", port_of(config)) as foreign, Controller(config) as front:
+        problem = f"port {port_of(config)} is taken by process {foreign.process.pid}"
         wait_until(lambda: problem in str(front.get("/models").json()["models"]["m"]))
         assert front.complete().status_code == 503
-        assert stranger.count("requests") == 0
-        stranger.end()
+        assert foreign.count("requests") == 0
+        foreign.end()
         wait_until(lambda: front.state() == "awake")
         assert engine_of(front)
         assert front.get("/models").json()["models"]["m"]["last_problem"] is None
 
 
 def test_other_process_on_port_receives_no_requests(tmp_path: Path) -> None:
-    """The launched one lives, and listens nowhere: its health is asked of the stranger."""
+    """The launched one lives, and listens nowhere: its health is asked of the foreign."""
     fake = [sys.executable, str(FAKES / "engine.py"), "--port=0"]
     config = launched(tmp_path, command=fake, restart=False)
     with Controller(config) as front:
         wait_until(lambda: front.get("/admin/models/m/logs").json()["starts"] == 1)
-        with Engine("vllm", "m", port_of(config)) as stranger:
+        with Engine("vllm", "m", port_of(config)) as foreign:
             wait_until(lambda: front.state() == "down")
-            front.wait_for_line(f"is taken by process {stranger.process.pid}")
+            front.wait_for_line(f"is taken by process {foreign.process.pid}")
             assert front.complete().status_code == 503
-            assert stranger.count("requests") == 0
+            assert foreign.count("requests") == 0
 
 
 def test_engine_listening_on_all_interfaces_is_reported(tmp_path: Path) -> None:

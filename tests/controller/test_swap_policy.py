@@ -93,8 +93,8 @@ def test_model_that_never_fits_is_refused_naming_holders() -> None:
     assert decision.sleep == []
     assert "pinned has 12.00 GiB reserved" in decision.refused["c"]
     assert "idle" not in decision.refused["c"]
-    decision = decide_for(model("c", 16), where=room(others={"stranger": 10}))
-    assert "stranger has 10.00 GiB reserved" in decision.refused["c"]
+    decision = decide_for(model("c", 16), where=room(others={"outsider": 10}))
+    assert "outsider has 10.00 GiB reserved" in decision.refused["c"]
     assert "24.00 GiB" in decide_for(model("c", 30)).refused["c"]
 
 

@@ -62,7 +62,7 @@ ANSWER = {
 tier_figures: Callable[..., TierStatus] = TierStatus
 node_figures: Callable[..., NodeStatus] = NodeStatus
 TIER = tier_figures("disk", "disk", *range(1, 17), is_stuck=False, is_current=True)
-BOARD = TiersStatus(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
+STATUS = TiersStatus(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {one.field: at + 1 for at, one in enumerate(metric_table.COUNTERS)}
 
 
@@ -189,7 +189,7 @@ def test_every_described_metric_is_exported_with_its_labels():
     families = {
         family.name: family
         for family in text_string_to_metric_families(
-            metrics.render([info()], [LEDGER], {"one": BOARD}, [NODE])
+            metrics.render([info()], [LEDGER], {"one": STATUS}, [NODE])
         )
     }
     for one in metric_table.METRICS:

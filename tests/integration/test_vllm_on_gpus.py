@@ -35,7 +35,7 @@ FIRST = Seen(used=30 * GIB, reserved_by_torch=0, of_instances=20 * GIB)
         # A neighbour of the ledger has grown by 10 GiB meanwhile, or has given back 15.
         (Seen(56 * GIB + BESIDE, 16 * GIB, 30 * GIB), 16 * GIB + BESIDE),
         (Seen(31 * GIB + BESIDE, 16 * GIB, 5 * GIB), 16 * GIB + BESIDE),
-        # A stranger has ended: nothing says so, and torch's figure stands.
+        # Another program has ended: nothing says so, and torch's figure stands.
         (Seen(36 * GIB, 16 * GIB, 20 * GIB), 16 * GIB),
     ],
 )

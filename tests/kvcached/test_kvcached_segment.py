@@ -255,13 +255,13 @@ def test_replacement_file_of_a_client_sets_a_limit(pool: ElasticPool) -> None:
     wait_for_limit(pool, 72 * MIB)
 
 
-@pytest.mark.parametrize("kind", ["symlink", "directory", "large", "stranger"])
+@pytest.mark.parametrize("kind", ["symlink", "directory", "large", "foreign"])
 def test_foreign_replacement_file_is_left_alone(
     pool: ElasticPool, kind: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
     target.write_bytes(struct.pack("<3q", 72 * MIB, 0, 0))
-    if kind == "stranger" and os.geteuid():
+    if kind == "foreign" and os.geteuid():
         pytest.skip("only root makes files of another user")
     held = FILE.with_name(f"{NAME}_held")
     if kind == "symlink":
@@ -270,7 +270,7 @@ def test_foreign_replacement_file_is_left_alone(
         held.mkdir()
     else:
         held.write_bytes(target.read_bytes() * (100 if kind == "large" else 1))
-    if kind == "stranger":
+    if kind == "foreign":
         os.chown(held, 12345, 12345)
     FILE.unlink()
     while True:  # the instance makes its file at once

@@ -110,13 +110,13 @@ def test_memory_of_other_processes_is_exact_after_calls(group: str) -> None:
         "host", group=group, capacity_bytes=64 * MIB, name="neighbour", uuid=bytes(16)
     )
     device_set = _vmm.DeviceSet([(neighbour.member, [0])], PAGE)
-    strangers = 3 * PAGE
+    foreign_bytes = 3 * PAGE
 
     def is_certain() -> bool:
-        used = sum(one.granted_bytes for one in members(group).values()) + strangers
+        used = sum(one.granted_bytes for one in members(group).values()) + foreign_bytes
         sight = device_set.see_devices(lambda: [(64 * MIB, 64 * MIB - used)])
         (info,) = (info for info in ledger.list_ledgers() if info.group == group)
-        return (sight, info.others_bytes) == ("exact", strangers)
+        return (sight, info.others_bytes) == ("exact", foreign_bytes)
 
     vmm_ops.map_to_kv_tensors([0, 1, 2, 3])
     assert is_certain()

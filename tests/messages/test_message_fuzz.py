@@ -142,8 +142,8 @@ def test_random_unauthenticated_bytes_are_rejected(secret_path: Path) -> None:
         for number in range(300):
             said = rng.choice([hello + proof + request, hello + request, request, proof])
             said = said if number % 5 == 0 else mutated(rng, said)
-            with socket.create_connection((address.host, address.port)) as stranger:
-                stranger.sendall(said)
+            with socket.create_connection((address.host, address.port)) as foreign:
+                foreign.sendall(said)
         with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
             assert channel.call(Ask("kv"), timeout_s=DEADLINE_S) == Answer(2, "kv")
         assert len(heard) == 1

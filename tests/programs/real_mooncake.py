@@ -102,18 +102,18 @@ def battery(port: int) -> None:
 def damaged(port: int) -> None:
     """What another client has written under a key is no record, and the key can be put again."""
     store = open_at(port)
-    stranger = connect(f"127.0.0.1:{port}", 0, 16 << 20)
+    foreign = connect(f"127.0.0.1:{port}", 0, 16 << 20)
     bench = Bench(Kind("mooncake", lambda _: store), store, Path())
     key = server_key(WORLD.fingerprint, WORLD.key_of((7).to_bytes(8, "little")))
     for contents in (b"x", b"\0" * (RECORD_BYTES + 64), b"\0" * (RECORD_BYTES // 2)):
-        assert stranger.put(key, contents) == 0  # type: ignore[attr-defined]
+        assert foreign.put(key, contents) == 0  # type: ignore[attr-defined]
         assert bench.has(7) == [True]
         assert bench.get(7) == [False]
         assert bench.put(7) == [True]
         assert bench.get(7) == [True]
         assert store.erase(WORLD.key_of((7).to_bytes(8, "little"))) == 1
     assert store.statistics().torn == 3
-    stranger.close()
+    foreign.close()
     store.close()
 
 

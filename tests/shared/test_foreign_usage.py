@@ -1,4 +1,4 @@
-"""What strangers hold of a simulated GPU while pages of an instance come and go."""
+"""What other programs hold of a simulated GPU while pages of an instance come and go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from waiting import wait_until
 
 from kvelastic.shared import ledger
 
-STRANGERS = 5
+FOREIGN_PAGES = 5
 PROGRAM = """
 from device_ledgers import Machine
 from native_pools import HUGE, LAYOUTS
@@ -23,7 +23,7 @@ from kvelastic.pool.pool import native_geometry
 driver = _vmm.CudaDriver("cuda")
 driver.use_streams([])
 memory = _vmm.Range.reserve(driver, native_geometry(LAYOUTS["paged"], 32))
-stranger = driver.create(5 * HUGE)
+foreign = driver.create(5 * HUGE)
 machine = Machine({"a": 64})
 mine, neighbour = machine.join("a").device_set, machine.join("a").device_set
 
@@ -59,8 +59,8 @@ memory.map(range(5, 20))
 mine.arrived(15)
 print(neighbour.see_devices(changed))
 look("after a change in the middle of a look")
-driver.destroy(stranger, 5 * HUGE)
-look("without the stranger")
+driver.destroy(foreign, 5 * HUGE)
+look("without the other program")
 machine.close()
 """
 
@@ -71,16 +71,16 @@ def test_pages_in_transit_do_not_affect_foreign_usage(tmp_path: Path) -> None:
             "-c", PROGRAM, environment={**machine.environment, "PYTHONPATH": str(PROGRAMS)}
         )
     assert done.stdout.splitlines() == [
-        f"before: exact, {STRANGERS}",
-        f"granted: bounded, {STRANGERS}",
-        f"mapped: bounded, {STRANGERS}",
-        f"arrived: exact, {STRANGERS}",
-        f"leaving: bounded, {STRANGERS}",
-        f"unmapped: bounded, {STRANGERS}",
-        f"given back: exact, {STRANGERS}",
+        f"before: exact, {FOREIGN_PAGES}",
+        f"granted: bounded, {FOREIGN_PAGES}",
+        f"mapped: bounded, {FOREIGN_PAGES}",
+        f"arrived: exact, {FOREIGN_PAGES}",
+        f"leaving: bounded, {FOREIGN_PAGES}",
+        f"unmapped: bounded, {FOREIGN_PAGES}",
+        f"given back: exact, {FOREIGN_PAGES}",
         "exact",
-        f"after a change in the middle of a look: exact, {STRANGERS}",
-        "without the stranger: exact, 0",
+        f"after a change in the middle of a look: exact, {FOREIGN_PAGES}",
+        "without the other program: exact, 0",
     ]
 
 

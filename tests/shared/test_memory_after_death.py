@@ -82,23 +82,23 @@ def test_lingering_memory_counts_as_other_processes_usage(
 def test_early_returned_memory_hides_no_foreign_usage(
     gpu: SimulatedMachine, tmp_path: Path
 ) -> None:
-    """Between the two the dead member's grant stands, and a stranger's memory seems to be its."""
-    strangers = 5
-    stranger_environment = gpu.environment | {"KVELASTIC_LEDGER": f"kvtest-other-{os.getpid()}"}
+    """Between the two the dead member's grant stands, and foreign memory would count as its own."""
+    foreign = 5
+    other_environment = gpu.environment | {"KVELASTIC_LEDGER": f"kvtest-other-{os.getpid()}"}
     with (
-        Instance(**stranger_environment) as stranger,
+        Instance(**other_environment) as outside,
         Instance(**gpu.environment) as victim,
         Instance(**gpu.environment) as heir,
     ):
-        assert stranger.alloc(blocks_of(strangers)) is not None
+        assert outside.alloc(blocks_of(foreign)) is not None
         assert victim.alloc(blocks_of(20)) is not None
         assert heir.alloc(blocks_of(2)) is not None
         victim.ask("drop_memory")
-        assert gpu.used_bytes() == (strangers + 2) * PAGE_BYTES
+        assert gpu.used_bytes() == (foreign + 2) * PAGE_BYTES
         assert heir.alloc(20 * BLOCKS_PER_PAGE) is None, "the victim may live"
         victim.kill()
-        free = CAPACITY - strangers - 2
+        free = CAPACITY - foreign - 2
         wait_until(lambda: heir.alloc(free * BLOCKS_PER_PAGE) is not None, "it is not granted")
-        wait_until(lambda: foreign_pages(gpu) == strangers, "strangers are not counted")
-        assert heir.alloc(strangers * BLOCKS_PER_PAGE) is None
+        wait_until(lambda: foreign_pages(gpu) == foreign, "foreign memory is not counted")
+        assert heir.alloc(foreign * BLOCKS_PER_PAGE) is None
         heir.ask("check_integrity")

@@ -248,7 +248,7 @@ def _replace_by_an_open_folder(folder: Path) -> None:
     folder.chmod(0o777)
 
 
-def _replace_by_a_strangers_folder(folder: Path) -> None:
+def _replace_by_a_foreign_folder(folder: Path) -> None:
     if not IS_ROOT:
         pytest.skip("only root gives folders to others")
     folder.mkdir(0o700)
@@ -261,7 +261,7 @@ def _replace_by_a_strangers_folder(folder: Path) -> None:
         _replace_by_a_link,
         _replace_by_a_file,
         _replace_by_an_open_folder,
-        _replace_by_a_strangers_folder,
+        _replace_by_a_foreign_folder,
     ],
 )
 def test_replaced_folder_is_a_miss(

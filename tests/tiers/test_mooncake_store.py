@@ -222,10 +222,10 @@ def test_closed_store_misses_and_refuses(server: Server) -> None:
 
 
 def test_erase_reaches_only_namespaces_entered_here(bench: Bench, server: Server) -> None:
-    strangers = OTHER.next_generation()
+    foreign = OTHER.next_generation()
     other = make(server, Clock())
-    other.enter(strangers)
-    other.put(keys_of([0], strangers), records_of(keys_of([0], strangers)))
+    other.enter(foreign)
+    other.put(keys_of([0], foreign), records_of(keys_of([0], foreign)))
     other.close()
     bench.put(0, 1)
     bench.store.enter(OTHER)
@@ -236,7 +236,7 @@ def test_erase_reaches_only_namespaces_entered_here(bench: Bench, server: Server
     assert bench.get(0, 1) == [True, True]
     assert bench.store.erase_matching(Selection()) == 2
     assert len(server.records) == 1, "a record of a world that was never entered"
-    assert bench.store.erase_matching(Selection(namespace=strangers)) == 1
+    assert bench.store.erase_matching(Selection(namespace=foreign)) == 1
     with pytest.raises(InvalidArgumentError):
         bench.store.erase_matching(Selection(older_than_s=1.0))
 

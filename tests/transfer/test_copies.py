@@ -310,13 +310,13 @@ def test_streams_without_a_token_are_closed(tmp_path: Path) -> None:
     secret = secret_file(tmp_path)
     with Node(1, listen=[address_of("tcp", tmp_path)], secret=secret) as owner:
         for content in (b"", b"x" * 32, b"GET / HTTP/1.1\r\n\r\n" + b"y" * 100):
-            with socket.create_connection(("127.0.0.1", owner.streams.port)) as stranger:
-                stranger.settimeout(DEADLINE_S)
+            with socket.create_connection(("127.0.0.1", owner.streams.port)) as unauthenticated:
+                unauthenticated.settimeout(DEADLINE_S)
                 with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                    stranger.sendall(content)
+                    unauthenticated.sendall(content)
                     with contextlib.suppress(OSError):  # it may be closed already
-                        stranger.shutdown(socket.SHUT_WR)
-                    assert stranger.recv(100) == b""
+                        unauthenticated.shutdown(socket.SHUT_WR)
+                    assert unauthenticated.recv(100) == b""
 
 
 # --- elastic pools --------------------------------------------------------------------------------

@@ -267,10 +267,10 @@ def test_stream_ends_with_its_link(
 
 def test_unauthenticated_data_connections_do_not_block_copies(tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
-    with pair("tcp", tmp_path) as (owner, _, link), contextlib.ExitStack() as strangers:
+    with pair("tcp", tmp_path) as (owner, _, link), contextlib.ExitStack() as unauthenticated:
         owner.register(theirs.address, theirs.size)
         for _ in range(80):
-            strangers.enter_context(
+            unauthenticated.enter_context(
                 socket.create_connection(("127.0.0.1", owner.streams.port))
             ).sendall(b"z" * 31)
         link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)

@@ -112,7 +112,7 @@ def test_node_with_non_utf8_address_is_shown(tmp_path: Path) -> None:
         assert node.addresses == (f"unix://{tmp_path}/??",)
 
 
-# --- files that are not status files ---------------------------------------------------------------
+# --- files that are not status files --------------------------------------------------------------
 
 
 def _symlink(path: Path, elsewhere: Path) -> None:

@@ -43,7 +43,7 @@ class ModelSpec:
     give_back_ns: int = NS_PER_MS
     """How long it takes as a victim, from a request until the memory is free."""
     preempt_ns: int = 50 * NS_PER_MS
-    """Squeezed for so long, its engine preempts the newest request."""
+    """Under pressure for so long, its engine preempts the newest request."""
     reserved_bytes: int = 0
     """What it holds besides its cache while it is awake: weights, activations."""
     is_asleep: bool = False

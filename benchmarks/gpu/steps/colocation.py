@@ -242,7 +242,7 @@ class Measurement:
             )
 
     def _follow_others(self) -> None:
-        """Beside KV there are weights, contexts and strangers, on a GPU in the same capacity."""
+        """Beside KV there are weights, contexts and other programs; they count on a GPU."""
         info = self.engines.ledger()
         if info is None:
             return
