@@ -26,7 +26,7 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.instance.outcome import Outcome, Verdict
 from kvelastic.instance.row import Row
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.shared.segment import Answer
+from kvelastic.shared.segment import Ack
 
 if TYPE_CHECKING:
     from kvelastic.shared.segment import Request
@@ -106,7 +106,7 @@ class RemoteController:
                 self._fail_unknown(memory, name)
         return [row for row in found if row is not None]
 
-    def request(self, name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
+    def request(self, name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Ack]:
         """Send a request to an instance, and return its outcome and acknowledgement.
 
         The controller waits up to `wait_s` for the outcome; None means its default.
@@ -126,7 +126,7 @@ class RemoteController:
             found = self._call("PATCH", path, body, wait_s or 0.0)
         facts = self._read(found, _Change).answer
         # The controller reports a verdict in place of the acknowledgement's state.
-        answer = self._convert({**facts, "answered_ns": 0}, Answer)
+        answer = self._convert({**facts, "acknowledged_ns": 0}, Ack)
         try:
             verdict = Verdict(answer.state)
         except ValueError:

@@ -72,13 +72,13 @@ def figures() -> list[Figure]:
                 held = memfd_bytes(owner.pid)
                 start = time.perf_counter_ns()
                 revision = control_block.write_request(limit_bytes=held - GIVEN_BACK)
-                assert control_block.wait_answer(revision, 5.0)
+                assert control_block.wait_ack(revision, 5.0)
                 seen.samples.append((time.perf_counter_ns() - start) / 1e6)
-                assert control_block.wait_answer(revision, 5.0, settled=True)
+                assert control_block.wait_ack(revision, 5.0, settled=True)
                 back.samples.append((time.perf_counter_ns() - start) / 1e6)
                 given = held - memfd_bytes(owner.pid)
                 assert given >= GIVEN_BACK, f"{given} bytes came back"
-                assert control_block.wait_answer(
+                assert control_block.wait_ack(
                     control_block.write_request(limit_bytes=HIGH), 5.0, settled=True
                 )
         back.note = f"{given >> 20} MiB seen to be back in the memfd's blocks, every time"

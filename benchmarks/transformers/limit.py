@@ -62,9 +62,9 @@ class Limited:
         with segment.open_writable(self.instance) as instance, instance.writing() as control_block:
             begin_ns = time.perf_counter_ns()
             revision = control_block.write_request(limit_bytes=before - GIVEN_BACK_BYTES)
-            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S), "no answer to the limit"
+            assert control_block.wait_ack(revision, ANSWER_DEADLINE_S), "no answer to the limit"
             self.acknowledged_ms.append((time.perf_counter_ns() - begin_ns) / 1e6)
-            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S, settled=True), (
+            assert control_block.wait_ack(revision, ANSWER_DEADLINE_S, settled=True), (
                 "still above it"
             )
             self.given_back_ms.append((time.perf_counter_ns() - begin_ns) / 1e6)
@@ -72,7 +72,7 @@ class Limited:
             assert given_back >= GIVEN_BACK_BYTES, f"only {given_back} bytes came back"
             self.given_back_mib.append(given_back / (1 << 20))
             revision = control_block.write_request(limit_bytes=HIGH_BYTES)
-            assert control_block.wait_answer(revision, ANSWER_DEADLINE_S, settled=True)
+            assert control_block.wait_ack(revision, ANSWER_DEADLINE_S, settled=True)
 
 
 def measure(folder: Path, *, quick: bool) -> Table:

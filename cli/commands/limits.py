@@ -25,7 +25,7 @@ from kvelastic.units import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome
-    from kvelastic.shared.segment import Answer, Request
+    from kvelastic.shared.segment import Ack, Request
 
 
 @click.command("limit", cls=ValueCommand, short_help="Set the memory limit of an instance.")
@@ -118,7 +118,7 @@ def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
     end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
 
 
-def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
+def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Ack]:
     """Send a request; return its outcome and answer. End the command if the instance has ended."""
     from kvelastic.instance.outcome import outcome_of
     from kvelastic.shared import segment
@@ -149,7 +149,7 @@ def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
 
 
 def _end_trim(
-    name: str, mapped_before_bytes: int, outcome: Outcome, answer: Answer, wait_s: float | None
+    name: str, mapped_before_bytes: int, outcome: Outcome, answer: Ack, wait_s: float | None
 ) -> None:
     from kvelastic.cli.rendering.outcome_text import outcome_text
     from kvelastic.errors import SegmentError

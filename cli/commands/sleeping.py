@@ -22,7 +22,7 @@ _LOOK_S: Final = 0.05
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome
-    from kvelastic.shared.segment import Answer, Request, SegmentInfo
+    from kvelastic.shared.segment import Ack, Request, SegmentInfo
 
 
 @click.command("sleep", short_help="Release an instance's memory until it is woken.")
@@ -69,7 +69,7 @@ def wake_command(name: str, wait_s: float | None) -> None:
 
 
 def _end_otherwise(
-    name: str, request: Request, outcome: Outcome, answer: Answer, wait_s: float | None
+    name: str, request: Request, outcome: Outcome, answer: Ack, wait_s: float | None
 ) -> None:
     from kvelastic.cli.rendering.outcome_text import outcome_text
     from kvelastic.instance.row import printable
@@ -77,7 +77,7 @@ def _end_otherwise(
     end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
 
 
-def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
+def _end_sleep(before: SegmentInfo, answer: Ack, wait_s: float | None) -> None:
     from kvelastic.units import format_size
 
     name, already = before.name, " already" if before.usage["asleep"] else ""
@@ -140,7 +140,7 @@ def _in_use_bytes(name: str) -> int:
     return in_use_bytes
 
 
-def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
+def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Ack, wait_s: float | None) -> None:
     from kvelastic.cli.rendering.outcome_text import ENGINE_SLEEPS
     from kvelastic.units import format_limit, format_size
 

@@ -67,7 +67,7 @@ class Stats(Row):
     updated_s: float | None
     """Seconds since the usage was last published; None if it never was."""
     answered_s: float | None
-    """Seconds since the last answer to a request; None without one."""
+    """Seconds since the last acknowledgement of a request; None without one."""
     interval_s: float | None
     """Actual seconds between the two reads for the rates; None with one read."""
     rates: dict[str, float] | None
@@ -101,7 +101,7 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
 
     If another instance has taken the name since then, there are no rates.
     """
-    usage, answer = now.info.usage, now.info.answer
+    usage, ack = now.info.usage, now.info.ack
     rates: dict[str, float] | None = None
     interval_s: float | None = None
     if before is not None and before.info.header["uuid"] == now.info.header["uuid"]:
@@ -121,7 +121,7 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
         pages_mapped=status.pages_mapped,
         pages_parked=status.pages_parked,
         updated_s=_age_s(usage["updated_ns"], now.at_ns),
-        answered_s=_age_s(answer["answered_ns"], now.at_ns),
+        answered_s=_age_s(ack["acknowledged_ns"], now.at_ns),
         interval_s=None if interval_s is None else round(interval_s, 6),
         rates=rates,
     )

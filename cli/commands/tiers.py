@@ -28,7 +28,7 @@ from kvelastic.cli.rendering.show_group import ShowingGroup
 from kvelastic.cli.segment_lookup import readable, sweep
 
 if TYPE_CHECKING:
-    from kvelastic.shared.tier_status import TierAnswer, TierRequest, TiersStatus
+    from kvelastic.shared.tier_status import TierAck, TierRequest, TiersStatus
 
 _GLANCE_S: Final = 2.0
 """Maximum wait for an answer if --wait is not given. Stores take part, and may be slow."""
@@ -185,7 +185,7 @@ def _shown_of(name: str) -> TiersStatus:
     return shown
 
 
-def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | None:
+def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAck | None:
     from kvelastic.shared.tier_status import ask
 
     shown = _shown_of(name)
@@ -196,17 +196,17 @@ def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | 
     return ask(info, request, _GLANCE_S if wait_s is None else wait_s)
 
 
-def _held(answer: TierAnswer | None) -> str:
+def _held(answer: TierAck | None) -> str:
     counts = [] if answer is None else [count for count in answer.counts if count is not None]
     return f"{counts[0]} records" if counts else "its contents are unknown"
 
 
-def _erased(name: str, answer: TierAnswer | None) -> str:
+def _erased(name: str, answer: TierAck | None) -> str:
     total = 0 if answer is None else sum(count or 0 for count in answer.counts)
     return f"{total} records erased ({_by_tier(name, answer)})"
 
 
-def _by_tier(name: str, answer: TierAnswer | None) -> str:
+def _by_tier(name: str, answer: TierAck | None) -> str:
     if answer is None:
         return ""
     tiers = [one.tier for one in _shown_of(name).tiers]
@@ -217,7 +217,7 @@ def _by_tier(name: str, answer: TierAnswer | None) -> str:
 
 
 def _end(
-    message: str, answer: TierAnswer | None, name: str, wait_s: float | None, as_json: bool
+    message: str, answer: TierAck | None, name: str, wait_s: float | None, as_json: bool
 ) -> None:
     """Print the outcome of a request, and end the command with its exit code."""
     if as_json:
@@ -233,7 +233,7 @@ def _end(
         fail(f"{name} {what}: {answer.reason}.")
 
 
-def _answer_object(name: str, answer: TierAnswer | None) -> dict[str, Any]:
+def _answer_object(name: str, answer: TierAck | None) -> dict[str, Any]:
     if answer is None:
         return {"name": name, "state": "pending", "records": None, "reason": ""}
     tiers = [one.tier for one in _shown_of(name).tiers]

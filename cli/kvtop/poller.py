@@ -23,7 +23,7 @@ from kvelastic.instance.outcome import HOLDS, MAY_HOLD, outcome_of
 from kvelastic.shared.segment import Request
 
 if TYPE_CHECKING:
-    from kvelastic.shared.segment import Answer
+    from kvelastic.shared.segment import Ack
 
 ANSWER_WAIT_S: Final = 1.0
 """How long to wait for an answer before reporting that there is none yet."""
@@ -133,7 +133,7 @@ def request_of(ask: Ask) -> Request:
     )
 
 
-def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
+def answer_line(ask: Ask, answer: Ack) -> tuple[str, Mood]:
     """Return the message of an outcome, and its mood (good, warn or bad)."""
     request = request_of(ask)
     outcome = outcome_of(request, answer)

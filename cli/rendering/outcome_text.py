@@ -1,6 +1,6 @@
 """The outcome of a request as text, for kvctl and kvtop.
 
-text = outcome_text("kvelastic_vLLM_4711", request, outcome_of(request, answer), answer)
+text = outcome_text("kvelastic_vLLM_4711", request, outcome_of(request, ack), ack)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.units import format_pages, format_size, whole_pages
 
 if TYPE_CHECKING:
-    from kvelastic.shared.segment import Answer, Request
+    from kvelastic.shared.segment import Ack, Request
 
 
 ENGINE_SLEEPS: Final = (
@@ -45,16 +45,16 @@ def request_text(request: Request, *, exact: bool = True) -> str:
 
 
 def outcome_text(
-    name: str, request: Request, outcome: Outcome, answer: Answer, *, exact: bool = True
+    name: str, request: Request, outcome: Outcome, ack: Ack, *, exact: bool = True
 ) -> str:
     """Return one sentence without a full stop. The caller must make `name` printable."""
     if outcome.verdict is Verdict.FAILED:
         return f"{name} has failed: {printable(outcome.reason)}"
-    beyond, in_force = _beyond(outcome, answer), _in_force(request, answer)
-    beyond += _in_pages(request, answer)
-    over, mapped = format_size(answer.over_bytes), format_size(answer.mapped_bytes)
+    beyond, in_force = _beyond(outcome, ack), _in_force(request, ack)
+    beyond += _in_pages(request, ack)
+    over, mapped = format_size(ack.over_bytes), format_size(ack.mapped_bytes)
     engine = f"; {ENGINE_SLEEPS}" if outcome.engine_asleep else ""
-    also = "it is asleep, and " if answer.asleep and request.asleep is None else ""
+    also = "it is asleep, and " if ack.asleep and request.asleep is None else ""
     said = {
         Verdict.PENDING: "requested; no reply yet",
         Verdict.UNKNOWN: "requested; no reply yet, and whether its process lives cannot be asked"
@@ -63,20 +63,20 @@ def outcome_text(
         Verdict.REFUSED: f"refused: {printable(outcome.reason)}",
         Verdict.NOT_TAKEN: f"not taken by the instance; {in_force}",
         Verdict.SHRINKING: f"accepted{beyond}; {also}{over} are still to be given back",
-        Verdict.ASLEEP: f"applied{beyond}; it is asleep{_until(name, answer)}",
+        Verdict.ASLEEP: f"applied{beyond}; it is asleep{_until(name, ack)}",
         Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped{engine}",
     }
     return f"{name}: {request_text(request, exact=exact)} {said[outcome.verdict]}"
 
 
-def _beyond(outcome: Outcome, answer: Answer) -> str:
+def _beyond(outcome: Outcome, ack: Ack) -> str:
     if not outcome.beyond_device_bytes:
         return ""
-    return f", but its device has only {format_size(answer.capacity_bytes)}"
+    return f", but its device has only {format_size(ack.capacity_bytes)}"
 
 
-def _until(name: str, answer: Answer) -> str:
-    if not answer.engine_asleep:
+def _until(name: str, ack: Ack) -> str:
+    if not ack.engine_asleep:
         return f" until `kvctl wake {name}`"
     return (
         ", and so is its engine: waking that (the controller, or vLLM's /wake_up) wakes both, and"
@@ -84,13 +84,13 @@ def _until(name: str, answer: Answer) -> str:
     )
 
 
-def _in_pages(request: Request, answer: Answer) -> str:
+def _in_pages(request: Request, ack: Ack) -> str:
     """Return limit and guarantee in whole pages, if they differ from the request."""
     parts = []
-    if request.limit_bytes is not None and request.limit_bytes <= answer.capacity_bytes:
-        parts.append(_whole("the limit", request.limit_bytes, answer.page_bytes))
+    if request.limit_bytes is not None and request.limit_bytes <= ack.capacity_bytes:
+        parts.append(_whole("the limit", request.limit_bytes, ack.page_bytes))
     if request.min_bytes:
-        parts.append(_whole("the guarantee", request.min_bytes, answer.page_bytes))
+        parts.append(_whole("the guarantee", request.min_bytes, ack.page_bytes))
     parts = [part for part in parts if part]
     return f"; in whole pages {', '.join(parts)}" if parts else ""
 
@@ -104,17 +104,17 @@ def _whole(what: str, asked_bytes: int, page_bytes: int) -> str:
     return ""
 
 
-def _in_force(request: Request, answer: Answer) -> str:
+def _in_force(request: Request, ack: Ack) -> str:
     """Return the values in force for the requested settings."""
     parts = []
     if request.limit_bytes is not None:
-        parts.append(f"the limit is {format_size(answer.limit_bytes)}")
+        parts.append(f"the limit is {format_size(ack.limit_bytes)}")
     if request.min_bytes is not None:
-        parts.append(f"the guarantee is {format_size(answer.min_bytes)}")
+        parts.append(f"the guarantee is {format_size(ack.min_bytes)}")
     if request.priority is not None:
-        parts.append(f"the priority is {answer.priority}")
+        parts.append(f"the priority is {ack.priority}")
     if request.asleep is not None:
-        parts.append(f"it is {'asleep' if answer.asleep else 'awake'}")
+        parts.append(f"it is {'asleep' if ack.asleep else 'awake'}")
     return ", ".join(parts)
 
 

@@ -25,7 +25,7 @@ from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json
 from kvelastic.shared import segment, tier_status
 from kvelastic.shared.status_file import POLL_S, Asked
-from kvelastic.shared.tier_status import TierAnswer, TierRequest
+from kvelastic.shared.tier_status import TierAck, TierRequest
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
@@ -154,7 +154,7 @@ async def ask(
     }
 
 
-def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
+def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAck]]:
     info = segment.inspect(name)
     shown = tier_status.read(info)
     tiers = [] if shown is None else [one.tier for one in shown.tiers]

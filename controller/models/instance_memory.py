@@ -87,7 +87,7 @@ async def request(
     the instance sleeps; its limit is applied when it wakes.
     """
     with await _post(name, request) as requested:
-        deadline_s = time.monotonic() + (segment.ANSWER_GLANCE_S if wait_s is None else wait_s)
+        deadline_s = time.monotonic() + (segment.ACK_GLANCE_S if wait_s is None else wait_s)
         while (settled := requested.settled()) is None:
             if time.monotonic() >= deadline_s or is_over():
                 break
@@ -95,7 +95,7 @@ async def request(
         answer = requested.now() if settled is None else settled
     outcome = outcome_of(request, answer)
     facts = asdict(answer)
-    facts.pop("answered_ns")
+    facts.pop("acknowledged_ns")
     return {
         **facts,
         "state": outcome.verdict.value,

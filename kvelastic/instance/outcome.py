@@ -1,9 +1,9 @@
 """The outcome of a request to an instance: one verdict for all user interfaces.
 
-    answer = segment.request("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
-    outcome_of(Request(limit_bytes=8 << 30), answer).verdict     # Verdict.APPLIED
+    ack = segment.request("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
+    outcome_of(Request(limit_bytes=8 << 30), ack).verdict     # Verdict.APPLIED
 
-Pure: the result depends only on the arguments. How a verdict follows from an answer::
+Pure: the result depends only on the arguments. How a verdict follows from an acknowledgement::
 
     no reply ------------------------------------> PENDING, or UNKNOWN
     the memory behind it has failed -------------> FAILED
@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Final
 
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.shared.segment import Answer, Request
+from kvelastic.shared.segment import Ack, Request
 
 
 class Verdict(str, Enum):
@@ -58,47 +58,47 @@ class Outcome:
     """True if the instance was woken but its engine still sleeps, so its requests wait."""
 
 
-def outcome_of(request: Request, answer: Answer) -> Outcome:
-    """Return the outcome of a request, from the instance's answer."""
+def outcome_of(request: Request, ack: Ack) -> Outcome:
+    """Return the outcome of a request, from the instance's acknowledgement."""
     beyond_bytes = 0
     if request.limit_bytes is not None and request.limit_bytes != UNLIMITED_BYTES:
-        beyond_bytes = max(0, request.limit_bytes - answer.capacity_bytes)
+        beyond_bytes = max(0, request.limit_bytes - ack.capacity_bytes)
     return Outcome(
-        _verdict(request, answer),
-        answer.reason,
-        beyond_bytes if answer.capacity_bytes else 0,
-        request.asleep is False and bool(answer.engine_asleep),
+        _verdict(request, ack),
+        ack.reason,
+        beyond_bytes if ack.capacity_bytes else 0,
+        request.asleep is False and bool(ack.engine_asleep),
     )
 
 
-def _verdict(request: Request, answer: Answer) -> Verdict:
-    if answer.state == "none":
-        return Verdict.UNKNOWN if answer.is_unknown else Verdict.PENDING
+def _verdict(request: Request, ack: Ack) -> Verdict:
+    if ack.state == "none":
+        return Verdict.UNKNOWN if ack.is_unknown else Verdict.PENDING
     # The sleep state is visible even if another request came later.
-    is_sleep_so = request.asleep is not None and request.asleep == answer.asleep
+    is_sleep_so = request.asleep is not None and request.asleep == ack.asleep
     verdict = Verdict.APPLIED
-    if answer.state == "failed":
+    if ack.state == "failed":
         verdict = Verdict.FAILED
-    elif not (answer.answers_the_request or is_sleep_so or request.trim):
+    elif not (ack.is_of_the_request or is_sleep_so or request.trim):
         verdict = Verdict.OVERTAKEN
-    elif answer.state == "refused" and answer.answers_the_request and not is_sleep_so:
+    elif ack.state == "refused" and ack.is_of_the_request and not is_sleep_so:
         verdict = Verdict.REFUSED
-    elif not _is_taken(request, answer):
+    elif not _is_taken(request, ack):
         verdict = Verdict.NOT_TAKEN
-    elif answer.state == "shrinking":
+    elif ack.state == "shrinking":
         verdict = Verdict.SHRINKING
-    elif answer.asleep and request.asleep is None:
+    elif ack.asleep and request.asleep is None:
         verdict = Verdict.ASLEEP
     return verdict
 
 
-def _is_taken(request: Request, answer: Answer) -> bool:
+def _is_taken(request: Request, ack: Ack) -> bool:
     """Return True if guarantee, priority and sleep are as requested.
 
     The state `applied` covers the limit only.
     """
     return (
-        request.min_bytes in {None, answer.min_bytes}
-        and request.priority in {None, answer.priority}
-        and request.asleep in {None, answer.asleep}
+        request.min_bytes in {None, ack.min_bytes}
+        and request.priority in {None, ack.priority}
+        and request.asleep in {None, ack.asleep}
     )

@@ -45,9 +45,9 @@ _USAGE: Final = (
     "first_needs_bytes", "first_may_need_bytes",
 )  # fmt: skip
 """Fields of `InstanceStatus` with the same name in the usage of the control block."""
-_ANSWERED: Final = ("effective_limit_bytes", "over_bytes", "min_bytes", "priority")
+_ACKNOWLEDGED: Final = ("effective_limit_bytes", "over_bytes", "min_bytes", "priority")
 _IDENTITY: Final = ("engine", "model", "device", "pid", "uid", "uuid")
-"""Fields with the same name in the header; `_ANSWERED` has those of the answer."""
+"""Fields with the same name in the header; `_ACKNOWLEDGED` has those of the acknowledgement."""
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,8 @@ def status_of(
         return InstanceStatus(
             info.name, info.status, info.status, info.status, reason=info.problem, is_known=False
         )
-    header, usage, answer, request = info.header, info.usage, info.answer, info.request
-    request_state = _request_state(answer, request)
+    header, usage, ack, request = info.header, info.usage, info.ack, info.request
+    request_state = _request_state(ack, request)
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     is_limited = limit_bytes != UNLIMITED_BYTES
     # The control block counts reserved blocks as used bytes, but counts blocks separately.
@@ -306,7 +306,7 @@ def status_of(
         life=info.status,
         state=request_state if info.status == "alive" else info.status,
         request_state=request_state,
-        reason=answer["reason"],
+        reason=ack["reason"],
         asleep=bool(usage["asleep"]),
         engine_asleep=info.engine_asleep,
         limit_bytes=limit_bytes if is_limited else capacity_bytes,
@@ -316,11 +316,11 @@ def status_of(
         requested_limit_bytes=request["limit_bytes"],
         set_aside_bytes=set_aside_bytes,
         **statistics,
-        **{name: answer[name] for name in _ANSWERED},
+        **{name: ack[name] for name in _ACKNOWLEDGED},
         **{name: header[name] for name in _IDENTITY},
         requests_waiting=usage["requests_waiting"] if usage.get("reports_waiting") else None,
         revision=request["revision"],
-        answered_revision=answer["revision"],
+        answered_revision=ack["revision"],
         pending_s=waited_ns / 1e9 if request_state == "pending" else 0.0,
         created=_utc_text(header["created_realtime_ns"]),
         counters=info.counters,
@@ -330,10 +330,10 @@ def status_of(
     )
 
 
-def _request_state(answer: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    state: str = answer["state"]
-    is_answered = state != "none" and answer["revision"] == request["revision"]
-    return state if is_answered else "pending"
+def _request_state(ack: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    state: str = ack["state"]
+    is_acknowledged = state != "none" and ack["revision"] == request["revision"]
+    return state if is_acknowledged else "pending"
 
 
 def _is_of_kvcached_client(info: SegmentInfo) -> bool:

@@ -198,12 +198,12 @@ class HandMapped:
             member.arrived(member.granted_bytes // extent_bytes, extent_bytes)
         self._publish()
         request = self.segment.control_block.owner_request()
-        answered = self.segment.control_block.read_answer()["revision"]
+        answered = self.segment.control_block.read_ack()["revision"]
         if request is not None and request["revision"] > answered:
             self._answer(request["revision"], "refused", _REFUSAL)
 
     def _answer(self, revision: int, state: str, reason: str = "") -> None:
-        self.segment.control_block.publish_answer(
+        self.segment.control_block.publish_ack(
             revision,
             state,
             effective_limit_bytes=self._limit_bytes,

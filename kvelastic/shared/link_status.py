@@ -150,7 +150,7 @@ class LinkRequest(Shown, frozen=True):
     peer_id: Id
 
 
-class LinkAnswer(Shown, frozen=True):
+class LinkAck(Shown, frozen=True):
     """The node's result of a request."""
 
     revision: Count
@@ -159,7 +159,7 @@ class LinkAnswer(Shown, frozen=True):
 
 
 KIND: Final = StatusKind(
-    "link status file", b"KVLINKS\0", 3, 192 << 10, NodeStatus, LinkRequest, LinkAnswer
+    "link status file", b"KVLINKS\0", 3, 192 << 10, NodeStatus, LinkRequest, LinkAck
 )
 
 
@@ -185,7 +185,7 @@ def look() -> tuple[list[NodeStatus], list[str]]:
     return sorted(found, key=lambda node: (node.node_id, node.pid)), sorted(problems)
 
 
-def cut(node: NodeStatus, link: LinkStatus, wait_s: float) -> LinkAnswer | None:
+def cut(node: NodeStatus, link: LinkStatus, wait_s: float) -> LinkAck | None:
     """Request that a node end one of its links immediately, on both sides.
 
     Transfers over the link fail. The users of both nodes see that the peer is gone; they may link

@@ -67,7 +67,7 @@ from kvelastic.shared.segment_listing import (
 from kvelastic.units import format_size
 
 __all__ = [
-    "Answer",
+    "Ack",
     "Request",
     "Requested",
     "Segment",
@@ -86,7 +86,7 @@ __all__ = [
     "request",
 ]
 
-ANSWER_GLANCE_S: Final = 0.2
+ACK_GLANCE_S: Final = 0.2
 """Seconds that `request` waits for a result if `wait_s` is None."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
@@ -116,7 +116,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Ack:
     """An instance's result of a request.
 
     `state` is one of applied, shrinking, refused, none (not yet) or failed. Failed means that the
@@ -129,7 +129,7 @@ class Answer:
     mapped_bytes: int
     over_bytes: int
     reason: str
-    answered_ns: int
+    acknowledged_ns: int
     min_bytes: int
     priority: int
     requested_revision: int = 0
@@ -148,7 +148,7 @@ class Answer:
     """True if this process cannot determine whether the instance's process lives."""
 
     @property
-    def answers_the_request(self) -> bool:
+    def is_of_the_request(self) -> bool:
         """Whether this is the result of the caller's request, and not of a later one."""
         return self.state != "none" and self.revision == self.requested_revision
 
@@ -526,7 +526,7 @@ class Requested:
         self._revision = revision
         self._check_s = time.monotonic() + _DEATH_CHECK_S
 
-    def settled(self, wait_s: float = 0.0) -> Answer | None:
+    def settled(self, wait_s: float = 0.0) -> Ack | None:
         """Return the result once the request is applied or refused, or None after `wait_s` seconds.
 
         Blocks for at most `wait_s`. Raises `SegmentDeadError` if the instance has ended.
@@ -534,7 +534,7 @@ class Requested:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if self._segment.control_block.wait_answer(
+            if self._segment.control_block.wait_ack(
                 self._revision, min(left_s, _DEATH_CHECK_S), settled=True
             ):
                 return self.now()
@@ -544,9 +544,9 @@ class Requested:
             if left_s == 0.0:
                 return None
 
-    def now(self) -> Answer:
+    def now(self) -> Ack:
         """Return the result so far; `none` or `shrinking` if the request is incomplete."""
-        return _answer(self._segment.control_block, self._revision, self._segment.liveness())
+        return _ack(self._segment.control_block, self._revision, self._segment.liveness())
 
     def close(self) -> None:
         """Close the segment; the request remains in force. Idempotent."""
@@ -587,11 +587,11 @@ def request(
     asleep: bool | None = None,
     trim: bool = False,
     wait_s: float | None = None,
-) -> Answer:
+) -> Ack:
     """Change an instance's settings in one step (see `Request`) and wait for the result.
 
     Blocks until the request is applied or refused, for at most `wait_s` seconds; None waits for
-    `ANSWER_GLANCE_S`. After a timeout the state of the result is `none` or `shrinking`.
+    `ACK_GLANCE_S`. After a timeout the state of the result is `none` or `shrinking`.
 
     Raises `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY`, a guarantee above the
     limit, or `wait_s` nan. Raises `SegmentNotFoundError`, `SegmentFormatError` or
@@ -601,7 +601,7 @@ def request(
     if wait_s is not None and math.isnan(wait_s):
         raise InvalidArgumentError("wait_s=nan is not accepted; give seconds, or None")
     with post(name, Request(limit_bytes, min_bytes, priority, asleep, trim)) as requested:
-        settled = requested.settled(ANSWER_GLANCE_S if wait_s is None else max(0.0, wait_s))
+        settled = requested.settled(ACK_GLANCE_S if wait_s is None else max(0.0, wait_s))
         return requested.now() if settled is None else settled
 
 
@@ -617,7 +617,7 @@ def _check_guarantee(
     # Read the result first. If a new result arrives after that, the request still looks pending,
     # and its limit is the requested one.
     answered, asked, usage = (
-        control_block.read_answer(),
+        control_block.read_ack(),
         control_block.read_request(),
         control_block.read_usage(),
     )
@@ -632,15 +632,15 @@ def _check_guarantee(
         )
 
 
-def _answer(control_block: _vmm.ControlBlock, revision: int, alive: Liveness) -> Answer:
-    raw = control_block.read_answer()
+def _ack(control_block: _vmm.ControlBlock, revision: int, alive: Liveness) -> Ack:
+    raw = control_block.read_ack()
     raw.pop("whole")
     if raw["revision"] < revision:
         raw["state"] = "none"
     # An instance publishes its usage before it publishes the result.
     usage = control_block.read_usage()
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
-    return Answer(
+    return Ack(
         **raw,
         requested_revision=revision,
         asleep=bool(usage["asleep"]),

@@ -72,7 +72,7 @@ class SegmentInfo:
     """Whether the file belongs to this user."""
     header: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
-    answer: dict[str, Any] = field(default_factory=dict)
+    ack: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     engine_asleep: bool | None = None
@@ -239,7 +239,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
                 is_ours=is_ours,
                 header=header,
                 usage=control_block.read_usage(),
-                answer=control_block.read_answer(),
+                ack=control_block.read_ack(),
                 request=control_block.read_request(),
                 counters=control_block.counters(),
                 engine_asleep=control_block.engine_asleep,

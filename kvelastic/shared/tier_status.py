@@ -146,7 +146,7 @@ class TierRequest(Shown, frozen=True):
     older_than_s: float | None = None
 
 
-class TierAnswer(Shown, frozen=True):
+class TierAck(Shown, frozen=True):
     """The instance's result of a request."""
 
     revision: Count
@@ -158,7 +158,7 @@ class TierAnswer(Shown, frozen=True):
 
 
 KIND: Final = StatusKind(
-    "tier status file", b"KVTIERS\0", 3, 8192, TiersStatus, TierRequest, TierAnswer
+    "tier status file", b"KVTIERS\0", 3, 8192, TiersStatus, TierRequest, TierAck
 )
 
 
@@ -224,7 +224,7 @@ def tiers_of(infos: Sequence[SegmentInfo]) -> Mapping[str, TiersStatus]:
     return found
 
 
-def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | None:
+def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAck | None:
     """Send a request to an instance's tiers and wait for the result of this request.
 
     Blocks for at most `wait_s` seconds. Returns None on timeout; the request remains in force.
@@ -234,7 +234,7 @@ def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | 
         return asked.wait(wait_s)
 
 
-def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAnswer]:
+def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAck]:
     """Send a request like `ask`, but return without waiting. The caller closes the result.
 
     Blocks for milliseconds, because operators share a lock. Raises `InvalidArgumentError` for a

@@ -15,7 +15,7 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticErro
 from kvelastic.shared.tier_status import (
     MOST_REASON_BYTES,
     BadRequestError,
-    TierAnswer,
+    TierAck,
     TierRequest,
     cut_text,
     received,
@@ -59,7 +59,7 @@ def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
     )
 
 
-def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAnswer:
+def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAck:
     """Run a request from the status file and return its result. Blocks.
 
     Does not raise for errors of the request or the stores; it returns them in the result.
@@ -78,7 +78,7 @@ def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAns
         # Report even unexpected errors to the operator, and keep serving requests.
         _log.exception("an operator's request to the tiers failed")
         state, reason = "failed", f"{type(error).__name__}: {error}"
-    return TierAnswer(revision, state, counts, cut_text(reason, MOST_REASON_BYTES))
+    return TierAck(revision, state, counts, cut_text(reason, MOST_REASON_BYTES))
 
 
 _Outcome = tuple[str, Counts, str]

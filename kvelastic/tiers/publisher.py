@@ -23,7 +23,7 @@ from kvelastic.shared.status_file import StatusFile
 from kvelastic.shared.tier_status import (
     KIND,
     MOST_PROBLEM_BYTES,
-    TierAnswer,
+    TierAck,
     TierRequest,
     TiersStatus,
     TierStatus,
@@ -70,7 +70,7 @@ class _Request:
 
     revision: int
     request: TierRequest
-    answer: TierAnswer | None = None
+    answer: TierAck | None = None
     deadline_s: float = field(default_factory=lambda: time.monotonic() + REQUEST_S)
 
 
@@ -80,9 +80,7 @@ class Publisher:
     The publisher owns `file`, and closes it even if the constructor raises.
     """
 
-    def __init__(
-        self, tiers: Tiers, file: StatusFile[TiersStatus, TierRequest, TierAnswer]
-    ) -> None:
+    def __init__(self, tiers: Tiers, file: StatusFile[TiersStatus, TierRequest, TierAck]) -> None:
         self._tiers = tiers
         self._file = file
         self._labels = labels_of(tiers.stores)
@@ -155,7 +153,7 @@ class Publisher:
                 return False
             self._late.append(current)
             reason = f"{reason}; this one may go on"
-            answer = TierAnswer(current.revision, "failed", (), reason)
+            answer = TierAck(current.revision, "failed", (), reason)
         self._current = None
         try:
             self.publish(CHANGED_S)
@@ -169,7 +167,7 @@ class Publisher:
         If there is an obstacle, sets a failed result instead.
         """
         if reason := self._obstacle(current.request):
-            current.answer = TierAnswer(current.revision, "failed", (), reason)
+            current.answer = TierAck(current.revision, "failed", (), reason)
             return current
 
         def work() -> None:

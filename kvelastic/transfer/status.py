@@ -19,7 +19,7 @@ from kvelastic.shared.link_status import (
     MOST_HELD,
     MOST_LINKS,
     HeldStatus,
-    LinkAnswer,
+    LinkAck,
     LinkRequest,
     LinkStatus,
     NodeStatus,
@@ -48,7 +48,7 @@ class StatusPublisher:
         self._node = node
         self._has_warned = False
         self._started_ns = time.time_ns()
-        self._file: StatusFile[NodeStatus, LinkRequest, LinkAnswer] | None = None
+        self._file: StatusFile[NodeStatus, LinkRequest, LinkAck] | None = None
         reap()
         try:
             self._file = StatusFile.create(link_status_name(node.start), KIND)
@@ -65,9 +65,9 @@ class StatusPublisher:
                 is_cut = self._node.cut(request.link, request.peer_id)
                 self.publish()  # first, so that an operator with the result sees its effect
                 self._file.answer(
-                    LinkAnswer(revision, "done")
+                    LinkAck(revision, "done")
                     if is_cut
-                    else LinkAnswer(revision, "refused", "that link has ended before")
+                    else LinkAck(revision, "refused", "that link has ended before")
                 )
             self.publish()
         except (KvelasticError, OSError) as error:

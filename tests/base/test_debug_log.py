@@ -111,7 +111,7 @@ def test_info_log_reports_each_request_and_its_outcome() -> None:
         ids = one.ask("alloc", 10)  # four in a page, and the null block: three pages
         until_replied(one.name, limit_bytes=5 * MIB)
         one.ask("free", ids)
-        wait_until(lambda: segment.inspect(one.name).answer["state"] == "applied")
+        wait_until(lambda: segment.inspect(one.name).ack["state"] == "applied")
         until_replied(one.name, asleep=True)
         until_replied(one.name, asleep=False, trim=True)
         until_replied(one.name, limit_bytes=1 << 40, min_bytes=1 << 40)

@@ -63,7 +63,7 @@ def test_list_json_has_the_documented_keys(owner):
 
 def test_row_shows_guarantee_and_priority_in_force(owner):
     info = segment.inspect(owner.name)
-    info.answer.update(min_bytes=3 << 30, priority=-7)
+    info.ack.update(min_bytes=3 << 30, priority=-7)
     info.request.update(min_bytes=1, priority=1)  # a request is not what is in force
     entry = row_of(status_of(info))
     assert (entry["min_bytes"], entry["priority"]) == (3 << 30, -7)
@@ -238,14 +238,14 @@ def test_limit_without_reply_exits_3_and_stays_pending(name):
 def test_superseded_limit_request_is_reported_as_replaced(name, monkeypatch):
     with Owner(name):
         kvctl("limit", name, "1G", "--wait", "300")
-        late = segment.Answer(
+        late = segment.Ack(
             revision=5,
             state="applied",
             effective_limit_bytes=1 << 20,
             mapped_bytes=0,
             over_bytes=0,
             reason="",
-            answered_ns=1,
+            acknowledged_ns=1,
             min_bytes=0,
             priority=0,
             requested_revision=4,

@@ -144,14 +144,14 @@ def test_set_reports_refused_shrinking_and_missing_replies(name, mode, code, tex
 
 def test_superseded_set_request_is_reported_as_replaced(name, monkeypatch):
     with Owner(name):
-        late = segment.Answer(
+        late = segment.Ack(
             revision=5,
             state="applied",
             effective_limit_bytes=MIB,
             mapped_bytes=0,
             over_bytes=0,
             reason="",
-            answered_ns=1,
+            acknowledged_ns=1,
             min_bytes=3 * MIB,
             priority=4,
             requested_revision=4,

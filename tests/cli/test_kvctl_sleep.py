@@ -195,7 +195,7 @@ def test_sleep_and_wake_without_reply_exit_3(name, verb):
         assert done(verb, name) == f"{said}.\n"
 
 
-def answer(**changes: object) -> segment.Answer:
+def answer(**changes: object) -> segment.Ack:
     values: dict[str, object] = {
         "revision": 5,
         "state": "applied",
@@ -203,12 +203,12 @@ def answer(**changes: object) -> segment.Answer:
         "mapped_bytes": 0,
         "over_bytes": 0,
         "reason": "",
-        "answered_ns": 1,
+        "acknowledged_ns": 1,
         "min_bytes": 0,
         "priority": 0,
         "requested_revision": 5,
     }
-    return segment.Answer(**(values | changes))  # type: ignore[arg-type]
+    return segment.Ack(**(values | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

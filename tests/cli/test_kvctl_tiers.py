@@ -37,7 +37,7 @@ from kvelastic.shared import segment, tier_status
 from kvelastic.shared.segment_listing import SHM_DIR
 from kvelastic.shared.tier_status import (
     BlockCounts,
-    TierAnswer,
+    TierAck,
     TierRequest,
     TiersStatus,
     TierStatus,
@@ -215,7 +215,7 @@ def test_instance_without_tiers_error_names_the_variable() -> None:
 
 @pytest.mark.slow
 def test_concurrent_requests_get_their_own_results(one: Instance) -> None:
-    answers: dict[int, TierAnswer | None] = {}
+    answers: dict[int, TierAck | None] = {}
 
     def operate(number: int) -> None:
         request = (

@@ -285,7 +285,7 @@ class Chaos:
         # Guarantees may be more than the device has, also those of who wakes; a limit never is.
         may_be_refused = "min_bytes" in changes or changes.get("asleep") is False
         allowed = {"applied", "shrinking", "none"} | ({"refused"} if may_be_refused else set())
-        assert answer.state in allowed or not answer.answers_the_request, (changes, answer)
+        assert answer.state in allowed or not answer.is_of_the_request, (changes, answer)
         self.counts["requests"] += 1
 
     def _note_sleepers(self) -> list[str]:
@@ -379,7 +379,7 @@ class Chaos:
         with segment.open_readonly(one.name) as opened:
             request, answer = (
                 opened.control_block.read_request(),
-                opened.control_block.read_answer(),
+                opened.control_block.read_ack(),
             )
         if answer["state"] != "applied" or answer["revision"] != request["revision"]:
             return

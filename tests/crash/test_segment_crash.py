@@ -122,8 +122,8 @@ def test_stopped_owner_acknowledges_request_after_resuming(name):
         assert info.request["limit_bytes"] == 3 << 20
         owner.go_on()
         with segment.open_readonly(name) as reader:
-            assert reader.control_block.wait_answer(answer.requested_revision, DEADLINE_S)
-        assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
+            assert reader.control_block.wait_ack(answer.requested_revision, DEADLINE_S)
+        assert segment.inspect(name).ack["effective_limit_bytes"] == 3 << 20
 
 
 @pytest.mark.slow

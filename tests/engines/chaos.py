@@ -220,7 +220,7 @@ class Operator(ABC):
         """Without a limit, and with the standing that it began with."""
         segment.request(self.name, limit_bytes=self.KV_BYTES, min_bytes=0, priority=0, wait_s=5)
 
-    def _request(self, wait_s: float, **changes: Any) -> segment.Answer:
+    def _request(self, wait_s: float, **changes: Any) -> segment.Ack:
         """The instance's answer, which may come later than `wait_s` where the machine is busy."""
         with segment.post(self.name, segment.Request(**changes)) as requested:
             requested.settled(wait_s)

@@ -44,7 +44,7 @@ class Pair:
     page_bytes: int
     held_after_start_bytes: int = 0
 
-    def limit(self, pages: int | None, wait_s: float = 10) -> segment.Answer:
+    def limit(self, pages: int | None, wait_s: float = 10) -> segment.Ack:
         limit_bytes = self.page_bytes * (1000 if pages is None else pages)
         return segment.request(self.name, limit_bytes=limit_bytes, wait_s=wait_s)
 

@@ -61,7 +61,7 @@ class Pair:
     name: str
     page_bytes: int
 
-    def limit(self, pages: int | None) -> segment.Answer:
+    def limit(self, pages: int | None) -> segment.Ack:
         limit_bytes = self.page_bytes * (1000 if pages is None else pages)
         return segment.request(self.name, limit_bytes=limit_bytes, wait_s=10)
 

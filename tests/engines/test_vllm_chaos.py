@@ -131,7 +131,7 @@ def _stop(worker: psutil.Process, *, resume: bool) -> bool:
     while time.monotonic() < end_s:
         try:
             segment.request(NAME, limit_bytes=0, trim=True)
-            missed = missed or segment.inspect(NAME).answer["state"] == "failed"
+            missed = missed or segment.inspect(NAME).ack["state"] == "failed"
         except SegmentError:  # it has ended
             missed = True
         time.sleep(0.2)

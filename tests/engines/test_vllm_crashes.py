@@ -108,7 +108,7 @@ def test_stopped_worker_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
     assert server.complete_all(make_requests(8, seed=11, shortest=300, longest=600))
     worker.suspend()
     segment.request(NAME, limit_bytes=PAGE_BYTES)  # what its scheduler misses it by
-    wait_until(lambda: segment.inspect(NAME).answer["state"] == "failed")
+    wait_until(lambda: segment.inspect(NAME).ack["state"] == "failed")
     with load_on(server):
         server.process.wait(60)
     server.wait_until_gone()

@@ -31,8 +31,8 @@ def first_answer(name: str, limit_bytes: int) -> str:
     with segment.open_writable(name) as opened:
         with opened.writing() as record:
             revision = record.write_request(limit_bytes=limit_bytes)
-        assert opened.control_block.wait_answer(revision, 10.0), "no answer to a request in 10 s"
-        return opened.control_block.read_answer()["state"]
+        assert opened.control_block.wait_ack(revision, 10.0), "no answer to a request in 10 s"
+        return opened.control_block.read_ack()["state"]
 
 
 @pytest.mark.end_to_end

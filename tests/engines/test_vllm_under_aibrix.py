@@ -84,7 +84,7 @@ def is_applied(limit_bytes: int) -> bool:
     """Whether the instance has acknowledged the limit and holds no more."""
     found = segment.inspect(NAME)
     return (
-        found.answer["state"] == "applied"
+        found.ack["state"] == "applied"
         and found.usage["limit_bytes"] == limit_bytes >= found.usage["mapped_bytes"]
     )
 

@@ -50,7 +50,7 @@ USAGE = {
     "first_needs_bytes": 600 * MIB,
     "first_may_need_bytes": 700 * MIB,
 }
-ANSWER = {
+ACK = {
     "revision": 1,
     "state": "applied",
     "effective_limit_bytes": 500 * MIB,
@@ -82,7 +82,7 @@ def info(name: str = "one", status: str = "alive", **changes: dict[str, object])
         status,
         header=header | changes.get("header", {}),
         usage=dict(USAGE),
-        answer=ANSWER | changes.get("answer", {}),
+        ack=ACK | changes.get("ack", {}),
         request={"revision": 1, "limit_bytes": None} | changes.get("request", {}),
         counters=dict(COUNTERS),
         engine_asleep=False,
@@ -175,7 +175,7 @@ def test_instance_and_device_metrics():
 
 def test_sleeping_instance_exports_gauge_and_keeps_its_limit():
     """`asleep` is no state of the limit: what is still to be given back is told beside it."""
-    sleeping = info(answer={"effective_limit_bytes": 0})
+    sleeping = info(ack={"effective_limit_bytes": 0})
     sleeping.usage["asleep"] = 1
     found = samples(metrics.render([info("two"), sleeping], []))
     assert found["kvelastic_instance_asleep", ONE] == 1
@@ -221,10 +221,10 @@ def test_every_instance_counter_has_a_metric():
     ("changes", "status", "state"),
     [
         ({}, "alive", "applied"),
-        ({"answer": {"state": "shrinking"}}, "alive", "shrinking"),
-        ({"answer": {"state": "refused"}}, "unknown", "unknown"),
-        ({"answer": {"state": "failed"}}, "alive", "failed"),
-        ({"answer": {"state": "none", "revision": 0}}, "alive", "pending"),
+        ({"ack": {"state": "shrinking"}}, "alive", "shrinking"),
+        ({"ack": {"state": "refused"}}, "unknown", "unknown"),
+        ({"ack": {"state": "failed"}}, "alive", "failed"),
+        ({"ack": {"state": "none", "revision": 0}}, "alive", "pending"),
         ({"request": {"revision": 2}}, "alive", "pending"),
         ({}, "closing", "closing"),
     ],

@@ -362,7 +362,7 @@ def test_lower_limit_releases_unused_pages_only(kit: SimpleNamespace) -> None:
         with pytest.raises(errors.LimitReachedError):
             feed(kit, cache, A_PAGE)
         cache.crop(10)
-        wait_until(lambda: segment.inspect(cache.name).answer["state"] == "applied")
+        wait_until(lambda: segment.inspect(cache.name).ack["state"] == "applied")
         assert mapped_bytes(cache) <= 2 * PAGE_BYTES
 
 

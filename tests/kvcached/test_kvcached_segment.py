@@ -70,7 +70,7 @@ def test_client_limit_becomes_an_acknowledged_request(pool: ElasticPool) -> None
     run_python(CLIENT, NAME, "limit", str(64 * MIB))
     wait_for_limit(pool, 64 * MIB)
     answer = wait_until(
-        lambda: (a := segment.inspect(NAME).answer)["state"] == "applied" and a, "no answer"
+        lambda: (a := segment.inspect(NAME).ack)["state"] == "applied" and a, "no answer"
     )
     assert answer["effective_limit_bytes"] == 64 * MIB
     said = kvctl("explain", NAME).stdout
@@ -144,7 +144,7 @@ def apply(own: segment.Segment) -> int:
         limit_bytes=limit_bytes if limit_bytes < CAPACITY_BYTES else UNLIMITED_BYTES,
         capacity_bytes=CAPACITY_BYTES,
     )
-    own.control_block.publish_answer(
+    own.control_block.publish_ack(
         request["revision"], "applied", effective_limit_bytes=min(limit_bytes, CAPACITY_BYTES)
     )
     return limit_bytes

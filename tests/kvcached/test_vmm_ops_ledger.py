@@ -180,8 +180,8 @@ def test_manual_pages_are_visible_and_not_controllable(
     vmm_ops.map_to_kv_tensors([0, 1, 2])
     info = shown()
     assert (info.name, info.header["engine"]) == (f"{group}_vmm_g0", "vmm_ops")
-    assert (info.answer["state"], info.answer["effective_limit_bytes"]) == ("applied", 8 * MIB)
-    assert (info.answer["priority"], own(group).priority) == (7, 7)
+    assert (info.ack["state"], info.ack["effective_limit_bytes"]) == ("applied", 8 * MIB)
+    assert (info.ack["priority"], own(group).priority) == (7, 7)
     assert segment.request(info.name, limit_bytes=2 * MIB, wait_s=0.0).state == "none"
     with pytest.raises(errors.OutOfMemoryError, match="KVELASTIC_LIMIT"):
         vmm_ops.map_to_kv_tensors([3, 4])

@@ -12,7 +12,7 @@ from kvelastic.cli.kvtop.poller import answer_line
 from kvelastic.cli.kvtop.scene import ORDERS, Instance
 from kvelastic.cli.kvtop.text import UNICODE
 from kvelastic.cli.kvtop.view import screen
-from kvelastic.shared.segment import Answer
+from kvelastic.shared.segment import Ack
 
 THREE = tuple(instance(name, model="") for name in "abc")
 
@@ -202,7 +202,7 @@ def test_random_keys_leave_a_drawable_screen(keys, width, height):
 # ------------------------------------------------------------------------------ answers
 
 
-def answer(**changes: object) -> Answer:
+def answer(**changes: object) -> Ack:
     values: dict[str, object] = {
         "revision": 3,
         "state": "applied",
@@ -210,13 +210,13 @@ def answer(**changes: object) -> Answer:
         "mapped_bytes": 64 * MIB,
         "over_bytes": 0,
         "reason": "",
-        "answered_ns": 1,
+        "acknowledged_ns": 1,
         "min_bytes": 0,
         "priority": 0,
         "requested_revision": 3,
         "limit_bytes": GIB,
     }
-    return Answer(**(values | changes))  # type: ignore[arg-type]
+    return Ack(**(values | changes))  # type: ignore[arg-type]
 
 
 LIMIT = Ask("a", "a", "limit", GIB)

@@ -44,7 +44,7 @@ def segment_info(name: str, device: str = "GPU-1", **changes: object) -> Segment
             "uid": 0,
         },
         "usage": usage,
-        "answer": {
+        "ack": {
             "revision": 0,
             "state": "applied",
             "effective_limit_bytes": 8 * GIB,
@@ -176,10 +176,10 @@ def test_sleeping_instance_shows_its_wake_limit():
     assert (instance_of(awake).state, instance_of(awake).asleep) == ("applied", False)
     sleeping = segment_info("a")
     sleeping.usage.update(asleep=1, limit_bytes=2 * GIB)
-    sleeping.answer["effective_limit_bytes"] = 0
+    sleeping.ack["effective_limit_bytes"] = 0
     one = instance_of(sleeping)
     assert (one.state, one.asleep, one.limit_bytes) == ("asleep", True, 2 * GIB)
-    sleeping.answer["state"] = "shrinking"
+    sleeping.ack["state"] = "shrinking"
     assert (instance_of(sleeping).state, instance_of(sleeping).asleep) == ("shrinking", True)
 
 

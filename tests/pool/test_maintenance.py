@@ -45,8 +45,8 @@ class Instance:
             return self.operator.control_block.write_request(limit_bytes, trim=trim)
 
     def answer(self, revision: int, *, settled: bool = True) -> dict:
-        assert self.operator.control_block.wait_answer(revision, DEADLINE_S, settled=settled)
-        return self.operator.control_block.read_answer()
+        assert self.operator.control_block.wait_ack(revision, DEADLINE_S, settled=settled)
+        return self.operator.control_block.read_ack()
 
     def looked(self) -> None:
         """Return when the maintenance thread has been through its loop since the call."""
@@ -64,7 +64,7 @@ class Instance:
 
 def test_start_publishes_the_first_acknowledgement():
     with Instance(limit_bytes=3 * HUGE) as one:
-        answer = one.operator.control_block.read_answer()
+        answer = one.operator.control_block.read_ack()
         assert (answer["revision"], answer["state"]) == (0, "applied")
         assert answer["effective_limit_bytes"] == 3 * HUGE
         assert one.operator.control_block.read_usage()["blocks_total"] == PAGES * B
@@ -118,7 +118,7 @@ with segment.open_writable(sys.argv[1]) as operator:
     sys.stdin.readline()
     with operator.writing():
         revision = operator.control_block.write_request(int(sys.argv[2]))
-    is_settled = operator.control_block.wait_answer(revision, 60, settled=True)
+    is_settled = operator.control_block.wait_ack(revision, 60, settled=True)
     print("answered" if is_settled else "not answered")
 """
 
@@ -150,7 +150,7 @@ def test_shrinking_completes_as_blocks_are_freed():
             one.pool.free(pages[page])
             over = (PAGES - 1 - page) * HUGE
             wait_until(
-                lambda over=over: one.operator.control_block.read_answer()["over_bytes"] == over,
+                lambda over=over: one.operator.control_block.read_ack()["over_bytes"] == over,
                 "the answer does not follow",
             )
         one.pool.free(pages[PAGES - 1])
@@ -283,7 +283,7 @@ def test_stop_is_prompt_and_final(idle_trim_s):
             one.maintenance.stop()  # which waits for no timer
             one.maintenance.stop()
             revision = one.request(HUGE)
-            assert not one.operator.control_block.wait_answer(revision, 0.001)
+            assert not one.operator.control_block.wait_ack(revision, 0.001)
             assert one.pool.limit_state()["limit_bytes"] == PAGES * HUGE
             one.pool.alloc(1)
 
@@ -310,7 +310,7 @@ def test_requests_wait_for_the_session():
         one.pool.enter()
         available = one.pool.available_mapped()
         revision = one.request(2 * HUGE)
-        assert not one.operator.control_block.wait_answer(revision, 0.1)
+        assert not one.operator.control_block.wait_ack(revision, 0.1)
         assert not one.pool.has_evicted
         assert one.pool.available_mapped() == available
         assert len(one.pool.alloc(available)) == available, "what was seen can be taken"
@@ -411,16 +411,16 @@ def test_failed_pool_reports_failed_to_every_request() -> None:
         ids = instance.pool.alloc(2 * B)
         assert ids is not None
         instance.looked()
-        before = instance.operator.control_block.read_answer()["revision"]
+        before = instance.operator.control_block.read_ack()["revision"]
         # Two creates and a map; then the second map fails, and so does undoing the first.
         instance.memory.driver.arm(4, 1 << 40)
         with pytest.raises(errors.PoolFailedError):
             instance.pool.alloc(2 * B)
         wait_until(
-            lambda: instance.operator.control_block.read_answer()["state"] == "failed",
+            lambda: instance.operator.control_block.read_ack()["state"] == "failed",
             "nobody said that the pool has failed",
         )
-        answer = instance.operator.control_block.read_answer()
+        answer = instance.operator.control_block.read_ack()
         assert answer["revision"] == before
         assert "restart" in answer["reason"]
         assert instance.answer(instance.request(PAGES * HUGE))["state"] == "failed"

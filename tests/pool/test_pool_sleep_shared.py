@@ -88,13 +88,13 @@ def test_maintenance_acknowledges_blocks_freed_while_asleep(shared: TwoPools) ->
         assert ids is not None
         held_bytes = pool.mapped_bytes
         segment.request(name, asleep=True)
-        wait_until(lambda: segment.inspect(name).answer["state"] == "shrinking")
-        assert segment.inspect(name).answer["over_bytes"] == held_bytes
+        wait_until(lambda: segment.inspect(name).ack["state"] == "shrinking")
+        assert segment.inspect(name).ack["over_bytes"] == held_bytes
         assert segment.inspect(name).usage["asleep"] == 1
         pool.free(ids)
-        wait_until(lambda: segment.inspect(name).answer["state"] == "applied")
+        wait_until(lambda: segment.inspect(name).ack["state"] == "applied")
         info = segment.inspect(name)
-        assert info.answer["effective_limit_bytes"] == info.answer["mapped_bytes"] == 0
+        assert info.ack["effective_limit_bytes"] == info.ack["mapped_bytes"] == 0
         assert info.usage["mapped_bytes"] == 0
         answer = segment.request(name, asleep=False, wait_s=DEADLINE_S)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", PAGES * HUGE)

@@ -58,8 +58,8 @@ def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
 
     revision = segment.request(name, wait_s=0, **wanted).requested_revision
     with segment.open_readonly(name) as seen:
-        assert seen.control_block.wait_answer(revision, DEADLINE_S)
-        return seen.control_block.read_answer()
+        assert seen.control_block.wait_ack(revision, DEADLINE_S)
+        return seen.control_block.read_ack()
 
 
 class Owner(LineProgram):
@@ -97,7 +97,7 @@ def main() -> None:
         "limit_bytes": CAPACITY_BYTES,
     }
     control_block.publish_usage(**usage)
-    control_block.publish_answer(
+    control_block.publish_ack(
         0, "applied", effective_limit_bytes=CAPACITY_BYTES, mapped_bytes=MAPPED_BYTES
     )
     if mode == "fork":
@@ -123,7 +123,7 @@ def main() -> None:
                 for state in states:
                     over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
                     mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)
-                    control_block.publish_answer(
+                    control_block.publish_ack(
                         answered,
                         state,
                         effective_limit_bytes=limit_bytes,

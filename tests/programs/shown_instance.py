@@ -49,7 +49,7 @@ def main() -> None:
     usage = dict(facts["usage"])
     usage.setdefault("limit_bytes", facts.get("limit_bytes", usage["capacity_bytes"]))
     record.publish_usage(**usage)
-    record.publish_answer(
+    record.publish_ack(
         0,
         "applied",
         effective_limit_bytes=facts.get("limit_bytes", usage["capacity_bytes"]),

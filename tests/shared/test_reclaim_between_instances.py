@@ -192,7 +192,7 @@ def test_higher_priority_reclaims_blocks_in_use(device):
     pages = by_page(ids)
     high.send("alloc", 4 * B - 1)
     answer = wait_until(
-        lambda: (now := segment.inspect(low.name).answer)["state"] == "shrinking" and now,
+        lambda: (now := segment.inspect(low.name).ack)["state"] == "shrinking" and now,
         "the lower one does not say that it shrinks",
     )
     assert answer["over_bytes"] == 4 * PAGE
@@ -203,7 +203,7 @@ def test_higher_priority_reclaims_blocks_in_use(device):
         low.free(pages[page])
     assert len(high.read()) == 4 * B - 1
     wait_until(
-        lambda: segment.inspect(low.name).answer["state"] == "applied",
+        lambda: segment.inspect(low.name).ack["state"] == "applied",
         "the memory pressure does not end",
     )
     assert (device.pages(low), device.pages(high)) == (DEVICE_PAGES - 4, 4)
@@ -219,11 +219,11 @@ def test_unneeded_memory_pressure_is_lifted(device):
     wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays under pressure")
     whole_bytes = DEVICE_PAGES * PAGE
     wait_until(
-        lambda: segment.inspect(low.name).answer["effective_limit_bytes"] == whole_bytes,
+        lambda: segment.inspect(low.name).ack["effective_limit_bytes"] == whole_bytes,
         "operators are shown the memory pressure for ever",
     )
     wait_until(
-        lambda: segment.inspect(low.name).answer["state"] == "applied",
+        lambda: segment.inspect(low.name).ack["state"] == "applied",
         "it never says that it is over",
     )
     sound(device, low, high)
@@ -263,7 +263,7 @@ def test_instance_below_its_guarantee_outranks_a_higher_priority(device):
     poor = device.start(KVELASTIC_MIN=str(6 * PAGE))
     poor.send("alloc", 6 * B - 1)
     wait_until(
-        lambda: segment.inspect(high.name).answer["over_bytes"] == 6 * PAGE,
+        lambda: segment.inspect(high.name).ack["over_bytes"] == 6 * PAGE,
         "the higher one is not asked",
     )
     assert high.alloc(1) is None

@@ -679,7 +679,14 @@ def test_documented_trace_replays_and_has_every_key():
 
 def test_documented_times_match_the_policy():
     text = (ROOT / "docs/reclaim.md").read_text()
-    for name in ("idle", "patience", "fair_cached", "fair_in_use", "ask_lease", "reserve_wait"):
+    for name in (
+        "idle",
+        "patience",
+        "fair_cached",
+        "fair_in_use",
+        "request_expiry",
+        "reserve_wait",
+    ):
         time_ns = getattr(reclaim_simulator, f"{name.upper()}_NS")
         assert re.search(rf"^\| {time_ns // NS_PER_MS} ms .*\| `{name}_ns` \|$", text, re.MULTILINE)
 

@@ -29,7 +29,7 @@ def test_refused_guarantee_is_discarded_completely(
     pair: tuple[Instance, Instance],
 ) -> None:
     _, b = pair
-    limit = segment.inspect(b.name).answer["effective_limit_bytes"]
+    limit = segment.inspect(b.name).ack["effective_limit_bytes"]
     refused = segment.request(b.name, min_bytes=40 * MIB, limit_bytes=48 * MIB, wait_s=DEADLINE_S)
     assert refused.state == "refused"
     assert refused.effective_limit_bytes == limit, "half of a refused request was done"
@@ -64,12 +64,12 @@ def held(instance: Instance) -> Iterator[None]:
         instance.go_on()
 
 
-def wait_for_acknowledgement(instance: Instance, revision: int) -> segment.Answer:
+def wait_for_acknowledgement(instance: Instance, revision: int) -> segment.Ack:
     with segment.open_readonly(instance.name) as opened:
-        assert opened.control_block.wait_answer(revision, DEADLINE_S, settled=True)
-        raw = opened.control_block.read_answer()
+        assert opened.control_block.wait_ack(revision, DEADLINE_S, settled=True)
+        raw = opened.control_block.read_ack()
     assert raw.pop("whole")
-    return segment.Answer(**raw, requested_revision=revision)
+    return segment.Ack(**raw, requested_revision=revision)
 
 
 def write(instance: Instance, **changes: Any) -> int:
@@ -136,7 +136,7 @@ def test_refusal_is_kept_while_an_earlier_limit_completes(
     assert wait_for_acknowledgement(b, last).state == "refused"
     b.free(ids)  # what is over the limit goes, and is answered
     with segment.open_readonly(b.name) as opened:
-        while (raw := opened.control_block.read_answer())["over_bytes"]:
+        while (raw := opened.control_block.read_ack())["over_bytes"]:
             assert raw["state"] == "refused", "a refused request is called shrinking"
         assert (raw["state"], raw["revision"]) == ("refused", last)
     assert "guarantee" in raw["reason"]

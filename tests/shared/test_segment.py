@@ -414,9 +414,9 @@ def test_read_only_mapping_reads_and_rejects_writes(mine):
         assert usage["updated_ns"] > 0
         mine.control_block.add_counter("allocs", 3)
         assert reader.control_block.counters()["allocs"] == 3
-        mine.control_block.publish_answer(0, "applied", effective_limit_bytes=9)
-        assert reader.control_block.wait_answer(0, 0.0)
-        assert not reader.control_block.wait_answer(1, 0.01)
+        mine.control_block.publish_ack(0, "applied", effective_limit_bytes=9)
+        assert reader.control_block.wait_ack(0, 0.0)
+        assert not reader.control_block.wait_ack(1, 0.01)
         for forbidden in (
             lambda: reader.control_block.write_request(1),
             reader.control_block.ring_bell,
@@ -481,10 +481,10 @@ def test_instance_acknowledges_a_request(name, limit_bytes):
     with Owner(name, "apply"):
         answer = segment.request(name, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", limit_bytes)
-        assert answer.answers_the_request
+        assert answer.is_of_the_request
         info = segment.inspect(name)
         assert info.request["limit_bytes"] == limit_bytes
-        assert info.answer["revision"] == info.request["revision"] == 1
+        assert info.ack["revision"] == info.request["revision"] == 1
 
 
 @pytest.mark.slow
@@ -493,9 +493,9 @@ def test_request_waits_until_the_limit_is_effective(name):
         assert segment.request(name, limit_bytes=1 << 20, wait_s=DEADLINE_S).state == "applied"
     with Owner(name, "shrink"):
 
-        def answered() -> segment.Answer | None:
+        def answered() -> segment.Ack | None:
             answer = segment.request(name, limit_bytes=1 << 20, wait_s=0.05)
-            return answer if answer.answers_the_request else None
+            return answer if answer.is_of_the_request else None
 
         answer = wait_until(answered)
         assert answer.state == "shrinking"
@@ -507,7 +507,7 @@ def test_request_waits_until_the_limit_is_effective(name):
     with Owner(name, "mute"):
         answer = segment.request(name, limit_bytes=1 << 20, wait_s=0.05)
         assert answer.state == "none"
-        assert not answer.answers_the_request
+        assert not answer.is_of_the_request
 
 
 def test_request_to_a_missing_or_dead_instance_raises(name):
@@ -558,7 +558,7 @@ def test_signal_handler_interrupts_a_wait(mine):
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        mine.control_block.wait_answer(1, None)
+        mine.control_block.wait_ack(1, None)
 
     try:
         with pytest.raises(RangError):
@@ -576,7 +576,7 @@ def test_releasing_a_waiters_control_block_is_safe(name):
 
     def wait() -> None:
         with suppress(SegmentError):
-            outcome.append(reader.control_block.wait_answer(1, 0.3))
+            outcome.append(reader.control_block.wait_ack(1, 0.3))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
@@ -633,8 +633,8 @@ def test_random_bytes_after_the_header_are_read_safely(name):
         (SHM / name).write_bytes(data)
         info = segment.inspect(name)
         assert info.header["state"] in {"alive", "closing", "unknown"}
-        assert info.answer["state"] in {"none", "applied", "shrinking", "refused", "unknown"}
-        assert isinstance(info.answer["reason"], str)
+        assert info.ack["state"] in {"none", "applied", "shrinking", "refused", "unknown"}
+        assert isinstance(info.ack["reason"], str)
     with segment.open_writable(name) as other, other.writing() as control_block:
         revision = control_block.write_request(5)  # wraps, if it must
         assert control_block.read_request()["revision"] == revision
@@ -671,7 +671,7 @@ def test_unknown_fields_are_named(mine):
     with pytest.raises(InvalidArgumentError, match="no_such"):
         mine.control_block.publish_usage(no_such=1)
     with pytest.raises(InvalidArgumentError, match="no_such"):
-        mine.control_block.publish_answer(1, "no_such", effective_limit_bytes=0)
+        mine.control_block.publish_ack(1, "no_such", effective_limit_bytes=0)
     with pytest.raises(InvalidArgumentError, match="no_such"):
         mine.control_block.add_counter("no_such")
 

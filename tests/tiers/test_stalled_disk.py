@@ -22,7 +22,7 @@ from kvelastic import _vmm
 from kvelastic.errors import SegmentBusyError
 from kvelastic.shared import segment, tier_status
 from kvelastic.shared.segment_listing import SegmentInfo
-from kvelastic.shared.tier_status import TierAnswer, TierRequest
+from kvelastic.shared.tier_status import TierAck, TierRequest
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
@@ -206,7 +206,7 @@ def test_operators_are_answered_while_the_disk_stalls(world: World, kind: str) -
         assert show(world.tiers, info.header["uuid"]) is not None
         stall = world.stall(kind)
         world.wait_until_stuck()
-        answers: list[tuple[TierRequest, TierAnswer | None]] = []
+        answers: list[tuple[TierRequest, TierAck | None]] = []
 
         def operate(number: int) -> None:
             request = REQUESTS[number % len(REQUESTS)]

@@ -40,7 +40,7 @@ from kvelastic.shared.tier_status import (
     MOST_REASON_BYTES,
     BadRequestError,
     BlockCounts,
-    TierAnswer,
+    TierAck,
     TierRequest,
     TiersStatus,
     TierStatus,
@@ -56,7 +56,7 @@ from kvelastic.tiers.base import Capacity, Selection, Store
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
 
-TierStatusFile = StatusFile[TiersStatus, TierRequest, TierAnswer]
+TierStatusFile = StatusFile[TiersStatus, TierRequest, TierAck]
 TIER = TierStatus(
     "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, 16, False, True
 )
@@ -105,8 +105,8 @@ def test_requests_and_statistics_survive_packing() -> None:
     ):
         check_request(request)
         assert KIND.unpack(TierRequest, KIND.pack(3, request)) == (3, request)
-    answer = TierAnswer(9, "refused", (None, 0, 12), "why")
-    assert KIND.unpack(TierAnswer, KIND.pack(9, answer)) == (9, answer)
+    answer = TierAck(9, "refused", (None, 0, 12), "why")
+    assert KIND.unpack(TierAck, KIND.pack(9, answer)) == (9, answer)
 
 
 def test_largest_values_fit_the_status_file(info: SegmentInfo, status_file: TierStatusFile) -> None:
@@ -125,7 +125,7 @@ def test_largest_values_fit_the_status_file(info: SegmentInfo, status_file: Tier
     with post(info, replace(request, tier="disk")) as asked:
         ((revision, found),) = status_file.pending().items()
         assert received(found) == replace(request, tier="disk")
-        answer = TierAnswer(revision, "failed", (most,) * MOST_TIERS, "x" * MOST_REASON_BYTES)
+        answer = TierAck(revision, "failed", (most,) * MOST_TIERS, "x" * MOST_REASON_BYTES)
         status_file.answer(answer)
         assert asked.wait(DEADLINE_S) == answer
 
@@ -136,7 +136,7 @@ def test_flipped_bit_or_noise_is_rejected(seed: int) -> None:
     cells: tuple[tuple[bytes, type[Shown]], ...] = (
         (KIND.pack(7, STATUS), TiersStatus),
         (KIND.pack(3, TierRequest("clear")), TierRequest),
-        (KIND.pack(9, TierAnswer(9, "done", (), "")), TierAnswer),
+        (KIND.pack(9, TierAck(9, "done", (), "")), TierAck),
     )
     for cell, of in cells:
         for _ in range(200):
@@ -145,7 +145,7 @@ def test_flipped_bit_or_noise_is_rejected(seed: int) -> None:
             assert KIND.unpack(of, bytes(broken)) is None
             assert KIND.unpack(of, dice.randbytes(len(cell))) is None
             assert KIND.unpack(of, cell[: dice.randrange(len(cell))]) is None
-        others: tuple[type[Shown], ...] = (TierRequest, TierAnswer)
+        others: tuple[type[Shown], ...] = (TierRequest, TierAck)
         assert all(KIND.unpack(other, cell) is None for other in others if other is not of), (
             "a cell is taken for another kind"
         )
@@ -161,7 +161,7 @@ def sealed(of: type, body: bytes) -> bytes:
 @pytest.mark.parametrize("seed", range(3))
 def test_malicious_content_with_valid_checksum_is_harmless(seed: int) -> None:
     dice = random.Random(seed)
-    values = (STATUS, TierRequest("clear"), TierAnswer(9, "done", (), ""))
+    values = (STATUS, TierRequest("clear"), TierAck(9, "done", (), ""))
     for _ in range(300):
         for value in values:
             body = bytearray(msgspec.msgpack.encode(value))
@@ -310,7 +310,7 @@ def test_next_publication_repairs_a_corrupt_file(
             ask(info, TierRequest("verify"), 0)
         for revision, request in status_file.pending().items():
             assert request == TierRequest("verify")
-            status_file.answer(TierAnswer(revision, "done", (), ""))
+            status_file.answer(TierAck(revision, "done", (), ""))
         os.truncate(path_of(info), KIND.file_bytes)
         status_file.publish(STATUS)
         overwrite(info, 0, KIND.header)
@@ -325,14 +325,14 @@ def test_concurrent_operators_get_their_own_results(
 ) -> None:
     """More operators than the ring has places, at once; each asks for a size of its own."""
     operators, each = 12, 6
-    got: dict[int, TierAnswer | None] = {}
+    got: dict[int, TierAck | None] = {}
     is_over = threading.Event()
 
     def serve() -> None:
         # It looks now and then, as a publisher does: one that spins keeps the others from the lock.
         while not is_over.wait(0.001):
             for revision, request in status_file.pending().items():
-                status_file.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
+                status_file.answer(TierAck(revision, "done", (request.size_bytes,), ""))
                 status_file.publish(replace(STATUS, answered_revision=revision))
 
     def operate(number: int) -> None:
@@ -375,7 +375,7 @@ def test_full_request_ring_rejects_further_requests(
     for size in range(RING):
         found = next(iter(status_file.pending().items()))
         assert found == (size + 1, TierRequest("limit", "disk", size))
-        status_file.answer(TierAnswer(found[0], "done", (), ""))
+        status_file.answer(TierAck(found[0], "done", (), ""))
     assert status_file.pending() == {}
     assert ask(info, TierRequest("verify"), 0) is None
 
@@ -416,7 +416,7 @@ def test_truncated_file_does_not_crash_waiting_processes(
         status_file.ring()
         assert asked.wait(0.01) is None
         os.truncate(path_of(info), KIND.file_bytes)
-        status_file.answer(TierAnswer(1, "done", (), ""))
+        status_file.answer(TierAck(1, "done", (), ""))
         answer = asked.wait(DEADLINE_S)
         assert answer is not None
         assert answer.state == "done"
@@ -430,13 +430,13 @@ def test_request_and_result_wake_their_waiters(
         while not (pending := status_file.pending()):
             status_file.wait(seen, DEADLINE_S)
             seen = status_file.bell
-        status_file.answer(TierAnswer(max(pending), "done", (), ""))
+        status_file.answer(TierAck(max(pending), "done", (), ""))
 
     server = threading.Thread(target=serve)
     server.start()
     answer = ask(info, TierRequest("verify"), DEADLINE_S)
     server.join()
-    assert answer == TierAnswer(1, "done", (), "")
+    assert answer == TierAck(1, "done", (), "")
 
 
 def test_overwritten_bell_loses_no_request(info: SegmentInfo, status_file: TierStatusFile) -> None:
@@ -445,7 +445,7 @@ def test_overwritten_bell_loses_no_request(info: SegmentInfo, status_file: TierS
         assert status_file.bell == 0, "the largest number is followed by 0"
         overwrite(info, 64, bytes(128))
         (revision,) = status_file.pending()
-        status_file.answer(TierAnswer(revision, "done", (), ""))
+        status_file.answer(TierAck(revision, "done", (), ""))
         assert asked.wait(DEADLINE_S) is not None
 
 
@@ -453,7 +453,7 @@ def test_oversized_content_is_rejected_and_not_written(
     info: SegmentInfo, status_file: TierStatusFile
 ) -> None:
     with pytest.raises(SegmentError, match="no room for a cell"):
-        status_file.answer(TierAnswer(1, "done", (), "x" * CELL_BYTES))
+        status_file.answer(TierAck(1, "done", (), "x" * CELL_BYTES))
     with pytest.raises(SegmentError, match="no room for a cell"):
         status_file.publish(
             replace(STATUS, tiers=(replace(TIER, problem="x" * KIND.snapshot_bytes),))
@@ -574,7 +574,7 @@ def test_each_request_is_executed_as_specified() -> None:
     tiers = FakeTiers()
     assert labels_of(tiers.stores) == ("host", "disk", "disk2")
     done = carry_out(1, TierRequest("limit", "disk2", 50), tiers)
-    assert done == TierAnswer(1, "done", (None, None, 5), "")
+    assert done == TierAck(1, "done", (None, None, 5), "")
     assert tiers.did == [("disk", 50)]
     tiers.did.clear()
     assert carry_out(2, TierRequest("trim", "host", 30), tiers).counts == (3, None, None)

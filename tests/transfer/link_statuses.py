@@ -14,7 +14,7 @@ from waiting import DEADLINE_S
 
 from kvelastic.cli.kvctl import main
 from kvelastic.shared import link_status
-from kvelastic.shared.link_status import KIND, LinkAnswer, LinkRequest, LinkStatus, NodeStatus
+from kvelastic.shared.link_status import KIND, LinkAck, LinkRequest, LinkStatus, NodeStatus
 from kvelastic.shared.segment_listing import link_status_name
 from kvelastic.shared.status_file import StatusFile
 from kvelastic.transfer import Link, Node
@@ -25,7 +25,7 @@ LINK = LinkStatus(
 )  # fmt: skip
 NODE = NodeStatus(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
 MOST = (1 << 63) - 1
-File = StatusFile[NodeStatus, LinkRequest, LinkAnswer]
+File = StatusFile[NodeStatus, LinkRequest, LinkAck]
 
 
 def counts(each: int) -> tuple[int, int, int, int, int, int, int, int, int]:

@@ -31,7 +31,7 @@ from kvelastic.shared.link_status import (
     MOST_HELD,
     MOST_LINKS,
     HeldStatus,
-    LinkAnswer,
+    LinkAck,
     LinkRequest,
     LinkStatus,
     NodeStatus,
@@ -309,9 +309,9 @@ def test_damaged_cells_are_rejected() -> None:
     assert KIND.unpack(NodeStatus, snapshot[:-1]) is None
     request = KIND.pack(3, LinkRequest("cut", 1, 2))
     assert KIND.unpack(LinkRequest, request) == (3, LinkRequest("cut", 1, 2))
-    assert KIND.unpack(LinkAnswer, request) is None
-    answer = LinkAnswer(3, "refused", "no")
-    assert KIND.unpack(LinkAnswer, KIND.pack(3, answer)) == (3, answer)
+    assert KIND.unpack(LinkAck, request) is None
+    answer = LinkAck(3, "refused", "no")
+    assert KIND.unpack(LinkAck, KIND.pack(3, answer)) == (3, answer)
     for lie in (
         b"",
         b"\x00" * 12,

@@ -26,7 +26,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentBusyError, SegmentError
 from kvelastic.shared import link_status
-from kvelastic.shared.link_status import KIND, LinkAnswer, LinkRequest
+from kvelastic.shared.link_status import KIND, LinkAck, LinkRequest
 from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.shared.status_file import CELL_BYTES, MOST_REVISION, RING
 from kvelastic.transfer import Node
@@ -48,7 +48,7 @@ def test_forged_revision_does_not_block_requests(where: str, revision: int, tmp_
                 cell = KIND.pack(revision, LinkRequest("cut", 99, TWO))
                 os.pwrite(file.fileno(), cell, KIND.request_at(revision))
             else:
-                cell = KIND.pack(revision, LinkAnswer(revision, "done"))
+                cell = KIND.pack(revision, LinkAck(revision, "done"))
                 os.pwrite(file.fileno(), cell, KIND.answer_at(revision))
         look()
         node = figures(owner)
@@ -60,7 +60,7 @@ def test_forged_revision_does_not_block_requests(where: str, revision: int, tmp_
                 look()
             # One that stands where the answer was to come has gone with it, and with nothing else.
             is_written_over = where == "answer" and revision % RING == 1
-            assert asked.result() == (None if is_written_over else LinkAnswer(1, "done"))
+            assert asked.result() == (None if is_written_over else LinkAck(1, "done"))
         look()
         assert owner.links == ()
         assert figures(owner).answered_revision == 1

@@ -126,27 +126,27 @@ const char* state_name(std::optional<InstanceState> state) {
   return *state == InstanceState::kAlive ? "alive" : "closing";
 }
 
-constexpr std::array<std::pair<AnswerState, const char*>, 5> kAnswerStates{{
-    {AnswerState::kNone, "none"},
-    {AnswerState::kApplied, "applied"},
-    {AnswerState::kShrinking, "shrinking"},
-    {AnswerState::kRefused, "refused"},
-    {AnswerState::kFailed, "failed"},
+constexpr std::array<std::pair<AckState, const char*>, 5> kAckStates{{
+    {AckState::kNone, "none"},
+    {AckState::kApplied, "applied"},
+    {AckState::kShrinking, "shrinking"},
+    {AckState::kRefused, "refused"},
+    {AckState::kFailed, "failed"},
 }};
 
-const char* answer_state_name(AnswerState state) {
-  for (const auto& [value, name] : kAnswerStates) {
+const char* ack_state_name(AckState state) {
+  for (const auto& [value, name] : kAckStates) {
     if (value == state) return name;
   }
   return "unknown";
 }
 
-AnswerState answer_state_of(const std::string& name) {
-  for (const auto& [value, known] : kAnswerStates) {
+AckState ack_state_of(const std::string& name) {
+  for (const auto& [value, known] : kAckStates) {
     if (name == known) return value;
   }
-  raise_code("INVALID_ARGUMENT",
-             "unknown answer state '" + name + "'; known: none, applied, shrinking, refused");
+  raise_code("INVALID_ARGUMENT", "unknown acknowledgement state '" + name +
+                                     "'; known: none, applied, shrinking, refused");
 }
 
 /// The fields of Usage that Python sees, by name.
@@ -232,20 +232,20 @@ nb::dict read_request(const PyControlBlock& control_block) {
   return out;
 }
 
-nb::dict read_answer(const PyControlBlock& control_block) {
-  Answer answer;
-  const bool whole = control_block.view().read_answer(answer);
+nb::dict read_ack(const PyControlBlock& control_block) {
+  Ack ack;
+  const bool whole = control_block.view().read_ack(ack);
   nb::dict out;
-  out["revision"] = answer.revision;
-  out["effective_limit_bytes"] = answer.effective_limit_bytes;
-  out["mapped_bytes"] = answer.mapped_bytes;
-  out["over_bytes"] = answer.over_bytes;
-  out["min_bytes"] = answer.min_bytes;
-  out["priority"] = answer.priority;
-  out["state"] = answer_state_name(answer.state);
-  const std::string reason = control_block.view().reason_of(answer);
+  out["revision"] = ack.revision;
+  out["effective_limit_bytes"] = ack.effective_limit_bytes;
+  out["mapped_bytes"] = ack.mapped_bytes;
+  out["over_bytes"] = ack.over_bytes;
+  out["min_bytes"] = ack.min_bytes;
+  out["priority"] = ack.priority;
+  out["state"] = ack_state_name(ack.state);
+  const std::string reason = control_block.view().reason_of(ack);
   out["reason"] = text(reason);
-  out["answered_ns"] = answer.answered_ns;
+  out["acknowledged_ns"] = ack.acknowledged_ns;
   out["whole"] = whole;
   return out;
 }
@@ -300,19 +300,19 @@ double measure_publish_ns(const PyControlBlock& control_block, std::uint64_t cou
   return count == 0 ? 0.0 : passed_ns / static_cast<double>(count);
 }
 
-void publish_answer(const PyControlBlock& control_block, std::uint64_t revision,
-                    const std::string& state, std::uint64_t effective_limit_bytes,
-                    std::uint64_t mapped_bytes, std::uint64_t over_bytes, const std::string& reason,
-                    std::uint64_t min_bytes, std::int64_t priority) {
-  Answer answer;
-  answer.revision = revision;
-  answer.state = answer_state_of(state);
-  answer.effective_limit_bytes = effective_limit_bytes;
-  answer.mapped_bytes = mapped_bytes;
-  answer.over_bytes = over_bytes;
-  answer.min_bytes = min_bytes;
-  answer.priority = priority;
-  control_block.native()->answer(answer, reason);
+void publish_ack(const PyControlBlock& control_block, std::uint64_t revision,
+                 const std::string& state, std::uint64_t effective_limit_bytes,
+                 std::uint64_t mapped_bytes, std::uint64_t over_bytes, const std::string& reason,
+                 std::uint64_t min_bytes, std::int64_t priority) {
+  Ack ack;
+  ack.revision = revision;
+  ack.state = ack_state_of(state);
+  ack.effective_limit_bytes = effective_limit_bytes;
+  ack.mapped_bytes = mapped_bytes;
+  ack.over_bytes = over_bytes;
+  ack.min_bytes = min_bytes;
+  ack.priority = priority;
+  control_block.native()->acknowledge(ack, reason);
 }
 
 nb::object owner_request(const PyControlBlock& control_block) {
@@ -344,12 +344,12 @@ RequestChange make_change(std::optional<std::uint64_t> limit_bytes,
   return change;
 }
 
-bool wait_answer(const PyControlBlock& control_block, std::uint64_t revision,
-                 std::optional<double> timeout_s, bool settled) {
+bool wait_ack(const PyControlBlock& control_block, std::uint64_t revision,
+              std::optional<double> timeout_s, bool settled) {
   const auto hold = control_block.hold();  // keeps it mapped if another thread calls release()
   const ControlBlockView view = control_block.view();
   return wait_in_slices(nanoseconds(timeout_s), [&](std::int64_t slice_ns) {
-    return view.wait_answer(revision, settled, slice_ns);
+    return view.wait_ack(revision, settled, slice_ns);
   });
 }
 
@@ -454,7 +454,7 @@ void bind_control_block(nb::module_& m) {
            "Release the buffer. A pool or maintenance thread that uses it still keeps it.")
       .def("read_header", &read_header)
       .def("read_request", &read_request)
-      .def("read_answer", &read_answer)
+      .def("read_ack", &read_ack)
       .def("read_usage", &read_usage)
       .def("counters", &counters)
       .def_prop_ro("engine_asleep", &engine_asleep,
@@ -481,8 +481,7 @@ void bind_control_block(nb::module_& m) {
             r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
           "limit_bytes"_a, "For tests: write what a writer that dies halfway leaves behind.")
-      .def("wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
-           "settled"_a = false,
+      .def("wait_ack", &wait_ack, "revision"_a, "timeout_s"_a, nb::kw_only(), "settled"_a = false,
            "Block until the owner has acknowledged this request or a later one; with `settled`, "
            "until the state is also no longer shrinking. Returns False after `timeout_s` seconds "
            "(None: never). Releases the GIL; Python signal handlers still run.")
@@ -492,7 +491,7 @@ void bind_control_block(nb::module_& m) {
            "For the owner: block until the bell differs from `seen` and return True, or return "
            "False after `timeout_s` seconds (None: never). Releases the GIL.")
       .def("owner_request", &owner_request, "For the owner: return the newest request, or None.")
-      .def("publish_answer", &publish_answer, "revision"_a, "state"_a, nb::kw_only(),
+      .def("publish_ack", &publish_ack, "revision"_a, "state"_a, nb::kw_only(),
            "effective_limit_bytes"_a, "mapped_bytes"_a = 0, "over_bytes"_a = 0, "reason"_a = "",
            "min_bytes"_a = 0, "priority"_a = 0,
            "For the owner: acknowledge a request and wake the processes that wait for that.")

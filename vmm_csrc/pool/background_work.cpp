@@ -56,7 +56,7 @@ bool BackgroundWork::arm_memory_watch() {
 
 void BackgroundWork::note_memory() {
   const Change change(pool_);
-  if (std::exchange(change->refusals.is_unanswered, false)) change->more_available = true;
+  if (std::exchange(change->refusals.is_pending, false)) change->more_available = true;
 }
 
 // --- ahead of demand, and when idle --------------------------------------------------------------

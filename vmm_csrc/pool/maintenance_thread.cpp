@@ -37,17 +37,17 @@ std::uint64_t next_revision(const Request& request, std::uint64_t done) {
   return next;
 }
 
-const char* text_of(AnswerState state) {
+const char* text_of(AckState state) {
   switch (state) {
-    case AnswerState::kNone:
+    case AckState::kNone:
       return "none";
-    case AnswerState::kApplied:
+    case AckState::kApplied:
       return "applied";
-    case AnswerState::kShrinking:
+    case AckState::kShrinking:
       return "shrinking";
-    case AnswerState::kRefused:
+    case AckState::kRefused:
       return "refused";
-    case AnswerState::kFailed:
+    case AckState::kFailed:
       return "failed";
   }
   return "?";
@@ -66,7 +66,7 @@ std::unique_ptr<MaintenanceThread> MaintenanceThread::start(
     thread->watch_ = std::make_unique<MemoryWatch>(processes);
   }
   thread->pool_->publish_to(thread->control_block_);
-  thread->answer(thread->pool_->state.limit_state(), {});
+  thread->acknowledge(thread->pool_->state.limit_state(), {});
   thread->pool_->background.on_work([bell = thread->control_block_] { bell->ring_bell(); });
   thread->thread_ = std::thread(&MaintenanceThread::run, thread.get());
   if (const std::shared_ptr<DeviceSet>& device_set = thread->pool_->state.device_set) {
@@ -115,7 +115,7 @@ void MaintenanceThread::run() {
 void MaintenanceThread::go_round(std::uint32_t seen) {
   const bool read = read_request();
   look_at_devices();
-  if (pool_->state.has_failed() && !failure_reported_) answer(pool_->state.limit_state(), {});
+  if (pool_->state.has_failed() && !failure_reported_) acknowledge(pool_->state.limit_state(), {});
   see_capacity();
   const bool over_capacity = pool_->state.device_set && pool_->state.device_set->request_excess();
   serve_reclaim_requests();
@@ -125,8 +125,8 @@ void MaintenanceThread::go_round(std::uint32_t seen) {
   const bool missing = pool_->background.pursue();
   pursuing_ = pool_->limits.expire_pressure() || missing || over_capacity || waking;
   // The begin or end of memory pressure changes the limit in effect, too.
-  if (pool_->state.limit_state().effective_bytes != answered_effective_bytes_) {
-    answer(pool_->state.limit_state(), {});
+  if (pool_->state.limit_state().effective_bytes != acknowledged_effective_bytes_) {
+    acknowledge(pool_->state.limit_state(), {});
   }
   (void)pool_->background.provision();  // out of memory: the next alloc reports it
   pursuing_ = pursuing_ || pool_->background.is_provision_due();
@@ -153,7 +153,7 @@ bool MaintenanceThread::read_request() {
   } while (revision_ != request->revision);
   finish_shrinking();
   if (logged_request_ && !waking_)
-    log_outcome(AnswerState::kShrinking, pool_->state.limit_state(), {});
+    log_outcome(AckState::kShrinking, pool_->state.limit_state(), {});
   return true;
 }
 
@@ -177,14 +177,14 @@ void MaintenanceThread::look_at_devices() {
   const Sight sight = pool_->background.see_devices();
   device_is_shared_ = sight != Sight::kNone;
   Refusals refusals = PoolState::Look(pool_->state)->refusals;
-  if (!device_is_shared_) refusals.is_unanswered = false;
+  if (!device_is_shared_) refusals.is_pending = false;
   // Not at the measurement that a refusal triggered: if the driver keeps refusing granted pages,
   // the engine must retry at increasing intervals.
-  if (refusals.is_unanswered && !moved && pool_->state.device_set->room() > 0) {
+  if (refusals.is_pending && !moved && pool_->state.device_set->room() > 0) {
     pool_->background.note_memory();
-    refusals.is_unanswered = false;
+    refusals.is_pending = false;
   }
-  const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
+  const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_pending;
   // With backoff: a member that is stopped half-way must not keep this thread busy.
   const int doublings = std::max(unsure_looks_, refusals.in_a_row - 1);
   const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << doublings;
@@ -194,7 +194,7 @@ void MaintenanceThread::look_at_devices() {
 
 /// Acknowledges a change of the capacity, which changes the limit in effect.
 void MaintenanceThread::see_capacity() {
-  if (pool_->limits.see_capacity()) answer(pool_->state.limit_state(), {});
+  if (pool_->limits.see_capacity()) acknowledge(pool_->state.limit_state(), {});
 }
 
 /// Releases memory that other instances request, as far as possible.
@@ -255,7 +255,7 @@ void MaintenanceThread::log_request(const Request& request) {
 
 /// Logs the result of a request once it is known, or at the end of a round that it is still in
 /// progress.
-void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state,
+void MaintenanceThread::log_outcome(AckState outcome, const LimitState& state,
                                     const std::string& reason) {
   const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->state.page_bytes(), 1);
   const double ms =
@@ -269,7 +269,7 @@ void MaintenanceThread::log_outcome(AnswerState outcome, const LimitState& state
   if (state.over_bytes > 0) sizes += ", of which " + size_text(state.over_bytes) + " are in use";
   info_log("Request (%s): %s after %.1f ms. %s%s%s.", logged_request_->what.c_str(),
            text_of(outcome), ms, sizes.c_str(), reason.empty() ? "" : ": ", reason.c_str());
-  if (outcome != AnswerState::kShrinking) logged_request_.reset();
+  if (outcome != AckState::kShrinking) logged_request_.reset();
 }
 
 /// Executes request `revision_`, all or nothing, and acknowledges it.
@@ -335,7 +335,7 @@ void MaintenanceThread::refuse_waking(std::string reason) {
 
 void MaintenanceThread::refuse(std::string reason) {
   refusal_ = std::move(reason);
-  answer(pool_->state.limit_state(), {});
+  acknowledge(pool_->state.limit_state(), {});
 }
 
 /// Applies the limit and trim of a request, and acknowledges it.
@@ -346,24 +346,24 @@ void MaintenanceThread::apply(const Request& request, std::uint64_t revision) {
                                ? pool_->limits.set(request.limit_bytes)
                                : pool_->state.limit_state();
   const bool trim = request.trim_revision == revision;
-  if (!trim || state.over_bytes > 0) answer(state, {});
+  if (!trim || state.over_bytes > 0) acknowledge(state, {});
   if (trim) {
     Result<std::uint64_t> trimmed = pool_->background.trim();
-    answer(pool_->state.limit_state(), trimmed ? std::string() : trimmed.error().message);
+    acknowledge(pool_->state.limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
   control_block_->add(Counter::kRequestsApplied);
 }
 
 void MaintenanceThread::finish_shrinking() {
   shrink_again_ = false;
-  if (answered_over_bytes_ == 0 && pool_->state.limit_state().over_bytes == 0) return;
+  if (acknowledged_over_bytes_ == 0 && pool_->state.limit_state().over_bytes == 0) return;
   // A new request must not wait for copies made for the last one.
   Result<LimitState> state = pool_->limits.enforce(
       [this] { return stopping_ || control_block_->request_revision() != revision_; });
   const LimitState now = state ? *state : pool_->state.limit_state();
   const std::string reason = state ? std::string() : state.error().message;
   shrink_again_ = !state && !pool_->state.has_failed();
-  if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
+  if (now.over_bytes != acknowledged_over_bytes_ || !reason.empty()) acknowledge(now, reason);
 }
 
 /// If the machine is running out of memory, releases caches before the kernel kills a process, and
@@ -390,46 +390,45 @@ void MaintenanceThread::watch_memory() {
   (void)pool_->background.give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
 }
 
-void MaintenanceThread::answer(const LimitState& state, std::string reason) {
-  AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
+void MaintenanceThread::acknowledge(const LimitState& state, std::string reason) {
+  AckState outcome = state.over_bytes == 0 ? AckState::kApplied : AckState::kShrinking;
   // A refusal stays, whatever happens to a limit requested earlier.
   if (!refusal_.empty()) {
-    outcome = AnswerState::kRefused;
+    outcome = AckState::kRefused;
     reason = refusal_;
   }
   if (const std::optional<Error> failure = pool_->state.failure()) {
     failure_reported_ = true;
-    outcome = AnswerState::kFailed;
+    outcome = AckState::kFailed;
     reason = failure->message;
   }
   if (reason.empty() && state.effective_bytes > state.limit_bytes) {
     reason = "one page is always held, for the null block";
   }
-  Answer answer;
+  Ack ack;
   // A waiting wake is not acknowledged yet: until then, acknowledgements refer to the request
   // before it.
-  if (!waking_ || waking_->revision != revision_) answered_revision_ = revision_;
-  answer.revision = answered_revision_;
-  answer.effective_limit_bytes = state.effective_bytes;
-  answer.mapped_bytes = state.mapped_bytes;
-  answer.over_bytes = state.over_bytes;
-  answer.state = outcome;
+  if (!waking_ || waking_->revision != revision_) acknowledged_revision_ = revision_;
+  ack.revision = acknowledged_revision_;
+  ack.effective_limit_bytes = state.effective_bytes;
+  ack.mapped_bytes = state.mapped_bytes;
+  ack.over_bytes = state.over_bytes;
+  ack.state = outcome;
   if (const std::shared_ptr<DeviceSet>& device_set = pool_->state.device_set) {
-    answer.min_bytes = device_set->min_bytes();
-    answer.priority = device_set->priority();
+    ack.min_bytes = device_set->min_bytes();
+    ack.priority = device_set->priority();
   }
-  answered_over_bytes_ = state.over_bytes;
-  answered_effective_bytes_ = state.effective_bytes;
+  acknowledged_over_bytes_ = state.over_bytes;
+  acknowledged_effective_bytes_ = state.effective_bytes;
   if (debug_logging()) {
     debug_log("request %llu: %s; keeps to %s, %s are mapped, %s over%s%s",
               static_cast<unsigned long long>(revision_), text_of(outcome),
-              size_text(answer.effective_limit_bytes).c_str(),
-              size_text(answer.mapped_bytes).c_str(), size_text(answer.over_bytes).c_str(),
-              reason.empty() ? "" : ": ", reason.c_str());
+              size_text(ack.effective_limit_bytes).c_str(), size_text(ack.mapped_bytes).c_str(),
+              size_text(ack.over_bytes).c_str(), reason.empty() ? "" : ": ", reason.c_str());
   }
-  control_block_->answer(answer, reason);
-  const bool is_settled = outcome != AnswerState::kShrinking;
-  if (is_settled && logged_request_ && logged_request_->revision == answer.revision) {
+  control_block_->acknowledge(ack, reason);
+  const bool is_settled = outcome != AckState::kShrinking;
+  if (is_settled && logged_request_ && logged_request_->revision == ack.revision) {
     log_outcome(outcome, state, reason);
   }
 }

@@ -72,14 +72,14 @@ class MaintenanceThread {
   void refuse_waking(std::string reason);
   Status change_standing(const Request& request);
   void log_request(const Request& request);
-  void log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason);
+  void log_outcome(AckState outcome, const LimitState& state, const std::string& reason);
   void look_at_devices();
   void see_capacity();
   void serve_reclaim_requests();
   void pass_bells_on(const LedgerMember& member);
   void finish_shrinking();
   void watch_memory();
-  void answer(const LimitState& state, std::string reason);
+  void acknowledge(const LimitState& state, std::string reason);
   void decay();
   void evict_idle();
   std::int64_t sleep_ns(bool request_unreadable);
@@ -106,9 +106,9 @@ class MaintenanceThread {
     std::int64_t priority_before;
   };
   std::optional<Waking> waking_;
-  std::uint64_t answered_revision_ = 0;
-  std::uint64_t answered_over_bytes_ = 0;
-  std::uint64_t answered_effective_bytes_ = 0;
+  std::uint64_t acknowledged_revision_ = 0;
+  std::uint64_t acknowledged_over_bytes_ = 0;
+  std::uint64_t acknowledged_effective_bytes_ = 0;
   bool failure_reported_ = false;
   bool shrink_again_ = false;  // the driver refused; only a timer wakes this thread for a retry
   ParkedDecay decay_;

@@ -43,9 +43,9 @@ class PendingWork {
     const bool watch = work.watch && !watch_;
     const bool pursue = work.pursue && !pursue_;
     const bool look = work.look && !look_;
-    const bool answer = work.over_pages != answered_over_pages_;
+    const bool ack = work.over_pages != acknowledged_over_pages_;
     const bool failed = work.failed && !std::exchange(failed_, true);
-    if (!enforce && !provision && !decay && !cache_idle && !watch && !pursue && !look && !answer &&
+    if (!enforce && !provision && !decay && !cache_idle && !watch && !pursue && !look && !ack &&
         !failed)
       return;
     provision_ = provision_ || provision;
@@ -54,7 +54,7 @@ class PendingWork {
     watch_ = watch_ || watch;
     pursue_ = pursue_ || pursue;
     look_ = look_ || look;
-    answered_over_pages_ = work.over_pages;
+    acknowledged_over_pages_ = work.over_pages;
     wake_();
   }
 
@@ -97,7 +97,7 @@ class PendingWork {
   bool pursue_ = false;
   bool look_ = false;
   bool failed_ = false;
-  std::uint64_t answered_over_pages_ = 0;
+  std::uint64_t acknowledged_over_pages_ = 0;
 };
 
 }  // namespace kvelastic

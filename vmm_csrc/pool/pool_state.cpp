@@ -51,7 +51,7 @@ std::uint64_t PoolState::largest_batch_pages() const {
 }
 
 void PoolState::note_refused(State& state) const {
-  state.refusals.is_unanswered = true;
+  state.refusals.is_pending = true;
   state.refusals.in_a_row = std::min(state.refusals.in_a_row + 1, kMostRefusals);
   if (device_set && backing->works_behind()) state.moved_bytes = kLargeMoveBytes;
 }
@@ -150,9 +150,9 @@ void State::set_now() {
       static_cast<std::uint32_t>(std::chrono::duration_cast<milliseconds>(since).count()));
 }
 
-void State::fail_if_final(const Status& answered) {
-  if (answered || accounting.failure() || !is_final(answered.error())) return;
-  Error error = answered.error();
+void State::fail_if_final(const Status& status) {
+  if (status || accounting.failure() || !is_final(status.error())) return;
+  Error error = status.error();
   // Only this call waited for the timeout; later calls fail at once.
   if (error.code == Errc::kChannelTimeout) error.code = Errc::kChannelClosed;
   accounting.fail(std::move(error));

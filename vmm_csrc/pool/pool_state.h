@@ -81,8 +81,8 @@ inline constexpr int kMostRefusals = 10;
 
 /// Granted pages that were refused for lack of memory.
 struct Refusals {
-  bool is_unanswered = false;  ///< since memory was last known to be available
-  int in_a_row = 0;            ///< since the last successful map, at most kMostRefusals
+  bool is_pending = false;  ///< since memory was last known to be available
+  int in_a_row = 0;         ///< since the last successful map, at most kMostRefusals
 };
 
 /// Returns the result of `call`, or kOutOfMemory if it runs out of memory for its lists, so that
@@ -129,7 +129,7 @@ struct State {
   void set_now();
   /// Records a failure after which the mappings are unknown. Handing out a page that is not mapped
   /// would crash the engine later.
-  void fail_if_final(const Status& answered);
+  void fail_if_final(const Status& status);
 
   const PoolOptions& options;
   const std::shared_ptr<DeviceSet> device_set;

@@ -184,27 +184,27 @@ EngineSleep ControlBlockView::engine_sleep() const {
                                                                   : EngineSleep::kUnknown;
 }
 
-std::string ControlBlockView::reason_of(const Answer& answer) const {
-  std::string reason(text_of(answer.reason));
-  if (answer.rest == 0) return reason;
+std::string ControlBlockView::reason_of(const Ack& ack) const {
+  std::string reason(text_of(ack.reason));
+  if (ack.rest == 0) return reason;
   ReasonRest rest;
-  if (latch_read(layout_->reason_rest, rest) && rest.number == answer.rest)
+  if (latch_read(layout_->reason_rest, rest) && rest.number == ack.rest)
     return reason.append(text_of(rest.text));
   return reason.replace(reason.size() - std::min<std::size_t>(3, reason.size()), 3, "...");
 }
 
-bool ControlBlockView::wait_answer(std::uint64_t revision, bool settled,
-                                   std::int64_t timeout_ns) const {
+bool ControlBlockView::wait_ack(std::uint64_t revision, bool settled,
+                                std::int64_t timeout_ns) const {
   const Deadline deadline(timeout_ns);
   for (;;) {
-    const std::uint32_t seen = layout_->answer_bell.load(std::memory_order_acquire);
-    Answer answer;
-    if (read_answer(answer) && answer.revision >= revision &&
-        !(settled && answer.state == AnswerState::kShrinking)) {
+    const std::uint32_t seen = layout_->ack_bell.load(std::memory_order_acquire);
+    Ack ack;
+    if (read_ack(ack) && ack.revision >= revision &&
+        !(settled && ack.state == AckState::kShrinking)) {
       return true;
     }
     if (deadline.over()) return false;
-    futex_wait(layout_->answer_bell, seen, deadline.left());
+    futex_wait(layout_->ack_bell, seen, deadline.left());
   }
 }
 
@@ -321,7 +321,7 @@ Result<std::unique_ptr<ControlBlockOwner>> ControlBlockOwner::create(
 
 void ControlBlockOwner::set_state(InstanceState state) {
   __atomic_store_n(&layout_->state, static_cast<std::uint32_t>(state), __ATOMIC_RELEASE);
-  kvelastic::ring_bell(layout_->answer_bell);  // waiters must see that the instance is closing
+  kvelastic::ring_bell(layout_->ack_bell);  // waiters must see that the instance is closing
 }
 
 std::optional<Request> ControlBlockOwner::read_request() const {
@@ -357,29 +357,29 @@ void ControlBlockOwner::on_usage(std::function<void(const Usage&)> on_usage) {
   on_usage_(last);
 }
 
-void ControlBlockOwner::answer(Answer answer, std::string_view reason) {
-  if (answer.answered_ns == 0) answer.answered_ns = monotonic_ns();
+void ControlBlockOwner::acknowledge(Ack ack, std::string_view reason) {
+  if (ack.acknowledged_ns == 0) ack.acknowledged_ns = monotonic_ns();
   ReasonRest rest;
   if (!reason.empty()) {
     std::string shown(reason.substr(0, kReasonBytes));
     if (reason.size() > kReasonBytes) shown.replace(kReasonBytes - 3, 3, "...");
-    answer.reason.fill('\0');
-    shown.copy(answer.reason.data(), answer.reason.size());
-    if (shown.size() > answer.reason.size())
-      shown.copy(rest.text.data(), rest.text.size(), answer.reason.size());
+    ack.reason.fill('\0');
+    shown.copy(ack.reason.data(), ack.reason.size());
+    if (shown.size() > ack.reason.size())
+      shown.copy(rest.text.data(), rest.text.size(), ack.reason.size());
   }
   {
-    const std::lock_guard<std::mutex> lock(answer_mutex_);
-    answer.rest = 0;
+    const std::lock_guard<std::mutex> lock(ack_mutex_);
+    ack.rest = 0;
     if (rest.text.front() != '\0') {
       const std::uint64_t revision = layout_->reason_rest.revision + 1;
       // Writers of earlier versions leave the number 0.
-      rest.number = answer.rest = static_cast<std::uint32_t>(revision | 1U << 31);
+      rest.number = ack.rest = static_cast<std::uint32_t>(revision | 1U << 31);
       latch_write(layout_->reason_rest, rest, revision);
     }
-    latch_write(layout_->answer, answer, layout_->answer.revision + 1);
+    latch_write(layout_->ack, ack, layout_->ack.revision + 1);
   }
-  kvelastic::ring_bell(layout_->answer_bell);
+  kvelastic::ring_bell(layout_->ack_bell);
 }
 
 }  // namespace kvelastic

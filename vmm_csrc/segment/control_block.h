@@ -5,15 +5,15 @@
 //   header        identity, written once before the segment is visible; under a CRC
 //   state, bells  one word each, on separate cache lines
 //   request       operator -> instance    one writer at a time (writers share a lock on the file)
-//   answer        instance -> operator    owner only: the acknowledgement of a request
+//   ack           instance -> operator    owner only: the acknowledgement of a request
 //   usage         instance -> anyone      owner only
 //   counters      instance -> anyone      owner only
-//   reason_rest   instance -> operator    owner only: the end of a long reason of `answer`
+//   reason_rest   instance -> operator    owner only: the end of a long reason of `ack`
 //   spare         zero today; a later field goes here and keeps the ABI version
 //   ring area     after the control block: the scheduler's ring to its workers (ring_memory.h)
 // clang-format on
 //
-// Request, answer, usage and reason_rest are *latches*: two slots and a revision. Revision r lies
+// Request, ack, usage and reason_rest are *latches*: two slots and a revision. Revision r lies
 // in slot r & 1. A writer fills the slot that readers do not use and then stores the revision:
 //   - A writer that is killed or stopped half-way does not change what readers see.
 //   - A reader gets a whole value at once. It retries only if two newer values were written
@@ -125,7 +125,7 @@ struct Request {
   std::uint64_t asleep_revision = 0;
 };
 
-enum class AnswerState : std::uint32_t {
+enum class AckState : std::uint32_t {
   kNone = 0,       ///< no acknowledgement yet
   kApplied = 1,    ///< the limit is in effect
   kShrinking = 2,  ///< no page is added; over_bytes still have to be released
@@ -134,27 +134,27 @@ enum class AnswerState : std::uint32_t {
 };
 
 /// The acknowledgement of a request. One revision may get several in sequence.
-struct Answer {
+struct Ack {
   std::uint64_t revision = 0;  ///< of the acknowledged request
   std::uint64_t effective_limit_bytes = 0;
   std::uint64_t mapped_bytes = 0;
   std::uint64_t over_bytes = 0;
-  std::uint64_t answered_ns = 0;
-  AnswerState state = AnswerState::kNone;
+  std::uint64_t acknowledged_ns = 0;
+  AckState state = AckState::kNone;
   std::uint32_t rest = 0;  ///< the number of the `ReasonRest` that continues `reason`; 0: none
   std::uint64_t min_bytes = 0;
   std::int64_t priority = 0;
   std::array<char, 128> reason{};
 };
 
-/// The end of a reason that does not fit into `Answer`.
+/// The end of a reason that does not fit into `Ack`.
 struct ReasonRest {
   std::uint64_t number = 0;
   std::array<char, 240> text{};
 };
 
 /// A longer reason is cut and ends in "...".
-inline constexpr std::size_t kReasonBytes = sizeof(Answer::reason) + sizeof(ReasonRest::text);
+inline constexpr std::size_t kReasonBytes = sizeof(Ack::reason) + sizeof(ReasonRest::text);
 
 /// The instance's memory usage, summed over its pools.
 struct Usage {
@@ -225,10 +225,10 @@ struct ControlBlockLayout {
   ControlBlockHeader header;
   alignas(kLineBytes) std::uint32_t state;
   alignas(kLineBytes) FutexWord bell;  ///< futex word: the owner waits here
-  alignas(kLineBytes) FutexWord
-      answer_bell;  ///< futex word: requesters wait here for an acknowledgement
+  alignas(
+      kLineBytes) FutexWord ack_bell;  ///< futex word: requesters wait here for an acknowledgement
   Latch<Request> request;
-  Latch<Answer> answer;
+  Latch<Ack> ack;
   std::array<std::uint64_t, 8> reserved0;
   Latch<Usage> usage;
   std::uint64_t engine_sleep;  ///< an EngineSleep
@@ -250,12 +250,12 @@ static_assert(offsetof(ControlBlockHeader, engine) == 192);
 static_assert(offsetof(ControlBlockHeader, model) == 256);
 static_assert(offsetof(ControlBlockHeader, devices) == 512);
 static_assert(sizeof(ControlBlockHeader) == 1728);
-static_assert(sizeof(Request) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
+static_assert(sizeof(Request) == 96 && sizeof(Ack) == 192 && sizeof(Usage) == 192);
 static_assert(offsetof(ControlBlockLayout, state) == 1728);
 static_assert(offsetof(ControlBlockLayout, bell) == 1792);
-static_assert(offsetof(ControlBlockLayout, answer_bell) == 1856);
+static_assert(offsetof(ControlBlockLayout, ack_bell) == 1856);
 static_assert(offsetof(ControlBlockLayout, request) == 1920);
-static_assert(offsetof(ControlBlockLayout, answer) == 2176);
+static_assert(offsetof(ControlBlockLayout, ack) == 2176);
 static_assert(offsetof(ControlBlockLayout, usage) == 2688);
 static_assert(offsetof(ControlBlockLayout, engine_sleep) == 3136);
 static_assert(offsetof(ControlBlockLayout, counters) == 3200);
@@ -324,10 +324,10 @@ class ControlBlockView {
   /// Each copies the newest value to `out`. Returns false if the writer overtook kLatchReadTries
   /// copies (see latch_read).
   bool read_request(Request& out) const { return latch_read(layout_->request, out); }
-  bool read_answer(Answer& out) const { return latch_read(layout_->answer, out); }
+  bool read_ack(Ack& out) const { return latch_read(layout_->ack, out); }
   bool read_usage(Usage& out) const { return latch_read(layout_->usage, out); }
   /// The reason of an acknowledgement. Ends in "..." if a later one has overwritten the rest.
-  std::string reason_of(const Answer& answer) const;
+  std::string reason_of(const Ack& ack) const;
   std::uint64_t counter(Counter counter) const;
   /// Returns kUnknown for values that this version does not know.
   EngineSleep engine_sleep() const;
@@ -335,7 +335,7 @@ class ControlBlockView {
   /// Blocks until the instance has acknowledged `revision` or a later one; with `settled`, until
   /// its state is no longer kShrinking. Returns false after `timeout_ns` (negative: never). Signals
   /// do not interrupt the wait.
-  bool wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const;
+  bool wait_ack(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const;
 
  private:
   friend class ControlBlockOwner;
@@ -430,8 +430,8 @@ class ControlBlockOwner {
   /// Wakes the thread that waits on the bell. Callable from any process.
   void ring_bell();
 
-  /// Publishes an acknowledgement and wakes its waiters. Sets answered_ns if it is 0.
-  void answer(Answer answer, std::string_view reason = {});
+  /// Publishes an acknowledgement and wakes its waiters. Sets acknowledged_ns if it is 0.
+  void acknowledge(Ack ack, std::string_view reason = {});
 
   /// Publishes the usage. Takes under 0.2 us and no system call besides on_usage().
   void publish_usage(Usage usage) {
@@ -457,7 +457,7 @@ class ControlBlockOwner {
   std::span<std::byte> ring_;
   std::mutex usage_mutex_;  // taken by the owner's threads only
   std::function<void(const Usage&)> on_usage_;
-  std::mutex answer_mutex_;
+  std::mutex ack_mutex_;
 };
 
 }  // namespace kvelastic

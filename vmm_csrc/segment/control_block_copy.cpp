@@ -37,7 +37,7 @@ int read_revisions(int fd, Revisions& out) {
     std::memcpy(&revision, control_block.data() + offset, sizeof(revision));
     return revision;
   };
-  out = {at(offsetof(ControlBlockLayout, request)), at(offsetof(ControlBlockLayout, answer)),
+  out = {at(offsetof(ControlBlockLayout, request)), at(offsetof(ControlBlockLayout, ack)),
          at(offsetof(ControlBlockLayout, usage))};
   return 0;
 }

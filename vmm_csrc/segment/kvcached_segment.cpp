@@ -208,15 +208,15 @@ KvcachedSegment::Values KvcachedSegment::values_of(const Usage& usage) {
 /// Returns the file's values for the instance's state, including a pending limit.
 KvcachedSegment::Values KvcachedSegment::own_values() const {
   const ControlBlockView control_block = control_block_->view();
-  Answer answer;
+  Ack ack;
   Request request;
   Usage usage;
   // The instance publishes usage before the acknowledgement, and this reads them in reverse order.
   // So a requested limit is either pending or included in the usage.
-  (void)control_block.read_answer(answer);
+  (void)control_block.read_ack(ack);
   (void)control_block.read_request(request);
   (void)control_block.read_usage(usage);
-  if (request.limit_revision > answer.revision) usage.limit_bytes = request.limit_bytes;
+  if (request.limit_revision > ack.revision) usage.limit_bytes = request.limit_bytes;
   return values_of(usage);
 }
 

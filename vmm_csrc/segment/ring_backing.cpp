@@ -213,8 +213,8 @@ std::vector<std::optional<DeviceMemory>> RingBacking::device_memory() {
     const RingMemory::Rank& worker = memory_->workers[rank];
     const std::uint64_t total = worker.device_total_bytes.load();
     const std::uint64_t free = worker.device_free_bytes.load();
-    const bool answered = worker.result == RingMemory::kDone;
-    if (total > 0 && answered) by_rank[rank] = DeviceMemory{total, free};
+    const bool replied = worker.result == RingMemory::kDone;
+    if (total > 0 && replied) by_rank[rank] = DeviceMemory{total, free};
   }
   return by_rank;
 }
@@ -226,10 +226,10 @@ bool RingBacking::look_at_devices() {
   const std::uint32_t sequence = post(RingMemory::Command::kLook, {}, all_ranks());
   const Clock::time_point deadline = deadline_after(std::min(timeout_, kLookPatience));
   for (;;) {
-    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    const std::uint32_t before = memory_->replied.load(std::memory_order_acquire);
     if (all_done(sequence)) return true;
     if (until(deadline) == nanoseconds::zero()) return false;
-    futex_wait(memory_->answered, heard, until(deadline));
+    futex_wait(memory_->replied, before, until(deadline));
   }
 }
 
@@ -238,17 +238,17 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
   std::size_t done = 0;
   while (done < pages.size()) {
     const std::size_t count = std::min(pages.size() - done, RingMemory::kPagesPerEntry);
-    Status answered = run_everywhere(command, pages.subspan(done, count));
-    if (!answered) {
+    Status replied = run_everywhere(command, pages.subspan(done, count));
+    if (!replied) {
       // Undo the earlier entries of this batch: a batch is all or nothing.
       for (std::size_t begin = 0; begin < done && !closed_;) {
         const std::size_t chunk = std::min(done - begin, RingMemory::kPagesPerEntry);
         const Outcome undone =
             run_one(opposite_of(command), pages.subspan(begin, chunk), all_ranks());
-        if (!undone.status) return close(cannot_be_undone(answered.error(), undone.status.error()));
+        if (!undone.status) return close(cannot_be_undone(replied.error(), undone.status.error()));
         begin += chunk;
       }
-      return answered;
+      return replied;
     }
     done += count;
   }
@@ -313,7 +313,7 @@ RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
   outcome.status = refuse_if_closed();
   if (!outcome.status) return outcome;
   const std::uint32_t sequence = post(command, words, ranks);
-  outcome.status = wait_for_answers(sequence);
+  outcome.status = wait_for_replies(sequence);
   if (!outcome.status) return outcome;
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
     const RingMemory::Rank& worker = memory_->workers[rank];
@@ -340,14 +340,14 @@ bool RingBacking::all_done(std::uint32_t sequence) const {
 }
 
 /// Blocks until every rank has replied to the command; closes the ring if a rank does not.
-Status RingBacking::wait_for_answers(std::uint32_t sequence) {
+Status RingBacking::wait_for_replies(std::uint32_t sequence) {
   const Clock::time_point deadline = deadline_after(timeout_);
   for (;;) {
-    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    const std::uint32_t before = memory_->replied.load(std::memory_order_acquire);
     if (all_done(sequence)) return ok();
-    futex_wait(memory_->answered, heard, std::min(until(deadline), kLivenessInterval));
+    futex_wait(memory_->replied, before, std::min(until(deadline), kLivenessInterval));
     // Checking the workers costs more than most replies take, so it is done only after a wait.
-    if (memory_->answered.load(std::memory_order_acquire) != heard) continue;
+    if (memory_->replied.load(std::memory_order_acquire) != before) continue;
     std::string names;
     for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
       if (memory_->workers[rank].done.load(std::memory_order_acquire) == sequence + 1) continue;
@@ -368,7 +368,7 @@ Status RingBacking::wait_for_fence(std::uint32_t number) {
   std::vector<Looks> looks(memory_->ranks, {0, Clock::now()});
   Clock::time_point next_check = Clock::now() + kLivenessInterval;
   for (;;) {
-    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    const std::uint32_t before = memory_->replied.load(std::memory_order_acquire);
     Status open = refuse_if_closed();
     const Clock::time_point now = Clock::now();
     const bool check = now >= next_check;  // the bell also rings for every command
@@ -391,7 +391,7 @@ Status RingBacking::wait_for_fence(std::uint32_t number) {
         open = late(name_of(rank));
     }
     if (all || !open) return open;
-    futex_wait(memory_->answered, heard, kLivenessInterval);
+    futex_wait(memory_->replied, before, kLivenessInterval);
   }
 }
 

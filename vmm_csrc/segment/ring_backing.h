@@ -81,7 +81,7 @@ class RingBacking final : public Backing {
   std::uint32_t post(RingMemory::Command command, std::span<const std::uint32_t> words,
                      Ranks ranks);
   bool look_at_devices();
-  Status wait_for_answers(std::uint32_t sequence);
+  Status wait_for_replies(std::uint32_t sequence);
   bool all_done(std::uint32_t sequence) const;
   Status wait_for_fence(std::uint32_t number);
   Status refuse_if_closed() const;

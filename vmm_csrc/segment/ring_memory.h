@@ -7,7 +7,7 @@
 //                              posted = seq + 1            ->     the bell `posted` wakes its thread;
 //                                                                 it runs the command on its Range
 //                              result, done = seq + 1      <-     of each rank
-//   returns             <-     bell `answered`             <-     the last rank rings it
+//   returns             <-     bell `replied`             <-     the last rank rings it
 // clang-format on
 //
 // A command runs in all ranks. No block id of a page is allocated before every rank has mapped the
@@ -21,7 +21,7 @@
 // clang-format off
 //   post(fence, 7)      ->     its thread requests a fence from the driver, acknowledges, and
 //                              polls the fence between commands
-//   all have passed 7   <-     each rank's passed = 7 (or its failure); bell `answered`
+//   all have passed 7   <-     each rank's passed = 7 (or its failure); bell `replied`
 //   post(unmap, pages)  ->     runs immediately
 // clang-format on
 //
@@ -116,7 +116,7 @@ struct RingMemory {
   std::uint32_t ranks;
   std::atomic<std::uint64_t> keep_free_bytes;  ///< the scheduler's value of Driver::keep_free
   alignas(64) FutexWord posted;                ///< commands posted so far, modulo 2^32
-  alignas(64) FutexWord answered;              ///< bell: every rank has replied
+  alignas(64) FutexWord replied;               ///< bell: every rank has replied
   FutexWord attached;                          ///< bell: a rank's state has changed
   std::array<Rank, kMaxRanks> workers;
   alignas(64) std::array<Entry, kEntries> entries;

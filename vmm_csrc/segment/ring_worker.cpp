@@ -98,7 +98,7 @@ void RingWorker::stop() {
   thread_.join();
   own_.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kGone);
   ring_bell(memory_->attached);
-  futex_wake(memory_->answered);  // waiters check this worker's state at once
+  futex_wake(memory_->replied);  // waiters check this worker's state at once
 }
 
 void RingWorker::serve() {
@@ -110,11 +110,11 @@ void RingWorker::serve() {
       continue;
     }
     const RingMemory::Entry& entry = memory_->entries[done % RingMemory::kEntries];
-    const Status answer = (entry.ranks >> rank_ & 1) != 0 ? carry_out(entry) : ok();
-    own_.result = RingMemory::result_of(answer);
-    if (!answer) own_.reason.write(answer.error().message);
+    const Status result = (entry.ranks >> rank_ & 1) != 0 ? carry_out(entry) : ok();
+    own_.result = RingMemory::result_of(result);
+    if (!result) own_.reason.write(result.error().message);
     own_.done.store(done + 1, std::memory_order_seq_cst);
-    if (is_last(done + 1)) ring_bell(memory_->answered);
+    if (is_last(done + 1)) ring_bell(memory_->replied);
     if (fence_)
       look_at_fence();  // also after a command: a continuous stream of commands must not delay the
                         // fence
@@ -152,7 +152,7 @@ void RingWorker::end_fence(const Status& how) {
   own_.fence_result = RingMemory::result_of(how);
   if (!how) own_.fence_reason.write(how.error().message);
   own_.passed.store(fence_number_, std::memory_order_release);
-  ring_bell(memory_->answered);
+  ring_bell(memory_->replied);
 }
 
 /// True if every rank has replied as often as this one, so this rank must ring the bell. If two

@@ -139,13 +139,13 @@ TEST(control_block_tolerates_random_mutable_fields) {
     const auto view = ControlBlockView::open(memory.span());
     REQUIRE(view);
     Request request;
-    Answer answer;
+    Ack ack;
     Usage usage;
     CHECK((*view).read_request(request));
-    CHECK((*view).read_answer(answer));
+    CHECK((*view).read_ack(ack));
     CHECK((*view).read_usage(usage));
-    (void)(*view).wait_answer(random(), true, 0);
-    CHECK(text_of(answer.reason).size() <= answer.reason.size());
+    (void)(*view).wait_ack(random(), true, 0);
+    CHECK(text_of(ack.reason).size() <= ack.reason.size());
     (void)(*view).state();
     (void)owner->read_request();
     auto writer = RequestWriter::open(memory.span());
@@ -159,14 +159,14 @@ TEST(control_block_reader_writes_nothing) {
   const Memory memory;
   const auto owner = make(memory);
   owner->publish_usage({.mapped_bytes = 5});
-  owner->answer({.revision = 0, .state = AnswerState::kApplied});
+  owner->acknowledge({.revision = 0, .state = AckState::kApplied});
   memory.forbid_writing();  // from here on a write is a SIGSEGV
   const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
   Usage usage;
   CHECK((*view).read_usage(usage) && usage.mapped_bytes == 5);
-  CHECK((*view).wait_answer(0, true, 0));
-  CHECK(!(*view).wait_answer(1, true, 1'000'000));
+  CHECK((*view).wait_ack(0, true, 0));
+  CHECK(!(*view).wait_ack(1, true, 1'000'000));
   CHECK((*view).counter(Counter::kAllocs) == 0);
 }
 
@@ -189,23 +189,23 @@ TEST(control_block_request_and_acknowledgement) {
 
   const auto view = ControlBlockView::open(memory.span());
   REQUIRE(view);
-  CHECK(!(*view).wait_answer(2, false, 0));
-  owner->answer({.revision = 2, .over_bytes = 9, .state = AnswerState::kShrinking});
-  CHECK((*view).wait_answer(2, false, 0));
-  CHECK(!(*view).wait_answer(2, true, 0));
-  owner->answer({.revision = 2, .state = AnswerState::kRefused}, std::string(500, 'r'));
-  CHECK((*view).wait_answer(2, true, 0));
-  Answer answer;
-  REQUIRE((*view).read_answer(answer));
-  CHECK((*view).reason_of(answer) == std::string(kReasonBytes - 3, 'r') + "...");
-  const Answer earlier = answer;
-  owner->answer({.revision = 2, .state = AnswerState::kRefused}, std::string(200, 's'));
+  CHECK(!(*view).wait_ack(2, false, 0));
+  owner->acknowledge({.revision = 2, .over_bytes = 9, .state = AckState::kShrinking});
+  CHECK((*view).wait_ack(2, false, 0));
+  CHECK(!(*view).wait_ack(2, true, 0));
+  owner->acknowledge({.revision = 2, .state = AckState::kRefused}, std::string(500, 'r'));
+  CHECK((*view).wait_ack(2, true, 0));
+  Ack ack;
+  REQUIRE((*view).read_ack(ack));
+  CHECK((*view).reason_of(ack) == std::string(kReasonBytes - 3, 'r') + "...");
+  const Ack earlier = ack;
+  owner->acknowledge({.revision = 2, .state = AckState::kRefused}, std::string(200, 's'));
   CHECK((*view).reason_of(earlier) == std::string(125, 'r') + "...");
-  REQUIRE((*view).read_answer(answer));
-  CHECK((*view).reason_of(answer) == std::string(200, 's'));
-  owner->answer({.revision = 2, .state = AnswerState::kRefused}, "short");
-  REQUIRE((*view).read_answer(answer));
-  CHECK((*view).reason_of(answer) == "short");
+  REQUIRE((*view).read_ack(ack));
+  CHECK((*view).reason_of(ack) == std::string(200, 's'));
+  owner->acknowledge({.revision = 2, .state = AckState::kRefused}, "short");
+  REQUIRE((*view).read_ack(ack));
+  CHECK((*view).reason_of(ack) == "short");
 }
 
 TEST(control_block_ignores_a_partial_request) {
@@ -234,15 +234,15 @@ TEST(control_block_bell_wakes_another_process) {
     auto writer = RequestWriter::open(memory.span());
     if (writer) writer->write({.limit_bytes = 77});
     const auto view = ControlBlockView::open(memory.span());
-    const bool answered = view && (*view).wait_answer(1, true, 60 * kSecondNs);
+    const bool answered = view && (*view).wait_ack(1, true, 60 * kSecondNs);
     _exit(answered ? 0 : 1);
   }
   REQUIRE(child > 0);
   CHECK(owner->wait_bell(seen, 60 * kSecondNs));
   const auto request = owner->read_request();
   CHECK(request && request->limit_bytes == 77);
-  owner->answer({.revision = 1, .state = AnswerState::kShrinking});
-  owner->answer({.revision = 1, .state = AnswerState::kApplied});
+  owner->acknowledge({.revision = 1, .state = AckState::kShrinking});
+  owner->acknowledge({.revision = 1, .state = AckState::kApplied});
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0);
 }

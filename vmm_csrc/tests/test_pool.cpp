@@ -394,7 +394,7 @@ TEST(maintenance_thread_survives_bad_alloc) {
   const std::uint64_t revision = writer->write(change);
   auto view = ControlBlockView::open(segment->bytes);
   REQUIRE(static_cast<bool>(view));
-  CHECK(view->wait_answer(revision, true, 60'000'000'000));
+  CHECK(view->wait_ack(revision, true, 60'000'000'000));
   CHECK(backing->throws == 0);
   CHECK(pool->state.limit_state().mapped_bytes == kPage);
   CHECK(static_cast<bool>(pool->check_integrity()));

@@ -149,7 +149,7 @@ TEST(fruitless_memory_wait_suspends_further_waits) {
 TEST(maintenance_wakes_for_new_work_without_counter_change) {
   // The limit is lowered while pages are on their way: too much is held, and nothing can be given.
   // The pages land. As much is held as before, and now it can be given back: the maintenance
-  // thread, which has answered that figure already, must hear of it.
+  // thread, which has acknowledged that value already, must be woken.
   MaintenanceWakeups maintenance;
   DueWork work;
   work.over_pages = 4;

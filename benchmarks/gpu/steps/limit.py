@@ -41,13 +41,13 @@ def main() -> None:
                     before = cuda.free_bytes()
                     begun = time.perf_counter()
                     revision = control_block.write_request(limit_bytes=KEPT_PAGES * PAGE_BYTES)
-                    assert control_block.wait_answer(revision, 10.0)
+                    assert control_block.wait_ack(revision, 10.0)
                     seen_ms.append((time.perf_counter() - begun) * 1000)
-                    assert control_block.wait_answer(revision, 10.0, settled=True)
+                    assert control_block.wait_ack(revision, 10.0, settled=True)
                     holds_ms.append((time.perf_counter() - begun) * 1000)
                     freed.append(cuda.free_bytes() - before)
                     lifted = control_block.write_request(limit_bytes=PAGES * PAGE_BYTES)
-                    assert control_block.wait_answer(lifted, 10.0, settled=True)
+                    assert control_block.wait_ack(lifted, 10.0, settled=True)
             given_back = (PAGES - 1 - KEPT_PAGES) * PAGE_BYTES
             found.table(
                 Section(

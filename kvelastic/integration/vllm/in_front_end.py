@@ -76,7 +76,7 @@ def _lost_a_worker(engine_cores: set[int]) -> bool:
     from kvelastic.shared import segment
 
     return any(
-        info.header.get("pid") in engine_cores and info.answer.get("state") == "failed"
+        info.header.get("pid") in engine_cores and info.ack.get("state") == "failed"
         for info in segment.list_segments()
     )
 
