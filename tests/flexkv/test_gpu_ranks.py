@@ -16,12 +16,12 @@ pytestmark = pytest.mark.slow
 
 PAGE_BYTES = BLOCKS_A_PAGE * ROW
 
-sys.path.insert(0, str(PROGRAMS.parent / "contract"))
+sys.path.insert(0, str(PROGRAMS.parent / "driver"))
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[LineProgram, LineProgram]]:
-    from test_drivers import simulated
+    from test_every_driver import simulated
 
     environment = simulated(tmp_path, KVSIM_MEMORY="1G")
     program, endpoint = PROGRAMS / "gpu_rank.py", f"ipc://{tmp_path}/r"

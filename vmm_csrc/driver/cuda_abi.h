@@ -1,5 +1,5 @@
 // The part of cuda.h that kvelastic uses: types and constants of the driver's ABI, which NVIDIA
-// keeps stable. The build therefore needs no CUDA. tests/contract compares these with cuda.h where
+// keeps stable. The build therefore needs no CUDA. tests/driver compares these with cuda.h where
 // it is installed.
 #pragma once
 

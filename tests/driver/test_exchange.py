@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_drivers import simulated
+from test_every_driver import simulated
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "exchange.py"
 
