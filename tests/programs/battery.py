@@ -1,4 +1,4 @@
-"""The contract of every driver, as a program: `battery.py DRIVER CASE` (see test_drivers.py).
+"""The contract of every driver, as a program: `battery.py DRIVER CASE` (see test_every_driver.py).
 
 A driver is opened once a process, in an environment made for it, so each case is a process. A case
 is a function `case_*`; it fails by an assertion. `scripts/gpu` runs them where nothing can be
