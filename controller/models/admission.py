@@ -1,8 +1,8 @@
 """Decides whether models fit beside each other, and which must go otherwise: pure functions.
 
-    room = Room(devices, groups)
-    room.obstacle(vision, [chat, coder])   # why it does not fit beside them; None: it does
-    room.leavers(vision, [chat, coder])    # the models to remove so that it fits, or None
+    admission = Admission(devices, groups)
+    admission.obstacle(vision, [chat, coder])   # why it does not fit beside them; None: it does
+    admission.leavers(vision, [chat, coder])    # the models to remove so that it fits, or None
 
 On each of its devices a model claims its reserve and its guarantee, as the ledger will when it
 wakes. Caches beyond guarantees shrink automatically, so they are no obstacle. The sums are the
@@ -126,7 +126,7 @@ class Model:
         return self.can_leave and self.priority <= other.priority
 
 
-class Room:
+class Admission:
     """Devices and groups at one moment."""
 
     def __init__(self, devices: Mapping[str, Device], groups: Mapping[str, Group]) -> None:

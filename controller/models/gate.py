@@ -157,7 +157,7 @@ class Gate:
         self.last_activity_s = now_s
         if self.closing is not None:
             return self._refuse(ticket, self.closing)
-        if self.state is State.AWAKE and self._has_room and self._queued == 0:
+        if self.state is State.AWAKE and self._admits_more and self._queued == 0:
             return self._admit(ticket)
         obstacle = self._obstacle(now_s)
         if obstacle is not None:
@@ -351,7 +351,7 @@ class Gate:
         queued = sum(ticket.state is TicketState.QUEUED for _, _, ticket in self._heap)
         if queued != self._queued or self.in_flight < 0:
             raise IntegrityError(f"{queued} queued, {self._queued} counted, {self.in_flight} out")
-        if self._queued and self.state is State.AWAKE and self._has_room:
+        if self._queued and self.state is State.AWAKE and self._admits_more:
             raise IntegrityError(f"{queued} wait for a model that is awake and has room")
         if self.in_flight and self.state in {State.FALLING_ASLEEP, State.ASLEEP, State.WAKING}:
             raise IntegrityError(f"{self.in_flight} in flight while {self.state.value}")
@@ -359,7 +359,7 @@ class Gate:
     # -------------------------------------------------------------------------------- inside
 
     @property
-    def _has_room(self) -> bool:
+    def _admits_more(self) -> bool:
         most = self.rules.max_in_flight
         return not self.yields and (most == 0 or self.in_flight < most)
 
@@ -422,7 +422,7 @@ class Gate:
         self.effects.wake()
 
     def _pump(self) -> None:
-        while self._queued and self.state is State.AWAKE and self._has_room:
+        while self._queued and self.state is State.AWAKE and self._admits_more:
             _, _, ticket = heapq.heappop(self._heap)
             if ticket.state is TicketState.QUEUED:
                 self._queued -= 1

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models import instance_memory
-from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
+from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.instance_memory import DeviceClaims
 from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
@@ -156,7 +156,7 @@ class Swapper:
         settings = self._serving.settings
         models = {model.name: model for model in self._serving.fleet}
         models |= {waiting.model.name: waiting.model for waiting in self._waiting.values()}
-        room, claims = self._room(devices, list(models.values()), same)
+        admission, claims = self._admission(devices, list(models.values()), same)
         standings = {
             name: standing_of(
                 model,
@@ -180,7 +180,7 @@ class Swapper:
             for w in self._waiting.values()
             if not w.turn.done()
         ]
-        decision = decide(room, standings, wants, settings.swap.starts_at_once)
+        decision = decide(admission, standings, wants, settings.swap.starts_at_once)
         self._apply(decision, models, now_s)
         return decision
 
@@ -189,7 +189,7 @@ class Swapper:
             models[name].has_turn = True
             self._waiting[models[name]].turn.set_result(None)
         for name, why in decision.refused.items():
-            self._waiting[models[name]].turn.set_result(no_room(name, why))
+            self._waiting[models[name]].turn.set_result(no_memory_refusal(name, why))
         for name, wait in decision.waits.items():
             model = models[name]
             if model.wait is None:
@@ -204,12 +204,12 @@ class Swapper:
         for name, model in models.items():
             model.gate.set_yields(name in decision.yielding)
 
-    def _room(
+    def _admission(
         self,
         devices: Mapping[str, DeviceClaims],
         models: list[ServedModel],
         same: Collection[ServedModel],
-    ) -> tuple[Room, dict[str, dict[str, Claim]]]:
+    ) -> tuple[Admission, dict[str, dict[str, Claim]]]:
         """Return devices, groups, and each model's claims."""
         settings = self._serving.settings
         # A sleeping model's instance with a claim was woken by another program: it counts.
@@ -235,7 +235,7 @@ class Swapper:
             )
         groups = {g.name: Group(g.at_once, g.exclusive, g.persistent) for g in settings.groups}
         claims = {model.name: self._claims_of(model, devices) for model in models}
-        return Room(by_name, groups), claims
+        return Admission(by_name, groups), claims
 
     def _claims_of(
         self, model: ServedModel, devices: Mapping[str, DeviceClaims]
@@ -325,7 +325,7 @@ def _starts_for(name: str, sessions: set[int]) -> bool:
         return False
 
 
-def no_room(name: str, why: str) -> Refusal:
+def no_memory_refusal(name: str, why: str) -> Refusal:
     """Return a 503: the controller cannot make room in this situation."""
     return Refusal(
         503,

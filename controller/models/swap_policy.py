@@ -1,6 +1,6 @@
 """Decides which model's turn it is: a pure function of waiting models and memory holders.
 
-    decision = decide(room, standings, wants)
+    decision = decide(admission, standings, wants)
 
 Waiting models are served by rank, and in order of arrival within a rank. No model overtakes: for
 later ones, the need of an earlier one is already used, and the models it displaces are gone. So an
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from kvelastic.controller.models.admission import Model, Room
+from kvelastic.controller.models.admission import Admission, Model
 
 SPARED_PART: Final = 0.75
 """As a part of `min_awake`: how long a model that has made room spares models in use. Of nine
@@ -102,7 +102,10 @@ def rank(want: Want, model: Model) -> tuple[int, int, int]:
 
 
 def decide(
-    room: Room, standings: Mapping[str, Standing], wants: Iterable[Want], starts_at_once: int = 0
+    admission: Admission,
+    standings: Mapping[str, Standing],
+    wants: Iterable[Want],
+    starts_at_once: int = 0,
 ) -> Decision:
     """Decide on all waiting models. `starts_at_once`: limit of concurrent starts; 0: no limit."""
     decision = Decision()
@@ -114,16 +117,16 @@ def decide(
     for want in ordered:
         coming = standings[want.name].model
         present = [_spared(model, want) for model in kept.values()]
-        leavers = room.leavers(coming, present)
+        leavers = admission.leavers(coming, present)
         if leavers is None or (leavers and not want.may_displace):
-            decision.refused[want.name] = room.explain(coming, present)
+            decision.refused[want.name] = admission.explain(coming, present)
             continue
         for model in leavers:
             del kept[model.name]
         # A later model of this pass must not displace it as if it were idle.
         kept[want.name] = replace(coming, is_busy=True)
         if not leavers:
-            in_the_way = room.obstacle(coming, held.values())
+            in_the_way = admission.obstacle(coming, held.values())
             if in_the_way is not None:
                 going = [n for n, one in standings.items() if one.stand is Stand.GOING]
                 decision.waits[want.name] = Wait("others still fall asleep", tuple(going))

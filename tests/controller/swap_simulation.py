@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvelastic.controller.http.refusal import Refusal
-from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
+from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
 from kvelastic.controller.models.gate import Gate, Rules, State, Ticket, TicketState
 from kvelastic.controller.models.swap_policy import SPARED_PART, Stand, Standing, Want, decide
 from tools.reclaim_simulator.instance import Instance, Request
@@ -247,7 +247,7 @@ class TurnSimulation(Simulation):
         ]
         device = Device(self.trace.capacity_bytes, self.trace.total_bytes)
         decision = decide(
-            Room({DEVICE: device}, self.groups), standings, wants, self.starts_at_once
+            Admission({DEVICE: device}, self.groups), standings, wants, self.starts_at_once
         )
         for name in decision.go:
             self.go(self.by_name[name])

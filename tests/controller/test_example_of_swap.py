@@ -16,7 +16,7 @@ from ports import free_port
 from running import FAKES, Controller
 from waiting import wait_until
 
-from kvelastic.controller.models.admission import Claim, Device, Model, Room
+from kvelastic.controller.models.admission import Admission, Claim, Device, Model
 from kvelastic.controller.settings.settings_file import load
 from kvelastic.controller.settings.settings_warnings import warnings_of
 
@@ -49,10 +49,10 @@ def test_example_has_no_warnings_and_fits_two_models() -> None:
         Model(m.name, {name: Claim(m.memory.needs or 0, m.memory.min or 0)})
         for m in settings.models
     ]
-    room = Room({name: Device(size_bytes)}, {})
+    admission = Admission({name: Device(size_bytes)}, {})
     for one, two, three in itertools.permutations(models):
-        assert room.obstacle(one, [two]) is None
-        assert room.obstacle(one, [two, three]) is not None
+        assert admission.obstacle(one, [two]) is None
+        assert admission.obstacle(one, [two, three]) is not None
 
 
 @pytest.mark.slow

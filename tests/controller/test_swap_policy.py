@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvelastic.controller.models.admission import Claim, Device, Group, Model, Room
+from kvelastic.controller.models.admission import Admission, Claim, Device, Group, Model
 from kvelastic.controller.models.swap_policy import Decision, Stand, Standing, Want, decide
 
 GIB = 1 << 30
@@ -20,22 +20,24 @@ def model(name: str, needs: int = 8, least: int = 0, **more: Any) -> Model:
     return Model(name, {GPU: Claim(needs * GIB, least * GIB)}, **more)
 
 
-def room(
+def admission(
     capacity: int = 24,
     others: dict[str, int] | None = None,
     groups: dict[str, Group] | None = None,
-) -> Room:
+) -> Admission:
     held = {name: Claim(count * GIB) for name, count in (others or {}).items()}
-    return Room({GPU: Device(capacity * GIB, others=held)}, groups or {})
+    return Admission({GPU: Device(capacity * GIB, others=held)}, groups or {})
 
 
 def there(*models: Model) -> dict[str, Standing]:
     return {one.name: Standing(one, Stand.THERE) for one in models}
 
 
-def decide_for(coming: Model, *present: Model, where: Room | None = None, **want: Any) -> Decision:
+def decide_for(
+    coming: Model, *present: Model, where: Admission | None = None, **want: Any
+) -> Decision:
     standings = {**there(*present), coming.name: Standing(coming, Stand.AWAY)}
-    return decide(where or room(), standings, [Want(coming.name, 1, **want)])
+    return decide(where or admission(), standings, [Want(coming.name, 1, **want)])
 
 
 def test_model_that_fits_wakes_immediately() -> None:
@@ -93,7 +95,7 @@ def test_model_that_never_fits_is_refused_naming_holders() -> None:
     assert decision.sleep == []
     assert "pinned has 12.00 GiB reserved" in decision.refused["c"]
     assert "idle" not in decision.refused["c"]
-    decision = decide_for(model("c", 16), where=room(others={"outsider": 10}))
+    decision = decide_for(model("c", 16), where=admission(others={"outsider": 10}))
     assert "outsider has 10.00 GiB reserved" in decision.refused["c"]
     assert "24.00 GiB" in decide_for(model("c", 30)).refused["c"]
 
@@ -107,11 +109,11 @@ def test_room_promised_to_a_model_is_not_reused() -> None:
     """Of two that start at once each finds room for one."""
     a, b = model("a", 16), model("b", 16)
     standings = {one.name: Standing(one, Stand.AWAY) for one in (a, b)}
-    decision = decide(room(), standings, [Want("b", 2), Want("a", 1)])
+    decision = decide(admission(), standings, [Want("b", 2), Want("a", 1)])
     assert decision.go == ["a"]
     assert decision.sleep == []
     standings["a"] = Standing(a, Stand.COMING)
-    assert decide(room(), standings, [Want("b", 2)]).go == []
+    assert decide(admission(), standings, [Want("b", 2)]).go == []
 
 
 def test_smaller_model_does_not_overtake_a_waiting_one() -> None:
@@ -121,21 +123,21 @@ def test_smaller_model_does_not_overtake_a_waiting_one() -> None:
         "large": Standing(large, Stand.AWAY),
         "small": Standing(small, Stand.AWAY),
     }
-    decision = decide(room(), standings, [Want("large", 1), Want("small", 2)])
+    decision = decide(admission(), standings, [Want("large", 1), Want("small", 2)])
     # It fits beside what is there now, and beside the large one when that has come.
     assert decision.go == ["small"]
     small = model("small", 9)
     standings["small"] = Standing(small, Stand.AWAY)
-    assert decide(room(25), standings, [Want("large", 1), Want("small", 2)]).go == ["small"]
-    assert decide(room(24), standings, [Want("large", 1), Want("small", 2)]).go == []
+    assert decide(admission(25), standings, [Want("large", 1), Want("small", 2)]).go == ["small"]
+    assert decide(admission(24), standings, [Want("large", 1), Want("small", 2)]).go == []
 
 
 def test_request_priority_is_compared_before_model_priority() -> None:
     one, two, three = model("one", 24), model("two", 24, priority=3), model("three", 24)
     standings = {m.name: Standing(m, Stand.AWAY) for m in (one, two, three)}
     wants = [Want("one", 1), Want("two", 2), Want("three", 3, priority=9)]
-    assert decide(room(), standings, wants).go == ["three"]
-    assert decide(room(), standings, wants[:2]).go == ["two"]
+    assert decide(admission(), standings, wants).go == ["three"]
+    assert decide(admission(), standings, wants[:2]).go == ["two"]
 
 
 def test_model_going_to_sleep_prevents_further_displacement() -> None:
@@ -144,7 +146,7 @@ def test_model_going_to_sleep_prevents_further_displacement() -> None:
         "b": Standing(model("b", 12), Stand.THERE),
         "c": Standing(model("c", 12), Stand.AWAY),
     }
-    decision = decide(room(), standings, [Want("c", 1)])
+    decision = decide(admission(), standings, [Want("c", 1)])
     assert (decision.go, decision.sleep) == ([], [])
     assert decision.waits["c"].leavers == ("a",)
 
@@ -159,17 +161,19 @@ def test_number_of_concurrent_starts_is_limited() -> None:
     models = [model(name, 1) for name in "abc"]
     standings = {m.name: Standing(m, Stand.AWAY, is_starting=True) for m in models}
     wants = [Want(m.name, n, is_start=True) for n, m in enumerate(models)]
-    assert decide(room(), standings, wants, starts_at_once=2).go == ["a", "b"]
+    assert decide(admission(), standings, wants, starts_at_once=2).go == ["a", "b"]
     standings["a"] = Standing(models[0], Stand.COMING, is_starting=True)
-    assert decide(room(), standings, wants[1:], starts_at_once=2).go == ["b"]
+    assert decide(admission(), standings, wants[1:], starts_at_once=2).go == ["b"]
 
 
 def test_group_at_once_limits_awake_models() -> None:
     groups = {"g": Group(at_once=1)}
     a, b, out = model("a", 1, group="g"), model("b", 1, group="g"), model("out", 1, idle_s=99)
-    assert decide_for(b, a, out, where=room(groups=groups)).sleep == ["a"]
+    assert decide_for(b, a, out, where=admission(groups=groups)).sleep == ["a"]
     stuck = model("a", 1, group="g", can_leave=False)
-    assert "may be awake at once" in decide_for(b, stuck, where=room(groups=groups)).refused["b"]
+    assert (
+        "may be awake at once" in decide_for(b, stuck, where=admission(groups=groups)).refused["b"]
+    )
 
 
 def test_exclusive_group_displaces_others_except_persistent_and_pinned() -> None:
@@ -180,13 +184,13 @@ def test_exclusive_group_displaces_others_except_persistent_and_pinned() -> None
         model("pinned", 1, can_leave=False),
     )
     coming = model("big", 1, group="alone")
-    assert decide_for(coming, *present, where=room(groups=groups)).sleep == ["out"]
+    assert decide_for(coming, *present, where=admission(groups=groups)).sleep == ["out"]
     # And the other way round.
     big = model("big", 1, group="alone")
-    assert decide_for(model("out", 1), big, where=room(groups=groups)).sleep == ["big"]
-    assert decide_for(model("small", 1, group="always"), big, where=room(groups=groups)).go == [
-        "small"
-    ]
+    assert decide_for(model("out", 1), big, where=admission(groups=groups)).sleep == ["big"]
+    assert decide_for(
+        model("small", 1, group="always"), big, where=admission(groups=groups)
+    ).go == ["small"]
 
 
 def test_overcommit_on_another_device_is_ignored() -> None:
@@ -194,15 +198,18 @@ def test_overcommit_on_another_device_is_ignored() -> None:
     groups = {"g": Group(at_once=1)}
     crowd = [model(name, 20, group="g") for name in "ab"]
     coming = Model("c", {"default/other": Claim(GIB)})
-    assert decide_for(coming, *crowd, where=room(groups=groups)).go == ["c"]
-    assert sorted(decide_for(model("d", 20), *crowd, where=room(groups=groups)).sleep) == ["a", "b"]
+    assert decide_for(coming, *crowd, where=admission(groups=groups)).go == ["c"]
+    assert sorted(decide_for(model("d", 20), *crowd, where=admission(groups=groups)).sleep) == [
+        "a",
+        "b",
+    ]
 
 
 sizes = st.integers(0, 12)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]:
+def scenes(draw: st.DrawFn) -> tuple[Admission, dict[str, Standing], list[Want], int]:
     """Any number of models in any state, of which some want to wake."""
     groups = {"g": Group(draw(st.integers(0, 2)), draw(st.booleans())), "h": Group(persistent=True)}
     standings, wants = {}, []
@@ -222,13 +229,18 @@ def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]
         standings[one.name] = Standing(one, stand)
         if stand is Stand.AWAY and draw(st.booleans()):
             wants.append(Want(one.name, number, draw(st.integers(0, 1))))
-    return room(others={"x": draw(sizes)}, groups=groups), standings, wants, draw(st.integers(0, 2))
+    return (
+        admission(others={"x": draw(sizes)}, groups=groups),
+        standings,
+        wants,
+        draw(st.integers(0, 2)),
+    )
 
 
 @pytest.mark.slow
 @given(scenes())
 def test_random_scenes_yield_valid_decisions(
-    scene: tuple[Room, dict[str, Standing], list[Want], int],
+    scene: tuple[Admission, dict[str, Standing], list[Want], int],
 ) -> None:
     where, standings, wants, starts = scene
     decision = decide(where, standings, wants, starts)
