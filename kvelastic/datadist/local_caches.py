@@ -137,7 +137,7 @@ class LocalCaches:
             LLMStatusCode.LLM_OUT_OF_MEMORY
             if self._options.is_cache_manager
             else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
-            f"{desc.num_tensors} tensors of {desc.size} bytes are not to be had in"
+            f"{desc.num_tensors} tensors of {desc.size} bytes are not available in"
             f" {memory.pool.name}, which holds {state['mapped_bytes']} of"
             f" {state['effective_limit_bytes']} bytes; deallocate caches, or raise its limit",
         )

@@ -373,7 +373,7 @@ class Simulation:
             victim.owed += requests
             self._settle(victim, given, depth)
         if victim.pressure_pages is None:
-            victim.owed.clear()  # there was no more to be had
+            victim.owed.clear()  # no more was available
         else:
             self._look_at(victim, self.now_ns)
 

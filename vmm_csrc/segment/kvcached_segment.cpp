@@ -291,7 +291,7 @@ Result<bool> KvcachedSegment::open() {
       LivenessLock::hold(*at, kMakerByte, LivenessLock::Children::kDrop);
   if (!held) return held.error();
   if (held->outcome == LivenessLock::Outcome::kTaken) return taken("another instance keeps it");
-  life_ = std::move(held->lock);
+  liveness_lock_ = std::move(held->lock);
   file_ = std::move(file);
   return is_new;
 }
@@ -311,7 +311,7 @@ Status KvcachedSegment::watch() {
 
 void KvcachedSegment::release() {
   control_block_->on_usage(nullptr);
-  life_.reset();
+  liveness_lock_.reset();
   file_ = Descriptor();
 }
 

@@ -93,7 +93,7 @@ class KvcachedSegment {
   const OwnProcess created_by_;
   Descriptor own_;  // the instance's own segment, for its lock
   Descriptor file_;
-  std::unique_ptr<LivenessLock> life_;
+  std::unique_ptr<LivenessLock> liveness_lock_;
   Descriptor wake_;  // an eventfd
   Descriptor inotify_;
   /// The instance's limit, at most the capacity, when the file last agreed with it.

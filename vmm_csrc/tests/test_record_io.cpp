@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kRecord = 64 * 1024;
 
-/// A file of zeros under /var/tmp, where O_DIRECT is to be had; gone with this.
+/// A file of zeros under /var/tmp, where O_DIRECT is available; gone with this.
 class File {
  public:
   explicit File(std::uint64_t bytes, int flags = 0) {
