@@ -20,7 +20,7 @@ from kvelastic.tiers.base import Selection
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.folder import Folder
 from kvelastic.tiers.stores.disk.format import entries
-from kvelastic.tiers.stores.object_owner import Owner, Wanted, wanted_by
+from kvelastic.tiers.stores.record_owner import Owner, Wanted, wanted_by
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.format import Entry
-from kvelastic.tiers.stores.object_owner import Owner
+from kvelastic.tiers.stores.record_owner import Owner
 
 Answers = list[tuple[int, int]]
 """For each record: bytes moved or minus errno, and the checksum of the bytes in memory now."""

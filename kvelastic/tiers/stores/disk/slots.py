@@ -14,7 +14,7 @@ from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.format import Entry
 from kvelastic.tiers.stores.disk.quota import Quotas
-from kvelastic.tiers.stores.object_owner import Owner
+from kvelastic.tiers.stores.record_owner import Owner
 
 
 class SlotTable:

@@ -23,7 +23,7 @@ from kvelastic.tiers.stores.disk.record_transfers import Answers
 from kvelastic.tiers.stores.disk.room import Room
 from kvelastic.tiers.stores.disk.slots import SlotTable
 from kvelastic.tiers.stores.disk.write_budget import WriteBudget
-from kvelastic.tiers.stores.object_owner import model_hash
+from kvelastic.tiers.stores.record_owner import model_hash
 
 _log = logging.getLogger("kvelastic")
 

@@ -46,7 +46,7 @@ from kvelastic.tiers.stores.disk.file import map_bytes, room_for
 from kvelastic.tiers.stores.disk.format import Entry, Geometry, aligned, largest_within
 from kvelastic.tiers.stores.disk.record_transfers import RecordFiles, RecordTransfer, carry, keys_at
 from kvelastic.tiers.stores.disk.state import DiskState
-from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
+from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
 from kvelastic.units import format_size
 
 _log = logging.getLogger("kvelastic")

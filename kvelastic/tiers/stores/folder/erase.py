@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvelastic.tiers.stores.folder import format as folder_format
-from kvelastic.tiers.stores.object_owner import Owner, Wanted
+from kvelastic.tiers.stores.record_owner import Owner, Wanted
 
 _NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
 """A file or a link instead of a folder, or a name that was removed during the scan."""

@@ -20,7 +20,7 @@ from typing import Final
 from kvelastic import _vmm
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.stores.disk.format import ENTRY_BYTES, Entry, pack_entry, unpack_entry
-from kvelastic.tiers.stores.object_owner import Owner
+from kvelastic.tiers.stores.record_owner import Owner
 
 HEAD_BYTES: Final = ENTRY_BYTES
 """Bytes of a file in front of its record."""

@@ -52,7 +52,7 @@ from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
 from kvelastic.tiers.stores.folder import format as folder_format
 from kvelastic.tiers.stores.folder.erase import erase
 from kvelastic.tiers.stores.folder.format import HEAD_BYTES
-from kvelastic.tiers.stores.object_owner import Owner, owner_of, wanted_by
+from kvelastic.tiers.stores.record_owner import Owner, owner_of, wanted_by
 from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic")

@@ -11,7 +11,7 @@ from typing import Any
 
 import needs
 import pytest
-from test_memory_wait import Engine
+from test_vllm_memory_wait import Engine
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic.shared import ledger
