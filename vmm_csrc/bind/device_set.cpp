@@ -102,13 +102,12 @@ nb::list devices(const DeviceSet& device_set) {
 void bind_device_set(nb::module_& m) {
   nb::class_<DeviceSet>(
       m, "DeviceSet",
-      "The devices that hold an instance's pages, with the instance's member in "
-      "each device's ledger; see vmm_csrc/ledger/device_set.h. Every request goes to "
-      "all ledgers and is all or nothing. Any thread.")
+      "The devices that hold an instance's pages, with the instance's member in each device's "
+      "ledger; see vmm_csrc/ledger/device_set.h. Every request goes to all ledgers and is all or "
+      "nothing. Any thread.")
       .def(nb::new_(&make_device_set), "placements"_a, "copy_bytes"_a,
            "`placements` has one (member, ranks whose pages lie there) per device. `copy_bytes` is "
-           "the "
-           "size of one rank's copy of a page. Raises InvalidArgumentError.")
+           "the size of one rank's copy of a page. Raises InvalidArgumentError.")
       .def_prop_ro("devices", &devices, "(name, copies of each page) per device, ordered by name.")
       .def_prop_ro("page_bytes", &DeviceSet::page_bytes,
                    "The size of a page with all its copies on all devices, in bytes.")
