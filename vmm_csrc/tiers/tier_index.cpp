@@ -60,12 +60,12 @@ std::size_t TierIndex::match(std::span<const BlockKey> keys) {
 
 TierIndex::Held TierIndex::hold(std::span<const BlockKey> keys) {
   const std::lock_guard lock(mutex_);
-  Held held;
-  held.slots.reserve(keys.size());
+  Held result;
+  result.slots.reserve(keys.size());
   std::vector<KeyInSlot> held;
   held.reserve(keys.size());
   std::vector<KeyInSlot>& kept = holds_[last_ticket_ + 1];  // nothing below can fail
-  held.ticket = ++last_ticket_;
+  result.ticket = ++last_ticket_;
   time_ += keys.size();
   look_up(keys, [&](std::size_t i, NodeId id) {
     if (id == kNoNode || nodes_[id].state != State::kReady) return false;
@@ -73,11 +73,11 @@ TierIndex::Held TierIndex::hold(std::span<const BlockKey> keys) {
     const std::uint32_t slot = nodes_[id].slot;
     add_hold(slot);
     held.push_back({keys[i], slot});
-    held.slots.push_back(slot);
+    result.slots.push_back(slot);
     return true;
   });
   kept = std::move(held);
-  return held;
+  return result;
 }
 
 Result<std::vector<KeyInSlot>> TierIndex::release(Ticket ticket) {
