@@ -81,7 +81,7 @@ def open_tiers(
         identification = Identification(weights, identified, HashCache(default_folder()))
         tiers.attach(identification)
         identification.begin()
-    show(tiers, pool.segment.record.read_header()["uuid"])
+    show(tiers, pool.segment.control_block.read_header()["uuid"])
     return tiers
 
 

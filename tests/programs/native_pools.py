@@ -92,9 +92,9 @@ class Memory:
         return found
 
     def write(self, block: int, tag: int) -> None:
-        for at in self.device_set(block):
+        for at in self.places(block):
             ctypes.memset(at, tag, 1)
 
     def read(self, block: int) -> set[int]:
         """What the block holds: one value if nobody else wrote into it."""
-        return {ctypes.string_at(at, 1)[0] for at in self.device_set(block)}
+        return {ctypes.string_at(at, 1)[0] for at in self.places(block)}

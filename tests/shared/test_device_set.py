@@ -72,7 +72,7 @@ def test_invalid_placements_are_rejected(machine: Machine) -> None:
         _vmm.DeviceSet([(a, [0, 1]), (b, [1])], HUGE)
     with pytest.raises(InvalidArgumentError, match="0 bytes"):
         _vmm.DeviceSet([(a, [0])], 0)
-    with pytest.raises(InvalidArgumentError, match="device_set are for pages of"):
+    with pytest.raises(InvalidArgumentError, match="device set is for pages of"):
         _vmm.Pool(
             _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 2)),
             max_blocks=8,

@@ -90,9 +90,9 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["is_idle"] = entry.facts.reported == Reported::kNothing
                        ? nb::object(nb::none())
                        : nb::object(nb::bool_(entry.facts.reported == Reported::kIdle));
-  out["request_bytes"] = entry.facts.request_bytes;
+  out["ask_bytes"] = entry.facts.request_bytes;
   out["ask_s"] = entry.facts.request_bytes > 0 ? seconds(entry.facts.request_ns) : 0.0;
-  out["reclaim_bytes"] = entry.facts.reclaim_bytes;
+  out["wanted_bytes"] = entry.facts.reclaim_bytes;
   return out;
 }
 
