@@ -36,10 +36,10 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For instances that answer every request.
     """
-    read_ack = segment._answer
+    read_ack = segment._ack
 
     def when_answered(record: _vmm.ControlBlock, revision: int, life: Liveness) -> segment.Ack:
         assert record.wait_ack(revision, DEADLINE_S)
         return read_ack(record, revision, life)
 
-    monkeypatch.setattr(segment, "_answer", when_answered)
+    monkeypatch.setattr(segment, "_ack", when_answered)

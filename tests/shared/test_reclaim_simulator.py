@@ -164,7 +164,7 @@ def test_kept_bytes_match_the_real_ledger(data):
     ]
     for member, count in zip(members, granted, strict=True):
         assert member.grant(count, unit) == count
-    members[0].ask(ask * unit)
+    members[0].request_memory(ask * unit)
     first, second = (
         Contender(granted_bytes=count * unit, min_bytes=least * unit, priority=priority)
         for count, least, priority in zip(granted, mins, priorities, strict=True)

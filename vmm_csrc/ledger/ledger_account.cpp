@@ -174,8 +174,8 @@ Error LedgerMember::pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserv
     held_bytes = saturating_add(held_bytes, others.pledged_bytes);
     left_bytes = saturating_sub(all_bytes, held_bytes);
   }
-  const char* remedy = held_bytes == 0 ? "; reserve less, or raise its capacity (kvctl capacity)"
-                                       : "; reserve less, or lower one of these (kvctl set --min)";
+  const char* remedy = held_bytes == 0 ? "; ask for less, or raise its capacity (kvctl capacity)"
+                                       : "; ask for less, or lower one of these (kvctl set --min)";
   return {Errc::kGuarantee, "no room for " + guaranteed_and_reserved(min_bytes, reserve_bytes) +
                                 ": " + size_text(left_bytes) + " of the device's " +
                                 size_text(all_bytes) + " are left" + holders(false) + remedy};
