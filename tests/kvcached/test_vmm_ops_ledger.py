@@ -185,7 +185,7 @@ def test_manual_pages_are_visible_and_not_controllable(
     assert segment.request(info.name, limit_bytes=2 * MIB, wait_s=0.0).state == "none"
     with pytest.raises(errors.OutOfMemoryError, match="KVELASTIC_LIMIT"):
         vmm_ops.map_to_kv_tensors([3, 4])
-    answer = shown().answer
+    answer = shown().ack
     assert (answer["state"], answer["revision"]) == ("refused", 1)
     assert "by hand" in answer["reason"]
 

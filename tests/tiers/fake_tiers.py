@@ -253,7 +253,7 @@ class FakeHold(Hold):
     def release(self) -> None:
         keys, self._keys = self._keys, None
         for key in keys or ():
-            self._store.held.remove(key)
+            self._store.held_keys.remove(key)
 
 
 class FakeStore(Store):
@@ -264,7 +264,7 @@ class FakeStore(Store):
         self.record_bytes = staging.record_bytes
         self.records: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes | None] = {}
-        self.held: list[bytes] = []
+        self.held_keys: list[bytes] = []
         self.room = room
         self.displaces_beyond: int | None = None
         """How many records it holds: more displace the oldest."""
@@ -308,7 +308,7 @@ class FakeStore(Store):
             if key not in self.records:
                 break
             leading.append(key)
-        self.held += leading
+        self.held_keys += leading
         return FakeHold(self, leading)
 
     def put(

@@ -50,8 +50,8 @@ def world() -> Iterator[World]:
     yield made
     assert made.tiers.close(DEADLINE_S) == []
     assert made.near.is_closed
-    assert not made.near.held
-    assert not made.far.held
+    assert not made.near.held_keys
+    assert not made.far.held_keys
 
 
 def test_leading_keys_are_matched_and_held(world) -> None:
@@ -59,8 +59,8 @@ def test_leading_keys_are_matched_and_held(world) -> None:
     match = world.tiers.match(keys_of(range(9)))
     assert match.count == 8
     assert match.keys == keys_of(range(8))
-    assert sorted(world.near.held) == [key_of(n) for n in (0, 1, 4, 6)]
-    assert sorted(world.far.held) == [key_of(n) for n in (2, 3, 5, 7)]
+    assert sorted(world.near.held_keys) == [key_of(n) for n in (0, 1, 4, 6)]
+    assert sorted(world.far.held_keys) == [key_of(n) for n in (2, 3, 5, 7)]
     match.release()
     match.release()
     assert not match.is_held
@@ -90,7 +90,7 @@ def test_load_keeps_its_holds_until_done(world) -> None:
         load = world.tiers.load(match, list(range(50, 59)))
     assert world.far.hanging.wait(DEADLINE_S)
     assert match.is_held
-    assert len(world.far.held) == 7
+    assert len(world.far.held_keys) == 7
     assert not load.done
     release.set()
     assert load.wait(DEADLINE_S)
