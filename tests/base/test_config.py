@@ -39,7 +39,7 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test sees the logger and the once-a-process memory as a new process does."""
     log = logging.getLogger("kvelastic")
     before = (list(log.handlers), log.level, log.propagate)
-    monkeypatch.setattr(logs, "_said", set())
+    monkeypatch.setattr(logs, "_logged", set())
     monkeypatch.setattr(logs, "_held", [])
     monkeypatch.setenv(logs._SAID, "")
     log.handlers[:], log.propagate = [], True

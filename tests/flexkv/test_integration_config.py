@@ -74,7 +74,7 @@ def test_cache_sizes_come_from_user_settings() -> None:
 def test_weights_name_comes_from_user_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvelastic.logs._said", set())
+    monkeypatch.setattr("kvelastic.logs._logged", set())
     disk = {
         "FLEXKV_CPU_CACHE_GB": "1",
         "FLEXKV_SSD_CACHE_GB": "2",
