@@ -53,14 +53,6 @@ class Match(Message):
     slots: Tokens | None
     cpu_only: bool = False
 
-    def __post_init__(self) -> None:
-        """Drop the bits that pad the last byte of a packed mask."""
-        mask = self.mask
-        if isinstance(mask, np.ndarray) and len(mask) != len(self.tokens):
-            if len(mask) != -(-len(self.tokens) // 8) * 8:
-                raise InvalidArgumentError(f"a mask of {len(mask)} bits is not the tokens' own")
-            self.mask = mask[: len(self.tokens)]
-
 
 class Prefetch(Message):
     """The message of prefetch_async."""
@@ -344,15 +336,17 @@ def unpack_integers(packed: bytes) -> Tokens:
 
 
 def pack_mask(mask: Mask) -> bytes:
-    """Pack a mask to one bit for each token, the first one in the highest bit."""
-    return np.packbits(mask).tobytes()
+    """Pack a mask: the number of bits that fill the last byte, then a bit for each token."""
+    return bytes([-len(mask) % 8]) + np.packbits(mask).tobytes()
 
 
-def unpack_mask(packed: bytes, count: int) -> Mask:
-    """Reverse `pack_mask` for `count` tokens. Raises `InvalidArgumentError` for another count."""
-    if len(packed) != -(-count // 8):
-        raise InvalidArgumentError(f"a mask of {len(packed)} bytes is not one of {count} tokens")
-    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
+def unpack_mask(packed: bytes) -> Mask:
+    """Reverse `pack_mask`. Raises `InvalidArgumentError` for invalid bytes."""
+    count = 8 * (len(packed) - 1) - packed[0] if packed else -1
+    if not 0 <= count <= MOST_TOKENS or packed[0] > 7:
+        raise InvalidArgumentError(f"{len(packed)} bytes are no mask")
+    bits = np.frombuffer(packed, np.uint8, offset=1)
+    return np.unpackbits(bits, count=count).astype(np.bool_)
 
 
 def pack(value: Any) -> bytes:
@@ -366,8 +360,4 @@ def unpack(kind: Any, packed: Any) -> Any:
     """Reverse `pack`. Raises `InvalidArgumentError` (a ValueError) for invalid bytes."""
     if not isinstance(packed, bytes):
         raise InvalidArgumentError(f"a {type(packed).__name__} is no array")
-    if kind == Tokens:
-        return unpack_integers(packed)
-    if len(packed) > MOST_TOKENS // 8:
-        raise InvalidArgumentError(f"a mask of {len(packed)} bytes is too long")
-    return unpack_mask(packed, 8 * len(packed))
+    return unpack_integers(packed) if kind == Tokens else unpack_mask(packed)

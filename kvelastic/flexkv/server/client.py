@@ -104,7 +104,7 @@ class KVDPClient(Calls):
         if not isinstance(call, messages.Wait):
             return self._ask(call, answer)
         replied = self._ask(call, messages.Responses, (call.timeout_s or 0.0) + ANSWER_S)
-        return {one.task_id: messages.response_of(one) for one in replied.responses}
+        return {one.task_id: one for one in replied.responses}
 
     launch_tasks = Calls.launch
     cancel_tasks = Calls.cancel

@@ -171,9 +171,8 @@ class EngineThread:
             return True
         if responses is None:
             return False
-        answer = [messages.response_message(*item) for item in responses.items()]
         try:
-            one.request.answer(messages.Responses(responses=answer))
+            one.request.answer(messages.Responses(list(responses.values())))
         except ChannelError as error:
             _log.warning("an answer was not sent: %s", error)
         return True

@@ -25,10 +25,11 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.flexkv.common import process_mappings
-from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, describe
+from kvelastic.flexkv.common.memory_handle import TensorDescription, TensorSharedHandle, describe
 from kvelastic.flexkv.common.storage import KVCacheLayout, in_blocks
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
+from kvelastic.flexkv.transfer.shared_blocks import DeviceSpan
 from kvelastic.messages import Address, Connection, Endpoint, Message, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
@@ -159,12 +160,8 @@ class KVTPClient:
                 handle.close()
             raise
         self._handles = handles
-        self._register_tensors(
-            [
-                messages.tensor_message(one, self._place_of(handle), axis)
-                for one, handle in zip(described, handles, strict=True)
-            ]
-        )
+        places = map(self._place_of, handles)
+        self._register_tensors(list(zip(places, described, strict=True)), axis)
 
     def register_range(
         self,
@@ -199,7 +196,8 @@ class KVTPClient:
             one.check(memory.range_bytes)
         memory.ring_at_unmap(self._bell)
         self._device = (memory, driver)
-        self._register_tensors([messages.tensor_message(one, 0, axis) for one in described])
+        span = DeviceSpan(driver.uuid, geometry.page_bytes, geometry.pages)
+        self._register_tensors([(0, one) for one in described], axis, span)
 
     def _in_record_order(
         self, kv_caches: Sequence[Any], layout: KVCacheLayout | None
@@ -210,9 +208,14 @@ class KVTPClient:
             raise InvalidArgumentError("a rank without tensors has nothing to register")
         return kv_caches if layout is None else layout.in_record_order(kv_caches)
 
-    def _register_tensors(self, tensors: list[messages.Tensor]) -> None:
+    def _register_tensors(
+        self,
+        tensors: list[tuple[int, TensorDescription]],
+        block_axis: int,
+        span: DeviceSpan | None = None,
+    ) -> None:
         self._message = messages.RegisterTPClient(
-            self.dp_client_id, self._tp_rank, self._is_device_id, tensors
+            self.dp_client_id, self._tp_rank, self._is_device_id, tensors, block_axis, span
         )
         self._thread = threading.Thread(
             target=self._stay_registered, name="flexkv-register", daemon=True
@@ -336,14 +339,6 @@ class KVTPClient:
 
     def _register(self, connection: Connection) -> None:
         assert self._message is not None
-        if self._device is not None:
-            memory, driver = self._device
-            geometry = memory.geometry
-            connection.notify(
-                messages.AddDevice(
-                    device=driver.uuid, page_bytes=geometry.page_bytes, pages=geometry.pages
-                )
-            )
         memories = self._memories()
         # Tensors refer to memories by their index, so keep the order. A message has one kind only.
         for is_elastic, group in groupby(memories, key=lambda memory: memory[1]):

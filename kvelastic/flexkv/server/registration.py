@@ -25,7 +25,7 @@ from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
-from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, DeviceSpan, SharedBlocks
+from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, SharedBlocks
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.messages import Connection, Endpoint, Request
 
@@ -46,7 +46,6 @@ class Registrations:
         self._model = model
         self._worker = worker
         self._ranks: dict[Rank, tuple[Connection, SharedBlocks | DeviceBlocks]] = {}
-        self._spans: dict[Connection, DeviceSpan] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
         self._refused: dict[Rank, str] = {}
         """Reasons of refusal by missing rank, the oldest first.
@@ -83,8 +82,6 @@ class Registrations:
                 self.connection_ended(connection)
                 connection.end(error)
                 raise error
-        elif isinstance(message, messages.AddDevice):
-            self._spans[connection] = DeviceSpan(message.device, message.page_bytes, message.pages)
         elif isinstance(message, messages.Unmapped):
             for own, blocks in self._ranks.values():
                 if own is connection and isinstance(blocks, DeviceBlocks):
@@ -160,7 +157,6 @@ class Registrations:
         """Release what was registered over a connection. Idempotent."""
         for fd, _ in self._memories.pop(connection, []):
             os.close(fd)
-        self._spans.pop(connection, None)
         for rank, (own, blocks) in list(self._ranks.items()):
             if own is connection:
                 del self._ranks[rank]
@@ -187,13 +183,14 @@ class Registrations:
         On an error, closes the descriptors.
         """
         memories = self._memories.pop(connection, [])
-        span = self._spans.pop(connection, None)
         try:
             blocks: SharedBlocks | DeviceBlocks
-            if span is not None:
-                buffers, count = _buffers(message, [span.size_bytes])
+            if message.span is not None:
+                buffers, count = _buffers(message, [message.span.size_bytes])
                 own = [buffer for _, buffer in buffers]
-                blocks = DeviceBlocks(span, own, count, lambda *asked: _export(connection, *asked))
+                blocks = DeviceBlocks(
+                    message.span, own, count, lambda *asked: _export(connection, *asked)
+                )
             else:
                 sizes = [
                     MOST_BYTES << 1 if is_elastic else _size_of(fd) for fd, is_elastic in memories
@@ -234,15 +231,14 @@ def _buffers(
     """
     buffers: list[tuple[int, Buffer]] = []
     counts = set()
-    for tensor in message.tensors:
-        if tensor.memory >= len(sizes):
+    for memory, tensor in message.tensors:
+        if memory >= len(sizes):
             raise InvalidArgumentError(
-                f"a tensor lies in memory {tensor.memory}, and {len(sizes)} have come"
+                f"a tensor lies in memory {memory}, and {len(sizes)} have come"
             )
-        described = messages.description_of(tensor)
-        described.check(sizes[tensor.memory])
-        buffers += [(tensor.memory, one) for one in described.buffers(tensor.block_axis)]
-        counts.add(described.shape[tensor.block_axis])
+        tensor.check(sizes[memory])
+        buffers += [(memory, one) for one in tensor.buffers(message.block_axis)]
+        counts.add(tensor.shape[message.block_axis])
     if len(buffers) > messages.MOST_TENSORS or len(counts) != 1:
         raise InvalidArgumentError(
             f"{len(buffers)} buffers with {sorted(counts)} blocks are not one KV cache"

@@ -16,12 +16,11 @@ A connection is its client: when it ends, the server releases what the client he
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from msgspec import structs
 
-from kvelastic.errors import InvalidArgumentError
-from kvelastic.flexkv.common.arguments import MOST_TASKS, MOST_TOKENS
+from kvelastic.flexkv.common.arguments import MOST_TASKS
 from kvelastic.flexkv.common.calls import (
     Cancel,
     Count,
@@ -34,13 +33,12 @@ from kvelastic.flexkv.common.calls import (
     Started,
     Wait,
     pack,
-    pack_mask,
     unpack,
-    unpack_mask,
 )
 from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_AXES, TensorDescription
-from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
+from kvelastic.flexkv.common.request import KVResponse
+from kvelastic.flexkv.transfer.shared_blocks import DeviceSpan
 from kvelastic.messages import Message, Meta, Protocol
 
 __all__ = ["Cancel", "Done", "Launch", "Match", "Matched", "Prefetch", "Reset", "Started", "Wait"]
@@ -50,8 +48,6 @@ MOST_PAGES: Final = 1 << 16
 _MOST_BYTES: Final = 16 << 20
 
 ClientId = Annotated[int, Meta(ge=0, le=1 << 20)]
-Bits = Annotated[bytes, Meta(max_length=MOST_TOKENS // 8)]
-Axes = Annotated[list[Count], Meta(min_length=1, max_length=MOST_AXES)]
 
 
 class Shape(Message):
@@ -81,31 +77,11 @@ class RegisterDPClient(Message):
     shape: Shape
 
 
-class Tensor(Message):
-    """A tensor in one of the memories whose descriptors were received."""
-
-    memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
-    offset: Count
-    shape: Axes
-    strides_bytes: Axes
-    dtype: Annotated[str, Meta(max_length=64)]
-    item_bytes: Annotated[int, Meta(ge=1, le=64)]
-    block_axis: Annotated[int, Meta(ge=0, lt=MOST_AXES)]
-
-
 class AddMemory(Message):
     """Adds memories for the rank that registers next. Their descriptors come with the message."""
 
     is_elastic: bool
     """Pages are mapped and unmapped; the tensors' offsets are addresses in the rank."""
-
-
-class AddDevice(Message):
-    """Places the tensors of the rank that registers next in this range of a GPU."""
-
-    device: Annotated[str, Meta(min_length=1, max_length=64)]
-    page_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)]
-    pages: Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class Export(Message):
@@ -149,7 +125,13 @@ class RegisterTPClient(Message):
     tp_rank: ClientId
     is_device_id: bool
     """Whether `tp_rank` counts the ranks of every client of a machine."""
-    tensors: Annotated[list[Tensor], Meta(min_length=1, max_length=MOST_TENSORS)]
+    tensors: Annotated[
+        list[tuple[Count, TensorDescription]], Meta(min_length=1, max_length=MOST_TENSORS)
+    ]
+    """Each with the index of its memory among those that were received."""
+    block_axis: Annotated[int, Meta(ge=0, lt=MOST_AXES)]
+    span: DeviceSpan | None
+    """The range of a GPU with the tensors; None if they are in the memories."""
 
 
 class Registered(Message):
@@ -166,27 +148,10 @@ class Ready(Message):
     is_ready: bool
 
 
-class Mask(Message):
-    """A mask for a number of tokens."""
-
-    count: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
-    bits: Bits
-
-
-class TaskResponse(Message):
-    """A KVResponse."""
-
-    task_id: int
-    status: Annotated[str, Meta(max_length=32)]
-    mask: Mask | None
-    batch: Annotated[list[Mask | None], Meta(max_length=MOST_TASKS)]
-    """Masks of the tasks in a batch."""
-
-
 class Responses(Message):
     """The responses of the tasks in a Wait."""
 
-    responses: Annotated[list[TaskResponse], Meta(max_length=MOST_TASKS)]
+    responses: Annotated[list[KVResponse], Meta(max_length=MOST_TASKS)]
 
 
 class Shutdown(Message):
@@ -199,10 +164,10 @@ class Unregister(Message):
 
 PROTOCOL: Final = Protocol(
     "flexkv",
-    version=2,
+    version=3,
     messages=(
-        *(RegisterDPClient, AddMemory, AddDevice, Export, Exported, Unmapped),
-        *(Locate, Located, RegisterTPClient),
+        *(RegisterDPClient, RegisterTPClient, AddMemory, Export, Exported, Unmapped),
+        *(Locate, Located),
         *(Registered, IsReady, Ready, Match, Prefetch, Matched, Launch, Started, Cancel, Wait),
         *(Responses, Reset, Shutdown, Unregister, Done),
     ),
@@ -217,46 +182,3 @@ def shape_of(model: ModelConfig, tokens_per_block: int) -> Shape:
     names = Shape.__struct_fields__[:-1]
     sizes = {name: getattr(model, name) for name in names}
     return Shape(**{**sizes, "dtype": model.dtype_name}, tokens_per_block=tokens_per_block)
-
-
-def tensor_message(description: TensorDescription, memory: int, block_axis: int) -> Tensor:
-    """A tensor's description as a message."""
-    offset, shape, strides_bytes, dtype, size = description
-    return Tensor(memory, offset, list(shape), list(strides_bytes), dtype, size, block_axis)
-
-
-def description_of(tensor: Tensor) -> TensorDescription:
-    """Convert a message to a tensor's description. Checks only bounds."""
-    shape, strides_bytes = tuple(tensor.shape), tuple(tensor.strides_bytes)
-    return TensorDescription(tensor.offset, shape, strides_bytes, tensor.dtype, tensor.item_bytes)
-
-
-def response_message(task_id: int, response: KVResponse) -> TaskResponse:
-    """A KVResponse as a message."""
-    return TaskResponse(
-        task_id=task_id,
-        status=response.status.value,
-        mask=_packed(response.return_mask),
-        batch=[_packed(one) for one in response.return_masks],
-    )
-
-
-def response_of(message: TaskResponse) -> KVResponse:
-    """Convert a message to a KVResponse.
-
-    Raises `InvalidArgumentError` for an unknown status or a short mask.
-    """
-    try:
-        status = KVResponseStatus(message.status)
-    except ValueError:
-        raise InvalidArgumentError(f"{message.status!r} is no status of a response") from None
-    batch = tuple(_unpacked(one) for one in message.batch)
-    return KVResponse(status, message.task_id, _unpacked(message.mask), batch)
-
-
-def _packed(mask: Any) -> Mask | None:
-    return None if mask is None else Mask(count=len(mask), bits=pack_mask(mask))
-
-
-def _unpacked(mask: Mask | None) -> Any:
-    return None if mask is None else unpack_mask(mask.bits, mask.count)

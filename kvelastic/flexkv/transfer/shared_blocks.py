@@ -19,12 +19,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 from kvelastic import _vmm
 from kvelastic.errors import DriverError, InvalidArgumentError
 from kvelastic.flexkv.common.memory_handle import Buffer
 from kvelastic.flexkv.common.process_mappings import NOT_MAPPED, PAGE_BYTES
+from kvelastic.messages import Meta
 from kvelastic.tiers.pool_side import StagingMemory
 from kvelastic.tiers.workers import Workers
 
@@ -232,10 +233,10 @@ def _joined(buffers: Sequence[tuple[int, Buffer]]) -> list[tuple[int, Buffer]]:
 class DeviceSpan(NamedTuple):
     """A range of a GPU's memory in another process."""
 
-    device: str
+    device: Annotated[str, Meta(min_length=1, max_length=64)]
     """The GPU's UUID."""
-    page_bytes: int
-    pages: int
+    page_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)]
+    pages: Annotated[int, Meta(ge=1, le=1 << 24)]
 
     @property
     def size_bytes(self) -> int:
