@@ -151,6 +151,13 @@ def file_stem(*more: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
+def half_of_the_cores(*, second: bool) -> str:
+    """The first or second half of this process's cores, as "0,1": two servers do not share them."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    return ",".join(map(str, cores[-half:] if second else cores[:half]))
+
+
 def end_by_exception() -> None:
     """Have SIGTERM and SIGHUP raise SystemExit: every `finally` still ends what it began."""
 

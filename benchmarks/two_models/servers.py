@@ -23,6 +23,7 @@ import psutil
 import shared_files
 from vllm_server import VllmServer
 
+from benchmarks.harness import half_of_the_cores
 from benchmarks.two_models.workload import BLOCK_TOKENS, MODELS, Workload
 from kvelastic.shared import ledger, segment
 
@@ -103,10 +104,7 @@ def stock_arguments(kv_bytes: int, *, prefix_cache: bool) -> list[str]:
 
 def cores_of(model: str) -> dict[str, str]:
     """Half of the cores for each model's worker: left alone, vLLM binds both to the same one."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(1, len(cores) // 2)
-    mine = cores[:half] if model == MODELS[0] else cores[-half:]
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
+    return {"VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(second=model != MODELS[0])}
 
 
 class Servers:

@@ -3,9 +3,9 @@
 Three arrangements: a lone server with the whole budget, two with a half each, two on one ledger.
 The first and the second server of a pair get their loads in turn: a burst at once, then a Poisson
 wave of 0.8 of what the lone server can serve. The lone server gets both servers' prompts; what its
-two rows differ by is the control. The measure is the time to the first token; tokens are compared
-with the lone server's. Model: a Llama shape with random weights, bfloat16, CUDA graphs, Triton
-attention; on a CPU a tiny one.
+two rows differ by is the control. The measure is the first token, in seconds and in steps of the
+scheduler; tokens are compared with the lone server's. Model: a Llama shape with random weights,
+bfloat16, CUDA graphs, Triton attention; on a CPU a tiny one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.gpu.driver_calls import has_torch
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.line_child import ChildError
 from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
+from benchmarks.harness import half_of_the_cores
 from benchmarks.vmm.section import Section
 from kvelastic.shared import ledger, segment
 
@@ -43,7 +44,13 @@ END_S = 15.0
 LOADS_S = 170.0
 """No load is begun later than this after the start."""
 WAVE_S = 7.0
+WARM_BURSTS = 2
+"""A server's first burst takes up to four times as long as its second one."""
 PART_OF_THE_BEST = 0.8
+
+
+Firsts = dict[tuple[str, str, str], tuple[list[float], list[float]]]
+"""By load, arrangement and server: each request's seconds and steps to the first token."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Size:
 
 
 LARGE = Size(16, 32, 64, 2048, 32000, 22, 1500, 512, 6144 * MIB, on_gpu=True)
-TINY = Size(4, 4, 32, 128, 512, 12, 150, 24, 12 * MIB, on_gpu=False)
+TINY = Size(4, 8, 128, 128, 512, 10, 150, 24, 96 * MIB, on_gpu=False)
 
 
 @dataclass
@@ -114,6 +121,12 @@ class Watch:
                 self.most_bytes = max(self.most_bytes, found.granted_bytes)
 
 
+def _cores(name: str) -> dict[str, str]:
+    """The worker of an idle server spins for a second: it must not do so on the other's cores."""
+    second = name in {second for _, second in ARRANGEMENTS.values()} - {"lone"}
+    return {"VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(second=second)}
+
+
 def ledger_of(group: str) -> Any:
     with suppress(Exception):  # it changes while it is read
         return next((one for one in ledger.list_ledgers() if one.group == group), None)
@@ -127,8 +140,7 @@ class Trial:
         self.size, self.folder, self.group = size, folder, f"pair-{os.getpid()}"
         self._patience_s = PATIENCE_S if size.on_gpu else PATIENCE_OF_A_REHEARSAL_S
         self.servers: dict[str, Server] = {}
-        self.first_s: dict[tuple[str, str, str], list[float]] = {}
-        """By load, arrangement and server."""
+        self.firsts: Firsts = {}
         self.differing = self.compared = 0
         self._tokens: dict[tuple[str, int], list[list[int]]] = {}
         self._rate = 0.0
@@ -146,19 +158,21 @@ class Trial:
         for server in self.servers.values():
             server.answer(self._patience_s)
         for server in self.servers.values():
-            self._burst(server, seed=1, new_tokens=16)
+            for seed in range(WARM_BURSTS):
+                self._burst(server, seed=1 + seed)
             server.tell("reset")
             server.answer(self._patience_s)
         self.bound()
         self._wait_for_budget()
 
     def _environ(self, name: str) -> dict[str, str]:
-        if not name.startswith("elastic"):
-            return environment(self.folder)
-        own = {"KVELASTIC_LEDGER": self.group, "KVELASTIC_IPC_NAME": f"{self.group}-{name}"}
-        if not self.size.on_gpu:
-            own["KVELASTIC_HOST_MEMORY"] = str(self.size.budget_bytes)
-        return environment(self.folder, **own)
+        own = {}
+        if name.startswith("elastic"):
+            own = {"KVELASTIC_LEDGER": self.group, "KVELASTIC_IPC_NAME": f"{self.group}-{name}"}
+            if not self.size.on_gpu:
+                own["KVELASTIC_HOST_MEMORY"] = str(self.size.budget_bytes)
+        environ = environment(self.folder, **own)
+        return environ if self.size.on_gpu else environ | _cores(name)
 
     def bound(self) -> None:
         """Let the ledger's KV caches have the budget, and no more of the GPU."""
@@ -195,6 +209,9 @@ class Trial:
 
     def _load(self, load: str, arrangement: str, which: str, server: Server, seed: int) -> None:
         self.bound()
+        if not self.size.on_gpu:
+            # vLLM's worker on a CPU polls every 0.1 s after a second without work.
+            self._burst(server, seed=3000 + seed, count=1, prompt_tokens=8, new_tokens=1)
         more: dict[str, Any] = {"seed": 1000 + seed}
         if load == "wave":
             more = {"seed": 2000 + seed, "rate": self._rate}
@@ -203,8 +220,11 @@ class Trial:
         if load == "burst" and arrangement == "lone":
             tokens = self.size.prompt_tokens + self.size.new_tokens
             fit = self.size.budget_bytes // (tokens * self.size.token_bytes)
-            self._rate = self._rate or PART_OF_THE_BEST * fit / told["total_s"]
-        self.first_s.setdefault((load, arrangement, which), []).extend(told["first_s"])
+            at_once = min(fit, self.size.count)
+            self._rate = self._rate or PART_OF_THE_BEST * at_once / told["total_s"]
+        firsts = self.firsts.setdefault((load, arrangement, which), ([], []))
+        firsts[0].extend(told["first_s"])
+        firsts[1].extend(told["first_steps"])
         theirs = self._tokens.setdefault((load, seed), told["tokens"])
         self.compared += len(theirs)
         self.differing += sum(a != b for a, b in zip(theirs, told["tokens"], strict=True))
@@ -234,22 +254,28 @@ def percentile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-def _first_tokens(found: Findings, first_s: dict[tuple[str, str, str], list[float]]) -> Section:
+def _first_tokens(found: Findings, firsts: Firsts) -> Section:
     """A row for each server of each arrangement; its p99 beside the lone server's."""
     rows: list[tuple[str, ...]] = []
-    for (load, arrangement, which), values in sorted(
-        first_s.items(), key=lambda item: (item[0][0], list(ARRANGEMENTS).index(item[0][1]))
+    for (load, arrangement, which), (first_s, steps) in sorted(
+        firsts.items(), key=lambda item: (item[0][0], list(ARRANGEMENTS).index(item[0][1]))
     ):
-        shown = [percentile(values, percent) for percent in (50, 90, 99)]
+        shown = [percentile(first_s, percent) for percent in (50, 90, 99)]
+        shown_steps = [percentile(steps, percent) for percent in (50, 90, 99)]
         # The lone server's prompts of the first server are the measure of both of its rows.
         of = SERVERS[0] if arrangement == "lone" else which
-        lone_s = percentile(first_s[load, "lone", of], 99)
+        lone_s, lone_steps = (percentile(values, 99) for values in firsts[load, "lone", of])
         named = f"{load}, {arrangement}, {which}"
-        found.figure(named, {"p50_p90_p99_s": shown, "n": len(values)})
-        cells = (*(f"{value:.3f}" for value in shown), f"{shown[-1] / lone_s:.2f}")
-        rows.append((load, arrangement, which, str(len(values)), *cells))
-    header = ("load", "servers", "server", "requests", "p50", "p90", "p99", "p99 / lone server's")
-    return Section("Seconds to the first token", header, rows)
+        found.figure(
+            named,
+            {"p50_p90_p99_s": shown, "p50_p90_p99_steps": shown_steps, "n": len(first_s)},
+        )
+        seconds = (*(f"{value:.3f}" for value in shown), f"{shown[-1] / lone_s:.2f}")
+        counts = (*(f"{value:.0f}" for value in shown_steps), f"{shown_steps[-1] / lone_steps:.2f}")
+        rows.append((load, arrangement, which, str(len(first_s)), *seconds, *counts))
+    header = ("load", "servers", "server", "requests", "p50 s", "p90 s", "p99 s", "by lone's")
+    steps_header = ("p50 steps", "p90 steps", "p99 steps", "by lone's")
+    return Section("Seconds and scheduler's steps to the first token", header + steps_header, rows)
 
 
 def main() -> None:
@@ -263,10 +289,10 @@ def main() -> None:
         found.figure("ready_s", time.monotonic() - begun)
         watching = threading.Thread(target=watch.run, daemon=True)
         watching.start()
-        trial.run(1 if found.quick else 3, LOADS_S if size.on_gpu else PATIENCE_OF_A_REHEARSAL_S)
+        trial.run(1 if found.quick else 6, LOADS_S if size.on_gpu else PATIENCE_OF_A_REHEARSAL_S)
         watch.ends.set()
         watching.join()
-        found.table(_first_tokens(found, trial.first_s))
+        found.table(_first_tokens(found, trial.firsts))
         found.check(
             "tokens are the lone server's", trial.differing == 0, f"{trial.differing} differ"
         )
