@@ -54,6 +54,8 @@ def test_expected_start_reserve() -> None:
     assert start_reserve.expected_bytes(16 * GIB, 4, 80 * GIB) == 6 * GIB
     assert start_reserve.expected_bytes(0, 1, GIB) == GIB // 32
     assert start_reserve.expected_bytes(900 * GIB, 1, 80 * GIB) == 80 * GIB
+    assert start_reserve.expected_bytes(32 * GIB, 2, 80 * GIB, 15 * GIB) == 3 * GIB
+    assert start_reserve.expected_bytes(16 * GIB, 1, 80 * GIB, 17 * GIB) == 2 * GIB
 
 
 def test_weights_size_is_the_sum_of_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -47,12 +48,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert ledger.list_ledgers() == [], "looking has left nothing"
 
 
-def configured(device: str = "cpu", data_parallel: int = 1, *, is_moe: bool = False) -> Any:
+def configured(
+    device: str = "cpu", data_parallel: int = 1, *, is_moe: bool = False, kv_dtype: str = "auto"
+) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             data_parallel_size=data_parallel, use_ubatching=False, enable_elastic_ep=False
         ),
         attention_config=SimpleNamespace(hisparse_config=None, backend=None),
+        cache_config=SimpleNamespace(cache_dtype=kv_dtype),
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(is_moe=is_moe),
         kv_transfer_config=None,
@@ -113,7 +117,23 @@ def test_guarantee_that_does_not_fit_is_rejected(
 def test_unsupported_configuration_is_rejected(started: list[str]) -> None:
     with pytest.raises(UnsupportedEngineError, match="mixture of experts"):
         start(configured(data_parallel=2, is_moe=True), count=2)
+    for name in ("nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"):
+        with pytest.raises(UnsupportedEngineError, match=f"--kv-cache-dtype {name}: "):
+            start(configured("cuda", kv_dtype=name))
     assert started == []
+    start(configured(kv_dtype="fp8_e4m3"))
+
+
+def test_server_for_a_snapshot_is_rejected(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(name="vllm.snapshot.server")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    with pytest.raises(UnsupportedEngineError, match="vllm snapshot: the memory"):
+        start(configured())
+    spec.name = "vllm.entrypoints.cli.main"
+    start(configured())
+    assert started == ["core"]
 
 
 def clock(sleep: Callable[[float], object]) -> SimpleNamespace:

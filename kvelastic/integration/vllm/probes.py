@@ -292,6 +292,11 @@ def _probe_gpu_worker(probe: Probe) -> None:
     probe.parameters(f"{WORKER_CLASS}.init_device", ("self",))
     probe.mentions(f"{WORKER_CLASS}.init_device", ("MemorySnapshot", "request_memory", "device"))
     probe.parameters(f"{WORKER_CLASS}.load_model", ("self",))
+    loading = "vllm.model_executor.model_loader"
+    probe.parameters(f"{loading}:get_model_loader", ("load_config",))
+    probe.parameters(
+        f"{loading}.base_loader:BaseModelLoader.get_external_weight_memory", ("self", "vllm_config")
+    )
     probe.parameters(f"{WORKER_CLASS}.determine_available_memory", ("self",))
     probe.mentions(f"{WORKER_CLASS}.determine_available_memory", ("memory_profiling",))
     probe.mentions("vllm.utils.mem_utils:MemorySnapshot.measure", ("get_memory_info",))

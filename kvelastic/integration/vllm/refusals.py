@@ -5,6 +5,7 @@ A model that works on stock vLLM must never return wrong results on kvelastic.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 from kvelastic import engines
@@ -39,6 +40,10 @@ _COUNTS_IN_32_BITS: Final = frozenset({"FLEX_ATTENTION"})
 """Attention backends whose kernels use 32-bit offsets: vLLM's issue 50427."""
 _MOST_IN_32_BITS: Final = 2**31 - 1
 _DEVICES: Final = ("cpu", "cuda")
+_UNTRIED_KV: Final = "nvfp4"
+"""Start of the names of dtypes of 4-bit floats: nvfp4, nvfp4_4over6, nvfp4_ds_mla."""
+_SNAPSHOT: Final = "vllm.snapshot.server"
+"""The module that `vllm snapshot create` runs a server with (`python -m`)."""
 _OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
 
 _WAY_OUT = "Unset ENABLE_KVELASTIC to run this without kvelastic."
@@ -58,12 +63,29 @@ def refuse_configuration(vllm_config: Any) -> None:
         found += _refused_connector(connector)
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         found.append("HiSparse, which keeps blocks in host memory")
+    kv_dtype = str(vllm_config.cache_config.cache_dtype)
+    if kv_dtype.startswith(_UNTRIED_KV):
+        found.append(
+            f"--kv-cache-dtype {kv_dtype}: its kernels need a GPU on which kvelastic has not run; "
+            "fp8 is supported"
+        )
+    if _name_of_main() == _SNAPSHOT:
+        found.append(
+            "vllm snapshot: the memory that an ended process was granted goes to other instances, "
+            "and a restored process would use it again"
+        )
     device = vllm_config.device_config.device_type
     if device not in _DEVICES:
         found.append(f"the device {device!r}; supported are {' and '.join(_DEVICES)}")
     if device != "cpu":
         found += _refused_on_gpus(vllm_config)
     _refuse(found)
+
+
+def _name_of_main() -> str | None:
+    """Return the name of the module that this process runs (`python -m`), if it has one."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return None if spec is None else spec.name
 
 
 def _refused_on_gpus(vllm_config: Any) -> list[str]:

@@ -43,7 +43,10 @@ def claim(worker: Any) -> ledger.JoinedLedger | None:
     parallel = worker.vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     start_bytes = expected_bytes(
-        weights_bytes(str(worker.vllm_config.model_config.model)), ranks, facts.total_bytes
+        weights_bytes(str(worker.vllm_config.model_config.model)),
+        ranks,
+        facts.total_bytes,
+        held_elsewhere_bytes(worker),
     )
     if settings.reserve is not None:
         start_bytes = settings.reserve // ranks
@@ -65,9 +68,28 @@ def name() -> str:
     return f"starting_{os.getpid()}"
 
 
-def expected_bytes(all_weights_bytes: int, ranks: int, total_bytes: int) -> int:
-    """Return the GPU bytes that a worker needs to load its weights and run a first step."""
-    return min(all_weights_bytes // ranks + first_step_bytes(total_bytes), total_bytes)
+def expected_bytes(
+    all_weights_bytes: int, ranks: int, total_bytes: int, elsewhere_bytes: int = 0
+) -> int:
+    """Return the GPU bytes that a worker needs to load its weights and run a first step.
+
+    `elsewhere_bytes` of this worker's weights are in another process, which stays.
+    """
+    own_weights_bytes = max(0, all_weights_bytes // ranks - elsewhere_bytes)
+    return min(own_weights_bytes + first_step_bytes(total_bytes), total_bytes)
+
+
+def held_elsewhere_bytes(worker: Any) -> int:
+    """Return the bytes of weights that this worker will map from vLLM's weight-cache daemon.
+
+    The daemon (`vllm preload`) is no member of the ledger: its memory counts as used by other
+    processes. To reserve it again would take as much from the other instances. Blocks for a
+    query of the daemon.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader = get_model_loader(worker.vllm_config.load_config)
+    return int(loader.get_external_weight_memory(worker.vllm_config))
 
 
 def weights_bytes(model: str) -> int:
