@@ -121,7 +121,7 @@ def test_unsupported_configuration_is_rejected(started: list[str]) -> None:
         with pytest.raises(UnsupportedEngineError, match=f"--kv-cache-dtype {name}: "):
             start(configured("cuda", kv_dtype=name))
     assert started == []
-    start(configured(kv_dtype="fp8_e4m3"))
+    start(configured(kv_dtype="nvfp4"))
 
 
 def test_server_for_a_snapshot_is_rejected(

@@ -63,12 +63,6 @@ def refuse_configuration(vllm_config: Any) -> None:
         found += _refused_connector(connector)
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         found.append("HiSparse, which keeps blocks in host memory")
-    kv_dtype = str(vllm_config.cache_config.cache_dtype)
-    if kv_dtype.startswith(_UNTRIED_KV):
-        found.append(
-            f"--kv-cache-dtype {kv_dtype}: its kernels need a GPU on which kvelastic has not run; "
-            "fp8 is supported"
-        )
     if _name_of_main() == _SNAPSHOT:
         found.append(
             "vllm snapshot: the memory that an ended process was granted goes to other instances, "
@@ -95,6 +89,12 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
         found.append("micro-batches (--enable-dbo, --ubatch-size), which use several streams")
     if parallel.enable_elastic_ep:
         found.append("elastic expert parallelism, which starts workers later")
+    kv_dtype = str(vllm_config.cache_config.cache_dtype)
+    if kv_dtype.startswith(_UNTRIED_KV):
+        found.append(
+            f"--kv-cache-dtype {kv_dtype}: kvelastic has run on no GPU that has its kernels; fp8 is "
+            "supported"
+        )
     return found
 
 
