@@ -22,6 +22,9 @@ pytestmark = pytest.mark.timeout(1500)
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEVICE_BYTES = 1 << 30
+BLOCK_BYTES = (2 << 20) // 32
+PLAN_MARGIN_BYTES = 150 << 20
+"""What vLLM keeps back in a start-up plan."""
 TORCH_PEAK_BYTES = 16 << 20
 BESIDE = {
     "V1": {"TEST_STARTING_BYTES": str(64 << 20)},
@@ -100,9 +103,8 @@ def test_neighbours_during_profiling_do_not_reduce_the_range(gpu_run: dict[str, 
     """
     happened = {"V1": "another engine loads", "V2": "neighbour frees"}
     assert gpu_run["events"][0] == happened[gpu_run["asked_for"]]
-    block_bytes = (2 << 20) // 32
     capacity_bytes = DEVICE_BYTES // 2 - TORCH_PEAK_BYTES
-    assert gpu_run["num_blocks"] * block_bytes == pytest.approx(capacity_bytes, rel=0.02)
+    assert gpu_run["num_blocks"] * BLOCK_BYTES == pytest.approx(capacity_bytes, rel=0.02)
 
 
 def test_arena_is_outside_the_pools_of_vllms_allocator(gpu_run: dict[str, Any]) -> None:
@@ -130,3 +132,24 @@ def test_unmap_waits_for_kernels_on_the_worker_stream(gpu_run: dict[str, Any]) -
 
 def test_device_memory_is_released_at_exit(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["left_bytes"] == 0
+
+
+def test_startup_plan_applies_beside_a_neighbour(tiny_model: Path, tmp_path: Path) -> None:
+    """vLLM uses a plan only if as much memory is free as at the start that recorded it."""
+    nothing, results, blocks = tmp_path / "requests", tmp_path / "results", []
+    nothing.write_text("[]")
+    with SimulatedMachine(tmp_path, memory_bytes=DEVICE_BYTES) as machine:
+        for beside in ({}, BESIDE["V2"]):
+            environment = {
+                **machine.readable_environment(),
+                "PYTHONPATH": str(PROGRAMS),
+                "ENABLE_KVELASTIC": "true",
+                "KVELASTIC_IPC_NAME": f"kvelastic_plan_{os.getpid()}",
+                "VLLM_ENABLE_STARTUP_PLAN": "1",
+                "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+                **beside,
+            }
+            run("gpu_engine.py", tiny_model, nothing, results, **environment)
+            blocks.append(json.loads(results.read_text())["num_blocks"])
+    alone, planned = blocks
+    assert (alone - planned) * BLOCK_BYTES == pytest.approx(PLAN_MARGIN_BYTES, rel=0.1)

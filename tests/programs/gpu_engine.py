@@ -2,6 +2,7 @@
 
 Generates the requests, again while limits change, and again after sleep and wake; then a kernel is
 held on the worker's stream while its memory is to be given back. Writes what happened as JSON.
+Without requests it only starts.
 """
 
 from __future__ import annotations
@@ -130,6 +131,9 @@ def main(model: str, requests_file: str, results_file: str) -> None:
     inside = engine.llm_engine.model_executor.driver_worker.worker
     found["runner"] = type(inside.model_runner).__module__
     found["num_blocks"] = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    if not requests:
+        Path(results_file).write_text(json.dumps(found))
+        return
     count_stale_ids(found)
     found["tokens"] = generate(engine, requests)
     found["used_bytes"] = used_bytes()

@@ -7,6 +7,7 @@ Run as a program: `tiny_architectures.py NAME FOLDER`.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Architecture:
     args: Config = field(default_factory=dict)
     draft: Architecture | None = None
     change_weights: Callable[[Weights], Weights] | None = None
+    has_weights: bool = True
+    """False: vLLM makes them (`load_format="dummy"`), as transformers names them otherwise."""
     adapters: int = 0
     """Number of LoRA adapters, which requests use in turn.
 
@@ -69,6 +72,11 @@ class Architecture:
 
         tiny_model.write(folder)  # for its tokenizer; its model is written over
         values = {k: v for k, v in {**LLAMA, **self.config}.items() if v is not None}
+        if not self.has_weights:
+            Path(folder, "model.safetensors").unlink()
+            described = {"model_type": self.model_type, **values}
+            Path(folder, "config.json").write_text(json.dumps(described))
+            return
         torch.manual_seed(0)
         config = AutoConfig.for_model(self.model_type, **values)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -167,6 +175,41 @@ _DEEPSEEK: Config = {
     "moe_intermediate_size": 64,
     "n_group": 1,
     "topk_group": 1,
+}
+_DEEPSEEK_V4: Config = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "compress_ratios": [0, 4, 128, 4],  # a window alone; with an indexer; without one
+    "compress_rope_theta": 160000.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 2048},
+    "sliding_window": 2 * WINDOW,
+    "hidden_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 512,  # with the sizes below, what the CPU kernels have
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "o_groups": 2,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_hash_layers": 0,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "expert_dtype": "fp8",
 }
 _MAMBA2: Config = {
     "mamba_n_heads": 8,
@@ -403,6 +446,12 @@ ARCHITECTURES = {
         ),
         Architecture(
             "fp8", "gqa with a KV cache of 8 bits", "llama", args={"kv_cache_dtype": "fp8"}
+        ),
+        Architecture(
+            "nvfp4",
+            "as fp8: on a CPU vLLM keeps 8 bits for each value by this name, too",
+            "llama",
+            args={"kv_cache_dtype": "nvfp4"},
         ),
         Architecture(
             "two_adapters",

@@ -20,6 +20,10 @@ _STORES: Final = "it copies pages and would read unmapped ones"
 _WHOLE: Final = "it registers or moves the whole KV cache, and most of it has no memory"
 _LAYOUT: Final = "it lays the KV cache out differently"
 _LORA: Final = "on a CPU stock SGLang 0.5.23 fails too: its LoRA layers need pinned memory"
+_SPECULATION: Final = (
+    "a draft model has a separate KV cache; n-grams need kernels that SGLang 0.5.23 has no CPU"
+    " build of"
+)
 _UNTRIED: Final = "it is not tested with pages that are unmapped"
 
 
@@ -45,7 +49,7 @@ COVERED: Final = (
     Covered("enable_pdmux", (False,), _UNTRIED),
     Covered("encoder_only", (False,), "it has no KV cache"),
     Covered("is_embedding", (False, None), _UNTRIED),
-    Covered("speculative_algorithm", (None,), "its draft has a separate KV cache"),
+    Covered("speculative_algorithm", (None,), _SPECULATION),
     Covered("dllm_algorithm", (None,), _UNTRIED),
     Covered("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "a quantised KV cache has scales too"),
     Covered("enable_hierarchical_cache", (False,), _STORES),

@@ -92,8 +92,8 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
     kv_dtype = str(vllm_config.cache_config.cache_dtype)
     if kv_dtype.startswith(_UNTRIED_KV):
         found.append(
-            f"--kv-cache-dtype {kv_dtype}: kvelastic has run on no GPU that has its kernels; fp8 is "
-            "supported"
+            f"--kv-cache-dtype {kv_dtype}: kvelastic has run on no GPU that has its kernels; "
+            "fp8 is supported"
         )
     return found
 
