@@ -45,6 +45,16 @@ SETTINGS = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 4,  # no experts
+}
+"""Of DeepSeek-V3: K of 48 and V of 32 floats a head, as transformers keeps no latents."""
 A_PAGE = PAGE_BYTES // (4 * 2 * 2 * 32 * 4)
 """Tokens of one sequence that a page holds: four layers, K and V, two heads, 32 floats."""
 UNUSED = A_PAGE // 64
@@ -63,7 +73,7 @@ def kit() -> Iterator[SimpleNamespace]:
 
         def model(kind: str, **further: Any) -> Any:
             torch.manual_seed(0)
-            config = getattr(transformers, f"{kind}Config")(**SETTINGS, **further)
+            config = getattr(transformers, f"{kind}Config")(**{**SETTINGS, **further})
             return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
         half = ["full_attention", "sliding_attention"] * 2
@@ -71,6 +81,7 @@ def kit() -> Iterator[SimpleNamespace]:
             "full": model("Llama"),
             "sliding": model("Mistral", sliding_window=16),
             "both": model("Qwen2", use_sliding_window=True, sliding_window=16, layer_types=half),
+            "latents": model("DeepseekV3", **LATENTS),
         }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # they would only wait for one another, the models are so small
@@ -125,7 +136,14 @@ def on_disk_bytes() -> int:
 
 @pytest.mark.parametrize(
     ("kind", "is_contiguous"),
-    [("full", "true"), ("sliding", "true"), ("both", "true"), ("both", "false")],
+    [
+        ("full", "true"),
+        ("sliding", "true"),
+        ("both", "true"),
+        ("both", "false"),
+        ("latents", "true"),
+        ("latents", "false"),
+    ],
 )
 def test_two_chat_turns_match_dynamic_cache(
     kit: SimpleNamespace, kind: str, is_contiguous: str, monkeypatch: pytest.MonkeyPatch
@@ -400,6 +418,7 @@ def test_unsupported_models_and_calls_are_rejected(kit: SimpleNamespace) -> None
     for config, said in (
         (kit.transformers.T5Config(), "encoder-decoder"),
         (hybrid, "of the kind conv"),
+        (kit.transformers.DeepseekV4Config(), "of the kind heavily_compressed_attention"),
     ):
         with pytest.raises(errors.UnsupportedError, match=said):
             cache_of(config, device="cpu")
