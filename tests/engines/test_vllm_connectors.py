@@ -100,6 +100,7 @@ def configured(connector: object) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1),
         attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=connector,
     )

@@ -120,8 +120,12 @@ def test_unsupported_configuration_is_rejected(started: list[str]) -> None:
     for name in ("nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"):
         with pytest.raises(UnsupportedEngineError, match=f"--kv-cache-dtype {name}: "):
             start(configured("cuda", kv_dtype=name))
+    for name in ("nvfp4", "int8_per_token_head"):
+        with pytest.raises(UnsupportedEngineError, match=f"{name} on a CPU: .* beyond the blocks"):
+            start(configured(kv_dtype=name))
     assert started == []
-    start(configured(kv_dtype="nvfp4"))
+    start(configured(kv_dtype="fp8"))
+    assert started == ["core"]
 
 
 def test_server_for_a_snapshot_is_rejected(

@@ -42,6 +42,8 @@ _MOST_IN_32_BITS: Final = 2**31 - 1
 _DEVICES: Final = ("cpu", "cuda")
 _UNTRIED_KV: Final = "nvfp4"
 """Start of the names of dtypes of 4-bit floats: nvfp4, nvfp4_4over6, nvfp4_ds_mla."""
+_CPU_KV: Final = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+"""Others are stored in bytes, into which vLLM 0.32's CPU attention writes whole floats."""
 _SNAPSHOT: Final = "vllm.snapshot.server"
 """The module that `vllm snapshot create` runs a server with (`python -m`)."""
 _OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
@@ -71,9 +73,24 @@ def refuse_configuration(vllm_config: Any) -> None:
     device = vllm_config.device_config.device_type
     if device not in _DEVICES:
         found.append(f"the device {device!r}; supported are {' and '.join(_DEVICES)}")
+    found += _refused_kv_dtype(str(vllm_config.cache_config.cache_dtype), device)
     if device != "cpu":
         found += _refused_on_gpus(vllm_config)
     _refuse(found)
+
+
+def _refused_kv_dtype(kv_dtype: str, device: str) -> list[str]:
+    if device == "cpu" and kv_dtype not in _CPU_KV:
+        return [
+            f"--kv-cache-dtype {kv_dtype} on a CPU: vLLM accepts it there without a kernel for it, "
+            f"and writes beyond the blocks. Use one of {', '.join(_CPU_KV)}"
+        ]
+    if kv_dtype.startswith(_UNTRIED_KV):
+        return [
+            f"--kv-cache-dtype {kv_dtype}: kvelastic has run on no GPU that has its kernels; "
+            "fp8 is supported"
+        ]
+    return []
 
 
 def _name_of_main() -> str | None:
@@ -89,12 +106,6 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
         found.append("micro-batches (--enable-dbo, --ubatch-size), which use several streams")
     if parallel.enable_elastic_ep:
         found.append("elastic expert parallelism, which starts workers later")
-    kv_dtype = str(vllm_config.cache_config.cache_dtype)
-    if kv_dtype.startswith(_UNTRIED_KV):
-        found.append(
-            f"--kv-cache-dtype {kv_dtype}: kvelastic has run on no GPU that has its kernels; "
-            "fp8 is supported"
-        )
     return found
 
 
