@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 from architectures_engine import serve_in_one_of
 from killed_engines import kill_group
@@ -29,7 +30,8 @@ NAMES = (
 )
 """One of each layout and way to the blocks; the others run with `--soak`."""
 LAST = "ngram"  # after it vLLM finds no other drafts in that process
-OTHERS = (*(name for name in ARCHITECTURES if name not in (*NAMES, LAST)), LAST)
+WITH_TRITON = "deepseek_v4"  # its process computes all that Triton does in the interpreter
+OTHERS = (*(n for n in ARCHITECTURES if n not in (*NAMES, LAST, WITH_TRITON)), LAST)
 
 
 def run_both(folder: Path, names: tuple[str, ...]) -> tuple[dict, dict]:
@@ -89,6 +91,12 @@ def test_one_model_of_each_cache_kind_matches_stock(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_remaining_models_match_stock(tmp_path: Path) -> None:
     check(tmp_path, OTHERS)
+
+
+@pytest.mark.soak
+@needs.triton
+def test_deepseek_v4_matches_mended_stock(tmp_path: Path) -> None:
+    check(tmp_path, (WITH_TRITON,))
 
 
 def test_dtype_without_cpu_kernel_is_skipped() -> None:

@@ -23,6 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import mended_deepseek_v4
+import needs
+from interpreted_triton import interpret_triton
 from tiny_architectures import ARCHITECTURES, Architecture
 
 MAX_MODEL_TOKENS = 512
@@ -31,8 +34,10 @@ STOCK_KV_BYTES = 64 << 20
 TYPES = ("float32", "bfloat16", "float16")
 EXACT_TYPE = "float32"
 """In the others answers differ, in stock vLLM too, when requests are batched otherwise, as they are
-under a limit. So a model in another type is not limited."""
+under a limit. So a model in another type is limited only if its requests run one by one."""
 LOOK_EVERY_S = 0.1
+FEW = 3
+"""Requests where Triton's interpreter computes, with a third of the tokens."""
 
 
 def prompts() -> list[list[int]]:
@@ -43,12 +48,15 @@ def prompts() -> list[list[int]]:
     return [(shared if index % 2 else []) + one for index, one in enumerate(own)]
 
 
-def rounds(engine: Any, exact: bool, adapters: list[str]) -> list[list[list[int]]]:
+def rounds(
+    engine: Any, exact: bool, adapters: list[str], *, is_slow: bool = False
+) -> list[list[list[int]]]:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    wanted = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    asked = sorted(prompts(), key=len)[-FEW:] if is_slow else prompts()
+    wanted = [{"prompt_token_ids": prompt} for prompt in asked]
+    sampling = SamplingParams(temperature=0, max_tokens=8 if is_slow else 24, ignore_eos=True)
     loras = [
         LoRARequest(f"adapter{number}", number, path) for number, path in enumerate(adapters, 1)
     ]
@@ -60,11 +68,11 @@ def rounds(engine: Any, exact: bool, adapters: list[str]) -> list[list[list[int]
 
     answers = [ask(), ask()]
     if NAME is not None:
-        _through_sleep_to_a_limit(engine, NAME, exact)
+        _through_sleep_to_a_limit(engine, NAME, exact, 3 if is_slow else 2)
     return [*answers, ask()]
 
 
-def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool) -> None:
+def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool, fewest_pages: int) -> None:
     from kvelastic.shared import segment
 
     usage = segment.inspect(name).usage
@@ -73,7 +81,7 @@ def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool) -> None:
     assert segment.inspect(name).usage["mapped_bytes"] == 0
     engine.wake_up()
     if exact:
-        least = usage["page_bytes"] * max(usage["pages_mapped"] // 2, 2)
+        least = usage["page_bytes"] * max(usage["pages_mapped"] // 2, fewest_pages)
         answer = segment.request(name, limit_bytes=least, wait_s=300)
         assert answer.state == "applied"
 
@@ -90,6 +98,8 @@ def kv_bytes() -> int:
 
 
 def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list[int]]]:
+    if not architecture.has_weights:
+        mended_deepseek_v4.mend()
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -107,7 +117,8 @@ def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list
         engine = LLM(folder, **arguments)
         numbers = range(1, architecture.adapters + 1)
         adapters = [architecture.adapter_folder(folder, number) for number in numbers]
-        return rounds(engine, dtype == EXACT_TYPE, adapters)
+        is_exact = dtype == EXACT_TYPE or arguments["max_num_seqs"] == 1
+        return rounds(engine, is_exact, adapters, is_slow=not architecture.has_weights)
     finally:
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()
@@ -148,6 +159,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=ARCHITECTURES)
     parser.add_argument("--types-of", type=Path)
     given = parser.parse_args()
+    if not all(ARCHITECTURES[name].has_weights for name in given.names):
+        interpret_triton(needs.TRITON)
     answers: dict[str, Any] = {}
     for name in given.names:
         one = ARCHITECTURES[name]

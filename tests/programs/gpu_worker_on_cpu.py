@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from interpreted_triton import interpret_triton
 from simulated_gpu import seams
 
 from kvelastic import _vmm, config
@@ -138,17 +138,9 @@ class _SleepAllocator:
         events.append(f"weights wake, {(used[1] - used[0]) >> 20} MiB of the device are used")
 
 
-def _interpret_triton(folder: str) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.append(folder)
-    from triton.backends import backends
-
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-
-
 _stand_in_for_torch()
 if "TEST_TRITON" in os.environ:
-    _interpret_triton(os.environ["TEST_TRITON"])
+    interpret_triton(os.environ["TEST_TRITON"])
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401  vLLM's own stand-ins for the V2 runner
 
 torch.accelerator.get_memory_info = simulated_memory

@@ -1,4 +1,5 @@
-"""Tiny random models, one for each KV cache shape that stock vLLM 0.32 runs on its CPU backend.
+"""Tiny random models, one for each KV cache shape that stock vLLM 0.32 runs on its CPU backend, and
+DeepSeek-V4's, for which it is mended (`mended_deepseek_v4`).
 
 `write` puts the model, its tokenizer and its draft, if it has one, into a folder; `engine_args` is
 what vLLM's `LLM` wants for it beside `tiny_model`'s usual arguments (float32, enforce_eager).
@@ -246,6 +247,13 @@ ARCHITECTURES = {
             PLAIN_OPERATORS,
         ),
         Architecture(
+            "mla_alone",
+            "as mla, a request at a time: its answers are exact in any type",
+            "deepseek_v3",
+            _DEEPSEEK,
+            {**PLAIN_OPERATORS, "max_num_seqs": 1},
+        ),
+        Architecture(
             "sliding_window",
             "one group, all of sliding windows",
             "mistral",
@@ -448,10 +456,18 @@ ARCHITECTURES = {
             "fp8", "gqa with a KV cache of 8 bits", "llama", args={"kv_cache_dtype": "fp8"}
         ),
         Architecture(
-            "nvfp4",
-            "as fp8: on a CPU vLLM keeps 8 bits for each value by this name, too",
-            "llama",
-            args={"kv_cache_dtype": "nvfp4"},
+            "deepseek_v4",
+            "groups of windows, compressed latents and compressor states, with an indexer's keys",
+            "deepseek_v4",
+            _DEEPSEEK_V4,
+            # One request at a time: what else is in the batch changes no answer in this type.
+            {
+                "load_format": "dummy",
+                "dtype": "bfloat16",
+                "max_num_seqs": 1,
+                "tokenizer_mode": "hf",
+            },
+            has_weights=False,
         ),
         Architecture(
             "two_adapters",
