@@ -28,7 +28,8 @@ from kvelastic.controller.models.maintenance import MaintenanceLoop
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.models.swap import Swapper
-from kvelastic.controller.routing.forward import BoundedResponse, Forwarder
+from kvelastic.controller.routing.engine_request import BoundedResponse
+from kvelastic.controller.routing.forward import Forwarder
 from kvelastic.controller.settings.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.settings.settings_warnings import warnings_of
 from kvelastic.errors import ControllerError

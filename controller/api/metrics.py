@@ -150,6 +150,11 @@ class _Collector:
         queued = GaugeMetricFamily("kvelastic_queued", "Requests that wait.", labels=["model"])
         wakes = CounterMetricFamily("kvelastic_wakes", "Times woken.", labels=["model"])
         sleeps = CounterMetricFamily("kvelastic_sleeps", "Times put to sleep.", labels=["model"])
+        fallbacks = CounterMetricFamily(
+            "kvelastic_prefill_fallbacks",
+            "Requests whose prompts the prefill pool has not computed.",
+            labels=["model", "reason"],
+        )
         for model in self._app_state.fleet:
             for each in State:
                 state.add_metric([model.name, each.value], float(model.reported_state is each))
@@ -157,7 +162,9 @@ class _Collector:
             queued.add_metric([model.name], model.gate.queued)
             wakes.add_metric([model.name], model.wakes)
             sleeps.add_metric([model.name], model.sleeps)
-        return state, in_flight, queued, wakes, sleeps
+            for reason, count in model.prefill_fallbacks.items():
+                fallbacks.add_metric([model.name, reason], count)
+        return state, in_flight, queued, wakes, sleeps, fallbacks
 
     def _instances(self) -> Iterable[Metric]:
         """Return the metric that joins a model with its memory metrics, `kvelastic_instance_*`."""

@@ -52,6 +52,8 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         if model.wait is None
         else {"why": model.wait.why, "for_room_of": list(model.wait.leavers)},
         "launched": settings.launch is not None,
+        "prefill": settings.prefill,
+        "prefill_fallbacks": dict(model.prefill_fallbacks),
         "last_problem": model.problems,
     }
 

@@ -61,13 +61,16 @@ class Body:
         self._old = (0, 0)
         self._new = b""
         """Sent instead of the file's bytes in the range `_old`."""
+        self._added = b""
+        """Sent before the last brace."""
 
     @property
     def size(self) -> int:
         """Number of bytes that are sent to an engine."""
         if self._file is not None:
-            return self._file_bytes - (self._old[1] - self._old[0]) + len(self._new)
-        return sum(map(len, self._pieces))
+            kept = self._file_bytes - (self._old[1] - self._old[0])
+            return kept + len(self._new) + len(self._added)
+        return sum(map(len, self._pieces)) + len(self._added)
 
     @property
     def in_memory(self) -> bytes | None:
@@ -76,7 +79,11 @@ class Body:
             return None
         if len(self._pieces) > 1:
             self._pieces = [b"".join(self._pieces)]
-        return self._pieces[0] if self._pieces else b""
+        data = self._pieces[0] if self._pieces else b""
+        if self._added:
+            end = data.rindex(b"}")
+            return b"".join((data[:end], self._added, data[end:]))
+        return data
 
     def append(self, piece: bytes) -> None:
         """Append the next piece. Raises `Refusal` (503)."""
@@ -116,7 +123,7 @@ class Body:
         self._held_bytes, self._file_bytes = size, size
 
     def replace(self, start: int, end: int, new: bytes) -> None:
-        """Replace the bytes `start` to `end` by `new`. Call it at most once.
+        """Replace the bytes `start` to `end` by `new`. Call it at most once, before `add_fields`.
 
         Raises `Refusal` (503).
         """
@@ -129,22 +136,43 @@ class Body:
         else:
             self._old, self._new = (start, end), new
 
+    def add_fields(self, fields: bytes) -> None:
+        """Add fields to the body, a JSON object that has one: `"a":1,"b":2`.
+
+        Engines take the last of several values of a field, so these take effect. Another call
+        replaces them. Raises `Refusal` (503).
+        """
+        added = b"," + fields
+        more = len(added) - len(self._added)
+        if more > 0:
+            self._budget.take(more)
+        else:
+            self._budget.give(-more)
+        self._held_bytes += more
+        self._added = added
+
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes to send, in pieces of up to 256 KiB. Raises `OSError` after `release`."""
-        if self._file is None:
-            yield from self._pieces
+        data = self.in_memory
+        if data is not None:
+            if data:
+                yield data
             return
         start, end = self._old
         yield from self._read(0, start)
         if self._new:
             yield self._new
-        yield from self._read(end, self._file_bytes)
+        last = self._last_brace() if self._added else self._file_bytes
+        yield from self._read(end, last)
+        if self._added:
+            yield self._added
+            yield from self._read(last, self._file_bytes)
 
     def release(self) -> None:
         """Release its memory and budget. Idempotent."""
         self._budget.give(self._held_bytes)
         self._held_bytes = 0
-        self._pieces = []
+        self._pieces, self._added = [], b""
         if self._file is not None and self._file >= 0:
             os.close(self._file)
             self._file = -1  # a late read fails instead of reading a file that reuses the number
@@ -159,6 +187,17 @@ class Body:
             raise _full(f"as many bodies as there is memory for ({error.strerror})") from None
         self._file_bytes += len(piece)
 
+    def _last_brace(self) -> int:
+        assert self._file is not None
+        end = self._file_bytes
+        while end:
+            start = max(0, end - _PIECE_BYTES)
+            found = os.pread(self._file, end - start, start).rfind(b"}")
+            if found >= 0:
+                return start + found
+            end = start
+        raise OSError("the body's file has no object")
+
     def _read(self, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             assert self._file is not None
@@ -172,9 +211,11 @@ class Body:
 class Upload(aiohttp.Payload):
     """aiohttp's payload of a body in a file. Releases the body when all of it is sent."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, *, keeps_body: bool = False) -> None:
+        """With `keeps_body` it is not released: it is sent again."""
         super().__init__(body)
         self._body = body
+        self._keeps_body = keeps_body
         self._size = body.size
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -186,7 +227,8 @@ class Upload(aiohttp.Payload):
         for piece in self._body.pieces():
             await writer.write(piece)
         self._consumed = True
-        self._body.release()
+        if not self._keeps_body:
+            self._body.release()
 
 
 async def read_body(

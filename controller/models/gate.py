@@ -150,6 +150,12 @@ class Gate:
         waiting = (t.priority for _, _, t in self._heap if t.state is TicketState.QUEUED)
         return max(waiting, default=0)
 
+    def may_wake(self, now_s: float) -> bool:
+        """Return True if a request that came now would wake the model."""
+        if self.state is not State.ASLEEP or not self.rules.wake_on_request:
+            return False
+        return self.closing is None and now_s >= max(self._wake_due_s, self.hold_off_until_s)
+
     # ------------------------------------------------------------------------------ requests
 
     def arrive(self, ticket: Ticket, now_s: float) -> None:

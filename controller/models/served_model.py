@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,9 +107,10 @@ class ServedModel:
         self.slept_at: float | None = None
         self.last_problem: str | None = None
         """Problem of the last sleep, wake or launch. `problems` adds the memory's."""
-        self.wakes = 0
+        self.wakes = self.sleeps = 0
         """Numbers of wakes and sleeps since the start."""
-        self.sleeps = 0
+        self.prefill_fallbacks: Counter[str] = Counter()
+        """By reason: requests whose prompts its prefill pool has not computed."""
         self.engine_pid: int | None = None
         """Pid of a running engine that this controller launched; it leads its session."""
         self.engine_key: str | None = None
@@ -164,6 +166,13 @@ class ServedModel:
         """The state for operators: DOWN also while no engine of an awake model serves."""
         is_down = self.gate.state is State.AWAKE and all(r.is_down for r in self.replicas)
         return State.DOWN if is_down else self.gate.state
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it is awake, and one of its engines serves as far as is known."""
+        now_s = time.monotonic()
+        serves = any(not r.is_down and r.resting_until_s <= now_s for r in self.replicas)
+        return serves and self.gate.state is State.AWAKE and not self.gate.yields
 
     @property
     def problems(self) -> str | None:
@@ -328,6 +337,11 @@ class ServedModel:
         """Wake the model if there is room, without a request and without displacing others."""
         self._is_preloaded = True
         self.gate.ask_wake(time.monotonic())
+
+    def wake_if_room(self) -> None:
+        """Wake the model if a request would, but only if there is room (`preload`)."""
+        if self.gate.may_wake(time.monotonic()):
+            self.preload()
 
     async def look_at_first(self) -> None:
         """Find the state of running engines; requests wait for it, up to 2 s."""

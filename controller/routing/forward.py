@@ -18,37 +18,35 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
-from yarl import URL
 
 from kvelastic.controller.http.audit import audit
 from kvelastic.controller.http.engine_paths import is_read, is_upstream
-from kvelastic.controller.http.headers import Headers, find, sane_request_id, to_client, to_engine
+from kvelastic.controller.http.headers import Headers, find, sane_request_id, to_client
 from kvelastic.controller.http.http_protocol import SEND_TIMEOUT
-from kvelastic.controller.http.keys import Key, Keys
-from kvelastic.controller.http.refusal import (
-    Refusal,
-    engine_failed,
-    engine_timeout,
-    engine_unreachable,
-    unknown_model,
-)
+from kvelastic.controller.http.keys import Key
+from kvelastic.controller.http.refusal import Refusal, unknown_model
 from kvelastic.controller.http.replies import send_refusal
 from kvelastic.controller.http.request_body import (
     Body,
     BodyBudget,
     ClientGoneError,
     Receive,
-    Upload,
     read_body,
 )
 from kvelastic.controller.http.request_log import RequestIds, RequestLog
 from kvelastic.controller.models.fleet import NOT_SERVED
 from kvelastic.controller.models.gate import Ticket, TicketState
-from kvelastic.controller.models.served_model import Replica, ServedModel
+from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.body_reader import BodyReader
+from kvelastic.controller.routing.engine_request import (
+    at_an_engine,
+    check_name,
+    request_to_engine,
+)
+from kvelastic.controller.routing.model_field import Form
 from kvelastic.controller.routing.model_name import find_name, rename
-from kvelastic.errors import is_out_of_descriptors
+from kvelastic.controller.routing.prefill import ONE_TOKEN, Prefill
 from kvelastic.units import MAX_PRIORITY
 
 _log = logging.getLogger("kvelastic.controller")
@@ -58,11 +56,10 @@ ASKED_PATH: Final = "kvelastic.asked_path"
 NAMED_MODEL: Final = "kvelastic.named_model"
 """Key of a request's ASGI scope: its model, if that is not in the body or query."""
 READ_BODY: Final = "kvelastic.read_body"
-"""Key of a request's ASGI scope: its `Body`, if that was already read."""
+"""Key of a request's ASGI scope: its `Body`, a JSON object, if that was already read."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
-_SKIP_AUTO: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 @dataclass
@@ -90,6 +87,10 @@ class Exchange:
     cancelled: bool = False
     error: str = ""
     """Code of the controller's error; empty for an engine's own response."""
+    is_json: bool = False
+    """The body is a JSON object."""
+    prefill: dict[str, Any] | None = None
+    """Fields for the log, if the model has a prefill pool for such requests."""
 
 
 class Forwarder:
@@ -102,6 +103,7 @@ class Forwarder:
         self._ids = RequestIds()
         self.budget = BodyBudget(serving.settings.server.max_buffered)
         self.reader = BodyReader()
+        self._prefill = Prefill(serving, session)
 
     def stop(self) -> None:
         """Stop the body reader. Call it when no exchange runs."""
@@ -126,7 +128,8 @@ class Forwarder:
                 server.body_timeout,
                 self.budget,
             )
-            model = scope.get(NAMED_MODEL) or await self._find_model(scope, body)
+            exchange.is_json = READ_BODY in scope
+            model = scope.get(NAMED_MODEL) or await self._find_model(scope, exchange, body)
             exchange.model = model
             watcher = cancel_when_gone(receive, exchange, "http.disconnect")
             await self._through_gate(scope, send, exchange, model, key, body)
@@ -169,7 +172,7 @@ class Forwarder:
         self._count(exchange)
         self._audit(exchange, scope)
 
-    async def _find_model(self, scope: Any, body: Body) -> ServedModel:
+    async def _find_model(self, scope: Any, exchange: Exchange, body: Body) -> ServedModel:
         """Return the model named in the body or query, and rewrite the name to the engine's."""
         query: bytes = scope["query_string"]
         content_type = find(scope["headers"], b"content-type")
@@ -177,6 +180,7 @@ class Forwarder:
         model = self._serving.fleet.find(named.name)
         if model is None:
             raise unknown_model(named.name)
+        exchange.is_json = named.form is Form.JSON
         name = model.settings.upstream_name
         if named.name != name:
             scope["query_string"] = rename(named, name, body, query)
@@ -199,13 +203,40 @@ class Forwarder:
         key: Key,
         body: Body,
     ) -> None:
-        ticket = Ticket(priority=min(priority_of(scope["headers"]), key.max_priority))
+        priority = min(priority_of(scope["headers"]), key.max_priority)
+        try:
+            await self._serve(scope, send, exchange, model, priority, body)
+        except Refusal as refusal:
+            decode = exchange.model or model
+            pool = self._prefill.instead_of(decode, refusal) if _has_prompt(exchange) else None
+            if pool is None:
+                raise
+            exchange.prefill = self._prefill.leave_all_to(
+                pool, decode, body, f"decode_{refusal.code}"
+            )
+            await self._serve(scope, send, exchange, pool, priority, body)
+
+    async def _serve(
+        self,
+        scope: Any,
+        send: Any,
+        exchange: Exchange,
+        model: ServedModel,
+        priority: int,
+        body: Body,
+    ) -> None:
+        ticket = Ticket(priority=priority)
+        exchange.model = model
         try:
             await model.enter(ticket)
             served: ServedModel = ticket.model
             exchange.model = served
             check_name(model, served)
             with served_by(served):
+                if served.settings.prefill is not None and _has_prompt(exchange):
+                    exchange.prefill = await self._prefill.compute(
+                        scope, exchange.request_id, served, body, priority
+                    )
                 await self._to_an_engine(scope, send, exchange, served, body)
         finally:
             if ticket.state is not TicketState.OUT:
@@ -214,58 +245,16 @@ class Forwarder:
     async def _to_an_engine(
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: Body
     ) -> None:
-        headers, target = request_to_engine(scope, exchange, self._serving.keys, model)
-        limits = model.settings.timeouts
-        timeout = aiohttp.ClientTimeout(
-            total=limits.total or None,
-            sock_connect=limits.connect or None,
-            sock_read=limits.idle or None,
-        )
-        tried: set[str] = set()
-        while True:
-            replica = model.pick(tried)
-            if replica is None:
-                raise engine_unreachable()
-            replica.in_flight += 1
-            data = body.in_memory
+        keys = self._serving.keys
+        headers, target = request_to_engine(scope, exchange.request_id, keys, model)
+        async with at_an_engine(
+            self._serving, self._session, model, exchange.method, target, headers, body
+        ) as response:
+            silence = _Silence(response, model.settings.timeouts.idle)
             try:
-                async with self._session.request(
-                    exchange.method,
-                    URL(replica.address + target, encoded=True),
-                    headers=headers,
-                    data=Upload(body) if data is None else data or None,
-                    allow_redirects=False,
-                    skip_auto_headers=_SKIP_AUTO,
-                    timeout=timeout,
-                ) as response:
-                    replica.is_down = False
-                    if data is not None:  # an `Upload` releases the body itself
-                        data = None
-                        body.release()
-                    silence = _Silence(response, limits.idle)
-                    try:
-                        await self._back(send, exchange, response, silence)
-                    finally:
-                        silence.end()
-                    return
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                if is_out_of_descriptors(error):
-                    raise self._serving.files.refusal("connecting to an engine") from None
-                # Nothing was sent, so another engine can serve the request.
-                self._unreachable(model, replica, tried)
-            except asyncio.TimeoutError:
-                raise engine_timeout() from None
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                if is_out_of_descriptors(error):
-                    raise self._serving.files.refusal("forwarding a request") from None
-                raise engine_failed() from None
+                await self._back(send, exchange, response, silence)
             finally:
-                replica.in_flight -= 1
-
-    @staticmethod
-    def _unreachable(model: ServedModel, replica: Replica, tried: set[str]) -> None:
-        model.rest(replica)
-        tried.add(replica.address)
+                silence.end()
 
     async def _back(
         self, send: Any, exchange: Exchange, response: aiohttp.ClientResponse, silence: _Silence
@@ -345,6 +334,7 @@ class Forwarder:
                     "total_ms": round(total_s * 1e3, 2),
                     "bytes": exchange.sent_bytes,
                     "tokens": tokens,
+                    **(exchange.prefill or {}),
                 }
             )
 
@@ -361,23 +351,6 @@ class Forwarder:
             client=scope["client"],
             request_id=exchange.request_id,
         )
-
-
-class BoundedResponse(aiohttp.ClientResponse):
-    """Bounds the wait for headers by `sock_read`; `100 Continue` would restart aiohttp's timer."""
-
-    async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """Wait for the headers. Raises `asyncio.TimeoutError` and aiohttp's errors."""
-        protocol = connection.protocol
-        if not protocol.read_timeout:
-            return await super().start(connection)
-        timer = asyncio.get_running_loop().call_later(
-            protocol.read_timeout, protocol.set_exception, asyncio.TimeoutError()
-        )
-        try:
-            return await super().start(connection)
-        finally:
-            timer.cancel()
 
 
 class _Silence:
@@ -415,6 +388,12 @@ class _Silence:
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
 
+def _has_prompt(exchange: Exchange) -> bool:
+    """Return True if a prefill pool can compute the request's prompt."""
+    is_prompt = exchange.is_json and exchange.method == "POST" and exchange.path in ONE_TOKEN
+    return is_prompt and not is_upstream(exchange.asked_path)
+
+
 @contextmanager
 def served_by(model: ServedModel) -> Iterator[None]:
     """Register the current task with the model, so that `ServedModel.cut_off` can cancel it."""
@@ -427,21 +406,6 @@ def served_by(model: ServedModel) -> Iterator[None]:
         model.serving.discard(task)
 
 
-def check_name(asked: ServedModel, served: ServedModel) -> None:
-    """Raise `Refusal` (503) if the engine's model name changed while the request waited.
-
-    The name was written into the request before it waited.
-    """
-    if asked.settings.upstream_name != served.settings.upstream_name:
-        raise Refusal(
-            503,
-            "model_changed",
-            "While this request waited, its model's engine was given another name for it"
-            " (served_name); send it again.",
-            retry_after_s=1.0,
-        )
-
-
 def priority_of(headers: Headers) -> int:
     """Return `X-Kvelastic-Priority`, clamped to -1000..1000; 0 if absent or invalid."""
     raw = find(headers, b"x-kvelastic-priority")
@@ -451,23 +415,6 @@ def priority_of(headers: Headers) -> int:
         return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(raw[:8])))
     except ValueError:
         return 0
-
-
-def request_to_engine(
-    scope: Any, exchange: Exchange, keys: Keys, model: ServedModel
-) -> tuple[list[tuple[str, str]], str]:
-    """Return the headers, and the path with the query, of the request to the model's engine."""
-    headers = to_engine(
-        scope["headers"],
-        api_key=model.api_key,
-        drop_authorization=keys.has_api_keys,
-        carries_key=keys.carries_key if keys else None,
-    )
-    headers.append((b"x-request-id", exchange.request_id.encode()))
-    target = scope["raw_path"].decode("latin-1")
-    if scope["query_string"]:
-        target += "?" + scope["query_string"].decode("latin-1")
-    return [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers], target
 
 
 def cancel_when_gone(receive: Receive, exchange: Exchange, gone: str) -> asyncio.Task[None]:

@@ -33,13 +33,12 @@ from kvelastic.controller.http.websocket_protocol import MESSAGE_BYTES
 from kvelastic.controller.models.fleet import NOT_SERVED
 from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import Replica, ServedModel
+from kvelastic.controller.routing.engine_request import check_name, request_to_engine
 from kvelastic.controller.routing.forward import (
     NAMED_MODEL,
     Exchange,
     cancel_when_gone,
-    check_name,
     priority_of,
-    request_to_engine,
     served_by,
     uncancel,
 )
@@ -173,7 +172,8 @@ class Realtime:
 
         Raises `Refusal` if no engine accepts the connection.
         """
-        headers, target = request_to_engine(scope, exchange, self._app_state.keys, model)
+        keys = self._app_state.keys
+        headers, target = request_to_engine(scope, exchange.request_id, keys, model)
         headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
         tried: set[str] = set()
         while True:

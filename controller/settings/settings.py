@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -396,6 +397,8 @@ class ModelSettings(_Section):
     urls: tuple[str, ...] = ()
     """Replicas. A request goes to the replica with the fewest requests in flight."""
     launch: LaunchSettings | None = None
+    prefill: str | None = None
+    """Name of the model whose engines compute the prompts; the engines of this one decode."""
     aliases: tuple[str, ...] = ()
     capabilities: tuple[Capability, ...] = ("completion", "tools")
     """Capabilities reported by /api/show. Ollama's clients offer only these."""
@@ -565,6 +568,41 @@ class Settings(_Section):
                     raise ValueError(f"model {name!r} is in more than one group, or twice in one")
                 members.add(name)
         return self
+
+    @model_validator(mode="after")
+    def _prefill_pools_fit(self) -> Settings:
+        known = {model.name: model for model in self.models}
+        for model in self.models:
+            if model.prefill is not None:
+                for fault in self._faults_of_pool(model, known.get(model.prefill)):
+                    raise ValueError(f"model {model.name!r}: prefill {fault}")
+        return self
+
+    def _faults_of_pool(self, model: ModelSettings, pool: ModelSettings | None) -> Iterator[str]:
+        if pool is None:
+            yield f"names {_short(model.prefill or '')}, and no model has this name"
+            return
+        if pool is model:
+            yield "names this model; a prefill pool is another model, with engines of its own"
+        if pool.prefill is not None:
+            yield f"names {pool.name!r}, which has a prefill pool itself"
+        for each in (model, pool):
+            if each.engine != "vllm":
+                yield f"needs engine: vllm in both models; {each.name!r} has {each.engine}"
+        for address in model.addresses:
+            if address in pool.addresses:
+                yield f"names {pool.name!r}, which has the same engine, {address}"
+        if self._excludes(model, pool) or self._excludes(pool, model):
+            yield f"names {pool.name!r}, and their groups forbid that both are awake"
+
+    def _excludes(self, one: ModelSettings, other: ModelSettings) -> bool:
+        """Return True if `other` may not be awake beside `one`, by the group of `one`."""
+        for group in self.groups:
+            if one.name in group.models and other.name in group.models:
+                return group.at_once == 1
+        is_persistent = any(g.persistent for g in self.groups if other.name in g.models)
+        is_exclusive = any(g.exclusive for g in self.groups if one.name in g.models)
+        return is_exclusive and not is_persistent and not other.pin
 
     @model_validator(mode="after")
     def _holds_together(self) -> Settings:

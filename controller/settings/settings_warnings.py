@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from kvelastic.controller.settings.settings import (
     AuthSettings,
@@ -11,12 +12,17 @@ from kvelastic.controller.settings.settings import (
     is_loopback,
 )
 
+_LONGEST_PREFILL_S: Final = 120.0
+
 
 def warnings_of(settings: Settings) -> list[str]:
     """Return one sentence per warning, with the remedy."""
     found = list(_of_keys(settings.auth))
+    known = {model.name: model for model in settings.models}
     for model in settings.models:
         found += _of_launch(model)
+        if model.prefill is not None:
+            found += _of_prefill(model, known[model.prefill])
     return found
 
 
@@ -51,6 +57,16 @@ def _of_launch(model: ModelSettings) -> Iterator[str]:
         yield (
             f"model {model.name!r}: every user of this machine can read the --api-key of its"
             " command (ps); vLLM gets its key in its environment, so leave it out"
+        )
+
+
+def _of_prefill(model: ModelSettings, pool: ModelSettings) -> Iterator[str]:
+    idle_s = pool.timeouts.idle
+    if not 0 < idle_s <= _LONGEST_PREFILL_S:
+        how_long = f"up to {idle_s:g} s" if idle_s else "for ever"
+        yield (
+            f"model {model.name!r}: a request waits {how_long} for a prefill engine that hangs; set"
+            f" timeouts.idle of model {pool.name!r} to the longest time that a prompt may take"
         )
 
 

@@ -146,9 +146,9 @@ def test_exception_while_forwarding_is_500_in_json(engine: Engine) -> None:
     """Whatever is raised, and by whom: the connection lives, and the log has it."""
     sabotage = (
         "import kvelastic.controller.__main__ as main\n"
-        "from kvelastic.controller.routing import forward\n"
+        "from kvelastic.controller.routing import engine_request\n"
         "def fails(*_, **__): raise ZeroDivisionError('on purpose')\n"
-        "forward.to_engine = fails\n"
+        "engine_request.to_engine = fails\n"
         "main.main()\n"
     )
     with tempfile.TemporaryDirectory() as directory:

@@ -119,6 +119,46 @@ def test_configuration_errors_name_the_fault(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("of_model", "of_pool", "group", "said"),
+    [
+        ({"prefill": "q"}, {}, {}, "model 'm': prefill names 'q', and no model has this name"),
+        ({"prefill": "m"}, {}, {}, "prefill names this model"),
+        ({}, {"prefill": "m"}, {}, "names 'p', which has a prefill pool itself"),
+        ({}, {"engine": "sglang"}, {}, "engine: vllm in both models; 'p' has sglang"),
+        ({"engine": "openai"}, {}, {}, "engine: vllm in both models; 'm' has openai"),
+        ({}, {"url": "http://h:1/"}, {}, "has the same engine, http://h:1"),
+        ({}, {}, {"models": ["m", "p"], "at_once": 1}, "their groups forbid that both are awake"),
+        ({}, {}, {"models": ["p"], "exclusive": True}, "their groups forbid that both are awake"),
+        ({}, {}, {"models": ["m"], "exclusive": True}, "their groups forbid that both are awake"),
+    ],
+)
+def test_impossible_prefill_pools_are_refused(
+    of_model: dict[str, str], of_pool: dict[str, str], group: dict[str, object], said: str
+) -> None:
+    model = {"name": "m", "engine": "vllm", "url": "http://h:1", "prefill": "p", **of_model}
+    pool = {"name": "p", "engine": "vllm", "url": "http://h:2", **of_pool}
+    groups = [{"name": "g", **group}] if group else []
+    with pytest.raises(ControllerConfigError) as caught:
+        parse(yaml.safe_dump({"models": [model, pool], "groups": groups}), {})
+    assert said in str(caught.value)
+
+
+def test_prefill_pools_that_fit_are_accepted() -> None:
+    text = """
+models:
+  - {name: m, engine: vllm, url: 'http://h:1', prefill: p}
+  - {name: p, engine: vllm, urls: ['http://h:2', 'http://h:3'], pin: true}
+groups:
+  - {name: g, models: [m], exclusive: true}
+"""
+    settings = parse(text, {})
+    assert settings.models[0].prefill == "p"
+    (warning,) = warnings_of(settings)
+    assert "waits up to 600 s for a prefill engine that hangs" in warning
+    assert warnings_of(parse(text.replace("pin:", "timeouts: {idle: 60s}, pin:"), {})) == []
+
+
 def test_accepted_device_names() -> None:
     for device in ("host", "gpu0", "GPU-5bf5a4ac-0d34-4f0e-8a0e-0123456789ab", "MIG-" + "0a" * 16):
         text = f"devices: {{gpu0: 1G}}\n{MODEL % f', memory: {{device: {device}}}'}"

@@ -65,9 +65,9 @@ class RoleServer(VllmServer):
 
     def decode(self, request: Request, parameters: dict[str, Any]) -> Answer:
         """The second part of a proxy."""
-        before = self._pulled()
+        before = self.pulled()
         tokens = self.complete_with(request, parameters)
-        return Answer(tokens, self._pulled() - before)
+        return Answer(tokens, self.pulled() - before)
 
     def complete_with(self, request: Request, parameters: dict[str, Any]) -> list[int]:
         """Like `decode`, and returns the tokens only."""
@@ -75,8 +75,8 @@ class RoleServer(VllmServer):
         tokens: list[int] = choice["token_ids"]
         return tokens
 
-    def _pulled(self) -> int:
-        """As the engine's tiers say themselves, once they have published again."""
+    def pulled(self) -> int:
+        """Blocks read from other engines: the tiers' own figure, once they have published again."""
         for _ in range(2):  # what is published now may have been read before
             last_ns = status_file_of(self.name).published_realtime_ns
             wait_until(partial(self._has_published_since, last_ns))

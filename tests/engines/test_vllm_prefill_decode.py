@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from called_kvctl import kvctl
-from engine_server import Request
+from engine_server import REQUEST_DEADLINE_S, Request
 from known_answers import Known
 from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer
 from under_tiers import changing_limits
@@ -18,9 +19,13 @@ from waiting import wait_until
 
 from kvelastic.shared import segment
 
+sys.path.append(str(Path(__file__).parents[1] / "controller"))
+from running import Controller
+
 pytestmark = pytest.mark.timeout(900)
 
 HOLD_S = 30
+KILLED = f"{DECODE}_killed"
 REQUESTS = [one._replace(max_tokens=8) for one in make_requests(12, seed=44, shortest=200)]
 
 
@@ -55,6 +60,38 @@ def pair(tiny_model: Path, log_folder: Path) -> Iterator[Pair]:
         answers = prefill.complete_all(REQUESTS)
         known = [Known(*both) for both in zip(REQUESTS, answers, strict=True)]
         yield Pair(prefill, decode, known, answers)
+
+
+def controller_of(prefill: RoleServer, decode: RoleServer, **timeouts: float) -> Controller:
+    """Two models, as docs/prefill_decode.md has them."""
+    models: list[dict[str, Any]] = [
+        {"name": "decode", "url": f"http://127.0.0.1:{decode.port}", "prefill": "prefill"},
+        {"name": "prefill", "url": f"http://127.0.0.1:{prefill.port}", "timeouts": timeouts},
+    ]
+    each = {"engine": "vllm", "served_name": "m"}
+    return Controller({"models": [model | each for model in models], "sleep": {"min_sleep": 0}})
+
+
+def through(front: Controller, request: Request) -> Any:
+    """The controller's answer: the tokens, or its error."""
+    answer = front.post(
+        "/v1/completions",
+        {
+            "model": "decode",
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+        timeout=REQUEST_DEADLINE_S,
+    ).json()
+    return answer["error"]["code"] if "error" in answer else answer["choices"][0]["token_ids"]
+
+
+def fallbacks(front: Controller) -> dict[str, int]:
+    found: dict[str, int] = front.get("/models").json()["models"]["decode"]["prefill_fallbacks"]
+    return found
 
 
 @pytest.mark.end_to_end
@@ -128,6 +165,31 @@ def test_stopped_prefill_engine_is_not_awaited(pair) -> None:
         core.resume()
 
 
+@pytest.mark.end_to_end
+def test_controller_routes_prompt_and_ticket(pair) -> None:
+    request, tokens = pair.next()
+    before = pair.decode.pulled()
+    with controller_of(pair.prefill, pair.decode) as front:
+        assert through(front, request) == tokens
+        assert fallbacks(front) == {}
+    assert pair.decode.pulled() > before
+
+
+def test_stopped_prefill_server_is_left_after_its_timeout(pair) -> None:
+    request, tokens = pair.next()
+    processes = pair.prefill.family()
+    with controller_of(pair.prefill, pair.decode, idle=1.0) as front:
+        for process in processes:
+            process.suspend()
+        try:
+            assert through(front, request) == tokens
+            assert fallbacks(front) == {"engine_timeout": 1}
+        finally:
+            for process in processes:
+                process.resume()
+    wait_until(lambda: not pair.prefill.metrics()["num_requests_running"], "it was cancelled")
+
+
 def test_changing_limits_on_both_keep_the_tokens(pair) -> None:
     with (
         changing_limits(PREFILL, PAGE_BYTES, at_last_bytes=KV_BYTES),
@@ -136,6 +198,26 @@ def test_changing_limits_on_both_keep_the_tokens(pair) -> None:
     ):
         answers = list(threads.map(pair.tokens, REQUESTS * 2))
     assert answers == pair.answers * 2
+
+
+def test_killed_decode_server_is_replaced(pair, tiny_model: Path, log_folder: Path) -> None:
+    """The request that it was serving fails at once; the next one is served by the other engine."""
+    request, tokens = pair.next()
+    with RoleServer("decode", tiny_model, log_folder / "killed.log", KVELASTIC_IPC_NAME=KILLED) as (
+        decode
+    ):
+        decode.wait_until_ready()
+        with (
+            controller_of(pair.prefill, decode) as front,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            long = thread.submit(through, front, request._replace(max_tokens=700))
+            wait_until(lambda: decode.metrics()["generation_tokens_total"] > 0)
+            decode.kill()
+            assert long.result() == "engine_failed"
+            assert through(front, request) == tokens
+            assert fallbacks(front) == {"decode_engine_unreachable": 1}
+    wait_until(lambda: not pair.prefill.held(), "nothing is held for it")
 
 
 def test_killed_prefill_engine_is_not_missed(pair) -> None:

@@ -22,6 +22,10 @@ Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, o
 fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLang does everywhere
 but at /health and /metrics.
 
+A request with `kv_transfer_params` is one part of two, as vLLM's connectors have them, and 400 if
+it is anything else: a prompt for one token, whose answer has a ticket (none with `"ticket": false`
+under `fake`), or a request with a ticket that no earlier one had.
+
 With `--instance` it begins by opening a real instance (`tests/programs/ledger_instance.py`, which
 has its environment's KVELASTIC_* variables), and ends with 3 where the ledger refuses that.
 
@@ -59,6 +63,8 @@ class FakeEngine:
         self.last_headers: list[list[str]] = []
         self.last_body = ""
         self.last_path = ""
+        self.tickets: list[dict[str, Any]] = []
+        self.used: list[dict[str, Any]] = []
         self.holds: dict[str, asyncio.Event] = {}
         self.waiters: dict[str, asyncio.Event] = {}
         self.settings = self.first_settings()
@@ -146,6 +152,8 @@ class FakeEngine:
                 "headers": self.last_headers,
                 "body": self.last_body,
                 "path": self.last_path,
+                "tickets": self.tickets,
+                "used": self.used,
                 "held": [name for name, event in self.holds.items() if not event.is_set()],
             }
         )
@@ -178,6 +186,8 @@ class FakeEngine:
             event.set()
         self.holds.clear()
         self.counts.clear()
+        self.tickets.clear()
+        self.used.clear()
         self.asleep = False
         self.settings = self.first_settings()
         return web.Response()
@@ -254,6 +264,11 @@ class FakeEngine:
             headers = {"Retry-After": "7", "X-Engine": "fake"}
             error = {"message": "as asked", "type": "fake", "code": fake["status"]}
             return web.json_response({"error": error}, status=fake["status"], headers=headers)
+        try:
+            transfer = self.transfer(body, fake)
+        except AssertionError as error:
+            self.count("bad_transfers")
+            return web.json_response({"error": {"message": f"{error}"}}, status=400)
         is_chat = request.path == "/v1/chat/completions"
         deltas = fake.get("deltas")
         tokens = int(body.get("max_tokens", 4)) if deltas is None else len(deltas)
@@ -272,6 +287,7 @@ class FakeEngine:
                     "model": self.model,
                     "choices": [choice],
                     "usage": usage,
+                    "kv_transfer_params": transfer,
                 },
                 headers={"X-Engine": "fake"}
                 | ({"Access-Control-Allow-Origin": cors} if cors else {}),
@@ -303,6 +319,31 @@ class FakeEngine:
             await self.event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def transfer(self, body: dict[str, Any], fake: dict[str, Any]) -> dict[str, Any] | None:
+        """The ticket that the answer has. Raises `AssertionError` for no such part."""
+        asked = body.get("kv_transfer_params")
+        if asked is None:
+            return None
+        if asked.get("do_remote_prefill"):
+            assert not asked["do_remote_decode"], "both parts in one request"
+            assert asked not in self.used, "the ticket was used before"
+            self.used.append(asked)
+            return None
+        assert asked == {
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+            "remote_block_ids": None, "remote_host": None, "remote_port": None,
+        }, asked  # fmt: skip
+        assert body["max_tokens"] == 1, "a prompt for more than one token"
+        assert body.get("max_completion_tokens", 1) == body.get("n", 1) == 1, "more than one"
+        assert body.get("min_tokens", 0) <= 1, "min_tokens is above max_tokens"
+        assert not body.get("stream"), "the ticket would not be seen"
+        assert not body.get("stream_options"), "stream_options without a stream"
+        if not fake.get("ticket", True):
+            return None
+        ticket = {"do_remote_prefill": True, "do_remote_decode": False, "id": os.urandom(8).hex()}
+        self.tickets.append(ticket)
+        return ticket
 
     @staticmethod
     async def event(response: web.StreamResponse, value: dict[str, Any]) -> None:
