@@ -278,10 +278,13 @@ def _role(text: str) -> str | None:
 
 
 def _address_or_none(text: str) -> str | None:
-    """Check the form only. `messages.parse_address` parses it where an engine listens."""
+    from kvelastic.messages import parse_address
+
     if text.lower() == "automatic":
         return None
-    if not re.fullmatch(r"unix:///[^\0]+|tcp://[0-9a-fA-F.:\[\]]+:[1-9][0-9]{0,4}", text):
+    address = parse_address(text)
+    # Decode engines use this text: a chosen port, or a name, would mean another address there.
+    if not address.is_unix and (address.port == 0 or "localhost" in text):
         raise ValueError(text)
     return text
 

@@ -152,8 +152,6 @@ _HEADINGS: Final = (
     "FAILURES", "SINCE",
 )  # fmt: skip
 _LEFT: Final = {0, 1, 2, 3, 4, 5, 6}
-_MOST_NAMED: Final = 3
-"""Number of held requests that a node's sentence names."""
 _STALE_S: Final = 5.0
 """Age from which a status is stale. A node publishes every 0.5 s unless stopped or overloaded."""
 
@@ -197,26 +195,14 @@ def _sentence(node: NodeStatus) -> str:
         if is_stale
         else ""
     )
+    held = f" {printable(node.holds_in_words)}" if node.holds_in_words else ""
     return (
         f"node {node.node_id} (process {node.pid}{role}) listens at {where}{data};"
         f" {standing}; peers reach {reached};"
         f" {_counted(node.leases, 'lease')} in force, {node.leases_expired} ended by their time;"
         f" {_counted(node.copies_lost, 'copy', 'copies')} lost;"
         f" {_counted(node.strangers_refused, 'unauthenticated connection')} refused."
-        f"{_held(node)}{stale}"
-    )
-
-
-def _held(node: NodeStatus) -> str:
-    if not node.held_requests:
-        return ""
-    requests = ", ".join(
-        f"{one.request} ({one.left_ms / 1e3:.0f} s)" for one in node.held[:_MOST_NAMED]
-    )
-    more = "" if node.held_requests <= _MOST_NAMED else ", ..."
-    return (
-        f" It holds {format_size(node.held_bytes)} of {_counted(node.held_requests, 'request')}"
-        f" until peers have read them, or their time is over: {printable(requests)}{more}."
+        f"{held}{stale}"
     )
 
 

@@ -62,18 +62,12 @@ def explain(
 
 def _held_for_peers(nodes: Sequence[NodeStatus]) -> Iterable[Finding]:
     for node in nodes:
-        if not node.held:
-            continue
-        first = node.held[0]
-        count = node.held_requests
-        requests = "1 finished request" if count == 1 else f"{count} finished requests"
-        yield line(
-            "held",
-            f"{format_size(node.held_bytes)} of the blocks in use are those of {requests}, held"
-            f" until a decode engine has read them. The first hold, of {first.request}, ends in"
-            f" {first.left_ms / 1e3:.0f} s at the latest.",
-            "set a shorter KVELASTIC_PREFILL_HOLD_SECONDS if decode engines do not read them",
-        )
+        if node.holds_in_words:
+            yield line(
+                "held",
+                node.holds_in_words,
+                "set a shorter KVELASTIC_PREFILL_HOLD_SECONDS if decode engines do not read them",
+            )
 
 
 def _life(status: InstanceStatus) -> Iterable[Finding]:

@@ -27,6 +27,7 @@ from kvelastic.shared import status_file
 from kvelastic.shared.liveness import MAKER_BYTE, Liveness, liveness
 from kvelastic.shared.segment_listing import LINK_STATUS, SHM_DIR
 from kvelastic.shared.status_file import Count, Shown, StatusKind, newest, reading
+from kvelastic.units import format_size
 
 MOST_LINKS: Final = 512
 MOST_ENDED: Final = 16
@@ -134,6 +135,28 @@ class NodeStatus(Shown, frozen=True):
     held_bytes: Count = 0
     held: Annotated[tuple[HeldStatus, ...], Meta(max_length=MOST_HELD)] = ()
     """The first of them to end."""
+    holds_expired: Count = 0
+    """Number of holds that ended by themselves because no peer had read the blocks in time."""
+
+    @property
+    def holds_in_words(self) -> str:
+        """The memory held for peers, as sentences for operators; empty if there was none."""
+        said = []
+        if self.held:
+            number, first = self.held_requests, self.held[0]
+            said.append(
+                f"{format_size(self.held_bytes)} of {number} finished"
+                f" request{'' if number == 1 else 's'} are held until a decode engine has"
+                f" read them; the first hold, of {first.request}, ends in"
+                f" {first.left_ms / 1e3:.0f} s at the latest."
+            )
+        if self.holds_expired:
+            number = self.holds_expired
+            said.append(
+                f"{number} hold{'' if number == 1 else 's'} ended because no decode engine had read"
+                " the blocks in time."
+            )
+        return " ".join(said)
 
     @property
     def standing_links(self) -> int:

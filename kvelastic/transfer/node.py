@@ -67,7 +67,7 @@ An exception is sent to the peer as the reply.
 
 
 class HeldMemory(Protocol):
-    """Memory that the node's user holds until a peer has read it; shown to operators."""
+    """Memory that the node's user holds until a peer has read it."""
 
     @property
     def request(self) -> str:
@@ -80,6 +80,17 @@ class HeldMemory(Protocol):
     @property
     def left_s(self) -> float:
         """Seconds until the hold ends by itself."""
+
+
+class Holds(Protocol):
+    """The holds of the node's user, for operators."""
+
+    @property
+    def expired(self) -> int:
+        """Number of holds that ended by themselves."""
+
+    def held(self) -> Sequence[HeldMemory]:
+        """Return the holds, the one that ends first in front."""
 
 
 Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
@@ -107,16 +118,15 @@ class Node:
         role: str = "",
         on_link: Callable[[Link], None] | None = None,
         on_end: Callable[[Link], None] | None = None,
-        held: Callable[[], Sequence[HeldMemory]] = tuple,
+        held: Holds | None = None,
     ) -> None:
         """Start the node.
 
         `lease_s` bounds how long memory is held for a peer, in seconds. `data_ports` is the first
         and last port for data streams, if the node listens on TCP; it uses the first free port, or
         any port for None. `role` is shown to operators. `on_end` is called when a link has ended
-        for any reason; it must not block. `held` returns what the node's user holds for peers, for
-        operators. See `messages.Endpoint` for the other parameters and for
-        the exceptions.
+        for any reason; it must not block. `held` has what the node's user holds for peers, for
+        operators. See `messages.Endpoint` for the other parameters and for the exceptions.
 
         If a copy carries a claim, the node calls `claim` after it holds the memory and before a
         byte is read. So `claim` can refuse memory that has been reused in the meantime.

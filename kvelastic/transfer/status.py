@@ -99,7 +99,7 @@ class StatusPublisher:
         ended = [
             _link_status(link, 0, is_standing=False) for link in node.ended_links[-MOST_ENDED:]
         ]
-        held = node.held()
+        held = () if node.held is None else node.held.held()
         return NodeStatus(
             node_id=node.node_id,
             pid=os.getpid(),
@@ -122,6 +122,7 @@ class StatusPublisher:
                 HeldStatus(text_of(one.request), one.size_bytes, int(one.left_s * 1e3))
                 for one in held[:MOST_HELD]
             ),
+            holds_expired=0 if node.held is None else node.held.expired,
         )
 
 

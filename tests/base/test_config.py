@@ -165,6 +165,8 @@ BAD: list[tuple[str, list[str]]] = [
     ],
     ("KVELASTIC_ROLE", ["prefil", "1", "prefill,decode"]),
     ("KVELASTIC_PREFILL_ADDRESS", ["10.0.0.1:5", "tcp://host:5", "tcp://1.2.3.4:0", "unix://a"]),
+    ("KVELASTIC_PREFILL_ADDRESS", ["tcp://localhost:5", "tcp://1.2.3:5", "tcp://1.2.3.4:65536"]),
+    ("KVELASTIC_PREFILL_ADDRESS", [f"unix:///{'a' * 107}"]),
     ("KVELASTIC_PREFILL_HOLD_SECONDS", ["-1", "nan", "3601"]),
     ("KVELASTIC_TIER_WRITE_RATE", ["0", "-1", "lots"]),
     ("KVELASTIC_TIER_DAILY_WRITE", ["0", "-1", "lots"]),

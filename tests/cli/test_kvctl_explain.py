@@ -392,12 +392,13 @@ def test_every_line_is_one_sentence(facts, of, some, none):
 
 def test_blocks_held_for_peers_are_explained():
     node = NodeStatus(
-        1, 1, "prefill", (), 0, *(0,) * 9, (), 2, 5 * MIB, (HeldStatus("cmpl-1", MIB, 41_000),)
+        1, 1, "prefill", (), 0, *(0,) * 9, (), 2, 5 * MIB, (HeldStatus("cmpl-1", MIB, 41_000),), 3
     )
     (held,) = [one for one in explain(CALM, None, [node]) if one.about == "held"]
     assert held.what == (
-        "5.00 MiB of the blocks in use are those of 2 finished requests, held until a decode"
-        " engine has read them. The first hold, of cmpl-1, ends in 41 s at the latest."
+        "5.00 MiB of 2 finished requests are held until a decode engine has read them; the first"
+        " hold, of cmpl-1, ends in 41 s at the latest. 3 holds ended because no decode engine had"
+        " read the blocks in time."
     )
 
 

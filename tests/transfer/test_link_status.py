@@ -289,7 +289,7 @@ FULL = LinkStatus(
 NODE = NodeStatus(
     (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *counts((1 << 63) - 1),
     (FULL,) * (MOST_LINKS + MOST_ENDED), (1 << 63) - 1, (1 << 63) - 1,
-    (HeldStatus("h" * 64, (1 << 63) - 1, (1 << 63) - 1),) * MOST_HELD,
+    (HeldStatus("h" * 64, (1 << 63) - 1, (1 << 63) - 1),) * MOST_HELD, (1 << 63) - 1,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.cli.commands.links import table
 from kvelastic.errors import SegmentBusyError, SegmentError
 from kvelastic.shared import link_status
-from kvelastic.shared.link_status import KIND, LinkAck, LinkRequest
+from kvelastic.shared.link_status import KIND, HeldStatus, LinkAck, LinkRequest
 from kvelastic.shared.segment_listing import SHM_DIR, link_status_name, reap
 from kvelastic.shared.status_file import CELL_BYTES, MOST_REVISION, RING
 from kvelastic.transfer import Node
@@ -188,6 +188,21 @@ def test_counts_of_one_are_singular() -> None:
     none = table([msgspec.structs.replace(NODE, links=())])
     for said in ("0 links;", "0 ranges;", "0 leases", "0 copies", "0 unauthenticated connections"):
         assert said in none
+
+
+def test_held_memory_is_shown() -> None:
+    held = (HeldStatus("cmpl-1", 1 << 20, 41_000),)
+    node = msgspec.structs.replace(NODE, held_requests=1, held_bytes=1 << 20, held=held)
+    said = (
+        " 1.00 MiB of 1 finished request are held until a decode engine has read them; the first"
+        " hold, of cmpl-1, ends in 41 s at the latest."
+    )
+    late = " 2 holds ended because no decode engine had read the blocks in time."
+    assert said in table([node])
+    assert late not in table([node])
+    assert said + late in table([msgspec.structs.replace(node, holds_expired=2)])
+    assert late in table([msgspec.structs.replace(NODE, holds_expired=2)])
+    assert "held" not in table([NODE])
 
 
 # --- no room, no descriptors ----------------------------------------------------------------------

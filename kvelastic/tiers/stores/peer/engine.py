@@ -60,7 +60,7 @@ class Peers:
             data_ports=settings.link_data_ports,
             role=f"{role} {pool.name}",
             on_end=self._serving.ended,
-            held=self.held.held,
+            held=self.held,
         )
         self.store = PeerStore(record_bytes, self._node, identified=identified)
         if self.prefills:

@@ -75,8 +75,6 @@ class Serving:
         self._slots = StagingSlots(staging.slots)
         self._lock = threading.Lock()
         self._readings: dict[bytes, _Reading] = {}
-        self.served = 0
-        """Number of records that peers have pulled."""
 
     def answer(self, link: Link, body: bytes) -> bytes:
         """Answer a question of a peer. Blocks for a copy of the pool, and up to 1 s for slots."""
@@ -154,7 +152,6 @@ class Serving:
             if reading.left_bytes > 0:
                 return
             del self._readings[claim]
-            self.served += len(reading.slots)
         self._slots.give_back(reading.slots)
 
     def ended(self, link: Link) -> None:

@@ -256,6 +256,7 @@ class PeerStore(Store):
                 if link is None:
                     raise
             if link.peer_id != ticket.node_id:
+                link.unlink(0.0, force=True)
                 raise InvalidArgumentError(
                     f"{ticket.address} belongs to node {link.peer_id} now, not to"
                     f" {ticket.node_id}: the engine that held the blocks has ended"
