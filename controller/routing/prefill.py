@@ -82,7 +82,7 @@ class Prefill:
     ) -> dict[str, Any]:
         """Let the model's pool compute the prompt, and put its ticket into the body.
 
-        Without a ticket the body says so, and the reason is counted. Returns fields for the log.
+        Without a ticket it puts null there and counts the reason. Returns fields for the log.
         Raises `Refusal` (503) if the fields exceed the budget for bodies.
         """
         began_s = time.monotonic()

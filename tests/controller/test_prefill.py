@@ -233,7 +233,7 @@ def test_pool_that_requests_may_not_wake_sleeps_on(front: Controller, pair: Pair
     assert pair.prefill.count("requests") == 0
 
 
-def test_failed_wake_of_pool_is_not_repeated_at_once(front: Controller, pair: Pair) -> None:
+def test_failed_pool_wake_is_not_repeated_at_once(front: Controller, pair: Pair) -> None:
     assert front.post("/action/sleep/p").json()["success"]
     pair.prefill.change(wake_status=500)
     front.complete()
