@@ -278,7 +278,7 @@ def _role(text: str) -> str | None:
 
 
 def _address_or_none(text: str) -> str | None:
-    from kvelastic.messages import parse_address
+    from kvelastic.address import parse_address
 
     if text.lower() == "automatic":
         return None

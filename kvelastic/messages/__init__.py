@@ -27,7 +27,7 @@ a few hundred bytes before the peer is authenticated. Does not import torch.
 
 from msgspec import Meta
 
-from kvelastic.messages.addresses import MOST_PATH_BYTES, Address, parse_address
+from kvelastic.address import MOST_PATH_BYTES, Address, parse_address
 from kvelastic.messages.connection import Connection, Request
 from kvelastic.messages.endpoint import Endpoint
 from kvelastic.messages.peers import Peer

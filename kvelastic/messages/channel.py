@@ -8,13 +8,13 @@ import socket
 import time
 from typing import NamedTuple
 
+from kvelastic.address import Address
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelTimeoutError,
     ConfigError,
     KvelasticError,
 )
-from kvelastic.messages.addresses import Address, connect_socket
 from kvelastic.messages.connection import receive_into
 from kvelastic.messages.forked import drop_in_children
 from kvelastic.messages.frames import Frame, FrameReader, FrameWriter
@@ -22,6 +22,7 @@ from kvelastic.messages.handshake import Handshake
 from kvelastic.messages.peers import Peer, check_peer, peer_of, prepare
 from kvelastic.messages.protocol import Protocol
 from kvelastic.messages.secret import SecretFile
+from kvelastic.messages.sockets import connect_socket
 
 
 class Opened(NamedTuple):

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvelastic.address import Address
 from kvelastic.errors import (
     AccessDeniedError,
     ChannelClosedError,
@@ -35,7 +36,6 @@ from kvelastic.errors import (
     KvelasticError,
     SecretError,
 )
-from kvelastic.messages.addresses import Address, ListeningSocket
 from kvelastic.messages.channel import open_connection
 from kvelastic.messages.connection import Connection, Request, receive_into
 from kvelastic.messages.forked import drop_in_children
@@ -52,6 +52,7 @@ from kvelastic.messages.peers import (
 )
 from kvelastic.messages.protocol import Protocol
 from kvelastic.messages.secret import SecretFile
+from kvelastic.messages.sockets import ListeningSocket
 
 _log = logging.getLogger("kvelastic.messages")
 _HANDSHAKE_S: Final = 5.0

@@ -17,9 +17,9 @@ from typing import Final, TypeAlias
 
 from kvelastic.errors import AccessDeniedError, ChannelError, KvelasticError
 from kvelastic.messages import Address
-from kvelastic.messages.addresses import ListeningSocket
 from kvelastic.messages.forked import drop_in_children
 from kvelastic.messages.peers import Network, check_peer, peer_of
+from kvelastic.messages.sockets import ListeningSocket
 from kvelastic.transfer.wire import TOKEN_BYTES
 
 _TOKEN_S: Final = 1.0

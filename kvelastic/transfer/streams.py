@@ -29,9 +29,9 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.messages import Address, Connection
-from kvelastic.messages.addresses import connect_socket
 from kvelastic.messages.forked import drop_in_children
 from kvelastic.messages.peers import Network
+from kvelastic.messages.sockets import connect_socket
 from kvelastic.transfer.data_port import Arrived, DataPort
 from kvelastic.transfer.leases import Lease
 from kvelastic.transfer.wire import TOKEN_BYTES

@@ -26,7 +26,6 @@ from kvelastic.errors import (
 )
 from kvelastic.messages import Address, Endpoint, Protocol, SecretFile, parse_address
 from kvelastic.messages import endpoint as endpoint_module
-from kvelastic.messages.addresses import ListeningSocket
 from kvelastic.messages.frames import (
     HEADER,
     MAGIC,
@@ -37,6 +36,7 @@ from kvelastic.messages.frames import (
     error_of,
 )
 from kvelastic.messages.handshake import Handshake
+from kvelastic.messages.sockets import ListeningSocket
 
 LOOPBACK = parse_address("tcp://127.0.0.1:0")
 
