@@ -88,7 +88,7 @@ class Exchange:
     error: str = ""
     """Code of the controller's error; empty for an engine's own response."""
     is_json: bool = False
-    """The body is a JSON object."""
+    """The body is a JSON object that was read. It is not below /upstream."""
     prefill: dict[str, Any] | None = None
     """Fields for the log, if the model has a prefill pool for such requests."""
 
@@ -390,8 +390,7 @@ class _Silence:
 
 def _has_prompt(exchange: Exchange) -> bool:
     """Return True if a prefill pool can compute the request's prompt."""
-    is_prompt = exchange.is_json and exchange.method == "POST" and exchange.path in ONE_TOKEN
-    return is_prompt and not is_upstream(exchange.asked_path)
+    return exchange.is_json and exchange.method == "POST" and exchange.path in ONE_TOKEN
 
 
 @contextmanager

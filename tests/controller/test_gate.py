@@ -60,6 +60,20 @@ def test_a_thousand_requests_wake_a_sleeping_model_once() -> None:
     assert gate.in_flight == 1000
 
 
+def test_wakes_without_a_request_follow_its_rules() -> None:
+    """`may_wake` is for models that are woken although no request waits for them."""
+    gate, _ = asleep(Rules(min_sleep_s=60.0), by_hand=False)
+    assert [gate.may_wake(now_s) for now_s in (59.0, 60.0)] == [False, True]
+    assert gate.ask_wake(60.0) is None
+    assert not gate.may_wake(61.0), "it wakes already"
+    gate.woken(Refusal(503, "wake_failed", ""), 70.0)
+    assert [gate.may_wake(now_s) for now_s in (70.5, 71.0)] == [False, True]
+    gate.closing = Refusal(503, "model_removed", "")
+    assert not gate.may_wake(1e9)
+    unwoken, _ = asleep(Rules(wake_on_request=False))
+    assert not unwoken.may_wake(1e9)
+
+
 def test_full_queue_is_429_with_retry_after() -> None:
     gate, effects = asleep(Rules(queue_limit=2))
     tickets = [Ticket() for _ in range(3)]
