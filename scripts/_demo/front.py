@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from client import RequestFailedError, ask
@@ -30,6 +30,7 @@ from ports import free_port
 FIRST, SECOND = "sun", "moon"
 CONTROLLER = str(Path(sys.executable).with_name("kvelastic-controller"))
 STOP_DEADLINE_S = 60.0
+Self = TypeVar("Self", bound="Controller")
 
 
 def settings_of(
@@ -64,25 +65,16 @@ def settings_of(
     }
 
 
-class Front:
+class Controller:
     """The controller as a separate process."""
 
-    def __init__(
-        self,
-        folder: Path,
-        engine: DemoEngine,
-        first: Server,
-        model: Path,
-        instances: tuple[str, str],
-    ) -> None:
-        self.port = free_port()
-        self.engine = engine
+    def __init__(self, folder: Path, settings: dict[str, Any], port: int) -> None:
+        """Start it in `folder`. `port` is the one that the settings name."""
+        self.port = port
         self.config = folder / "controller.yaml"
-        self.log = folder / "controller.log"
-        self._engine_log = folder / "moon.log"
-        settings = settings_of(engine, self.port, first.port, model, instances, self._engine_log)
+        self.logs = [folder / "controller.log"]
         self.config.write_text(json.dumps(settings, indent=2))  # JSON is YAML too
-        with self.log.open("wb") as output:
+        with self.logs[0].open("wb") as output:
             self.process = subprocess.Popen(
                 [CONTROLLER, "--config", str(self.config)],
                 stdout=output,
@@ -91,7 +83,7 @@ class Front:
             )
 
     def wait_until_ready(self) -> None:
-        """Wait until both models are awake. Raises RequestFailedError if one does not wake."""
+        """Wait until all models are awake. Raises RequestFailedError if one does not wake."""
         deadline = time.monotonic() + START_DEADLINE_S
         states: dict[str, str] = {}
         while time.monotonic() < deadline:
@@ -140,20 +132,20 @@ class Front:
             return []
 
     def log_end(self, lines: int) -> str:
-        """Return the last lines of the logs of the controller and its launched engine."""
+        """Return the last lines of its logs."""
         parts = []
-        for log in (self.log, self._engine_log):
+        for log in self.logs:
             if log.exists():
                 text = log.read_text(errors="replace").splitlines()[-lines:]
                 parts.append("\n".join([f"--- {log.name}:", *text]))
         return "\n".join(parts)
 
     def stop(self) -> int:
-        """Send SIGTERM, which stops the launched engine too; return the exit code."""
+        """Send SIGTERM, which stops launched engines too; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_DEADLINE_S)
 
-    def __enter__(self) -> Front:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(
@@ -171,3 +163,21 @@ class Front:
             os.killpg(self.process.pid, signal.SIGKILL)
         for process in psutil.wait_procs(started, STOP_DEADLINE_S)[1]:
             process.kill()
+
+
+class Front(Controller):
+    """The controller of two models, one of which it launches."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: DemoEngine,
+        first: Server,
+        model: Path,
+        instances: tuple[str, str],
+    ) -> None:
+        self.engine = engine
+        port, log = free_port(), folder / "moon.log"
+        settings = settings_of(engine, port, first.port, model, instances, log)
+        super().__init__(folder, settings, port)
+        self.logs.append(log)

@@ -68,7 +68,8 @@ def _prompt(first: str) -> str:
 
 LOG = _prompt("This is the log of a ship.")
 DIARY = _prompt("This is the diary of a sailor.")
-"""It begins differently, so it shares no block with `LOG`."""
+NOTES = _prompt("These are the notes of a harbour master.")
+"""They begin differently, so they share no block with `LOG`."""
 
 
 def ask_long(where: Where, what: str, prompt: str) -> Asked:
@@ -79,7 +80,8 @@ def ask_long(where: Where, what: str, prompt: str) -> Asked:
     before = _loaded_tokens(where)
     answer, first_token_s, tokens, cached = _stream(where, prompt)
     loaded = _loaded_tokens(where) - before
-    return Asked(what, answer, first_token_s, tokens, cached - loaded, loaded)
+    # vLLM does not count as cached what another engine has computed for this request.
+    return Asked(what, answer, first_token_s, tokens, max(0, cached - loaded), loaded)
 
 
 def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float:
@@ -153,13 +155,14 @@ def _stream(where: Where, question: str) -> tuple[str, float, int, int]:
     return text.strip(), first_token_s, tokens, cached
 
 
-def table(asked: list[Asked]) -> str:
+def table(asked: list[Asked], source: str = "the disk") -> str:
     """Return a line per answer: the time of its first token, and the tokens computed for it."""
     widest = max(len(one.what) for one in asked)
-    lines = [f"  {'':{widest}}  first token  of the prompt: computed  own cache  from the disk"]
+    loaded = f"from {source}"
+    lines = [f"  {'':{widest}}  first token  of the prompt: computed  own cache  {loaded}"]
     lines += [
         f"  {one.what:{widest}}  {one.first_token_s:9.2f} s  {one.computed:23}  {one.own:9}"
-        f"  {one.loaded:13}"
+        f"  {one.loaded:{len(loaded)}}"
         for one in asked
     ]
     return "\n".join(lines)

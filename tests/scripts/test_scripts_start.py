@@ -98,9 +98,20 @@ print(*(model.replicas for model in parse(cluster.config_of(folder, folder, 256)
     assert done.stdout == "2 1\n"
 
 
+@needs.vllm
+def test_prefill_decode_demo_configuration_is_valid() -> None:
+    program = """
+import json, prefill_decode
+from kvelastic.controller.settings.settings_file import parse
+print(*(model.prefill for model in parse(json.dumps(prefill_decode.settings_of(1, 2, 3))).models))
+"""
+    done = run_python("-c", program, environment={"PYTHONPATH": DEMO_PATH}, folder=ROOT)
+    assert done.stdout == "chat-prefill None\n"
+
+
 def test_demo_rejects_unknown_arguments() -> None:
-    cluster = ["--cluster", "--engine", "sglang"]
-    for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"], cluster):
+    others = [[story, "--engine", "sglang"] for story in ("--cluster", "--prefill-decode")]
+    for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"], *others):
         done = run_demo(*arguments)
         assert done.returncode == 2, arguments
         assert "usage: scripts/demo [--engine vllm|sglang|transformers]" in done.stderr
@@ -118,6 +129,15 @@ def test_demo_runs_to_the_end(engine: str) -> None:
     done = run_demo("--engine", engine)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "== 8. The end" in done.stdout
+
+
+@needs.vllm
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_prefill_decode_demo_runs_to_the_end() -> None:
+    done = run_demo("--prefill-decode")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "== 6. The end" in done.stdout
 
 
 def test_parent_of_the_repository_is_not_on_path(tmp_path: Path) -> None:
