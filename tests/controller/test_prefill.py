@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from running import Controller, Engine, Program, start
+from running import Controller, Engine, Program, fake_launch, start
 from waiting import DEADLINE_S, wait_until
 
 MIB = 1 << 20
@@ -246,6 +246,19 @@ def test_pool_that_requests_may_not_wake_sleeps_on(front: Controller, pair: Pair
         assert new_fallbacks(front, front.complete) == {"asleep": 1}
         assert front.state("p") == "asleep"
     assert pair.prefill.count("requests") == 0
+
+
+def test_pool_on_demand_is_started_by_a_request(pair: Pair, tmp_path: Path) -> None:
+    """Its engine has a key of its own, which the prefill part carries."""
+    config = config_of(pair)
+    launch = fake_launch(tmp_path, "--model=p", on_demand=True)
+    config["models"][1] = {"name": "p", "engine": "vllm", "launch": launch}
+    with Controller(config) as front:
+        wait_until(lambda: front.state("p") == "asleep")
+        assert new_fallbacks(front, front.complete) == {"waking": 1}
+        wait_until(lambda: front.state("p") == "awake")
+        assert new_fallbacks(front, front.complete) == {}
+    assert len(pair.decode.state()["used"]) == 1
 
 
 def test_requests_wait_for_a_place_in_the_pool(front: Controller, pair: Pair) -> None:
