@@ -203,14 +203,10 @@ def test_changing_limits_on_both_keep_the_tokens(pair) -> None:
 def test_killed_decode_server_is_replaced(pair, tiny_model: Path, log_folder: Path) -> None:
     """The request that it was serving fails at once; the next one is served by the other engine."""
     request, tokens = pair.next()
-    with RoleServer("decode", tiny_model, log_folder / "killed.log", KVELASTIC_IPC_NAME=KILLED) as (
-        decode
-    ):
+    log = log_folder / "killed.log"
+    with RoleServer("decode", tiny_model, log, KVELASTIC_IPC_NAME=KILLED) as decode:
         decode.wait_until_ready()
-        with (
-            controller_of(pair.prefill, decode) as front,
-            ThreadPoolExecutor(1) as thread,
-        ):
+        with controller_of(pair.prefill, decode) as front, ThreadPoolExecutor(1) as thread:
             long = thread.submit(through, front, request._replace(max_tokens=700))
             wait_until(lambda: decode.metrics()["generation_tokens_total"] > 0)
             decode.kill()
