@@ -96,10 +96,10 @@ class Pair:
         """Return the answer of the prefill engine, which then decodes too."""
         return ask(self.prefill.port, prompt, ANSWER_TOKENS, "m")
 
-    def prompts_computed(self) -> int:
-        """Return the number of prompts that the pool has computed."""
+    def prompts_sent(self) -> int:
+        """Return the number of prompts that the pool has got since the start."""
         stats = self.front.call("GET", f"/traffic/stats/{POOL}")["model_stats"]
-        return int(stats["successful_requests"])
+        return int(stats["requests_since_start"])
 
     def fallbacks(self) -> dict[str, int]:
         """Return how many prompts the pool has not computed, by reason."""
@@ -128,11 +128,11 @@ def same_tokens(pair: Pair) -> None:
 
 
 def burst(pair: Pair) -> None:
-    before = pair.prompts_computed()
+    before = pair.prompts_sent()
     with Burst(pair.front.port, STORIES, CHAT) as requests:
         stories = requests.wait()
-    computed = pair.prompts_computed() - before
-    print(f"  {len(stories)} answers; the prefill engine computed {computed} of the prompts")
+    sent = pair.prompts_sent() - before
+    print(f"  {len(stories)} answers; {sent} of the prompts went to the prefill engine first")
     shown = pair.fallbacks() or "none"
     print(f"  prompts that it has not computed, by reason: {shown}", flush=True)
 

@@ -197,6 +197,19 @@ def test_ended_prefill_engine_is_not_missed(pair: Pair) -> None:
         assert ticket_of(pair.decode) is None
 
 
+def test_ticket_goes_to_the_engine_that_accepts(pair: Pair) -> None:
+    with Engine("vllm", "m") as dead:
+        config = config_of(pair)
+        urls = [dead.url, pair.decode.url]
+        config["models"][0] = {"name": "m", "engine": "vllm", "urls": urls, "prefill": "p"}
+        with Controller(config) as front:
+            dead.end(signal.SIGKILL)
+            assert {front.complete().status_code for _ in range(3)} == {200}
+            assert fallbacks(front) == {}
+    assert pair.decode.state()["used"] == pair.prefill.state()["tickets"]
+    assert len(pair.decode.state()["used"]) == 3
+
+
 def test_pool_serves_alone_without_decode_engine(pair: Pair) -> None:
     with Engine("vllm", "m") as decode, Controller(config_of(Pair(pair.prefill, decode))) as front:
         decode.end(signal.SIGKILL)
