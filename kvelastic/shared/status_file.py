@@ -36,7 +36,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, Protocol, TypeVar
 
@@ -119,6 +119,15 @@ class StatusKind(Generic[_S, _Q, _A]):
     snapshot: type[_S]
     request: type[_Q]
     answer: type[_A]
+    _decoders: dict[type[object], msgspec.msgpack.Decoder[Any]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        # Not at the first decode: two threads that decode a new type at once crash in msgspec.
+        types = (self.snapshot, self.request, self.answer)
+        decoders = {of: msgspec.msgpack.Decoder(of) for of in types}
+        object.__setattr__(self, "_decoders", decoders)
 
     @property
     def file_bytes(self) -> int:
@@ -163,7 +172,7 @@ class StatusKind(Generic[_S, _Q, _A]):
         if not is_whole or raw[_CELL.size : start] != self._sum(of, head + body):
             return None
         try:
-            return number, msgspec.msgpack.decode(body, type=of)
+            return number, self._decoders[of].decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
