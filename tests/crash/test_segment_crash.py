@@ -31,7 +31,7 @@ HALF_WRITER = """
 import sys
 from kvelastic.shared import segment
 with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
-    record._write_half_request(123)
+    record.write_half_request(123)
     print("half", flush=True)
     sys.stdin.read()
 """

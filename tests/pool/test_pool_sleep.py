@@ -6,12 +6,13 @@ After every step the books are compared with what the operating system says is h
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory, evicted
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, errors
+from kvelastic import errors
 
 PAGES = 6
 BLOCKS_PER_PAGE = LAYOUTS["paged"].blocks_per_page
@@ -46,7 +47,7 @@ class Sleeper:
         self.pool.cache(ids)
         self.check()
 
-    def sleep(self) -> _vmm.LimitState:
+    def sleep(self) -> dict[str, Any]:
         state = self.pool.sleep()
         self.check()
         assert self.pool.is_asleep
@@ -68,7 +69,7 @@ def one() -> Sleeper:
     return Sleeper()
 
 
-def asleep_and_empty(limit_bytes: int) -> _vmm.LimitState:
+def asleep_and_empty(limit_bytes: int) -> dict[str, Any]:
     return {
         "state": "applied",
         "limit_bytes": limit_bytes,

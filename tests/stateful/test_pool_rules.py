@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -243,7 +243,7 @@ class PoolRules(RuleBasedStateMachine):
         self.pool.wake()
         self.check_limit_state(self.pool.limit_state())
 
-    def check_limit_state(self, state: _vmm.LimitState) -> None:
+    def check_limit_state(self, state: dict[str, Any]) -> None:
         effective = 0 if self.asleep else self.limit_pages * self.page_bytes
         assert state["effective_limit_bytes"] == effective
         assert (state["state"] == "applied") == (self.pool.mapped_bytes <= effective)

@@ -30,7 +30,7 @@ def test_forbidden_io_uring_falls_back_to_threads(call: int, code: int) -> None:
 def test_invalid_io_engines_and_depths_are_rejected() -> None:
     for arguments in (("magic", 8), ("threads", 0), ("threads", 257)):
         with pytest.raises(InvalidArgumentError):
-            _vmm.RecordIo(*arguments)  # type: ignore[arg-type]
+            _vmm.RecordIo(*arguments)
     assert _vmm.RecordIo("threads", 3).depth == 3
 
 

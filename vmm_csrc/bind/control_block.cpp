@@ -15,6 +15,7 @@
 
 #include "bind/errors.h"
 #include "bind/gil.h"
+#include "bind/signatures.h"
 #include "segment/control_block_copy.h"
 
 namespace nb = nanobind;
@@ -28,36 +29,6 @@ constexpr std::int64_t kSignalCheckNs = 100'000'000;
 
 [[noreturn]] void raise_released() {
   raise_code("SEGMENT", "this control block has been released");
-}
-
-std::shared_ptr<BufferHold> take_buffer(nb::handle buffer, bool must_write) {
-  Py_buffer raw{};
-  if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_WRITABLE) != 0) {
-    if (must_write || !PyErr_ExceptionMatches(PyExc_BufferError)) throw nb::python_error();
-    PyErr_Clear();
-    if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  }
-  return std::make_shared<BufferHold>(raw);
-}
-
-template <typename Bytes>
-Bytes sixteen(nb::bytes value, const char* what) {
-  Bytes out{};
-  if (value.size() != out.size()) {
-    raise_code("INVALID_ARGUMENT",
-               std::string(what) + " must have 16 bytes, not " + std::to_string(value.size()));
-  }
-  std::memcpy(out.data(), value.c_str(), out.size());
-  return out;
-}
-
-/// Decodes text that any process may have written. Invalid UTF-8 becomes U+FFFD.
-nb::object text(std::span<const char> field) {
-  const std::string_view view = text_of(field);
-  PyObject* decoded =
-      PyUnicode_DecodeUTF8(view.data(), static_cast<Py_ssize_t>(view.size()), "replace");
-  if (decoded == nullptr) throw nb::python_error();
-  return nb::steal(decoded);
 }
 
 /// Converts seconds to nanoseconds. None, or more than 1e9 s: -1, without a limit.
@@ -102,10 +73,10 @@ PyControlBlock make_owner(nb::handle buffer, const std::string& name, const std:
   identity.engine = engine;
   identity.model = model;
   identity.devices = std::move(devices);
-  identity.uuid = sixteen<decltype(identity.uuid)>(uuid, "uuid");
+  identity.uuid = sixteen(uuid, "uuid");
   identity.owner_pid = pid;
   identity.owner_start_ticks = start_time_ticks;
-  identity.boot_id = sixteen<decltype(identity.boot_id)>(boot_id, "boot_id");
+  identity.boot_id = sixteen(boot_id, "boot_id");
   identity.pid_namespace = pid_namespace;
   identity.owner_uid = uid;
   identity.created_realtime_ns = created_realtime_ns;
@@ -184,7 +155,7 @@ nb::list devices_of(const ControlBlockHeader& header) {
   return out;
 }
 
-nb::dict read_header(const PyControlBlock& control_block) {
+Fields read_header(const PyControlBlock& control_block) {
   const ControlBlockHeader& header = control_block.view().header();
   nb::dict out;
   out["abi_version"] = header.abi_version;
@@ -207,7 +178,7 @@ nb::dict read_header(const PyControlBlock& control_block) {
   return out;
 }
 
-nb::dict request_dict(const Request& request) {
+Fields request_dict(const Request& request) {
   nb::dict out;
   out["revision"] = request.revision;
   const auto said = [](std::uint64_t revision, auto value) -> nb::object {
@@ -224,15 +195,15 @@ nb::dict request_dict(const Request& request) {
   return out;
 }
 
-nb::dict read_request(const PyControlBlock& control_block) {
+Fields read_request(const PyControlBlock& control_block) {
   Request request;
   const bool whole = control_block.view().read_request(request);
-  nb::dict out = request_dict(request);
+  Fields out = request_dict(request);
   out["whole"] = whole;
   return out;
 }
 
-nb::dict read_ack(const PyControlBlock& control_block) {
+Fields read_ack(const PyControlBlock& control_block) {
   Ack ack;
   const bool whole = control_block.view().read_ack(ack);
   nb::dict out;
@@ -250,7 +221,7 @@ nb::dict read_ack(const PyControlBlock& control_block) {
   return out;
 }
 
-nb::dict read_usage(const PyControlBlock& control_block) {
+Fields read_usage(const PyControlBlock& control_block) {
   Usage usage;
   const bool whole = control_block.view().read_usage(usage);
   nb::dict out;
@@ -259,13 +230,13 @@ nb::dict read_usage(const PyControlBlock& control_block) {
   return out;
 }
 
-nb::object engine_asleep(const PyControlBlock& control_block) {
+std::optional<bool> engine_asleep(const PyControlBlock& control_block) {
   const EngineSleep sleep = control_block.view().engine_sleep();
-  if (sleep == EngineSleep::kUnknown) return nb::none();
-  return nb::bool_(sleep == EngineSleep::kAsleep);
+  if (sleep == EngineSleep::kUnknown) return std::nullopt;
+  return sleep == EngineSleep::kAsleep;
 }
 
-nb::dict counters(const PyControlBlock& control_block) {
+Counts counters(const PyControlBlock& control_block) {
   nb::dict out;
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
     const auto counter = static_cast<Counter>(i);
@@ -315,9 +286,9 @@ void publish_ack(const PyControlBlock& control_block, std::uint64_t revision,
   control_block.native()->acknowledge(ack, reason);
 }
 
-nb::object owner_request(const PyControlBlock& control_block) {
+std::optional<Fields> owner_request(const PyControlBlock& control_block) {
   const auto request = control_block.native()->read_request();
-  if (!request) return nb::none();
+  if (!request) return std::nullopt;
   return request_dict(*request);
 }
 
@@ -360,11 +331,9 @@ bool wait_bell(const PyControlBlock& control_block, std::uint32_t seen,
                         [&](std::int64_t slice_ns) { return owner->wait_bell(seen, slice_ns); });
 }
 
-nb::object version_of(nb::handle buffer) {
+std::optional<std::uint32_t> version_of(nb::handle buffer) {
   const auto hold = take_buffer(buffer, false);
-  const auto version = control_block_version(hold->bytes());
-  if (!version) return nb::none();
-  return nb::int_(*version);
+  return control_block_version(hold->bytes());
 }
 
 void copy_control_block_to(int fd, nb::handle buffer) {
@@ -381,6 +350,34 @@ void copy_control_block_to(int fd, nb::handle buffer) {
 }
 
 }  // namespace
+
+std::shared_ptr<BufferHold> take_buffer(nb::handle buffer, bool must_write) {
+  Py_buffer raw{};
+  if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_WRITABLE) != 0) {
+    if (must_write || !PyErr_ExceptionMatches(PyExc_BufferError)) throw nb::python_error();
+    PyErr_Clear();
+    if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  return std::make_shared<BufferHold>(raw);
+}
+
+nb::str text(std::span<const char> field) {
+  const std::string_view view = text_of(field);
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(view.data(), static_cast<Py_ssize_t>(view.size()), "replace");
+  if (decoded == nullptr) throw nb::python_error();
+  return nb::steal<nb::str>(decoded);
+}
+
+std::array<std::uint8_t, 16> sixteen(const nb::bytes& value, const char* what) {
+  std::array<std::uint8_t, 16> out{};
+  if (value.size() != out.size()) {
+    raise_code("INVALID_ARGUMENT",
+               std::string(what) + " must have 16 bytes, not " + std::to_string(value.size()));
+  }
+  std::memcpy(out.data(), value.c_str(), out.size());
+  return out;
+}
 
 BufferHold::~BufferHold() {
   if (Py_IsInitialized() == 0) return;  // the finalized interpreter has released its buffers
@@ -476,7 +473,7 @@ void bind_control_block(nb::module_& m) {
           "priority"_a = nb::none(), "asleep"_a = nb::none(), "trim"_a = false,
           "Publish a request, wake the owner and return the revision. Hold flock() on the file.")
       .def(
-          "_write_half_request",
+          "write_half_request",
           [](const PyControlBlock& r, std::uint64_t limit_bytes) {
             r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
@@ -496,6 +493,7 @@ void bind_control_block(nb::module_& m) {
            "min_bytes"_a = 0, "priority"_a = 0,
            "For the owner: acknowledge a request and wake the processes that wait for that.")
       .def("publish_usage", &publish_usage,
+           nb::sig("def publish_usage(self, **fields: int) -> None"),
            "For the owner: publish the usage. The keywords are the fields of read_usage().")
       .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
       .def(

@@ -2,8 +2,9 @@
 // alive.
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,6 +29,15 @@ class BufferHold {
  private:
   Py_buffer buffer_;
 };
+
+/// Holds a buffer: a writable one if it can be, and `must_write` refuses any other.
+std::shared_ptr<BufferHold> take_buffer(nanobind::handle buffer, bool must_write);
+
+/// Decodes text that any process may have written. Invalid UTF-8 becomes U+FFFD.
+nanobind::str text(std::span<const char> field);
+
+/// Converts an id. Raises InvalidArgumentError for another number of bytes.
+std::array<std::uint8_t, 16> sixteen(const nanobind::bytes& value, const char* what);
 
 /// `kvelastic._vmm.ControlBlock`.
 class PyControlBlock {

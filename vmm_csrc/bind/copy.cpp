@@ -70,7 +70,7 @@ Status copy_all(const Range& range, const std::vector<BlockId>& ids, const Buffe
 }
 
 template <Direction direction>
-void copy_blocks(const Range& range, nb::handle ids, nb::sequence views) {
+void copy_blocks(const Range& range, Integers ids, nb::typed<nb::sequence, nb::memoryview> views) {
   in_owner(range);
   const std::vector<BlockId> blocks = integers_of(ids);
   const Geometry& geometry = range.geometry();

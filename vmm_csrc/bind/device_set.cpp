@@ -18,6 +18,7 @@
 
 #include "bind/errors.h"
 #include "bind/gil.h"
+#include "bind/signatures.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -42,7 +43,10 @@ const char* text_of(Sight sight) {
   return "?";
 }
 
-std::shared_ptr<DeviceSet> make_device_set(nb::sequence placements, std::uint64_t copy_bytes) {
+std::shared_ptr<DeviceSet> make_device_set(
+    nb::typed<nb::sequence, std::pair<std::shared_ptr<LedgerMember>, std::vector<std::uint32_t>>>
+        placements,
+    std::uint64_t copy_bytes) {
   std::vector<Placement> all;
   for (nb::handle item : placements) {
     const auto pair = nb::cast<nb::tuple>(item);
@@ -68,7 +72,7 @@ void wait_for_claim(DeviceSet& device_set, DeviceSet::Claimed claimed,
   check(there);
 }
 
-void reserve(DeviceSet& device_set, nb::dict bytes) {
+void reserve(DeviceSet& device_set, Counts bytes) {
   std::vector<std::uint64_t> by_placement;
   std::size_t known = 0;
   for (const Placement& placement : device_set.all()) {
@@ -89,10 +93,10 @@ void reserve(DeviceSet& device_set, nb::dict bytes) {
   wait_for_claim(device_set, claimed, std::chrono::nanoseconds(device_set.rules().reserve_wait_ns));
 }
 
-nb::list devices(const DeviceSet& device_set) {
-  nb::list out;
+std::vector<std::pair<std::string, std::size_t>> devices(const DeviceSet& device_set) {
+  std::vector<std::pair<std::string, std::size_t>> out;
   for (const Placement& placement : device_set.all()) {
-    out.append(nb::make_tuple(std::string(placement.member->device()), placement.ranks.size()));
+    out.emplace_back(placement.member->device(), placement.ranks.size());
   }
   return out;
 }
@@ -199,7 +203,7 @@ void bind_device_set(nb::module_& m) {
           "open_reclaim",
           [](const DeviceSet& device_set) {
             const DeviceSet::OpenReclaim open = device_set.open_reclaim();
-            return nb::make_tuple(open.pages, static_cast<std::uint32_t>(open.depth));
+            return std::pair(open.pages, static_cast<std::uint32_t>(open.depth));
           },
           "Return (pages, depth) that other instances request from this one.")
       .def(

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bind/errors.h"
 #include "bind/ids.h"
@@ -23,7 +24,7 @@ std::byte* address_of(std::uintptr_t address) {
   return reinterpret_cast<std::byte*>(address);
 }
 
-nb::dict stats_dict(const Driver& driver) {
+Counts stats_dict(const Driver& driver) {
   const DriverStats stats = driver.stats();
   nb::dict out;
   out["creates"] = stats.creates;
@@ -59,14 +60,14 @@ void bind_driver(nb::module_& m) {
       .def(
           "look",
           [](const HostMemory& memory) {
-            nb::list rooms;
+            std::vector<Fields> rooms;
             for (const HostMemory::Room& room : memory.look()) {
               nb::dict out;
               out["where"] = room.where;
               out["total_bytes"] = room.total_bytes;
               out["left_bytes"] = room.left_bytes;
               out["spare_bytes"] = room.spare_bytes();
-              rooms.append(out);
+              rooms.push_back(out);
             }
             return rooms;
           },
@@ -147,7 +148,7 @@ void bind_driver(nb::module_& m) {
                    "True if use_streams() has been called.")
       .def(
           "use_streams",
-          [](CudaDriver& d, nb::handle streams) {
+          [](CudaDriver& d, Integers streams) {
             std::vector<cuda::Stream> handles;
             for (const std::int64_t each : integers_of(streams)) {
               handles.push_back(reinterpret_cast<cuda::Stream>(each));
@@ -227,14 +228,14 @@ void bind_driver(nb::module_& m) {
           "driver"_a, "geometry"_a, "Reserve the addresses. Uses no memory.")
       .def(
           "map",
-          [](Range& r, nb::handle pages) {
+          [](Range& r, Integers pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = in_owner(r), &batch] { return r.map(batch); }));
           },
           "pages"_a, "Map unmapped pages. On the host, new pages are zeroed. Blocks.")
       .def(
           "check_map",
-          [](const Range& r, nb::handle pages) {
+          [](const Range& r, Integers pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = in_owner(r), &batch] { return r.check_map(batch); }));
           },
@@ -242,7 +243,7 @@ void bind_driver(nb::module_& m) {
           "Raise the errors that map() would raise for these pages, except for a lack of memory.")
       .def(
           "unmap",
-          [](Range& r, nb::handle pages, bool destroy) {
+          [](Range& r, Integers pages, bool destroy) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = in_owner(r), &batch, destroy] {
               return r.unmap(batch, destroy ? Afterwards::kDestroy : Afterwards::kRecycle);
@@ -253,7 +254,7 @@ void bind_driver(nb::module_& m) {
           "kept for the next map, or with `destroy` destroyed. Blocks.")
       .def(
           "copy",
-          [](Range& r, nb::handle from, nb::handle to) {
+          [](Range& r, Integers from, Integers to) {
             const std::vector<std::int64_t> sources = integers_of(from);
             const std::vector<std::int64_t> targets = integers_of(to);
             if (sources.size() != targets.size()) {
@@ -265,7 +266,7 @@ void bind_driver(nb::module_& m) {
             }
             check(without_gil([&r = in_owner(r), &moves] { return r.copy(moves); }));
           },
-          "from"_a, "to"_a,
+          "sources"_a, "targets"_a,
           "Copy blocks of mapped pages, in every buffer. Blocks until the copy is complete.")
       .def(
           "trim", [](Range& r) { check(without_gil([&r = in_owner(r)] { return r.trim(); })); },
@@ -278,7 +279,7 @@ void bind_driver(nb::module_& m) {
           "member"_a,
           "Keep `member` in its ledger until the range has released its memory, which is when its "
           "last user is gone.")
-      .def("tensor", &range_tensor,
+      .def("tensor", &range_tensor, nb::sig("def tensor(self) -> typing.Any"),
            "Return the whole range as a flat int8 tensor (DLPack, no copy). Touching unmapped "
            "pages faults.")
       .def(
@@ -286,26 +287,16 @@ void bind_driver(nb::module_& m) {
           "page"_a)
       .def(
           "handles",
-          [](Range& r, nb::handle pages) {
+          [](Range& r, Integers pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            nb::list found;
-            for (const Handle handle :
-                 unwrap(without_gil([&r = in_owner(r), &batch] { return r.handles(batch); }))) {
-              found.append(handle);
-            }
-            return found;
+            return unwrap(without_gil([&r = in_owner(r), &batch] { return r.handles(batch); }));
           },
           "pages"_a, "Return the driver's handles of mapped pages, for another process to import.")
       .def(
           "generations",
-          [](const Range& r, nb::handle pages) {
+          [](const Range& r, Integers pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            nb::list found;
-            for (const std::uint32_t generation :
-                 without_gil([&r = in_owner(r), &batch] { return r.generations(batch); })) {
-              found.append(generation);
-            }
-            return found;
+            return without_gil([&r = in_owner(r), &batch] { return r.generations(batch); });
           },
           "pages"_a, "Return how many times each page has been unmapped.")
       .def(
@@ -315,14 +306,7 @@ void bind_driver(nb::module_& m) {
           "take_unmapped() returns them. The descriptor stays the caller's.")
       .def(
           "take_unmapped",
-          [](Range& r) {
-            nb::list out;
-            for (const PageIndex page :
-                 without_gil([&r = in_owner(r)] { return r.take_unmapped(); })) {
-              out.append(page);
-            }
-            return out;
-          },
+          [](Range& r) { return without_gil([&r = in_owner(r)] { return r.take_unmapped(); }); },
           "Return the pages of handles() that have been unmapped since the last call.")
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)

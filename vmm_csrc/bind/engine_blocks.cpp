@@ -3,9 +3,12 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bind/errors.h"
@@ -18,6 +21,8 @@ namespace kvelastic {
 namespace {
 
 constexpr std::size_t kPartFields = 5;
+using Part = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+using Parts = nb::typed<nb::handle, std::vector<Part>>;
 
 std::uint64_t natural(std::int64_t value) {
   if (value < 0) {
@@ -40,28 +45,13 @@ std::vector<BlockPart> parts_of(nb::handle sequence) {
   return parts;
 }
 
-std::vector<BlockSlot> pairs_of(nb::handle ids, nb::handle slots) {
-  const std::vector<std::int64_t> blocks = integers_of(ids);
-  const std::vector<std::int64_t> slots_of_blocks = integers_of(slots);
-  if (blocks.size() != slots_of_blocks.size()) {
-    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
-                                       std::to_string(slots_of_blocks.size()) +
-                                       " slots; pass one for each");
-  }
-  std::vector<BlockSlot> pairs;
-  pairs.reserve(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i)
-    pairs.push_back({blocks[i], natural(slots_of_blocks[i])});
-  return pairs;
-}
-
 }  // namespace
 
 void bind_engine_blocks(nb::module_& m) {
   nb::class_<EngineBlocks>(m, "EngineBlocks",
                            "Blocks in an engine's own tensors; see vmm_csrc/pool/engine_blocks.h. "
                            "The caller keeps the tensors alive while this is used. Any thread.")
-      .def(nb::new_([](std::shared_ptr<Driver> driver, nb::handle parts, std::int64_t blocks) {
+      .def(nb::new_([](std::shared_ptr<Driver> driver, Parts parts, std::int64_t blocks) {
              return std::shared_ptr<EngineBlocks>(
                  unwrap(EngineBlocks::create(std::move(driver), parts_of(parts), natural(blocks))));
            }),
@@ -72,9 +62,9 @@ void bind_engine_blocks(nb::module_& m) {
       .def_prop_ro("record_bytes", &EngineBlocks::record_bytes)
       .def(
           "copy_out",
-          [](EngineBlocks& engine, nb::handle ids, const std::shared_ptr<Staging>& staging,
-             nb::handle slots, std::int64_t offset_bytes) {
-            const std::vector<BlockSlot> pairs = pairs_of(ids, slots);
+          [](EngineBlocks& engine, Integers ids, const std::shared_ptr<Staging>& staging,
+             Integers slots, std::int64_t offset_bytes) {
+            const std::vector<BlockSlot> pairs = block_slots_of(ids, slots);
             const std::uint64_t offset = natural(offset_bytes);
             check(without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kHost); }));
           },
@@ -84,9 +74,9 @@ void bind_engine_blocks(nb::module_& m) {
           "fails.")
       .def(
           "copy_in",
-          [](EngineBlocks& engine, const std::shared_ptr<Staging>& staging, nb::handle slots,
-             nb::handle ids, std::int64_t offset_bytes) {
-            const std::vector<BlockSlot> pairs = pairs_of(ids, slots);
+          [](EngineBlocks& engine, const std::shared_ptr<Staging>& staging, Integers slots,
+             Integers ids, std::int64_t offset_bytes) {
+            const std::vector<BlockSlot> pairs = block_slots_of(ids, slots);
             const std::uint64_t offset = natural(offset_bytes);
             check(
                 without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kDevice); }));

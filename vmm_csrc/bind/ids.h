@@ -1,4 +1,4 @@
-// Fast conversion of integer lists: engines pass ids on their hot path.
+// Fast conversion of integers from Python: engines pass ids on their hot path.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "bind/errors.h"
+#include "bind/signatures.h"
+#include "pages/staging_window.h"
 
 namespace kvelastic {
 
@@ -40,7 +42,8 @@ inline std::vector<std::int64_t> integers_of(nanobind::handle sequence) {
   return out;
 }
 
-inline nanobind::object list_of(const std::vector<std::int64_t>& values) {
+/// Converts integers to a list, faster than nanobind converts a vector.
+inline IntegerList list_of(const std::vector<std::int64_t>& values) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.size()));
   if (list == nullptr) throw nanobind::python_error();
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -51,7 +54,7 @@ inline nanobind::object list_of(const std::vector<std::int64_t>& values) {
     }
     NB_LIST_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
   }
-  return nanobind::steal(list);
+  return nanobind::steal<IntegerList>(list);
 }
 
 /// Converts a sequence of page indices. Raises InvalidArgumentError if one is out of bounds.
@@ -65,6 +68,24 @@ inline std::vector<std::uint32_t> pages_of(nanobind::handle sequence) {
                  std::to_string(page) + " is no page index; it must be 0 or more");
     }
     out.push_back(static_cast<std::uint32_t>(page));
+  }
+  return out;
+}
+
+/// Pairs blocks with slots of a staging. Raises InvalidArgumentError for unequal numbers.
+inline std::vector<BlockSlot> block_slots_of(nanobind::handle ids, nanobind::handle slots) {
+  const std::vector<std::int64_t> blocks = integers_of(ids);
+  const std::vector<std::int64_t> slots_of_blocks = integers_of(slots);
+  if (blocks.size() != slots_of_blocks.size()) {
+    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
+                                       std::to_string(slots_of_blocks.size()) +
+                                       " slots; pass one for each");
+  }
+  std::vector<BlockSlot> out;
+  out.reserve(blocks.size());
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    // Below 0: no such slot.
+    out.push_back({blocks[i], static_cast<std::uint64_t>(slots_of_blocks[i])});
   }
   return out;
 }

@@ -2,6 +2,7 @@
 #include "ledger/ledger.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -10,11 +11,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
 
 #include "bind/control_block.h"
 #include "bind/errors.h"
 #include "bind/gil.h"
 #include "bind/liveness.h"
+#include "bind/signatures.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,32 +27,10 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-std::shared_ptr<BufferHold> hold_buffer(nb::handle buffer, int flags) {
-  Py_buffer raw{};
-  if (PyObject_GetBuffer(buffer.ptr(), &raw, flags) != 0) throw nb::python_error();
-  return std::make_shared<BufferHold>(raw);
-}
-
 template <std::size_t N>
 std::array<char, N> padded(const std::string& text) {
   std::array<char, N> out{};
   std::memcpy(out.data(), text.data(), std::min(N, text.size()));
-  return out;
-}
-
-template <std::size_t N>
-nb::str text_field(const std::array<char, N>& field) {
-  const std::string_view view = text_of(field);
-  PyObject* decoded =
-      PyUnicode_DecodeUTF8(view.data(), static_cast<Py_ssize_t>(view.size()), "replace");
-  if (decoded == nullptr) throw nb::python_error();
-  return nb::steal<nb::str>(decoded);
-}
-
-std::array<std::uint8_t, 16> sixteen(nb::bytes value) {
-  std::array<std::uint8_t, 16> out{};
-  if (value.size() != out.size()) raise_code("INVALID_ARGUMENT", "an id must have 16 bytes");
-  std::memcpy(out.data(), value.c_str(), out.size());
   return out;
 }
 
@@ -60,7 +43,7 @@ double seconds(std::uint64_t ns) {
 nb::dict entry_dict(const LedgerEntry& entry) {
   nb::dict out;
   out["slot"] = entry.slot;
-  out["name"] = text_field(entry.identity.name);
+  out["name"] = text(entry.identity.name);
   out["uuid"] = nb::bytes(entry.identity.uuid.data(), entry.identity.uuid.size());
   out["pid"] = entry.identity.pid;
   out["uid"] = entry.identity.uid;
@@ -96,15 +79,15 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   return out;
 }
 
-nb::dict read_ledger(nb::handle buffer, int fd) {
-  const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
+Fields read_ledger(nb::handle buffer, int fd) {
+  const auto hold = take_buffer(buffer, false);
   const LedgerView view = unwrap(LedgerView::open(hold->bytes()));
   const LivenessCheck liveness(fd);
   nb::list members;
   for (const LedgerEntry& entry : view.members(liveness)) members.append(entry_dict(entry));
   nb::dict out;
-  out["device"] = text_field(view.header().device);
-  out["group"] = text_field(view.header().group);
+  out["device"] = text(view.header().device);
+  out["group"] = text(view.header().group);
   out["uid"] = view.header().owner_uid;
   out["boot_id"] = nb::bytes(view.header().boot_id.data(), view.header().boot_id.size());
   out["capacity_bytes"] = view.capacity_bytes();
@@ -137,10 +120,9 @@ void bind_ledger(nb::module_& m) {
 
   m.def(
       "ledger_version",
-      [](nb::bytes head) -> nb::object {
+      [](nb::bytes head) {
         const auto* at = reinterpret_cast<const std::byte*>(head.c_str());
-        const auto version = ledger_version(std::span(at, head.size()));
-        return version ? nb::object(nb::int_(*version)) : nb::none();
+        return ledger_version(std::span(at, head.size()));
       },
       "head"_a,
       "Return the ABI version if the bytes start like a ledger of any version, otherwise None.");
@@ -149,8 +131,8 @@ void bind_ledger(nb::module_& m) {
       [](nb::handle buffer, const std::string& device, const std::string& group,
          std::uint64_t capacity_bytes, std::uint32_t uid, nb::bytes boot_id,
          std::uint64_t created_realtime_ns, std::uint64_t total_bytes) {
-        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-        check(ledger_create(hold->bytes(), {uid, sixteen(boot_id), created_realtime_ns,
+        const auto hold = take_buffer(buffer, true);
+        check(ledger_create(hold->bytes(), {uid, sixteen(boot_id, "boot_id"), created_realtime_ns,
                                             capacity_bytes, total_bytes, device, group}));
       },
       "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
@@ -163,7 +145,7 @@ void bind_ledger(nb::module_& m) {
   m.def(
       "ledger_check_integrity",
       [](nb::handle buffer) {
-        const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
+        const auto hold = take_buffer(buffer, false);
         check(unwrap(LedgerView::open(hold->bytes())).check_integrity());
       },
       "buffer"_a,
@@ -172,7 +154,7 @@ void bind_ledger(nb::module_& m) {
   m.def(
       "ledger_reap",
       [](nb::handle buffer, int fd) {
-        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        const auto hold = take_buffer(buffer, true);
         return unwrap(ledger_reap(hold->bytes(), LivenessCheck(fd)));
       },
       "buffer"_a, "fd"_a,
@@ -181,7 +163,7 @@ void bind_ledger(nb::module_& m) {
   m.def(
       "ledger_shut",
       [](nb::handle buffer) {
-        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        const auto hold = take_buffer(buffer, true);
         return unwrap(ledger_shut(hold->bytes()));
       },
       "buffer"_a,
@@ -190,7 +172,7 @@ void bind_ledger(nb::module_& m) {
   m.def(
       "ledger_decide_page_bytes",
       [](nb::handle buffer, std::uint64_t page_bytes) {
-        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        const auto hold = take_buffer(buffer, true);
         return unwrap(ledger_decide_page_bytes(hold->bytes(), page_bytes));
       },
       "buffer"_a, "page_bytes"_a,
@@ -202,7 +184,7 @@ void bind_ledger(nb::module_& m) {
   m.def(
       "ledger_set_capacity",
       [](nb::handle buffer, std::uint64_t capacity_bytes, int fd) {
-        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        const auto hold = take_buffer(buffer, true);
         return unwrap(ledger_set_capacity(hold->bytes(), capacity_bytes, LivenessCheck(fd)));
       },
       "buffer"_a, "capacity_bytes"_a, "fd"_a,
@@ -217,9 +199,9 @@ void bind_ledger(nb::module_& m) {
              std::uint64_t start_time_ticks, std::uint64_t pid_namespace, std::uint32_t uid,
              std::uint64_t min_bytes, std::uint64_t reserve_bytes, std::int64_t priority,
              const std::string& path, int fd, bool children_keep) {
-            const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-            LedgerJoin how{.identity = {pid, uid, start_time_ticks, pid_namespace, sixteen(uuid),
-                                        padded<64>(name)},
+            const auto hold = take_buffer(buffer, true);
+            LedgerJoin how{.identity = {pid, uid, start_time_ticks, pid_namespace,
+                                        sixteen(uuid, "uuid"), padded<64>(name)},
                            .min_bytes = min_bytes,
                            .reserve_bytes = reserve_bytes,
                            .priority = priority};
@@ -228,7 +210,8 @@ void bind_ledger(nb::module_& m) {
             // With a reserve this blocks until others have released memory.
             auto joined = without_gil(
                 [&] { return LedgerMember::join(hold->bytes(), std::move(how), hold); });
-            return std::shared_ptr<LedgerMember>(unwrap(std::move(joined)));
+            const std::shared_ptr<LedgerMember> member = unwrap(std::move(joined));
+            return member ? std::optional(member) : std::nullopt;
           },
           "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
           "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "reserve_bytes"_a = 0, "priority"_a = 0,
@@ -270,8 +253,10 @@ void bind_ledger(nb::module_& m) {
           "seen"_a, "timeout_s"_a,
           "Block until `bell` differs from `seen`, at most `timeout_s` seconds. The bell rings "
           "when memory becomes available or is requested from this member.")
-      .def("set_min",
-           [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
+      .def(
+          "set_min",
+          [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); },
+          "bytes"_a)
       .def(
           "reserve",
           [](LedgerMember& member, std::uint64_t bytes) {
@@ -297,8 +282,10 @@ void bind_ledger(nb::module_& m) {
            "Exclude guarantee and reserve from the sums until the member wakes.")
       .def_prop_ro("is_asleep", &LedgerMember::is_asleep)
       .def_prop_ro("reserve_bytes", &LedgerMember::reserve_bytes)
-      .def("set_priority", [](LedgerMember& member,
-                              std::int64_t priority) { check(member.set_priority(priority)); })
+      .def(
+          "set_priority",
+          [](LedgerMember& member, std::int64_t priority) { check(member.set_priority(priority)); },
+          "priority"_a)
       .def(
           "add_worker",
           [](LedgerMember& member, std::uint32_t pid, std::uint64_t start_time_ticks) {
@@ -314,7 +301,7 @@ void bind_ledger(nb::module_& m) {
           "open_reclaim",
           [](const LedgerMember& member) {
             const LedgerMember::OpenReclaim open = member.open_reclaim();
-            return nb::make_tuple(open.bytes, static_cast<std::uint32_t>(open.depth));
+            return std::pair(open.bytes, static_cast<std::uint32_t>(open.depth));
           },
           "Return (bytes, depth) that other members request from this one.")
       .def("handled", in_owner_call<&LedgerMember::handled>, "bytes"_a)

@@ -2,12 +2,15 @@
 #include "bind/liveness.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <memory>
+#include <optional>
 
 #include "base/futex.h"
 #include "bind/buffers.h"
@@ -25,7 +28,8 @@ struct PyLivenessLock {
   std::unique_ptr<LivenessLock> lock;
 };
 
-nb::object hold(const std::string& path, int fd, std::uint64_t byte, bool children_keep) {
+std::optional<std::shared_ptr<PyLivenessLock>> hold(const std::string& path, int fd,
+                                                    std::uint64_t byte, bool children_keep) {
   auto attempt = unwrap(LivenessLock::hold(
       unwrap(LivenessFile::of(path, fd)), byte,
       children_keep ? LivenessLock::Children::kKeep : LivenessLock::Children::kDrop));
@@ -34,11 +38,11 @@ nb::object hold(const std::string& path, int fd, std::uint64_t byte, bool childr
       raise_code("SEGMENT_BUSY", "byte " + std::to_string(byte) + " of " + path +
                                      " is held by another process that lives");
     case LivenessLock::Outcome::kNoLocks:
-      return nb::none();
+      return std::nullopt;
     case LivenessLock::Outcome::kHeld:
       break;
   }
-  return nb::cast(std::make_shared<PyLivenessLock>(std::move(attempt.lock)));
+  return std::make_shared<PyLivenessLock>(std::move(attempt.lock));
 }
 
 const char* liveness_of(int fd, std::uint64_t first, std::uint64_t count,

@@ -6,9 +6,14 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <tuple>
+#include <utility>
+#include <variant>
 
 #include "bind/control_block.h"
 #include "bind/errors.h"
@@ -47,7 +52,9 @@ std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(
   return {hold->bytes().subspan(header.ring_offset, header.ring_bytes), hold};
 }
 
-std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
+using Memory = std::variant<std::shared_ptr<Range>, std::shared_ptr<RingBacking>>;
+
+std::shared_ptr<Pool> make_pool(nb::typed<nb::handle, Memory> memory, std::uint64_t max_blocks,
                                 std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
                                 std::int64_t max_cached_blocks, double cache_idle_s,
@@ -82,21 +89,23 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   return unwrap(Pool::create(ring->geometry(), ring, options, std::move(device_set)));
 }
 
-nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
+std::optional<IntegerList> alloc(Pool& pool, std::uint64_t count, bool reuse) {
   std::optional<std::vector<BlockId>> ids;
   // The common case maps no page and is short. Releasing the GIL there would cost far more: another
   // thread could keep it for up to 5 ms and delay the engine's step.
   if (!in_owner(pool).allocator.try_alloc(count, ids, reuse)) {
     ids = unwrap(without_gil([&] { return pool.allocator.alloc(count, reuse); }));
   }
-  return ids ? list_of(*ids) : nb::none();
+  if (!ids) return std::nullopt;
+  return list_of(*ids);
 }
 
-nb::object alloc_run(Pool& pool, std::uint64_t pages) {
+std::optional<IntegerList> alloc_run(Pool& pool, std::uint64_t pages) {
   in_owner(pool);
   const std::optional<std::vector<BlockId>> ids =
       unwrap(without_gil([&] { return pool.allocator.alloc_run(pages); }));
-  return ids ? list_of(*ids) : nb::none();
+  if (!ids) return std::nullopt;
+  return list_of(*ids);
 }
 
 /// Returns a value that PoolState publishes without a lock.
@@ -111,7 +120,7 @@ void report_busy(Pool& pool, bool busy) {
 
 /// free and touch block only if the pool is over its limit and must unmap pages.
 template <Status (Allocator::*method)(std::span<const BlockId>)>
-void with_ids(Pool& pool, nb::handle sequence) {
+void with_ids(Pool& pool, Integers sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
   if (in_owner(pool).state.is_over_limit()) {
     check(without_gil([&] { return (pool.allocator.*method)(ids); }));
@@ -138,7 +147,7 @@ bool unpin(Pool& pool, PinTicket ticket) {
   return without_gil([&] { return pool.allocator.unpin(ticket); });
 }
 
-nb::dict limit_dict(const LimitState& state) {
+Fields limit_dict(const LimitState& state) {
   nb::dict out;
   out["state"] = state.over_bytes == 0 ? "applied" : "shrinking";
   out["limit_bytes"] = state.limit_bytes;
@@ -148,7 +157,7 @@ nb::dict limit_dict(const LimitState& state) {
   return out;
 }
 
-nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
+Fields set_limit(Pool& pool, std::uint64_t limit_bytes) {
   in_owner(pool);
   return limit_dict(unwrap(without_gil([&] {
     (void)pool.limits.set(limit_bytes);
@@ -156,7 +165,7 @@ nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
   })));
 }
 
-nb::dict stats_dict(const Pool& pool) {
+Counts stats_dict(const Pool& pool) {
   const PoolStats stats = in_owner(pool).state.stats();
   nb::dict out;
   out["page_bytes"] = stats.page_bytes;
@@ -185,14 +194,15 @@ nb::dict stats_dict(const Pool& pool) {
   return out;
 }
 
-nb::dict occupancy(const Pool& pool, nb::object pages) {
+nb::typed<nb::dict, PageIndex, std::uint64_t> occupancy(const Pool& pool,
+                                                        std::optional<Integers> pages) {
   const PoolState& state = in_owner(pool).state;
   const auto occupancy_of = [&](PageIndex page) {
     return PoolState::Look(state)->accounting.blocks().occupancy(page);
   };
   nb::dict out;
-  if (!pages.is_none()) {
-    for (const std::uint32_t page : pages_of(pages)) {
+  if (pages) {
+    for (const std::uint32_t page : pages_of(*pages)) {
       if (const auto count = occupancy_of(page)) out[nb::int_(page)] = *count;
     }
     return out;
@@ -277,7 +287,7 @@ void bind_pool(nb::module_& m) {
            "Turn cached blocks into used ones. All or nothing; raises as free().")
       .def(
           "pin",
-          [](Pool& pool, nb::handle ids, std::string_view kind) {
+          [](Pool& pool, Integers ids, std::string_view kind) {
             return unwrap(in_owner(pool).allocator.pin(integers_of(ids), pin_kind(kind)));
           },
           "ids"_a, nb::kw_only(), "kind"_a = "strict",
@@ -340,7 +350,7 @@ void bind_pool(nb::module_& m) {
             const WaitingBytes bytes = without_gil([&pool = in_owner(pool), &waiting] {
               return pool.allocator.report_waiting(waiting);
             });
-            return nb::make_tuple(bytes.first_needs, bytes.first_may_need, bytes.allowed);
+            return std::tuple(bytes.first_needs, bytes.first_may_need, bytes.allowed);
           },
           "requests"_a, nb::kw_only(), "first_blocks"_a = 0, "first_may_blocks"_a = 0,
           "Report how many requests wait for memory, how many blocks the first of them needs in "
@@ -362,7 +372,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "take_changes",
           [](Pool& pool) {
-            nb::list out;
+            nb::typed<nb::list, std::pair<BlockId, BlockId>> out;
             for (const BlockChange& change : in_owner(pool).allocator.take_changes()) {
               out.append(nb::make_tuple(change.id, change.to));
             }
@@ -431,7 +441,8 @@ void bind_pool(nb::module_& m) {
             const Limits::Excess excess = in_owner(pool).limits.excess();
             nb::dict used;
             for (const auto& [page, blocks] : excess.used) used[nb::int_(page)] = blocks;
-            return nb::make_tuple(excess.pages, used);
+            return std::pair<std::uint64_t, nb::typed<nb::dict, PageIndex, std::uint32_t>>(
+                excess.pages, used);
           },
           "Return (pages, used): how many pages must be emptied until the limit holds, and for "
           "each candidate page how many of its blocks are in use, including pinned ones.")

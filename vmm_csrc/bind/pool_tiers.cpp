@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -28,22 +29,6 @@ std::chrono::nanoseconds wait_of(double seconds) {
       static_cast<std::int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * kNanoseconds));
 }
 
-std::vector<BlockSlot> block_slots_of(nb::handle ids, nb::handle slots) {
-  const std::vector<std::int64_t> blocks = integers_of(ids);
-  const std::vector<std::int64_t> slots_of_blocks = integers_of(slots);
-  if (blocks.size() != slots_of_blocks.size()) {
-    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
-                                       std::to_string(slots_of_blocks.size()) +
-                                       " slots; give one for each");
-  }
-  std::vector<BlockSlot> out;
-  out.reserve(blocks.size());
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    out.push_back({blocks[i], static_cast<std::uint64_t>(slots_of_blocks[i])});
-  }
-  return out;
-}
-
 void copy(Pool& pool, nb::handle ids, const std::shared_ptr<Staging>& staging, nb::handle slots,
           CopyTo to) {
   const std::vector<BlockSlot> blocks = block_slots_of(ids, slots);
@@ -64,7 +49,7 @@ std::vector<BlockKey> keys_of(const nb::bytes& keys, std::size_t count) {
 }
 
 /// Like free(), it blocks only if the pool is over its limit and must unmap pages.
-void cache(Pool& pool, nb::handle sequence, const std::optional<nb::bytes>& keys) {
+void cache(Pool& pool, Integers sequence, const std::optional<nb::bytes>& keys) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
   const std::vector<BlockKey> named = keys ? keys_of(*keys, ids.size()) : std::vector<BlockKey>();
   const auto run = [&] {
@@ -106,7 +91,8 @@ void bind_results(nb::module_& m) {
       });
 }
 
-std::uint64_t end_writeback(Pool& pool, std::uint32_t ticket, nb::handle copied) {
+std::uint64_t end_writeback(Pool& pool, std::uint32_t ticket,
+                            nb::typed<nb::handle, std::vector<bool>> copied) {
   std::vector<std::uint8_t> flags;
   for (const std::int64_t flag : integers_of(copied)) flags.push_back(flag != 0 ? 1 : 0);
   return unwrap(in_owner(pool).writeback.end(ticket, flags));
@@ -122,7 +108,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
            "none: the keys under which a tier may store them. All or nothing. Raises as free().")
       .def(
           "name_blocks",
-          [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
+          [](Pool& self, Integers sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
             check(in_owner(self).writeback.name(ids, keys_of(keys, ids.size())));
           },
@@ -140,7 +126,7 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "at most for the given times in seconds, while a thread serves next_demotion().")
       .def(
           "mark_clean",
-          [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
+          [](Pool& self, Integers sequence, const nb::bytes& keys) {
             const std::vector<std::int64_t> ids = integers_of(sequence);
             return in_owner(self).writeback.mark_clean(ids, keys_of(keys, ids.size()));
           },
@@ -185,10 +171,9 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
       .def(
           "still_unchanged",
           [](const Pool& self, std::uint32_t ticket) {
-            nb::list out;
-            for (const std::uint8_t flag : in_owner(self).writeback.still_unchanged(ticket))
-              out.append(flag != 0);
-            return out;
+            const std::vector<std::uint8_t> flags =
+                in_owner(self).writeback.still_unchanged(ticket);
+            return std::vector<bool>(flags.begin(), flags.end());
           },
           "ticket"_a,
           "Return for each block under writeback whether its contents are unchanged. Call it after "
@@ -203,15 +188,17 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "The size of one block in all buffers and all ranks, in bytes.")
       .def(
           "copy_out",
-          [](Pool& self, nb::handle ids, const std::shared_ptr<Staging>& staging,
-             nb::handle slots) { copy(self, ids, staging, slots, CopyTo::kHost); },
+          [](Pool& self, Integers ids, const std::shared_ptr<Staging>& staging, Integers slots) {
+            copy(self, ids, staging, slots, CopyTo::kHost);
+          },
           "ids"_a, "staging"_a, "slots"_a,
           "Copy blocks into slots, one each. Blocks, without the GIL. The blocks must be used, "
           "pinned or under writeback. Raises InvalidArgumentError, DriverError or ChannelError.")
       .def(
           "copy_in",
-          [](Pool& self, const std::shared_ptr<Staging>& staging, nb::handle slots,
-             nb::handle ids) { copy(self, ids, staging, slots, CopyTo::kDevice); },
+          [](Pool& self, const std::shared_ptr<Staging>& staging, Integers slots, Integers ids) {
+            copy(self, ids, staging, slots, CopyTo::kDevice);
+          },
           "staging"_a, "slots"_a, "ids"_a,
           "Copy slots into used blocks, one each. Otherwise as copy_out().");
 }

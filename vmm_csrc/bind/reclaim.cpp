@@ -2,7 +2,10 @@
 #include "ledger/reclaim.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <tuple>
 #include <vector>
 
 #include "bind/errors.h"
@@ -13,6 +16,9 @@ using namespace nb::literals;
 
 namespace kvelastic {
 namespace {
+
+using Contenders = nb::typed<nb::sequence, nb::object>;
+using Requests = std::vector<std::tuple<std::size_t, std::uint64_t, std::uint32_t>>;
 
 // Converts the contenders of `kvelastic.reclaim`.
 std::vector<Contender> contenders_of(nb::sequence sequence) {
@@ -35,16 +41,15 @@ std::vector<Contender> contenders_of(nb::sequence sequence) {
   return all;
 }
 
-nb::list requests_of(const std::vector<ReclaimRequest>& plan) {
-  nb::list out;
+Requests requests_of(const std::vector<ReclaimRequest>& plan) {
+  Requests out;
   for (const ReclaimRequest& request : plan) {
-    out.append(nb::make_tuple(request.contender, request.bytes,
-                              static_cast<std::uint32_t>(request.depth)));
+    out.emplace_back(request.contender, request.bytes, static_cast<std::uint32_t>(request.depth));
   }
   return out;
 }
 
-nb::list plan(nb::sequence contenders, std::size_t requester, std::uint64_t free_bytes,
+Requests plan(Contenders contenders, std::size_t requester, std::uint64_t free_bytes,
               std::uint64_t capacity_bytes) {
   const std::vector<Contender> all = contenders_of(contenders);
   if (requester >= all.size())
@@ -52,12 +57,12 @@ nb::list plan(nb::sequence contenders, std::size_t requester, std::uint64_t free
   return requests_of(plan_reclaim(all, requester, free_bytes, capacity_bytes, ReclaimRules{}));
 }
 
-nb::list excess(nb::sequence contenders, std::uint64_t excess_bytes, std::uint64_t capacity_bytes) {
+Requests excess(Contenders contenders, std::uint64_t excess_bytes, std::uint64_t capacity_bytes) {
   return requests_of(
       plan_excess(contenders_of(contenders), excess_bytes, capacity_bytes, ReclaimRules{}));
 }
 
-std::uint64_t kept(nb::sequence contenders, std::size_t self, std::uint64_t capacity_bytes) {
+std::uint64_t kept(Contenders contenders, std::size_t self, std::uint64_t capacity_bytes) {
   const std::vector<Contender> all = contenders_of(contenders);
   if (self >= all.size()) raise_code("INVALID_ARGUMENT", "self is no index of the contenders");
   return kept_bytes(all, self, capacity_bytes, ReclaimRules{});

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <string>
@@ -39,7 +40,13 @@ std::unique_ptr<RecordIo> make_record_io(const std::string& engine, unsigned dep
   return unwrap(RecordIo::create(choice, depth));
 }
 
-nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::handle keys) {
+using Place = std::pair<int, std::uint64_t>;
+using PlaceList = nb::typed<nb::handle, std::vector<Place>>;
+using Views = nb::typed<nb::handle, std::vector<nb::object>>;
+using Bytes = nb::typed<nb::handle, nb::bytes>;
+
+std::vector<std::pair<std::int64_t, std::uint64_t>> run(RecordIo& io, Way way, PlaceList places,
+                                                        Views views, Bytes keys) {
   in_owner(io);
   Buffers buffers;
   // Copies, because the code that exports a view may change the caller's lists.
@@ -55,7 +62,7 @@ nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::han
   }
   std::vector<RecordPiece> pieces(all_views.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const auto [fd, offset] = nb::cast<std::pair<int, std::uint64_t>>(all_places[i]);
+    const auto [fd, offset] = nb::cast<Place>(all_places[i]);
     const std::span<std::byte> view = buffers.add(all_views[i], way == Way::kRead);
     pieces[i] = {.fd = fd,
                  .offset = offset,
@@ -67,10 +74,8 @@ nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::han
     io.run(way, pieces);
     return 0;
   });
-  nb::list answers;
-  for (const RecordPiece& piece : pieces) {
-    answers.append(nb::make_tuple(piece.result, piece.checksum));
-  }
+  std::vector<std::pair<std::int64_t, std::uint64_t>> answers;
+  for (const RecordPiece& piece : pieces) answers.emplace_back(piece.result, piece.checksum);
   return answers;
 }
 
@@ -91,7 +96,7 @@ void bind_record_io(nb::module_& m) {
       .def_prop_ro("depth", &RecordIo::depth)
       .def(
           "write",
-          [](RecordIo& io, nb::handle places, nb::handle views, nb::handle keys) {
+          [](RecordIo& io, PlaceList places, Views views, Bytes keys) {
             return run(io, Way::kWrite, places, views, keys);
           },
           "places"_a, "views"_a, "keys"_a,
@@ -101,7 +106,7 @@ void bind_record_io(nb::module_& m) {
           "that are not aligned are copied through aligned memory and padded with zeros.")
       .def(
           "read",
-          [](RecordIo& io, nb::handle places, nb::handle views, nb::handle keys) {
+          [](RecordIo& io, PlaceList places, Views views, Bytes keys) {
             return run(io, Way::kRead, places, views, keys);
           },
           "places"_a, "views"_a, "keys"_a,
@@ -110,7 +115,7 @@ void bind_record_io(nb::module_& m) {
           "checksum is meaningless.");
   m.def(
       "record_checksum",
-      [](nb::handle buffer, nb::handle key) {
+      [](nb::handle buffer, Bytes key) {
         Buffers buffers;
         const std::span<const std::byte> bytes = buffers.add(buffer, false);
         const std::span<const std::byte> seed = buffers.add(key, false);

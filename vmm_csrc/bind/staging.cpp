@@ -40,12 +40,9 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 PyType_Slot record_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)},
                               {0, nullptr}};
 
-nb::object view_of(std::shared_ptr<Staging> staging, std::uint64_t slot) {
+nb::memoryview view_of(std::shared_ptr<Staging> staging, std::uint64_t slot) {
   refuse_slot(*staging, slot);
-  const nb::object record = nb::cast(Record{std::move(staging), slot});
-  PyObject* view = PyMemoryView_FromObject(record.ptr());
-  if (view == nullptr) throw nb::python_error();
-  return nb::steal(view);
+  return nb::memoryview(nb::cast(Record{std::move(staging), slot}));
 }
 
 }  // namespace

@@ -7,8 +7,10 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -16,11 +18,14 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bind/buffers.h"
 #include "bind/errors.h"
 #include "bind/ids.h"
+#include "bind/signatures.h"
 #include "pool/block_keys.h"
 #include "tiers/found_records.h"
 
@@ -68,8 +73,11 @@ class Keys {
   std::vector<BlockKey> copy_;
 };
 
-nb::object list_of_records(const std::vector<KeyInSlot>& records) {
-  const nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(records.size())));
+using Slots = IntegerList;
+using Records = nb::typed<nb::list, std::pair<nb::bytes, std::uint32_t>>;
+
+Records list_of_records(const std::vector<KeyInSlot>& records) {
+  const Records list = nb::steal<Records>(PyList_New(static_cast<Py_ssize_t>(records.size())));
   if (!list.is_valid()) throw nb::python_error();
   for (std::size_t i = 0; i < records.size(); ++i) {
     char key[BlockKey::kBytes];
@@ -89,7 +97,7 @@ std::shared_ptr<TierIndex> make_index(std::uint64_t slots, const std::string& po
   return unwrap(without_gil([&] { return TierIndex::create(slots, *known); }));
 }
 
-nb::list has(const TierIndex& index, const nb::bytes& bytes) {
+nb::typed<nb::list, bool> has(const TierIndex& index, const nb::bytes& bytes) {
   const Keys keys(bytes);
   const std::unique_ptr<bool[]> answers(new bool[keys.size()]());
   index.has(keys, {answers.get(), keys.size()});
@@ -98,19 +106,20 @@ nb::list has(const TierIndex& index, const nb::bytes& bytes) {
   return list;
 }
 
-nb::tuple hold(TierIndex& index, const nb::bytes& keys) {
+nb::typed<nb::tuple, std::uint64_t, Slots> hold(TierIndex& index, const nb::bytes& keys) {
   const TierIndex::Held held = index.hold(Keys(keys));
   return nb::make_tuple(held.ticket, list_of(held.slots));
 }
 
-nb::tuple claim(TierIndex& index, const nb::bytes& keys, const std::optional<nb::bytes>& after) {
+nb::typed<nb::tuple, Slots, Records> claim(TierIndex& index, const nb::bytes& keys,
+                                           const std::optional<nb::bytes>& after) {
   TierIndex::Chain chain;
   if (after) chain = {true, key_of(*after)};
   const TierIndex::Claimed claimed = unwrap(index.claim(Keys(keys), chain));
   return nb::make_tuple(list_of(claimed.slots), list_of_records(claimed.displaced));
 }
 
-nb::dict stats(const TierIndex& index) {
+Counts stats(const TierIndex& index) {
   const TierIndex::Stats now = index.stats();
   nb::dict dict;
   dict["slots"] = now.slots;
@@ -131,9 +140,10 @@ nb::bytes packed(const std::vector<FoundRecords::Record>& records, F field) {
   return nb::bytes(reinterpret_cast<const char*>(fields.data()), fields.size() * sizeof(Field));
 }
 
-nb::tuple add_entries(FoundRecords& found, nb::handle entries, const nb::bytes& file_id,
-                      std::uint64_t first_own, std::uint64_t first_slot, std::uint64_t record_bytes,
-                      std::uint64_t whole_slots) {
+std::pair<Slots, Slots> add_entries(FoundRecords& found, nb::handle entries,
+                                    const nb::bytes& file_id, std::uint64_t first_own,
+                                    std::uint64_t first_slot, std::uint64_t record_bytes,
+                                    std::uint64_t whole_slots) {
   FoundRecords::Part part{{}, first_own, first_slot, record_bytes, whole_slots};
   if (file_id.size() != part.file_id.size()) {
     raise_code("INVALID_ARGUMENT", "a file's number has 16 bytes, not " +
@@ -147,10 +157,11 @@ nb::tuple add_entries(FoundRecords& found, nb::handle entries, const nb::bytes& 
     const GilReleased unlocked;
     added = found.add(raw, part);
   }
-  return nb::make_tuple(list_of(added.empty), list_of(added.torn));
+  return {list_of(added.empty), list_of(added.torn)};
 }
 
-nb::tuple restore_found(FoundRecords& found, TierIndex& index, std::size_t most) {
+std::tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes, Slots> restore_found(
+    FoundRecords& found, TierIndex& index, std::size_t most) {
   FoundRecords::Restored restored;
   {
     const GilReleased unlocked;
@@ -158,12 +169,12 @@ nb::tuple restore_found(FoundRecords& found, TierIndex& index, std::size_t most)
   }
   using Record = FoundRecords::Record;
   const std::vector<Record>& records = restored.records;
-  return nb::make_tuple(packed(records, [](const Record& one) { return one.slot; }),
-                        packed(records, [](const Record& one) { return one.key; }),
-                        packed(records, [](const Record& one) { return one.checksum; }),
-                        packed(records, [](const Record& one) { return one.stored_ns; }),
-                        packed(records, [](const Record& one) { return one.owner; }),
-                        list_of(restored.refused));
+  return {packed(records, [](const Record& one) { return one.slot; }),
+          packed(records, [](const Record& one) { return one.key; }),
+          packed(records, [](const Record& one) { return one.checksum; }),
+          packed(records, [](const Record& one) { return one.stored_ns; }),
+          packed(records, [](const Record& one) { return one.owner; }),
+          list_of(restored.refused)};
 }
 
 /// A view of the 64-bit integers in a Python buffer, held until this is destroyed.
@@ -201,7 +212,7 @@ class Tokens {
   Py_buffer view_{};
 };
 
-nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb::bytes& seed) {
+nb::bytes keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb::bytes& seed) {
   if (block_tokens <= 0) {
     raise_code("INVALID_ARGUMENT",
                "blocks of " + std::to_string(block_tokens) + " tokens; they have one or more");
@@ -211,8 +222,8 @@ nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb
   const std::span<const std::int64_t> all = view.all();
   const auto per_block = static_cast<std::size_t>(block_tokens);
   const std::size_t bytes = all.size() / per_block * BlockKey::kBytes;
-  const nb::object keys =
-      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+  const auto keys =
+      nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!keys.is_valid()) throw nb::python_error();
   const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AsString(keys.ptr())), bytes);
   constexpr std::size_t kLong = 1 << 16;  // takes about 0.1 ms
@@ -252,9 +263,9 @@ void bind_tier_index(nb::module_& m) {
       .def(
           "owners",
           [](const FoundRecords& found) {
-            nb::list all;
+            std::vector<nb::bytes> all;
             for (const FoundRecords::Owner& owner : found.owners()) {
-              all.append(nb::bytes(reinterpret_cast<const char*>(owner.data()), owner.size()));
+              all.emplace_back(reinterpret_cast<const char*>(owner.data()), owner.size());
             }
             return all;
           },
@@ -270,7 +281,7 @@ void bind_tier_index(nb::module_& m) {
           "leading",
           [](const TierIndex& index, const nb::bytes& keys) {
             const TierIndex::Leading counts = index.leading(Keys(keys));
-            return nb::make_tuple(counts.ready, counts.known);
+            return std::pair(counts.ready, counts.known);
           },
           "keys"_a,
           "Return (ready, known): how many leading keys are ready, and how many are ready or "
@@ -363,7 +374,7 @@ void bind_tier_index(nb::module_& m) {
           [](TierIndex& index, std::uint64_t count) {
             const TierIndex::Closed closed =
                 without_gil([&] { return index.close_by_policy(count); });
-            return nb::make_tuple(list_of(closed.slots), list_of_records(closed.displaced));
+            return std::pair(list_of(closed.slots), list_of_records(closed.displaced));
           },
           "count"_a,
           "Close up to `count` slots: free ones first, then those of records displaced by the "

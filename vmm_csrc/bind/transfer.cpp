@@ -1,11 +1,16 @@
 // `kvelastic._vmm`: lists of pieces, and copies between processes without the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/memory_pieces.h"
@@ -65,7 +70,8 @@ nb::object tuple_of(nb::handle sequence) {
   return tuple;
 }
 
-nb::bytes pack_pieces(nb::handle sequence) {
+nb::bytes pack_pieces(
+    nb::typed<nb::handle, std::vector<std::pair<std::uint64_t, std::uint64_t>>> sequence) {
   const nb::object all = tuple_of(sequence);
   const Py_ssize_t count = PyTuple_Size(all.ptr());
   std::vector<Piece> pieces;
@@ -90,22 +96,26 @@ std::uint64_t bytes_of_packed(const nb::bytes& packed) {
   return unwrap(bytes_of(pieces));
 }
 
-nb::list portions(const nb::bytes& from, const nb::bytes& to, std::size_t most_pieces,
-                  std::uint64_t most_bytes) {
-  nb::list out;
+std::vector<std::tuple<nb::bytes, nb::bytes, std::uint64_t>> portions(const nb::bytes& from,
+                                                                      const nb::bytes& to,
+                                                                      std::size_t most_pieces,
+                                                                      std::uint64_t most_bytes) {
+  std::vector<std::tuple<nb::bytes, nb::bytes, std::uint64_t>> out;
   for (const Portion& each :
        unwrap(portions_of(pieces_of(from), pieces_of(to), most_pieces, most_bytes))) {
-    out.append(nb::make_tuple(packed_of(each.from), packed_of(each.to), each.bytes));
+    out.emplace_back(packed_of(each.from), packed_of(each.to), each.bytes);
   }
   return out;
 }
 
-nb::list by_range(const nb::bytes& packed, const nb::bytes& starts, const nb::bytes& ends) {
-  nb::list out;
+std::vector<std::pair<std::size_t, nb::bytes>> by_range(const nb::bytes& packed,
+                                                        const nb::bytes& starts,
+                                                        const nb::bytes& ends) {
+  std::vector<std::pair<std::size_t, nb::bytes>> out;
   const std::vector<PiecesInRange> found =
       unwrap(pieces_by_range(pieces_of(packed), numbers_of(starts), numbers_of(ends)));
   for (const PiecesInRange& each : found) {
-    out.append(nb::make_tuple(each.range, found.size() == 1 ? packed : packed_of(each.pieces)));
+    out.emplace_back(each.range, found.size() == 1 ? packed : packed_of(each.pieces));
   }
   return out;
 }
