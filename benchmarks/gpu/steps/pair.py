@@ -99,12 +99,15 @@ class Size:
             "gpu_memory_utilization": 0.2 if self.on_gpu else 0.05,
         }
         if not self.on_gpu:
-            return made | {"enforce_eager": True}
+            return made | {"enforce_eager": True, "block_size": TINY_BLOCK_TOKENS}
         return made | how_on_gpu(graphs=True)
 
 
 LARGE = Size(16, 32, 64, 2048, 32000, 22, 1500, 512, 6144 * MIB, on_gpu=True)
-TINY = Size(4, 8, 128, 128, 512, 10, 150, 24, 96 * MIB, on_gpu=False)
+TINY = Size(4, 4, 128, 128, 512, 26, 150, 24, 96 * MIB, on_gpu=False)
+
+TINY_BLOCK_TOKENS = 32
+"""So that a page is 4 MiB: each of two servers keeps one for its null block, of 24 in all."""
 
 
 @dataclass
