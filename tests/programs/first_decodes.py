@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from typing import Any
 
 from kvelastic.shared.status_file import Count, Shown, StatusKind  # noqa: F401 - annotations
@@ -22,7 +23,8 @@ def new_kind(number: int) -> StatusKind[Any, Any, Any]:
         "__annotations__": dict.fromkeys(names, "Count | None"),
         **dict.fromkeys(names),
     }
-    cell: Any = type(Shown)(f"Cell{number}", (Shown,), body, frozen=True, array_like=True)
+    options = {"frozen": True, "array_like": True}
+    cell: Any = types.new_class(f"Cell{number}", (Shown,), options, lambda own: own.update(body))
     return StatusKind("status file", b"12345678", 1, 4096, cell, cell, cell)
 
 
