@@ -88,13 +88,13 @@ def test_debug_log_reports_memory_events_as_single_lines() -> None:
         rf"instance {one.name}: on host, of which instances may hold 64.00 MiB; limit none",
         r"ledger: granted \d+.00 MiB of \d+.00 MiB; \d+.00 MiB are granted now",
         r"pages: mapped \d+ of 2.00 MiB; \d+ are mapped",
-        r"ledger: was asked for .* MiB, gave .* MiB",
+        r"ledger: reclaim request for .* MiB, released .* MiB",
         r"pages: unmapped \d+ of 2.00 MiB; \d+ are mapped",
     ):
         assert re.search(said, first), said
     for said in (
-        r"ledger: asks others for \d+.00 MiB",
-        rf"ledger: asked the instance of process {one.process.pid} for \d+.00 MiB",
+        r"ledger: requests \d+.00 MiB from others",
+        rf"ledger: reclaim request to process {one.process.pid}: \d+.00 MiB",
         rf"request 1: limit 2.00 MiB, priority 3, by process {os.getpid()}\n",
         r"request 1: shrinking; keeps to 2.00 MiB, .* are mapped, .* over",
         r"request 2: limit 1.00 TiB, guarantee 1.00 TiB, by process \d+\n",
