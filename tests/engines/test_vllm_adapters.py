@@ -88,7 +88,7 @@ def test_loaded_and_unloaded_adapters_match_stock(
         assert expected[0] != expected[1]
         assert expected[0] != expected[4]
         assert answers_of(elastic, tmp_path, is_elastic=True) == expected
+        # Before the end: vLLM's front end kills its engine core there, and may report it.
+        assert "Traceback" not in elastic.log_but_for_refusals()
         assert elastic.stop() == 0
-        text = elastic.log_but_for_refusals()
-        assert "IntegrityError" not in text
-        assert "Traceback" not in text
+        assert "IntegrityError" not in elastic.text()
