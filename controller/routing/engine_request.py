@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from kvelastic.controller.http.refusal import (
     engine_unreachable,
 )
 from kvelastic.controller.http.request_body import Body, Upload
-from kvelastic.controller.models.served_model import UNREACHABLE_REST_S, ServedModel
+from kvelastic.controller.models.served_model import UNREACHABLE_REST_S, Replica, ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.errors import is_out_of_descriptors
 
@@ -64,6 +64,14 @@ def check_name(asked: ServedModel, served: ServedModel) -> None:
         )
 
 
+def in_turn(model: ServedModel) -> Iterator[Replica]:
+    """Yield each engine of the model once, chosen when the caller asks for the next one."""
+    tried: set[str] = set()
+    while (replica := model.pick(tried)) is not None:
+        yield replica
+        tried.add(replica.address)
+
+
 @asynccontextmanager
 async def at_an_engine(
     serving: Serving,
@@ -88,11 +96,7 @@ async def at_an_engine(
         sock_connect=limits.connect or None,
         sock_read=limits.idle or None,
     )
-    tried: set[str] = set()
-    while True:
-        replica = model.pick(tried)
-        if replica is None:
-            raise engine_unreachable()
+    for replica in in_turn(model):
         replica.in_flight += 1
         data = body.in_memory
         began_s = time.monotonic()
@@ -119,7 +123,6 @@ async def at_an_engine(
                 raise serving.files.refusal("connecting to an engine") from None
             # Nothing was sent, so another engine can serve the request.
             model.rest(replica)
-            tried.add(replica.address)
         except asyncio.TimeoutError:
             if not has_begun:
                 now_s = time.monotonic()
@@ -131,6 +134,7 @@ async def at_an_engine(
             raise engine_failed() from None
         finally:
             replica.in_flight -= 1
+    raise engine_unreachable()
 
 
 class BoundedResponse(aiohttp.ClientResponse):

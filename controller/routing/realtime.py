@@ -33,7 +33,7 @@ from kvelastic.controller.http.websocket_protocol import MESSAGE_BYTES
 from kvelastic.controller.models.fleet import NOT_SERVED
 from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import Replica, ServedModel
-from kvelastic.controller.routing.engine_request import check_name, request_to_engine
+from kvelastic.controller.routing.engine_request import check_name, in_turn, request_to_engine
 from kvelastic.controller.routing.forward import (
     NAMED_MODEL,
     Exchange,
@@ -175,11 +175,7 @@ class Realtime:
         keys = self._app_state.keys
         headers, target = request_to_engine(scope, exchange.request_id, keys, model)
         headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
-        tried: set[str] = set()
-        while True:
-            replica = model.pick(tried)
-            if replica is None:
-                raise engine_unreachable()
+        for replica in in_turn(model):
             replica.in_flight += 1
             try:
                 connecting = self._app_state.session.ws_connect(
@@ -197,12 +193,12 @@ class Realtime:
                 if is_out_of_descriptors(error):
                     raise self._app_state.files.refusal("connecting to an engine") from None
                 model.rest(replica)
-                tried.add(replica.address)
             except BaseException as error:
                 replica.in_flight -= 1
                 raise _as_refusal(error) from None
             else:
                 return replica, engine
+        raise engine_unreachable()
 
 
 class _Relay:
