@@ -33,8 +33,9 @@ from kvelastic.controller.routing.engine_request import (
     request_to_engine,
 )
 
+_COMPLETIONS: Final = "/v1/completions"
 ONE_TOKEN: Final = {
-    "/v1/completions": b'"max_tokens":1,"min_tokens":0,"n":1,"echo":false',
+    _COMPLETIONS: b'"max_tokens":1,"min_tokens":0,"n":1,"echo":false',
     "/v1/chat/completions": b'"max_tokens":1,"max_completion_tokens":1,"min_tokens":0,"n":1',
     "/v1/messages": b'"max_tokens":1',
 }
@@ -125,7 +126,7 @@ class Prefill:
             raise _Fallback("no_pool")
         if model.reported_state is State.DOWN:
             raise _Fallback("")  # no engine would read the blocks; `leave_all_to` counts
-        data = body.in_memory
+        data = body.in_memory if scope["path"] == _COMPLETIONS else None
         if data is not None and _SEVERAL.match(memoryview(_prompt_of(data).prompt)):
             raise _Fallback("several_prompts")  # vLLM returns the ticket of one
         pool.wake_if_room()

@@ -326,6 +326,13 @@ def test_several_prompts_are_left_to_decode(
     assert len(pair.prefill.state()["tickets"]) == 1
 
 
+def test_chat_has_one_prompt(front: Controller, pair: Pair) -> None:
+    """Whatever its unknown field `prompt` has, which engines ignore."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": ["a", "b"]}
+    assert new_fallbacks(front, lambda: front.post("/v1/chat/completions", chat)) == {}
+    assert len(pair.prefill.state()["tickets"]) == 1
+
+
 def test_other_requests_do_not_reach_the_pool(front: Controller, pair: Pair) -> None:
     body = {"model": "m", "input": "x"}
     for path in ("/v1/embeddings", "/v1/responses", "/upstream/m/v1/completions"):
