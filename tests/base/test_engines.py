@@ -224,7 +224,7 @@ def arm_in(strict: bool | None) -> None:
 
     def probe() -> None:
         probe = Probe(version, page="docs/later.md")
-        probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self", "requests"))
+        probe.parameters(f"{SCHEDULER}:Scheduler.schedule", "self requests")
         probe.refuse_if_broken()
 
     wrapper = Hook(

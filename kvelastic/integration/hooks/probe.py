@@ -1,7 +1,7 @@
 """Checks that an engine is built as the patches expect, before any of them is set.
 
     probe = Probe("vLLM 0.32.0", page="docs/vllm.md")
-    probe.parameters("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks"))
+    probe.parameters("vllm.v1.core.block_pool:BlockPool.touch", "self blocks")
     probe.holds("...", condition, "what was expected", "what was found")
     probe.refuse_if_broken()
 
@@ -11,7 +11,7 @@ All checks run, so that one message tells everything that has changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from importlib import import_module
@@ -22,7 +22,10 @@ from kvelastic.errors import UnsupportedEngineError
 
 
 class Probe:
-    """Collects failed requirements. Not thread-safe; used once."""
+    """Collects failed requirements. Not thread-safe; used once.
+
+    Several names are one text, with spaces between them.
+    """
 
     def __init__(self, engine: str, *, page: str) -> None:
         """`engine` is its name and version; `page` of docs/ names the tested versions."""
@@ -39,17 +42,18 @@ class Probe:
             self._broken.append(f"{path}: expected to exist, found {error}")
             return None
 
-    def parameters(self, path: str, expected: tuple[str, ...]) -> None:
+    def parameters(self, path: str, names: str) -> None:
         """Require parameters with these names in this order. Further ones must have defaults."""
         function = self.get(path)
         if function is None:
             return
-        found = list(inspect.signature(function).parameters.values())
-        names = tuple(parameter.name for parameter in found)
-        if names[: len(expected)] != expected:
-            self._broken.append(f"{path}: expected parameters {expected}, found {names}")
+        expected = tuple(names.split())
+        parameters = list(inspect.signature(function).parameters.values())
+        found = tuple(parameter.name for parameter in parameters)
+        if found[: len(expected)] != expected:
+            self._broken.append(f"{path}: expected parameters {expected}, found {found}")
             return
-        for parameter in found[len(expected) :]:
+        for parameter in parameters[len(expected) :]:
             optional = parameter.default is not parameter.empty or parameter.kind in (
                 parameter.VAR_POSITIONAL,
                 parameter.VAR_KEYWORD,
@@ -59,27 +63,27 @@ class Probe:
                     f"{path}: expected parameters {expected}, found {parameter.name!r} after them"
                 )
 
-    def takes(self, path: str, names: Iterable[str]) -> None:
+    def takes(self, path: str, names: str) -> None:
         """Require parameters with the given names, in any order and among others."""
         function = self.get(path)
         if function is None:
             return
         found = list(inspect.signature(function).parameters)
-        missing = sorted(set(names) - set(found))
+        missing = sorted(set(names.split()) - set(found))
         if missing:
             self._broken.append(f"{path}: expected the parameters {missing}, found {found}")
 
-    def fields(self, path: str, expected: Iterable[str]) -> None:
+    def fields(self, path: str, names: str) -> None:
         """Require a dataclass with at least these fields."""
         cls = self.get(path)
         if cls is None:
             return
         found = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
-        missing = sorted(set(expected) - found)
+        missing = sorted(set(names.split()) - found)
         if missing:
             self._broken.append(f"{path}: expected the fields {missing}, found {sorted(found)}")
 
-    def users(self, path: str, attribute: str, expected: Iterable[str]) -> None:
+    def users(self, path: str, attribute: str, names: str) -> None:
         """Require that exactly these methods of the class use `attribute`.
 
         This detects a new method that uses a replaced attribute.
@@ -88,18 +92,19 @@ class Probe:
         if cls is None:
             return
         found = {name for name, value in vars(cls).items() if attribute in _names(_function(value))}
-        if found != set(expected):
+        expected = set(names.split())
+        if found != expected:
             self._broken.append(
                 f"{path}: expected {attribute!r} to be used by {sorted(expected)}, "
                 f"found {sorted(found)}"
             )
 
-    def mentions(self, path: str, names: Iterable[str]) -> None:
+    def mentions(self, path: str, names: str) -> None:
         """Require that the function's code calls or reads these names."""
         function = self.get(path)
         if function is None:
             return
-        missing = sorted(set(names) - _names(function))
+        missing = sorted(set(names.split()) - _names(function))
         if missing:
             self._broken.append(f"{path}: expected it to use {missing}, found that it does not")
 

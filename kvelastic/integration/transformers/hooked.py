@@ -46,28 +46,24 @@ LOOP_HOOKS: Final = (
 
 def probe_loop(probe: Probe) -> None:
     """Probe everything that `LOOP_HOOKS` replace, call or rely on."""
-    probe.parameters(
-        f"{_RESOLVING}:decide_use_async_batching", ("cb_config", "is_attn_mask_needed")
-    )
-    probe.mentions(f"{_RESOLVING}:decide_use_async_batching", ("use_async_batching",))
-    probe.mentions(
-        f"{PROCESSOR}.__init__", ("scheduler", "inputs_and_outputs", "model_runner", "cache")
-    )
-    probe.parameters(f"{PROCESSOR}.prepare_next_batch", ("self",))
+    probe.parameters(f"{_RESOLVING}:decide_use_async_batching", "cb_config is_attn_mask_needed")
+    probe.mentions(f"{_RESOLVING}:decide_use_async_batching", "use_async_batching")
+    probe.mentions(f"{PROCESSOR}.__init__", "scheduler inputs_and_outputs model_runner cache")
+    probe.parameters(f"{PROCESSOR}.prepare_next_batch", "self")
     probe.mentions(
         f"{PROCESSOR}.prepare_next_batch",
-        ("schedule_batch", "offload_requests", "clear_cancelled_requests"),
+        "schedule_batch offload_requests clear_cancelled_requests",
     )
-    probe.parameters(f"{PROCESSOR}.update_batch", ("self",))
-    probe.mentions(f"{PROCESSOR}.update_batch", ("finish_request",))
-    probe.parameters(f"{PROCESSOR}.has_pending_requests", ("self",))
-    probe.parameters(f"{OFFLOADING}.offload_requests", ("self",))
-    probe.mentions(f"{SCHEDULER}.__init__", ("cache",))
-    probe.mentions(f"{SCHEDULER}.reset", ("waiting_requests",))
-    probe.mentions(f"{OFFLOADING}.offload_requests", ("block_new_requests", "starved_requests"))
-    probe.parameters(f"{_MANAGER}.stop", ("self",))
-    probe.mentions(f"{_MANAGER}.stop", ("batch_processor",))
+    probe.parameters(f"{PROCESSOR}.update_batch", "self")
+    probe.mentions(f"{PROCESSOR}.update_batch", "finish_request")
+    probe.parameters(f"{PROCESSOR}.has_pending_requests", "self")
+    probe.parameters(f"{OFFLOADING}.offload_requests", "self")
+    probe.mentions(f"{SCHEDULER}.__init__", "cache")
+    probe.mentions(f"{SCHEDULER}.reset", "waiting_requests")
+    probe.mentions(f"{OFFLOADING}.offload_requests", "block_new_requests starved_requests")
+    probe.parameters(f"{_MANAGER}.stop", "self")
+    probe.mentions(f"{_MANAGER}.stop", "batch_processor")
     probe.get(f"{_MANAGER}.is_running")
-    probe.parameters(f"{RUNNER}.warmup", ("self", "model"))
-    probe.mentions(f"{RUNNER}.__init__", ("pad_inputs", "cache"))
+    probe.parameters(f"{RUNNER}.warmup", "self model")
+    probe.mentions(f"{RUNNER}.__init__", "pad_inputs cache")
     probe.get(f"{ROOM}.utils:attn_mask_is_needed")

@@ -97,35 +97,21 @@ def _probe(engine: str, series: str) -> None:
 
 def _probe_cache(probe: Probe) -> None:
     probe.parameters(
-        f"{CACHE}.__init__",
-        ("self", "config", "continuous_batching_config", "device", "distributed_helper"),
+        f"{CACHE}.__init__", "self config continuous_batching_config device distributed_helper"
     )
     probe.mentions(
         f"{CACHE}.__init__",
-        (
-            "PagedAttentionMemoryHandler",
-            "infer_max_batch_tokens_and_num_sectors",
-            "zeros",
-            "uint8",
-            "CachePool",
-            "bytes_per_sector",
-            "tokens_per_sector",
-            "use_prefix_sharing",
-            "max_tokens_read",
-        ),
+        "PagedAttentionMemoryHandler infer_max_batch_tokens_and_num_sectors zeros uint8 "
+        "CachePool bytes_per_sector tokens_per_sector use_prefix_sharing max_tokens_read",
     )
-    probe.parameters(f"{HANDLER}.infer_max_batch_tokens_and_num_sectors", ("self",))
-    probe.parameters(f"{HANDLER}.num_sectors_from_config", ("self",))
+    probe.parameters(f"{HANDLER}.infer_max_batch_tokens_and_num_sectors", "self")
+    probe.parameters(f"{HANDLER}.num_sectors_from_config", "self")
     probe.get(f"{HANDLER}._default_max_batch_tokens")
-    probe.parameters(
-        f"{CACHE}.can_store_request_tokens", ("self", "state", "request_len", "dry_run")
-    )
-    probe.parameters(
-        f"{CACHE}.prepare_fork_request", ("self", "src_state", "dst_req_ids", "copy_src_and_dst")
-    )
-    probe.parameters(f"{CACHE}.compute_free_capacity", ("self", "relative"))
-    probe.parameters(f"{CACHE}.reset", ("self",))
-    probe.mentions(f"{CACHE}.reset", ("free_all_requests", "reset"))
+    probe.parameters(f"{CACHE}.can_store_request_tokens", "self state request_len dry_run")
+    probe.parameters(f"{CACHE}.prepare_fork_request", "self src_state dst_req_ids copy_src_and_dst")
+    probe.parameters(f"{CACHE}.compute_free_capacity", "self relative")
+    probe.parameters(f"{CACHE}.reset", "self")
+    probe.mentions(f"{CACHE}.reset", "free_all_requests reset")
     probe.holds(
         f"{ROOM}.cache:CachePool",
         probe.get(f"{ROOM}.cache:CachePool") is probe.get(_POOL),
@@ -137,39 +123,29 @@ def _probe_cache(probe: Probe) -> None:
 def _probe_blocks(probe: Probe) -> None:
     """Probe everything of the pool, the allocators and the ledger that a wrapper relies on."""
     # The elastic pool replaces all users of the list of free sectors.
-    probe.users(
-        _POOL,
-        "free_sectors",
-        ("reset", "allocate_sector", "num_free_sectors", "try_to_free_sectors"),
-    )
-    probe.users(CACHE, "free_sectors", ("compute_free_capacity",))
-    probe.parameters(f"{_POOL}.__init__", ("self", "num_sectors", "num_allocators"))
-    probe.parameters(f"{_POOL}.allocate_sector", ("self", "index"))
-    probe.parameters(f"{_POOL}.free_blocks", ("self", "index", "block_ids"))
+    probe.users(_POOL, "free_sectors", "reset allocate_sector num_free_sectors try_to_free_sectors")
+    probe.users(CACHE, "free_sectors", "compute_free_capacity")
+    probe.parameters(f"{_POOL}.__init__", "self num_sectors num_allocators")
+    probe.parameters(f"{_POOL}.allocate_sector", "self index")
+    probe.parameters(f"{_POOL}.free_blocks", "self index block_ids")
     probe.get(f"{ROOM}.cache_allocators.cache_pool:RegularTrees.delete_full_trees")
-    probe.parameters(f"{_ALLOCATOR}.free_blocks", ("self", "request_id", "no_cache"))
-    probe.parameters(
-        f"{_ALLOCATOR}.needs_new_sectors", ("self", "request_id", "past_length", "query_length")
-    )
+    probe.parameters(f"{_ALLOCATOR}.free_blocks", "self request_id no_cache")
+    probe.parameters(f"{_ALLOCATOR}.needs_new_sectors", "self request_id past_length query_length")
     probe.mentions(
         f"{_ALLOCATOR}._after_cache_tensor_init",
-        ("read_trash_index", "sentinel_index", "write_trash_index"),
+        "read_trash_index sentinel_index write_trash_index",
     )
     # `PrefixLedger`, which notifies the pool, replaces all users of the cached blocks.
-    probe.users(
-        _LEDGER, "cached_blocks", ("__init__", "reset", "acquire", "release", "evict_cached_blocks")
-    )
-    probe.parameters(f"{_LEDGER}.acquire", ("self", "block_id"))
-    probe.parameters(f"{_LEDGER}.release", ("self", "block_id", "no_cache"))
+    probe.users(_LEDGER, "cached_blocks", "__init__ reset acquire release evict_cached_blocks")
+    probe.parameters(f"{_LEDGER}.acquire", "self block_id")
+    probe.parameters(f"{_LEDGER}.release", "self block_id no_cache")
 
 
 def _probe_what_is_stored(probe: Probe) -> None:
     """Probe the loop's calls of the cache."""
-    probe.mentions(f"{PROCESSOR}.update_batch", ("mark_complete_blocks",))
+    probe.mentions(f"{PROCESSOR}.update_batch", "mark_complete_blocks")
     probe.mentions(
-        f"{OFFLOADING}.offload_requests", ("evict_cached_blocks", "free_blocks", "_offload_to_cpu")
+        f"{OFFLOADING}.offload_requests", "evict_cached_blocks free_blocks _offload_to_cpu"
     )
     # Defined in `utils` before 5.24, and in `requests` since; the runner imports it.
-    probe.mentions(
-        f"{ROOM}.model_runner:create_warmup_future_states", ("can_store_request_tokens",)
-    )
+    probe.mentions(f"{ROOM}.model_runner:create_warmup_future_states", "can_store_request_tokens")
