@@ -231,7 +231,6 @@ def arm_in(strict: bool | None) -> None:
         SCHEDULER,
         f"{SCHEDULER}:Scheduler.schedule",
         lambda original, self, requests: ["wrapped", *original(self, requests)],
-        "a test",
     )
     table.arm(version, [wrapper], {SCHEDULER: probe})
 

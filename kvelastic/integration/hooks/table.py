@@ -1,6 +1,6 @@
-"""Hooks into an engine as data: the path, the wrapper, and the purpose.
+"""Hooks into an engine as data: the path and the wrapper, whose docstring has the purpose.
 
-    Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper, "give the KV cache back")
+    Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper)
     arm("vLLM 0.32.0", HOOKS, {CORE: probe_core})
 
 A wrapper is called as `wrapper(original, *args, **kwargs)` instead of the function or class at that
@@ -35,7 +35,6 @@ class Hook:
     path: str
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
-    why: str
     is_made: bool = False
     """The wrapper is the result of `wrapper(original)`, with its parameters. For functions called
     many times per step, where repacking arguments would be the main cost."""

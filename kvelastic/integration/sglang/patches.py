@@ -47,84 +47,19 @@ _ADDER: Final = "sglang.srt.managers.schedule_policy:PrefillAdder"
 _BUDGET: Final = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
 
 HOOKS: Final = (
-    Hook(
-        ARGUMENTS,
-        f"{_ARGUMENTS}.resolve_once",
-        in_arguments.resolve_once,
-        "set a page size; refuse unsupported settings",
-    ),
-    Hook(
-        PLATFORM,
-        f"{_PLATFORM}.get_kv_pool_cls",
-        in_scheduler.kv_pool_class,
-        "create the KV cache on elastic memory",
-    ),
-    Hook(
-        PLATFORM,
-        f"{_PLATFORM}.get_paged_allocator_cls",
-        in_scheduler.paged_allocator_class,
-        "take pages from the elastic pool",
-    ),
-    Hook(
-        REGISTRY,
-        f"{REGISTRY}:create_unified_radix_cache",
-        in_scheduler.radix_cache,
-        "create a radix cache from which the pool may evict",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_SCHEDULER}.__init__",
-        in_scheduler.scheduler_init,
-        "refuse other KV caches; handle operators' requests",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_SCHEDULER}.ingest_requests",
-        in_scheduler.ingest_requests,
-        "return unlocked blocks to the pool",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_SCHEDULER}.get_next_batch_to_run",
-        in_scheduler.get_next_batch,
-        "schedule in a session of the pool",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_SCHEDULER}.run_batch",
-        in_scheduler.run_batch,
-        "measure computing time for the tiers",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_BATCH}.retract_decode",
-        in_scheduler.retract_decode,
-        "let the last request wait for memory too",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_OBSERVER}._get_token_info",
-        in_scheduler.token_info,
-        "report usage relative to the current limit",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_CHECKER}._check_full_pool",
-        in_scheduler.check_full_pool,
-        "check the elastic pool for leaks",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_UPDATER}.release_memory_occupation",
-        in_scheduler.release_memory,
-        "release the KV cache",
-    ),
-    Hook(
-        SCHEDULER,
-        f"{_UPDATER}.resume_memory_occupation",
-        in_scheduler.resume_memory,
-        "wake the KV cache first",
-    ),
+    Hook(ARGUMENTS, f"{_ARGUMENTS}.resolve_once", in_arguments.resolve_once),
+    Hook(PLATFORM, f"{_PLATFORM}.get_kv_pool_cls", in_scheduler.kv_pool_class),
+    Hook(PLATFORM, f"{_PLATFORM}.get_paged_allocator_cls", in_scheduler.paged_allocator_class),
+    Hook(REGISTRY, f"{REGISTRY}:create_unified_radix_cache", in_scheduler.radix_cache),
+    Hook(SCHEDULER, f"{_SCHEDULER}.__init__", in_scheduler.scheduler_init),
+    Hook(SCHEDULER, f"{_SCHEDULER}.ingest_requests", in_scheduler.ingest_requests),
+    Hook(SCHEDULER, f"{_SCHEDULER}.get_next_batch_to_run", in_scheduler.get_next_batch),
+    Hook(SCHEDULER, f"{_SCHEDULER}.run_batch", in_scheduler.run_batch),
+    Hook(SCHEDULER, f"{_BATCH}.retract_decode", in_scheduler.retract_decode),
+    Hook(SCHEDULER, f"{_OBSERVER}._get_token_info", in_scheduler.token_info),
+    Hook(SCHEDULER, f"{_CHECKER}._check_full_pool", in_scheduler.check_full_pool),
+    Hook(SCHEDULER, f"{_UPDATER}.release_memory_occupation", in_scheduler.release_memory),
+    Hook(SCHEDULER, f"{_UPDATER}.resume_memory_occupation", in_scheduler.resume_memory),
 )
 """All hooks."""
 

@@ -30,42 +30,15 @@ _SLIDING: Final = f"{ROOM}.cache_manager:SlidingAttentionCacheAllocator"
 _INPUTS: Final = f"{ROOM}.input_outputs:ContinuousBatchingIOs"
 
 HOOKS: Final = (
-    Hook(LOOP, f"{CACHE}.__init__", in_block_cache.cache_init, "make it over elastic memory"),
-    Hook(
-        LOOP,
-        f"{HANDLER}.infer_max_batch_tokens_and_num_blocks",
-        in_block_cache.infer_sizes,
-        "as many blocks as there are addresses for",
-    ),
-    Hook(
-        LOOP,
-        f"{ROOM}.cache:BlockManager",
-        in_block_cache.make_manager,
-        "blocks of the elastic pool",
-    ),
-    Hook(
-        LOOP,
-        f"{CACHE}.will_allocation_be_successful",
-        in_block_cache.can_allocate,
-        "map memory before transformers checks free blocks",
-    ),
-    Hook(
-        LOOP, f"{CACHE}.compute_max_num_forks", in_block_cache.most_forks, "the same for children"
-    ),
-    Hook(
-        LOOP,
-        f"{_INPUTS}._setup_static_tensors",
-        in_block_cache.set_up_inputs,
-        "room for what a batch may read",
-    ),
-    Hook(
-        LOOP,
-        f"{SCHEDULER}._process_candidates",
-        in_block_cache.process_candidates,
-        "compute the safety margin from available blocks",
-    ),
-    Hook(LOOP, f"{PROCESSOR}.update_batch", in_block_cache.update_batch, "a session"),
-    Hook(LOOP, f"{RUNNER}.warmup", in_block_cache.warm_up, "warm up over the trash block"),
+    Hook(LOOP, f"{CACHE}.__init__", in_block_cache.cache_init),
+    Hook(LOOP, f"{HANDLER}.infer_max_batch_tokens_and_num_blocks", in_block_cache.infer_sizes),
+    Hook(LOOP, f"{ROOM}.cache:BlockManager", in_block_cache.make_manager),
+    Hook(LOOP, f"{CACHE}.will_allocation_be_successful", in_block_cache.can_allocate),
+    Hook(LOOP, f"{CACHE}.compute_max_num_forks", in_block_cache.most_forks),
+    Hook(LOOP, f"{_INPUTS}._setup_static_tensors", in_block_cache.set_up_inputs),
+    Hook(LOOP, f"{SCHEDULER}._process_candidates", in_block_cache.process_candidates),
+    Hook(LOOP, f"{PROCESSOR}.update_batch", in_block_cache.update_batch),
+    Hook(LOOP, f"{RUNNER}.warmup", in_block_cache.warm_up),
     *LOOP_HOOKS,
 )
 """All hooks for 5.17."""

@@ -21,26 +21,11 @@ SCHEDULER: Final = f"{ROOM}.scheduler:Scheduler"
 _RESOLVING: Final = f"{ROOM}.initialization"
 
 LOOP_HOOKS: Final = (
-    Hook(
-        LOOP,
-        f"{_RESOLVING}:decide_use_async_batching",
-        in_batches.decide_use_async_batching,
-        "one batch at a time by default",
-    ),
-    Hook(LOOP, f"{PROCESSOR}.__init__", in_batches.processor_init, "a session to schedule in"),
-    Hook(
-        LOOP,
-        f"{PROCESSOR}.prepare_next_batch",
-        in_batches.prepare_next_batch,
-        "wait where no request fits",
-    ),
-    Hook(
-        LOOP,
-        f"{OFFLOADING}.offload_requests",
-        in_batches.offload_requests,
-        "requests give their blocks up for others",
-    ),
-    Hook(LOOP, f"{_MANAGER}.stop", in_batches.manager_stop, "give the memory back"),
+    Hook(LOOP, f"{_RESOLVING}:decide_use_async_batching", in_batches.decide_use_async_batching),
+    Hook(LOOP, f"{PROCESSOR}.__init__", in_batches.processor_init),
+    Hook(LOOP, f"{PROCESSOR}.prepare_next_batch", in_batches.prepare_next_batch),
+    Hook(LOOP, f"{OFFLOADING}.offload_requests", in_batches.offload_requests),
+    Hook(LOOP, f"{_MANAGER}.stop", in_batches.manager_stop),
 )
 
 

@@ -33,30 +33,15 @@ _ALLOCATOR: Final = f"{ROOM}.cache_allocators.cache_allocator:CacheAllocator"
 _LEDGER: Final = f"{ROOM}.cache_allocators.cache_allocator:BlockLedger"
 
 HOOKS: Final = (
-    Hook(LOOP, f"{CACHE}.__init__", in_cache.cache_init, "make it over elastic memory"),
-    Hook(
-        LOOP,
-        f"{HANDLER}.infer_max_batch_tokens_and_num_sectors",
-        in_cache.infer_sizes,
-        "as many sectors as there are addresses for",
-    ),
-    Hook(LOOP, f"{ROOM}.cache:CachePool", in_cache.make_pool, "sectors of the elastic pool"),
-    Hook(
-        LOOP,
-        f"{CACHE}.can_store_request_tokens",
-        in_cache.can_store,
-        "map memory before transformers checks free blocks",
-    ),
-    Hook(LOOP, f"{CACHE}.prepare_fork_request", in_cache.prepare_fork, "the same for children"),
-    Hook(
-        LOOP,
-        f"{CACHE}.compute_free_capacity",
-        in_cache.free_capacity,
-        "count free blocks within the limit",
-    ),
-    Hook(LOOP, f"{_ALLOCATOR}.free_blocks", in_cache.free_request, "the tail is evicted first"),
-    Hook(LOOP, f"{PROCESSOR}.update_batch", in_batches.update_batch, "a session"),
-    Hook(LOOP, f"{RUNNER}.warmup", in_batches.warm_up, "warm up over the trash sector"),
+    Hook(LOOP, f"{CACHE}.__init__", in_cache.cache_init),
+    Hook(LOOP, f"{HANDLER}.infer_max_batch_tokens_and_num_sectors", in_cache.infer_sizes),
+    Hook(LOOP, f"{ROOM}.cache:CachePool", in_cache.make_pool),
+    Hook(LOOP, f"{CACHE}.can_store_request_tokens", in_cache.can_store),
+    Hook(LOOP, f"{CACHE}.prepare_fork_request", in_cache.prepare_fork),
+    Hook(LOOP, f"{CACHE}.compute_free_capacity", in_cache.free_capacity),
+    Hook(LOOP, f"{_ALLOCATOR}.free_blocks", in_cache.free_request),
+    Hook(LOOP, f"{PROCESSOR}.update_batch", in_batches.update_batch),
+    Hook(LOOP, f"{RUNNER}.warmup", in_batches.warm_up),
     *LOOP_HOOKS,
 )
 """All hooks for 5.18 and later; `block_patches` has those for 5.17."""

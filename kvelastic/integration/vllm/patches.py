@@ -44,117 +44,48 @@ from kvelastic.integration.vllm.wrapped_names import (
 )
 
 HOOKS: Final = (
-    Hook(
-        FRONT_END,
-        f"{FRONT_END}:CoreEngineProcManager.__init__",
-        in_front_end.start_engine_cores,
-        "refuse unsupported settings early; engine cores end with this process",
-    ),
-    Hook(
-        FRONT_END,
-        f"{FRONT_END}:shutdown",
-        in_front_end.shutdown_engine_cores,
-        "remove the remains of a killed engine core",
-    ),
+    Hook(FRONT_END, f"{FRONT_END}:CoreEngineProcManager.__init__", in_front_end.start_engine_cores),
+    Hook(FRONT_END, f"{FRONT_END}:shutdown", in_front_end.shutdown_engine_cores),
     Hook(
         CORE_CLIENT,
         f"{CORE_CLIENT}:AsyncMPClient._call_utility_async",
         in_front_end.call_engine_core,
-        "end calls to a killed engine core, so that the server ends too",
     ),
-    Hook(
-        EXECUTORS,
-        f"{EXECUTOR}.get_class",
-        executor_class.get_class,
-        "an executor with an instance, which names kvelastic's other classes",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.shutdown",
-        in_engine_core.engine_core_shutdown,
-        "close the instance",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.step",
-        in_engine_core.step,
-        "back off while no request has memory to run",
-    ),
+    Hook(EXECUTORS, f"{EXECUTOR}.get_class", executor_class.get_class),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.shutdown", in_engine_core.engine_core_shutdown),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.step", in_engine_core.step),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.step_with_batch_queue",
         in_engine_core.step_with_batch_queue,
-        "back off while no request has memory to run (batch queue)",
     ),
-    Hook(
-        ENGINE_CORE,
-        f"{COORDINATOR}:BlockPool",
-        in_engine_core.make_block_pool,
-        "use the elastic block pool",
-    ),
+    Hook(ENGINE_CORE, f"{COORDINATOR}:BlockPool", in_engine_core.make_block_pool),
     Hook(
         ENGINE_CORE,
         f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
         in_engine_core.make_blocks_needed,
-        "map memory before vLLM checks for free blocks",
         is_made=True,
     ),
-    Hook(
-        WORKER,
-        "torch.accelerator:get_memory_info",
-        in_gpu_worker.memory_info,
-        "while vLLM measures, report free memory without neighbours' use",
-    ),
-    Hook(
-        WORKER,
-        f"{BLOCK_TABLES}.gather_block_tables",
-        in_gpu_worker.gather_block_tables,
-        "clear stale ids behind a row's own",
-    ),
-    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row, "clear stale ids (V1)"),
-    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row, "clear stale ids (V1)"),
-    Hook(
-        CPU_WORKER,
-        f"{CPU_WORKER}:get_memory_node_info",
-        in_worker.memory_node_info,
-        "report a capacity that does not depend on free memory at start",
-    ),
+    Hook(WORKER, "torch.accelerator:get_memory_info", in_gpu_worker.memory_info),
+    Hook(WORKER, f"{BLOCK_TABLES}.gather_block_tables", in_gpu_worker.gather_block_tables),
+    Hook(WORKER, f"{BLOCK_TABLE}.add_row", in_gpu_worker.add_row),
+    Hook(WORKER, f"{BLOCK_TABLE}.move_row", in_gpu_worker.move_row),
+    Hook(CPU_WORKER, f"{CPU_WORKER}:get_memory_node_info", in_worker.memory_node_info),
 )
 """All hooks without tiers. Each process imports only its own modules and so sets only its own
 hooks."""
 
 
 TIER_HOOKS: Final = (
-    Hook(
-        ARGUMENTS,
-        ENGINE_CONFIG,
-        tier_connector.create_engine_config,
-        "configure the connector that loads blocks from tiers",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore._reset_caches",
-        tier_hooks.reset_caches,
-        "distinguish a sleep's reset from others",
-    ),
-    Hook(
-        ENGINE_CORE,
-        f"{ENGINE_CORE}:EngineCore.sleep",
-        tier_hooks.sleep,
-        "distinguish a sleep's reset from others",
-    ),
+    Hook(ARGUMENTS, ENGINE_CONFIG, tier_connector.create_engine_config),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore._reset_caches", tier_hooks.reset_caches),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.sleep", tier_hooks.sleep),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.release_kv_cache_memory",
         tier_hooks.release_kv_cache_memory,
-        "distinguish the reset of a KV cache sleep from others",
     ),
-    Hook(
-        ENGINE_CORE,
-        ADAPTER_KEYS,
-        tier_adapters.adapter_keys,
-        "add an adapter's contents to the names of its blocks",
-    ),
+    Hook(ENGINE_CORE, ADAPTER_KEYS, tier_adapters.adapter_keys),
 )
 """Further hooks if `KVELASTIC_TIERS` is set."""
 
