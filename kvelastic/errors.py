@@ -77,23 +77,21 @@ class KvelasticError(Exception):
     code: ClassVar[str] = "KVELASTIC_ERROR"
     """Stable name of the error for programs; the message is for people."""
 
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        if code is not None:  # else the parent's
+            cls.code = code
 
-class ConfigError(KvelasticError, RuntimeError, ValueError):
+
+class ConfigError(KvelasticError, RuntimeError, ValueError, code="CONFIG"):
     """A `KVELASTIC_*` variable has an invalid value. Raised before any work starts."""
 
-    code = "CONFIG"
 
-
-class InvalidArgumentError(KvelasticError, ValueError):
+class InvalidArgumentError(KvelasticError, ValueError, code="INVALID_ARGUMENT"):
     """An argument (a size, a percentage, a dtype, a device) has an invalid value."""
 
-    code = "INVALID_ARGUMENT"
 
-
-class NotInitializedError(KvelasticError, RuntimeError):
+class NotInitializedError(KvelasticError, RuntimeError, code="NOT_INITIALIZED"):
     """A call before `init_kvelastic()`, or after `shutdown_kvelastic()`."""
-
-    code = "NOT_INITIALIZED"
 
     def __init__(
         self,
@@ -102,115 +100,79 @@ class NotInitializedError(KvelasticError, RuntimeError):
         super().__init__(message)
 
 
-class LayoutError(KvelasticError, ValueError):
+class LayoutError(KvelasticError, ValueError, code="LAYOUT"):
     """A block does not fit into a page, or a shape does not match its description."""
 
-    code = "LAYOUT"
 
-
-class UnsupportedError(KvelasticError, NotImplementedError):
+class UnsupportedError(KvelasticError, NotImplementedError, code="UNSUPPORTED"):
     """kvelastic does not support the model or layout, e.g. a hybrid model."""
 
-    code = "UNSUPPORTED"
 
-
-class PoolExhaustedError(KvelasticError, ValueError):
+class PoolExhaustedError(KvelasticError, ValueError, code="POOL_EXHAUSTED"):
     """`Cannot get N free blocks...`: an engine took more blocks than are available.
 
     The pool's own `alloc` returns None instead, because running out of blocks is a normal result.
     """
 
-    code = "POOL_EXHAUSTED"
 
-
-class BlockError(KvelasticError, ValueError):
+class BlockError(KvelasticError, ValueError, code="BLOCK"):
     """A block id was used in a way that its state does not allow. The pool is unchanged."""
 
-    code = "BLOCK"
 
-
-class DoubleFreeError(BlockError):
+class DoubleFreeError(BlockError, code="DOUBLE_FREE"):
     """A block was freed that is already free, or that is listed twice in one call."""
 
-    code = "DOUBLE_FREE"
 
-
-class UnknownBlockError(BlockError):
+class UnknownBlockError(BlockError, code="UNKNOWN_BLOCK"):
     """A block id is outside the pool, or in the gap between two pages."""
 
-    code = "UNKNOWN_BLOCK"
 
-
-class NullBlockError(BlockError):
+class NullBlockError(BlockError, code="NULL_BLOCK"):
     """Block id 0 is the null block: it always exists and is never allocated or freed."""
 
-    code = "NULL_BLOCK"
 
-
-class LimitError(KvelasticError, ValueError):
+class LimitError(KvelasticError, ValueError, code="LIMIT"):
     """A limit is out of range: negative, or below the pages that must stay mapped."""
 
-    code = "LIMIT"
 
-
-class GuaranteeError(LimitError):
+class GuaranteeError(LimitError, code="GUARANTEE"):
     """Guarantees and reserves exceed the device's memory; the message names their holders."""
 
-    code = "GUARANTEE"
 
-
-class ReserveError(LimitError):
+class ReserveError(LimitError, code="RESERVE"):
     """Other instances did not release memory for a reserve in time; the message names them."""
 
-    code = "RESERVE"
 
-
-class DriverError(KvelasticError, RuntimeError):
+class DriverError(KvelasticError, RuntimeError, code="DRIVER"):
     """The operating system or the GPU driver refused a call; its steps have been undone."""
 
-    code = "DRIVER"
 
-
-class DeviceUnavailableError(DriverError):
+class DeviceUnavailableError(DriverError, code="DEVICE_UNAVAILABLE"):
     """The device does not exist, or its driver is missing or too old."""
 
-    code = "DEVICE_UNAVAILABLE"
 
-
-class StreamsUnknownError(DriverError):
+class StreamsUnknownError(DriverError, code="STREAMS_UNKNOWN"):
     """A GPU's pages may be in use, and the streams of the kernels that use them are not known."""
 
-    code = "STREAMS_UNKNOWN"
 
-
-class OutOfMemoryError(DriverError, MemoryError):
+class OutOfMemoryError(DriverError, MemoryError, code="OUT_OF_MEMORY"):
     """The device has no memory for a page, or the process has no addresses for a range."""
 
-    code = "OUT_OF_MEMORY"
 
-
-class LimitReachedError(OutOfMemoryError):
+class LimitReachedError(OutOfMemoryError, code="LIMIT_REACHED"):
     """An instance that cannot wait needs more than its limit. It is unchanged."""
 
-    code = "LIMIT_REACHED"
 
-
-class MappingError(DriverError):
+class MappingError(DriverError, code="MAPPING"):
     """A page could not be mapped or unmapped, or is already in the requested state."""
 
-    code = "MAPPING"
 
-
-class PoolFailedError(DriverError):
+class PoolFailedError(DriverError, code="POOL_FAILED"):
     """A rollback failed, so the pool refuses further work. Create a new pool."""
 
-    code = "POOL_FAILED"
 
-
-class NvmlError(DriverError):
+class NvmlError(DriverError, code="NVML"):
     """NVML, NVIDIA's management library, refused a query."""
-
-    code = "NVML"
 
     def __init__(self, message: str, status: int = 999) -> None:
         super().__init__(message)
@@ -218,16 +180,12 @@ class NvmlError(DriverError):
         """NVML's error number; 999 means unknown. See `kvelastic.device.nvml.Status`."""
 
 
-class SegmentError(KvelasticError, OSError):
+class SegmentError(KvelasticError, OSError, code="SEGMENT"):
     """An instance's shared-memory segment could not be created, read or written."""
 
-    code = "SEGMENT"
 
-
-class SegmentNotFoundError(SegmentError, FileNotFoundError):
+class SegmentNotFoundError(SegmentError, FileNotFoundError, code="SEGMENT_NOT_FOUND"):
     """No segment has this name: the instance never started or has ended."""
-
-    code = "SEGMENT_NOT_FOUND"
 
     def __init__(self, message: str = "", filename: str | None = None) -> None:
         super().__init__(message)
@@ -238,196 +196,132 @@ class SegmentNotFoundError(SegmentError, FileNotFoundError):
         return str(self.args[0])  # not OSError's format with a filename
 
 
-class SegmentExistsError(SegmentError, FileExistsError):
+class SegmentExistsError(SegmentError, FileExistsError, code="SEGMENT_EXISTS"):
     """A live instance already has this name; choose another `KVELASTIC_IPC_NAME`."""
 
-    code = "SEGMENT_EXISTS"
 
-
-class SegmentFormatError(SegmentError):
+class SegmentFormatError(SegmentError, code="SEGMENT_FORMAT"):
     """The data is not a kvelastic segment, or has a version that this build cannot read."""
 
-    code = "SEGMENT_FORMAT"
 
-
-class SegmentBusyError(SegmentError):
+class SegmentBusyError(SegmentError, code="SEGMENT_BUSY"):
     """The segment is in use by a live process, or its lock is held."""
 
-    code = "SEGMENT_BUSY"
 
-
-class SegmentDeadError(SegmentError):
+class SegmentDeadError(SegmentError, code="SEGMENT_DEAD"):
     """The segment's process is gone and cannot handle requests. The segment can be removed."""
 
-    code = "SEGMENT_DEAD"
 
-
-class LedgerError(KvelasticError, OSError):
+class LedgerError(KvelasticError, OSError, code="LEDGER"):
     """The ledger of a device cannot be used."""
 
-    code = "LEDGER"
 
-
-class LedgerForeignError(LedgerError):
+class LedgerForeignError(LedgerError, code="LEDGER_FOREIGN"):
     """The ledger belongs to another user, whose instances share the device."""
 
-    code = "LEDGER_FOREIGN"
 
-
-class ChannelError(KvelasticError, RuntimeError):
+class ChannelError(KvelasticError, RuntimeError, code="CHANNEL"):
     """A ring or a connection between processes violated its protocol or lost its other end."""
 
-    code = "CHANNEL"
 
-
-class ChannelTimeoutError(ChannelError, TimeoutError):
+class ChannelTimeoutError(ChannelError, TimeoutError, code="CHANNEL_TIMEOUT"):
     """The other end did not reply in time; for a worker, within `KVELASTIC_IPC_TIMEOUT`."""
 
-    code = "CHANNEL_TIMEOUT"
 
-
-class ChannelClosedError(ChannelError):
+class ChannelClosedError(ChannelError, code="CHANNEL_CLOSED"):
     """The other end closed the ring or the connection, or died."""
 
-    code = "CHANNEL_CLOSED"
 
-
-class MessageError(ChannelError):
+class MessageError(ChannelError, code="MESSAGE"):
     """A message is too large, or is not part of the protocol."""
 
-    code = "MESSAGE"
 
-
-class MessageVersionError(MessageError):
+class MessageVersionError(MessageError, code="MESSAGE_VERSION"):
     """The two ends of a connection use different versions or different protocols."""
 
-    code = "MESSAGE_VERSION"
 
-
-class AccessDeniedError(ChannelError, PermissionError):
+class AccessDeniedError(ChannelError, PermissionError, code="ACCESS_DENIED"):
     """A peer belongs to another user, connects from another network, or has another secret."""
 
-    code = "ACCESS_DENIED"
 
-
-class SecretError(AccessDeniedError):
+class SecretError(AccessDeniedError, code="SECRET"):
     """The secret file is missing, accessible to other users, or has no usable secret."""
 
-    code = "SECRET"
 
-
-class TransferError(KvelasticError, RuntimeError):
+class TransferError(KvelasticError, RuntimeError, code="TRANSFER"):
     """A copy between processes failed; the content of the target is undefined."""
 
-    code = "TRANSFER"
 
-
-class NotRegisteredError(TransferError, ValueError):
+class NotRegisteredError(TransferError, ValueError, code="NOT_REGISTERED"):
     """A peer named memory that is not completely registered."""
 
-    code = "NOT_REGISTERED"
 
-
-class LeaseLostError(TransferError):
+class LeaseLostError(TransferError, code="LEASE_LOST"):
     """The memory may have changed its owner during the copy; copy again."""
 
-    code = "LEASE_LOST"
 
-
-class LinkExistsError(TransferError):
+class LinkExistsError(TransferError, code="LINK_EXISTS"):
     """The two nodes are already linked."""
 
-    code = "LINK_EXISTS"
 
-
-class LinkLimitError(TransferError):
+class LinkLimitError(TransferError, code="LINK_LIMIT"):
     """One of the two nodes has its maximum number of links."""
 
-    code = "LINK_LIMIT"
 
-
-class NodeIdTakenError(TransferError):
+class NodeIdTakenError(TransferError, code="NODE_ID_TAKEN"):
     """Both nodes have the same id, or a linked node has the id of the new one."""
 
-    code = "NODE_ID_TAKEN"
 
-
-class TransferBusyError(TransferError):
+class TransferBusyError(TransferError, code="TRANSFER_BUSY"):
     """Too many copies are in progress; try again."""
 
-    code = "TRANSFER_BUSY"
 
-
-class DataDistError(KvelasticError, RuntimeError):
+class DataDistError(KvelasticError, RuntimeError, code="DATADIST"):
     """A call of the LLM-DataDist interface failed: `kvelastic.datadist.LLMException`."""
 
-    code = "DATADIST"
 
-
-class EngineError(KvelasticError, RuntimeError):
+class EngineError(KvelasticError, RuntimeError, code="ENGINE"):
     """The serving engine behaved in a way that its integration does not expect."""
 
-    code = "ENGINE"
 
-
-class UnsupportedEngineError(EngineError):
+class UnsupportedEngineError(EngineError, code="UNSUPPORTED_ENGINE"):
     """The integration does not support the engine's version or one of its settings."""
 
-    code = "UNSUPPORTED_ENGINE"
 
-
-class ControllerError(KvelasticError, RuntimeError):
+class ControllerError(KvelasticError, RuntimeError, code="CONTROLLER"):
     """The HTTP controller cannot do what was requested."""
 
-    code = "CONTROLLER"
 
-
-class ControllerConfigError(ControllerError, ValueError):
+class ControllerConfigError(ControllerError, ValueError, code="CONTROLLER_CONFIG"):
     """The controller's configuration file is invalid; the message lists every invalid key."""
 
-    code = "CONTROLLER_CONFIG"
 
-
-class EngineCallError(ControllerError):
+class EngineCallError(ControllerError, code="ENGINE_CALL"):
     """An engine failed an HTTP call of the controller (sleep, wake, health)."""
 
-    code = "ENGINE_CALL"
 
-
-class PortTakenError(ControllerError):
+class PortTakenError(ControllerError, code="PORT_TAKEN"):
     """Another process listens on the port of an engine to launch; the message names it."""
 
-    code = "PORT_TAKEN"
 
-
-class ClusterError(KvelasticError, RuntimeError):
+class ClusterError(KvelasticError, RuntimeError, code="CLUSTER"):
     """A Ray Serve deployment cannot do what was requested."""
 
-    code = "CLUSTER"
 
-
-class ClusterConfigError(ClusterError, ValueError):
+class ClusterConfigError(ClusterError, ValueError, code="CLUSTER_CONFIG"):
     """The configuration of a Serve application is invalid; the message lists every invalid key."""
 
-    code = "CLUSTER_CONFIG"
 
-
-class ReplicaLostError(ClusterError):
+class ReplicaLostError(ClusterError, code="REPLICA_LOST"):
     """A replica or its host ended or became unreachable during a request."""
 
-    code = "REPLICA_LOST"
 
-
-class TerminalError(KvelasticError):
+class TerminalError(KvelasticError, code="TERMINAL"):
     """Standard input and output are not a terminal that kvtop can draw on."""
 
-    code = "TERMINAL"
 
-
-class IntegrityError(KvelasticError, RuntimeError):
+class IntegrityError(KvelasticError, RuntimeError, code="INTEGRITY"):
     """`check_integrity()` found a broken invariant: a bug in kvelastic. Please report it."""
-
-    code = "INTEGRITY"
 
 
 @lru_cache(maxsize=1)
