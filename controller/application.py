@@ -10,18 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvelastic.controller.api import (
-    metrics,
-    openapi,
-    routes_admin,
-    routes_dashboard,
-    routes_links,
-    routes_logs,
-    routes_memory,
-    routes_models,
-    routes_sleep,
-    routes_tiers,
-)
+from kvelastic.controller.api import openapi, routes_dashboard
+from kvelastic.controller.api.route_table import ROUTES
+from kvelastic.controller.api.routes import route
 from kvelastic.controller.app_state import AppState
 from kvelastic.controller.http.engine_paths import (
     ENGINE_METHODS,
@@ -42,17 +33,7 @@ Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 def make_application(app_state: AppState) -> Asgi:
     """Return the ASGI application. Call `app_state.start()` before its first request."""
-    described = [
-        *routes_models.routes(app_state),
-        *routes_logs.routes(app_state),
-        *routes_sleep.routes(app_state),
-        *routes_tiers.routes(app_state),
-        *routes_links.routes(app_state),
-        *routes_memory.routes(app_state),
-        *routes_dashboard.routes(app_state),
-        *routes_admin.routes(app_state),
-        *metrics.routes(app_state),
-    ]
+    described = [route(app_state, path, method, who, do) for method, path, who, do in ROUTES]
     pages = Starlette(
         routes=[
             *described,

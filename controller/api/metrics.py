@@ -16,9 +16,7 @@ from prometheus_client.metrics_core import (
 )
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from kvelastic.controller.api.routes import Who, route
 from kvelastic.controller.models.gate import State
 from kvelastic.controller.models.traffic import bucket_bounds_s
 from kvelastic.errors import LedgerError, SegmentError, is_out_of_descriptors
@@ -30,11 +28,6 @@ if TYPE_CHECKING:
 
 _EVERY = 8
 """Every eighth of the traffic's buckets is exported: 20 bounds, each about twice the previous."""
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module."""
-    return [route(app_state, "/metrics", "GET", Who.API, metrics)]
 
 
 async def metrics(app_state: AppState, _: Request) -> Response:

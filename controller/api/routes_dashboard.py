@@ -42,11 +42,6 @@ _HEADERS: Final = {
 }
 
 
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes that the OpenAPI document lists."""
-    return [route(app_state, "/devices/history", "GET", Who.API, devices_history)]
-
-
 def pages(app_state: AppState) -> list[Route]:
     """Return the routes of the dashboard's files. Reads the files once, here."""
     files = DashboardFiles()

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvelastic.controller.api.routes import Who, route
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.launch.engine_log import LogReader
 from kvelastic.controller.launch.engine_process import EngineProcess
@@ -24,14 +22,6 @@ MOST_LINES: Final = 5000
 MOST_FOLLOWERS: Final = 32
 LOOK_S: Final = 0.2
 """Poll interval of a log that has not grown."""
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module."""
-    return [
-        route(app_state, "/admin/models/{model:path}/logs", "GET", Who.ADMIN, engine_logs),
-        route(app_state, "/models/{model:path}/logs", "GET", Who.ADMIN, follow_log),
-    ]
 
 
 async def engine_logs(app_state: AppState, request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""Memory of instances and devices, and requests to instances: /memory, /devices."""
+"""Memory of instances and devices, and requests to instances; links: /memory, /devices, /links."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from kvelastic.controller.api.json_body import check_keys, json_object, size_of, wait_of
-from kvelastic.controller.api.routes import Who, instance_of, route
+from kvelastic.controller.api.routes import instance_of
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.instance.outcome import HOLDS, MAY_HOLD, Verdict
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.shared import segment
+from kvelastic.shared import link_status, segment
 from kvelastic.units import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module."""
-    return [
-        route(app_state, "/memory", "GET", Who.API, all_memory),
-        route(app_state, "/memory/{model:path}/trim", "POST", Who.ADMIN, trim),
-        route(app_state, "/memory/{model:path}", "GET", Who.API, memory_of),
-        route(app_state, "/memory/{model:path}", "PATCH", Who.ADMIN, change_memory),
-        route(app_state, "/devices", "GET", Who.API, devices),
-    ]
 
 
 async def all_memory(app_state: AppState, _: Request) -> Any:
@@ -125,3 +113,9 @@ async def _request(
     verdict = Verdict(answer["state"])
     status = 200 if verdict in HOLDS else 202 if verdict in MAY_HOLD else 409
     return Json({"model": model.name, "instance": name, "answer": answer}, status)
+
+
+async def links(_: AppState, __: Request) -> Any:
+    """Every node of this machine and its links, as `kvctl links --json` lists them."""
+    nodes = await asyncio.to_thread(link_status.nodes)
+    return {"nodes": [link_status.object_of(node) for node in nodes]}

@@ -1,4 +1,4 @@
-"""Models, their health and their traffic: /v1/models, /models, /health, /traffic."""
+"""Models, their health, traffic and settings: /v1/models, /models, /health, /traffic, /admin."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from kvelastic import __version__
 from kvelastic.controller.api import reports
-from kvelastic.controller.api.routes import Who, route, seconds_of
+from kvelastic.controller.api.routes import seconds_of
 from kvelastic.controller.models.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -18,22 +17,6 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60.0
 HEALTH_TIMEOUT_S = 2.0
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module."""
-    return [
-        route(app_state, "/v1/models", "GET", Who.API, list_openai_models),
-        route(app_state, "/v1/models/{model:path}", "GET", Who.API, get_openai_model),
-        route(app_state, "/health", "GET", Who.ALL, health),
-        route(app_state, "/health/{model:path}", "GET", Who.API, model_health),
-        route(app_state, "/models", "GET", Who.API, list_models),
-        route(app_state, "/models/idle", "GET", Who.API, idle_models),
-        route(app_state, "/models/active", "GET", Who.API, active_models),
-        route(app_state, "/traffic/stats", "GET", Who.API, traffic_stats),
-        route(app_state, "/traffic/stats/{model:path}", "GET", Who.API, model_traffic_stats),
-        route(app_state, "/version", "GET", Who.ALL, version),
-    ]
 
 
 async def list_openai_models(app_state: AppState, _: Request) -> Any:
@@ -157,3 +140,8 @@ async def model_traffic_stats(app_state: AppState, request: Request) -> Any:
         },
         "window_seconds": window_s,
     }
+
+
+async def reload_settings(app_state: AppState, _: Request) -> Any:
+    """Reload the configuration file; 400 if it is invalid, and then nothing changes."""
+    return await app_state.reload()

@@ -6,10 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from kvelastic.controller.api import reports
-from kvelastic.controller.api.routes import Who, route
 from kvelastic.controller.http.replies import Json
 from kvelastic.controller.models.engine_calls import NEEDS_DEV_MODE, PORT_CLOSED
 from kvelastic.controller.models.gate import State
@@ -18,16 +16,6 @@ from kvelastic.controller.models.served_model import ServedModel
 
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module."""
-    return [
-        route(app_state, "/sleep/status", "GET", Who.API, sleep_status),
-        route(app_state, "/sleep/candidates", "GET", Who.API, sleep_candidates),
-        route(app_state, "/action/sleep/{model:path}", "POST", Who.ADMIN, put_to_sleep),
-        route(app_state, "/action/wakeup/{model:path}", "POST", Who.ADMIN, wake_up),
-    ]
 
 
 async def sleep_status(app_state: AppState, _: Request) -> Any:

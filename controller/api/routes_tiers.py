@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from kvelastic.controller.api.json_body import (
     age_of,
@@ -20,7 +19,7 @@ from kvelastic.controller.api.json_body import (
     size_of,
     wait_of,
 )
-from kvelastic.controller.api.routes import Who, instance_of, route
+from kvelastic.controller.api.routes import instance_of
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json
 from kvelastic.shared import segment, tier_status
@@ -34,21 +33,6 @@ _USUAL_WAIT_S: Final = 2.0
 """Stores take part in a request, and may be slow."""
 _VERIFY_WAIT_S: Final = 60.0
 _STATUS_OF: Final = {"done": 200, "pending": 202, "refused": 409, "failed": 409}
-
-
-def routes(app_state: AppState) -> list[Route]:
-    """Return the routes of this module.
-
-    They must precede those of /memory, which would match them as a model's name with slashes.
-    """
-    path = "/memory/{model:path}/tiers"
-    return [
-        route(app_state, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
-        route(app_state, f"{path}/{{tier}}/trim", "POST", Who.ADMIN, trim_tier),
-        route(app_state, f"{path}/clear", "POST", Who.ADMIN, clear_tiers),
-        route(app_state, f"{path}/erase", "POST", Who.ADMIN, erase_records),
-        route(app_state, f"{path}/verify", "POST", Who.ADMIN, verify_tiers),
-    ]
 
 
 async def change_tier(app_state: AppState, request: Request) -> Any:
