@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+
+from kvelastic.units import parse_age_s, parse_percent, parse_size
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -30,27 +32,29 @@ class NameType(click.ParamType):  # type: ignore[type-arg]
         return offered((info.name for info in list_segments()), incomplete)
 
 
-class SizeType(click.ParamType):  # type: ignore[type-arg]
-    """A size in bytes, parsed by `kvelastic.units.parse_size`."""
+class ParsedType(click.ParamType):  # type: ignore[type-arg]
+    """Text that a function of `kvelastic.units` parses. If it raises, that is a usage error."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return bytes; a bad size is a usage error (exit code 2)."""
-        from kvelastic.units import parse_size
-
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; anything else is a usage error (exit code 2)."""
         try:
-            return parse_size(str(value))
+            return self._parse(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class LimitType(SizeType):
+class LimitType(ParsedType):
     """A size, or `none` for no limit."""
 
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
         """Return bytes, `UNLIMITED_BYTES` for `none`; a bad size is a usage error (exit code 2)."""
         if str(value).strip().lower() == "none":
             from kvelastic.instance.status import UNLIMITED_BYTES
@@ -61,21 +65,10 @@ class LimitType(SizeType):
         return super().convert(value, param, ctx)
 
 
-class PercentType(click.ParamType):  # type: ignore[type-arg]
-    """0 to 100, with or without a percent sign."""
-
-    name = "percent"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the number; anything else is a usage error (exit code 2)."""
-        from kvelastic.units import parse_percent
-
-        try:
-            return parse_percent(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+SIZE: Final = ParsedType("size", parse_size)
+LIMIT: Final = LimitType("size", parse_size)
+PERCENT: Final = ParsedType("percent", parse_percent)
+AGE: Final = ParsedType("age", parse_age_s)
 
 
 class SecondsType(click.ParamType):  # type: ignore[type-arg]
@@ -97,23 +90,6 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
         if not math.isfinite(seconds) or seconds < self.least_s:
             self.fail(f"{value!r} must be at least {self.least_s:g} seconds", param, ctx)
         return seconds
-
-
-class AgeType(click.ParamType):  # type: ignore[type-arg]
-    """An age, parsed by `kvelastic.units.parse_age_s`."""
-
-    name = "age"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return seconds; a bad age is a usage error (exit code 2)."""
-        from kvelastic.units import parse_age_s
-
-        try:
-            return parse_age_s(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 class TierType(click.ParamType):  # type: ignore[type-arg]

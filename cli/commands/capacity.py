@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
+from kvelastic.cli.arguments import SIZE, ValueCommand, wait_option
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.rendering.printing import print_lines
 
@@ -23,7 +23,7 @@ _BRIEF_LOOK_S: Final = 0.2
     "capacity", cls=ValueCommand, short_help="Set the capacity of a device for its instances."
 )
 @click.argument("device")
-@click.argument("size", type=SizeType())
+@click.argument("size", type=SIZE)
 @click.option("--group", metavar="NAME", help="Their KVELASTIC_LEDGER, if the device has several.")
 @wait_option("the use is within the capacity")
 def capacity_command(device: str, size: int, group: str | None, wait_s: float | None) -> None:

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvelastic.cli.arguments import (
-    LimitType,
-    NameType,
-    PercentType,
-    SizeType,
-    ValueCommand,
-    wait_option,
-)
+from kvelastic.cli.arguments import LIMIT, PERCENT, SIZE, NameType, ValueCommand, wait_option
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import explain_reaped, readable, sweep
@@ -30,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command("limit", cls=ValueCommand, short_help="Set the memory limit of an instance.")
 @click.argument("name", type=NameType())
-@click.argument("size", type=LimitType())
+@click.argument("size", type=LIMIT)
 @wait_option("the request is applied")
 def limit_command(name: str, size: int, wait_s: float | None) -> None:
     """Set the memory limit of an instance to SIZE (512M, 1.5GiB, 2g, or bytes).
@@ -48,7 +41,7 @@ def limit_command(name: str, size: int, wait_s: float | None) -> None:
     short_help="Set the limit as a percentage of the device's capacity.",
 )
 @click.argument("name", type=NameType())
-@click.argument("percent", type=PercentType())
+@click.argument("percent", type=PERCENT)
 @wait_option("the request is applied")
 def limit_percent_command(name: str, percent: float, wait_s: float | None) -> None:
     """Set the memory limit of an instance to PERCENT of its own device's capacity."""
@@ -63,11 +56,11 @@ def limit_percent_command(name: str, percent: float, wait_s: float | None) -> No
 @click.option(
     "--min",
     "min_bytes",
-    type=SizeType(),
+    type=SIZE,
     metavar="SIZE",
     help="Guarantee: no other instance takes memory below it.",
 )
-@click.option("--limit", "limit_bytes", type=LimitType(), metavar="SIZE", help="Limit, or `none`.")
+@click.option("--limit", "limit_bytes", type=LIMIT, metavar="SIZE", help="Limit, or `none`.")
 @click.option(
     "--priority",
     type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
@@ -109,13 +102,10 @@ def trim_command(name: str, wait_s: float | None) -> None:
 
 def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
     """Send a request, print its outcome, and end the command with the matching exit code."""
-    from kvelastic.cli.rendering.outcome_text import outcome_text
-    from kvelastic.instance.row import printable
     from kvelastic.shared.segment import Request
 
     request = Request(**wanted)
-    outcome, answer = send(name, request, wait_s)
-    end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
+    report(name, request, *send(name, request, wait_s), wait_s)
 
 
 def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Ack]:
@@ -130,6 +120,16 @@ def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Ac
         explain_reaped(name, reaped)
         raise
     return outcome_of(request, answer), answer
+
+
+def report(
+    name: str, request: Request, outcome: Outcome, answer: Ack, wait_s: float | None
+) -> None:
+    """Print the outcome of a request in the words that all requests share. Ends as `end` does."""
+    from kvelastic.cli.rendering.outcome_text import outcome_text
+    from kvelastic.instance.row import printable
+
+    end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
 
 
 def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
@@ -151,7 +151,6 @@ def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
 def _end_trim(
     name: str, mapped_before_bytes: int, outcome: Outcome, answer: Ack, wait_s: float | None
 ) -> None:
-    from kvelastic.cli.rendering.outcome_text import outcome_text
     from kvelastic.errors import SegmentError
     from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.instance.row import printable
@@ -159,7 +158,7 @@ def _end_trim(
     from kvelastic.units import format_size
 
     if outcome.verdict not in HOLDS | {Verdict.SHRINKING}:
-        end(outcome_text(printable(name), Request(trim=True), outcome, answer), outcome, wait_s)
+        report(name, Request(trim=True), outcome, answer, wait_s)
         return
     given_bytes = max(0, mapped_before_bytes - answer.mapped_bytes)
     message = (

@@ -15,7 +15,6 @@ from kvelastic.cli.commands import limits, listing, sleeping
 from kvelastic.cli.controller_calls import RemoteController
 from kvelastic.cli.rendering.exit_codes import fail
 from kvelastic.cli.rendering.printing import print_json, print_lines
-from kvelastic.instance.row import printable
 
 if TYPE_CHECKING:
     from kvelastic.instance.row import Row
@@ -92,12 +91,10 @@ def _trim(context: click.Context, name: str, wait_s: float | None) -> None:
 
 
 def _ask(context: click.Context, name: str, wait_s: float | None, **wanted: Any) -> None:
-    from kvelastic.cli.rendering.outcome_text import outcome_text
     from kvelastic.shared.segment import Request
 
     request = Request(**wanted)
-    outcome, answer = _there(context).request(name, request, wait_s)
-    limits.end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
+    limits.report(name, request, *_there(context).request(name, request, wait_s), wait_s)
 
 
 def _sleep(context: click.Context, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvelastic.cli.arguments import NameType, wait_option
-from kvelastic.cli.commands.limits import end, send
+from kvelastic.cli.commands.limits import end, report, send
 from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
 from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import readable, sweep
@@ -22,7 +22,7 @@ _LOOK_S: Final = 0.05
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome
-    from kvelastic.shared.segment import Ack, Request, SegmentInfo
+    from kvelastic.shared.segment import Ack, SegmentInfo
 
 
 @click.command("sleep", short_help="Release an instance's memory until it is woken.")
@@ -36,16 +36,7 @@ def sleep_command(name: str, wait_s: float | None) -> None:
     (exit code 3 if that takes longer than --wait). The limit stays. `kvctl wake` ends the
     sleep.
     """
-    from kvelastic.instance.outcome import HOLDS, Verdict
-    from kvelastic.shared.segment import Request
-
-    before = readable(name, sweep())
-    request = Request(asleep=True)
-    outcome, answer = send(name, request, wait_s)
-    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
-        _end_sleep(before, answer, wait_s)
-    else:
-        _end_otherwise(name, request, outcome, answer, wait_s)
+    _ask(name, wait_s, asleep=True)
 
 
 @click.command("wake", short_help="Wake a sleeping instance.")
@@ -56,25 +47,22 @@ def wake_command(name: str, wait_s: float | None) -> None:
 
     Memory comes with the next request.
     """
+    _ask(name, wait_s, asleep=False)
+
+
+def _ask(name: str, wait_s: float | None, *, asleep: bool) -> None:
     from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.shared.segment import Request
 
     before = readable(name, sweep())
-    request = Request(asleep=False)
+    request = Request(asleep=asleep)
     outcome, answer = send(name, request, wait_s)
-    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
-        _end_wake(before, outcome, answer, wait_s)
+    if outcome.verdict not in HOLDS | {Verdict.SHRINKING}:
+        report(name, request, outcome, answer, wait_s)
+    elif asleep:
+        _end_sleep(before, answer, wait_s)
     else:
-        _end_otherwise(name, request, outcome, answer, wait_s)
-
-
-def _end_otherwise(
-    name: str, request: Request, outcome: Outcome, answer: Ack, wait_s: float | None
-) -> None:
-    from kvelastic.cli.rendering.outcome_text import outcome_text
-    from kvelastic.instance.row import printable
-
-    end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
+        _end_wake(before, outcome, answer, wait_s)
 
 
 def _end_sleep(before: SegmentInfo, answer: Ack, wait_s: float | None) -> None:

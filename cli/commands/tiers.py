@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvelastic.cli.arguments import (
-    AgeType,
-    NameType,
-    SizeType,
-    TierType,
-    ValueCommand,
-    wait_option,
-)
+from kvelastic.cli.arguments import AGE, SIZE, NameType, TierType, ValueCommand, wait_option
 from kvelastic.cli.rendering.exit_codes import fail, print_pending
 from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.show_group import ShowingGroup
@@ -67,7 +60,7 @@ def show_command(name: str | None, as_json: bool) -> None:
 @tiers_command.command("limit", cls=ValueCommand, short_help="Set the limit of a tier.")
 @click.argument("name", type=NameType())
 @click.argument("tier", type=TierType())
-@click.argument("size", type=SizeType())
+@click.argument("size", type=SIZE)
 @wait_option("the tier is within the limit")
 @_json_option
 def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
@@ -88,7 +81,7 @@ def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json
 @tiers_command.command("trim", cls=ValueCommand)
 @click.argument("name", type=NameType())
 @click.argument("tier", type=TierType())
-@click.argument("size", type=SizeType())
+@click.argument("size", type=SIZE)
 @wait_option("it is done")
 @_json_option
 def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
@@ -129,7 +122,7 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
 @click.option(
     "--older-than",
     "age_s",
-    type=AgeType(),
+    type=AGE,
     metavar="AGE",
     help="Only records older than this (90s, 15m, 12h, 7d).",
 )
