@@ -52,7 +52,8 @@ from kvelastic.controller.launch.process_group import (
 from kvelastic.controller.models import instance_memory
 from kvelastic.controller.models.engine_calls import LOOK_AT_PORT_S, PORT_CLOSED, EngineCalls
 from kvelastic.controller.models.gate import State
-from kvelastic.controller.models.served_model import ServedModel, Swapper, WithdrawnError
+from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
+from kvelastic.controller.models.swap import Swapper
 from kvelastic.controller.settings.named_files import fault_of_log, is_log
 from kvelastic.controller.settings.settings import LaunchSettings, Settings
 from kvelastic.errors import ControllerError, PortTakenError

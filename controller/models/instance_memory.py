@@ -231,19 +231,3 @@ def _sum(one: Claim, other: Claim | None) -> Claim:
     return Claim(
         one.reserved_bytes + other.reserved_bytes, one.guaranteed_bytes + other.guaranteed_bytes
     )
-
-
-__all__ = [
-    "DeviceClaims",
-    "Found",
-    "claims",
-    "devices",
-    "engine_asleep",
-    "look",
-    "own_host",
-    "pressure",
-    "remove_left_behind",
-    "request",
-    "row",
-    "rows_and_devices",
-]

@@ -29,20 +29,12 @@ MOST_INSTANCES: Final = 512
 
 _ABSENT: Final = -1
 _DEVICE_KEYS: Final = (
-    "capacity_bytes",
-    "others_bytes",
-    "others_of_capacity_bytes",
-    "reserved_bytes",
-    "reserved_of_capacity_bytes",
-    "free_bytes",
-)
+    "capacity_bytes", "others_bytes", "others_of_capacity_bytes", "reserved_bytes",
+    "reserved_of_capacity_bytes", "free_bytes",
+)  # fmt: skip
 _INSTANCE_KEYS: Final = (
-    "granted_bytes",
-    "in_use_bytes",
-    "cached_bytes",
-    "parked_bytes",
-    "pledged_bytes",
-)
+    "granted_bytes", "in_use_bytes", "cached_bytes", "parked_bytes", "pledged_bytes",
+)  # fmt: skip
 
 
 class _Columns:

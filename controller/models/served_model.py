@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.engine_calls import KINDS, EngineCalls, Kind
@@ -22,6 +22,9 @@ from kvelastic.controller.models.swap_policy import Wait
 from kvelastic.controller.models.traffic import Traffic
 from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 from kvelastic.errors import EngineCallError
+
+if TYPE_CHECKING:
+    from kvelastic.controller.models.swap import Swapper
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -34,24 +37,6 @@ EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
 
 class WithdrawnError(Exception):
     """No request or operator waits for the model's turn now."""
-
-
-class Swapper(Protocol):
-    """Decides when a model may wake or start. Used in the loop only."""
-
-    async def take(
-        self, model: ServedModel, *, is_start: bool, may_displace: bool = True
-    ) -> Refusal | None:
-        """Wait for the model's turn; return a refusal if it never comes. Raises `WithdrawnError`.
-
-        `model.has_turn` is then true: the model holds memory, or is about to.
-        """
-
-    def withdraw(self, model: ServedModel) -> None:
-        """Cancel the model's wait for its turn."""
-
-    def poke(self) -> None:
-        """Notify waiting models of a change."""
 
 
 class OnDemandEngine(Protocol):

@@ -74,7 +74,10 @@ class Swapper:
     async def take(
         self, model: ServedModel, *, is_start: bool, may_displace: bool = True
     ) -> Refusal | None:
-        """Wait for the model's turn; see `served_model.Swapper`."""
+        """Wait for the model's turn; return a refusal if it never comes. Raises `WithdrawnError`.
+
+        `model.has_turn` is then true: the model holds memory, or is about to.
+        """
         model.has_turn = False
         self._number += 1
         want = Want(model.name, self._number, may_displace=may_displace, is_start=is_start)
@@ -99,7 +102,7 @@ class Swapper:
             self._changed.set()  # models held back for it continue
 
     def poke(self) -> None:
-        """Decide again if a model waits."""
+        """Decide again if a model waits: something has changed."""
         if self._waiting:
             self._changed.set()
 

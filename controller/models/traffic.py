@@ -1,10 +1,10 @@
 """Statistics of a model's recent requests, in a structure of constant size.
 
-traffic.begin(now); ...; traffic.end(...)     # one request
-traffic.window(60.0, now)                     # rates, latencies, tokens of the last minute
+traffic.end(now, ...)         # one request
+traffic.window(60.0, now)     # rates, latencies, tokens of the last minute
 
-Time is divided into slots of `SLOT_S` in a ring; a slot is cleared when it is reused. Latencies are
-counted in buckets whose bounds grow by 10%, so a percentile is accurate to about 5%.
+Time is divided into slots of `SLOT_S` in a ring. Latencies are counted in buckets whose bounds grow
+by 10%, so a percentile is accurate to about 5%.
 """
 
 from __future__ import annotations
@@ -46,23 +46,51 @@ def percentile_s(counts: list[int], percent: float) -> float | None:
     return None
 
 
-@dataclass
-class _Slot:
-    number: int = -1
+@dataclass(eq=False)
+class _Counts:
+    """Counts of finished requests."""
+
     requests: int = 0
     succeeded: int = 0
     failed: int = 0
+    cancelled: int = 0
+    """Failed requests whose clients disconnected."""
+    refused: int = 0
+    """Failed requests that the controller refused."""
     tokens: int = 0
-    total_s: float = 0.0
-    first: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
-    total: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    first_sum_s: float = 0.0
+    total_sum_s: float = 0.0
+    first_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    total_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
 
-    def clear(self, number: int) -> None:
-        self.number = number
-        self.requests = self.succeeded = self.failed = self.tokens = 0
-        self.total_s = 0.0
-        self.first = [0] * _BUCKETS
-        self.total = [0] * _BUCKETS
+    def add(
+        self,
+        *,
+        total_s: float,
+        first_s: float | None,
+        ok: bool,
+        tokens: int,
+        cancelled: bool,
+        refused: bool,
+    ) -> None:
+        self.requests += 1
+        self.tokens += tokens
+        self.total_sum_s += total_s
+        self.total_counts[bucket_of(total_s)] += 1
+        if first_s is not None:
+            self.first_sum_s += first_s
+            self.first_counts[bucket_of(first_s)] += 1
+        if ok:
+            self.succeeded += 1
+        else:
+            self.failed += 1
+            self.cancelled += cancelled
+            self.refused += refused
+
+
+@dataclass(eq=False)
+class _Slot(_Counts):
+    number: int = -1
 
 
 @dataclass(frozen=True)
@@ -81,23 +109,11 @@ class Window:
     """p50, p95, p99 of the time until its last byte."""
 
 
-class Traffic:
-    """One model's statistics. Times are of one monotonic clock."""
+class Traffic(_Counts):
+    """One model's counts since the start, and of its last ten minutes. One monotonic clock."""
 
     def __init__(self) -> None:
-        self.requests = 0
-        """Number since the start, like the next five counters."""
-        self.succeeded = 0
-        self.failed = 0
-        self.tokens = 0
-        self.cancelled = 0
-        """Failed requests whose clients disconnected."""
-        self.refused = 0
-        """Failed requests that the controller refused."""
-        self.first_counts = [0] * _BUCKETS
-        self.total_counts = [0] * _BUCKETS
-        self.first_sum_s = 0.0
-        self.total_sum_s = 0.0
+        super().__init__()
         self._slots = [_Slot() for _ in range(SLOTS)]
 
     def end(
@@ -112,29 +128,15 @@ class Traffic:
         refused: bool = False,
     ) -> None:
         """Count a finished request. `first_s` is None if the response has no body byte."""
-        slot = self._slot(now_s)
-        bucket = bucket_of(total_s)
-        slot.requests += 1
-        slot.total_s += total_s
-        slot.tokens += tokens
-        slot.total[bucket] += 1
-        self.requests += 1
-        self.tokens += tokens
-        self.total_counts[bucket] += 1
-        self.total_sum_s += total_s
-        if first_s is not None:
-            bucket = bucket_of(first_s)
-            slot.first[bucket] += 1
-            self.first_counts[bucket] += 1
-            self.first_sum_s += first_s
-        if ok:
-            slot.succeeded += 1
-            self.succeeded += 1
-        else:
-            slot.failed += 1
-            self.failed += 1
-            self.cancelled += cancelled
-            self.refused += refused
+        for counts in (self, self._slot(now_s)):
+            counts.add(
+                total_s=total_s,
+                first_s=first_s,
+                ok=ok,
+                tokens=tokens,
+                cancelled=cancelled,
+                refused=refused,
+            )
 
     def window(self, seconds: float, now_s: float) -> Window:
         """Return the statistics of the last `seconds`, rounded to slots, at most `MAX_WINDOW_S`."""
@@ -142,8 +144,8 @@ class Traffic:
         newest = int(now_s // SLOT_S)
         oldest = int((now_s - seconds) // SLOT_S) + 1
         slots = [slot for slot in self._slots if oldest <= slot.number <= newest]
-        first = _added([slot.first for slot in slots])
-        total = _added([slot.total for slot in slots])
+        first = _added([slot.first_counts for slot in slots])
+        total = _added([slot.total_counts for slot in slots])
         requests = sum(slot.requests for slot in slots)
         return Window(
             seconds=seconds,
@@ -151,17 +153,16 @@ class Traffic:
             succeeded=sum(slot.succeeded for slot in slots),
             failed=sum(slot.failed for slot in slots),
             tokens=sum(slot.tokens for slot in slots),
-            mean_total_s=sum(slot.total_s for slot in slots) / requests if requests else None,
+            mean_total_s=sum(slot.total_sum_s for slot in slots) / requests if requests else None,
             first_byte_s=_percentiles(first),
             total_s=_percentiles(total),
         )
 
     def _slot(self, now_s: float) -> _Slot:
         number = int(now_s // SLOT_S)
-        slot = self._slots[number % SLOTS]
-        if slot.number != number:
-            slot.clear(number)
-        return slot
+        if self._slots[number % SLOTS].number != number:
+            self._slots[number % SLOTS] = _Slot(number=number)
+        return self._slots[number % SLOTS]
 
 
 def bucket_bounds_s() -> list[float]:

@@ -437,6 +437,3 @@ def _not_served(path: str) -> Refusal:
         f"{path[:200]} is not served here: models are named in the controller's configuration, and"
         " neither pulled, made, copied nor removed by requests.",
     )
-
-
-__all__ = ["OllamaApi"]

@@ -51,7 +51,9 @@ def test_reused_slot_is_cleared() -> None:
 def test_traffic_memory_does_not_grow() -> None:
     def size(traffic: Traffic) -> int:
         slots = traffic._slots
-        return sum(sys.getsizeof(s.first) + sys.getsizeof(s.total) for s in slots) + len(slots)
+        return sum(
+            sys.getsizeof(s.first_counts) + sys.getsizeof(s.total_counts) for s in slots
+        ) + len(slots)
 
     traffic = Traffic()
     before = size(traffic)
