@@ -138,7 +138,7 @@ class Executor:
         run.call(callbacks)
         return run
 
-    def wait(self, run: Run, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
+    def wait(self, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
         """Block until `is_reached` returns true, for at most `timeout_s` (None: no limit).
 
         Returns whether it did. `is_reached` is called with the lock held.
@@ -203,24 +203,11 @@ class Executor:
         with self._changed:
             return [worker.tier for worker in self._workers if worker.is_given_up]
 
-    @property
-    def open_runs(self) -> int:
-        """Number of transfers that are not over."""
-        with self._changed:
-            return len(self._runs)
-
     def drain(self, timeout_s: float) -> bool:
         """Block until no transfer is open, for at most `timeout_s`. Returns whether none is."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            self.look()
-            with self._changed:
-                if not self._runs and not any(w.running for w in self._all_workers):
-                    return True
-                left_s = min(_LOOK_S, deadline_s - time.monotonic())
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
+        return self.wait(
+            timeout_s, lambda: not self._runs and not any(w.running for w in self._all_workers)
+        )
 
     def settle_unawaited(self, timeout_s: float) -> bool:
         """Cancel pending operations that are not awaited, then wait until no store is written to.
@@ -228,7 +215,6 @@ class Executor:
         Returns whether that was reached within `timeout_s`. Does not wait for stalled stores.
         Blocks.
         """
-        deadline_s = time.monotonic() + timeout_s
         with self._changed:
             for run in list(self._runs):
                 operations = run.transfer.graph.operations
@@ -236,15 +222,7 @@ class Executor:
                     if not operations[index].is_awaited and run.states.of(index) is State.PENDING:
                         self._end(run, index, State.CANCELLED)
                 self._forget_if_over(run)
-        while True:
-            self.look()
-            with self._changed:
-                if not any(self._is_writing(worker) for worker in self._workers):
-                    return True
-                left_s = min(_LOOK_S, deadline_s - time.monotonic())
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
+        return self.wait(timeout_s, lambda: not any(map(self._is_writing, self._workers)))
 
     @staticmethod
     def _is_writing(worker: _Worker) -> bool:

@@ -132,7 +132,7 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the run is complete, for at most `timeout_s`. Returns whether it is."""
-        return self._executor.wait(self, timeout_s, lambda: self.states.is_complete)
+        return self._executor.wait(timeout_s, lambda: self.states.is_complete)
 
     def cancel(self) -> None:
         """Cancel pending operations and abandon running calls to stores. Never blocks. Idempotent.

@@ -83,7 +83,7 @@ class World:
 
     def is_over(self, run: Run) -> bool:
         """Waits for what goes on behind it, too."""
-        return self.executor.wait(run, DEADLINE_S, lambda: run.states.is_over)
+        return self.executor.wait(DEADLINE_S, lambda: run.states.is_over)
 
     def check(self) -> None:
         """Nothing is left of what has ended, and nothing wrong is anywhere."""

@@ -5,8 +5,6 @@ kvelastic does not trust pids. It makes an allocation of a known size; the proce
 rises by exactly that size and falls again is this one.
 
     pid = find(driver, name)                # None: NVML does not report it
-
-    pid = find(driver, name)                # None: NVML does not say
     held_bytes = processes(name).get(pid)
 """
 
