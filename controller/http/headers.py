@@ -19,7 +19,7 @@ HOP_BY_HOP: Final = frozenset(
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
-    )
+    )  # fmt: skip
 )
 _NOT_UPSTREAM: Final = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"x-request-id",

@@ -103,12 +103,15 @@ def _copy_here(moves: Sequence[tuple[int, int, int]]) -> None:
         ctypes.memmove(to, of, size)
 
 
+def _packed(moves: Sequence[tuple[int, int, int]]) -> tuple[bytes, bytes]:
+    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
+    return sources, _vmm.pack_pieces([(to, size) for to, _, size in moves])
+
+
 def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
     """Copy by the kernel, so that a fault is an error. Works if process_vm_readv(2) is denied."""
-    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
-    targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
     try:
-        _vmm.copy_pieces(sources, targets)
+        _vmm.copy_pieces(*_packed(moves))
     except MappingError as error:
         raise LLMParamError(
             "memory of a cache is not there, and the copy is not complete. Keep registered memory"
@@ -120,6 +123,4 @@ def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
 
 def _copy_on_gpu(driver: _vmm.CudaDriver, moves: Sequence[tuple[int, int, int]]) -> None:
     """Copy by the driver of the caches' GPU, which derives the memory's owner from the address."""
-    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
-    targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
-    _vmm.copy_pieces_on_gpu(driver, sources, targets)
+    _vmm.copy_pieces_on_gpu(driver, *_packed(moves))

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Generic, TypeVar, cast
 
 from kvelastic.datadist import cache_layout, checks, wire
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run, layer_tensors
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
@@ -102,14 +102,10 @@ class LayerArguments:
         """Return the tensors of a local cache, and a function for those of the peer's cache."""
 
         def sources(desc: CacheDesc) -> range:
-            return cache_layout.layer_tensors(
-                "src_layer_range", desc, self._sources, self._per_layer
-            )
+            return layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
 
         def targets(desc: CacheDesc) -> range:
-            return cache_layout.layer_tensors(
-                "dst_layer_range", desc, self._targets, self._per_layer
-            )
+            return layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
 
         return (sources(desc), targets) if is_push else (targets(desc), sources)
 

@@ -23,17 +23,10 @@ from kvelastic.flexkv.common.user_config import (
 )
 
 __all__ = [
-    "GLOBAL_CONFIG_FROM_ENV",
-    "CacheConfig",
-    "ModelConfig",
-    "UserConfig",
-    "check_supported",
-    "dtype_name",
-    "item_bytes",
-    "load_user_config_from_env",
-    "load_user_config_from_file",
+    "GLOBAL_CONFIG_FROM_ENV", "CacheConfig", "ModelConfig", "UserConfig", "check_supported",
+    "dtype_name", "item_bytes", "load_user_config_from_env", "load_user_config_from_file",
     "update_default_config_from_user_config",
-]
+]  # fmt: skip
 
 _ITEM_BYTES: Final = {
     **dict.fromkeys(("float64", "double"), 8),

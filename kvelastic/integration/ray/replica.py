@@ -70,7 +70,7 @@ _RETRIED: Final = frozenset(
         "queue_timeout",
         "shutting_down",
         "wake_failed",
-    )
+    )  # fmt: skip
 )
 """Codes of the controller's refusals after which another replica may serve the request."""
 _LARGEST_REFUSAL: Final = 4096

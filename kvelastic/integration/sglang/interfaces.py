@@ -22,19 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "alloc_kv_cache",
-    "alloc_mamba_states",
-    "get_capabilities",
-    "get_kv_cache_manager",
-    "init_kvcached",
-    "init_kvelastic",
-    "kv_cache_pool_snapshot_dicts",
-    "kv_cache_pool_snapshots",
-    "observability_snapshot",
-    "observability_snapshot_dict",
-    "shutdown_kvcached",
+    "alloc_kv_cache", "alloc_mamba_states", "get_capabilities", "get_kv_cache_manager",
+    "init_kvcached", "init_kvelastic", "kv_cache_pool_snapshot_dicts", "kv_cache_pool_snapshots",
+    "observability_snapshot", "observability_snapshot_dict", "shutdown_kvcached",
     "shutdown_kvelastic",
-]
+]  # fmt: skip
 
 
 _calls = EngineCalls("sglang")
