@@ -178,13 +178,7 @@ class Table:
             growing = [at for at in growing if self._widths[at] < self._columns[at].most]
 
     def _title(
-        self,
-        title: str,
-        of: str,
-        width: int,
-        is_left: bool,
-        order: str | None,
-        is_reversed: bool,
+        self, title: str, of: str, width: int, is_left: bool, order: str | None, is_reversed: bool
     ) -> Span:
         if order is None or of != order:
             return Span(title.ljust(width) if is_left else title.rjust(width), "heading")

@@ -55,11 +55,7 @@ _BODIES: dict[tuple[str, str], dict[str, Any]] = {
         "properties": {
             "min": _SIZE,
             "limit": _SIZE,
-            "priority": {
-                "type": "integer",
-                "minimum": -MAX_PRIORITY,
-                "maximum": MAX_PRIORITY,
-            },
+            "priority": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
             "wait": _WAIT,
         },
     },

@@ -80,11 +80,7 @@ async def change_memory(app_state: AppState, request: Request) -> Any:
     wait_s = wait_of(body)
     asked = segment.Request(limit_bytes, min_bytes, priority)
     if asked.is_empty:
-        raise Refusal(
-            400,
-            "nothing_requested",
-            "Give one of min, limit and priority at least.",
-        )
+        raise Refusal(400, "nothing_requested", "Give one of min, limit and priority at least.")
     if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
         raise Refusal(400, "invalid_value", "min is above limit.", param="min")
     request.state.asked = {"min": min_bytes, "limit": limit_bytes, "priority": priority}

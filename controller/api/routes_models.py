@@ -133,11 +133,7 @@ async def model_traffic_stats(app_state: AppState, request: Request) -> Any:
     window_s = seconds_of(request, "window", WINDOW_S)
     facts = reports.traffic_of(model, window_s, app_state.settings.sleep.idle_after)
     return {
-        "model_stats": {
-            "model_name": model.name,
-            "state": model.reported_state.value,
-            **facts,
-        },
+        "model_stats": {"model_name": model.name, "state": model.reported_state.value, **facts},
         "window_seconds": window_s,
     }
 

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 
-from kvelastic.controller.api.json_body import (
-    age_of,
-    check_keys,
-    json_object,
-    size_of,
-    wait_of,
-)
+from kvelastic.controller.api.json_body import age_of, check_keys, json_object, size_of, wait_of
 from kvelastic.controller.api.routes import instance_of
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.http.replies import Json

@@ -10,17 +10,10 @@ Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP: Final = frozenset(
     (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )  # fmt: skip
-)
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+        b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
 _NOT_UPSTREAM: Final = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"x-request-id",
     b"origin",  # checked by the controller

@@ -36,12 +36,7 @@ class Refusal(Exception):  # noqa: N818 - a response, not a failure
         kind = _TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
-        error = {
-            "message": self.message,
-            "type": kind,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
     def anthropic_body(self, request_id: str | None) -> bytes:
@@ -49,10 +44,7 @@ class Refusal(Exception):  # noqa: N818 - a response, not a failure
         kind = _ANTHROPIC_TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "api_error"
         )
-        answer: dict[str, Any] = {
-            "type": "error",
-            "error": {"type": kind, "message": self.message},
-        }
+        answer: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": self.message}}
         if request_id is not None:
             answer["request_id"] = request_id
         return json.dumps(answer).encode()
@@ -105,7 +97,5 @@ def engine_timeout() -> Refusal:
 def engine_failed() -> Refusal:
     """Return a 502: an engine accepted the connection but sent no valid response."""
     return Refusal(
-        502,
-        "engine_failed",
-        "The engine broke off the connection, or its answer is not HTTP.",
+        502, "engine_failed", "The engine broke off the connection, or its answer is not HTTP."
     )

@@ -288,9 +288,7 @@ async def read_body(
 
 def _too_large(limit_bytes: int) -> Refusal:
     return Refusal(
-        413,
-        "body_too_large",
-        f"The body is larger than {limit_bytes} bytes (server.max_body).",
+        413, "body_too_large", f"The body is larger than {limit_bytes} bytes (server.max_body)."
     )
 
 

@@ -37,10 +37,7 @@ from kvelastic.controller.http.open_files import OpenFiles
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.launch import launch_record
 from kvelastic.controller.launch.engine_log import last_lines
-from kvelastic.controller.launch.launch_environment import (
-    engine_environment,
-    new_engine_key,
-)
+from kvelastic.controller.launch.launch_environment import engine_environment, new_engine_key
 from kvelastic.controller.launch.launch_record import LaunchedEngine, Mark, Record
 from kvelastic.controller.launch.listeners import listeners
 from kvelastic.controller.launch.process_group import (

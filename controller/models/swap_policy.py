@@ -154,10 +154,7 @@ def _spared(model: Model, want: Want) -> Model:
 
 
 def _hold_back(
-    decision: Decision,
-    leavers: Sequence[Model],
-    coming: Model,
-    standings: Mapping[str, Standing],
+    decision: Decision, leavers: Sequence[Model], coming: Model, standings: Mapping[str, Standing]
 ) -> None:
     """Hold back busy models whose `min_awake` is over; look again when the next one ends."""
     for model in leavers:

@@ -39,11 +39,7 @@ from kvelastic.controller.models.gate import Ticket, TicketState
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
 from kvelastic.controller.routing.body_reader import BodyReader
-from kvelastic.controller.routing.engine_request import (
-    at_an_engine,
-    check_name,
-    request_to_engine,
-)
+from kvelastic.controller.routing.engine_request import at_an_engine, check_name, request_to_engine
 from kvelastic.controller.routing.model_field import Form
 from kvelastic.controller.routing.model_name import find_name, rename
 from kvelastic.controller.routing.prefill import ONE_TOKEN, Prefill
@@ -195,13 +191,7 @@ class Forwarder:
         return exchange.key
 
     async def _through_gate(
-        self,
-        scope: Any,
-        send: Any,
-        exchange: Exchange,
-        model: ServedModel,
-        key: Key,
-        body: Body,
+        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, key: Key, body: Body
     ) -> None:
         priority = min(priority_of(scope["headers"]), key.max_priority)
         try:
@@ -267,13 +257,7 @@ class Forwarder:
             headers = [(k, v) for k, v in headers if k != b"content-length"]
         exchange.status = response.status
         exchange.started = True
-        await send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": headers,
-            }
-        )
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
         content = response.content
         while True:
             silence.since_s = time.monotonic()

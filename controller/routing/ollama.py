@@ -378,10 +378,7 @@ _ROUTES: Final[dict[str, tuple[str, Handler]]] = {
 def _scope_of(scope: Any, path: str, length: int) -> Any:
     """Return the ASGI scope of the translated request: new path and body, same client."""
     headers = [(k, v) for k, v in scope["headers"] if k not in _OUR_OWN]
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(length).encode()),
-    ]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
     return {
         **scope,
         "path": path,

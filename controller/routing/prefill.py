@@ -27,11 +27,7 @@ from kvelastic.controller.http.request_body import Body
 from kvelastic.controller.models.gate import State, Ticket, TicketState
 from kvelastic.controller.models.served_model import ServedModel
 from kvelastic.controller.models.serving import Serving
-from kvelastic.controller.routing.engine_request import (
-    at_an_engine,
-    check_name,
-    request_to_engine,
-)
+from kvelastic.controller.routing.engine_request import at_an_engine, check_name, request_to_engine
 
 _COMPLETIONS: Final = "/v1/completions"
 ONE_TOKEN: Final = {

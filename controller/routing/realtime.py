@@ -339,11 +339,7 @@ async def _refuse(send: Any, exchange: Exchange, refusal: Refusal) -> None:
     headers, body = refusal_parts(refusal, exchange.path, exchange.request_id)
     try:
         await send(
-            {
-                "type": "websocket.http.response.start",
-                "status": refusal.status,
-                "headers": headers,
-            }
+            {"type": "websocket.http.response.start", "status": refusal.status, "headers": headers}
         )
         await send({"type": "websocket.http.response.body", "body": body, "more_body": False})
     except OSError:

@@ -78,9 +78,7 @@ def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None)
     )
 
 
-def _portions(
-    moves: Iterable[tuple[int, int, int]],
-) -> Iterator[list[tuple[int, int, int]]]:
+def _portions(moves: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
     """Split moves into the portions that are copied between two checks of the deadline."""
     portion: list[tuple[int, int, int]] = []
     left = _MOST_BYTES_A_CALL

@@ -21,12 +21,7 @@ from kvelastic.datadist.descriptors import (
     MemInfo,
 )
 from kvelastic.datadist.enums import Placement
-from kvelastic.datadist.manager_calls import (
-    LayerArguments,
-    ManagerCalls,
-    manager_call,
-    model_of,
-)
+from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, manager_call, model_of
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
 

@@ -81,10 +81,7 @@ class GroupLinks:
             linking = _Linking(next(self._numbers), group)
             self._groups[linking.comm_id] = linking
         threading.Thread(
-            target=self._make,
-            args=(linking, total_s, rounds),
-            name="kvelastic-group",
-            daemon=True,
+            target=self._make, args=(linking, total_s, rounds), name="kvelastic-group", daemon=True
         ).start()
         return linking.comm_id
 

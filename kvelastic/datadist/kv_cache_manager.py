@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING
 from kvelastic.datadist import checks
 from kvelastic.datadist.byte_copies import copy_to_host
 from kvelastic.datadist.caches import KvCache
-from kvelastic.datadist.descriptors import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-)
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.enums import DataType, LLMRole, Placement, numpy_name
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches

@@ -42,13 +42,7 @@ class LayerPushes:
         for at, (config, layers) in enumerate(zip(configs, self.layers, strict=True)):
             self._check(f"transfer_configs[{at}]", config, layers, every)
 
-    def _check(
-        self,
-        name: str,
-        config: Config,
-        layers: range,
-        every: range,
-    ) -> None:
+    def _check(self, name: str, config: Config, layers: range, every: range) -> None:
         if layers.stop > every.stop:
             raise LLMParamError(
                 f"{name}: src_layer_range={layers} is beyond the {every.stop} layers of src_cache"

@@ -209,11 +209,7 @@ class LayerSender:
             task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
     def _run(
-        self,
-        task: CacheTask,
-        synchronizer: LayerSynchronizer,
-        layers: Sequence[range],
-        push: Push,
+        self, task: CacheTask, synchronizer: LayerSynchronizer, layers: Sequence[range], push: Push
     ) -> None:
         try:
             for layer in sorted({one for each in layers for one in each}):

@@ -17,12 +17,7 @@ from kvelastic.datadist import cache_layout, checks, wire
 from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run, layer_tensors
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
-from kvelastic.datadist.descriptors import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-)
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.enums import LLMRole, Placement
 from kvelastic.datadist.layer_pushes import Config, LayerPushes, block_lists
 from kvelastic.datadist.layers import (
@@ -36,12 +31,7 @@ from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import AnyKey
-from kvelastic.datadist.status import (
-    LLMParamError,
-    LLMStatusCode,
-    as_llm_exceptions,
-    failure,
-)
+from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 _log = logging.getLogger("kvelastic")
 

@@ -13,12 +13,7 @@ from kvelastic.datadist import checks
 from kvelastic.datadist.clusters import listen_addresses
 from kvelastic.datadist.config import DEFAULT_MEM_UTILIZATION, OPTIONS
 from kvelastic.datadist.enums import LLMRole
-from kvelastic.datadist.memory_config import (
-    BufferTier,
-    MemPool,
-    parse_buffer_tiers,
-    parse_mem_pool,
-)
+from kvelastic.datadist.memory_config import BufferTier, MemPool, parse_buffer_tiers, parse_mem_pool
 from kvelastic.datadist.status import LLMParamError
 from kvelastic.logs import log_once
 

@@ -17,11 +17,7 @@ from typing import Final, TypeAlias
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.descriptors import (
-    BlocksCacheKey,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-)
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.status import (
     LLMException,
@@ -31,12 +27,7 @@ from kvelastic.datadist.status import (
     status_of,
     status_of_number,
 )
-from kvelastic.errors import (
-    ChannelTimeoutError,
-    KvelasticError,
-    MessageError,
-    UnknownBlockError,
-)
+from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError, UnknownBlockError
 from kvelastic.transfer import Link, Node, Piece
 
 AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey

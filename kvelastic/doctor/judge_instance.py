@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.doctor.finding import Finding, Outcome, State, check, line, problem, warning
 from kvelastic.doctor.judge_ledger import explain_ledger, has_memory_for
-from kvelastic.units import (
-    format_limit,
-    format_pages,
-    format_size,
-    size_argument,
-    whole_pages,
-)
+from kvelastic.units import format_limit, format_pages, format_size, size_argument, whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.doctor.facts import Facts
@@ -326,8 +320,7 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Findin
 def _setter(status: InstanceStatus) -> Iterable[Finding]:
     if status.is_limit_of_kvcached_client:
         yield line(
-            "set by",
-            f"A kvcached client set the limit through /dev/shm/{status.kvcached_name}.",
+            "set by", f"A kvcached client set the limit through /dev/shm/{status.kvcached_name}."
         )
 
 

@@ -84,8 +84,7 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
     if status.asleep:
         if counted_bytes:
             yield line(
-                "guarantee",
-                f"Its guarantee is {guarantee}, which does not apply while it sleeps.",
+                "guarantee", f"Its guarantee is {guarantee}, which does not apply while it sleeps."
             )
     elif counted_bytes > status.effective_limit_bytes:
         yield line(
@@ -175,10 +174,7 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
             f" instances{_taken(ledger)}.",
         )
     if ledger.others_bytes:
-        yield line(
-            "device",
-            f"Other processes use {_size(ledger.others_bytes)} of the device.",
-        )
+        yield line("device", f"Other processes use {_size(ledger.others_bytes)} of the device.")
 
 
 def _taken(ledger: LedgerInfo) -> str:
@@ -264,8 +260,7 @@ def _reclaim_requests_to(me: Member, others: list[Member]) -> Iterable[Finding]:
     may_go_bytes = max(0, me.granted_bytes - me.min_bytes)
     if may_go_bytes == 0:
         yield line(
-            "asked",
-            f"It was requested to release {wanted}, but holds no more than its guarantee.",
+            "asked", f"It was requested to release {wanted}, but holds no more than its guarantee."
         )
     elif spare_bytes >= me.wanted_bytes:
         yield line(

@@ -42,12 +42,7 @@ from kvelastic.flexkv.common.request import KVRequestType, KVResponse, KVRespons
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.common.tracer import Tracer
-from kvelastic.flexkv.common.transfer import (
-    GRAPH_END,
-    BlockIds,
-    DeviceType,
-    TransferOpStatus,
-)
+from kvelastic.flexkv.common.transfer import GRAPH_END, BlockIds, DeviceType, TransferOpStatus
 from kvelastic.flexkv.storage.allocator import engine_blocks
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine

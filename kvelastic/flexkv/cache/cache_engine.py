@@ -20,12 +20,7 @@ import numpy as np
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.cache.radixtree import RadixTree
-from kvelastic.flexkv.cache.transfer_pattern import (
-    Fragment,
-    get_graph,
-    prefetch_graph,
-    put_graph,
-)
+from kvelastic.flexkv.cache.transfer_pattern import Fragment, get_graph, prefetch_graph, put_graph
 from kvelastic.flexkv.common.arguments import as_mask
 from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.calls import ALL_LAYERS, check_layers

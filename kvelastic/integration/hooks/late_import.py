@@ -60,10 +60,7 @@ class _Finder(MetaPathFinder):
         self.actions: dict[str, Action] = {}
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the other finders' spec with a loader that runs the action after loading."""
         action = self.actions.get(fullname)

@@ -27,9 +27,7 @@ _OF_MACHINE: Final = frozenset(one.name.removesuffix("_total") for one in metric
 
 
 def merged_memory(
-    replies: Iterable[Control],
-    nodes: Mapping[str, bool],
-    silent: Iterable[Mapping[str, Any]] = (),
+    replies: Iterable[Control], nodes: Mapping[str, bool], silent: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return the body of `GET /memory` for the cluster.
 
@@ -67,9 +65,7 @@ def merged_memory(
 
 
 def merged_metrics(
-    replies: Iterable[Control],
-    nodes: Mapping[str, bool],
-    silent: Iterable[Mapping[str, Any]] = (),
+    replies: Iterable[Control], nodes: Mapping[str, bool], silent: Iterable[Mapping[str, Any]] = ()
 ) -> bytes:
     """Return the body of `GET /metrics` for the cluster. Takes milliseconds.
 

@@ -61,17 +61,10 @@ some."""
 _LOG_LINES: Final = 15
 _RETRIED: Final = frozenset(
     (
-        "engine_failed",
-        "engine_unreachable",
-        "model_asleep",
-        "model_down",
-        "model_removed",
-        "queue_full",
-        "queue_timeout",
-        "shutting_down",
-        "wake_failed",
-    )  # fmt: skip
-)
+        "engine_failed", "engine_unreachable", "model_asleep", "model_down", "model_removed",
+        "queue_full", "queue_timeout", "shutting_down", "wake_failed",
+    )
+)  # fmt: skip
 """Codes of the controller's refusals after which another replica may serve the request."""
 _LARGEST_REFUSAL: Final = 4096
 _NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")

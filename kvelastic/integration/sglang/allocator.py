@@ -125,13 +125,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         if not self._take(pages):
             return None
         return super().alloc_extend(
-            prefix_lens,
-            prefix_lens_cpu,
-            seq_lens,
-            seq_lens_cpu,
-            last_loc,
-            extend_num_tokens,
-            pages,
+            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, pages
         )
 
     def alloc_decode(
@@ -191,12 +185,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
                 break
 
     def check_decode_capacity(
-        self,
-        *,
-        num_tokens: int,
-        tree_cache: Any,
-        requests: Any = None,
-        spec_algorithm: Any = None,
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
         """Map memory for the next step's tokens, evicting if needed. False: SGLang must retract.
 

@@ -363,8 +363,7 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
         error = _wake(scheduler, None)
         if error is not None:
             _log.error(
-                "The KV cache could not wake: %s Requests wait; each round tries again.",
-                error,
+                "The KV cache could not wake: %s Requests wait; each round tries again.", error
             )
     return original(updater, request)
 

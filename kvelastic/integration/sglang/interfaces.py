@@ -69,12 +69,7 @@ def alloc_kv_cache(
 
 
 def alloc_mamba_states(
-    *,
-    num_slots: int,
-    num_mamba_layers: int,
-    cache_params: Any,
-    device: Any,
-    group_id: int = 0,
+    *, num_slots: int, num_mamba_layers: int, cache_params: Any, device: Any, group_id: int = 0
 ) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:
     """Create the tensors of a Mamba model's states without memory: `(conv, temporal, info)`.
 
@@ -87,11 +82,7 @@ def alloc_mamba_states(
     shape, dtype = cache_params.shape, cache_params.dtype
     states = [*((conv, dtype.conv) for conv in shape.conv), (shape.temporal, dtype.temporal)]
     tensors, cell_size = embedded.alloc_states(
-        states,
-        num_slots=num_slots,
-        num_layers=num_mamba_layers,
-        device=device,
-        group_id=group_id,
+        states, num_slots=num_slots, num_layers=num_mamba_layers, device=device, group_id=group_id
     )
     info = {
         "is_contiguous": True,

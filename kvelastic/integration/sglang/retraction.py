@@ -53,8 +53,7 @@ def _holder(allocator: ElasticPagedAllocator, scheduler: Any, request: Any) -> H
     row = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
     slots = row[: request.kv.kv_allocated_len : allocator.page_size]
     return Holder(
-        int(request.kv.kv_committed_len),
-        frozenset((slots // allocator.page_size).tolist()),
+        int(request.kv.kv_committed_len), frozenset((slots // allocator.page_size).tolist())
     )
 
 

@@ -12,11 +12,7 @@ from kvelastic import engines
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.hooks import versions
 from kvelastic.integration.vllm import tier_connector
-from kvelastic.integration.vllm.connector_settings import (
-    OFFLOADING_CONNECTOR,
-    OUR_MODULE,
-    SEVERAL,
-)
+from kvelastic.integration.vllm.connector_settings import OFFLOADING_CONNECTOR, OUR_MODULE, SEVERAL
 
 _BENCH: Final = "DecodeBenchConnector"
 _COMPOSED: Final = frozenset({SEVERAL, OFFLOADING_CONNECTOR, _BENCH, "ExampleConnector"})

@@ -25,11 +25,7 @@ from kvelastic import _vmm, config
 from kvelastic.device import tested_gpus
 from kvelastic.device.process_memory import anonymous_bytes
 from kvelastic.device.selection import HOST, Device, host
-from kvelastic.errors import (
-    DeviceUnavailableError,
-    OutOfMemoryError,
-    UnsupportedEngineError,
-)
+from kvelastic.errors import DeviceUnavailableError, OutOfMemoryError, UnsupportedEngineError
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff

@@ -291,10 +291,7 @@ class FlexKVSchedulerConnector:
 def _ended_well(request: Any) -> bool:
     from vllm.v1.request import RequestStatus
 
-    return request.status in (
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-    )
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def _namespace(request: Any) -> list[str] | None:
