@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from engine_server import Request
 
@@ -50,12 +50,17 @@ class Answer:
         return [later - earlier for earlier, later in itertools.pairwise(self.events_s)]
 
 
-def stream_all(port: int, requests: Sequence[Request], at_once: int) -> list[Answer]:
-    """Send all, `at_once` at any time; raises StreamError, OSError, or TimeoutError."""
+def stream_all(
+    port: int, requests: Sequence[Request], at_once: int, **further: Any
+) -> list[Answer]:
+    """Send all, `at_once` at any time; raises StreamError, OSError, or TimeoutError.
+
+    `further` are fields of each request.
+    """
     gc.collect()
     gc.disable()
     try:
-        streams = asyncio.run(_all(port, requests, at_once))
+        streams = asyncio.run(_all(port, requests, at_once, further))
     finally:
         gc.enable()
     return [_answer(*pair) for pair in zip(requests, streams, strict=True)]
@@ -85,8 +90,10 @@ class _Stream(asyncio.Protocol):
                 self.over.set_exception(exc)
 
 
-async def _all(port: int, requests: Sequence[Request], at_once: int) -> list[_Stream]:
-    messages = enumerate([_message(request) for request in requests])
+async def _all(
+    port: int, requests: Sequence[Request], at_once: int, further: dict[str, Any]
+) -> list[_Stream]:
+    messages = enumerate([_message(request, further) for request in requests])
     done: dict[int, _Stream] = {}
 
     async def client(of_all: Iterator[tuple[int, bytes]]) -> None:
@@ -103,7 +110,7 @@ async def _all(port: int, requests: Sequence[Request], at_once: int) -> list[_St
     return [done[index] for index in range(len(requests))]
 
 
-def _message(request: Request) -> bytes:
+def _message(request: Request, further: dict[str, Any]) -> bytes:
     body = json.dumps(
         {
             "model": "m",
@@ -113,6 +120,7 @@ def _message(request: Request) -> bytes:
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": True,
+            **further,
         }
     ).encode()
     head = (
