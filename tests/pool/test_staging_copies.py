@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
+from functools import partial
+from pathlib import Path
 
 import pytest
 from native_pools import LAYOUTS, Memory, alloc
@@ -145,16 +148,37 @@ def test_staging_attach_failure_is_undone_on_every_rank() -> None:
         assert [first.view(0)[rank * part] for rank in range(3)] == [50, 51, 52]
 
 
+def allocated_bytes() -> int:
+    """Of all staging memory of this process."""
+    allocated = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
+            if str(entry.readlink()).startswith("/memfd:kvelastic-staging"):
+                allocated += entry.stat().st_blocks * 512
+    return allocated
+
+
+def test_populated_staging_has_all_its_memory() -> None:
+    """Also what does not fill a huge page at the end, and with the contents of before."""
+    staging = _vmm.Staging(3, 3 << 20)
+    assert staging.address(0) % (2 << 20) == 0, "else no huge page can be mapped there"
+    before_bytes = allocated_bytes()
+    staging.view(1)[:3] = b"abc"
+    staging.populate()
+    assert allocated_bytes() - before_bytes == 9 << 20
+    assert bytes(staging.view(1)[:4]) == b"abc\0"
+
+
 def test_forked_child_cannot_use_the_staging_memory() -> None:
     staging = _vmm.Staging(2, 4096)
     staging.view(0)[0] = 7
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (staging.view, staging.address):
+        for call in (partial(staging.view, 0), partial(staging.address, 0), staging.populate):
             with pytest.raises(errors.DeviceUnavailableError, match="forked child"):
-                call(0)
+                call()
             refused += 1
         os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert staging.view(0)[0] == 7

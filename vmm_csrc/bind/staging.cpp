@@ -4,9 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <cstring>
 #include <string>
 
+#include "base/huge_pages.h"
 #include "bind/errors.h"
+#include "bind/gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -70,7 +73,21 @@ void bind_staging(nb::module_& m) {
             return reinterpret_cast<std::uintptr_t>(staging.record(slot).data());
           },
           "slot"_a,
-          "Return the address of the object in a slot, a multiple of 4096. Raises as view().");
+          "Return the address of the object in a slot, a multiple of 4096. Raises as view().")
+      .def(
+          "populate",
+          [](const Staging& staging) {
+            check(staging.made_by().refuse_in_a_child());
+            const Populated populated = without_gil([&] { return populate(staging.memory()); });
+            if (populated.error == 0) return populated.is_huge;
+            raise_code("OUT_OF_MEMORY",
+                       "allocating " + std::to_string(staging.memory().size()) +
+                           " bytes of staging memory failed: " + std::strerror(populated.error) +
+                           "; lower KVELASTIC_TIER_STAGING");
+          },
+          "Allocate all memory now, in huge pages if the kernel has them: other processes copy it "
+          "twice as fast. Returns whether it has. Blocks, without the GIL. Raises "
+          "OutOfMemoryError, and DeviceUnavailableError in a forked child.");
 }
 
 }  // namespace kvelastic

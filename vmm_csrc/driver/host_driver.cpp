@@ -10,19 +10,12 @@
 #include <string>
 #include <utility>
 
-// Older C libraries lack these constants; the kernel's numbers are fixed.
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-#ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25
-#endif
+#include "base/huge_pages.h"
 
 namespace kvelastic {
 namespace {
 
 constexpr std::size_t kHuge = HostDriver::kGranularityBytes;
-constexpr std::size_t kSystemPageBytes = 4096;
 /// More than any processor can address, so sums of two sizes cannot overflow.
 constexpr std::size_t kMaxBytes = std::size_t{1} << 57;
 
@@ -40,40 +33,6 @@ Error bad_size(const char* call, std::size_t bytes) {
                                       " bytes is not a positive multiple of " +
                                       std::to_string(kHuge) + ", at most 2^57"};
 }
-
-/// Maps inaccessible addresses without memory; `at` may be null for any address.
-void* map_nothing(void* at, std::size_t bytes) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at != nullptr ? MAP_FIXED : 0);
-  return ::mmap(at, bytes, PROT_NONE, flags, -1, 0);
-}
-
-/// `bytes` of inaccessible addresses aligned to a huge page, unmapped again on destruction.
-class AlignedAddresses {
- public:
-  explicit AlignedAddresses(std::size_t bytes) : bytes_(bytes) {
-    // Allocate one huge page too many, then unmap what lies outside the aligned part.
-    void* raw = map_nothing(nullptr, bytes + kHuge);
-    if (raw == MAP_FAILED) return;
-    auto* begin = static_cast<std::byte*>(raw);
-    const auto misaligned = reinterpret_cast<std::uintptr_t>(begin) % kHuge;
-    const std::size_t head = misaligned == 0 ? 0 : kHuge - misaligned;
-    address_ = begin + head;
-    if (head > 0) ::munmap(begin, head);
-    ::munmap(address_ + bytes, kHuge - head);
-  }
-  AlignedAddresses(const AlignedAddresses&) = delete;
-  AlignedAddresses& operator=(const AlignedAddresses&) = delete;
-  ~AlignedAddresses() {
-    if (address_ != nullptr) ::munmap(address_, bytes_);
-  }
-
-  std::byte* get() const { return address_; }
-  std::byte* keep() { return std::exchange(address_, nullptr); }
-
- private:
-  std::byte* address_ = nullptr;
-  std::size_t bytes_;
-};
 
 }  // namespace
 
@@ -204,9 +163,7 @@ void HostDriver::put_offset(std::uint64_t offset, std::size_t bytes) {
 }
 
 // Fills the file's page cache through a temporary mapping, so that the page is complete before any
-// thread can address it. MADV_COLLAPSE fails with EINVAL if there is no page table yet, so each
-// huge page is populated with one system page first. MADV_POPULATE_WRITE returns an error when
-// memory runs out; a store would raise SIGBUS.
+// thread can address it.
 Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
   AlignedAddresses window(bytes);
   std::byte* at = window.get();
@@ -214,20 +171,12 @@ Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
                               static_cast<off_t>(offset)) == MAP_FAILED) {
     return Error{Errc::kMapping, describe("mapping a new page", bytes, errno)};
   }
-  for (std::size_t done = 0; done < bytes; done += kHuge) {
-    if (::madvise(at + done, kSystemPageBytes, MADV_POPULATE_WRITE) != 0) {
-      return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +
-                                           "; lower KVELASTIC_HOST_MEMORY or the limits"};
-    }
-  }
-  // One call for all huge pages: each call waits for a kernel worker on every processor, which
-  // takes long while an engine keeps the processors busy.
-  if (::madvise(at, bytes, MADV_COLLAPSE) == 0) return ok();
-  small_pages_.fetch_add(1, std::memory_order_relaxed);
-  if (::madvise(at, bytes, MADV_POPULATE_WRITE) != 0) {
-    return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +
+  const Populated populated = kvelastic::populate({at, bytes});
+  if (populated.error != 0) {
+    return Error{Errc::kOutOfMemory, describe("creating a page", bytes, populated.error) +
                                          "; lower KVELASTIC_HOST_MEMORY or the limits"};
   }
+  small_pages_.fetch_add(!populated.is_huge, std::memory_order_relaxed);
   return ok();
 }
 

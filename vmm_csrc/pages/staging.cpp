@@ -9,6 +9,8 @@
 #include <cstring>
 #include <string>
 
+#include "base/huge_pages.h"
+
 namespace kvelastic {
 namespace {
 
@@ -65,16 +67,17 @@ Result<std::unique_ptr<Staging>> Staging::attach(const StagingName& name) {
 Result<std::unique_ptr<Staging>> Staging::map(int fd, std::uint64_t slots,
                                               std::uint64_t record_bytes) {
   const std::uint64_t bytes = slots * slot_bytes(record_bytes);
-  void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (at == MAP_FAILED) {
+  AlignedAddresses addresses(bytes);  // as huge pages need them
+  void* at = addresses.get();
+  if (at == nullptr ||
+      ::mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
     const Error error = failed("mapping a staging of " + std::to_string(bytes) + " bytes");
     ::close(fd);
     return error;
   }
   // A forked child of an engine does not need the mapping.
   (void)::madvise(at, bytes, MADV_DONTFORK);
-  return std::unique_ptr<Staging>(
-      new Staging(fd, static_cast<std::byte*>(at), slots, record_bytes));
+  return std::unique_ptr<Staging>(new Staging(fd, addresses.keep(), slots, record_bytes));
 }
 
 Staging::~Staging() {
