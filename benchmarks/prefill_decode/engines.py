@@ -32,6 +32,10 @@ _IDLE_S = 1.2
 _WAKE = Request([5, 6, 7, 8], 1)
 
 
+class WayError(Exception):
+    """A prompt's blocks came from elsewhere than the measurement says."""
+
+
 class Engines(NamedTuple):
     prefill: RoleServer
     decode: RoleServer
@@ -90,6 +94,18 @@ def engines(model: Model, folder: Path) -> Iterator[Engines]:
 def prompt(seed: str, tokens: int) -> list[int]:
     """Return a random prompt, the same for each use of the seed."""
     return random.Random(seed).choices(VOCABULARY, k=tokens)
+
+
+@contextmanager
+def without_hits(server: VllmServer) -> Iterator[None]:
+    """Raise `WayError` if the body's prompts hit the server's own prefix cache.
+
+    vLLM does not empty a cache whose blocks are in use, and replies as if it had.
+    """
+    before = server.metrics()["prefix_cache_hits_total"]
+    yield
+    if hits := server.metrics()["prefix_cache_hits_total"] - before:
+        raise WayError(f"{hits:.0f} tokens were in the prefix cache:\n{server.tail()}")
 
 
 def prefilled(server: RoleServer, request: Request) -> tuple[dict[str, Any], float]:

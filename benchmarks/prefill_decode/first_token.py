@@ -9,7 +9,15 @@ from vllm_server import BLOCK_TOKENS
 
 from benchmarks.harness import Figure
 from benchmarks.pages import Table
-from benchmarks.prefill_decode.engines import Engines, prefilled, prompt, streamed
+from benchmarks.prefill_decode.engines import (
+    Engines,
+    WayError,
+    prefilled,
+    prompt,
+    streamed,
+    without_hits,
+)
+from benchmarks.vllm.streams import Answer
 
 NEW_TOKENS = 8
 PULLED, THROUGH, COMPUTED, AGAIN, CACHED = (
@@ -19,10 +27,6 @@ PULLED, THROUGH, COMPUTED, AGAIN, CACHED = (
     "computed there again",
     "in its own cache",
 )
-
-
-class PullError(Exception):
-    """The decode engine computed blocks instead of pulling them."""
 
 
 def measure(engines: Engines, prompts: Sequence[int], rounds: int) -> Table:
@@ -57,15 +61,13 @@ def _round(engines: Engines, request: Request) -> tuple[dict[str, float], int]:
     engines.forget()
     ticket, prefill_s = prefilled(engines.prefill, request)
     before = decode.pulled()
-    pulled = streamed(decode, request, kv_transfer_params=ticket)
+    with without_hits(decode):
+        pulled = streamed(decode, request, kv_transfer_params=ticket)
     blocks, expected = decode.pulled() - before, len(request.prompt) // BLOCK_TOKENS
     if blocks != expected:
-        raise PullError(f"{blocks} of {expected} blocks were pulled:\n{decode.tail()}")
+        raise WayError(f"{blocks} of {expected} blocks were pulled:\n{decode.tail()}")
     cached = streamed(decode, request)
-    engines.forget()
-    computed = streamed(decode, request)
-    engines.forget()
-    again = streamed(decode, request)
+    computed, again = (_computed(engines, request) for _ in range(2))
     first_s = {
         PULLED: pulled.first_token_s,
         THROUGH: prefill_s + pulled.first_token_s,
@@ -74,3 +76,9 @@ def _round(engines: Engines, request: Request) -> tuple[dict[str, float], int]:
         AGAIN: again.first_token_s,
     }
     return first_s, sum(answer.tokens != computed.tokens for answer in (pulled, cached))
+
+
+def _computed(engines: Engines, request: Request) -> Answer:
+    engines.forget()
+    with without_hits(engines.decode):
+        return streamed(engines.decode, request)
