@@ -11,7 +11,6 @@ from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm import tier_connector
 from kvelastic.integration.vllm.tier_refusals import (
     refuse_cache_for_tiers,
-    refuse_cache_to_exchange,
     refuse_for_tiers,
     refuse_without_tiers,
 )
@@ -119,10 +118,3 @@ def test_layers_without_token_keys_are_rejected(kind: str) -> None:
     refuse_cache_for_tiers(cache("FullAttentionSpec", "SlidingWindowSpec"))
     with pytest.raises(UnsupportedEngineError, match=kind):
         refuse_cache_for_tiers(cache("FullAttentionSpec", kind))
-
-
-@pytest.mark.parametrize("kinds", [("SlidingWindowSpec",), ("FullAttentionSpec",) * 2])
-def test_groups_without_the_whole_prompt_are_rejected(kinds: tuple[str, ...]) -> None:
-    refuse_cache_to_exchange(cache("FullAttentionSpec"))
-    with pytest.raises(UnsupportedEngineError, match="one group that keeps the whole prompt"):
-        refuse_cache_to_exchange(cache(*kinds))

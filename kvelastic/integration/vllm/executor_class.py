@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvelastic.integration.vllm import in_engine_core, in_gpu_worker, in_worker, tier_adapters
 from kvelastic.integration.vllm.subclasses import Subclasses
-from kvelastic.integration.vllm.tier_connector import exchanges, is_ours
+from kvelastic.integration.vllm.tier_connector import is_ours
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
@@ -63,10 +63,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
         """Create the instance; give each worker the paged layout and the segment to attach to."""
         from kvelastic.integration.vllm import scheduler_side
         from kvelastic.integration.vllm.refusals import refuse_cache_configuration
-        from kvelastic.integration.vllm.tier_refusals import (
-            refuse_cache_for_tiers,
-            refuse_cache_to_exchange,
-        )
+        from kvelastic.integration.vllm.tier_refusals import refuse_cache_for_tiers
 
         # A stage or a model without attention has no KV cache and takes no part.
         ranks = [rank for rank, config in enumerate(kv_cache_configs) if config.kv_cache_tensors]
@@ -80,8 +77,6 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
             refuse_cache_configuration(vllm_config, config)
             if has_tiers:
                 refuse_cache_for_tiers(config)
-            if exchanges(vllm_config.kv_transfer_config):
-                refuse_cache_to_exchange(config)
         facts = self._on_each_worker(in_worker.device_facts)
         instance = scheduler_side.start_instance(
             vllm_config, with_cache, [facts[rank] for rank in ranks]

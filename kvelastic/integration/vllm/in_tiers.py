@@ -47,9 +47,6 @@ _PAUSE_S: Final = 0.1
 _END_LOADS_S: Final = 30.0
 """How long a reset waits for cancelled loads, whose running copies must complete."""
 
-_FIRST_GROUP: Final = bytes(4)
-"""vLLM appends a block's group to its hash."""
-
 _LEAST_BLOCKS: Final = 4
 """Steps with fewer blocks are not measured: they are decode steps, not prefills."""
 
@@ -119,39 +116,62 @@ class EngineTiers:
 
     # --- other engines --------------------------------------------------------------------------
 
-    def expect(self, request: str, asked: dict[str, Any], hashes: Sequence[bytes]) -> None:
-        """A request came with the ticket of a prefill engine for the blocks of these hashes."""
+    def expect(self, request: str, asked: dict[str, Any], blocks: Sequence[bytes]) -> None:
+        """A request came with the ticket of a prefill engine for these blocks.
+
+        `blocks` are vLLM's hashes, each with its group. The prefill engine holds all or none.
+        """
         if self._peers is None or not self._peers.decodes:
             return
         ticket = self._peers.ticket_in(asked)
-        if ticket is not None and hashes:
-            whole = [one + _FIRST_GROUP for one in hashes]
-            keys = b"".join(map(self.key_of, whole))
-            self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, whole)))
+        if ticket is not None and blocks:
+            keys = b"".join(map(self.key_of, blocks))
+            self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, blocks)))
 
     def needs_no_more(self, request: str) -> None:
         """The request reads no more blocks of a prefill engine, which may release them."""
         if self._peers is not None:
             self._peers.store.finish(request)
 
-    def hold(self, request: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """Hold the whole blocks of a finished request. Returns what a decode engine needs.
+    def hold(
+        self, request: str, block_ids: Sequence[Sequence[int]], wanted: Sequence[bytes]
+    ) -> dict[str, Any] | None:
+        """Hold the wanted blocks of a finished request. Returns what a decode engine needs.
 
-        Call before the blocks are freed. Returns None if the role has no prefill, or if the request
-        has no whole block.
+        `block_ids` are the request's, for each group. `wanted` are vLLM's hashes, each with its
+        group. Call before the blocks are freed. Returns None if the role has no prefill, if no
+        block is wanted, or if one is missing: the others are then useless.
         """
-        if self._peers is None or not self._peers.prefills:
+        if self._peers is None or not self._peers.prefills or not wanted:
             return None
-        whole: dict[int, bytes] = {}
-        for block_id in block_ids:
-            block = self.pool.blocks.get(block_id)
-            if block is None or block.block_hash is None:
-                break
-            whole[block_id] = _peer_key_of(block.block_hash)
-        if not whole:
-            return None
-        held = self._peers.hold(request, list(whole), b"".join(whole.values()))
+        with self.pool.session():  # the native pool evicts no block before it is held
+            ids = self._ids_of(block_ids, wanted)
+            if ids is None:
+                _log.debug("Request %s: a block that a decode engine needs is gone.", request)
+                return None
+            held = self._peers.hold(request, ids, b"".join(map(_peer_key_of, wanted)))
         return {"do_remote_prefill": True, "do_remote_decode": False, **held}
+
+    def _ids_of(
+        self, block_ids: Sequence[Sequence[int]], wanted: Sequence[bytes]
+    ) -> list[int] | None:
+        """Return the block of each hash; None if one is neither the request's nor cached."""
+        own = {
+            block.block_hash: block_id
+            for group in block_ids
+            for block_id in group
+            if (block := self.pool.blocks.get(block_id)) is not None
+        }
+        ids: list[int] = []
+        for each in wanted:
+            block_id = own.get(each)
+            if block_id is None:  # it left the window, and is cached if it was not evicted
+                block = self.pool.cached_block_hash_to_block.get_one_block(each)
+                if block is None or block.ref_cnt:  # another request may still compute its block
+                    return None
+                block_id = block.block_id
+            ids.append(block_id)
+        return ids
 
     # --- loads ----------------------------------------------------------------------------------
 

@@ -120,6 +120,10 @@ def _probe_tiers(probe: Probe) -> None:
     probe.mentions(f"{OFFLOADS}.build_connector_meta", "_current_batch_load_jobs on_schedule_end")
     probe.mentions(f"{OFFLOADS}.__init__", "_sliding_window_groups manager")
     probe.mentions(f"{OFFLOADS}.update_state_after_alloc", "prepare_load GPULoadStoreSpec")
+    offloads = OFFLOADS.partition(":")[0]
+    window = f"{offloads}:GroupOffloadConfig.load_window_size_in_chunks"
+    probe.parameters(window, "self num_tokens")
+    probe.fields(f"{offloads}:RequestGroupState", "offload_keys")
     probe.fields(f"{OFFLOAD_BASE}:ReqContext", "req_id _offload_key_positions")
 
 

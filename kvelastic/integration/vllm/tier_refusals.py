@@ -19,7 +19,6 @@ _KINDS: Final = frozenset(
     }
 )
 """Groups whose blocks hold KV of the tokens by which vLLM names them."""
-_WHOLE_PROMPT: Final = _KINDS - {"SlidingWindowSpec"}
 
 
 def refuse_without_tiers(vllm_config: Any) -> None:
@@ -59,21 +58,6 @@ def refuse_for_tiers(vllm_config: Any) -> None:
             if setting in extra
         ]
     _refuse(found)
-
-
-def refuse_cache_to_exchange(cache_config: Any) -> None:
-    """Raise `UnsupportedEngineError` unless blocks can be exchanged with other engines.
-
-    A ticket says how many leading blocks are held. With windows, some of them are not.
-    """
-    kinds = [type(group.kv_cache_spec).__name__ for group in cache_config.kv_cache_groups]
-    if len(kinds) > 1 or kinds[0] not in _WHOLE_PROMPT:
-        _refuse(
-            [
-                f"KVELASTIC_ROLE with KV cache groups of the kinds {', '.join(kinds)}: one group "
-                "that keeps the whole prompt is supported"
-            ]
-        )
 
 
 def refuse_cache_for_tiers(cache_config: Any) -> None:

@@ -3,8 +3,11 @@
 It is our OffloadingConnector (`connector_class`) with our spec (`tier_spec`), which also loads from
 tiers. It adds what vLLM's proxies exchange, `kv_transfer_params`::
 
-    prefill   do_remote_decode   the finished request's blocks are held; it returns their ticket
+    prefill   do_remote_decode   the finished prompt's blocks are held; it returns their ticket
     decode    do_remote_prefill  the ticket's blocks count as stored in the tier `peer`
+
+With several KV cache groups, a block's key has its group. Of a sliding window the last blocks are
+held and expected, so both engines know them without naming them.
 
 Imports vLLM. vLLM imports it by the name in the connector's configuration (`tier_connector`).
 """
@@ -30,7 +33,7 @@ class KvelasticTransfer(OffloadingConnector):
         asked = request.kv_transfer_params or {}
         tiers = in_tiers.of_this_engine()
         if asked.get("do_remote_prefill") and tiers is not None:
-            tiers.expect(request.request_id, asked, request.block_hashes)
+            tiers.expect(request.request_id, asked, self._needed(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Let the prefill engine release its blocks if this engine has them all."""
@@ -50,5 +53,25 @@ class KvelasticTransfer(OffloadingConnector):
         tiers.needs_no_more(request.request_id)
         asked = request.kv_transfer_params or {}
         if asked.get("do_remote_decode") and request.status in _COMPLETE:
-            parameters = tiers.hold(request.request_id, block_ids[0])
+            parameters = tiers.hold(request.request_id, block_ids, self._needed(request))
         return delays, parameters
+
+    def _needed(self, request: Any) -> list[bytes]:
+        """Return the blocks with which a prompt needs no prefill: hashes, each with its group.
+
+        These are the blocks that vLLM looks up if none is here: of a sliding window only the last
+        ones. Both engines compute the same.
+        """
+        state = self.connector_scheduler._req_status[request.request_id]
+        state.update_offload_keys()
+        groups = state.config.kv_group_configs
+        tokens = request.num_prompt_tokens
+        whole = min(tokens // group.tokens_per_chunk * group.tokens_per_chunk for group in groups)
+        needed: list[bytes] = []
+        for group, of_group in zip(groups, state.group_states, strict=True):
+            end = -(-whole // group.tokens_per_chunk)
+            # The last token is computed in any case, and its window begins one token earlier.
+            window = group.load_window_size_in_chunks(min(whole, tokens - 1))
+            first = 0 if window is None else max(0, end - window)
+            needed += of_group.offload_keys[first:end]
+        return needed

@@ -1,7 +1,7 @@
 """Blocks of finished requests that a prefill engine keeps until a decode engine has read them.
 
     held = HeldRequests(pool.blocks, hold_s=60, block_bytes=...)
-    ticket = held.hold("req-1", ids, keys)    # in use now, so that nothing evicts them before
+    ticket = held.hold("req-1", ids, keys)    # in use or cached; nothing evicts them before
     with held.reading(ticket, keys) as ids:   # pinned while the body runs
         ...
     held.release(ticket)                      # else the hold ends by itself after `hold_s`
@@ -80,7 +80,7 @@ class HeldRequests:
         """Number of holds that ended because no reader released them in time."""
 
     def hold(self, request: str, ids: Sequence[int], keys: bytes) -> bytes:
-        """Hold a request's blocks, which must be in use. Return the ticket for their reader.
+        """Hold a request's blocks, in use or cached. Return the ticket for their reader.
 
         `keys` are the keys of the blocks, concatenated.
         """
