@@ -64,6 +64,10 @@ _HAS_GPU = shutil.which("nvidia-smi") is not None
 gpu = _need(_HAS_GPU, "no NVIDIA driver: no nvidia-smi")
 no_gpu = _need(not _HAS_GPU, "there is a GPU")
 torch = _need(_has_module("torch"), "no torch: scripts/setup")
+amx = _need(
+    "amx_tile" in Path("/proc/cpuinfo").read_text(),
+    "no AMX: MLA in vLLM's blocks of 32 tokens needs it",
+)
 TRITON = Path(sys.prefix) / "triton"
 """Where scripts/setup puts Triton: beside the packages, for a torch for the CPU cannot bear it."""
 triton = _need((TRITON / "triton").is_dir(), "Triton is not beside vLLM: scripts/setup")

@@ -112,11 +112,12 @@ class VllmServer(EngineServer):
         (max_tokens,) = {request.max_tokens for request in requests}
         return self._complete([request.prompt for request in requests], max_tokens)
 
-    def decided(self, request: Request) -> Request:
+    def decided(self, request: Request, margin: float = DECIDED) -> Request:
+        """The request up to the first token whose log probability leads by less than `margin`."""
         (choice,) = self._choices(request.prompt, request.max_tokens, logprobs=2)
         for count, best in enumerate(choice["logprobs"]["top_logprobs"]):
             second, first = sorted(best.values())[-2:]
-            if first - second < DECIDED:
+            if first - second < margin:
                 return request._replace(max_tokens=count)
         return request
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_tiers import key_of, keys_of
 from waiting import wait_until
 
 from kvelastic import _vmm
-from kvelastic.errors import NotRegisteredError
+from kvelastic.errors import MessageError, NotRegisteredError, UnsupportedError
 from kvelastic.messages import SecretFile, parse_address
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.peer import store as peer_store
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.serving import Serving
+from kvelastic.tiers.stores.peer.split import Split
 from kvelastic.tiers.stores.peer.store import PeerStore, Ticket
 from kvelastic.transfer import Node
 
@@ -31,6 +34,8 @@ class Blocks:
     def __init__(self) -> None:
         self.pins: dict[int, list[int]] = {}
         self.content: dict[int, int] = {}
+        self.record: bytes | None = None
+        """What each block holds instead of its number."""
         self.before_copy = threading.Event()
         self.before_copy.set()
         self.is_copying = threading.Event()
@@ -48,7 +53,8 @@ class Blocks:
         self.is_copying.set()
         assert self.before_copy.wait(60)
         for block, slot in zip(ids, slots, strict=True):
-            staging.view(slot)[:] = bytes([self.content.get(block, block)]) * RECORD_BYTES
+            view = staging.view(slot)
+            view[:] = self.record or bytes([self.content.get(block, block)]) * len(view)
 
     def copy_in(self, staging: _vmm.Staging, slots: Sequence[int], ids: Sequence[int]) -> None:
         raise AssertionError("the owner's blocks are not written")
@@ -65,13 +71,16 @@ class Clock:
 class Owner:
     """A prefill engine."""
 
-    def __init__(self, address: str, secret: SecretFile | None = None, slots: int = 4) -> None:
+    def __init__(
+        self, address: str, secret: SecretFile | None = None, split: Split | None = None
+    ) -> None:
+        slots, record_bytes = 4, RECORD_BYTES if split is None else split.record_bytes
         self.blocks = Blocks()
         self.clock = Clock()
         self.identity = b""
         self.held = HeldRequests(self.blocks, hold_s=60, block_bytes=RECORD_BYTES, clock=self.clock)
-        staging = self._staging = _vmm.Staging(slots, RECORD_BYTES)
-        self.serving = Serving(self.held, self.blocks, staging, lambda: self.identity)
+        staging = self.staging = _vmm.Staging(slots, record_bytes)
+        self.serving = Serving(self.held, self.blocks, staging, lambda: self.identity, split)
         self.node = Node(
             1,
             answer=self.serving.answer,
@@ -81,7 +90,8 @@ class Owner:
             secret=secret,
             held=self.held,
         )
-        self.node.register(staging.address(0), slots * RECORD_BYTES)
+        end = staging.address(slots - 1) + record_bytes
+        self.node.register(staging.address(0), end - staging.address(0))
 
     def hold(self, numbers: Sequence[int]) -> Ticket:
         ticket = self.held.hold("req", numbers, keys_of(numbers))
@@ -91,10 +101,18 @@ class Owner:
 class Both:
     """An owner and a reader."""
 
-    def __init__(self, address: str, secret: SecretFile | None = None) -> None:
-        self.owner = Owner(address, secret)
+    def __init__(
+        self,
+        address: str,
+        secret: SecretFile | None = None,
+        owned: Split | None = None,
+        read: Split | None = None,
+    ) -> None:
+        """`owned` and `read`: how the owner's and the reader's records are divided."""
+        self.owner = Owner(address, secret, owned)
         self.node = Node(2, secret=secret)
-        self.store = PeerStore(RECORD_BYTES, self.node, identified=True)
+        record_bytes = RECORD_BYTES if read is None else read.record_bytes
+        self.store = PeerStore(record_bytes, self.node, identified=True, split=read)
         self.store.enter(NAMESPACE)
         self.owner.identity = self.store.identity
 
@@ -105,11 +123,15 @@ class Both:
 
     def get(self, numbers: Sequence[int]) -> list[int | None]:
         """The number that each block holds; None for a miss."""
-        into = [memoryview(bytearray(RECORD_BYTES)) for _ in numbers]
+        records = self.records(numbers)
+        assert all(len(set(record)) == 1 for record in records if record is not None)
+        return [None if record is None else record[0] for record in records]
+
+    def records(self, numbers: Sequence[int]) -> list[bytes | None]:
+        """The bytes of each block; None for a miss."""
+        into = [memoryview(bytearray(self.store.record_bytes)) for _ in numbers]
         whole = self.store.get(keys_of([100 + number for number in numbers]), into)
-        for view, is_whole in zip(into, whole, strict=True):
-            assert not is_whole or len(set(view)) == 1
-        return [view[0] if each else None for view, each in zip(into, whole, strict=True)]
+        return [bytes(view) if each else None for view, each in zip(into, whole, strict=True)]
 
     def close(self) -> None:
         self.store.close()
@@ -119,8 +141,8 @@ class Both:
 
 
 @contextmanager
-def opened(address: str, secret: SecretFile | None = None) -> Iterator[Both]:
-    both = Both(address, secret)
+def opened(address: str, secret: SecretFile | None = None, *splits: Split) -> Iterator[Both]:
+    both = Both(address, secret, *splits)
     try:
         yield both
     finally:
@@ -139,6 +161,61 @@ def test_more_blocks_than_slots_are_read(both: Both) -> None:
     assert both.store.has(keys_of([101, 111, 112])) == [True, True, False]
     assert both.get(numbers) == numbers
     assert both.store.statistics().hits == len(numbers)
+
+
+TWO_HEADS = Split(1, rows=3, heads=2, head_bytes=1, common="m")
+DIVIDED = {
+    "one_to_two": (1, 2, b"abcdef", b"acebdf"),
+    "two_to_one": (2, 1, b"acebdf", b"abcdef"),
+    "one_to_four": (1, 4, b"abcdef", b"aceacebdfbdf"),
+    "four_to_two": (4, 2, b"aceacebdfbdf", b"acebdf"),
+}
+"""Ranks of the owner and of the reader, and the record of each. Rows: ab, cd and ef."""
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_reader_of_other_ranks_gets_its_heads(name: str, tmp_path: Path) -> None:
+    owner_ranks, reader_ranks, record, expected = DIVIDED[name]
+    splits = TWO_HEADS.over(owner_ranks), TWO_HEADS.over(reader_ranks)
+    with opened(f"unix://{tmp_path}/owner", None, *splits) as both:
+        assert both.store.identity == both.owner.identity
+        both.owner.blocks.record = record
+        numbers = list(range(1, 12))
+        both.expect(both.owner.hold(numbers), numbers)
+        assert both.records(numbers) == [expected] * len(numbers)
+        assert not both.owner.serving._readings, "all slots are free"
+
+
+def test_ranks_without_equal_heads_are_refused(tmp_path: Path) -> None:
+    from kvelastic.tiers.stores.peer.wire import Read, packed
+
+    with opened(f"unix://{tmp_path}/owner", None, TWO_HEADS, TWO_HEADS) as both:
+        ticket = both.owner.hold([1])
+        link = both.node.link(ticket.address, 60)
+        for ranks in (0, 3, 1024):
+            read = Read(ticket.ticket, both.store.identity, key_of(1), ranks)
+            if ranks == 1024:
+                link.ask(packed(read), 60)
+                continue
+            with pytest.raises(UnsupportedError, match=f"no equal parts for {ranks} ranks"):
+                link.ask(packed(read), 60)
+        with pytest.raises(MessageError):
+            link.ask(packed(Read(ticket.ticket, both.store.identity, key_of(1), 1025)), 60)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": 4}, {"rows": 4}, {"head_bytes": 2}, {"common": "other"}]
+)
+def test_other_heads_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    other = replace(TWO_HEADS, **changes)
+    with opened(f"unix://{tmp_path}/owner", None, TWO_HEADS, other) as both:
+        own = PeerStore(1, both.node, identified=True, split=TWO_HEADS)
+        own.enter(NAMESPACE)
+        both.owner.identity = own.identity
+        both.expect(both.owner.hold([1]), [1])
+        assert both.records([1]) == [None]
+        assert "layout" in both.store.problem()
+        own.close()
 
 
 def test_records_travel_over_tcp(tmp_path: Path) -> None:
@@ -209,7 +286,7 @@ def test_slots_of_a_late_reader_are_reused(both: Both) -> None:
 
     ticket = both.owner.hold([1, 2])
     link = both.node.link(ticket.address, 60)
-    body = packed(Read(ticket.ticket, both.store.identity, keys_of([1, 2])))
+    body = packed(Read(ticket.ticket, both.store.identity, keys_of([1, 2]), 0))
     late = reading_of(link.ask(body, 60))
     both.owner.serving.ended(both.owner.node.links[0])  # as if its time were over
     both.owner.blocks.content = {1: 66, 2: 77}

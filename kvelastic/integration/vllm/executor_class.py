@@ -86,7 +86,13 @@ class ElasticExecutor(Executor):  # type: ignore[misc]  # vLLM has no type infor
                 instance.rewrite(config, rank)
             super().initialize_from_config(kv_cache_configs)
             instance.wait_for_workers()
-            instance.open_tiers(vllm_config, with_cache[0], self.kvelastic_weights)
+            tensors = []
+            if exchanges(vllm_config.kv_transfer_config):
+                from kvelastic.integration.vllm.record_split import layer_tensors
+
+                of_rank = self._on_each_worker(layer_tensors)
+                tensors = [of_rank[rank] for rank in ranks]
+            instance.open_tiers(vllm_config, with_cache[0], self.kvelastic_weights, tensors)
         except BaseException:
             instance.close()
             raise

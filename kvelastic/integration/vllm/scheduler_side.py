@@ -39,6 +39,7 @@ from kvelastic.units import format_size
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers
+    from kvelastic.integration.vllm.record_split import LayerTensor
     from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -213,9 +214,16 @@ class Instance:
             )
         _log.info("vLLM has woken the KV cache in %.0f ms.", (time.monotonic() - start_s) * 1e3)
 
-    def open_tiers(self, vllm_config: Any, cache_config: Any, weights: WeightFiles | None) -> None:
+    def open_tiers(
+        self,
+        vllm_config: Any,
+        cache_config: Any,
+        weights: WeightFiles | None,
+        tensors: Sequence[Sequence[LayerTensor]],
+    ) -> None:
         """Open the tiers of `KVELASTIC_TIERS` and what `KVELASTIC_ROLE` needs, if set.
 
+        `tensors` are those of each rank's layers, for `KVELASTIC_ROLE`.
         Call after the workers have attached and before vLLM creates its scheduler. Blocks while
         stores open, and raises their errors.
         """
@@ -225,7 +233,15 @@ class Instance:
         # Imported only with tiers.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
-        opened = tier_opening.open_for(settings, self._pool, vllm_config, cache_config, weights)
+        opened = tier_opening.open_for(
+            settings,
+            self._pool,
+            vllm_config,
+            cache_config,
+            weights,
+            tensors,
+            self._layout.block_bytes,
+        )
         if opened is None:
             return
         tiers, peers = opened

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvelastic.tiers.namespace import Namespace
@@ -58,12 +58,10 @@ def namespace_of(
         model=str(model.model),
         weights=_weights(model, vllm_config.load_config.load_format, has_files=has_files),
         dtype=f"{model.dtype}/{vllm_config.cache_config.cache_dtype}",
-        layout="; ".join(
-            [
-                f"vLLM {version} on {vllm_config.device_config.device_type}",
-                str(vllm_config.cache_config.kv_cache_layout),
-                *(f"{len(group.layer_names)} x {group.kv_cache_spec!r}" for group in groups),
-            ]
+        layout=layout_of(
+            vllm_config,
+            [(len(group.layer_names), group.kv_cache_spec) for group in groups],
+            version,
         ),
         block_tokens=int(groups[0].kv_cache_spec.block_size),
         record_bytes=record_bytes,
@@ -72,6 +70,17 @@ def namespace_of(
             for name in ("tensor", "pipeline", "decode_context", "prefill_context")
         ),
         hash_algorithm=_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo, environ),
+    )
+
+
+def layout_of(vllm_config: Any, groups: Sequence[tuple[Any, Any]], version: str) -> str:
+    """Describe the bytes of a block. A group is its layers, by number or name, and their spec."""
+    return "; ".join(
+        [
+            f"vLLM {version} on {vllm_config.device_config.device_type}",
+            str(vllm_config.cache_config.kv_cache_layout),
+            *(f"{layers} x {spec!r}" for layers, spec in groups),
+        ]
     )
 
 

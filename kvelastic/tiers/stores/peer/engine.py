@@ -19,6 +19,7 @@ from kvelastic.messages import Address, SecretFile, parse_address, runtime_folde
 from kvelastic.pool.pool import ElasticPool
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.serving import Serving
+from kvelastic.tiers.stores.peer.split import Split
 from kvelastic.tiers.stores.peer.store import PeerStore, Ticket
 from kvelastic.transfer import Node
 
@@ -35,9 +36,15 @@ class Peers:
     """What one engine exchanges with others. Thread-safe."""
 
     def __init__(
-        self, settings: Config, pool: ElasticPool, *, staging_slots: int, identified: bool
+        self,
+        settings: Config,
+        pool: ElasticPool,
+        *,
+        staging_slots: int,
+        identified: bool,
+        split: Split | None = None,
     ) -> None:
-        """Listen if the role includes prefill.
+        """Listen if the role includes prefill. With `split`, peers may have other ranks.
 
         Raises `ConfigError`, `OutOfMemoryError` and the errors of `Node`.
         """
@@ -52,7 +59,7 @@ class Peers:
         if self.prefills:
             staging.populate()  # pulls from huge pages take 0.6 of the time
         self._staging = staging
-        self._serving = Serving(self.held, pool.blocks, staging, lambda: self.store.identity)
+        self._serving = Serving(self.held, pool.blocks, staging, lambda: self.store.identity, split)
         secret = None if settings.link_secret is None else SecretFile(Path(settings.link_secret))
         listen = [_listening_at(settings, pool)] if self.prefills else []
         self._node = Node(
@@ -67,7 +74,7 @@ class Peers:
             on_end=self._serving.ended,
             held=self.held,
         )
-        self.store = PeerStore(record_bytes, self._node, identified=identified)
+        self.store = PeerStore(record_bytes, self._node, identified=identified, split=split)
         if self.prefills:
             first, last = staging.address(0), staging.address(staging.slots - 1)
             self._node.register(first, last + record_bytes - first)

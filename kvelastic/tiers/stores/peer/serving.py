@@ -30,9 +30,10 @@ from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.staging import StagingSlots
 from kvelastic.tiers.stores.peer.held import HeldRequests
+from kvelastic.tiers.stores.peer.split import Split, moves
 from kvelastic.tiers.stores.peer.wire import Read, Reading, packed, question_of
 from kvelastic.transfer import Link, Piece
-from kvelastic.transfer.memory_pieces import packed_of
+from kvelastic.transfer.memory_pieces import MOST_PIECES, packed_of
 
 READ_S: Final = 5.0
 """How long a reader may take between the reply and the end of its pull."""
@@ -66,12 +67,17 @@ class Serving:
         copies: Copies,
         staging: AddressedStaging,
         identity: Callable[[], bytes],
+        split: Split | None = None,
     ) -> None:
-        """`identity` returns what a reader must have too; empty if it is not known yet."""
+        """`identity` returns what a reader must have too; empty if it is not known yet.
+
+        With `split`, readers may have other ranks.
+        """
         self._held = held
         self._copies = copies
         self._staging = staging
         self._identity = identity
+        self._split = split
         self._slots = StagingSlots(staging.slots)
         self._lock = threading.Lock()
         self._readings: dict[bytes, _Reading] = {}
@@ -92,27 +98,38 @@ class Serving:
             raise TransferBusyError("the weights of this engine are still being identified")
         if asked.identity != identity:
             raise UnsupportedError(
-                "the engines differ in model, weights, dtype, block size, tensor parallel size,"
-                " vLLM version or layout; start both with the same"
+                "the engines differ in model, weights, dtype, block size, vLLM version or layout,"
+                " or in a tensor parallel size that must be equal here; start both with the same"
             )
+        pieces = self._pieces(asked.ranks)
+        most = max(1, min(self._slots.count // 2, MOST_PIECES // len(pieces)))
         with self._held.reading(asked.ticket, asked.keys) as ids:
-            slots = self._take(min(len(ids), max(1, self._slots.count // 2)))
+            slots = self._take(min(len(ids), most))
             try:
                 self._copies.copy_out(ids[: len(slots)], self._staging, slots)
             except BaseException:
                 self._slots.give_back(slots)
                 raise
-        size_bytes = self._staging.record_bytes
         addresses = [self._staging.address(slot) for slot in slots]
         claim = secrets.token_bytes(_CLAIM_BYTES)
-        pieces = frozenset((address, size_bytes) for address in addresses)
+        read = frozenset((address + at, size) for address in addresses for at, size in pieces)
+        left_bytes = len(slots) * sum(size for _, size in pieces)
         with self._lock:
             self._readings[claim] = _Reading(
-                link, slots, pieces, len(slots) * size_bytes, time.monotonic() + READ_S
+                link, slots, read, left_bytes, time.monotonic() + READ_S
             )
         if not link.is_open:
             self.ended(link)
-        return Reading(claim, addresses)
+        return Reading(claim, addresses, 0 if self._split is None else self._split.ranks)
+
+    def _pieces(self, ranks: int) -> list[tuple[int, int]]:
+        """Return offset and size of all that a reader with these ranks pulls of a record.
+
+        Raises `UnsupportedError` if these ranks cannot divide the heads equally.
+        """
+        if self._split is None:
+            return [(0, self._staging.record_bytes)]
+        return [(one.source, one.size_bytes) for one in moves(self._split, self._split.over(ranks))]
 
     def _take(self, count: int) -> list[int]:
         deadline_s = time.monotonic() + _BUSY_S

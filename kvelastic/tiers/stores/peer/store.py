@@ -37,6 +37,13 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.stores.circuit_breaker import CircuitBreaker
+from kvelastic.tiers.stores.peer.split import (
+    FORMAT_VERSION,
+    Move,
+    Split,
+    moves,
+    replica_moves,
+)
 from kvelastic.tiers.stores.peer.wire import MOST_KEYS, Read, Release, packed, reading_of
 from kvelastic.tiers.workers import Workers
 from kvelastic.transfer import Link, Node
@@ -85,9 +92,15 @@ class PeerStore(Store):
     name = "peer"
     takes_records = False
 
-    def __init__(self, record_bytes: int, node: Node, *, identified: bool) -> None:
-        """With `identified`, the contents of the weights are not awaited (`identify`)."""
+    def __init__(
+        self, record_bytes: int, node: Node, *, identified: bool, split: Split | None = None
+    ) -> None:
+        """With `identified`, the contents of the weights are not awaited (`identify`).
+
+        With `split`, the peers may have other ranks.
+        """
         self.record_bytes = record_bytes
+        self._split = split
         self._node = node
         self._lock = threading.Lock()
         self._by_request: dict[str, _Expected] = {}
@@ -115,7 +128,11 @@ class PeerStore(Store):
         if namespace is None or weights is None:
             return b""
         # A reset of the prefix cache changes the generation, and no contents.
-        fingerprint = replace(namespace, generation=0).fingerprint
+        namespace = replace(namespace, generation=0)
+        if self._split is not None:
+            layout = f"split {FORMAT_VERSION}: {self._split.over(1)}"
+            namespace = replace(namespace, layout=layout, ranks="", record_bytes=0)
+        fingerprint = namespace.fingerprint
         text = f"{weights} {self._changed_weights}"
         return hashlib.sha256(fingerprint + text.encode()).digest()[:16]
 
@@ -219,17 +236,33 @@ class PeerStore(Store):
         most = min(MOST_KEYS, max(1, MOST_BYTES // self.record_bytes))
         asked = b"".join(key for _, key in wanted[:most])
         link = self._link(ticket, peer)
-        reading = reading_of(link.ask(packed(Read(ticket.ticket, self.identity, asked)), ASK_S))
+        ranks = 0 if self._split is None else self._split.ranks
+        read = Read(ticket.ticket, self.identity, asked, ranks)
+        reading = reading_of(link.ask(packed(read), ASK_S))
         count = len(reading.addresses)
         if not 0 < count <= len(asked) // KEY_BYTES:
             raise InvalidArgumentError(f"the peer offers {count} records of those asked for")
-        sources = [(address, self.record_bytes) for address in reading.addresses]
-        targets = [(_address_of(into[place]), self.record_bytes) for place, _ in wanted[:count]]
+        records = [into[place] for place, _ in wanted[:count]]
+        found = self._moves(reading.ranks)
+        sources = [(at + one.source, one.size_bytes) for at in reading.addresses for one in found]
+        targets = [
+            (at + one.target, one.size_bytes) for at in map(_address_of, records) for one in found
+        ]
         link.pull(sources, targets, PULL_S, claim=reading.claim)
+        if self._split is not None:
+            for record in records:
+                for one in replica_moves(self._split):
+                    record[one.target :][: one.size_bytes] = record[one.source :][: one.size_bytes]
         with self._lock:
             peer.breaker.worked()
             self._problem = ""
         return count
+
+    def _moves(self, ranks: int) -> Sequence[Move]:
+        """Return the copies from a record of a peer with these ranks."""
+        if self._split is None:
+            return [Move(0, 0, self.record_bytes)]
+        return moves(self._split.over(ranks), self._split)
 
     # --- links ----------------------------------------------------------------------------------
 

@@ -9,10 +9,13 @@ from msgspec import Meta
 
 from kvelastic.errors import MessageError
 from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.stores.peer.split import MOST_RANKS
 
 MOST_KEYS: Final = 8192
 _Ticket = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Ranks = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
+"""Over how many ranks records are divided (`split`). 0: unknown, they are read as they are."""
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
@@ -22,6 +25,8 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     identity: _Identity
     """Identifies the reader's model, weights and layout. The owner must have the same."""
     keys: Annotated[bytes, Meta(max_length=MOST_KEYS * KEY_BYTES)]
+    ranks: _Ranks
+    """Those of the reader, which may differ from the owner's."""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -31,6 +36,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Belongs to the pull. It ends with the pull, or when the reader is late."""
     addresses: list[int]
     """The address of each record, in the order of the keys."""
+    ranks: _Ranks
+    """Those of the owner: with them the records have the owner's size."""
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
