@@ -27,7 +27,7 @@ from typing import Any
 
 from asking_threads import AskingThreads
 from engine_server import EngineServer
-from known_answers import Known, Times, ask
+from known_answers import Answers, Known, Times, ask
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import InvalidArgumentError
@@ -51,7 +51,7 @@ class Clients(AskingThreads):
     """Ask whatever server there is, all the time."""
 
     known: Sequence[Known]
-    server: EngineServer | None = None
+    server: Answers | None = None
     counts: Counter[str] = field(default_factory=Counter)
     aborts: Times = field(default_factory=Times)
     """When the operator had requests aborted: only then may answers be cut short."""
@@ -81,7 +81,7 @@ class Clients(AskingThreads):
             if pick.random() < 0.1:
                 self._done.wait(pick.random())
 
-    def _ask(self, server: EngineServer, known: Known) -> None:
+    def _ask(self, server: Answers, known: Known) -> None:
         sent_s = time.monotonic()
         try:
             answer = ask(server, known)

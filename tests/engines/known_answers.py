@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine_server import EngineServer, Request
 
@@ -19,6 +19,13 @@ class Known(NamedTuple):
 
     request: Request
     tokens: list[int]
+
+
+class Answers(Protocol):
+    """A server, or what stands before several."""
+
+    def complete(self, request: Request) -> list[int]:
+        """The tokens; fewer than asked for where the request was aborted."""
 
 
 class Answered(NamedTuple):
@@ -37,7 +44,7 @@ class Answered(NamedTuple):
         return self.tokens == self.known.tokens[: len(self.tokens)]
 
 
-def ask(server: EngineServer, known: Known) -> Answered:
+def ask(server: Answers, known: Known) -> Answered:
     sent_s = time.monotonic()
     tokens = server.complete(known.request)
     return Answered(known, tokens, sent_s, time.monotonic())

@@ -87,18 +87,20 @@ class VllmOperator(Operator):
         wake_up(self.server, self.name, way)
 
     def kill(self, how: str) -> None:
-        kill_or_stop(self.server, how, self.clients.counts, self.pick)
+        kill_or_stop(self.server, self.name, how, self.clients.counts, self.pick)
 
 
 # --- the end of a server ------------------------------------------------------------------------
 
 
-def kill_or_stop(server: VllmServer, how: str, counts: Counter[str], pick: random.Random) -> None:
+def kill_or_stop(
+    server: VllmServer, name: str, how: str, counts: Counter[str], pick: random.Random
+) -> None:
     """End a server by what happens to one of its processes. Returns when it has ended."""
     workers = workers_of(server)
     server.processes()  # who they are, and what memory they share
     counts[how] += 1
-    if how.startswith("stopped") and not _stop(pick.choice(workers), resume=how == "stopped"):
+    if how.startswith("stopped") and not _stop(pick.choice(workers), name, how):
         counts["stopped, and not missed"] += 1
         how = "core" if how == "stopped" else how
     if how == "core":
@@ -116,26 +118,26 @@ def kill_or_stop(server: VllmServer, how: str, counts: Counter[str], pick: rando
     counts["longest end, s"] = max(counts["longest end, s"], took_s)
 
 
-def _stop(worker: psutil.Process, *, resume: bool) -> bool:
+def _stop(worker: psutil.Process, name: str, how: str) -> bool:
     """Stop a worker for longer than its scheduler waits for it; answers whether it was missed.
 
     It is missed where it has something to carry out for kvelastic: to give memory back, say. Where
     there is nothing of that kind, vLLM goes on as if nothing had been, once it is resumed.
     """
     with contextlib.suppress(SegmentError):
-        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=5)
+        segment.request(name, limit_bytes=KV_BYTES, wait_s=5)
     time.sleep(1)  # pages are mapped ahead of demand
     worker.suspend()
     end_s = time.monotonic() + STOPPED_S
     missed = False
     while time.monotonic() < end_s:
         try:
-            segment.request(NAME, limit_bytes=0, trim=True)
-            missed = missed or segment.inspect(NAME).ack["state"] == "failed"
+            segment.request(name, limit_bytes=0, trim=True)
+            missed = missed or segment.inspect(name).ack["state"] == "failed"
         except SegmentError:  # it has ended
             missed = True
         time.sleep(0.2)
-    if resume:
+    if how == "stopped":
         with contextlib.suppress(psutil.Error):
             worker.resume()
     return missed

@@ -5,9 +5,12 @@ What the proxy sends is what vLLM's own example sends (toy_proxy_server.py of it
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +45,15 @@ class RoleServer(VllmServer):
     """vLLM with a role and no other tier."""
 
     def __init__(
-        self, role: str, model: Path, log: Path, arguments: Sequence[str] = (), **further: str
+        self,
+        role: str,
+        model: Path,
+        log: Path,
+        arguments: Sequence[str] = (),
+        under: Sequence[str] = (),
+        **further: str,
     ) -> None:
-        self.name = _NAMES[role]
+        self.name = further.get("KVELASTIC_IPC_NAME", _NAMES[role])
         environment = {
             "ENABLE_KVELASTIC": "true",
             "KVELASTIC_ROLE": role,
@@ -54,22 +63,25 @@ class RoleServer(VllmServer):
             "VLLM_SERVER_DEV_MODE": "1",
             **further,
         }
-        super().__init__(model, log, environment, arguments)
+        super().__init__(model, log, environment, arguments, under)
 
-    def prefill(self, request: Request) -> dict[str, Any]:
-        """The first part of a proxy: return the parameters for the decode engine."""
+    def prefill(self, request: Request) -> dict[str, Any] | None:
+        """The first part of a proxy: return the parameters for the decode engine.
+
+        None if the request was aborted.
+        """
         body = {"model": "m", "prompt": request.prompt, "max_tokens": 1, "temperature": 0}
         answer = json.loads(self.post("/v1/completions", **body, kv_transfer_params=ASKED))
-        found: dict[str, Any] = answer["kv_transfer_params"]
+        found: dict[str, Any] | None = answer["kv_transfer_params"]
         return found
 
-    def decode(self, request: Request, parameters: dict[str, Any]) -> Answer:
+    def decode(self, request: Request, parameters: dict[str, Any] | None) -> Answer:
         """The second part of a proxy."""
         before = self.pulled()
         tokens = self.complete_with(request, parameters)
         return Answer(tokens, self.pulled() - before)
 
-    def complete_with(self, request: Request, parameters: dict[str, Any]) -> list[int]:
+    def complete_with(self, request: Request, parameters: dict[str, Any] | None) -> list[int]:
         """Like `decode`, and returns the tokens only."""
         (choice,) = self._choices(request.prompt, request.max_tokens, kv_transfer_params=parameters)
         tokens: list[int] = choice["token_ids"]
@@ -90,3 +102,23 @@ class RoleServer(VllmServer):
         pid = self.processes()["core"].pid
         (node,) = [one for one in nodes() if one.pid == pid]
         return node.held_requests
+
+
+@dataclass
+class Proxy:
+    """Sends each request to both. If the prefill engine fails, the decode engine computes all."""
+
+    prefill: RoleServer
+    decode: RoleServer
+    failed: list[tuple[float, float, str]] = field(default_factory=list)
+    """Requests that the prefill engine failed: when they were sent and failed, and how."""
+
+    def complete(self, request: Request) -> list[int]:
+        """The decode engine's tokens."""
+        sent_s = time.monotonic()
+        parameters = None
+        try:
+            parameters = self.prefill.prefill(request)
+        except (OSError, http.client.HTTPException, AssertionError) as error:
+            self.failed.append((sent_s, time.monotonic(), f"{type(error).__name__}: {error}"))
+        return self.decode.complete_with(request, parameters)
