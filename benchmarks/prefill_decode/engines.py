@@ -1,7 +1,7 @@
 """Three vLLM on kvelastic: one for prompts, one for tokens, and one for both.
 
-The first two have half of the cores each, the third has all of them. Only one arrangement has work
-at a time.
+All processes of the first have half of the cores, those of the second the other half, and the third
+has all cores. Only one arrangement has work at a time.
 """
 
 from __future__ import annotations
@@ -52,34 +52,37 @@ def engines(model: Model, folder: Path) -> Iterator[Engines]:
     """Start the three at the same time, and end them. Raises AssertionError if one ends."""
     name = f"bench-prefill-decode-{os.getpid()}"
     shape = ("--kv-cache-memory-bytes", str(KV_BLOCKS * model.block_bytes))
-    cores = [half_of_the_cores(second=second) for second in (False, True)]
-    every_core = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    every_core = os.sched_getaffinity(0)
+    halves = {
+        role: set(map(int, half_of_the_cores(second=role == "decode").split(",")))
+        for role in ("prefill", "decode")
+    }
 
-    def environment(cores: str) -> dict[str, str]:
+    def environment(cores: set[int]) -> dict[str, str]:
         return {
             "KVELASTIC_LEDGER": name,
             "KVELASTIC_SANITY_CHECK": "false",  # RoleServer's, for tests
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(cores))),
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",
         }
 
+    def half(role: str) -> RoleServer:
+        own = environment(halves[role])
+        os.sched_setaffinity(0, halves[role])  # which the server inherits
+        return RoleServer(role, model.folder, folder / f"{role}.log", shape, **own)
+
     try:
         with ExitStack() as ends:
-            prefill, decode = (
-                ends.enter_context(
-                    RoleServer(
-                        role, model.folder, folder / f"{role}.log", shape, **environment(own)
-                    )
-                )
-                for role, own in zip(("prefill", "decode"), cores, strict=True)
-            )
-            elastic = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": name}
-            both = ends.enter_context(
-                VllmServer(
-                    model.folder, folder / "both.log", environment(every_core) | elastic, shape
-                )
-            )
+            prefill, decode = (ends.enter_context(half(role)) for role in halves)
+            os.sched_setaffinity(0, every_core)
+            own = {
+                "ENABLE_KVELASTIC": "true",
+                "KVELASTIC_IPC_NAME": name,
+                **environment(every_core),
+            }
+            log = folder / "both.log"
+            both = ends.enter_context(VllmServer(model.folder, log, own, shape))
             started = Engines(prefill, decode, both)
             for server in started:
                 server.wait_until_ready()
@@ -87,6 +90,7 @@ def engines(model: Model, folder: Path) -> Iterator[Engines]:
             for server in started:
                 server.stop()
     finally:
+        os.sched_setaffinity(0, every_core)
         ledger.reap()
         segment.reap()
 
