@@ -117,6 +117,7 @@ def prefilled(server: RoleServer, request: Request) -> tuple[dict[str, Any], flo
     server.complete(_WAKE)
     begin_s = time.perf_counter()
     ticket = server.prefill(request)
+    assert ticket is not None
     total_s = time.perf_counter() - begin_s
     time.sleep(_IDLE_S)
     return ticket, total_s

@@ -10,7 +10,7 @@ import needs
 import pytest
 from elastic_pools import key_of, make_memory, make_pool
 
-from kvelastic.integration.vllm.in_tiers import EngineTiers
+from kvelastic.integration.vllm.in_tiers import EngineTiers, NamedBlock
 
 # vLLM warns when it is imported, which is not tested here.
 pytestmark = [
@@ -94,8 +94,7 @@ class Groups:
         states = {"r": self.request(tokens)}
         connector.connector_scheduler = SimpleNamespace(_req_status=states)
         request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens)
-        found: list[bytes] = connector._needed(request)
-        return found
+        return [one.name for one in connector._needed(request)]
 
     def found(self, tokens: int, keys: Sequence[bytes]) -> int:
         """The number of tokens that vLLM loads if these blocks can be read."""
@@ -153,22 +152,22 @@ class Peers:
 
 
 def test_missing_block_gives_no_ticket() -> None:
-    """1 is the request's, 2 has left its window, 3 is another request's, 4 is nowhere."""
+    """1 is the request's without a hash, 2 has left its window, 3 is another request's."""
     pool = make_pool(make_memory()[1])
     peers = Peers()
     tiers: Any = object.__new__(EngineTiers)
     tiers._pool, tiers._peers = pool, peers
     with pool.session():
         blocks = pool.get_new_blocks(3)
-        for number, block in enumerate(blocks, 1):
+        for number, block in enumerate(blocks[1:], 2):
             pool._insert_block_hash(key_of(number), block, num_tokens=32)
     pool.free_blocks([blocks[1]])
-    table = [[0, blocks[0].block_id], [0]]
-    first, second, third, fourth = map(key_of, range(1, 5))
-    ticket = tiers.hold("r", table, [first, second])
+    table = [[7], [0, 0, blocks[0].block_id]]
+    first = NamedBlock(1, 2, key_of(1))
+    ticket = tiers.hold("r", table, [NamedBlock(1, 1, key_of(2)), first])
     assert ticket == {"do_remote_prefill": True, "do_remote_decode": False, "ticket": "r"}
-    assert peers.held == [[blocks[0].block_id, blocks[1].block_id]]
-    for missing in (third, fourth):
-        assert tiers.hold("r", table, [first, missing]) is None
+    assert peers.held == [[blocks[1].block_id, blocks[0].block_id]]
+    for number in (3, 4):
+        assert tiers.hold("r", table, [NamedBlock(1, 1, key_of(number)), first]) is None
     assert tiers.hold("r", table, []) is None
     assert len(peers.held) == 1

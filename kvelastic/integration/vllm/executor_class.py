@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvelastic.integration.vllm import in_engine_core, in_gpu_worker, in_worker, tier_adapters
 from kvelastic.integration.vllm.subclasses import Subclasses
-from kvelastic.integration.vllm.tier_connector import is_ours
+from kvelastic.integration.vllm.tier_connector import exchanges, is_ours
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvelastic.errors import IntegrityError
 from kvelastic.integration.vllm.tier_lookups import Lookups
@@ -53,6 +53,16 @@ _LEAST_BLOCKS: Final = 4
 _KEEPS_WEIGHTS: Final = frozenset({"compute_weight_checksums", "supports_draft_weight_updates"})
 _CHANGES_WEIGHTS: Final = ("weight", "load", "update")
 """A worker method whose name contains one of the strings may change the weights."""
+
+
+class NamedBlock(NamedTuple):
+    """A block of a request's prompt."""
+
+    group: int
+    place: int
+    """Its place among the request's blocks of that group."""
+    name: bytes
+    """vLLM's hash of the tokens up to its end, and the group."""
 
 
 class EngineTiers:
@@ -116,17 +126,15 @@ class EngineTiers:
 
     # --- other engines --------------------------------------------------------------------------
 
-    def expect(self, request: str, asked: dict[str, Any], blocks: Sequence[bytes]) -> None:
-        """A request came with the ticket of a prefill engine for these blocks.
-
-        `blocks` are vLLM's hashes, each with its group. The prefill engine holds all or none.
-        """
+    def expect(self, request: str, asked: dict[str, Any], blocks: Sequence[NamedBlock]) -> None:
+        """A request came with the ticket of a prefill engine for these blocks."""
         if self._peers is None or not self._peers.decodes:
             return
         ticket = self._peers.ticket_in(asked)
         if ticket is not None and blocks:
-            keys = b"".join(map(self.key_of, blocks))
-            self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, blocks)))
+            names = [one.name for one in blocks]
+            keys = b"".join(map(self.key_of, names))
+            self._peers.store.expect(request, ticket, keys, b"".join(map(_peer_key_of, names)))
 
     def needs_no_more(self, request: str) -> None:
         """The request reads no more blocks of a prefill engine, which may release them."""
@@ -134,44 +142,30 @@ class EngineTiers:
             self._peers.store.finish(request)
 
     def hold(
-        self, request: str, block_ids: Sequence[Sequence[int]], wanted: Sequence[bytes]
+        self, request: str, block_ids: Sequence[Sequence[int]], wanted: Sequence[NamedBlock]
     ) -> dict[str, Any] | None:
         """Hold the wanted blocks of a finished request. Returns what a decode engine needs.
 
-        `block_ids` are the request's, for each group. `wanted` are vLLM's hashes, each with its
-        group. Call before the blocks are freed. Returns None if the role has no prefill, if no
-        block is wanted, or if one is missing: the others are then useless.
+        `block_ids` are the request's, for each group. Call before the blocks are freed. Returns
+        None if the role has no prefill, if no block is wanted, or if one is missing: the others are
+        then useless.
         """
         if self._peers is None or not self._peers.prefills or not wanted:
             return None
         with self.pool.session():  # the native pool evicts no block before it is held
-            ids = self._ids_of(block_ids, wanted)
-            if ids is None:
+            ids = [block_ids[one.group][one.place] or self._cached(one.name) for one in wanted]
+            if 0 in ids:
                 _log.debug("Request %s: a block that a decode engine needs is gone.", request)
                 return None
-            held = self._peers.hold(request, ids, b"".join(map(_peer_key_of, wanted)))
+            keys = b"".join(_peer_key_of(one.name) for one in wanted)
+            held = self._peers.hold(request, ids, keys)
         return {"do_remote_prefill": True, "do_remote_decode": False, **held}
 
-    def _ids_of(
-        self, block_ids: Sequence[Sequence[int]], wanted: Sequence[bytes]
-    ) -> list[int] | None:
-        """Return the block of each hash; None if one is neither the request's nor cached."""
-        own = {
-            block.block_hash: block_id
-            for group in block_ids
-            for block_id in group
-            if (block := self.pool.blocks.get(block_id)) is not None
-        }
-        ids: list[int] = []
-        for each in wanted:
-            block_id = own.get(each)
-            if block_id is None:  # it left the window, and is cached if it was not evicted
-                block = self.pool.cached_block_hash_to_block.get_one_block(each)
-                if block is None or block.ref_cnt:  # another request may still compute its block
-                    return None
-                block_id = block.block_id
-            ids.append(block_id)
-        return ids
+    def _cached(self, name: bytes) -> int:
+        """Return the id of a block that has left its request's window; 0 if it is gone."""
+        block = self.pool.cached_block_hash_to_block.get_one_block(name)
+        # A block in use is another request's, and may not be computed yet.
+        return 0 if block is None or block.ref_cnt else int(block.block_id)
 
     # --- loads ----------------------------------------------------------------------------------
 

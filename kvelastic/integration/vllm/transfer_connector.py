@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from kvelastic.integration.vllm import in_tiers
 from kvelastic.integration.vllm.connector_class import OffloadingConnector
+from kvelastic.integration.vllm.in_tiers import NamedBlock
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -56,22 +57,24 @@ class KvelasticTransfer(OffloadingConnector):
             parameters = tiers.hold(request.request_id, block_ids, self._needed(request))
         return delays, parameters
 
-    def _needed(self, request: Any) -> list[bytes]:
-        """Return the blocks with which a prompt needs no prefill: hashes, each with its group.
+    def _needed(self, request: Any) -> list[NamedBlock]:
+        """Return the blocks with which a prompt needs no prefill; both engines compute the same.
 
-        These are the blocks that vLLM looks up if none is here: of a sliding window only the last
-        ones. Both engines compute the same.
+        These are the blocks that vLLM looks up if none is here: of a sliding window only the last.
         """
         state = self.connector_scheduler._req_status[request.request_id]
         state.update_offload_keys()
         groups = state.config.kv_group_configs
         tokens = request.num_prompt_tokens
         whole = min(tokens // group.tokens_per_chunk * group.tokens_per_chunk for group in groups)
-        needed: list[bytes] = []
+        needed: list[NamedBlock] = []
         for group, of_group in zip(groups, state.group_states, strict=True):
             end = -(-whole // group.tokens_per_chunk)
             # The last token is computed in any case, and its window begins one token earlier.
             window = group.load_window_size_in_chunks(min(whole, tokens - 1))
             first = 0 if window is None else max(0, end - window)
-            needed += of_group.offload_keys[first:end]
+            needed += (
+                NamedBlock(group.group_idx, place, of_group.offload_keys[place])
+                for place in range(first, end)
+            )
         return needed
