@@ -82,8 +82,9 @@ class Shape:
         subprocess.run([sys.executable, PROGRAM, name, folder], check=True)
         arguments = []
         for key, value in ARCHITECTURES[name].engine_args(str(folder)).items():
+            option = f"--{key.replace('_', '-')}"
             text = json.dumps(value) if isinstance(value, dict) else str(value)
-            arguments += [f"--{key.replace('_', '-')}", text]
+            arguments += [option] if value is True else [option, text]
         return cls(folder, arguments)
 
     def know(self, seed: int, logs: Path) -> list[Known]:
