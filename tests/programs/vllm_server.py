@@ -116,8 +116,8 @@ class VllmServer(EngineServer):
         """The request up to the first token whose log probability leads by less than `margin`."""
         (choice,) = self._choices(request.prompt, request.max_tokens, logprobs=2)
         for count, best in enumerate(choice["logprobs"]["top_logprobs"]):
-            second, first = sorted(best.values())[-2:]
-            if first - second < margin:
+            leading = sorted(best.values())[-2:]  # one if both tokens have the same text
+            if len(leading) < 2 or leading[1] - leading[0] < margin:
                 return request._replace(max_tokens=count)
         return request
 
