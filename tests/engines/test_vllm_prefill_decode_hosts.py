@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import pytest
 from asking_threads import beside
 from engine_server import Request
 from hosts import Host, link
-from prefill_decode_servers import RoleServer
+from prefill_decode_servers import RoleServer, wait_until_blocks_move
 from vllm_server import BLOCK_TOKENS, make_requests
 from waiting import wait_until
 
@@ -38,14 +39,12 @@ class HostServer(RoleServer):
         with self._host.network():
             return super().request(*arguments, **more)
 
-    def pulled(self) -> int:
-        """As it was half a second ago."""
+    def _published(self) -> tuple[Any, int]:
         kvctl = (sys.executable, "-m", "cli", "tiers", "show", self.name, "--json")
         command = self._host.command(*kvctl)
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         (shown,) = json.loads(said)
-        hits: int = shown["tiers"][-1]["hits"]
-        return hits
+        return datetime.fromisoformat(shown["published"]), shown["tiers"][-1]["hits"]
 
 
 class Pair(NamedTuple):
@@ -92,6 +91,7 @@ def pair(tiny_model: Path, log_folder: Path) -> Iterator[Pair]:
         ):
             prefill.wait_until_ready()
             decode.wait_until_ready()
+            wait_until_blocks_move(prefill, decode)
             yield Pair(prefill, decode, other, prefill.complete_all(REQUESTS))
 
 
@@ -99,7 +99,7 @@ def test_blocks_cross_the_network(pair: Pair) -> None:
     before = pair.decode.pulled()
     assert pair.tokens(REQUESTS[0]) == pair.answers[0]
     blocks = len(REQUESTS[0].prompt) // BLOCK_TOKENS
-    wait_until(lambda: pair.decode.pulled() == before + blocks)
+    assert pair.decode.pulled() == before + blocks
 
 
 def test_cut_network_is_computed_until_it_heals(pair: Pair) -> None:

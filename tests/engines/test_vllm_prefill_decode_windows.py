@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from engine_server import Request
-from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer
+from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer, wait_until_blocks_move
 from tiny_architectures import WINDOW
 from under_tiers import changing_limits
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, make_requests
@@ -58,13 +57,8 @@ def pair(
     ):
         prefill.wait_until_ready()
         decode.wait_until_ready()
-        pair = Pair(prefill, decode, *GROUPS[name])
-        seeds = itertools.count(1000)  # a prompt that is new to both each time
-        wait_until(
-            lambda: pair.answer(Request(prompt_of(3 * BLOCK_TOKENS, next(seeds)), 1)).pulled,
-            "both engines have identified their weights",
-        )
-        yield pair
+        wait_until_blocks_move(prefill, decode)
+        yield Pair(prefill, decode, *GROUPS[name])
         assert decode.stop() == 0
         assert prefill.stop() == 0
 

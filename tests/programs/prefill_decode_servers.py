@@ -6,8 +6,10 @@ What the proxy sends is what vLLM's own example sends (toy_proxy_server.py of it
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from engine_server import Request
 from under_tiers import status_file_of
-from vllm_server import VllmServer
+from vllm_server import BLOCK_TOKENS, VllmServer
 from waiting import wait_until
 
 from kvelastic.shared.link_status import nodes
@@ -90,18 +92,37 @@ class RoleServer(VllmServer):
     def pulled(self) -> int:
         """Blocks read from other engines: the tiers' own figure, once they have published again."""
         for _ in range(2):  # what is published now may have been read before
-            last_ns = status_file_of(self.name).published_realtime_ns
-            wait_until(partial(self._has_published_since, last_ns))
-        return status_file_of(self.name).tiers[-1].hits
+            last, _hits = self._published()
+            wait_until(partial(self._has_published_since, last))
+        return self._published()[1]
 
-    def _has_published_since(self, realtime_ns: int) -> bool:
-        return status_file_of(self.name).published_realtime_ns > realtime_ns
+    def _published(self) -> tuple[Any, int]:
+        """When the tiers have last published, and the blocks that they had read."""
+        status = status_file_of(self.name)
+        return status.published_realtime_ns, status.tiers[-1].hits
+
+    def _has_published_since(self, last: Any) -> bool:
+        return bool(self._published()[0] > last)
 
     def held(self) -> int:
         """How many requests its node holds for others, half a second ago at most."""
         pid = self.processes()["core"].pid
         (node,) = [one for one in nodes() if one.pid == pid]
         return node.held_requests
+
+
+def wait_until_blocks_move(prefill: RoleServer, decode: RoleServer) -> None:
+    """Return once both have identified their weights: before that, prompts are computed."""
+    before = decode.pulled()
+    seeds = itertools.count(1000)  # a prompt that is new to both each time
+
+    def has_pulled() -> bool:
+        pick = random.Random(next(seeds))
+        request = Request([pick.randrange(3, 512) for _ in range(3 * BLOCK_TOKENS)], 1)
+        decode.complete_with(request, prefill.prefill(request))
+        return decode.pulled() > before
+
+    wait_until(has_pulled, "the engines have not identified their weights")
 
 
 @dataclass
