@@ -142,6 +142,10 @@ class RayHosts:
         last = self._run("--free").splitlines()[-1]
         return {host: left.get("kvelastic_mib", 0.0) for host, left in json.loads(last).items()}
 
+    def put_to_sleep(self, model: str) -> None:
+        """Put a replica of a model of Ray Serve LLM to sleep."""
+        self._run(f"--sleep={model}")
+
     def logs(self) -> str:
         """What Serve's controller and replicas have logged, the ends of it."""
         files = sorted(self.folder.glob("0/session_latest/logs/serve/*.log"))
@@ -163,8 +167,11 @@ class RayHosts:
 
     def kvctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run `kvctl --address` with the front's address, on the head."""
-        there = ("--address", f"http://127.0.0.1:{HTTP_PORT}")
-        command = self.hosts[0].command(sys.executable, "-m", "kvelastic.cli", *there, *words)
+        return self.kvctl_on_head("--address", f"http://127.0.0.1:{HTTP_PORT}", *words)
+
+    def kvctl_on_head(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvctl` for the head's own instances."""
+        command = self.hosts[0].command(sys.executable, "-m", "kvelastic.cli", *words)
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S
         )

@@ -95,6 +95,10 @@ ray = _need(
     RAY_PYTHON.parents[1].joinpath("installed").is_file(),
     "Ray is not in .venv-ray: scripts/setup --ray",
 )
+ray_llm = _need(
+    any(RAY_PYTHON.parents[1].glob("lib/*/site-packages/pyarrow")),
+    "what Ray Serve LLM needs is not in .venv-ray: scripts/setup --ray",
+)
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")

@@ -2,8 +2,11 @@
 
     .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP CONFIGURATION.json
     .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP --free
+    .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP --sleep=MODEL
 
-The second prints what is left of each node's resources as JSON, by the node's address.
+The second prints what is left of each node's resources as JSON, by the node's address. The third
+puts a replica of a model of Ray Serve LLM to sleep. A configuration with `llm_configs` is for Ray
+Serve LLM's application.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from kvelastic.integration.ray.app import build
-
 PORT = 8123
 
 
@@ -27,8 +28,17 @@ def main(address: str, node: str, what: str) -> None:
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
         print(json.dumps({addresses[node_id]: some for node_id, some in left.items()}))
         return
+    if what.startswith("--sleep="):
+        deployment = f"KvLLMServer:{what.removeprefix('--sleep=')}"
+        serve.get_deployment_handle(deployment, "kvelastic").sleep.remote().result()
+        return
+    configuration = json.loads(Path(what).read_text())
+    if "llm_configs" in configuration:
+        from ray.serve.llm import build_openai_app as build_application
+    else:
+        from kvelastic.integration.ray.app import build as build_application
     serve.start(http_options={"host": "127.0.0.1", "port": PORT, "location": "HeadOnly"})
-    serve.run(build(json.loads(Path(what).read_text())), name="kvelastic", route_prefix="/")
+    serve.run(build_application(configuration), name="kvelastic", route_prefix="/")
     print("deployed", flush=True)
 
 

@@ -45,7 +45,7 @@ from kvelastic.integration.ray.messages import (
     Head,
     Unserved,
 )
-from kvelastic.integration.ray.node_room import room_bytes
+from kvelastic.integration.ray.node_room import ledger_report
 from kvelastic.integration.ray.settings import ClusterSettings
 from kvelastic.shared import ledger
 
@@ -196,35 +196,17 @@ class EngineReplica:
     def report(self) -> dict[str, Any]:
         """Return the state for routers and operators, as plain values. Blocks for milliseconds."""
         model = self.model
-        room = None
-        asked_s = 0.0
-        found: dict[str, int] = {"guarantee_bytes": 0, "in_use_bytes": 0, "ask_bytes": 0}
-        is_asleep = False
-        for info in ledger.list_ledgers():
-            for member in info.members:
-                if member.name != self.instance or member.status == "dead":
-                    continue
-                left = room_bytes(info, member)
-                room = left if room is None else min(room, left)
-                is_asleep |= member.asleep
-                asked_s = max(asked_s, member.ask_s)
-                found["guarantee_bytes"] += member.min_bytes
-                found["in_use_bytes"] += member.in_use_bytes
-                found["ask_bytes"] += member.ask_bytes
         state = State.DOWN if self.problem else model.state
         return {
+            **ledger_report(self.instance, is_awake=state is State.AWAKE),
             "replica": self.replica,
             "model": self.name,
             "instance": self.instance,
             "state": state.value,
-            "memory_asleep": is_asleep and state is State.AWAKE,
-            "room_bytes": room or 0,
-            "asked_s": asked_s,
             "queue": model.gate.in_flight + model.gate.queued,
             "wakes": model.wakes,
             "sleeps": model.sleeps,
             "problem": self.problem or model.problems,
-            **found,
         }
 
     def device_capacity_bytes(self) -> int:
