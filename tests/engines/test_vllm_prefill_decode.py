@@ -12,7 +12,7 @@ import pytest
 from called_kvctl import kvctl
 from engine_server import REQUEST_DEADLINE_S, Request
 from known_answers import Known
-from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer
+from prefill_decode_servers import DECODE, PREFILL, Answer, RoleServer, wait_until_blocks_move
 from under_tiers import changing_limits
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, make_requests
 from waiting import wait_until
@@ -57,6 +57,7 @@ def pair(tiny_model: Path, log_folder: Path) -> Iterator[Pair]:
     ):
         prefill.wait_until_ready()
         decode.wait_until_ready()
+        wait_until_blocks_move(prefill, decode)
         answers = prefill.complete_all(REQUESTS)
         known = [Known(*both) for both in zip(REQUESTS, answers, strict=True)]
         yield Pair(prefill, decode, known, answers)

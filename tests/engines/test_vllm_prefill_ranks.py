@@ -11,7 +11,7 @@ from typing import NamedTuple
 import needs
 import pytest
 from engine_server import DECIDED
-from prefill_decode_servers import Answer, RoleServer
+from prefill_decode_servers import Answer, RoleServer, wait_until_blocks_move
 from vllm_server import BLOCK_TOKENS, make_requests
 
 pytestmark = pytest.mark.timeout(900)
@@ -23,7 +23,6 @@ REQUESTS = [one._replace(max_tokens=8) for one in make_requests(24, seed=45, sho
 """No two begin with the same tokens."""
 COMPARED = 2
 """Requests for each direction: those whose tokens are decided longest."""
-WRITES_MLA = "import sys; from tiny_architectures import *; ARCHITECTURES['mla'].write(sys.argv[1])"
 
 
 class Model(NamedTuple):
@@ -39,7 +38,7 @@ MODELS = {
     "a_head_for_each_rank": Model(["tiny_model.py"], ("4", "2")),
     "one_head_on_both_ranks": Model(["tiny_model.py"], ("4", "1")),
     "mla": Model(
-        ["-c", WRITES_MLA],
+        ["tiny_architectures.py", "mla"],
         arguments=(
             *("--dtype", "bfloat16"),
             *("--compilation-config", '{"custom_ops": ["none"]}'),
@@ -83,7 +82,8 @@ def engines(
     ):
         for each in (two, one):
             each.wait_until_ready()
-            each.complete(REQUESTS[0]._replace(prompt=[7] * 40))
+        wait_until_blocks_move(two, one)
+        wait_until_blocks_move(one, two)
         yield Engines(two, one, model)
 
 
