@@ -6,6 +6,7 @@ serve.run(build({"models": [{"name": "chat", "command": [...]}]}), name="kvelast
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -98,13 +99,17 @@ def _scaling(
         policy_function=f"{Autoscaler.__module__}:{Autoscaler.__name__}",
         policy_kwargs=asdict(scale.rules),
     )
-    return AutoscalingConfig(
-        min_replicas=replicas,
-        max_replicas=scale.most_replicas,
-        target_ongoing_requests=scale.requests,
-        upscale_delay_s=scale.start_after,
-        downscale_delay_s=scale.end_after,
-        metrics_interval_s=settings.report_every,
-        look_back_period_s=max(scale.start_after, _REPORTS * settings.report_every),
-        policy=policy,
-    )
+    with warnings.catch_warnings():
+        # Ray 2.60 deprecates metrics_interval_s in favour of two environment variables. It does
+        # not read them: the field alone sets the interval (10 s by default).
+        warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=replicas,
+            max_replicas=scale.most_replicas,
+            target_ongoing_requests=scale.requests,
+            upscale_delay_s=scale.start_after,
+            downscale_delay_s=scale.end_after,
+            metrics_interval_s=settings.report_every,
+            look_back_period_s=max(scale.start_after, _REPORTS * settings.report_every),
+            policy=policy,
+        )
