@@ -1,6 +1,7 @@
-"""Benchmarks start the same servers and instances as the tests do, from one folder of programs."""
+"""Benchmarks start the same servers, instances and hosts as the tests do."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "programs"))
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / folder) for folder in ("programs", "cluster")]

@@ -86,8 +86,12 @@ def arguments(
     parts: Mapping[str, tuple[str, Measure]],
     *,
     has_quick: bool = True,
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
 ) -> argparse.Namespace:
-    """Parse the options that benchmarks with parts share; exits for `--help` and wrong ones."""
+    """Parse the options that benchmarks with parts share; exits for `--help` and wrong ones.
+
+    `add_options` adds a benchmark's own ones.
+    """
     parser = argparse.ArgumentParser(
         prog=f"scripts/bench {kind}",
         description=description,
@@ -98,6 +102,7 @@ def arguments(
         parser.add_argument("--quick", action="store_true", help="few rounds; kept in build/bench/")
     parser.add_argument("--part", action="append", choices=parts, help="only this (repeatable)")
     parser.add_argument("--results", type=Path, help="the folder for the page and the samples")
+    add_options(parser)
     return parser.parse_args()
 
 

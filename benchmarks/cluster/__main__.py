@@ -1,4 +1,10 @@
-"""`scripts/bench cluster`: kvelastic under Ray Serve beside Ray Serve alone, on one host."""
+"""`scripts/bench cluster`: kvelastic under Ray Serve beside Ray Serve alone.
+
+scripts/bench cluster                    all of it, about twenty minutes
+scripts/bench cluster --part proxy       what the front adds to a fast fake engine, on one host
+scripts/bench cluster --part memory      two models with bursts in turn, on two hosts
+scripts/bench cluster --quick            few rounds; its figures are no evidence
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,9 @@ from typing import Any
 import needs
 from hosts import Host
 
+from benchmarks.cluster import memory
 from benchmarks.harness import Figure, end_by_exception
-from benchmarks.pages import ROOT, Table, arguments, run
+from benchmarks.pages import ROOT, Measure, Table, arguments, run
 
 PORT = 8123
 PREFIXES = {"kvelastic": "", "Ray alone": "/plain"}
@@ -85,7 +92,21 @@ def measure(is_quick: bool) -> Table:
     return Table.of_figures([first, added, chunks])
 
 
+def parts(memory_part: Measure) -> dict[str, tuple[str, Measure]]:
+    """All parts by name."""
+    return {
+        "proxy": ("One replica, one fast fake engine", measure),
+        "memory": ("Two models with bursts in turn, on two hosts", memory_part),
+    }
+
+
+def main() -> int:
+    """Measure, print and keep; returns the exit status."""
+    names = parts(memory.part())
+    given = arguments("cluster", __doc__, names, add_options=memory.add_options)
+    return run("cluster", "Ray Serve benchmark", given, parts(memory.part(given)))
+
+
 if __name__ == "__main__":
     end_by_exception()
-    PARTS = {"proxy": ("One replica, one fast fake engine", measure)}
-    sys.exit(run("cluster", "Ray Serve benchmark", arguments("cluster", __doc__, PARTS), PARTS))
+    sys.exit(main())

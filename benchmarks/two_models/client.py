@@ -31,10 +31,17 @@ class Answer:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    failure: Exception | None = None
+    """Why there is no whole answer."""
 
 
 def make_burst(
-    count: int, prompt_tokens: int, answer_tokens: int, over_s: float, seed: str
+    count: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    over_s: float,
+    seed: str,
+    words: Sequence[int] = WORDS,
 ) -> list[Request]:
     """Requests at random times within `over_s`, the same for the same seed.
 
@@ -46,7 +53,7 @@ def make_burst(
     return [
         Request(
             at_s - times[0],
-            pick.choices(WORDS, k=prompt_tokens - pick.randrange(prompt_tokens // 8)),
+            pick.choices(words, k=prompt_tokens - pick.randrange(prompt_tokens // 8)),
             answer_tokens - pick.randrange(answer_tokens // 8),
         )
         for at_s in times
@@ -58,21 +65,29 @@ class RequestFailedError(Exception):
 
 
 def run_burst(port: int, requests: Sequence[Request]) -> list[Answer]:
-    """Send them all, each at its time, and wait for the last; raises RequestFailedError.
+    """As `send_burst`; raises RequestFailedError if a request fails."""
+    answers = send_burst(port, requests)
+    failures = [answer.failure for answer in answers if answer.failure]
+    if failures:
+        raise RequestFailedError(f"{len(failures)} requests failed: {failures[0]!r}")
+    return answers
+
+
+def send_burst(port: int, requests: Sequence[Request], model: str = "m") -> list[Answer]:
+    """Send them all, each at its time, and wait for the last.
 
     The threads are daemons: whoever is interrupted waits for none of them.
     """
     answers = [Answer() for _ in requests]
-    failures: list[Exception] = []
     begin_s = time.monotonic()
 
     def one(request: Request, answer: Answer) -> None:
         answer.due_s = begin_s + request.at_s
         time.sleep(max(0.0, answer.due_s - time.monotonic()))
         try:
-            _stream(port, request, answer)
+            _stream(port, request, answer, model)
         except (OSError, http.client.HTTPException, ValueError, RequestFailedError) as error:
-            failures.append(error)
+            answer.failure = error
 
     threads = [
         threading.Thread(target=one, args=pair, daemon=True)
@@ -82,14 +97,12 @@ def run_burst(port: int, requests: Sequence[Request]) -> list[Answer]:
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:
-        raise RequestFailedError(f"{len(failures)} requests failed: {failures[0]!r}")
     return answers
 
 
-def _stream(port: int, request: Request, answer: Answer) -> None:
+def _stream(port: int, request: Request, answer: Answer, model: str) -> None:
     body = {
-        "model": "m",
+        "model": model,
         "prompt": request.prompt,
         "max_tokens": request.answer_tokens,
         "temperature": 0,
@@ -108,7 +121,10 @@ def _stream(port: int, request: Request, answer: Answer) -> None:
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
-            for choice in json.loads(line[len(b"data: ") :])["choices"]:
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise RequestFailedError(f"the stream ended with {event['error']}")
+            for choice in event["choices"]:
                 if choice["token_ids"]:
                     now_s = time.monotonic()
                     answer.first_token_s = answer.first_token_s or now_s - answer.due_s

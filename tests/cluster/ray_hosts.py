@@ -28,6 +28,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 GCS_PORT = 6399
 HTTP_PORT = 8123
 MIB_PER_HOST = 256
+APPLICATION = "kvelastic.integration.ray.app:build"
 OBJECT_STORE_BYTES = 80_000_000
 
 
@@ -42,10 +43,12 @@ class RayHosts:
         count: int,
         make_host: Callable[[], Any] = Host,
         addresses: Sequence[str] | None = None,
+        mib_per_host: int = MIB_PER_HOST,
     ) -> None:
         self.folder = Path(
             tempfile.mkdtemp(prefix="kvray")
         )  # a short path: Ray's sockets are there
+        self._mib_per_host = mib_per_host
         self._ends = contextlib.ExitStack()
         self._programs: dict[int, subprocess.Popen[str]] = {}
         self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -74,6 +77,7 @@ class RayHosts:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_agent_register_timeout_ms": "300000",
+            "TMPDIR": str(self.folder),  # replicas' logs, engines' files
             # A host that is gone is found out in some seconds, not in half a minute.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
@@ -90,7 +94,7 @@ class RayHosts:
 
     def _start_ray(self, number: int, *arguments: str) -> None:
         log = self.folder / f"ray{number}.log"
-        resources = json.dumps({"kvelastic_mib": MIB_PER_HOST, f"host{number}": 100})
+        resources = json.dumps({"kvelastic_mib": self._mib_per_host, f"host{number}": 100})
         with log.open("w") as file:
             program = self.hosts[number].start(
                 str(needs.RAY_PYTHON.with_name("ray")),
@@ -115,14 +119,14 @@ class RayHosts:
         wait_until(has_started, "Ray did not start")
         self._programs[number] = program
 
-    def _run(self, what: str, deadline_s: float = DEADLINE_S) -> str:
+    def _run(self, *words: str, deadline_s: float = DEADLINE_S) -> str:
         address = f"{self.addresses[0]}:{GCS_PORT}"
         program = self.hosts[0].start(
             str(needs.RAY_PYTHON),
             str(PROGRAMS / "ray_deploy.py"),
             address,
             self.addresses[0],
-            what,
+            *words,
             environment=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -131,11 +135,16 @@ class RayHosts:
         assert program.returncode == 0, errors + self.logs()
         return said
 
-    def deploy(self, config: dict[str, Any], deadline_s: float = DEADLINE_S) -> None:
-        """Deploy an application, or change it; returns when it serves."""
+    def deploy(
+        self,
+        config: dict[str, Any],
+        deadline_s: float = DEADLINE_S,
+        builder: str = APPLICATION,
+    ) -> None:
+        """Deploy what the builder makes, or change it; returns when it serves."""
         path = self.folder / "config.json"
         path.write_text(json.dumps(config))
-        assert "deployed" in self._run(str(path), deadline_s)
+        assert "deployed" in self._run(str(path), builder, deadline_s=deadline_s)
 
     def free_mib(self) -> dict[str, float]:
         """What Ray has left of `kvelastic_mib`, by host."""

@@ -1,16 +1,16 @@
 """Deploys a Serve application into a running Ray, and leaves; for `tests/cluster`.
 
-    .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP CONFIGURATION.json
+    .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP CONFIG.json MODULE:FUNCTION
     .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP --free
     .venv-ray/bin/python tests/programs/ray_deploy.py ADDRESS NODE_IP --sleep=MODEL
 
-The second prints what is left of each node's resources as JSON, by the node's address. The third
-puts a replica of a model of Ray Serve LLM to sleep. A configuration with `llm_configs` is for Ray
-Serve LLM's application.
+The function makes the application. The second command prints what is left of each node's resources
+as JSON, by the node's address. The third puts a replica of a model of Ray Serve LLM to sleep.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from ray import serve
 PORT = 8123
 
 
-def main(address: str, node: str, what: str) -> None:
+def main(address: str, node: str, what: str, builder: str = "") -> None:
     ray.init(address=address, _node_ip_address=node, log_to_driver=False)
     if what == "--free":
         left = ray._private.state.available_resources_per_node()
@@ -32,13 +32,11 @@ def main(address: str, node: str, what: str) -> None:
         deployment = f"KvLLMServer:{what.removeprefix('--sleep=')}"
         serve.get_deployment_handle(deployment, "kvelastic").sleep.remote().result()
         return
-    configuration = json.loads(Path(what).read_text())
-    if "llm_configs" in configuration:
-        from ray.serve.llm import build_openai_app as build_application
-    else:
-        from kvelastic.integration.ray.app import build as build_application
     serve.start(http_options={"host": "127.0.0.1", "port": PORT, "location": "HeadOnly"})
-    serve.run(build_application(configuration), name="kvelastic", route_prefix="/")
+    module, _, function = builder.partition(":")
+    build = getattr(importlib.import_module(module), function)
+    application = build(json.loads(Path(what).read_text()))
+    serve.run(application, name="kvelastic", route_prefix="/")
     print("deployed", flush=True)
 
 
