@@ -21,11 +21,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 import tiny_model
 from hosts import Host
 from open_memfds import open_memfds
 from ray_hosts import APPLICATION, HTTP_PORT, RayHosts
-from vllm_server import VLLM, VllmServer
+from vllm_server import VLLM, VllmServer, metrics_in
 
 from benchmarks.harness import half_of_the_cores, number, percentile
 from benchmarks.pages import Table
@@ -128,6 +129,7 @@ ARRANGEMENTS = (
     Arrangement("Ray alone", PLAIN, HOST_MIB, one_host_each=True),
     Arrangement("kvelastic, again", APPLICATION, HOST_MIB, guarantee_mib=8),
 )
+AT_ENGINES = ("time_to_first_token_seconds_sum", "request_queue_time_seconds_sum")
 NAMES = tuple(each.name for each in ARRANGEMENTS)
 Key = tuple[str, int]
 """A burst: its model and round."""
@@ -144,6 +146,8 @@ class Found:
     compared: int = 0
     held_bytes: list[int] = field(default_factory=list)
     """The memory of all KV caches on both hosts, look by look."""
+    at_engines: dict[str, float] = field(default_factory=dict)
+    """Sums of vLLM's own figures (AT_ENGINES) over its requests."""
 
     @property
     def all_s(self) -> list[float]:
@@ -175,6 +179,11 @@ def host_maker() -> Callable[[], Host]:
     return lambda: CoresHost(next(halves))
 
 
+def has_one_core() -> bool:
+    """Whether both hosts have the same core: then two busy engines get half of it each."""
+    return half_of_the_cores(second=False) == half_of_the_cores(second=True)
+
+
 @contextlib.contextmanager
 def watched(cluster: RayHosts, found: Found) -> Iterator[None]:
     """In the body, add what the kernel holds for the engines' KV caches on both hosts."""
@@ -197,6 +206,18 @@ def watched(cluster: RayHosts, found: Found) -> Iterator[None]:
     finally:
         ends.set()
         thread.join()
+
+
+def at_engines(cluster: RayHosts) -> dict[str, float]:
+    """The sums of vLLM's own figures over all engines."""
+    sums = dict.fromkeys(AT_ENGINES, 0.0)
+    for host in cluster.hosts:
+        lines = [process.cmdline() for process in host.find(str(VLLM), "--port")]
+        with host.network():
+            for port in {line[line.index("--port") + 1] for line in lines}:
+                found = metrics_in(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+                sums = {name: before + found.get(name, 0.0) for name, before in sums.items()}
+    return sums
 
 
 def expected(size: Size, model: Path, folder: Path) -> dict[Key, list[list[int]]]:
@@ -241,6 +262,7 @@ def run(
 
         for name in MODELS:
             send(name, -1)  # all code, all connections
+        before = at_engines(cluster)
         with contextlib.ExitStack() as stack:
             if arrangement.guarantee_mib:
                 stack.enter_context(watched(cluster, found))
@@ -249,6 +271,9 @@ def run(
                 found.held_bytes.append(engines * arrangement.engine_mib * MIB)
             for number, name in itertools.product(range(size.rounds), MODELS):
                 send(name, number)
+        found.at_engines = {
+            name: after - before[name] for name, after in at_engines(cluster).items()
+        }
     return found
 
 
@@ -278,17 +303,21 @@ def table(size: Size, found: dict[str, Found]) -> Table:
         ratio = f"{shown[1] / p99_s:.2f}" if shown and p99_s else ""
         held = [max(of.held_bytes), statistics.mean(of.held_bytes)] if of.held_bytes else []
         mib = [f"{value / MIB:.0f} MiB" for value in held] or [""] * 2
+        sums = [of.at_engines[each] for each in AT_ENGINES if first_s and of.at_engines]
+        inside = [f"{number(each / len(first_s))} s" for each in sums] or [""] * 2
         differ = f"{of.differing} of {of.compared}"
-        return (name, *seconds[:2], ratio, seconds[2], str(len(of.failures)), differ, *mib)
+        return (name, *seconds[:2], ratio, seconds[2], *inside, str(len(of.failures)), differ, *mib)
 
     notes = [
         f"{HOSTS} hosts with {HOST_MIB} MiB each; a burst: {size.requests} requests at once,"
         f" prompts of up to {PROMPT_TOKENS} tokens and answers of up to {ANSWER_TOKENS}, which need"
         f" {size.part:.2f} of a half of all memory; {size.rounds} bursts at each model.",
+        *(["Both hosts share one core: these figures are no evidence."] * has_one_core()),
         *(f"{name}: {failure[:300]}" for name, of in found.items() for failure in of.failures[:1]),
     ]
-    headings = ("arrangement", "first token p50", "p99", "p99 by kvelastic's", "slowest", "errors",
-                "answers that differ", "most held", "mean held")  # fmt: skip
+    headings = ("arrangement", "first token p50", "p99", "p99 by kvelastic's", "slowest",
+                "at the engine, mean", "in its queue, mean", "errors", "answers that differ",
+                "most held", "mean held")  # fmt: skip
     samples = {"size": asdict(size), "arrangements": {n: asdict(of) for n, of in found.items()}}
     return Table(headings, [row(name, of) for name, of in found.items()], notes, samples)
 

@@ -134,9 +134,7 @@ class VllmServer(EngineServer):
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own figures by name, without labels."""
-        text = self.request("/metrics")[1].decode()
-        found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        return {name: float(value) for name, value in found}
+        return metrics_in(self.request("/metrics")[1].decode())
 
     def connections(self) -> int:
         """How many clients are connected."""
@@ -147,6 +145,12 @@ class VllmServer(EngineServer):
         """What vLLM itself says."""
         sleeping: bool = json.loads(self.request("/is_sleeping")[1])["is_sleeping"]
         return sleeping
+
+
+def metrics_in(text: str) -> dict[str, float]:
+    """vLLM's own figures by name, without labels, from what its `/metrics` returns."""
+    found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
 
 
 def worker_memory_bytes(worker: psutil.Process) -> int:

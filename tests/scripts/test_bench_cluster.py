@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.cluster.memory import (
     ARRANGEMENTS,
+    AT_ENGINES,
     BLOCK_BYTES,
     HOST_MIB,
     HOSTS,
@@ -48,15 +49,20 @@ def test_bursts_need_more_than_half_of_the_memory() -> None:
     assert 0.6 < min(needed) <= max(needed) < 0.9
 
 
+SUMS = dict(zip(AT_ENGINES, (6.0, 0.3), strict=True))
+
+
 def test_table_shows_errors_and_ratio_of_p99() -> None:
     found = {
-        "kvelastic": Found({"a0": [0.1, 0.2], "b0": [0.3]}, [], 0, 3, [MIB, 3 * MIB]),
+        "kvelastic": Found({"a0": [0.1, 0.2], "b0": [0.3]}, [], 0, 3, [MIB, 3 * MIB], SUMS),
         "Ray alone": Found({"a0": [0.1, 0.6]}, ["HTTP 500"], 1, 2, [192 * MIB]),
         "fixed parts": Found({}, ["lost"] * 3),
     }
     made = table(WHOLE, found)
     first, second, third = made.rows
-    assert first[1:] == ("0.2 s", "0.3 s", "1.00", "0.3 s", "0", "0 of 3", "3 MiB", "2 MiB")
-    assert second[1:] == ("0.6 s", "0.6 s", "2.00", "0.6 s", "1", "1 of 2", "192 MiB", "192 MiB")
-    assert third[1:] == ("", "", "", "", "3", "0 of 0", "", "")
+    assert first[1:5] == ("0.2 s", "0.3 s", "1.00", "0.3 s")
+    assert first[5:] == ("2 s", "0.1 s", "0", "0 of 3", "3 MiB", "2 MiB")
+    assert second[1:5] == ("0.6 s", "0.6 s", "2.00", "0.6 s")
+    assert second[5:] == ("", "", "1", "1 of 2", "192 MiB", "192 MiB")
+    assert third[1:] == ("", "", "", "", "", "", "3", "0 of 0", "", "")
     assert made.notes[-2:] == ["Ray alone: HTTP 500", "fixed parts: lost"]
