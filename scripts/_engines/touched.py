@@ -3,7 +3,7 @@
     touched("vllm") -> ["vllm.v1.core.block_pool:BlockPool.touch", ...]
 
 The integrations name everything as `module:Name.attribute` in probes and hooks. These texts are
-collected, with the module names in f-strings substituted.
+collected, with the names of constants in f-strings substituted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ INTEGRATIONS = Path(__file__).parents[2] / "kvelastic" / "integration"
 
 
 def _constants(trees: list[ast.Module]) -> dict[str, str]:
+    """Return the texts that constants of modules have, with those in f-strings substituted."""
     found: dict[str, str] = {}
-    for tree in trees:
-        for node in tree.body:
-            if not isinstance(node, ast.Assign | ast.AnnAssign):
-                continue
-            names = node.targets if isinstance(node, ast.Assign) else [node.target]
-            value = node.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found |= {each.id: value.value for each in names if isinstance(each, ast.Name)}
+    # Once for each level of f-strings in f-strings: modules may come before those they import.
+    for _ in range(4):
+        for node in (node for tree in trees for node in tree.body):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                names = node.targets if isinstance(node, ast.Assign) else [node.target]
+                text = _text(node.value, found)
+                if text is not None:
+                    found |= {each.id: text for each in names if isinstance(each, ast.Name)}
     return found
 
 
@@ -48,6 +49,7 @@ def touched(engine: str) -> list[str]:
     """Return every `module:Name.attribute` of the engine that its integration names, sorted."""
     trees = [ast.parse(path.read_text()) for path in sorted((INTEGRATIONS / engine).glob("*.py"))]
     constants = _constants(trees)
-    pattern = re.compile(rf"{engine}(\.\w+)*:\w+(\.\w+)*")
+    # A text is one name, or requirements, of which each begins a line with a name.
+    pattern = re.compile(rf"^{engine}(?:\.\w+)*:\w+(?:\.\w+)*(?=[( \n]|\Z)", re.MULTILINE)
     texts = (_text(node, constants) for tree in trees for node in ast.walk(tree))
-    return sorted({text for text in texts if text is not None and pattern.fullmatch(text)})
+    return sorted({name for text in texts if text is not None for name in pattern.findall(text)})

@@ -18,7 +18,7 @@ from kvelastic.doctor.judge import judge
 from kvelastic.engines import Engine
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
 from kvelastic.integration.hooks import table
-from kvelastic.integration.hooks.probe import Probe
+from kvelastic.integration.hooks.probe import require
 from kvelastic.integration.hooks.table import Hook
 from kvelastic.integration.hooks.versions import installed_series, series_for
 from kvelastic.kvcached import embedded
@@ -223,9 +223,7 @@ def arm_in(strict: bool | None) -> None:
     version = f"Later {installed_series('laterengine', strict=strict)}"
 
     def probe() -> None:
-        probe = Probe(version, page="docs/later.md")
-        probe.parameters(f"{SCHEDULER}:Scheduler.schedule", "self requests")
-        probe.refuse_if_broken()
+        require(version, f"{SCHEDULER}:Scheduler.schedule(self requests)", page="docs/later.md")
 
     wrapper = Hook(
         SCHEDULER,

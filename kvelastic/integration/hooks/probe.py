@@ -1,34 +1,51 @@
 """Checks that an engine is built as the patches expect, before any of them is set.
 
-    probe = Probe("vLLM 0.32.0", page="docs/vllm.md")
-    probe.parameters("vllm.v1.core.block_pool:BlockPool.touch", "self blocks")
-    probe.holds("...", condition, "what was expected", "what was found")
-    probe.refuse_if_broken()
+    require("vLLM 0.32.0", REQUIREMENTS, page="docs/vllm.md")
 
-All checks run, so that one message tells everything that has changed.
+The requirements are one text. Each line has the path of an object and what must hold there::
+
+    vllm.v1.engine.core:EngineCore.step(self) uses schedule    # its parameters; names in its code
+    vllm.v1.core.block_pool:BlockPool.touch(self blocks)       # further parameters have defaults
+    module:function takes a b                                  # parameters in any order, and others
+    module:Class has a b                                       # fields of a dataclass
+    module:Class uses queue only in push pop                   # exactly these methods
+    module:Class is another.module:Class                       # one object
+    module:Class.attribute                                     # it exists
+
+An indented line continues the one before. All checks run, so that one message names all changes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from importlib import import_module
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
-from kvelastic.errors import UnsupportedEngineError
+from kvelastic.errors import IntegrityError, UnsupportedEngineError
+
+_LINE: Final = re.compile(r"([\w.]+:[\w.]+)(?:\(([\w ]*)\))?(?: (takes|has|uses|is) (.+))?")
+
+
+def require(engine: str, text: str, *, page: str) -> None:
+    """Check the requirements in `text`. Raises `UnsupportedEngineError` with all that fail.
+
+    `engine` is its name and version; `page` of docs/ names the tested versions.
+    """
+    probe = Probe(engine, page=page)
+    probe.check(text)
+    probe.refuse_if_broken()
 
 
 class Probe:
-    """Collects failed requirements. Not thread-safe; used once.
-
-    Several names are one text, with spaces between them.
-    """
+    """Collects failed requirements. Not thread-safe; used once."""
 
     def __init__(self, engine: str, *, page: str) -> None:
-        """`engine` is its name and version; `page` of docs/ names the tested versions."""
+        """See `require`."""
         self._engine = engine
         self._page = page
         self._broken: list[str] = []
@@ -42,71 +59,29 @@ class Probe:
             self._broken.append(f"{path}: expected to exist, found {error}")
             return None
 
-    def parameters(self, path: str, names: str) -> None:
-        """Require parameters with these names in this order. Further ones must have defaults."""
-        function = self.get(path)
-        if function is None:
-            return
-        expected = tuple(names.split())
-        parameters = list(inspect.signature(function).parameters.values())
-        found = tuple(parameter.name for parameter in parameters)
-        if found[: len(expected)] != expected:
-            self._broken.append(f"{path}: expected parameters {expected}, found {found}")
-            return
-        for parameter in parameters[len(expected) :]:
-            optional = parameter.default is not parameter.empty or parameter.kind in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if not optional:
-                self._broken.append(
-                    f"{path}: expected parameters {expected}, found {parameter.name!r} after them"
-                )
+    def check(self, text: str) -> None:
+        """Check requirements in the form that the module describes."""
+        for line in re.sub(r"\n +", " ", text).splitlines():
+            if line and not line.startswith("#"):
+                self._check_line(line)
 
-    def takes(self, path: str, names: str) -> None:
-        """Require parameters with the given names, in any order and among others."""
-        function = self.get(path)
-        if function is None:
+    def _check_line(self, line: str) -> None:
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise IntegrityError(f"{line!r} is not a requirement that a probe can read")
+        path, parameters, what, names = match.groups()
+        found = self.get(path)
+        if found is None:
             return
-        found = list(inspect.signature(function).parameters)
-        missing = sorted(set(names.split()) - set(found))
-        if missing:
-            self._broken.append(f"{path}: expected the parameters {missing}, found {found}")
+        if parameters is not None:
+            self._note(path, _faults_of_parameters(found, tuple(parameters.split())))
+        if what == "is":
+            self.holds(path, found is self.get(names), f"the object at {names}", found)
+        elif what is not None:
+            self._note(path, _FAULTS[what](found, names))
 
-    def fields(self, path: str, names: str) -> None:
-        """Require a dataclass with at least these fields."""
-        cls = self.get(path)
-        if cls is None:
-            return
-        found = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
-        missing = sorted(set(names.split()) - found)
-        if missing:
-            self._broken.append(f"{path}: expected the fields {missing}, found {sorted(found)}")
-
-    def users(self, path: str, attribute: str, names: str) -> None:
-        """Require that exactly these methods of the class use `attribute`.
-
-        This detects a new method that uses a replaced attribute.
-        """
-        cls = self.get(path)
-        if cls is None:
-            return
-        found = {name for name, value in vars(cls).items() if attribute in _names(_function(value))}
-        expected = set(names.split())
-        if found != expected:
-            self._broken.append(
-                f"{path}: expected {attribute!r} to be used by {sorted(expected)}, "
-                f"found {sorted(found)}"
-            )
-
-    def mentions(self, path: str, names: str) -> None:
-        """Require that the function's code calls or reads these names."""
-        function = self.get(path)
-        if function is None:
-            return
-        missing = sorted(set(names.split()) - _names(function))
-        if missing:
-            self._broken.append(f"{path}: expected it to use {missing}, found that it does not")
+    def _note(self, path: str, faults: Iterator[str]) -> None:
+        self._broken += [f"{path}: expected {fault}" for fault in faults]
 
     def holds(self, what: str, condition: bool, expected: str, found: object) -> None:
         """Require a condition that the caller has evaluated."""
@@ -126,7 +101,49 @@ class Probe:
         )
 
 
-def _function(value: object) -> Callable[..., Any] | None:
+def _faults_of_parameters(function: Callable[..., Any], expected: tuple[str, ...]) -> Iterator[str]:
+    parameters = list(inspect.signature(function).parameters.values())
+    found = tuple(parameter.name for parameter in parameters)
+    if found[: len(expected)] != expected:
+        yield f"parameters {expected}, found {found}"
+        return
+    for one in parameters[len(expected) :]:
+        is_variable = one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if one.default is one.empty and not is_variable:
+            yield f"parameters {expected}, found {one.name!r} after them"
+
+
+def _takes(function: Callable[..., Any], names: str) -> Iterator[str]:
+    found = list(inspect.signature(function).parameters)
+    if missing := sorted(set(names.split()) - set(found)):
+        yield f"the parameters {missing}, found {found}"
+
+
+def _has(cls: Any, names: str) -> Iterator[str]:
+    found = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
+    if missing := sorted(set(names.split()) - found):
+        yield f"the fields {missing}, found {sorted(found)}"
+
+
+def _uses(user: Any, names: str) -> Iterator[str]:
+    """`only in` detects a new method that uses a replaced attribute."""
+    attribute, only_in, methods = names.partition(" only in ")
+    if only_in:
+        found = {name for name, value in vars(user).items() if attribute in _names(_code(value))}
+        if found != (expected := set(methods.split())):
+            yield f"{attribute!r} to be used by {sorted(expected)}, found {sorted(found)}"
+    elif missing := sorted(set(names.split()) - _names(user)):
+        yield f"it to use {missing}, found that it does not"
+
+
+_FAULTS: Final[dict[str, Callable[[Any, str], Iterator[str]]]] = {
+    "takes": _takes,
+    "has": _has,
+    "uses": _uses,
+}
+
+
+def _code(value: object) -> Callable[..., Any] | None:
     if isinstance(value, property):
         return value.fget
     if isinstance(value, (classmethod, staticmethod)):

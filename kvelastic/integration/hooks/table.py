@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -40,7 +40,7 @@ class Hook:
     many times per step, where repacking arguments would be the main cost."""
 
 
-def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
+def arm(engine: str, hooks: Sequence[Hook], probes: Mapping[str, Callable[[], None]]) -> None:
     """Set each room's hooks when the engine imports its module, after the room's probe has passed.
 
     A room with a probe may have no hooks: a subclass depends on its module.

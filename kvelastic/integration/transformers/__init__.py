@@ -10,7 +10,7 @@ Continuous batching (`generate_batch`, the manager, `transformers serve --contin
 3. a cache is made (`in_cache`): `cache_memory` makes the segment, the pool and the maintenance
    thread, and returns addresses without memory for transformers' single allocation. `sector_pool`
    and `prefix_ledger` replace its free list and its record of cached blocks. The cache of 5.17 has
-   tensors per layer: `block_patches` and the other `block_*` modules are for it only;
+   tensors per layer: the `block_*` modules are for it only;
 4. every batch (`in_batches`): evictions are followed, blocks are taken and released. If no block is
    available, the loop waits instead of ending.
 

@@ -311,7 +311,7 @@ def _check_version(settings: Config) -> None:
     probe = Probe(f"transformers {version}", page="docs/transformers.md")
     missing = sorted(getattr(ElasticLayer, "__abstractmethods__", ()))
     probe.holds("the methods of a cache's layer", not missing, "no further ones", missing)
-    probe.parameters("transformers.cache_utils:get_layer_types_and_kwargs", "config")
+    probe.check("transformers.cache_utils:get_layer_types_and_kwargs(config)")
     probe.refuse_if_broken()
     log_once(logging.WARNING, f"{text}; going on. KVELASTIC_STRICT=true refuses untested versions.")
 

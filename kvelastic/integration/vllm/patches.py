@@ -9,10 +9,10 @@ wrapper or a subclass replaces, calls or relies on is probed (`probes`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Final
 
 from kvelastic.integration.hooks import table
+from kvelastic.integration.hooks.probe import require
 from kvelastic.integration.hooks.table import Hook
 from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm import (
@@ -26,7 +26,7 @@ from kvelastic.integration.vllm import (
     tier_connector,
     tier_hooks,
 )
-from kvelastic.integration.vllm.wrapped_names import (
+from kvelastic.integration.vllm.probes import (
     ADAPTER_KEYS,
     ARGUMENTS,
     BLOCK_TABLE,
@@ -102,15 +102,8 @@ def hooks_for(_series: str) -> tuple[Hook, ...]:
 def arm(series: str, *, tiers: bool = False) -> None:
     """Patch that series' vLLM modules as they are imported. Idempotent."""
     engine = f"vLLM {installed_version('vllm')}"
-    rooms: dict[str, Callable[[], None]] = {
-        FRONT_END: functools.partial(probes.front_end, engine),
-        EXECUTORS: functools.partial(probes.executors, engine),
-        CORE_CLIENT: functools.partial(probes.core_client, engine),
-        ENGINE_CORE: functools.partial(probes.engine_core, engine, series, tiers),
-        WORKER: functools.partial(probes.worker, engine),
-        CPU_WORKER: functools.partial(probes.cpu_worker, engine),
-        OFFLOADING: functools.partial(probes.offloading, engine),
+    rooms = {
+        room: functools.partial(require, engine, text, page=probes.PAGE)
+        for room, text in probes.requirements(series, tiers=tiers).items()
     }
-    if tiers:
-        rooms[ARGUMENTS] = functools.partial(probes.arguments, engine)
     table.arm(engine, HOOKS + TIER_HOOKS if tiers else HOOKS, rooms)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm import in_gpu_worker, start_reserve, worker_device
 from kvelastic.integration.vllm.handoff import HANDOFF
+from kvelastic.integration.vllm.probes import CPU_WORKER
 from kvelastic.integration.vllm.refusals import refuse_short_offsets
 from kvelastic.integration.vllm.subclasses import Subclasses
-from kvelastic.integration.vllm.wrapped_names import CPU_WORKER
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
