@@ -6,26 +6,16 @@ import logging
 import os
 import sys
 import zlib
-from typing import TYPE_CHECKING, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 if TYPE_CHECKING:
+    from kvelastic.config import Config
+
     _Stream = logging.StreamHandler[TextIO]
 else:
     _Stream = logging.StreamHandler  # Python 3.10 cannot subscript it
 
 logger = logging.getLogger("kvelastic")
-
-
-class LogSettings(Protocol):
-    """The logging settings; `Config` has them."""
-
-    @property
-    def log_level(self) -> str:
-        """The lowest level that is logged, as a name of `logging`."""
-
-    @property
-    def log_color(self) -> bool:
-        """Whether to use colours on a terminal."""
 
 
 _SAID: Final = "_KVELASTIC_SAID"
@@ -62,7 +52,7 @@ class _Handler(_Stream):
     """kvelastic's handler, so that a second `configure_logging` replaces it."""
 
 
-def configure_logging(config: LogSettings, stream: TextIO | None = None) -> None:
+def configure_logging(config: Config, stream: TextIO | None = None) -> None:
     """Configure the logger `kvelastic` to write to `stream` (default: stderr).
 
     Calling it again replaces the handler. Records do not propagate to the root logger, because an

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvelastic.controller.http.refusal import Refusal
 from kvelastic.controller.models.engine_calls import KINDS, EngineCalls, Kind
@@ -24,6 +24,7 @@ from kvelastic.controller.settings.settings import ModelSettings, SleepSettings
 from kvelastic.errors import EngineCallError
 
 if TYPE_CHECKING:
+    from kvelastic.controller.launch.engine_process import EngineProcess
     from kvelastic.controller.models.swap import Swapper
 
 _log = logging.getLogger("kvelastic.controller")
@@ -37,23 +38,6 @@ EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
 
 class WithdrawnError(Exception):
     """No request or operator waits for the model's turn now."""
-
-
-class OnDemandEngine(Protocol):
-    """An engine that is started to wake its model, and stopped to put it to sleep."""
-
-    @property
-    def is_running(self) -> bool:
-        """True if the engine's process runs."""
-
-    async def start_now(self) -> str | None:
-        """Start the engine and wait until it is ready. On a problem clean up and return it."""
-
-    async def stop_now(self) -> None:
-        """Stop the engine and wait until it has ended."""
-
-    def give_up(self) -> None:
-        """Abort a start in progress."""
 
 
 @dataclass(eq=False)
@@ -100,7 +84,7 @@ class ServedModel:
         """Pid of a running engine that this controller launched; it leads its session."""
         self.engine_key: str | None = None
         """API key of a running engine that this controller launched."""
-        self.on_demand: OnDemandEngine | None = None
+        self.on_demand: EngineProcess | None = None
         """Set by the launching code if the engine starts on demand."""
         self.has_turn = True
         """False while it waits for its turn; true when it may take memory."""

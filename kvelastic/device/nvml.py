@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from enum import IntEnum
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from kvelastic.errors import NvmlError
 
@@ -89,54 +89,11 @@ def _name_of(status: int) -> str:
         return str(status)
 
 
-class Nvml(Protocol):
-    """The NVML calls that kvelastic uses. Every call may raise `NvmlError`.
+class Nvml:
+    """NVML through nvidia-ml-py. Every call may raise `NvmlError`.
 
     A device is an opaque handle, valid until `stop`. A MIG instance is a device too.
     """
-
-    def start(self) -> None:
-        """Open NVML; if this does not raise, call `stop` later."""
-
-    def stop(self) -> None:
-        """Close NVML."""
-
-    def driver_version(self) -> str:
-        """Return the version of the NVIDIA driver, such as `580.65.06`."""
-
-    def count(self) -> int:
-        """Return the number of GPUs, including unresponsive ones."""
-
-    def device(self, index: int) -> object:
-        """Return the GPU of that index in NVML's order, by bus; CUDA's order may differ."""
-
-    def name(self, device: object) -> str:
-        """Return the product name."""
-
-    def uuid(self, device: object) -> str:
-        """Return the UUID: `GPU-...`, or `MIG-...` of a MIG instance."""
-
-    def memory(self, device: object) -> tuple[int, int]:
-        """Return total and free bytes."""
-
-    def processes(self, device: object, kind: ProcessKind) -> list[tuple[int, int | None]]:
-        """Return (pid, bytes) of each process of that kind.
-
-        Bytes are None or `NOT_AVAILABLE_BYTES` if unknown.
-        """
-
-    def is_mig_on(self, device: object) -> bool:
-        """Return whether the GPU is split into MIG instances."""
-
-    def mig_slots(self, device: object) -> int:
-        """Return the maximum number of MIG instances."""
-
-    def mig_device(self, device: object, slot: int) -> object:
-        """Return the MIG instance in that slot; raises with `NOT_FOUND` if the slot is empty."""
-
-
-class PynvmlNvml:
-    """NVML through nvidia-ml-py; its errors become `NvmlError`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -161,7 +118,7 @@ class PynvmlNvml:
             return self._ask(function, *arguments)
 
     def start(self) -> None:
-        """Open NVML."""
+        """Open NVML; if this does not raise, call `stop` later."""
         self._ask("nvmlInit")
 
     def stop(self) -> None:
@@ -169,15 +126,15 @@ class PynvmlNvml:
         self._ask("nvmlShutdown")
 
     def driver_version(self) -> str:
-        """Return the version of the driver."""
+        """Return the version of the NVIDIA driver, such as `580.65.06`."""
         return _text(self._ask("nvmlSystemGetDriverVersion"))
 
     def count(self) -> int:
-        """Return the number of GPUs."""
+        """Return the number of GPUs, including unresponsive ones."""
         return int(self._ask("nvmlDeviceGetCount"))
 
     def device(self, index: int) -> object:
-        """Return the GPU of that index."""
+        """Return the GPU of that index in NVML's order, by bus; CUDA's order may differ."""
         return self._ask("nvmlDeviceGetHandleByIndex", index)
 
     def name(self, device: object) -> str:
@@ -185,7 +142,7 @@ class PynvmlNvml:
         return _text(self._ask("nvmlDeviceGetName", device))
 
     def uuid(self, device: object) -> str:
-        """Return the UUID."""
+        """Return the UUID: `GPU-...`, or `MIG-...` of a MIG instance."""
         return _text(self._ask("nvmlDeviceGetUUID", device))
 
     def memory(self, device: object) -> tuple[int, int]:
@@ -194,7 +151,10 @@ class PynvmlNvml:
         return int(memory.total), int(memory.free)
 
     def processes(self, device: object, kind: ProcessKind) -> list[tuple[int, int | None]]:
-        """Return (pid, bytes) of each process."""
+        """Return (pid, bytes) of each process of that kind.
+
+        Bytes are None or `NOT_AVAILABLE_BYTES` if unknown.
+        """
         which = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}[kind]
         # Use the versioned name: the other one fails if package and driver have different ages.
         found = self._ask_twice(f"nvmlDeviceGet{which}RunningProcesses_v3", device)
@@ -209,7 +169,7 @@ class PynvmlNvml:
         return int(self._ask("nvmlDeviceGetMaxMigDeviceCount", device))
 
     def mig_device(self, device: object, slot: int) -> object:
-        """Return the MIG instance in that slot."""
+        """Return the MIG instance in that slot; raises with `NOT_FOUND` if the slot is empty."""
         return self._ask("nvmlDeviceGetMigDeviceHandleByIndex", device, slot)
 
 
@@ -219,7 +179,7 @@ def find() -> Nvml | None:
         library = importlib.import_module("pynvml")
     except ImportError:
         return None
-    return PynvmlNvml(library)
+    return Nvml(library)
 
 
 def _text(answer: str | bytes) -> str:

@@ -118,12 +118,6 @@ class Load:
             holds, self._holds = self._holds, ()
         return holds
 
-    @property
-    def is_held(self) -> bool:
-        """True until the records are released or their holds taken."""
-        with self._lock:
-            return not self._is_released
-
     def __enter__(self) -> Load:
         return self
 

@@ -330,13 +330,6 @@ class Tiers:
         """Seconds to compute one block; None until the engine has reported a measurement."""
         return self._costs.compute_s
 
-    def note_prompt(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> None:
-        """Record the order of the keys of a prompt that was not looked up with `match`.
-
-        Each key continues the previous one, and the first one continues `chain_after`.
-        """
-        self._lineage.note(keys, chain_after)
-
     # --- forgetting ----------------------------------------------------------------------------
 
     def forget(self) -> Namespace:

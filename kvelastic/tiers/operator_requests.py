@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.shared.tier_status import (
@@ -21,33 +21,14 @@ from kvelastic.shared.tier_status import (
     received,
 )
 from kvelastic.tiers.base import Selection, Store
-from kvelastic.tiers.namespace import Namespace
 from kvelastic.units import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.tiers.manager import Tiers
 
 _log = logging.getLogger("kvelastic")
 
 Counts = tuple[int | None, ...]
-
-
-class AskedTiers(Protocol):
-    """The part of the tiers that operators can use."""
-
-    @property
-    def stores(self) -> tuple[Store, ...]:
-        """The stores, nearest first."""
-
-    @property
-    def namespace(self) -> Namespace:
-        """The current namespace."""
-
-    def erase_by_place(self, selection: Selection) -> dict[int, int]:
-        """Erase records in every tier. Returns the number erased, by tier index.
-
-        Tiers that were skipped or did not return in time are missing.
-        """
-
-    def check_integrity(self) -> None:
-        """Check all tiers. Raises `IntegrityError` for a mismatch."""
 
 
 def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
@@ -59,7 +40,7 @@ def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
     )
 
 
-def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAck:
+def carry_out(revision: int, request: TierRequest, tiers: Tiers) -> TierAck:
     """Run a request from the status file and return its result. Blocks.
 
     Does not raise for errors of the request or the stores; it returns them in the result.
@@ -84,7 +65,7 @@ def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAck
 _Outcome = tuple[str, Counts, str]
 
 
-def _limit(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+def _limit(request: TierRequest, tiers: Tiers) -> _Outcome:
     place = _place_of(request.tier, tiers)
     store = tiers.stores[place]
     if store.capacity().limit_bytes is None:
@@ -99,7 +80,7 @@ def _limit(request: TierRequest, tiers: AskedTiers) -> _Outcome:
     return "done", _held(tiers, place), ""
 
 
-def _trim(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+def _trim(request: TierRequest, tiers: Tiers) -> _Outcome:
     place = _place_of(request.tier, tiers)
     store = tiers.stores[place]
     capacity = store.capacity()
@@ -115,15 +96,15 @@ def _trim(request: TierRequest, tiers: AskedTiers) -> _Outcome:
     return "done", _held(tiers, place), ""
 
 
-def _clear(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+def _clear(request: TierRequest, tiers: Tiers) -> _Outcome:
     return _erased(tiers, Selection(namespace=tiers.namespace, every_generation=True))
 
 
-def _erase(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+def _erase(request: TierRequest, tiers: Tiers) -> _Outcome:
     return _erased(tiers, Selection(model=request.model, older_than_s=request.older_than_s))
 
 
-def _erased(tiers: AskedTiers, selection: Selection) -> _Outcome:
+def _erased(tiers: Tiers, selection: Selection) -> _Outcome:
     erased = tiers.erase_by_place(selection)
     labels = labels_of(tiers.stores)
     counts = tuple(erased.get(place) for place in range(len(labels)))
@@ -141,25 +122,25 @@ def _erased(tiers: AskedTiers, selection: Selection) -> _Outcome:
     return state, counts, "; ".join(reasons)
 
 
-def _verify(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+def _verify(request: TierRequest, tiers: Tiers) -> _Outcome:
     tiers.check_integrity()
     return "done", tuple(store.capacity().records for store in tiers.stores), ""
 
 
-def _place_of(label: str, tiers: AskedTiers) -> int:
+def _place_of(label: str, tiers: Tiers) -> int:
     labels = labels_of(tiers.stores)
     if label not in labels:
         raise InvalidArgumentError(f"there is no tier {label!r}; there are {', '.join(labels)}")
     return labels.index(label)
 
 
-def _held(tiers: AskedTiers, place: int) -> Counts:
+def _held(tiers: Tiers, place: int) -> Counts:
     counts: list[int | None] = [None] * len(tiers.stores)
     counts[place] = tiers.stores[place].capacity().records
     return tuple(counts)
 
 
-_CARRIED_OUT: dict[str, Callable[[TierRequest, AskedTiers], _Outcome]] = {
+_CARRIED_OUT: dict[str, Callable[[TierRequest, Tiers], _Outcome]] = {
     "limit": _limit,
     "trim": _trim,
     "clear": _clear,

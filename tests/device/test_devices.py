@@ -18,7 +18,7 @@ from fake_nvml import (
 
 from kvelastic.device import machine, nvml
 from kvelastic.device.machine import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
-from kvelastic.device.nvml import Nvml, PynvmlNvml, Status, nvml_error
+from kvelastic.device.nvml import Nvml, Status, nvml_error
 
 
 def by_itself(fake: FakeNvml) -> Nvml:
@@ -26,7 +26,7 @@ def by_itself(fake: FakeNvml) -> Nvml:
 
 
 def by_pynvml(fake: FakeNvml) -> Nvml:
-    return PynvmlNvml(pynvml_module(fake))
+    return Nvml(pynvml_module(fake))
 
 
 WAYS = [by_itself, by_pynvml]
@@ -229,7 +229,7 @@ COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
 def asked(library: ModuleType) -> DeviceFacts:
-    ((gpu,), problem) = list_gpus(PynvmlNvml(library), name_of)
+    ((gpu,), problem) = list_gpus(Nvml(library), name_of)
     assert problem == ""
     return gpu
 

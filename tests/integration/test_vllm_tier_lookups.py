@@ -83,7 +83,7 @@ class FakeTiers:
         return Load(keys, segments, holds, chain_after)
 
     def load(self, load: Load, ids: Sequence[int]) -> Load:
-        assert load.is_held, "what is loaded must be held"
+        assert not load._is_released, "what is loaded must be held"
         if self.refuses:
             raise InvalidArgumentError("no")
         load.starts(ids)
@@ -136,7 +136,7 @@ def test_taken_blocks_stay_held_after_the_step() -> None:
     assert ask(lookups, "a", chain(None, "a", "b"), request="other")
     load = lookups.take("r", [b"a", b"b"])
     lookups.end_step()
-    assert (load.count, load.is_held, len(tiers.held)) == (2, True, 1)
+    assert (load.count, load._is_released, len(tiers.held)) == (2, False, 1)
     assert len(tiers.asked) == 2, "what is loaded is not looked up again"
     load.release()
     assert tiers.held == []

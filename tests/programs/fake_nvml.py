@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from kvelastic.device.nvml import NOT_AVAILABLE_BYTES, ProcessKind, Status, nvml_error
+from kvelastic.device.nvml import NOT_AVAILABLE_BYTES, Nvml, ProcessKind, Status, nvml_error
 from kvelastic.errors import NvmlError
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ class _Handle:
     session: int
 
 
-class FakeNvml:
+class FakeNvml(Nvml):
     """NVML with these GPUs; `start`, `version`, `count` and `stop` can be refused too."""
 
     def __init__(self, gpus: list[FakeGpu], refusals: dict[str, Status] | None = None) -> None:

@@ -63,7 +63,7 @@ def test_leading_keys_are_matched_and_held(world) -> None:
     assert sorted(world.far.held_keys) == [key_of(n) for n in (2, 3, 5, 7)]
     match.release()
     match.release()
-    assert not match.is_held
+    assert match._is_released
     counts = world.tiers.statistics().blocks
     assert (counts.matched, counts.unmatched) == (8, 1)
 
@@ -89,7 +89,7 @@ def test_load_keeps_its_holds_until_done(world) -> None:
     with world.tiers.match(keys_of(range(9))) as match:
         load = world.tiers.load(match, list(range(50, 59)))
     assert world.far.hanging.wait(DEADLINE_S)
-    assert match.is_held
+    assert not match._is_released
     assert len(world.far.held_keys) == 7
     assert not load.done
     release.set()
@@ -98,7 +98,7 @@ def test_load_keeps_its_holds_until_done(world) -> None:
     assert load.leading == 9
     assert [world.pool.blocks[50 + n] for n in range(9)] == [record_of(n) for n in range(9)]
     assert world.tiers.drain(DEADLINE_S)
-    assert not match.is_held
+    assert match._is_released
     assert world.pool.clean_ids == set(range(50, 59))
     assert set(world.near.records) == {key_of(n) for n in range(9)}, "promoted"
     assert world.near.parents[key_of(5)] == key_of(4)
@@ -117,7 +117,7 @@ def test_part_of_a_match_may_be_loaded_once(world) -> None:
             world.tiers.load(match, [52])
     with world.tiers.match(keys_of(range(5))) as match, pytest.raises(BlockError):
         world.tiers.load(match, [-1])
-    assert not match.is_held
+    assert match._is_released
     with pytest.raises(InvalidArgumentError, match="whole keys"):
         world.tiers.match(b"abc")
 
@@ -145,7 +145,7 @@ def test_cancelled_load_writes_no_block(world) -> None:
     load.cancel()
     assert load.wait(DEADLINE_S)
     assert load.failed == list(range(8))
-    assert not match.is_held
+    assert match._is_released
     release.set()
     assert world.tiers.drain(DEADLINE_S)
     assert not world.pool.blocks
@@ -200,7 +200,7 @@ def test_full_tiers_end_the_writeback_wait(world) -> None:
 
 
 def test_blocks_are_cleaned_in_prompt_order(world) -> None:
-    world.tiers.note_prompt(keys_of([7, 3, 5]))
+    world.tiers.match(keys_of([7, 3, 5])).release()
     world.tiers.match(keys_of([7, 3, 9])).release()
     world.pool.put_dirty([5, 9, 3, 7, 1])
     assert world.pool.shrink("limit")

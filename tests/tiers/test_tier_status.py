@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,9 +53,10 @@ from kvelastic.shared.tier_status import (
     tiers_of,
 )
 from kvelastic.tier_list import MOST_TIERS
+from kvelastic.tiers import operator_requests
 from kvelastic.tiers.base import Capacity, Selection, Store
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.operator_requests import carry_out, labels_of
+from kvelastic.tiers.operator_requests import labels_of
 
 TierStatusFile = StatusFile[TiersStatus, TierRequest, TierAck]
 TIER = TierStatus(
@@ -550,6 +552,10 @@ class LimitedStore(FakeStore):
         self.did.append((self.name, limit_bytes))
         used = min(self.held.used_bytes, limit_bytes)
         self.held = Capacity(used, limit_bytes, used // 10)
+
+
+def carry_out(revision: int, request: TierRequest, tiers: Any) -> TierAck:
+    return operator_requests.carry_out(revision, request, tiers)
 
 
 class FakeTiers:

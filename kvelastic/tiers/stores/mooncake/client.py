@@ -27,9 +27,6 @@ class Client(Protocol):
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Allow transfers to read and write `size` bytes at the address. Returns 0 on success."""
 
-    def unregister_buffer(self, buffer_ptr: int) -> int:
-        """Undo `register_buffer`. Returns 0 on success."""
-
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """For each key, return 1 if it is stored, 0 if not, negative on error."""
 
