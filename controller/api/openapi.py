@@ -16,6 +16,16 @@ from kvelastic.units import MAX_PRIORITY
 if TYPE_CHECKING:
     from kvelastic.controller.app_state import AppState
 
+
+def _json(schema: dict[str, Any], *, required: bool | None = None) -> dict[str, Any]:
+    content: dict[str, Any] = {"content": {"application/json": {"schema": schema}}}
+    return content if required is None else {"required": required, **content}
+
+
+def _parameter(name: str, place: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": True, "schema": {"type": "string"}, **more}
+
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -31,6 +41,11 @@ _ERROR = {
             },
         }
     },
+}
+_OLLAMA_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
 }
 _SIZE = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 _WAIT = {"oneOf": [{"type": "number", "minimum": 0, "maximum": 600}, {"type": "string"}]}
@@ -78,13 +93,17 @@ _QUERIES: dict[str, tuple[str, ...]] = {
     "/admin/models/{model}/logs": ("lines",),
     "/models/{model}/logs": ("lines", "follow"),
 }
-_MODEL_PARAMETER = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "description": "Name or alias, its slashes encoded or not.",
-    "schema": {"type": "string", "minLength": 1},
-}
+_NAME = {"type": "string", "minLength": 1}
+_MODEL_PARAMETER = _parameter(
+    "model", "path", description="Name or alias, its slashes encoded or not.", schema=_NAME
+)
+_TIER_PARAMETER = _parameter(
+    "tier", "path", description="As /memory calls it: host, disk, disk2, ...", schema=_NAME
+)
+_MODEL_BODY = _json(
+    {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}},
+    required=True,
+)
 _ENGINE_ROUTES = {
     "/v1/completions": "Completions.",
     "/v1/chat/completions": "Chat completions.",
@@ -137,29 +156,37 @@ def describe(described: list[Route]) -> dict[str, Any]:
         for method in (each.methods or set()) - {"HEAD"}:
             paths.setdefault(path, {})[method.lower()] = _operation(each, path, method.lower())
     for path, summary in _ENGINE_ROUTES.items():
-        body = {
-            "type": "object",
-            "required": ["model"],
-            "properties": {"model": {"type": "string"}},
-        }
-        paths[path] = {
-            "post": {
-                "summary": f"{summary} The model's engine answers it.",
-                "operationId": "engine" + path.replace("/", "_"),
-                "requestBody": _json(body, required=True),
-                "responses": {
-                    "200": {"description": "The engine's answer."},
-                    "default": {"description": "An error.", **_json(_ERROR)},
-                },
-                "security": [{"key": []}],
-            }
-        }
-    paths["/v1/realtime"] = {"get": _realtime_operation()}
+        about = (f"{summary} The model's engine answers it.", "engine" + path.replace("/", "_"))
+        paths[path] = {"post": _engine_operation(*about, {"requestBody": _MODEL_BODY})}
+    paths["/v1/realtime"] = {
+        "get": _engine_operation(
+            "A WebSocket to an engine of the model.",
+            "engine_v1_realtime",
+            {"parameters": [_parameter("model", "query")]},
+            answer=("101", "Messages go both ways as they are."),
+        )
+    }
+    at_engine = {
+        "parameters": [_MODEL_PARAMETER, _parameter("path", "path", description="At the engine.")]
+    }
     paths["/upstream/{model}/{path}"] = {
-        method: _upstream_operation(method) for method in ("get", "post", "put", "patch", "delete")
+        method: _engine_operation(
+            "Any path of the model's engine; an admin key beyond inference and health.",
+            f"upstream_{method}",
+            at_engine,
+        )
+        for method in ("get", "post", "put", "patch", "delete")
     }
     for path, (method, summary, note) in _OLLAMA_ROUTES.items():
-        paths[path] = {method: _ollama_operation(path, method, f"{summary}: {note}.")}
+        paths[path] = {
+            method: _engine_operation(
+                f"Ollama's API. {summary}: {note}.",
+                "ollama" + path.removeprefix("/api").replace("/", "_"),
+                {"requestBody": _MODEL_BODY} if method == "post" else {},
+                answer=("200", "As Ollama answers."),
+                error=_OLLAMA_ERROR,
+            )
+        }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -172,54 +199,25 @@ def describe(described: list[Route]) -> dict[str, Any]:
     }
 
 
-def _realtime_operation() -> dict[str, Any]:
+def _engine_operation(
+    summary: str,
+    operation_id: str,
+    request: dict[str, Any],
+    *,
+    answer: tuple[str, str] = ("200", "The engine's answer."),
+    error: dict[str, Any] = _ERROR,
+) -> dict[str, Any]:
+    """Return an operation whose response is an engine's; `request` has body and parameters."""
     return {
-        "summary": "A WebSocket to an engine of the model.",
-        "operationId": "engine_v1_realtime",
-        "parameters": [
-            {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}}
-        ],
+        "summary": summary,
+        "operationId": operation_id,
+        **request,
         "responses": {
-            "101": {"description": "Messages go both ways as they are."},
-            "default": {"description": "An error.", **_json(_ERROR)},
-        },
-        "security": [{"key": []}],
-    }
-
-
-def _upstream_operation(method: str) -> dict[str, Any]:
-    path = {"name": "path", "description": "At the engine.", "in": "path", "required": True}
-    return {
-        "summary": "Any path of the model's engine; an admin key beyond inference and health.",
-        "operationId": f"upstream_{method}",
-        "parameters": [_MODEL_PARAMETER, {**path, "schema": {"type": "string"}}],
-        "responses": {
-            "200": {"description": "The engine's answer."},
-            "default": {"description": "An error.", **_json(_ERROR)},
-        },
-        "security": [{"key": []}],
-    }
-
-
-def _ollama_operation(path: str, method: str, summary: str) -> dict[str, Any]:
-    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-    operation: dict[str, Any] = {
-        "summary": f"Ollama's API. {summary}",
-        "operationId": "ollama" + path.removeprefix("/api").replace("/", "_"),
-        "responses": {
-            "200": {"description": "As Ollama answers."},
+            answer[0]: {"description": answer[1]},
             "default": {"description": "An error.", **_json(error)},
         },
         "security": [{"key": []}],
     }
-    if method == "post":
-        body = {
-            "type": "object",
-            "required": ["model"],
-            "properties": {"model": {"type": "string"}},
-        }
-        operation["requestBody"] = _json(body, required=True)
-    return operation
 
 
 def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
@@ -228,19 +226,8 @@ def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
     if "{model}" in path:
         parameters.append(_MODEL_PARAMETER)
     if "{tier}" in path:
-        parameters.append(
-            {
-                "name": "tier",
-                "in": "path",
-                "required": True,
-                "description": "As /memory calls it: host, disk, disk2, ...",
-                "schema": {"type": "string", "minLength": 1},
-            }
-        )
-    parameters += [
-        {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
-        for name in _QUERIES.get(path, ())
-    ]
+        parameters.append(_TIER_PARAMETER)
+    parameters += [_parameter(name, "query", required=False) for name in _QUERIES.get(path, ())]
     operation: dict[str, Any] = {
         "summary": doc.splitlines()[0] if doc else "",
         "description": " ".join(doc.split()),
@@ -256,11 +243,6 @@ def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
     if body is not None:
         operation["requestBody"] = _json(body, required=bool(body.get("required")))
     return operation
-
-
-def _json(schema: dict[str, Any], *, required: bool | None = None) -> dict[str, Any]:
-    content: dict[str, Any] = {"content": {"application/json": {"schema": schema}}}
-    return content if required is None else {"required": required, **content}
 
 
 def _page(document: dict[str, Any]) -> str:
