@@ -13,6 +13,8 @@ from kvelastic.units import parse_age_s, parse_percent, parse_size
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from kvelastic.cli.controller_calls import RemoteController
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -150,3 +152,14 @@ def wait_option(until: str) -> Callable[[_Command], _Command]:
         metavar="SECONDS",
         help=f"Wait until {until}, at most this long.",
     )
+
+
+def remote_controller() -> RemoteController | None:
+    """Return the controller that `--address` names; None: the command is for this machine."""
+    context = click.get_current_context(silent=True)
+    address = None if context is None else context.find_root().params.get("address")
+    if address is None:
+        return None
+    from kvelastic.cli.controller_calls import RemoteController
+
+    return RemoteController(address)

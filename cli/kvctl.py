@@ -8,6 +8,7 @@ made only where they are used.
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ _COMMANDS: Final = {
 
 Only the command that runs is imported.
 """
+_REMOTE: Final = ("limit", "limit-percent", "list", "set", "sleep", "trim", "wake", "watch")
+"""The commands that call a controller with `--address`."""
 
 
 class KvctlGroup(Program, click.Group):
@@ -60,25 +63,24 @@ class KvctlGroup(Program, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command; None for an unknown name.
 
-        With `--address` it is the command that calls the controller there.
+        Raises `UsageError` for a command that reads this machine only, with `--address`.
         """
         place = _COMMANDS.get(cmd_name)
-        if ctx.params.get("address") is not None and (place or cmd_name in self.commands):
-            from kvelastic.cli.commands import remote
-
-            found = remote.command(cmd_name)
-            if found is None:
-                raise click.UsageError(
-                    f"{cmd_name!r} reads this machine only; with --address there are"
-                    f" {', '.join(remote.NAMES)}.",
-                    ctx,
-                )
-            return found
+        is_remote = ctx.params.get("address") is not None
+        if is_remote and cmd_name not in _REMOTE and (place or cmd_name in self.commands):
+            raise click.UsageError(
+                f"{cmd_name!r} reads this machine only; with --address there are"
+                f" {', '.join(_REMOTE)}.",
+                ctx,
+            )
         if place is None:
             return super().get_command(ctx, cmd_name)
         module, _, name = place.rpartition(".")
         command = getattr(import_module(f".{module}", "kvelastic.cli"), name)
         assert isinstance(command, click.Command)
+        if is_remote and cmd_name in {"sleep", "wake"}:  # the controller itself waits for these
+            command = copy.copy(command)
+            command.params = [one for one in command.params if one.name != "wait_s"]
         return command
 
     def resolve_command(

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvelastic.cli.arguments import LIMIT, PERCENT, SIZE, NameType, ValueCommand, wait_option
+from kvelastic.cli.arguments import (
+    LIMIT,
+    PERCENT,
+    SIZE,
+    NameType,
+    ValueCommand,
+    remote_controller,
+    wait_option,
+)
 from kvelastic.cli.rendering.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import explain_reaped, readable, sweep
@@ -45,8 +53,13 @@ def limit_command(name: str, size: int, wait_s: float | None) -> None:
 @wait_option("the request is applied")
 def limit_percent_command(name: str, percent: float, wait_s: float | None) -> None:
     """Set the memory limit of an instance to PERCENT of its own device's capacity."""
-    capacity_bytes: int = readable(name, sweep()).usage["capacity_bytes"]
-    if capacity_bytes == 0:
+    there = remote_controller()
+    capacity_bytes: int | None = (
+        there.rows((name,))[0]["capacity_bytes"]
+        if there is not None
+        else readable(name, sweep()).usage["capacity_bytes"]
+    )
+    if not capacity_bytes:
         fail(f"{name} has not said yet how large its device is; use `kvctl limit` with a size.")
     _ask(name, wait_s, limit_bytes=int(capacity_bytes * percent / 100))
 
@@ -95,6 +108,9 @@ def trim_command(name: str, wait_s: float | None) -> None:
     """
     from kvelastic.shared.segment import Request
 
+    if remote_controller() is not None:
+        _ask(name, wait_s, trim=True)
+        return
     before = readable(name, sweep())
     outcome, answer = send(name, Request(trim=True), wait_s)
     _end_trim(name, before.usage["mapped_bytes"], outcome, answer, wait_s)
@@ -110,6 +126,9 @@ def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
 
 def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Ack]:
     """Send a request; return its outcome and answer. End the command if the instance has ended."""
+    there = remote_controller()
+    if there is not None:
+        return there.request(name, request, wait_s)
     from kvelastic.instance.outcome import outcome_of
     from kvelastic.shared import segment
 

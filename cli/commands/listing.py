@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import click
 
-from kvelastic.cli.arguments import NameType, SecondsType
+from kvelastic.cli.arguments import NameType, SecondsType, remote_controller
 from kvelastic.cli.rendering.printing import print_json, print_lines
 from kvelastic.cli.rendering.tables import plain_table, rich_table
 from kvelastic.cli.segment_lookup import rows, sweep
@@ -21,8 +21,10 @@ from kvelastic.instance.row import Row
 @click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/kvctl.md).")
 def list_command(names: tuple[str, ...], as_json: bool) -> None:
     """Show every instance: its limit and its memory."""
-    sweep()
-    found = rows(names)
+    there = remote_controller()
+    if there is None:
+        sweep()
+    found: list[Row] = rows(names) if there is None else list(there.rows(names))
     if as_json:
         print_json(found)
         return
@@ -52,10 +54,14 @@ def watch_command(
 
     On a terminal the table stays in place; in a pipe each interval prints a plain table.
     """
-    sweep()
-    rows(names)  # an unknown name is an error now, instead of an empty table
+    there = remote_controller()
+    if there is None:
+        sweep()
+        rows(names)  # an unknown name is an error now, instead of an empty table
 
     def look() -> list[Row]:
+        if there is not None:
+            return list(there.rows(names))
         sweep(quiet=True)
         wanted = set(names)
         return [row for row in rows(()) if not wanted or row["name"] in wanted]

@@ -1,7 +1,8 @@
 """The commands that put an instance to sleep and wake it: sleep, wake.
 
 A sleeping instance allocates no block and holds no memory. Its limit does not change. The commands
-write the request, wait for the reply for up to --wait, and print the outcome.
+write the request, wait for the reply for up to --wait, and print the outcome. With `--address` the
+controller puts the engine to sleep, or wakes it, together with its memory, and waits itself.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvelastic.cli.arguments import NameType, wait_option
+from kvelastic.cli.arguments import NameType, remote_controller, wait_option
 from kvelastic.cli.commands.limits import end, report, send
-from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fall_short
+from kvelastic.cli.rendering.exit_codes import EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.rendering.printing import print_lines
 from kvelastic.cli.segment_lookup import readable, sweep
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @click.command("sleep", short_help="Release an instance's memory until it is woken.")
 @click.argument("name", type=NameType())
 @wait_option("all memory is released")
-def sleep_command(name: str, wait_s: float | None) -> None:
+def sleep_command(name: str, wait_s: float | None = None) -> None:
     """Put an instance to sleep: it allocates no block and releases its memory.
 
     Cached blocks are evicted. With tiers they are copied first: to the nearest tier before the
@@ -42,7 +43,7 @@ def sleep_command(name: str, wait_s: float | None) -> None:
 @click.command("wake", short_help="Wake a sleeping instance.")
 @click.argument("name", type=NameType())
 @wait_option("it is awake")
-def wake_command(name: str, wait_s: float | None) -> None:
+def wake_command(name: str, wait_s: float | None = None) -> None:
     """Wake an instance: it allocates blocks again, within its limit.
 
     Memory comes with the next request.
@@ -54,6 +55,13 @@ def _ask(name: str, wait_s: float | None, *, asleep: bool) -> None:
     from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.shared.segment import Request
 
+    there = remote_controller()
+    if there is not None:
+        is_done, message = there.set_asleep(name, asleep)
+        if not is_done:
+            fail(f"{name}: {message}")
+        print_lines(f"{name}: {message}")
+        return
     before = readable(name, sweep())
     request = Request(asleep=asleep)
     outcome, answer = send(name, request, wait_s)
