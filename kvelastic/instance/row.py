@@ -122,9 +122,9 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
             device=use.device,
             copies=use.copies,
             mapped_bytes=use.mapped_bytes,
-            granted_bytes=None if use.share is None else use.share.granted_bytes,
-            reserved_bytes=None if use.share is None else use.share.reserved_bytes,
-            ask_bytes=None if use.share is None else use.share.requested_bytes,
+            granted_bytes=None if use.share is None else use.share.member.granted_bytes,
+            reserved_bytes=None if use.share is None else use.share.member.reserve_bytes,
+            ask_bytes=None if use.share is None else use.share.member.ask_bytes,
         )
         for use in status.uses
     ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvelastic import _vmm
 from kvelastic.shared.segment_listing import kvcached_name
@@ -50,24 +50,12 @@ _IDENTITY: Final = ("engine", "model", "device", "pid", "uid", "uuid")
 """Fields with the same name in the header; `_ACKNOWLEDGED` has those of the acknowledgement."""
 
 
-@dataclass(frozen=True)
-class DeviceShare:
+class DeviceShare(NamedTuple):
     """An instance's entry in the ledger of one device."""
 
     device: str
     group: str
-    granted_bytes: int
-    """Memory that the ledger grants it."""
-    requested_bytes: int
-    """Memory that it has requested and waits for."""
-    waiting_s: float
-    """How long it has waited for that memory."""
-    reclaim_bytes: int
-    """Memory that others have requested from it and not yet received."""
-    idle_s: float
-    """Time since its last allocation or free."""
-    reserved_bytes: int = 0
-    """Memory held there besides its KV cache while awake."""
+    member: Member
 
 
 @dataclass(frozen=True)
@@ -248,17 +236,17 @@ class InstanceStatus:
     @property
     def granted_bytes(self) -> int | None:
         """Memory that ledgers grant it on all its devices; None without a ledger."""
-        return sum(share.granted_bytes for share in self.shares) if self.shares else None
+        return sum(share.member.granted_bytes for share in self.shares) if self.shares else None
 
     @property
     def reserved_bytes(self) -> int | None:
         """Memory held besides its KV cache while awake; None without a ledger."""
-        return sum(share.reserved_bytes for share in self.shares) if self.shares else None
+        return sum(share.member.reserve_bytes for share in self.shares) if self.shares else None
 
     @property
     def requested_bytes(self) -> int | None:
         """Memory that it has requested and waits for; None without a ledger."""
-        return sum(share.requested_bytes for share in self.shares) if self.shares else None
+        return sum(share.member.ask_bytes for share in self.shares) if self.shares else None
 
     @property
     def uuid_text(self) -> str | None:
@@ -350,20 +338,7 @@ def _shares(uuid: bytes, ledgers: Iterable[LedgerInfo]) -> Iterable[DeviceShare]
     for ledger in ledgers:
         for member in ledger.members:
             if member.uuid == uuid:
-                yield _share(ledger, member)
-
-
-def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
-    return DeviceShare(
-        device=ledger.device,
-        group=ledger.group,
-        granted_bytes=member.granted_bytes,
-        requested_bytes=member.ask_bytes,
-        waiting_s=member.ask_s,
-        reclaim_bytes=member.wanted_bytes,
-        idle_s=member.idle_s,
-        reserved_bytes=member.reserve_bytes,
-    )
+                yield DeviceShare(ledger.device, ledger.group, member)
 
 
 def _uses(
