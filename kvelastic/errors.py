@@ -1,64 +1,8 @@
 """The exceptions that kvelastic raises, in one class hierarchy.
 
-Each class has a stable `code`. It also derives from the built-in exception in brackets, so
-`except ValueError` and `except kvelastic.errors.KvelasticError` both work::
-
-    KvelasticError                          KVELASTIC_ERROR
-    ├── ConfigError                         CONFIG               [RuntimeError, ValueError]
-    ├── InvalidArgumentError                INVALID_ARGUMENT     [ValueError]
-    ├── NotInitializedError                 NOT_INITIALIZED      [RuntimeError]
-    ├── LayoutError                         LAYOUT               [ValueError]
-    ├── UnsupportedError                    UNSUPPORTED          [NotImplementedError]
-    ├── PoolExhaustedError                  POOL_EXHAUSTED       [ValueError]
-    ├── BlockError                          BLOCK                [ValueError]
-    │   ├── DoubleFreeError                 DOUBLE_FREE
-    │   ├── UnknownBlockError               UNKNOWN_BLOCK
-    │   └── NullBlockError                  NULL_BLOCK
-    ├── LimitError                          LIMIT                [ValueError]
-    │   ├── GuaranteeError                  GUARANTEE
-    │   └── ReserveError                    RESERVE
-    ├── DriverError                         DRIVER               [RuntimeError]
-    │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
-    │   ├── StreamsUnknownError             STREAMS_UNKNOWN
-    │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
-    │   │   └── LimitReachedError           LIMIT_REACHED
-    │   ├── MappingError                    MAPPING
-    │   ├── PoolFailedError                 POOL_FAILED
-    │   └── NvmlError                       NVML
-    ├── SegmentError                        SEGMENT              [OSError]
-    │   ├── SegmentNotFoundError            SEGMENT_NOT_FOUND    [FileNotFoundError]
-    │   ├── SegmentExistsError              SEGMENT_EXISTS       [FileExistsError]
-    │   ├── SegmentFormatError              SEGMENT_FORMAT
-    │   ├── SegmentBusyError                SEGMENT_BUSY
-    │   └── SegmentDeadError                SEGMENT_DEAD
-    ├── LedgerError                         LEDGER               [OSError]
-    │   └── LedgerForeignError              LEDGER_FOREIGN
-    ├── ChannelError                        CHANNEL              [RuntimeError]
-    │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
-    │   ├── ChannelClosedError              CHANNEL_CLOSED
-    │   ├── MessageError                    MESSAGE
-    │   │   └── MessageVersionError         MESSAGE_VERSION
-    │   └── AccessDeniedError               ACCESS_DENIED        [PermissionError]
-    │       └── SecretError                 SECRET
-    ├── TransferError                       TRANSFER             [RuntimeError]
-    │   ├── NotRegisteredError              NOT_REGISTERED       [ValueError]
-    │   ├── LeaseLostError                  LEASE_LOST
-    │   ├── LinkExistsError                 LINK_EXISTS
-    │   ├── LinkLimitError                  LINK_LIMIT
-    │   ├── NodeIdTakenError                NODE_ID_TAKEN
-    │   └── TransferBusyError               TRANSFER_BUSY
-    ├── DataDistError                       DATADIST             [RuntimeError]
-    ├── EngineError                         ENGINE               [RuntimeError]
-    │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
-    ├── ControllerError                     CONTROLLER           [RuntimeError]
-    │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
-    │   ├── EngineCallError                 ENGINE_CALL
-    │   └── PortTakenError                  PORT_TAKEN
-    ├── ClusterError                        CLUSTER              [RuntimeError]
-    │   ├── ClusterConfigError              CLUSTER_CONFIG       [ValueError]
-    │   └── ReplicaLostError                REPLICA_LOST
-    ├── TerminalError                       TERMINAL
-    └── IntegrityError                      INTEGRITY            [RuntimeError]
+Each class has a stable `code`, which its class line gives. It also derives from the built-in
+exceptions named there, so `except ValueError` and `except kvelastic.errors.KvelasticError` both
+work.
 
 A message states what happened, with the value, and what to do next. Native code uses only the
 codes, and raises through `native_error`.

@@ -18,6 +18,65 @@ CLASSES = [
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, KvelasticError)
 ]
+# What programs may rely on: names, codes, parents and built-in bases.
+TREE = """
+    KvelasticError                          KVELASTIC_ERROR
+    ├── ConfigError                         CONFIG               [RuntimeError, ValueError]
+    ├── InvalidArgumentError                INVALID_ARGUMENT     [ValueError]
+    ├── NotInitializedError                 NOT_INITIALIZED      [RuntimeError]
+    ├── LayoutError                         LAYOUT               [ValueError]
+    ├── UnsupportedError                    UNSUPPORTED          [NotImplementedError]
+    ├── PoolExhaustedError                  POOL_EXHAUSTED       [ValueError]
+    ├── BlockError                          BLOCK                [ValueError]
+    │   ├── DoubleFreeError                 DOUBLE_FREE
+    │   ├── UnknownBlockError               UNKNOWN_BLOCK
+    │   └── NullBlockError                  NULL_BLOCK
+    ├── LimitError                          LIMIT                [ValueError]
+    │   ├── GuaranteeError                  GUARANTEE
+    │   └── ReserveError                    RESERVE
+    ├── DriverError                         DRIVER               [RuntimeError]
+    │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
+    │   ├── StreamsUnknownError             STREAMS_UNKNOWN
+    │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
+    │   │   └── LimitReachedError           LIMIT_REACHED
+    │   ├── MappingError                    MAPPING
+    │   ├── PoolFailedError                 POOL_FAILED
+    │   └── NvmlError                       NVML
+    ├── SegmentError                        SEGMENT              [OSError]
+    │   ├── SegmentNotFoundError            SEGMENT_NOT_FOUND    [FileNotFoundError]
+    │   ├── SegmentExistsError              SEGMENT_EXISTS       [FileExistsError]
+    │   ├── SegmentFormatError              SEGMENT_FORMAT
+    │   ├── SegmentBusyError                SEGMENT_BUSY
+    │   └── SegmentDeadError                SEGMENT_DEAD
+    ├── LedgerError                         LEDGER               [OSError]
+    │   └── LedgerForeignError              LEDGER_FOREIGN
+    ├── ChannelError                        CHANNEL              [RuntimeError]
+    │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
+    │   ├── ChannelClosedError              CHANNEL_CLOSED
+    │   ├── MessageError                    MESSAGE
+    │   │   └── MessageVersionError         MESSAGE_VERSION
+    │   └── AccessDeniedError               ACCESS_DENIED        [PermissionError]
+    │       └── SecretError                 SECRET
+    ├── TransferError                       TRANSFER             [RuntimeError]
+    │   ├── NotRegisteredError              NOT_REGISTERED       [ValueError]
+    │   ├── LeaseLostError                  LEASE_LOST
+    │   ├── LinkExistsError                 LINK_EXISTS
+    │   ├── LinkLimitError                  LINK_LIMIT
+    │   ├── NodeIdTakenError                NODE_ID_TAKEN
+    │   └── TransferBusyError               TRANSFER_BUSY
+    ├── DataDistError                       DATADIST             [RuntimeError]
+    ├── EngineError                         ENGINE               [RuntimeError]
+    │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
+    ├── ControllerError                     CONTROLLER           [RuntimeError]
+    │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
+    │   ├── EngineCallError                 ENGINE_CALL
+    │   └── PortTakenError                  PORT_TAKEN
+    ├── ClusterError                        CLUSTER              [RuntimeError]
+    │   ├── ClusterConfigError              CLUSTER_CONFIG       [ValueError]
+    │   └── ReplicaLostError                REPLICA_LOST
+    ├── TerminalError                       TERMINAL
+    └── IntegrityError                      INTEGRITY            [RuntimeError]
+"""
 DRAWN = re.compile(
     r"^ {4}(?P<indent>[│ ├└─]*)(?P<name>[A-Z]\w+) +(?P<code>[A-Z_]+)"
     r"(?: +\[(?P<builtins>[\w, ]+)\])?$",
@@ -29,7 +88,7 @@ def drawing() -> list[tuple[str, str, str | None, tuple[str, ...]]]:
     """(name, code, parent's name, builtin bases) of each line of the drawing."""
     rows = []
     parents: list[str] = []
-    for match in DRAWN.finditer(errors.__doc__ or ""):
+    for match in DRAWN.finditer(TREE):
         depth = len(match["indent"]) // 4
         del parents[depth:]
         named = match["builtins"]
