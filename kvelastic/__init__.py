@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Config",
-    "KvelasticError",
-    "PageLayout",
-    "__version__",
-    "format_size",
-    "load_config",
+    "Config", "KvelasticError", "PageLayout", "__version__", "format_size", "load_config",
     "parse_size",
-]
+]  # fmt: skip
 
 # public name -> (its module, its name there)
 _HOMES = {

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm
 from kvelastic.config import Config, load
-from kvelastic.device.selection import Device, means_host, resolve
+from kvelastic.device.selection import Device, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.kvcached import embedded
 from kvelastic.pool.hand_mapped import HandMapped, open_hand_mapped
@@ -112,10 +112,7 @@ def create_kv_tensors(
         init_kvelastic(str(device))
     setup = _required_setup()
     page_bytes = setup.page_bytes
-    if means_host(device) not in (None, setup.device.is_host):
-        raise InvalidArgumentError(
-            f"device={device!s} is not the device of init_kvelastic, {setup.device.name}"
-        )
+    embedded.check_device(device, setup.device)
     numbers = {
         "mem_size_per_layer": mem_size_per_layer,
         "dtype_size": dtype_size,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import signal
+import socket
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import click
 
@@ -92,8 +96,6 @@ def metrics_command(address: Address | None, public: bool) -> None:
 
 
 def _serve(collector: KvelasticCollector, address: Address) -> None:
-    from kvelastic.cli.commands.metrics_server import metrics_server
-
     endings = {signal.SIGINT, signal.SIGTERM}
     # Block the signals before threads start and inherit the mask. The main thread waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
@@ -123,3 +125,47 @@ def _ledgers() -> list[LedgerInfo]:
     from kvelastic.shared.ledger import list_ledgers
 
     return list_ledgers()
+
+
+_PATH: Final = "/metrics"
+_NOT_FOUND: Final = b"Not found. The metrics are at /metrics.\n"
+
+
+class _Silent(WSGIRequestHandler):
+    """A handler without a log line per request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Discard the message."""
+
+
+def metrics_server(collector: KvelasticCollector, host: str, port: int) -> WSGIServer:
+    """Return a server that listens on the address, with one thread per request.
+
+    `port` 0 picks a free port. Raises `OSError` for an unavailable address or an unknown host name.
+    """
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+    class Server(ThreadingMixIn, WSGIServer):
+        daemon_threads = True
+        address_family = family
+
+    return make_server(
+        str(found[0]), port, _only_metrics(make_wsgi_app(registry)), Server, handler_class=_Silent
+    )
+
+
+def _only_metrics(app: Callable[..., Any]) -> Callable[..., Iterable[bytes]]:
+    """Serve /metrics only: prometheus-client would serve every path."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == _PATH:
+            found: Iterable[bytes] = app(environ, start_response)
+            return found
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [_NOT_FOUND]
+
+    return answer

@@ -56,16 +56,8 @@ def request(ask: Ask) -> Notice:
     """
     from kvelastic.shared import segment
 
-    request = request_of(ask)
     try:
-        answer = segment.request(
-            ask.name,
-            limit_bytes=request.limit_bytes,
-            min_bytes=request.min_bytes,
-            priority=request.priority,
-            asleep=request.asleep,
-            wait_s=ANSWER_WAIT_S,
-        )
+        answer = segment.request(ask.name, **vars(request_of(ask)), wait_s=ANSWER_WAIT_S)
     except KvelasticError as error:
         return Notice(f"{ask.label}: {error}", "bad")
     return Notice(*answer_line(ask, answer))

@@ -178,10 +178,7 @@ def reserve(size_bytes: int, device: str | None = None) -> None:
             raise InvalidArgumentError(
                 f"a reserve of {size_bytes!r} is not accepted; give bytes, 0 or more"
             )
-        if means_host(device) not in (None, state.device.is_host):
-            raise InvalidArgumentError(
-                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
-            )
+        check_device(device, state.device)
         first = next(iter(state.groups.values()), None)
         if first is not None:
             first.pool.reserve(size_bytes)
@@ -198,6 +195,14 @@ def required() -> _State:
     if _state is None:
         raise NotInitializedError("kvelastic is not initialized. Call init_kvelastic() first.")
     return _state
+
+
+def check_device(device: Any, of_init: Device) -> None:
+    """Raise `InvalidArgumentError` if `device` names another kind of device than `of_init`."""
+    if means_host(device) not in (None, of_init.is_host):
+        raise InvalidArgumentError(
+            f"device={device!s} is not the device of init_kvelastic, {of_init.name}"
+        )
 
 
 def alloc_kv_cache(
@@ -221,10 +226,7 @@ def alloc_kv_cache(
 
     with _lock:
         state = required()
-        if means_host(device) not in (None, state.device.is_host):
-            raise InvalidArgumentError(
-                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
-            )
+        check_device(device, state.device)
         cache = plan(
             kvcache_shape,
             engine=state.engine,
@@ -322,10 +324,7 @@ def alloc_states(
 
     with _lock:
         state = required()
-        if means_host(device) not in (None, state.device.is_host):
-            raise InvalidArgumentError(
-                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
-            )
+        check_device(device, state.device)
         parts = [(tuple(int(n) for n in shape), itemsize_of(dtype)) for shape, dtype in shapes]
         layout, offsets = plan_states(
             parts,

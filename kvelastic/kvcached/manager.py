@@ -27,23 +27,10 @@ class KVCacheManager:
     """Blocks of one pool. Returned by `get_kv_cache_manager`; valid until `shutdown_kvelastic`."""
 
     __slots__ = (
-        "_buffers",
-        "_pool",
-        "_revised_limit",
-        "alloc",
-        "available_size",
-        "block_size",
-        "clear",
-        "free",
-        "free_reserved",
-        "group_id",
-        "num_blocks",
-        "num_kv_buffers",
-        "num_layers",
-        "set_memory_limit",
-        "trim",
-        "try_to_reserve",
-    )
+        "_buffers", "_pool", "_revised_limit", "alloc", "available_size", "block_size", "clear",
+        "free", "free_reserved", "group_id", "num_blocks", "num_kv_buffers", "num_layers",
+        "set_memory_limit", "trim", "try_to_reserve",
+    )  # fmt: skip
 
     alloc: Callable[[int], list[int] | None]
     """`alloc(n)`: return the ids of n blocks, or None, with nothing changed, if they are not
@@ -151,8 +138,6 @@ class KVCacheManager:
         their full size. Raises `LimitError` for a negative size.
         """
         if new_mem_size < 0:
-            from kvelastic.errors import LimitError
-
             raise LimitError(f"a limit of {new_mem_size} bytes is not accepted; give 0 or more")
         limit_bytes = min(new_mem_size * self._buffers, self._pool.blocks.geometry.range_bytes)
         return bool(self._pool.blocks.set_limit(limit_bytes)["state"] == "applied")

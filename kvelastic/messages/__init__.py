@@ -36,16 +36,6 @@ from kvelastic.messages.runtime_folder import runtime_folder
 from kvelastic.messages.secret import SecretFile
 
 __all__ = [
-    "MOST_PATH_BYTES",
-    "Address",
-    "Connection",
-    "Endpoint",
-    "Message",
-    "Meta",
-    "Peer",
-    "Protocol",
-    "Request",
-    "SecretFile",
-    "parse_address",
-    "runtime_folder",
-]
+    "MOST_PATH_BYTES", "Address", "Connection", "Endpoint", "Message", "Meta", "Peer", "Protocol",
+    "Request", "SecretFile", "parse_address", "runtime_folder",
+]  # fmt: skip

@@ -49,17 +49,9 @@ from kvelastic.shared.segment_listing import (
 from kvelastic.units import format_size
 
 __all__ = [
-    "JoinedLedger",
-    "LedgerInfo",
-    "Member",
-    "decide_page_bytes",
-    "hold_as_worker",
-    "join",
-    "ledger_path",
-    "list_ledgers",
-    "reap",
-    "set_capacity",
-]
+    "JoinedLedger", "LedgerInfo", "Member", "decide_page_bytes", "hold_as_worker", "join",
+    "ledger_path", "list_ledgers", "reap", "set_capacity",
+]  # fmt: skip
 
 _log = logging.getLogger("kvelastic")
 

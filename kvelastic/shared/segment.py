@@ -67,24 +67,10 @@ from kvelastic.shared.segment_listing import (
 from kvelastic.units import format_size
 
 __all__ = [
-    "Ack",
-    "Request",
-    "Requested",
-    "Segment",
-    "SegmentInfo",
-    "check_free",
-    "check_name",
-    "create",
-    "delete",
-    "inspect",
-    "is_name",
-    "list_segments",
-    "open_readonly",
-    "open_writable",
-    "post",
-    "reap",
-    "request",
-]
+    "Ack", "Request", "Requested", "Segment", "SegmentInfo", "check_free", "check_name", "create",
+    "delete", "inspect", "is_name", "list_segments", "open_readonly", "open_writable", "post",
+    "reap", "request",
+]  # fmt: skip
 
 ACK_GLANCE_S: Final = 0.2
 """Seconds that `request` waits for a result if `wait_s` is None."""

@@ -208,13 +208,13 @@ class Store(ABC):
         ready = there.index(False) if False in there else len(there)
         return ready, ready
 
-    @abstractmethod
     def hold(self, keys: bytes) -> Hold:
         """Hold the leading keys that are stored. Counts as a use in the eviction policy.
 
         If other processes can evict records of the store (on a server), the hold guarantees
-        nothing: `get` may still miss.
+        nothing: `get` may still miss. That is the hold of a store that does not override this.
         """
+        return NoHold(self.leading(keys)[0])
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
         """Reserve slots for all given keys that are not stored.

@@ -20,7 +20,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -395,8 +396,18 @@ class Tiers:
                 _log.warning("tier %s has not erased all: %s", store.name, left)
         return erased
 
-    def _quiet(self) -> _Quiet:
-        return _Quiet(self._demoter, self._executor)
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Return a context in which no record is written to any store.
+
+        On entry it pauses demotion and waits for running writes.
+        """
+        with self._demoter.paused():
+            if not self._executor.settle_unawaited(ERASE_S):
+                _log.warning(
+                    "a tier that is being written to did not answer; it is erased around that"
+                )
+            yield
 
     def _in_stores(
         self,
@@ -587,25 +598,6 @@ class Tiers:
         for caller in self._callers:
             caller.close(0.0)
         return left + self._executor.close(timeout_s)
-
-
-class _Quiet:
-    """A context in which no record is written to any store.
-
-    On entry it pauses demotion and waits for running writes.
-    """
-
-    def __init__(self, demoter: Demoter, executor: Executor) -> None:
-        self._paused = demoter.paused()
-        self._executor = executor
-
-    def __enter__(self) -> None:
-        self._paused.__enter__()
-        if not self._executor.settle_unawaited(ERASE_S):
-            _log.warning("a tier that is being written to did not answer; it is erased around that")
-
-    def __exit__(self, *exc: object) -> None:
-        self._paused.__exit__(None, None, None)
 
 
 def _problem_of(store: Store) -> KvelasticError | None:

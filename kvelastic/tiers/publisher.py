@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from kvelastic.errors import KvelasticError
@@ -244,7 +244,6 @@ class _Asked:
 
     def status(self, label: str, measured: TierStatistics) -> TierStatus:
         """Return the statistics in the form of the status file."""
-        counts = self._counts
         budget_bytes, left_bytes = self._budget or (None, None)
         return TierStatus(
             tier=label,
@@ -252,15 +251,7 @@ class _Asked:
             used_bytes=self._capacity.used_bytes,
             limit_bytes=self._capacity.limit_bytes,
             records=self._capacity.records,
-            puts=counts.puts,
-            refused=counts.refused,
-            hits=counts.hits,
-            misses=counts.misses,
-            torn=counts.torn,
-            evicted=counts.evicted,
-            errors=counts.errors,
-            bytes_written=counts.bytes_written,
-            bytes_read=counts.bytes_read,
+            **asdict(self._counts),
             load_us=None if measured.load_s is None else round(measured.load_s * 1e6),
             write_budget_bytes=budget_bytes,
             write_left_bytes=left_bytes,

@@ -24,7 +24,6 @@ from kvelastic.integration.vllm import (
     probes,
     tier_adapters,
     tier_connector,
-    tier_hooks,
 )
 from kvelastic.integration.vllm.probes import (
     ADAPTER_KEYS,
@@ -78,12 +77,12 @@ hooks."""
 
 TIER_HOOKS: Final = (
     Hook(ARGUMENTS, ENGINE_CONFIG, tier_connector.create_engine_config),
-    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore._reset_caches", tier_hooks.reset_caches),
-    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.sleep", tier_hooks.sleep),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore._reset_caches", in_engine_core.reset_caches),
+    Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.sleep", in_engine_core.sleep),
     Hook(
         ENGINE_CORE,
         f"{ENGINE_CORE}:EngineCore.release_kv_cache_memory",
-        tier_hooks.release_kv_cache_memory,
+        in_engine_core.release_kv_cache_memory,
     ),
     Hook(ENGINE_CORE, ADAPTER_KEYS, tier_adapters.adapter_keys),
 )

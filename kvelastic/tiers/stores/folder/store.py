@@ -38,8 +38,6 @@ from kvelastic.tier_list import (
 )
 from kvelastic.tiers.base import (
     Capacity,
-    Hold,
-    NoHold,
     Selection,
     Store,
     StoreStatistics,
@@ -140,11 +138,6 @@ class FolderStore(Store):
                 lambda key: folder_format.is_there(root, key, self.record_bytes), each_key(keys)
             )
         return [False] * count
-
-    def hold(self, keys: bytes) -> Hold:
-        """Return the leading keys that are present. They are not held: others may remove them."""
-        answers = self.has(keys)
-        return NoHold(answers.index(False) if False in answers else len(answers))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

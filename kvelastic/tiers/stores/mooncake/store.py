@@ -33,8 +33,6 @@ from typing import TypeVar
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import (
     Capacity,
-    Hold,
-    NoHold,
     Selection,
     Store,
     StoreStatistics,
@@ -235,14 +233,6 @@ class MooncakeStore(Store):
             return [False] * len(keys)
         self._judge(codes, 0)
         return [code == 1 for code in codes]
-
-    def hold(self, keys: bytes) -> Hold:
-        """Return the leading keys that are present.
-
-        If it can, the master keeps them for a while.
-        """
-        there = self.has(keys)
-        return NoHold(there.index(False) if False in there else len(there))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None

@@ -28,8 +28,6 @@ from kvelastic.messages import Address
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
-    Hold,
-    NoHold,
     Selection,
     Store,
     StoreStatistics,
@@ -189,11 +187,6 @@ class PeerStore(Store):
                     peer = self._peers.get(node_id)
                     usable[node_id] = peer is None or peer.breaker.allows_calls
             return [one is not None and usable[one[0].node_id] for one in found]
-
-    def hold(self, keys: bytes) -> Hold:
-        """Return the leading keys. They are not held here: the peer holds them."""
-        there = self.has(keys)
-        return NoHold(there.index(False) if False in there else len(there))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
