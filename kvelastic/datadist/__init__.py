@@ -18,7 +18,6 @@ and the differences from the original. Does not import torch.
 from kvelastic.datadist.cache_manager import CacheManager
 from kvelastic.datadist.caches import Cache, KvCache
 from kvelastic.datadist.clusters import LLMClusterInfo
-from kvelastic.datadist.config import LLMConfig
 from kvelastic.datadist.datadist import LLMDataDist
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -35,6 +34,7 @@ from kvelastic.datadist.layers import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvelastic.datadist.options import LLMConfig
 from kvelastic.datadist.status import LLMException, LLMStatusCode, Status
 
 LlmConfig = LLMConfig

@@ -93,10 +93,10 @@ class CacheManager(ManagerCalls[Cache]):
         entry = self._caches.register(
             desc,
             places,
-            remote_accessible=remote_accessible,
-            keys=found,
-            model_id=model_id,
+            found,
+            model_id,
             is_blocks=is_blocks,
+            remote_accessible=remote_accessible,
         )
         try:
             if remote_accessible:

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
-from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of, round_up
+from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of
 from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
@@ -84,7 +84,7 @@ class CacheMemory:
         limit_bytes = None
         if pool.memory_bytes is not None:
             # Add the null block's page, so that caches get the full size.
-            limit_bytes = round_up(pool.memory_bytes, page) + page
+            limit_bytes = (-(-pool.memory_bytes // page) + 1) * page
             most_bytes = min(limit_bytes, most_bytes)
         self._pool = open_pool(
             replace(
@@ -120,7 +120,7 @@ class CacheMemory:
         the pool has failed.
         """
         alignment_bytes = alignment_of(self._tiers, tensor_bytes) or self._alignment_bytes
-        step_bytes = round_up(tensor_bytes, alignment_bytes)
+        step_bytes = -(-tensor_bytes // alignment_bytes) * alignment_bytes
         blocks = self._pool.blocks.alloc_run(-(-tensors * step_bytes // self._page_bytes))
         if blocks is None:
             return None

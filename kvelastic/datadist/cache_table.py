@@ -1,4 +1,4 @@
-"""Table of the process's caches: references and lookup by key. Pure: holds no memory.
+"""Table of the process's caches: references and lookup by key. Holds no memory.
 
 An allocated cache is referenced by its id and by each of its keys. Its memory is released with the
 last reference:
@@ -12,7 +12,9 @@ blocks cache has one key, which is valid only while its id is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -60,44 +62,46 @@ class Entry:
         return self.desc.row_bytes
 
 
-class CacheTable:
-    """Table of caches. Not thread-safe: `LocalCaches` holds its lock."""
+class CacheTable(ABC):
+    """Table of caches. Any thread may call."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._next_id = 1
         self._by_id: dict[int, Entry] = {}
         self._by_row: dict[RowIndex, Entry] = {}
         self._by_model: dict[int, Entry] = {}
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._by_id.values()))
+    @abstractmethod
+    def _free(self, entry: Entry) -> None:
+        """Free a cache's memory after its last reference; `_lock` is held."""
 
     # --- make and forget ---------------------------------------------------------------------
 
-    def refuse_keys(
+    def refuse_keys(self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None) -> None:
+        """Check keys for a new cache.
+
+        Raises `LLMParamError` for more keys than rows or a key in use, and
+        `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
+        """
+        with self._lock:
+            self._rows_of_keys(desc, keys, model_id)
+
+    def _rows_of_keys(
         self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None
     ) -> dict[RowIndex, int]:
-        """Check keys for a new cache and return the row of each; placeholders get none.
-
-        The last of equal keys counts. Raises `LLMParamError` for more keys than rows or a key in
-        use, and `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
-        """
+        """Check keys; return the row of each. Placeholders get none, the last of equals counts."""
         if len(keys) > desc.batch_size:
             raise LLMParamError(
                 f"{len(keys)} cache_keys are given for {desc.batch_size} rows; give one each"
             )
         rows = {key.index: row for row, key in enumerate(keys) if not key.is_placeholder}
-        for index in rows:
-            if index not in self._by_row:
-                continue
-            subject = f"{index.kind} {index.value} of model {index.model_id}"
+        for index in rows.keys() & self._by_row.keys():
+            why = f"{index.kind} {index.value} of model {index.model_id} is a cache's key already"
             if index.kind == "prefix":
-                raise failure(
-                    LLMStatusCode.LLM_PREFIX_ALREADY_EXIST,
-                    f"{subject} is the key of a cache already",
-                )
-            raise LLMParamError(f"{subject} is the key of a cache already; remove it first")
-        if model_id is not None and model_id in self._by_model:
+                raise failure(LLMStatusCode.LLM_PREFIX_ALREADY_EXIST, why)
+            raise LLMParamError(f"{why}; remove it first")
+        if model_id in self._by_model:
             raise LLMParamError(f"model {model_id} has a blocks cache already")
         if len(self._by_id) >= MAX_CACHES:
             raise failure(
@@ -105,19 +109,18 @@ class CacheTable:
             )
         return rows
 
-    def add(
+    def _add(
         self,
         desc: CacheDesc,
         addrs: Sequence[Sequence[int]],
+        memory: tuple[Piece, ...] | None,
+        keys: Sequence[CacheKey],
+        model_id: int | None,
         *,
-        memory: tuple[Piece, ...] | None = None,
-        is_blocks: bool = False,
+        is_blocks: bool,
         remote_accessible: bool = True,
-        keys: Sequence[CacheKey] = (),
-        model_id: int | None = None,
     ) -> Entry:
-        """Add a cache under a new id. On an error of `refuse_keys` nothing has changed."""
-        rows = self.refuse_keys(desc, keys, model_id)
+        """Add a cache under a new id; `_lock` is held. On an error nothing has changed."""
         entry = Entry(
             cache_id=self._next_id,
             desc=desc,
@@ -126,96 +129,77 @@ class CacheTable:
             is_blocks=is_blocks,
             remote_accessible=remote_accessible,
             model_id=model_id,
-            rows=rows,
+            rows=self._rows_of_keys(desc, keys, model_id),
         )
         self._next_id += 1
         self._by_id[entry.cache_id] = entry
-        self._by_row.update(dict.fromkeys(rows, entry))
+        self._by_row.update(dict.fromkeys(entry.rows, entry))
         if model_id is not None:
             self._by_model[model_id] = entry
         return entry
 
-    def release_id(self, cache_id: int) -> Entry | None:
-        """Drop the id's reference; return the cache if that was its last one."""
-        entry = self._by_id.get(cache_id)
-        if entry is None or not entry.has_id:
-            return None
-        entry.has_id = False
-        return self._forget_if_free(entry)
+    def _release_id(self, entry: Entry | None) -> None:
+        """Drop the id's reference, if there is one; `_lock` is held."""
+        if entry is not None and entry.has_id:
+            entry.has_id = False
+            self._free_if_unreferenced(entry)
 
-    def forget(self, cache_id: int) -> Entry | None:
-        """Drop a cache with all its references; return None if the id is unknown."""
-        entry = self._by_id.get(cache_id)
-        if entry is None:
-            return None
-        entry.has_id = False
-        for index in list(entry.rows):
-            self._drop_row(entry, index)
-        return self._forget_if_free(entry)
+    def remove_key(self, index: RowIndex) -> None:
+        """Drop a key's reference; an unknown key is ignored."""
+        with self._lock:
+            entry = self._by_row.get(index)
+            if entry is not None:
+                self._drop_row(entry, index)
+                self._free_if_unreferenced(entry)
 
-    def remove_key(self, index: RowIndex) -> Entry | None:
-        """Drop a key's reference; return the cache if that was its last one."""
-        entry = self._by_row.get(index)
-        if entry is None:
-            return None
-        self._drop_row(entry, index)
-        return self._forget_if_free(entry)
-
-    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> Entry | None:
+    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> None:
         """Record that a peer has copied these tensors of a row.
 
         After the row's last tensor, its request keys are dropped. Prefix keys and keys of
-        registered caches stay. Returns the cache if that was its last reference.
+        registered caches stay.
         """
-        entry = self._by_id.get(cache_id)
-        if entry is None or entry.is_registered:
-            return None
-        done = [one for one, at in entry.rows.items() if at == row and one.kind == "request"]
-        for index in done:
-            had = entry.moved.setdefault(index, set())
-            had.update(one for one in tensors if one < entry.desc.num_tensors)
-            if len(had) >= entry.desc.num_tensors:
-                self._drop_row(entry, index)
-        return self._forget_if_free(entry)
+        with self._lock:
+            entry = self._by_id.get(cache_id)
+            if entry is None or entry.is_registered:
+                return
+            for index in [one for one, at in entry.rows.items() if at == row]:
+                if index.kind == "request":
+                    had = entry.moved.setdefault(index, set())
+                    had.update(one for one in tensors if one < entry.desc.num_tensors)
+                    if len(had) >= entry.desc.num_tensors:
+                        self._drop_row(entry, index)
+            self._free_if_unreferenced(entry)
 
     def _drop_row(self, entry: Entry, index: RowIndex) -> None:
         del entry.rows[index], self._by_row[index]
         entry.moved.pop(index, None)
 
-    def _forget_if_free(self, entry: Entry) -> Entry | None:
-        if entry.has_id or entry.rows:
-            return None
-        del self._by_id[entry.cache_id]
-        if entry.model_id is not None:
-            del self._by_model[entry.model_id]
-        return entry
+    def _free_if_unreferenced(self, entry: Entry) -> None:
+        if not entry.has_id and not entry.rows:
+            del self._by_id[entry.cache_id]
+            if entry.model_id is not None:
+                del self._by_model[entry.model_id]
+            self._free(entry)
 
     # --- find --------------------------------------------------------------------------------
 
     def of_id(self, cache_id: int) -> Entry:
         """Return the cache of a valid id. Raises `LLM_KV_CACHE_NOT_EXIST`."""
-        entry = self._by_id.get(cache_id)
+        with self._lock:
+            entry = self._by_id.get(cache_id)
         if entry is None or not entry.has_id:
             raise not_there(f"there is no cache of id {cache_id}")
         return entry
-
-    def get(self, cache_id: int) -> Entry | None:
-        """Return a cache by its id, even if only keys still reference it; None if it is gone."""
-        return self._by_id.get(cache_id)
-
-    def still_there(self, entry: Entry) -> None:
-        """Raise `LLM_KV_CACHE_NOT_EXIST` if the cache was dropped."""
-        if self._by_id.get(entry.cache_id) is not entry:
-            raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
 
     def of_row(self, index: RowIndex) -> tuple[Entry, int]:
         """Return the cache and row of a key.
 
         Raises `LLM_KV_CACHE_NOT_EXIST`, or `LLM_PREFIX_NOT_EXIST` for a prefix.
         """
-        entry = self._by_row.get(index)
-        if entry is not None:
-            return entry, entry.rows[index]
+        with self._lock:
+            entry = self._by_row.get(index)
+            if entry is not None:
+                return entry, entry.rows[index]
         subject = f"no cache has {index.kind} {index.value} of model {index.model_id} as its key"
         if index.kind == "prefix":
             raise failure(LLMStatusCode.LLM_PREFIX_NOT_EXIST, subject)
@@ -223,12 +207,13 @@ class CacheTable:
 
     def of_model(self, model_id: int) -> Entry:
         """Return the blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
-        entry = self._by_model.get(model_id)
+        with self._lock:
+            entry = self._by_model.get(model_id)
         if entry is None:
             raise not_there(f"no blocks cache has model {model_id} as its key")
         return entry
 
-    def check_integrity(self) -> None:
+    def _check_references(self) -> None:
         """Raise `IntegrityError` if references and caches disagree or a cache has no reference."""
         rows = {index: entry for entry in self._by_id.values() for index in entry.rows}
         models = {

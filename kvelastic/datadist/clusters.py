@@ -81,15 +81,14 @@ def address_text(ip: str | int) -> str:
         ) from None
 
 
-def listen_addresses(listen_ip_info: str) -> list[tuple[str, int]]:
-    """Parse `listen_ip_info`: "ip:port", several separated by ";". Raises `LLMParamError`."""
+def listen_addresses(name: str, text: str) -> list[tuple[str, int]]:
+    """Parse "ip:port", several separated by ";". Raises `LLMParamError`."""
     found = []
-    for one in checks.text("listen_ip_info", listen_ip_info).split(";"):
-        host, colon, port = one.strip().rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or len(port) > 5:
+    for one in text.split(";"):
+        host, _, port = one.strip().rpartition(":")
+        if not port.isascii() or not port.isdigit() or len(port) > 5:
             raise LLMParamError(
-                f"listen_ip_info={listen_ip_info!r} is not accepted; write ip:port, as"
-                " 127.0.0.1:26000"
+                f"{name}={text!r} is not accepted; write ip:port, as 127.0.0.1:26000"
             )
         found.append((address_text(host.strip("[]")), _port(int(port))))
     return found

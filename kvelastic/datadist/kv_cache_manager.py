@@ -85,8 +85,8 @@ class KvCacheManager(ManagerCalls[KvCache]):
         desc = cache.cache_desc
         checks.integer("tensor_index", tensor_index, most=desc.num_tensors - 1)
         found = []
-        with self._caches.held_handle("cache", cache) as at:
-            for number, addrs in enumerate(at):
+        with self._caches.held_handle("cache", cache) as (each, _):
+            for number, addrs in enumerate(each):
                 data = bytearray(desc.size)
                 gpu = self._caches.gpu(number) if desc.placement is Placement.DEVICE else None
                 copy_to_host(addrs[tensor_index], memoryview(data), gpu=gpu)

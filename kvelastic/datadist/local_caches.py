@@ -5,8 +5,8 @@
     with caches.held(entry): ...          # a free does not release the memory here
     caches.deallocate(entry.cache_id); caches.close()
 
-Used by both generations' managers and by requests of peers. Any thread may call. Lock order: this
-class's lock, then a pool's. The lock is not held during copies or waits for memory.
+Used by both generations' managers and by requests of peers. Lock order: the table's lock, then a
+pool's. The lock is not held during copies or waits for memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvelastic import _vmm
@@ -23,10 +23,11 @@ from kvelastic.config import Config
 from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
-from kvelastic.datadist.cache_table import CacheTable, Entry
+from kvelastic.datadist.cache_table import CacheTable, Entry, not_there
 from kvelastic.datadist.caches import CacheHandle
-from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
+from kvelastic.datadist.descriptors import CacheDesc, CacheKey
 from kvelastic.datadist.enums import Placement
+from kvelastic.datadist.memory_config import MemPool
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.device import selection
@@ -37,18 +38,16 @@ MAX_REGISTERED_ADDRESSES = 240
 """Maximum over all registered caches of a process, as in the original."""
 
 
-class LocalCaches:
+class LocalCaches(CacheTable):
     """Table and memory of the process's caches. Any thread may call."""
 
     def __init__(self, options: Options, settings: Config) -> None:
         """Open the pools in `options`. Maps no memory. Raises what `open_pool` raises."""
+        super().__init__()
         self._options = options
         self._copying = threading.Lock()
-        self._lock = threading.Lock()
         self._unused = threading.Condition(self._lock)
-        self._table = CacheTable()
         self._deleted: deque[int] = deque()
-        self._registered_addresses = 0
         self._closed = False
         self.devices: list[Device] = []
         self._memories: dict[Placement, list[CacheMemory]] = {}
@@ -57,41 +56,34 @@ class LocalCaches:
                 self.devices.append(_device(settings, at))
                 name_streams(self.devices[-1])
             if options.device_pool is not None:
-                self._open(Placement.DEVICE, self.devices, settings)
+                self._open(Placement.DEVICE, self.devices, options.device_pool, settings)
             if options.host_pool is not None:
-                self._open(Placement.HOST, [selection.host(settings)], settings)
+                host = [selection.host(settings)]
+                self._open(Placement.HOST, host, options.host_pool, settings)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, placement: Placement, devices: Sequence[Device], settings: Config) -> None:
-        options = self._options
-        pool = options.device_pool if placement is Placement.DEVICE else options.host_pool
-        assert pool is not None
+    def _open(
+        self, placement: Placement, devices: Sequence[Device], pool: MemPool, settings: Config
+    ) -> None:
         opened = self._memories.setdefault(placement, [])
         for at, one in enumerate(devices):
             number = f"_{at}" if len(devices) > 1 else ""
-            name = settings.ipc_name and f"{settings.ipc_name}_{placement.name.lower()}{number}"
-            opened.append(
-                CacheMemory(
-                    one,
-                    pool,
-                    settings,
-                    wait_s=options.sync_kv_timeout_s,
-                    tiers=options.tiers,
-                    name=name,
-                )
+            memory = CacheMemory(
+                one,
+                pool,
+                settings,
+                wait_s=self._options.sync_kv_timeout_s,
+                tiers=self._options.tiers,
+                name=settings.ipc_name and f"{settings.ipc_name}_{placement.name.lower()}{number}",
             )
+            opened.append(memory)
 
     # --- make and forget ---------------------------------------------------------------------
 
     def allocate(
-        self,
-        desc: CacheDesc,
-        *,
-        keys: Sequence[CacheKey] = (),
-        model_id: int | None = None,
-        is_blocks: bool = False,
+        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
     ) -> Entry:
         """Allocate a cache; a device cache gets memory on each device.
 
@@ -108,28 +100,20 @@ class LocalCaches:
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 f"there is no pool of {desc.placement.name} caches; set {option} before init",
             )
-        with self._lock:
-            self._table.refuse_keys(desc, keys, model_id)
-        pieces: list[Piece] = []
-        try:
+        self.refuse_keys(desc, keys, model_id)
+        with ExitStack() as undo:
+            pieces: list[Piece] = []
             for memory in memories:
                 piece = memory.alloc(desc.num_tensors, desc.size)
                 if piece is None:
                     raise self._out_of_memory(desc, memory)
+                undo.callback(memory.free, piece)
                 pieces.append(piece)
+            addrs = [piece.addresses for piece in pieces]
             with self._lock:
-                return self._table.add(
-                    desc,
-                    [piece.addresses for piece in pieces],
-                    memory=tuple(pieces),
-                    is_blocks=is_blocks,
-                    keys=keys,
-                    model_id=model_id,
-                )
-        except BaseException:
-            for memory, piece in zip(memories, pieces, strict=False):
-                memory.free(piece)
-            raise
+                entry = self._add(desc, addrs, tuple(pieces), keys, model_id, is_blocks=is_blocks)
+            undo.pop_all()
+            return entry
 
     def _out_of_memory(self, desc: CacheDesc, memory: CacheMemory) -> LLMException:
         state = memory.pool.blocks.limit_state()
@@ -146,11 +130,11 @@ class LocalCaches:
         self,
         desc: CacheDesc,
         addrs: Sequence[int],
+        keys: Sequence[CacheKey],
+        model_id: int | None,
         *,
+        is_blocks: bool,
         remote_accessible: bool,
-        keys: Sequence[CacheKey] = (),
-        model_id: int | None = None,
-        is_blocks: bool = False,
     ) -> Entry:
         """Register a cache over the caller's memory. Raises `LLMParamError`."""
         self.free_deleted()
@@ -159,21 +143,21 @@ class LocalCaches:
                 f"{len(addrs)} addresses are given for {desc.num_tensors} tensors; give one each"
             )
         with self._lock:
-            if self._registered_addresses + len(addrs) > MAX_REGISTERED_ADDRESSES:
+            known = sum(len(one.addrs[0]) for one in self._by_id.values() if one.is_registered)
+            if known + len(addrs) > MAX_REGISTERED_ADDRESSES:
                 raise LLMParamError(
-                    f"{self._registered_addresses} addresses are registered: with {len(addrs)}"
-                    f" more they would be over {MAX_REGISTERED_ADDRESSES}"
+                    f"{known} addresses are registered: with {len(addrs)} more they would be over"
+                    f" {MAX_REGISTERED_ADDRESSES}"
                 )
-            entry = self._table.add(
+            return self._add(
                 desc,
                 [addrs],
+                None,
+                keys,
+                model_id,
                 is_blocks=is_blocks,
                 remote_accessible=remote_accessible,
-                keys=keys,
-                model_id=model_id,
             )
-            self._registered_addresses += len(addrs)
-            return entry
 
     def deallocate(self, cache_id: int) -> bool:
         """Drop the reference of an allocated cache's id; an unknown id is ignored.
@@ -182,10 +166,10 @@ class LocalCaches:
         """
         self.free_deleted()
         with self._lock:
-            entry = self._table.get(cache_id)
+            entry = self._by_id.get(cache_id)
             if entry is not None and entry.is_registered:
                 return False
-            self._free(self._table.release_id(cache_id))
+            self._release_id(entry)
             return True
 
     def delete_later(self, cache_id: int) -> None:
@@ -202,18 +186,18 @@ class LocalCaches:
         while self._deleted and self._lock.acquire(blocking=False):
             try:
                 while self._deleted:
-                    self._free(self._table.release_id(self._deleted.popleft()))
+                    self._release_id(self._by_id.get(self._deleted.popleft()))
             finally:
                 self._lock.release()
 
     def unregister(self, cache_id: int) -> Entry | None:
-        """Drop a registered cache; return None if the id is unknown.
+        """Drop a registered cache and its keys; return None if the id is unknown.
 
         Waits up to `sync_kv_timeout` until the cache is unused (else `LLM_TIMEOUT`). Raises
         `LLMParamError` for an allocated cache.
         """
         with self._lock:
-            entry = self._table.get(cache_id)
+            entry = self._by_id.get(cache_id)
             if entry is None:
                 return None
             if not entry.is_registered:
@@ -223,51 +207,25 @@ class LocalCaches:
                     LLMStatusCode.LLM_TIMEOUT,
                     f"cache {cache_id} is being transferred; unlink its peers, or try again",
                 )
-            forgotten = self._table.forget(cache_id)
-            if forgotten is not None:  # another thread may have been first
-                self._registered_addresses -= len(forgotten.addrs[0])
-            return forgotten
+            if self._by_id.get(cache_id) is not entry:  # another thread was first
+                return None
+            for index in list(entry.rows):
+                self._drop_row(entry, index)
+            self._release_id(entry)
+            return entry
 
-    def remove_key(self, index: RowIndex) -> None:
-        """Drop a key's reference; an unknown key is ignored."""
-        with self._lock:
-            self._free(self._table.remove_key(index))
-
-    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> None:
-        """Record that a peer has copied tensors of a row. See `CacheTable.moved`."""
-        with self._lock:
-            self._free(self._table.moved(cache_id, row, tensors))
-
-    def _free(self, entry: Entry | None) -> None:
+    def _free(self, entry: Entry) -> None:
         """Free the cache's memory; pinned memory follows with its last pin. The lock is held."""
-        for memory, piece in () if entry is None else self._pieces_of(entry):
+        for memory, piece in self._pieces_of(entry):
             memory.free(piece)
 
-    def _pieces_of(self, entry: Entry) -> Iterable[tuple[CacheMemory, Piece]]:
+    def _pieces_of(self, entry: Entry) -> list[tuple[CacheMemory, Piece]]:
         """Return the pool and the piece on each device; nothing for a registered cache."""
         if entry.memory is None:
-            return ()
-        return zip(self._memories[entry.desc.placement], entry.memory, strict=True)
+            return []
+        return list(zip(self._memories[entry.desc.placement], entry.memory, strict=True))
 
-    # --- find and hold -----------------------------------------------------------------------
-
-    def of_id(self, cache_id: int) -> Entry:
-        """Return the cache of a valid id. Raises `LLM_KV_CACHE_NOT_EXIST`."""
-        with self._lock:
-            return self._table.of_id(cache_id)
-
-    def of_row(self, index: RowIndex) -> tuple[Entry, int]:
-        """Return the cache and row of a key.
-
-        Raises `LLM_KV_CACHE_NOT_EXIST`, or `LLM_PREFIX_NOT_EXIST` for a prefix.
-        """
-        with self._lock:
-            return self._table.of_row(index)
-
-    def of_model(self, model_id: int) -> Entry:
-        """Return the blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
-        with self._lock:
-            return self._table.of_model(model_id)
+    # --- hold and copy -----------------------------------------------------------------------
 
     def own(self, name: str, handle: CacheHandle) -> Entry:
         """Return the cache of a handle that is the argument `name`.
@@ -277,7 +235,7 @@ class LocalCaches:
         if handle.is_cpu_cache:
             raise LLMParamError(f"{name} is a CPU cache; the call needs one of this manager")
         if not handle.is_valid:
-            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"{name} was deallocated")
+            raise not_there(f"{name} was deallocated")
         return self.of_id(handle.cache_id)
 
     @contextmanager
@@ -287,7 +245,8 @@ class LocalCaches:
         Raises `LLM_KV_CACHE_NOT_EXIST` if the cache is gone.
         """
         with self._lock:
-            self._table.still_there(entry)
+            if self._by_id.get(entry.cache_id) is not entry:
+                raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
             tickets = [(memory, memory.pin(piece)) for memory, piece in self._pieces_of(entry)]
             entry.uses += 1
         try:
@@ -307,7 +266,7 @@ class LocalCaches:
         with self._lock:
             entries = [
                 entry
-                for entry in self._table
+                for entry in self._by_id.values()
                 if entry.remote_accessible and cache_id in {None, entry.cache_id}
             ]
         spans = sorted(
@@ -345,29 +304,28 @@ class LocalCaches:
         deadline_s = time.monotonic() + self._options.sync_kv_timeout_s
         with (
             self._copying,
-            self.held_handle("source", source) as of,
-            self.held_handle("target", target) as to,
+            self.held_handle("source", source) as (of, is_own_source),
+            self.held_handle("target", target) as (to, is_own_target),
         ):
             if len(of) != len(to):
                 raise LLMParamError(f"the caches are on {len(of)} and {len(to)} devices")
-            trusted = self._is_own(source) and self._is_own(target)
+            trusted = is_own_source and is_own_target
             placements = {source.cache_desc.placement, target.cache_desc.placement}
             for at, (sources, targets) in enumerate(zip(of, to, strict=True)):
                 gpu = self.gpu(at) if Placement.DEVICE in placements else None
                 copy_runs(pairs, sources, targets, trusted=trusted, gpu=gpu, deadline_s=deadline_s)
 
-    def _is_own(self, handle: CacheHandle) -> bool:
-        return not handle.is_cpu_cache and not self.of_id(handle.cache_id).is_registered
-
     @contextmanager
-    def held_handle(self, name: str, handle: CacheHandle) -> Iterator[Sequence[Sequence[int]]]:
-        """Hold a cache in this context; yields its addresses by device, then by tensor."""
+    def held_handle(
+        self, name: str, handle: CacheHandle
+    ) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
+        """Hold a cache; yields its addresses by device and tensor, and whether it was allocated."""
         if handle.is_cpu_cache:
-            yield handle.device_addrs
+            yield handle.device_addrs, False
             return
         entry = self.own(name, handle)
         with self.held(entry):
-            yield entry.addrs
+            yield entry.addrs, not entry.is_registered
 
     def gpu(self, at: int) -> _vmm.CudaDriver | None:
         """Return the driver of the at-th device; None if the host replaces it."""
@@ -383,21 +341,16 @@ class LocalCaches:
     def check_integrity(self) -> None:
         """Check that table and pools agree. Call it only while no other call is in progress."""
         with self._lock:
-            self._table.check_integrity()
-            for placement, memories in self._memories.items():
-                held = [
-                    entry.memory
-                    for entry in self._table
-                    if entry.memory is not None and entry.desc.placement is placement
-                ]
-                for at, memory in enumerate(memories):
-                    memory.check_integrity([pieces[at] for pieces in held])
+            self._check_references()
+            pieces = [piece for entry in self._by_id.values() for piece in self._pieces_of(entry)]
+            for memory in self.pools():
+                memory.check_integrity([piece for at, piece in pieces if at is memory])
 
     def close(self) -> None:
         """Drop all caches, release all memory and leave the ledgers. Idempotent."""
         with self._lock:
-            self._table = CacheTable()
-            self._deleted.clear()
+            for each in (self._by_id, self._by_row, self._by_model, self._deleted):
+                each.clear()
             self._closed = True
         for memory in self.pools():
             memory.close()

@@ -179,7 +179,7 @@ class ManagerCalls(Generic[Handle]):
     def _allocated(
         self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
     ) -> Handle:
-        entry = self._caches.allocate(desc, keys=keys, model_id=model_id, is_blocks=is_blocks)
+        entry = self._caches.allocate(desc, keys, model_id, is_blocks=is_blocks)
         return self._handle(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
     @manager_call()

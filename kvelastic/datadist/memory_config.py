@@ -10,20 +10,18 @@ previous tier. Tiers share the pool's memory: `total_size` is checked and reserv
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Final, TypeVar
 
-from kvelastic.datadist import checks
+import msgspec
+from msgspec import Meta, Struct
+
 from kvelastic.datadist.status import LLMParamError
 
-DEFAULT_PAGE_SHIFT: Final = 16
 MAX_HOST_POOL_BYTES: Final = 20 << 30
-MAX_JSON_CHARS: Final = 1 << 20
-_LARGEST_BLOCK_BYTES: Final = 2 << 20
-_MAX_TIERS: Final = 1 << 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class MemPool:
 
     memory_bytes: int | None
     """None: as much as the device's ledger grants."""
-    alignment_bytes: int = 1 << DEFAULT_PAGE_SHIFT
+    alignment_bytes: int = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,29 +41,42 @@ class BufferTier:
     largest_bytes: int
 
 
-def parse_mem_pool(name: str, value: str) -> MemPool:
-    """Parse the pool option `name`. Raises `TypeError`, `LLMParamError`."""
-    found = parse_json_object(name, value)
-    _refuse_others(name, found, {"memory_size", "page_shift"})
-    if "memory_size" not in found:
-        raise LLMParamError(f'{name} has no "memory_size"; give the bytes of the pool')
-    most = MAX_HOST_POOL_BYTES if name == "host_mem_pool_cfg" else (1 << 50)
-    size = checks.integer(f"{name}: memory_size", found["memory_size"], least=1, most=most)
-    shift = checks.integer(
-        f"{name}: page_shift", found.get("page_shift", DEFAULT_PAGE_SHIFT), least=10, most=30
-    )
-    return MemPool(size, 1 << shift)
+class _Pool(Struct, forbid_unknown_fields=True):
+    memory_size: Annotated[int, Meta(ge=1, le=1 << 50)]
+    page_shift: Annotated[int, Meta(ge=10, le=30)] = 16
 
 
-def parse_buffer_tiers(value: str) -> tuple[BufferTier, ...]:
-    """Parse `buf_pool_cfg`. Raises `TypeError`, `LLMParamError`."""
-    name = "buf_pool_cfg"
-    found = parse_json_object(name, value)
-    _refuse_others(name, found, {"buf_cfg"})
-    rows = found.get("buf_cfg")
-    if not isinstance(rows, list) or not 1 <= len(rows) <= _MAX_TIERS:
-        raise LLMParamError(f'{name} needs "buf_cfg", a list of 1 to {_MAX_TIERS} tiers')
-    tiers = [_parse_tier(f"{name}: buf_cfg[{at}]", row) for at, row in enumerate(rows)]
+class _Tier(Struct, forbid_unknown_fields=True):
+    total_size: Annotated[int, Meta(ge=1, le=(1 << 32) - 1, multiple_of=2 << 20)]
+    blk_size: Annotated[int, Meta(ge=1, le=2 << 20)] = 256
+    max_buf_size: Annotated[int, Meta(ge=1)] | None = None
+
+
+class _Tiers(Struct, forbid_unknown_fields=True):
+    buf_cfg: Annotated[list[_Tier], Meta(min_length=1, max_length=1 << 10)]
+
+
+def parse_mem_pool(name: str, text: str) -> MemPool:
+    """Parse the pool option `name`. Raises `LLMParamError`."""
+    found = parse_json(name, text, _Pool)
+    if name == "host_mem_pool_cfg" and found.memory_size > MAX_HOST_POOL_BYTES:
+        raise LLMParamError(
+            f"{name}: memory_size={found.memory_size} is more than {MAX_HOST_POOL_BYTES}"
+        )
+    return MemPool(found.memory_size, 1 << found.page_shift)
+
+
+def parse_buffer_tiers(name: str, text: str) -> tuple[BufferTier, ...]:
+    """Parse `buf_pool_cfg`. Raises `LLMParamError`."""
+    tiers = []
+    for row in parse_json(name, text, _Tiers).buf_cfg:
+        most = row.total_size - 1
+        tier = BufferTier(row.blk_size, most if row.max_buf_size is None else row.max_buf_size)
+        if row.blk_size & (row.blk_size - 1):  # so it divides 2 MiB, and total_size
+            raise LLMParamError(f"{name}: blk_size={row.blk_size} is no power of two")
+        if tier.largest_bytes > most:
+            raise LLMParamError(f"{name}: max_buf_size={tier.largest_bytes} is more than {most}")
+        tiers.append(tier)
     for before, tier in pairwise(tiers):
         if tier.largest_bytes <= before.largest_bytes:
             raise LLMParamError(
@@ -75,51 +86,15 @@ def parse_buffer_tiers(value: str) -> tuple[BufferTier, ...]:
     return tuple(tiers)
 
 
-def _parse_tier(name: str, row: object) -> BufferTier:
-    if not isinstance(row, dict):
-        raise LLMParamError(f"{name} is no object; give total_size, blk_size and max_buf_size")
-    _refuse_others(name, row, {"total_size", "blk_size", "max_buf_size"})
-    if "total_size" not in row:
-        raise LLMParamError(f"{name} has no total_size; give the bytes of the tier")
-    block = checks.integer(
-        f"{name}.blk_size", row.get("blk_size", 256), least=1, most=_LARGEST_BLOCK_BYTES
-    )
-    if block & (block - 1):
-        raise LLMParamError(f"{name}.blk_size={block} is no power of two")
-    total = checks.integer(f"{name}.total_size", row["total_size"], least=1, most=checks.MAX_UINT32)
-    if total % _LARGEST_BLOCK_BYTES or total % block:
-        raise LLMParamError(f"{name}.total_size={total} is no multiple of 2 MiB and of blk_size")
-    largest = checks.integer(
-        f"{name}.max_buf_size", row.get("max_buf_size", total - 1), least=1, most=total - 1
-    )
-    return BufferTier(block, largest)
-
-
 def alignment_of(tiers: Sequence[BufferTier], tensor_bytes: int) -> int | None:
     """Return the alignment of a tensor's tier; None if it is larger than all tiers allow."""
     fitting = (tier for tier in tiers if tensor_bytes <= tier.largest_bytes)
     return next((tier.alignment_bytes for tier in fitting), None)
 
 
-def round_up(size_bytes: int, alignment_bytes: int) -> int:
-    """Round up to a multiple of the alignment."""
-    return -(-size_bytes // alignment_bytes) * alignment_bytes
-
-
-def parse_json_object(name: str, value: object) -> dict[str, Any]:
-    """Parse an option's JSON object. Raises `TypeError`, `LLMParamError`."""
-    text = checks.text(name, value)
-    if len(text) > MAX_JSON_CHARS:
-        raise LLMParamError(f"{name} has {len(text)} characters, more than {MAX_JSON_CHARS}")
+def parse_json(name: str, text: str, kind: type[T]) -> T:
+    """Parse a JSON text into a value of `kind`; numbers may be quoted. Raises `LLMParamError`."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LLMParamError(f"{name} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise LLMParamError(f"{name} is no JSON object; write it as {{...}}")
-    return found
-
-
-def _refuse_others(name: str, found: dict[str, Any], known: set[str]) -> None:
-    if others := sorted(found.keys() - known):
-        raise LLMParamError(f"{name} has {', '.join(others)}; it knows {', '.join(sorted(known))}")
+        return msgspec.json.decode(text, type=kind, strict=False)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise LLMParamError(f"{name}={text[:200]!r} is not accepted: {error}") from None

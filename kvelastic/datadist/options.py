@@ -1,28 +1,204 @@
-"""Parsing and checks of the options of `LLMDataDist.init`. Pure.
+"""Options of `LLMDataDist.init`: one table, which `LLMConfig` writes and `read_options` reads.
 
-options = read_options({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}, LLMRole.MIX)
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    options = config.generate_options()          # {"ge.exec.deviceId": "0", ...}
+    read_options(options, LLMRole.MIX).device_ids
+
+An option is a text. `LLMConfig` checks the type of a value, and the text's parser checks the rest,
+once for both.
 """
 
+# ruff: noqa: E501  # a table
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.clusters import listen_addresses
-from kvelastic.datadist.config import DEFAULT_MEM_UTILIZATION, OPTIONS
 from kvelastic.datadist.enums import LLMRole
-from kvelastic.datadist.memory_config import BufferTier, MemPool, parse_buffer_tiers, parse_mem_pool
+from kvelastic.datadist.memory_config import (
+    BufferTier,
+    MemPool,
+    parse_buffer_tiers,
+    parse_json,
+    parse_mem_pool,
+)
 from kvelastic.datadist.status import LLMParamError
 from kvelastic.logs import log_once
 
-LISTEN_KEY: Final = "llm.listenIpInfo"
 FLOW_GRAPH_KEY: Final = "ge.flowGraphMemMaxSize"
-DEFAULT_SYNC_KV_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TOTAL_S: Final = 120
-_KEYS: Final = {name: option.key for name, option in OPTIONS.items() if option.key}
 _WITHOUT_EFFECT: Final = ("rdma_traffic_class", "rdma_service_level", "global_resource_config")
+
+
+class _Option:
+    """An attribute of `LLMConfig` with its option's key, parser and form as text."""
+
+    def __init__(
+        self,
+        key: str,
+        form: Callable[[str, Any], str],
+        parse: Callable[[str, str], Any],
+        doc: str,
+        *,
+        default: Any = None,
+        counts_if_empty: bool = False,
+    ) -> None:
+        """`form` raises `TypeError`, `parse` raises `LLMParamError`.
+
+        If the default is "", an empty text stands for it, unless `counts_if_empty`.
+        """
+        self.key, self.form, self.parse, self.default = key, form, parse, default
+        self._can_be_empty = default == "" and not counts_if_empty
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, config: object | None, owner: type) -> Any:
+        return self if config is None else config.__dict__.get(self._name, self.default)
+
+    def __set__(self, config: object, value: Any) -> None:
+        text = self.form(self._name, value)
+        if text or not self._can_be_empty:
+            self.parse(self._name, text)
+            config.__dict__[self._name] = value
+        else:
+            config.__dict__.pop(self._name, None)
+
+    def read(self, options: dict[str, str]) -> Any:
+        """Return the parsed option; None if it is not set. Raises `LLMParamError`."""
+        text = options.get(self.key)
+        is_set = text is not None and bool(text or not self._can_be_empty)
+        return self.parse(self._name, text) if is_set else None
+
+
+def _of(*types: type) -> Callable[[str, Any], str]:
+    """Return the form of values of these types."""
+
+    def form(name: str, value: object) -> str:
+        found = checks.instance(name, value, types)
+        if isinstance(value, bool):
+            raise TypeError(f"{name} is a bool, must be {types[0].__name__}")
+        return str(float(found) if float in types else found)
+
+    return form
+
+
+def _bit(name: str, value: object) -> str:
+    return str(int(checks.flag(name, value)))
+
+
+def _device_text(name: str, value: object) -> str:
+    each = value if isinstance(value, (list, tuple)) else [value]
+    return ";".join(str(one) for one in checks.integers(name, each, most=checks.MAX_UINT16))
+
+
+def _devices(name: str, text: str) -> tuple[int, ...]:
+    each = text.replace(",", ";").split(";")
+    found = tuple(_number(0, checks.MAX_UINT16)(name, one) for one in each)
+    if len(set(found)) != len(found):
+        raise LLMParamError(f"{name}={text} names a device twice")
+    return found
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in {"0", "1", "true", "false"}:
+        raise LLMParamError(f"{name}={text!r} is not accepted; write 1 or 0")
+    return text.lower() in {"1", "true"}
+
+
+def _number(least: int, most: int, step: int = 1) -> Callable[[str, str], int]:
+    def parse(name: str, text: str) -> int:
+        is_number = text.isascii() and text.isdigit() and len(text) <= 20
+        if not is_number or not least <= int(text) <= most or int(text) % step:
+            raise LLMParamError(
+                f"{name}={text!r} is not accepted; it must be a number from {least} to {most}"
+                + (f", a multiple of {step}" if step > 1 else "")
+            )
+        return int(text)
+
+    return parse
+
+
+def _fraction(name: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0
+    if not 0 < found <= 1:
+        raise LLMParamError(f"{name}={text} is not accepted; it must be above 0 and at most 1")
+    return found
+
+
+def _json_or_empty(name: str, text: str) -> dict[str, Any]:
+    return parse_json(name, text, dict[str, Any]) if text else {}
+
+
+def _backend(name: str, text: str) -> str:
+    if text != "hixl":
+        raise LLMParamError(f"{name}={text!r} is not accepted; the only one is 'hixl'")
+    return text
+
+
+class LLMConfig:
+    """Configuration of `LLMDataDist`.
+
+    An unset attribute reads as its default and generates no option. If the default is "", setting
+    "" resets the attribute. Setting an attribute raises `TypeError` or `LLMParamError`.
+    """
+
+    # fmt: off
+    device_id = _Option("ge.exec.deviceId", _device_text, _devices, "The process's device, or a list of them.")
+    listen_ip_info = _Option("llm.listenIpInfo", _of(str), listen_addresses, "Where peers link to, as ip:port.", default="")
+    sync_kv_timeout = _Option("llm.SyncKvCacheWaitTime", _of(int, str), _number(1, (1 << 31) - 1), "Deadline of a call in milliseconds; 1000.")
+    enable_switch_role = _Option("llm.EnableSwitchRole", _bit, _flag, "Whether `switch_role` may be called.", default=False)
+    mem_utilization = _Option("llm.MemoryUtilization", _of(float, int), _fraction, "The part of `ge.flowGraphMemMaxSize` that caches may take.", default=0.95)
+    buf_pool_cfg = _Option("llm.BufPoolCfg", _of(str), parse_buffer_tiers, "Size classes of tensors, as JSON.", default="")
+    mem_pool_cfg = _Option("llm.MemPoolConfig", _of(str), parse_mem_pool, "The pool of device caches, as JSON.", default="")
+    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", _of(str), parse_mem_pool, "The pool of host caches, as JSON.", default="")
+    enable_cache_manager = _Option("llm.EnableCacheManager", _bit, _flag, "Use `cache_manager`, the second generation.", default=False)
+    enable_remote_cache_accessible = _Option("llm.EnableRemoteCacheAccessible", _bit, _flag, "Remember what caches a peer has, and let peers write into ours.", default=False)
+    rdma_traffic_class = _Option("llm.RdmaTrafficClass", _of(int), _number(0, 255, 4), "Of RDMA: no effect.")
+    rdma_service_level = _Option("llm.RdmaServiceLevel", _of(int), _number(0, 7), "Of RDMA: no effect.")
+    local_comm_res = _Option("llm.LocalCommRes", _of(str), _json_or_empty, "A rank table; it implies both `enable_` options for caches, also if it is set to nothing.", default="", counts_if_empty=True)
+    link_total_time = _Option("llm.LinkTotalTime", _of(int), _number(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120.", default=0)
+    link_retry_count = _Option("llm.LinkRetryCount", _of(int), _number(1, 100), "Rounds in which `link` tries within them.", default=1)
+    transfer_backend = _Option("llm.TransferBackend", _of(str), _backend, 'Only "hixl"; it has to listen.', default="")
+    global_resource_config = _Option("llm.GlobalResourceConfig", _of(str), _json_or_empty, "Of Ascend devices: no effect.", default="")
+    # fmt: on
+
+    def __init__(self) -> None:
+        self._ge_options: dict[str, str] = {}
+
+    @property
+    def ge_options(self) -> dict[str, str]:
+        """Further options, to which callers may add.
+
+        `ge.flowGraphMemMaxSize` bounds all caches, in bytes.
+        """
+        return self._ge_options
+
+    @ge_options.setter
+    def ge_options(self, value: dict[str, str]) -> None:
+        self._ge_options = dict(_texts("ge_options", value))
+
+    def generate_options(self) -> dict[str, str]:
+        """Return the options that were set; an attribute overrides the same key in `ge_options`."""
+        given = {name: option for name, option in _OPTIONS.items() if name in self.__dict__}
+        return self._ge_options | {
+            option.key: option.form(name, self.__dict__[name]) for name, option in given.items()
+        }
+
+
+_OPTIONS: Final = {
+    name: value for name, value in vars(LLMConfig).items() if isinstance(value, _Option)
+}
 
 
 @dataclass(frozen=True)
@@ -50,103 +226,65 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
 
     In the first generation a `PROMPT` needs an address to listen at.
     """
-    checks.instance("options", options, dict)
-    for key, value in options.items():
-        checks.text("a key of options", key)
-        checks.text(f"options[{key!r}]", value)
-        if key.startswith("llm.") and key not in _KEYS.values():
+    known = {option.key for option in _OPTIONS.values()}
+    for key in _texts("options", options):
+        if key.startswith("llm.") and key not in known:
             log_once(logging.WARNING, f"LLMDataDist: option {key} is not known and does nothing.")
+    found = {name: option.read(options) for name, option in _OPTIONS.items()}
     for name in _WITHOUT_EFFECT:
-        if _KEYS[name] in options:
-            log_once(logging.INFO, f"LLMDataDist: {_KEYS[name]} is checked and has no effect.")
-    local_comm_res = options.get(_KEYS["local_comm_res"])
-    is_second = _flag(options, "enable_cache_manager", default=local_comm_res is not None)
-    if local_comm_res is not None and not is_second:
+        if found[name] is not None:
+            log_once(
+                logging.INFO, f"LLMDataDist: {_OPTIONS[name].key} is checked and has no effect."
+            )
+    has_comm_res = found["local_comm_res"] is not None
+    is_second = has_comm_res if (flag := found["enable_cache_manager"]) is None else flag
+    if has_comm_res and not is_second:
         raise LLMParamError("local_comm_res needs enable_cache_manager; leave out one of the two")
-    remembers = _flag(options, "enable_remote_cache_accessible", default=local_comm_res is not None)
+    remembers = has_comm_res if (flag := found["enable_remote_cache_accessible"]) is None else flag
     listen = listen_option(options)
-    if options.get(_KEYS["transfer_backend"]) and not listen:
+    if found["transfer_backend"] and not listen:
         raise LLMParamError("transfer_backend=hixl needs listen_ip_info")
     if not is_second and role is LLMRole.PROMPT and not listen:
         raise LLMParamError("a PROMPT needs listen_ip_info, as 127.0.0.1:26000")
-    devices = _devices(options)
+    devices = found["device_id"]
+    if devices is None:
+        raise LLMParamError("device_id is missing; set LLMConfig.device_id")
     if is_second and (len(devices) > 1 or len(listen) > 1):
         raise LLMParamError(
             "with enable_cache_manager a process has one device and one address; start a process"
             " for each device"
         )
+    most = options.get(FLOW_GRAPH_KEY)
+    if most is not None:
+        part = found["mem_utilization"] or _OPTIONS["mem_utilization"].default
+        most = int(_number(0, checks.MAX_UINT64)(FLOW_GRAPH_KEY, most) * part)
     return Options(
         device_ids=devices,
         is_cache_manager=is_second,
         listen=listen,
-        sync_kv_timeout_s=_number(options, "sync_kv_timeout", DEFAULT_SYNC_KV_TIMEOUT_MS) / 1000,
-        may_switch_role=_flag(options, "enable_switch_role", default=False),
+        sync_kv_timeout_s=(found["sync_kv_timeout"] or 1000) / 1000,
+        may_switch_role=bool(found["enable_switch_role"]),
         remembers_remote_caches=is_second and remembers,
-        device_pool=_device_pool(options, is_second=is_second),
-        host_pool=_pool(options, "host_mem_pool_cfg") if is_second else None,
-        tiers=() if is_second else _tiers(options),
-        link_total_s=_number(options, "link_total_time", 0) or DEFAULT_LINK_TOTAL_S,
-        link_rounds=_number(options, "link_retry_count", 1),
+        device_pool=found["mem_pool_cfg"] if is_second else MemPool(most),
+        host_pool=found["host_mem_pool_cfg"] if is_second else None,
+        tiers=() if is_second else found["buf_pool_cfg"] or (),
+        link_total_s=found["link_total_time"] or DEFAULT_LINK_TOTAL_S,
+        link_rounds=found["link_retry_count"] or 1,
     )
 
 
 def listen_option(options: dict[str, str]) -> tuple[tuple[str, int], ...]:
     """Return the addresses to listen at; empty for none. Raises `TypeError`, `LLMParamError`."""
-    value = options.get(LISTEN_KEY, options.get("listen_ip_info", ""))
-    return tuple(listen_addresses(value)) if checks.text(LISTEN_KEY, value) else ()
+    option = _OPTIONS["listen_ip_info"]
+    value = options.get(option.key, options.get("listen_ip_info", ""))
+    text = checks.text(option.key, value)
+    return tuple(listen_addresses(option.key, text)) if text else ()
 
 
-def _devices(options: dict[str, str]) -> tuple[int, ...]:
-    value = options.get(_KEYS["device_id"])
-    if value is None:
-        raise LLMParamError("device_id is missing; set LLMConfig.device_id")
-    found = tuple(_digits("device_id", one) for one in value.replace(",", ";").split(";"))
-    if len(set(found)) != len(found):
-        raise LLMParamError(f"device_id={value} names a device twice")
+def _texts(name: str, value: object) -> dict[str, str]:
+    """Return a dict of texts. Raises `TypeError`."""
+    found: dict[str, str] = checks.instance(name, value, dict)
+    for key, one in found.items():
+        checks.text(f"a key of {name}", key)
+        checks.text(f"{name}[{key!r}]", one)
     return found
-
-
-def _device_pool(options: dict[str, str], *, is_second: bool) -> MemPool | None:
-    if is_second:
-        return _pool(options, "mem_pool_cfg")
-    most = options.get(FLOW_GRAPH_KEY)
-    text = options.get(_KEYS["mem_utilization"], str(DEFAULT_MEM_UTILIZATION))
-    try:
-        part = OPTIONS["mem_utilization"].check(float(text))
-    except ValueError:
-        raise LLMParamError(f"mem_utilization={text!r} must be above 0 and at most 1") from None
-    return MemPool(None if most is None else int(_digits(FLOW_GRAPH_KEY, most) * part))
-
-
-def _pool(options: dict[str, str], name: str) -> MemPool | None:
-    value = options.get(_KEYS[name])
-    return parse_mem_pool(name, value) if value else None
-
-
-def _tiers(options: dict[str, str]) -> tuple[BufferTier, ...]:
-    value = options.get(_KEYS["buf_pool_cfg"])
-    return parse_buffer_tiers(value) if value else ()
-
-
-def _flag(options: dict[str, str], name: str, *, default: bool) -> bool:
-    value = options.get(_KEYS[name])
-    if value is None:
-        return default
-    if value.lower() not in {"0", "1", "true", "false"}:
-        raise LLMParamError(f"{_KEYS[name]}={value!r} is not accepted; write 1 or 0")
-    return value.lower() in {"1", "true"}
-
-
-def _number(options: dict[str, str], name: str, default: int) -> int:
-    value = options.get(_KEYS[name])
-    if value is None:
-        return default
-    number = _digits(name, value)
-    OPTIONS[name].check(number)
-    return number
-
-
-def _digits(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 20):
-        raise LLMParamError(f"{name}={value!r} is not accepted; it must be a number")
-    return int(value)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from kvelastic.datadist import checks
-from kvelastic.datadist.memory_config import parse_json_object
+from kvelastic.datadist.memory_config import parse_json
 from kvelastic.datadist.status import LLMParamError
 
 MOST_MEMBERS = 4
@@ -46,6 +48,19 @@ class Group:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+class _Device(Struct):
+    rank_id: Annotated[int, Meta(ge=0, lt=MOST_MEMBERS)]
+
+
+class _Server(Struct):
+    server_id: str
+    device: Annotated[list[_Device], Meta(max_length=MOST_MEMBERS)]
+
+
+class _Table(Struct):
+    server_list: Annotated[list[_Server], Meta(max_length=MOST_MEMBERS)]
+
+
 def parse_group(
     cluster_id: int, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str
 ) -> Group:
@@ -57,49 +72,24 @@ def parse_group(
     for key, rank in ranks.items():
         checks.integer("a cluster of cluster_rank_info", key)
         checks.integer(f"cluster_rank_info[{key}]", rank, most=MOST_MEMBERS - 1)
-    if not 2 <= len(ranks) <= MOST_MEMBERS:
-        raise LLMParamError(f"a group has 2 to {MOST_MEMBERS} members, not {len(ranks)}")
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise LLMParamError(f"ranks are {sorted(ranks.values())}; they must be 0, 1, ...")
+    if len(ranks) < 2 or sorted(ranks.values()) != list(range(len(ranks))):
+        raise LLMParamError(
+            f"ranks are {sorted(ranks.values())}; a group has 2 to {MOST_MEMBERS}: 0, 1, ..."
+        )
     if cluster_id not in ranks:
         raise LLMParamError(f"this cluster, {cluster_id}, is not in cluster_rank_info")
-    hosts = _hosts(parse_json_object("rank_table", rank_table), len(ranks))
+    table = parse_json("rank_table", checks.text("rank_table", rank_table), _Table)
+    hosts = {one.rank_id: server.server_id for server in table.server_list for one in server.device}
+    named = sorted(one.rank_id for server in table.server_list for one in server.device)
+    if named != sorted(ranks.values()):
+        raise LLMParamError(f"rank_table has ranks {named}, the group {sorted(ranks.values())}")
     own_host = hosts[ranks[cluster_id]]
     members = [
         Member(key, rank, None if hosts[rank] == own_host else _ip(hosts[rank]))
-        for key, rank in ranks.items()
+        for key, rank in sorted(ranks.items(), key=lambda item: item[1])
     ]
-    own = next(one for one in members if one.cluster_id == cluster_id)
-    others = tuple(
-        sorted((one for one in members if one is not own), key=lambda member: member.rank)
-    )
-    return Group(name, own, others)
-
-
-def _hosts(table: dict[str, Any], count: int) -> list[str]:
-    """Return the server of each rank."""
-    servers = table.get("server_list")
-    if not isinstance(servers, list) or len(servers) > MOST_MEMBERS:
-        raise LLMParamError(f'rank_table needs "server_list", of {MOST_MEMBERS} servers at most')
-    found: dict[int, str] = {}
-    for server in servers:
-        devices = server.get("device") if isinstance(server, dict) else None
-        host = server.get("server_id") if isinstance(server, dict) else None
-        if (
-            not isinstance(devices, list)
-            or len(devices) > MOST_MEMBERS
-            or not isinstance(host, str)
-        ):
-            raise LLMParamError('each server of rank_table needs "server_id" and "device", a list')
-        for one in devices:
-            rank = str(one.get("rank_id", "")) if isinstance(one, dict) else ""
-            if not (rank.isascii() and rank.isdigit() and len(rank) < 4 and int(rank) < count):
-                raise LLMParamError(f"rank_table: rank_id {rank!r} is not 0 to {count - 1}")
-            if found.setdefault(int(rank), host) != host:
-                raise LLMParamError(f"rank_table names rank {rank} twice")
-    if len(found) != count:
-        raise LLMParamError(f"rank_table has {len(found)} ranks, the group {count} members")
-    return [found[rank] for rank in range(count)]
+    own = members[ranks[cluster_id]]
+    return Group(name, own, tuple(one for one in members if one is not own))
 
 
 def _ip(host: str) -> str:

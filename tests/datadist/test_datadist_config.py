@@ -185,11 +185,11 @@ def test_pools_and_size_classes():
             {"total_size": 4 << 20, "blk_size": 65536, "max_buf_size": 1 << 20},
         ]
     }
-    tiers = parse_buffer_tiers(json.dumps(two))
+    tiers = parse_buffer_tiers("buf_pool_cfg", json.dumps(two))
     assert tiers == (BufferTier(256, 4096), BufferTier(65536, 1 << 20))
     assert [alignment_of(tiers, size) for size in (1, 4096, 4097, 1 << 20, (1 << 20) + 1)] == [
         256, 256, 65536, 65536, None,
     ]  # fmt: skip
     two["buf_cfg"].reverse()
     with pytest.raises(LLMParamError, match="order the tiers"):
-        parse_buffer_tiers(json.dumps(two))
+        parse_buffer_tiers("buf_pool_cfg", json.dumps(two))
