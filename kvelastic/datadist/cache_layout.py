@@ -9,7 +9,7 @@ raises `LLMParamError` otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvelastic.datadist import checks
@@ -108,6 +108,15 @@ def same_rows(source: CacheDesc, target: CacheDesc) -> None:
         )
 
 
+def same_number(tensors: range, theirs: range) -> None:
+    """Refuse a transfer between different numbers of tensors."""
+    if len(tensors) != len(theirs):
+        raise LLMParamError(
+            f"{len(tensors)} tensors here and {len(theirs)} of the peer are named; name as many"
+            " layers of both"
+        )
+
+
 def pairs_merged(sources: Sequence[Run], targets: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Pair sources with targets; pairs that are adjacent on both sides are merged.
 
@@ -161,33 +170,20 @@ def copied_rows(
     )
 
 
-def copied_blocks(desc: CacheDesc, fan_out: Mapping[int, Sequence[int]]) -> list[tuple[Run, Run]]:
-    """Return the copies of `copy_blocks`, from each block to its targets.
-
-    Raises `LLMParamError` if a block is a target twice, or both target and source: the result would
-    depend on the order.
-    """
-    pairs = [(source, target) for source, targets in fan_out.items() for target in targets]
-    targets = [target for _, target in pairs]
-    if len(set(targets)) != len(targets) or set(targets) & set(fan_out):
-        raise LLMParamError("a block is copied to twice, or is copied from as well")
-    tensors = range(desc.num_tensors)
-    return pairs_merged(
-        block_runs(desc, tensors, [source for source, _ in pairs]),
-        block_runs(desc, tensors, targets),
-    )
-
-
-def swapped_blocks(
-    source: CacheDesc, target: CacheDesc, from_to: Mapping[int, int]
+def copied_blocks(
+    source: CacheDesc, target: CacheDesc, moves: Sequence[tuple[int, int]]
 ) -> list[tuple[Run, Run]]:
-    """Return the copies of `swap_blocks`; adjacent blocks are merged."""
+    """Return the copies of blocks to others; adjacent blocks are merged.
+
+    Raises `LLMParamError` if two are copied to the same one: the result would depend on the order.
+    """
     same_shape(source, target)
-    order = sorted(from_to.items())
-    if len(set(from_to.values())) != len(order):
-        raise LLMParamError("two blocks are swapped to the same one")
+    if not moves:
+        return []
+    order = sorted(moves)
+    sources = block_indices("blocks to copy from", source, [one for one, _ in order])
+    targets = block_indices("blocks to copy to", target, [other for _, other in order])
+    if len(set(targets)) != len(targets):
+        raise LLMParamError("two blocks are copied to the same one")
     tensors = range(source.num_tensors)
-    return pairs_merged(
-        block_runs(source, tensors, [one for one, _ in order]),
-        block_runs(target, tensors, [other for _, other in order]),
-    )
+    return pairs_merged(block_runs(source, tensors, sources), block_runs(target, tensors, targets))

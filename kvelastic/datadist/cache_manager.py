@@ -21,7 +21,13 @@ from kvelastic.datadist.descriptors import (
     MemInfo,
 )
 from kvelastic.datadist.enums import Placement
-from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, manager_call, model_of
+from kvelastic.datadist.manager_calls import (
+    LayerArguments,
+    ManagerCalls,
+    manager_call,
+    model_of,
+    refuse_rows,
+)
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
 
@@ -30,16 +36,11 @@ class CacheManager(ManagerCalls[Cache]):
 
     _handle = Cache
 
-    def _refuse_deallocation(self, cache: Cache) -> None:
-        if not cache.is_rows_cache:
-            raise LLMParamError("a blocks cache is deallocated by deallocate_blocks_cache")
-
     @manager_call()
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache and invalidate its handle. Idempotent."""
         checks.instance("cache", cache, Cache)
-        if not cache.is_blocks_cache:
-            raise LLMParamError("the cache is no blocks cache; use deallocate_cache")
+        refuse_rows("cache", cache)
         self._deallocate(cache)
 
     # --- caches over memory of the caller's ------------------------------------------------------
@@ -221,7 +222,7 @@ class CacheManager(ManagerCalls[Cache]):
                 "a push needs enable_remote_cache_accessible; set it before init, on both sides",
             )
         layers = LayerArguments(source, target, tensors)
-        if not layers.is_same:
+        if len(layers.sources or ()) != len(layers.targets or ()):
             raise LLMParamError("src_layer_range and dst_layer_range must be equally long")
         return layers
 

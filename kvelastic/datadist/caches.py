@@ -31,11 +31,14 @@ class CacheHandle:
         addrs: Sequence[Sequence[int]],
         *,
         is_blocks_cache: bool = False,
+        on_delete: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_delete` is called with the id when a handle of the first generation is deleted."""
         self._cache_id = cache_id
         self._cache_desc = cache_desc
         self._addrs = [list(one) for one in addrs]
         self._is_blocks_cache = is_blocks_cache
+        self._on_delete = on_delete
         self._valid = True
 
     @property
@@ -76,6 +79,7 @@ class CacheHandle:
     def invalidate(self) -> None:
         """Mark the handle invalid: another cache may get its memory."""
         self._valid = False
+        self._on_delete = None
         self._addrs = []
 
     def __repr__(self) -> str:
@@ -108,8 +112,6 @@ class KvCache(CacheHandle):
     Deleting the handle also drops the cache id's reference to the memory.
     """
 
-    _on_delete: Callable[[int], None] | None = None
-
     per_device_tensor_addrs = CacheHandle.device_addrs
 
     @classmethod
@@ -128,20 +130,9 @@ class KvCache(CacheHandle):
         each = [_addresses(cache_desc, one) for one in nested]
         return cls(NO_CACHE_ID, cache_desc, each, is_blocks_cache=True)
 
-    def free_on_delete(self, free: Callable[[int], None]) -> KvCache:
-        """Call `free` with the id when the handle is deleted; return the handle."""
-        self._on_delete = free
-        return self
-
-    def invalidate(self) -> None:
-        """Mark the handle invalid. Its deletion then frees nothing."""
-        super().invalidate()
-        self._on_delete = None
-
     def __del__(self) -> None:
-        free = self._on_delete
-        if free is not None:
-            free(self._cache_id)
+        if self._on_delete is not None:
+            self._on_delete(self._cache_id)
 
 
 def _check_cpu(cache_desc: CacheDesc, addrs: object) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
+
+from msgspec import Meta
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.enums import DataType, Memtype, Placement, item_bytes
@@ -40,7 +42,7 @@ class CacheDesc:
     """
 
     num_tensors: int
-    shape: Sequence[int]
+    shape: Annotated[Sequence[int], Meta(max_length=16)]  # the bound is for a peer's message
     data_type: DataType
     placement: Placement = Placement.DEVICE
     batch_dim_index: int = 0

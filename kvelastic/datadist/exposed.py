@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
@@ -27,20 +26,19 @@ class Exposed:
         self._caches = caches
         self._lock = threading.Lock()
         self._node: Node | None = None
-        self._pools: dict[ElasticPool, tuple[Registered, int]] = {}
-        self._tensors: dict[int, list[Registered | ElasticPool]] = {}
-        """Exposed memory by cache id."""
+        self._pools: dict[ElasticPool, Registered] = {}
+        self._memory: dict[int | None, list[Registered]] = {}
+        """Exposed memory by cache id; of None, the pools of allocated caches."""
 
     def bind(self, node: Node) -> None:
         """Expose everything through `node`. It replaces the previous node, which is closed."""
         with self._lock:
-            entries = [self._caches.of_id(cache_id) for cache_id in self._tensors]
+            entries = [self._caches.of_id(one) for one in self._memory if one is not None]
             self._node = node
             self._pools.clear()
-            self._tensors.clear()
-            for memory in self._caches.pools():
-                if memory.pool.is_on_host:
-                    self._add_pool(node, memory.pool)
+            pools = [memory.pool for memory in self._caches.pools()]
+            own = [self._add_pool(node, pool) for pool in pools if pool.is_on_host]
+            self._memory = {None: own}
         for entry in entries:
             self.expose(entry)
 
@@ -49,31 +47,34 @@ class Exposed:
 
         Raises `InvalidArgumentError`, and changes nothing, if peers can access the memory already.
         """
-        with self._lock, ExitStack() as undo:
+        with self._lock:
             node = self._bound()
-            held: list[Registered | ElasticPool] = []
-            for address in entry.addrs[0]:
-                pool = pool_at(address)
-                if pool is not None and pool.is_on_host:
-                    self._add_pool(node, pool)
-                    held.append(pool)
-                    undo.callback(self._remove_pool, node, pool)
-                else:
-                    registered = node.register(address, entry.desc.size)
-                    held.append(registered)
-                    undo.callback(node.unregister, registered)
-            self._tensors[entry.cache_id] = held
-            undo.pop_all()
+            held = self._memory[entry.cache_id] = []
+            try:
+                for address in entry.addrs[0]:
+                    pool = pool_at(address)
+                    if pool is not None and pool.is_on_host:
+                        held.append(self._add_pool(node, pool))
+                    else:
+                        held.append(node.register(address, entry.desc.size))
+            except BaseException:
+                self._withdraw(node, entry.cache_id)
+                raise
 
     def withdraw(self, entry: Entry) -> None:
         """End the peers' access to a registered cache. Idempotent."""
         with self._lock:
-            node = self._bound()
-            for held in self._tensors.pop(entry.cache_id, ()):
-                if isinstance(held, ElasticPool):
-                    self._remove_pool(node, held)
-                else:
-                    node.unregister(held)
+            self._withdraw(self._bound(), entry.cache_id)
+
+    def _withdraw(self, node: Node, cache_id: int) -> None:
+        gone = self._memory.pop(cache_id, [])
+        kept = {one for held in self._memory.values() for one in held}
+        for registered in dict.fromkeys(gone):
+            if registered not in kept:
+                self._pools = {
+                    pool: one for pool, one in self._pools.items() if one is not registered
+                }
+                node.unregister(registered)
 
     def claim(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> ClaimedCaches:
         """Hold the caches that a peer's copy means until the copy ends. Called by the node.
@@ -82,20 +83,10 @@ class Exposed:
         """
         return self._caches.claim(wire.claimed_cache(claim), pieces)
 
-    def _add_pool(self, node: Node, pool: ElasticPool) -> None:
-        known = self._pools.get(pool)
-        if known is not None:
-            self._pools[pool] = (known[0], known[1] + 1)
-        else:
-            self._pools[pool] = (register_pool(node, pool), 1)
-
-    def _remove_pool(self, node: Node, pool: ElasticPool) -> None:
-        registered, count = self._pools[pool]
-        if count > 1:
-            self._pools[pool] = (registered, count - 1)
-        else:
-            del self._pools[pool]
-            node.unregister(registered)
+    def _add_pool(self, node: Node, pool: ElasticPool) -> Registered:
+        if pool not in self._pools:
+            self._pools[pool] = register_pool(node, pool)
+        return self._pools[pool]
 
     def _bound(self) -> Node:
         if self._node is None:

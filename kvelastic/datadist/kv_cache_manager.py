@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 from kvelastic.datadist import checks
 from kvelastic.datadist.byte_copies import copy_to_host
 from kvelastic.datadist.caches import KvCache
-from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.enums import DataType, LLMRole, Placement, numpy_name
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.manager_calls import LayerArguments, ManagerCalls, manager_call
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.status import LLMParamError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,20 +63,6 @@ class KvCacheManager(ManagerCalls[KvCache]):
         """Set the role. Called by `LLMDataDist.switch_role`."""
         self._role = role
 
-    def _refuse_allocation(self, desc: CacheDesc) -> None:
-        if desc.placement is not Placement.DEVICE:
-            raise LLMParamError("only device caches are allocated; use KvCache.create_cpu_cache")
-
-    def _allocated(
-        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
-    ) -> KvCache:
-        handle = super()._allocated(desc, keys, model_id, is_blocks=is_blocks)
-        return handle.free_on_delete(self._caches.delete_later)
-
-    def _refuse_deallocation(self, cache: KvCache) -> None:
-        if cache.is_cpu_cache:
-            raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
-
     @manager_call()
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return host copies of one tensor, one for each device. Blocks."""
@@ -107,17 +92,17 @@ class KvCacheManager(ManagerCalls[KvCache]):
         Also takes `src_cache_offset` and `dst_cache_offset` in bytes. Otherwise as
         `CacheManager.pull_cache`.
         """
-        offsets = []
-        for name in ("src_cache_offset", "dst_cache_offset"):
-            value = kwargs.pop(name, None)
-            offsets.append(
-                0 if value is None else checks.integer(name, value, most=checks.MAX_INT64)
-            )
+        names = ("src_cache_offset", "dst_cache_offset")
+        given = {name: kwargs.pop(name, None) for name in names}
+        theirs, ours = (
+            0 if value is None else checks.integer(name, value, most=checks.MAX_INT64)
+            for name, value in given.items()
+        )
         layers = LayerArguments.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         checks.size("size", size)
         entry, row = self._row_of("kv_cache", kv_cache, "batch_index", batch_index)
-        self._transfer_row(cache_key, entry, row, size, layers, (offsets[0], offsets[1]))
+        self._transfer_row(cache_key, entry, row, size, layers, (theirs, ours))
 
     @manager_call(LLMRole.DECODER)
     def pull_blocks(

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from kvelastic.datadist import cache_layout, checks, wire
 from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.caches import CacheHandle
-from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.descriptors import BlocksCacheKey
 from kvelastic.datadist.layers import TransferConfig, TransferWithCacheKeyConfig
 from kvelastic.datadist.links import Links
+from kvelastic.datadist.peer import TransferRuns
 from kvelastic.datadist.status import LLMParamError
 
 Config: TypeAlias = TransferConfig | TransferWithCacheKeyConfig
@@ -28,19 +28,53 @@ class LayerPushes:
         links: Links,
         entry: Entry,
         configs: Sequence[Config],
-        source_blocks: list[int] | None,
-        target_blocks: list[int] | None,
-        target_block_bytes: int,
+        source_blocks: Sequence[int] | None,
+        target_blocks: Sequence[int] | None,
+        target_block_bytes: int | None,
     ) -> None:
+        """The last three arguments are those of `transfer_cache_async`."""
         self._links = links
         self._entry = entry
         self._configs = configs
-        self._source_blocks, self._target_blocks = source_blocks, target_blocks
-        self._target_block_bytes = target_block_bytes
+        self._set_blocks(source_blocks, target_blocks, target_block_bytes)
         every = range(entry.desc.num_tensors // TENSORS_PER_LAYER)
         self.layers = [config.src_layer_range or every for config in configs]
         for at, (config, layers) in enumerate(zip(configs, self.layers, strict=True)):
             self._check(f"transfer_configs[{at}]", config, layers, every)
+
+    def _set_blocks(
+        self,
+        source_blocks: Sequence[int] | None,
+        target_blocks: Sequence[int] | None,
+        target_block_bytes: int | None,
+    ) -> None:
+        """Check and keep the blocks on both sides, and the bytes of a target block in a tensor."""
+        size = checks.integer("dst_block_memory_size", target_block_bytes or 0, most=(1 << 50))
+        desc, of, into = self._entry.desc, None, None
+        if source_blocks is not None:
+            of = cache_layout.block_indices("src_block_indices", desc, source_blocks)
+        if target_blocks is not None:
+            into = checks.integers("dst_block_indices", target_blocks, most=checks.MAX_UINT32)
+        if self._entry.is_blocks:
+            if of is None or into is None or len(of) != len(into):
+                raise LLMParamError(
+                    "a blocks cache is sent to a blocks cache: give src_block_indices and as many"
+                    " dst_block_indices"
+                )
+            if size not in {0, desc.row_bytes}:
+                raise LLMParamError(
+                    f"dst_block_memory_size={size} is another than {desc.row_bytes}, that of"
+                    " src_cache"
+                )
+            size = desc.row_bytes
+        elif of is not None:
+            raise LLMParamError("src_block_indices are of a blocks cache, and src_cache is none")
+        elif into is not None and not (len(into) - 1) * size < desc.row_bytes <= len(into) * size:
+            raise LLMParamError(
+                f"a row of {desc.row_bytes} bytes does not fill {len(into)} blocks of {size} bytes;"
+                " give dst_block_memory_size"
+            )
+        self._source_blocks, self._target_blocks, self._target_block_bytes = of, into, size
 
     def _check(self, name: str, config: Config, layers: range, every: range) -> None:
         if layers.stop > every.stop:
@@ -62,31 +96,28 @@ class LayerPushes:
     def push_layer(self, config_at: int, layer: int) -> None:
         """Push K and V of one layer of the cache. Blocks. Raises `LLMException`."""
         config, layers = self._configs[config_at], self.layers[config_at]
-        tensors = range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))
-        sources = self._sources(tensors, config.src_batch_index)
+        at = layer - layers.start
+        sources = self._sources(_tensors(layer), config.src_batch_index)
         with self._links.call(config.dst_cluster_id, is_layered=True) as peer:
             if isinstance(config, TransferConfig):
-                first = TENSORS_PER_LAYER * (layer - layers.start)
-                step = len(sources) // len(tensors)
-                places = [
-                    (run, config.dst_addrs[first + at // step] + self._target_offset(at % step))
-                    for at, run in enumerate(sources)
+                offsets = [one * self._target_block_bytes for one in self._target_blocks or (0,)]
+                targets = [
+                    config.dst_addrs[tensor] + offset
+                    for tensor in _tensors(at)
+                    for offset in offsets
                 ]
-                peer.push_to_addresses(self._entry, places)
+                peer.push_to_addresses(self._entry, list(zip(sources, targets, strict=True)))
                 return
             assert config.dst_layer_range is not None
-            to_layer = config.dst_layer_range.start + layer - layers.start
+            to_layer = config.dst_layer_range.start + at
 
-            def copy(found: wire.Cache) -> None:
-                targets = cache_layout.layer_tensors(
+            def runs(found: wire.Cache) -> TransferRuns:
+                tensors = cache_layout.layer_tensors(
                     "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
                 )
-                pairs = cache_layout.pairs_merged(sources, self._targets(found, targets, sources))
-                peer.copy(self._entry, found, pairs, is_push=True)
-                if isinstance(config.cache_key, CacheKeyByIdAndIndex):
-                    peer.moved(found, targets)
+                return sources, self._targets(found, tensors, sources), tensors
 
-            peer.use(config.cache_key, copy, is_write=True)
+            peer.transfer(config.cache_key, self._entry, runs, is_push=True)
 
     def _sources(self, tensors: range, row: int) -> list[Run]:
         desc = self._entry.desc
@@ -97,12 +128,6 @@ class LayerPushes:
                 desc, tensors, row, len(self._target_blocks), self._target_block_bytes
             )
         return cache_layout.row_runs(desc, tensors, row, 0, desc.row_bytes)
-
-    def _target_offset(self, at: int) -> int:
-        """Return the offset of the `at`-th run of a tensor, in bytes."""
-        if self._target_blocks is None:
-            return 0
-        return self._target_blocks[at] * self._target_block_bytes
 
     def _targets(self, found: wire.Cache, tensors: range, sources: list[Run]) -> list[Run]:
         if self._target_blocks is None:
@@ -119,41 +144,6 @@ class LayerPushes:
         return cache_layout.as_long_as(sources, blocks)
 
 
-def block_lists(
-    cache: CacheHandle,
-    source_blocks: Sequence[int] | None,
-    target_blocks: Sequence[int] | None,
-    target_block_bytes: int | None,
-) -> tuple[list[int] | None, list[int] | None, int]:
-    """Return the blocks on both sides, and the bytes of a target block in one tensor."""
-    size = checks.integer("dst_block_memory_size", target_block_bytes or 0, most=(1 << 50))
-    desc = cache.cache_desc
-    of = None
-    if source_blocks is not None:
-        of = cache_layout.block_indices("src_block_indices", desc, source_blocks)
-    into = None
-    if target_blocks is not None:
-        into = checks.integers("dst_block_indices", target_blocks, most=checks.MAX_UINT32)
-    if cache.is_blocks_cache:
-        if of is None or into is None:
-            raise LLMParamError(
-                "a blocks cache is sent to a blocks cache: give src_block_indices and"
-                " dst_block_indices"
-            )
-        if len(of) != len(into):
-            raise LLMParamError(f"{len(of)} blocks are named here, and {len(into)} at the peers")
-        if size not in {0, desc.row_bytes}:
-            raise LLMParamError(
-                f"dst_block_memory_size={size} is another than {desc.row_bytes}, that of src_cache"
-            )
-        return of, into, desc.row_bytes
-    if of is not None:
-        raise LLMParamError("src_block_indices are of a blocks cache, and src_cache is none")
-    if into is not None:
-        if not size:
-            raise LLMParamError("a row is sent to blocks: give dst_block_memory_size")
-        if (len(into) - 1) * size >= desc.row_bytes or len(into) * size < desc.row_bytes:
-            raise LLMParamError(
-                f"a row of {desc.row_bytes} bytes does not fill {len(into)} blocks of {size} bytes"
-            )
-    return None, into, size
+def _tensors(layer: int) -> range:
+    """Return K and V of a layer."""
+    return range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))

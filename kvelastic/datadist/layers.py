@@ -218,11 +218,9 @@ class LayerSender:
                     _fail(task, configs, LLMStatusCode.LLM_PARAM_INVALID)
                     return
                 for config in configs:
-                    status = (
-                        LLMStatusCode.LLM_ENGINE_FINALIZED
-                        if self._ended
-                        else _pushed(push, config, layer)
-                    )
+                    status = LLMStatusCode.LLM_ENGINE_FINALIZED
+                    if not self._ended:
+                        status = _pushed(push, config, layer)
                     if status is not LLMStatusCode.LLM_SUCCESS:
                         _fail(task, [config], status)
                         return
@@ -247,11 +245,9 @@ def _is_computed(synchronizer: LayerSynchronizer, layer: int) -> bool:
 def _pushed(push: Push, config: int, layer: int) -> LLMStatusCode:
     try:
         push(config, layer)
-    except LLMException as error:
-        _log.warning("layer %d could not be pushed: %s", layer, error)
-        return error.status_code
     except Exception as error:
-        _log.exception("layer %d could not be pushed", layer)
+        expected = isinstance(error, LLMException)
+        _log.warning("layer %d could not be pushed: %s", layer, error, exc_info=not expected)
         return status_of(error)
     return LLMStatusCode.LLM_SUCCESS
 

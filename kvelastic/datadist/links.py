@@ -20,7 +20,8 @@ from typing import Final
 from kvelastic.config import Config
 from kvelastic.datadist import wire
 from kvelastic.datadist.clusters import LLMClusterInfo
-from kvelastic.datadist.enums import LLMRole, Placement
+from kvelastic.datadist.descriptors import RowIndex
+from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import GroupLinks
 from kvelastic.datadist.local_caches import LocalCaches
@@ -212,12 +213,9 @@ class Links:
         self, cluster_id: int, link: Link, wanted: LLMRole | None, deadline_s: float
     ) -> None:
         call = LinkCall(Peer(cluster_id, link), self._node, self._caches, _left_s(deadline_s))
-        answer = call.ask(wire.Who())
-        if not isinstance(answer, wire.Welcome) or wanted not in {None, answer.role}:
-            raise failure(
-                LLMStatusCode.LLM_LINK_FAILED,
-                f"cluster {cluster_id} is no {wanted.name if wanted else 'peer'}",
-            )
+        role = call.ask(wire.Who(), wire.Told).number
+        if wanted not in {None, role}:
+            raise failure(LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id} is no {wanted!s}")
 
     def unlink(self, cluster_id: int, deadline_s: float, *, force: bool) -> None:
         """End a link. With `force`, do not notify the peer; the link may have ended already.
@@ -280,11 +278,10 @@ class Links:
             peer = self._peer(cluster_id)
         call = LinkCall(peer, self._node, self._caches, _left_s(deadline_s))
         try:
-            answer = call.ask(wire.Join(token))
+            return bool(call.ask(wire.Join(token), wire.Told).number)
         except KvelasticError as error:
             _log.debug("cluster %d did not join: %s", cluster_id, error)
             return False
-        return isinstance(answer, wire.Joined) and answer.is_there
 
     def _leave_member(self, cluster_id: int) -> None:
         """Unlink a cluster that is no longer in any group."""
@@ -370,20 +367,19 @@ class Links:
             case wire.Moved():
                 tensors = range(asked.first_tensor, asked.first_tensor + asked.tensors)
                 self._caches.moved(asked.cache_id, asked.row, tensors)
-                return wire.Noted()
+                return wire.Told(0)
             case wire.Who():
-                return wire.Welcome(int(self._role))
+                return wire.Told(int(self._role))
             case wire.Join():
-                return wire.Joined(self.groups.joined(link.peer_id, asked.token))
+                return wire.Told(int(self.groups.joined(link.peer_id, asked.token)))
 
     def _found(self, asked: wire.Find) -> wire.Found:
-        key = asked.key
-        if isinstance(key, wire.ByRow):
-            entry, row = self._caches.of_row(wire.row_index(key))
-        elif isinstance(key, wire.ByModel):
-            entry, row = self._caches.of_model(key.model_id), 0
+        if asked.kind == "row":
+            entry, row = self._caches.of_id(asked.value), asked.detail
+        elif asked.kind == "blocks":
+            entry, row = self._caches.of_model(asked.value), 0
         else:
-            entry, row = self._caches.of_id(key.cache_id), key.row
+            entry, row = self._caches.of_row(RowIndex(asked.kind, asked.value, asked.detail))
         if row >= entry.desc.batch_size:
             raise LLMParamError(f"the cache has {entry.desc.batch_size} rows, and no row {row}")
         if not entry.remote_accessible:
@@ -393,20 +389,8 @@ class Links:
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "this cluster lets nobody push; set enable_remote_cache_accessible here, too",
             )
-        desc = entry.desc
-        return wire.Found(
-            wire.Cache(
-                cache_id=entry.cache_id,
-                is_blocks=entry.is_blocks,
-                row=row,
-                num_tensors=desc.num_tensors,
-                shape=list(desc.shape),
-                data_type=int(desc.data_type),
-                is_device=desc.placement is Placement.DEVICE,
-                batch_dim_index=desc.batch_dim_index,
-                addrs=[list(one) for one in entry.addrs],
-            )
-        )
+        addrs = [list(one) for one in entry.addrs]
+        return wire.Found(wire.Cache(entry.cache_id, entry.is_blocks, row, entry.desc, addrs))
 
     # --- role and end ------------------------------------------------------------------------
 

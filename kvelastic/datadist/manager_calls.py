@@ -14,12 +14,12 @@ from functools import wraps
 from typing import Any, Generic, TypeVar, cast
 
 from kvelastic.datadist import cache_layout, checks, wire
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run, layer_tensors
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, layer_tensors
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.enums import LLMRole, Placement
-from kvelastic.datadist.layer_pushes import Config, LayerPushes, block_lists
+from kvelastic.datadist.layer_pushes import Config, LayerPushes
 from kvelastic.datadist.layers import (
     CacheTask,
     LayerSender,
@@ -30,7 +30,7 @@ from kvelastic.datadist.layers import (
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import AnyKey
+from kvelastic.datadist.peer import TransferRuns
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 _log = logging.getLogger("kvelastic")
@@ -66,8 +66,8 @@ class LayerArguments:
         dst_layer_range: object = None,
         tensor_num_per_layer: object = TENSORS_PER_LAYER,
     ) -> None:
-        self._sources = checks.step_one("src_layer_range", src_layer_range)
-        self._targets = checks.step_one("dst_layer_range", dst_layer_range)
+        self.sources = checks.step_one("src_layer_range", src_layer_range)
+        self.targets = checks.step_one("dst_layer_range", dst_layer_range)
         self._per_layer = checks.integer(
             "tensor_num_per_layer", tensor_num_per_layer, least=1, most=checks.MAX_UINT32
         )
@@ -80,24 +80,12 @@ class LayerArguments:
             raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
         return cls(**kwargs)
 
-    @property
-    def is_same(self) -> bool:
-        """Whether both ranges are equally long, or neither is given."""
-        of, to = self._sources, self._targets
-        if of is None or to is None:
-            return of is to
-        return len(of) == len(to)
-
-    def of(self, desc: CacheDesc, *, is_push: bool) -> tuple[range, Callable[[CacheDesc], range]]:
-        """Return the tensors of a local cache, and a function for those of the peer's cache."""
-
-        def sources(desc: CacheDesc) -> range:
-            return layer_tensors("src_layer_range", desc, self._sources, self._per_layer)
-
-        def targets(desc: CacheDesc) -> range:
-            return layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
-
-        return (sources(desc), targets) if is_push else (targets(desc), sources)
+    def tensors(self, desc: CacheDesc, *, of_source: bool) -> range:
+        """Return the tensors of the source or the target, which `desc` describes."""
+        name, layers = (
+            ("src_layer_range", self.sources) if of_source else ("dst_layer_range", self.targets)
+        )
+        return layer_tensors(name, desc, layers, self._per_layer)
 
 
 class ManagerCalls(Generic[Handle]):
@@ -131,9 +119,8 @@ class ManagerCalls(Generic[Handle]):
                 LLMStatusCode.LLM_ENGINE_FINALIZED,
                 "the LLMDataDist of this manager was finalized; init another one",
             )
-        if role is not None and self._role not in {None, role}:
-            assert self._role is not None
-            raise LLMParamError(f"{call} is of a {role.name}, and this is a {self._role.name}")
+        if self._role is not None and role not in {None, self._role}:
+            raise LLMParamError(f"{call} is not for a {self._role.name}")
 
     # --- caches with memory of their own ---------------------------------------------------------
 
@@ -151,12 +138,10 @@ class ManagerCalls(Generic[Handle]):
         and the error is `LLM_DEVICE_OUT_OF_MEMORY`. Deleting the handle also drops the id's
         reference.
         """
-        checks.instance("cache_desc", cache_desc, CacheDesc)
         keys = checks.instances("cache_keys", cache_keys, CacheKey)
-        self._refuse_allocation(cache_desc)
         if keys:
             self._begin("allocate_cache with cache_keys", LLMRole.PROMPT)
-        return self._allocated(cache_desc, keys, None, is_blocks=False)
+        return self._allocate(cache_desc, keys, None, is_blocks=False)
 
     @manager_call()
     def allocate_blocks_cache(
@@ -166,21 +151,29 @@ class ManagerCalls(Generic[Handle]):
 
         Deallocation releases it even if peers know the key. Otherwise as `allocate_cache`.
         """
-        checks.instance("cache_desc", cache_desc, CacheDesc)
-        self._refuse_allocation(cache_desc)
-        model_id = model_of(blocks_cache_key)
-        if model_id is not None and self._role is LLMRole.DECODER:
+        if blocks_cache_key is not None and self._role is LLMRole.DECODER:
             raise LLMParamError("blocks_cache_key is of a PROMPT, and this is a DECODER")
-        return self._allocated(cache_desc, (), model_id, is_blocks=True)
+        return self._allocate(cache_desc, (), blocks_cache_key, is_blocks=True)
 
-    def _refuse_allocation(self, desc: CacheDesc) -> None:
-        """Raise for a cache that this generation does not allocate."""
-
-    def _allocated(
-        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
+    def _allocate(
+        self,
+        desc: CacheDesc,
+        keys: Sequence[CacheKey],
+        blocks_key: BlocksCacheKey | None,
+        *,
+        is_blocks: bool,
     ) -> Handle:
-        entry = self._caches.allocate(desc, keys, model_id, is_blocks=is_blocks)
-        return self._handle(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
+        checks.instance("cache_desc", desc, CacheDesc)
+        if self._role is not None and desc.placement is not Placement.DEVICE:
+            raise LLMParamError("only device caches are allocated; use KvCache.create_cpu_cache")
+        entry = self._caches.allocate(desc, keys, model_of(blocks_key), is_blocks=is_blocks)
+        return self._handle(
+            entry.cache_id,
+            desc,
+            entry.addrs,
+            is_blocks_cache=is_blocks,
+            on_delete=self._caches.delete_later,
+        )
 
     @manager_call()
     def deallocate_cache(self, cache: Handle) -> None:
@@ -189,14 +182,14 @@ class ManagerCalls(Generic[Handle]):
         In the first generation it also takes blocks caches.
         """
         checks.instance("cache", cache, self._handle)
-        self._refuse_deallocation(cache)
+        if self._role is None:
+            refuse_blocks("cache", cache)
+        elif cache.is_cpu_cache:
+            raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
         self._deallocate(cache)
 
-    def _refuse_deallocation(self, cache: Handle) -> None:
-        """Raise for a cache that another call of this generation deallocates."""
-
     def _deallocate(self, cache: Handle) -> None:
-        """Drop the id's reference. Registered caches and CPU caches are left unchanged."""
+        """Drop the id's reference. Registered caches are left unchanged."""
         if self._caches.deallocate(cache.cache_id):
             cache.invalidate()
 
@@ -249,13 +242,14 @@ class ManagerCalls(Generic[Handle]):
         checks.instance("copy_block_info", copy_block_info, dict)
         refuse_rows("cache", cache)
         desc = cache.cache_desc
-        if not copy_block_info:
-            return
-        cache_layout.block_indices("the keys of copy_block_info", desc, list(copy_block_info))
-        for source, targets in copy_block_info.items():
-            cache_layout.block_indices(f"copy_block_info[{source}]", desc, targets)
-        pairs = cache_layout.copied_blocks(desc, copy_block_info)
-        self._caches.copy(pairs, cache, cache)
+        moves = [
+            (source, target)
+            for source, targets in copy_block_info.items()
+            for target in cache_layout.block_indices("copy_block_info", desc, targets)
+        ]
+        if {source for source, _ in moves} & {target for _, target in moves}:
+            raise LLMParamError("a block is copied to and copied from")
+        self._caches.copy(cache_layout.copied_blocks(desc, desc, moves), cache, cache)
 
     @manager_call()
     def swap_blocks(
@@ -278,11 +272,7 @@ class ManagerCalls(Generic[Handle]):
             )
         refuse_rows("src_cache", src_cache)
         refuse_rows("dst_cache", dst_cache)
-        if not src_to_dst:
-            return
-        cache_layout.block_indices("the keys of src_to_dst", source, list(src_to_dst))
-        cache_layout.block_indices("the values of src_to_dst", target, list(src_to_dst.values()))
-        pairs = cache_layout.swapped_blocks(source, target, src_to_dst)
+        pairs = cache_layout.copied_blocks(source, target, list(src_to_dst.items()))
         self._caches.copy(pairs, src_cache, dst_cache)
 
     # --- transfers -------------------------------------------------------------------------------
@@ -316,18 +306,21 @@ class ManagerCalls(Generic[Handle]):
             size = entry.row_bytes - our_offset
             if size < 1:
                 raise LLMParamError(f"dst_cache_offset={our_offset} is beyond the row's end")
-        tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
+        tensors = layers.tensors(entry.desc, of_source=is_push)
         ours = cache_layout.row_runs(entry.desc, tensors, row, our_offset, size)
 
-        def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
+        def runs(found: wire.Cache) -> TransferRuns:
             refuse_blocks_found(found, "push_blocks" if is_push else "pull_blocks")
-            return ours, cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
+            theirs = layers.tensors(found.desc, of_source=not is_push)
+            cache_layout.same_number(tensors, theirs)
+            at = cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
+            return ours, at, theirs
 
-        self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
+        self._transfer(key, entry, runs, is_push=is_push)
 
     def _transfer_blocks(
         self,
-        key: AnyKey,
+        key: wire.AnyKey,
         entry: Entry,
         our_blocks: Sequence[int],
         their_blocks: Sequence[int],
@@ -342,61 +335,41 @@ class ManagerCalls(Generic[Handle]):
             their_name, their_blocks, most=checks.MAX_UINT32, empty=not is_push
         )
         is_blocks = isinstance(key, BlocksCacheKey)
-        if is_blocks and len(theirs_at) != len(ours_at):
+        if len(theirs_at) != (len(ours_at) if is_blocks else 0):
             raise LLMParamError(
                 f"{len(ours_at)} {our_name} and {len(theirs_at)} {their_name} are given; give as"
-                " many"
+                " many, and src_blocks for a BlocksCacheKey only"
             )
-        if not is_blocks and theirs_at:
-            raise LLMParamError("src_blocks are of a BlocksCacheKey; leave them out")
-        tensors, their_tensors = layers.of(entry.desc, is_push=is_push)
+        tensors = layers.tensors(entry.desc, of_source=is_push)
         ours = cache_layout.block_runs(entry.desc, tensors, ours_at)
 
-        def runs(found: wire.Cache, theirs: range) -> tuple[list[Run], list[Run]]:
+        def runs(found: wire.Cache) -> TransferRuns:
+            theirs = layers.tensors(found.desc, of_source=not is_push)
+            cache_layout.same_number(tensors, theirs)
             if is_blocks:
                 cache_layout.same_rows(found.desc, entry.desc)
                 cache_layout.block_indices(their_name, found.desc, theirs_at)
-                return ours, cache_layout.block_runs(found.desc, theirs, theirs_at)
+                return ours, cache_layout.block_runs(found.desc, theirs, theirs_at), theirs
             refuse_blocks_found(found, "a BlocksCacheKey")
             row = cache_layout.row_as_blocks(
                 found.desc, theirs, found.row, len(ours_at), entry.row_bytes
             )
-            return cache_layout.as_long_as(row, ours), row
+            return cache_layout.as_long_as(row, ours), row, theirs
 
-        self._transfer(key, entry, tensors, their_tensors, runs, is_push=is_push)
+        self._transfer(key, entry, runs, is_push=is_push)
 
     def _transfer(
         self,
-        key: AnyKey,
+        key: wire.AnyKey,
         entry: Entry,
-        tensors: range,
-        their_tensors: Callable[[CacheDesc], range],
-        runs: Callable[[wire.Cache, range], tuple[list[Run], list[Run]]],
+        runs: Callable[[wire.Cache], TransferRuns],
         *,
-        is_push: bool = False,
+        is_push: bool,
     ) -> None:
-        """Copy between `tensors` of a local cache and the peer's cache that the key names.
-
-        `runs` returns the local and the peer's runs once the peer's cache is known.
-        """
         if isinstance(key, CacheKey):
             key.index  # noqa: B018 - refuse an invalid key before any request
         with self._links.call(key.cluster_id) as peer:
-
-            def copy(found: wire.Cache) -> None:
-                theirs = their_tensors(found.desc)
-                if len(theirs) != len(tensors):
-                    read, written = (tensors, theirs) if is_push else (theirs, tensors)
-                    raise LLMParamError(
-                        f"{len(read)} tensors are read and {len(written)} written; name as many"
-                        " layers of both"
-                    )
-                pairs = cache_layout.pairs_merged(*runs(found, theirs))
-                peer.copy(entry, found, pairs, is_push=is_push)
-                if not isinstance(key, BlocksCacheKey):
-                    peer.moved(found, theirs)
-
-            peer.use(key, copy, is_write=is_push)
+            peer.transfer(key, entry, runs, is_push=is_push)
 
     # --- layer by layer --------------------------------------------------------------------------
 
@@ -426,14 +399,14 @@ class ManagerCalls(Generic[Handle]):
         entry = self._caches.own("src_cache", src_cache)
         if not configs:
             raise LLMParamError("transfer_configs is empty; name at least one")
-        by_key = self._options.remembers_remote_caches
-        for at, config in enumerate(configs):
-            if isinstance(config, TransferWithCacheKeyConfig) is not by_key:
-                raise LLMParamError(
-                    f"transfer_configs[{at}] is a {type(config).__name__}: with"
-                    " enable_remote_cache_accessible it must be a TransferWithCacheKeyConfig,"
-                    " without it a TransferConfig"
-                )
+        kind = (
+            TransferWithCacheKeyConfig if self._options.remembers_remote_caches else TransferConfig
+        )
+        if not all(isinstance(config, kind) for config in configs):
+            raise LLMParamError(
+                "transfer_configs must be TransferWithCacheKeyConfig with"
+                " enable_remote_cache_accessible, TransferConfig without it"
+            )
         if entry.desc.placement is Placement.HOST:
             raise LLMParamError("src_cache lies in host memory; the call is for device caches")
         if len(entry.addrs) > 1:
@@ -442,16 +415,16 @@ class ManagerCalls(Generic[Handle]):
             raise LLMParamError(
                 f"src_cache has {entry.desc.num_tensors} tensors; K and V of each layer are needed"
             )
-        blocks = block_lists(src_cache, src_block_indices, dst_block_indices, dst_block_memory_size)
+        blocks = src_block_indices, dst_block_indices, dst_block_memory_size
         sending = LayerPushes(self._links, entry, configs, *blocks)
         return self._sender.send(layer_synchronizer, sending.layers, sending.push_layer)
 
 
 def model_of(key: BlocksCacheKey | None) -> int | None:
     """Return the model of an optional key argument. Raises `TypeError`."""
-    return (
-        None if key is None else checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
-    )
+    if key is None:
+        return None
+    return checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
 
 
 def refuse_blocks_found(found: wire.Cache, instead: str) -> None:

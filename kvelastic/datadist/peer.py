@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from kvelastic.datadist import wire
-from kvelastic.datadist.cache_layout import Run
+from kvelastic.datadist.cache_layout import Run, pairs_merged
 from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.descriptors import BlocksCacheKey
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.status import (
     LLMException,
@@ -30,7 +30,10 @@ from kvelastic.datadist.status import (
 from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError, UnknownBlockError
 from kvelastic.transfer import Link, Node, Piece
 
-AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
+TransferRuns: TypeAlias = tuple[Sequence[Run], Sequence[Run], range]
+"""The runs of a transfer in the local and in the peer's cache, and the peer's tensors."""
+
+T = TypeVar("T")
 _MOST_FOUND: Final = 256
 
 
@@ -46,7 +49,7 @@ class Peer:
 
         The peer may have made it first.
         """
-        self.found: dict[tuple[AnyKey, bool], wire.Cache] = {}
+        self.found: dict[tuple[wire.AnyKey, bool], wire.Cache] = {}
         """Blocks caches found by key.
 
         A copy's claim names the cache, so a deallocated cache is never mistaken for another one.
@@ -124,68 +127,71 @@ class LinkCall:
         self._caches = caches
         self._deadline_s = time.monotonic() + timeout_s
 
-    def use(
-        self, key: AnyKey, copy: Callable[[wire.Cache], None], *, is_write: bool = False
+    def transfer(
+        self,
+        key: wire.AnyKey,
+        own: Entry,
+        runs: Callable[[wire.Cache], TransferRuns],
+        *,
+        is_push: bool,
     ) -> None:
-        """Find the cache of a key and call `copy` with it.
+        """Copy between a local cache and the cache of a key. All is copied or it raises.
 
         The peer is asked once for a model's blocks cache, and again after that was deallocated. It
         is asked each time for other keys, because they may be dropped before their cache.
         """
-        known = self._peer.found.get((key, is_write))
+        known = self._peer.found.get((key, is_push))
         if known is not None:
             try:
-                copy(known)
+                ours, theirs, _ = runs(known)
+                self._copy(own, known, ours, theirs, is_push=is_push)
                 return
             except KvelasticError as error:
                 if status_of(error) is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                     raise
-                self._peer.found.pop((key, is_write), None)
-        found = self._find(key, is_write)
+                self._peer.found.pop((key, is_push), None)
+        found = self.ask(wire.Find.of(key, is_write=is_push), wire.Found).cache
         if isinstance(key, BlocksCacheKey):
             if len(self._peer.found) >= _MOST_FOUND:
                 self._peer.found.clear()
-            self._peer.found[key, is_write] = found
-        copy(found)
+            self._peer.found[key, is_push] = found
+        ours, theirs, tensors = runs(found)
+        self._copy(own, found, ours, theirs, is_push=is_push)
+        if not isinstance(key, BlocksCacheKey):
+            moved = wire.Moved(found.cache_id, found.row, tensors.start, len(tensors))
+            self.ask(moved, wire.Told)
 
-    def _find(self, key: AnyKey, is_write: bool) -> wire.Cache:
-        answer = self.ask(wire.Find(wire.message_of_key(key), is_write))
-        if not isinstance(answer, wire.Found):
-            raise _unexpected(answer)
-        cache = answer.cache
-        try:
-            is_whole = cache.row < cache.desc.batch_size and all(
-                len(one) == cache.desc.num_tensors for one in cache.addrs
-            )
-        except (TypeError, ValueError) as error:
-            raise MessageError(f"a peer describes an invalid cache: {error}") from None
-        if not is_whole:
-            raise MessageError("a peer describes a cache without all of its addresses")
-        return cache
-
-    def copy(
-        self, own: Entry, theirs: wire.Cache, pairs: Sequence[tuple[Run, Run]], *, is_push: bool
+    def _copy(
+        self,
+        own: Entry,
+        theirs: wire.Cache,
+        our_runs: Sequence[Run],
+        their_runs: Sequence[Run],
+        *,
+        is_push: bool,
     ) -> None:
-        """Copy between runs of a local and a peer's cache on each device.
-
-        All is copied or it raises.
-        """
+        """Copy between runs of a local and a peer's cache on each device."""
         if len(own.addrs) != len(theirs.addrs):
             raise LLMParamError(
                 f"the caches are on {len(own.addrs)} and {len(theirs.addrs)} devices"
             )
+        pairs = pairs_merged(our_runs, their_runs)
         claim = wire.claim_of(theirs.cache_id)
-        link = self._peer.link
         with self._caches.held(own), ExitStack() as holds:
             for here, there in zip(own.addrs, theirs.addrs, strict=True):
                 ours = [(here[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 others = [(there[run.tensor] + run.offset, run.size) for _, run in pairs]
                 self._hold_pages(own, ours, holds)
-                with self._raise_if_gone(theirs):
+                try:
                     if is_push:
-                        link.push(ours, others, self.left_s(), claim=claim)
+                        self._peer.link.push(ours, others, self.left_s(), claim=claim)
                     else:
-                        link.pull(others, ours, self.left_s(), claim=claim)
+                        self._peer.link.pull(others, ours, self.left_s(), claim=claim)
+                except UnknownBlockError:
+                    # The peer pins pages before it checks their cache, so it can only report an
+                    # unknown page. Raises if the cache was dropped after it was found.
+                    self.ask(wire.Find("row", theirs.cache_id, 0, False), wire.Found)
+                    raise  # the cache exists: its caller has not allocated that block
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
         """Copy runs of a local cache to addresses at the peer, which must be in its caches."""
@@ -196,38 +202,21 @@ class LinkCall:
             self._hold_pages(source, sources, holds)
             self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
-    @contextmanager
-    def _raise_if_gone(self, cache: wire.Cache) -> Iterator[None]:
-        """Raise `LLM_KV_CACHE_NOT_EXIST` also for a cache that was dropped after it was found.
-
-        The peer pins pages before it checks their cache, so it can only report an unknown page.
-        """
-        try:
-            yield
-        except UnknownBlockError:
-            self.ask(wire.Find(wire.ById(cache.cache_id, 0), False))
-            raise  # the cache exists: its caller has not allocated that block
-
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """Keep memory in a caller's elastic pool mapped during the copy."""
         if entry.is_registered and entry.remote_accessible:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
 
-    def moved(self, cache: wire.Cache, tensors: range) -> None:
-        """Notify the peer that these tensors of a row were copied (`CacheTable.moved`)."""
-        answer = self.ask(wire.Moved(cache.cache_id, cache.row, tensors.start, len(tensors)))
-        if not isinstance(answer, wire.Noted):
-            raise _unexpected(answer)
-
-    def ask(self, question: wire.Question) -> wire.Answer:
+    def ask(self, question: wire.Question, wanted: type[T]) -> T:
         """Send a question and return the peer's reply. Raises `LLMException` for a refusal."""
-        body = self._peer.link.ask(wire.encode(question), self.left_s())
-        answer = wire.decode_answer(body)
+        answer = wire.decode_answer(self._peer.link.ask(wire.encode(question), self.left_s()))
         if isinstance(answer, wire.Refused):
             raise failure(
                 status_of_number(answer.status), f"cluster {self._peer.cluster_id}: {answer.why}"
             )
+        if not isinstance(answer, wanted):
+            raise MessageError(f"a {type(answer).__name__} is no answer to what was asked")
         return answer
 
     def left_s(self) -> float:
@@ -263,7 +252,3 @@ def busy(cluster_id: int) -> LLMException:
     return failure(
         LLMStatusCode.LLM_LINK_BUSY, f"the link to cluster {cluster_id} is in use by another call"
     )
-
-
-def _unexpected(answer: wire.Answer) -> MessageError:
-    return MessageError(f"a {type(answer).__name__} is no answer to what was asked")

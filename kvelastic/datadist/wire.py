@@ -1,9 +1,9 @@
 """Messages between clusters about caches.
 
     Find(key) --> Found(cache)                   the location and description of a cache
-    Moved(cache, row, tensors) --> Noted         the sender has copied these: keys may be dropped
-    Who --> Welcome(role)                        the first question over a link
-    Join(group) --> Joined(is_there)             for a group whose members link with each other
+    Moved(cache, row, tensors) --> Told          the sender has copied these: keys may be dropped
+    Who --> Told(role)                           the first question over a link
+    Join(group) --> Told(is_there)               for a group whose members link with each other
     Refused(status, why)                         instead of any reply
 
 `kvelastic.transfer` copies the bytes. A copy carries a *claim*: the cache that the peer intends to
@@ -16,8 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,12 +27,12 @@ from kvelastic.datadist.descriptors import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
-    RowIndex,
 )
-from kvelastic.datadist.enums import DataType, Placement
 from kvelastic.errors import MessageError
 
 MAX_DEVICES: Final = 64
+
+AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 Uint64 = Annotated[int, Meta(ge=0)]
 """An unsigned integer; msgspec refuses integers over 64 bits."""
@@ -44,32 +43,26 @@ class _Message(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
     """Base of messages. The first field is the kind, which another version may not know."""
 
 
-class ByRow(_Message):
-    """A `CacheKey` without its cluster."""
-
-    is_prefix: bool
-    value: Uint64
-    model_id: Uint64
-
-
-class ById(_Message):
-    """A `CacheKeyByIdAndIndex` without its cluster."""
-
-    cache_id: Uint64
-    row: Uint64
-
-
-class ByModel(_Message):
-    """A `BlocksCacheKey` without its cluster."""
-
-    model_id: Uint64
-
-
 class Find(_Message):
-    """Asks for the cache of a key."""
+    """Asks for the cache of a key, without its cluster.
 
-    key: ByRow | ById | ByModel
+    Of a `CacheKey`, value and detail are its id and model; of a `CacheKeyByIdAndIndex`, cache and
+    row; of a `BlocksCacheKey`, the model and 0.
+    """
+
+    kind: Literal["request", "prefix", "row", "blocks"]
+    value: Uint64
+    detail: Uint64
     is_write: bool
+
+    @classmethod
+    def of(cls, key: AnyKey, *, is_write: bool) -> Find:
+        """Ask for the cache of `key`."""
+        if isinstance(key, CacheKey):
+            return cls(*key.index, is_write)
+        if isinstance(key, CacheKeyByIdAndIndex):
+            return cls("row", key.cache_id, key.batch_index, is_write)
+        return cls("blocks", key.model_id, 0, is_write)
 
 
 class Moved(_Message):
@@ -91,7 +84,7 @@ class Join(_Message):
     token: Annotated[str, Meta(max_length=64)]
 
 
-class Cache(_Message, dict=True):
+class Cache(_Message):
     """A cache found by a key: description, the key's row, and addresses in the owner's process.
 
     The row is 0 for a blocks cache. Addresses are by device, then by tensor.
@@ -100,26 +93,16 @@ class Cache(_Message, dict=True):
     cache_id: Uint64
     is_blocks: bool
     row: Uint64
-    num_tensors: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
-    shape: Annotated[list[Uint64], Meta(min_length=1, max_length=16)]
-    data_type: Annotated[int, Meta(ge=0, le=255)]
-    is_device: bool
-    batch_dim_index: Annotated[int, Meta(ge=0, le=15)]
+    desc: CacheDesc
     addrs: Annotated[
         list[Annotated[list[Uint64], Meta(max_length=MAX_TENSORS)]],
         Meta(min_length=1, max_length=MAX_DEVICES),
     ]
 
-    @cached_property
-    def desc(self) -> CacheDesc:
-        """The cache's description. Raises `TypeError` or `ValueError` if it is invalid."""
-        return CacheDesc(
-            self.num_tensors,
-            self.shape,
-            DataType(self.data_type),
-            Placement.DEVICE if self.is_device else Placement.HOST,
-            self.batch_dim_index,
-        )
+    def __post_init__(self) -> None:
+        tensors = self.desc.num_tensors
+        if self.row >= self.desc.batch_size or any(len(one) != tensors for one in self.addrs):
+            raise ValueError("a cache without the row, or without all of its addresses")
 
 
 class Found(_Message):
@@ -128,20 +111,10 @@ class Found(_Message):
     cache: Cache
 
 
-class Noted(_Message):
-    """Reply to `Moved`."""
+class Told(_Message):
+    """Reply to the other questions: the cluster's role, or whether it is in the group yet."""
 
-
-class Welcome(_Message):
-    """Reply to `Who`: the cluster's role."""
-
-    role: Annotated[int, Meta(ge=1, le=3)]
-
-
-class Joined(_Message):
-    """Reply to `Join`: whether the peer is in the group; false if not yet."""
-
-    is_there: bool
+    number: Annotated[int, Meta(ge=0, le=3)]
 
 
 class Refused(_Message):
@@ -152,7 +125,7 @@ class Refused(_Message):
 
 
 Question = Find | Moved | Who | Join
-Answer = Found | Noted | Welcome | Joined | Refused
+Answer = Found | Told | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
@@ -208,21 +181,3 @@ def claimed_cache(claim: bytes) -> int | None:
         raise MessageError("a claim that this version does not know")
     kind, cache_id = _CLAIM.unpack(claim)
     return cache_id if kind == _OF_CACHE else None
-
-
-# --- keys -----------------------------------------------------------------------------------------
-
-
-def message_of_key(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> ByRow | ById | ByModel:
-    """Return a key as a message, without its cluster."""
-    if isinstance(key, CacheKey):
-        index = key.index
-        return ByRow(index.kind == "prefix", index.value, index.model_id)
-    if isinstance(key, CacheKeyByIdAndIndex):
-        return ById(key.cache_id, key.batch_index)
-    return ByModel(key.model_id)
-
-
-def row_index(key: ByRow) -> RowIndex:
-    """Return the lookup key of a row."""
-    return RowIndex("prefix" if key.is_prefix else "request", key.value, key.model_id)

@@ -209,7 +209,7 @@ OURS = {
     "CacheManager": {"finalize", "check_integrity"},
     "KvCache": {
         "is_blocks_cache", "is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid",
-        "invalidate", "free_on_delete",
+        "invalidate",
     },
     "Cache": {"is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid", "invalidate"},
     "LLMClusterInfo": {"local_ip_infos", "remote_ip_infos"},
