@@ -15,25 +15,24 @@ This is a thin layer. `kvelastic.transfer` provides links, leases and copies bet
 and the differences from the original. Does not import torch.
 """
 
-from kvelastic.datadist.cache_manager import CacheManager
 from kvelastic.datadist.caches import Cache, KvCache
-from kvelastic.datadist.clusters import LLMClusterInfo
 from kvelastic.datadist.datadist import LLMDataDist
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    LLMClusterInfo,
     MemInfo,
 )
 from kvelastic.datadist.enums import DataType, LLMRole, Memtype, Placement, RegisterMemStatus
-from kvelastic.datadist.kv_cache_manager import KvCacheManager, Tensor
 from kvelastic.datadist.layers import (
     CacheTask,
     LayerSynchronizer,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvelastic.datadist.managers import CacheManager, KvCacheManager, Tensor
 from kvelastic.datadist.options import LLMConfig
 from kvelastic.datadist.status import LLMException, LLMStatusCode, Status
 

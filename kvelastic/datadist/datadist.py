@@ -20,14 +20,13 @@ from typing import Final
 
 from kvelastic.config import configure_logging, load
 from kvelastic.datadist import checks
-from kvelastic.datadist.cache_manager import CacheManager
-from kvelastic.datadist.clusters import LLMClusterInfo
+from kvelastic.datadist.descriptors import LLMClusterInfo
 from kvelastic.datadist.enums import LLMRole, RegisterMemStatus
-from kvelastic.datadist.kv_cache_manager import KvCacheManager
+from kvelastic.datadist.group_links import parse_group
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.managers import CacheManager, KvCacheManager
 from kvelastic.datadist.options import Options, listen_option, read_options
-from kvelastic.datadist.rank_table import parse_group
 from kvelastic.datadist.status import (
     LLMParamError,
     LLMStatusCode,

@@ -2,21 +2,18 @@
 
 A pool of caches is exposed once as a whole; each copy pins the blocks it uses. If registered
 tensors are in a caller's elastic pool, that pool is exposed while one of them is registered. Other
-memory of the caller is exposed directly. A copy's claim names the cache that the peer intends to
-access.
+memory of the caller is exposed directly.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
-from kvelastic.datadist.local_caches import ClaimedCaches, LocalCaches
+from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.errors import UnsupportedError
 from kvelastic.pool.pool import ElasticPool, pool_at
-from kvelastic.transfer import Link, Node, Piece, Registered, register_pool
+from kvelastic.transfer import Node, Registered, register_pool
 
 
 class Exposed:
@@ -75,13 +72,6 @@ class Exposed:
                     pool: one for pool, one in self._pools.items() if one is not registered
                 }
                 node.unregister(registered)
-
-    def claim(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> ClaimedCaches:
-        """Hold the caches that a peer's copy means until the copy ends. Called by the node.
-
-        Raises `NotRegisteredError` if the pieces are not, or no longer, part of the claimed cache.
-        """
-        return self._caches.claim(wire.claimed_cache(claim), pieces)
 
     def _add_pool(self, node: Node, pool: ElasticPool) -> Registered:
         if pool not in self._pools:

@@ -19,15 +19,13 @@ from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.datadist import wire
-from kvelastic.datadist.clusters import LLMClusterInfo
-from kvelastic.datadist.descriptors import RowIndex
+from kvelastic.datadist.descriptors import LLMClusterInfo, RowIndex
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.exposed import Exposed
-from kvelastic.datadist.group_links import GroupLinks
+from kvelastic.datadist.group_links import Group, GroupLinks
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
-from kvelastic.datadist.rank_table import Group
 from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 from kvelastic.errors import (
@@ -97,7 +95,7 @@ class Links:
         node = Node(
             self._cluster_id,
             answer=self._answer,
-            claim=self.exposed.claim,
+            claim=self._caches.claim,
             listen=listen,
             secret=self._socket_addresses.secret,
             allowed=self._socket_addresses.allowed,

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvelastic import _vmm
 from kvelastic.config import Config
+from kvelastic.datadist import wire
 from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
@@ -33,6 +34,7 @@ from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
 from kvelastic.device import selection
 from kvelastic.device.selection import Device
 from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
+from kvelastic.transfer import Link
 
 MAX_REGISTERED_ADDRESSES = 240
 """Maximum over all registered caches of a process, as in the original."""
@@ -258,11 +260,12 @@ class LocalCaches(CacheTable):
             for memory, ticket in tickets:
                 memory.unpin(ticket)
 
-    def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
-        """Hold the cache that a peer's copy means; if None, every cache that contains a piece.
+    def claim(self, link: Link, claim: bytes, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
+        """Hold the cache that a peer's copy claims; if none, every cache that contains a piece.
 
         Raises `NotRegisteredError` if a piece is not entirely in a tensor of such a cache.
         """
+        cache_id = wire.claimed_cache(claim)
         with self._lock:
             entries = [
                 entry

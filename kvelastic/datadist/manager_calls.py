@@ -19,9 +19,10 @@ from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.enums import LLMRole, Placement
-from kvelastic.datadist.layer_pushes import Config, LayerPushes
 from kvelastic.datadist.layers import (
     CacheTask,
+    Config,
+    LayerPushes,
     LayerSender,
     LayerSynchronizer,
     TransferConfig,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvelastic.datadist import checks
-from kvelastic.datadist.clusters import listen_addresses
+from kvelastic.datadist.descriptors import listen_addresses
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.memory_config import (
     BufferTier,
@@ -74,8 +74,9 @@ class _Option:
     def read(self, options: dict[str, str]) -> Any:
         """Return the parsed option; None if it is not set. Raises `LLMParamError`."""
         text = options.get(self.key)
-        is_set = text is not None and bool(text or not self._can_be_empty)
-        return self.parse(self._name, text) if is_set else None
+        if text is None or (not text and self._can_be_empty):
+            return None
+        return self.parse(self._name, text)
 
 
 def _of(*types: type) -> Callable[[str, Any], str]:
@@ -254,10 +255,11 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
             "with enable_cache_manager a process has one device and one address; start a process"
             " for each device"
         )
-    most = options.get(FLOW_GRAPH_KEY)
-    if most is not None:
+    most_bytes = None
+    if FLOW_GRAPH_KEY in options:
         part = found["mem_utilization"] or _OPTIONS["mem_utilization"].default
-        most = int(_number(0, checks.MAX_UINT64)(FLOW_GRAPH_KEY, most) * part)
+        given = _number(0, checks.MAX_UINT64)(FLOW_GRAPH_KEY, options[FLOW_GRAPH_KEY])
+        most_bytes = int(given * part)
     return Options(
         device_ids=devices,
         is_cache_manager=is_second,
@@ -265,7 +267,7 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
         sync_kv_timeout_s=(found["sync_kv_timeout"] or 1000) / 1000,
         may_switch_role=bool(found["enable_switch_role"]),
         remembers_remote_caches=is_second and remembers,
-        device_pool=found["mem_pool_cfg"] if is_second else MemPool(most),
+        device_pool=found["mem_pool_cfg"] if is_second else MemPool(most_bytes),
         host_pool=found["host_mem_pool_cfg"] if is_second else None,
         tiers=() if is_second else found["buf_pool_cfg"] or (),
         link_total_s=found["link_total_time"] or DEFAULT_LINK_TOTAL_S,

@@ -29,7 +29,7 @@ from kvelastic.datadist import (
 )
 from kvelastic.datadist.cache_layout import Run, pairs_merged, row_as_blocks
 from kvelastic.datadist.enums import item_bytes
-from kvelastic.datadist.rank_table import parse_group
+from kvelastic.datadist.group_links import parse_group
 from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import (
     LLMParamError,

@@ -15,9 +15,9 @@ from gpu_kernels import SUCCESS, Gpu
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.datadist import CacheDesc, DataType, Placement
-from kvelastic.datadist.cache_manager import CacheManager
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.managers import CacheManager
 
 MIB = 1 << 20
 POOL = 64 * MIB
