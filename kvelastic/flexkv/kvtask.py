@@ -63,7 +63,6 @@ class TaskStatus(Enum):
     """The state of a task. The last three are final."""
 
     UNREADY = "unready"
-    READY = "ready"
     RUNNING = "running"
     COMPLETED = "completed"
     CANCELLED = "cancelled"
@@ -146,8 +145,8 @@ class KVTaskEngine(Calls):
         self._by_graph: dict[int, KVTask] = {}
         self._open: dict[int, KVTask] = {}
         """The tasks that run or have holds or space."""
-        self._batches: dict[int, tuple[int, list[int]]] = {}
-        """The client and the tasks of each batch."""
+        self._batches: dict[int, list[int]] = {}
+        """The tasks of each batch."""
         self.recent: RingBuffer[KVTask] = RingBuffer(RECENT_TASKS)
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
@@ -237,16 +236,10 @@ class KVTaskEngine(Calls):
             for task in tasks:
                 self._tasks.pop(task.task_id, None)
             self._batches = {
-                one: batch for one, batch in self._batches.items() if batch[0] != dp_client_id
+                one: ids
+                for one, ids in self._batches.items()
+                if not self._tasks.keys().isdisjoint(ids)
             }
-
-    def client_of(self, task_id: int) -> int | None:
-        """Return the client that started a task or a batch; None if the id is unknown."""
-        with self._lock:
-            if task_id in self._batches:
-                return self._batches[task_id][0]
-            task = self._tasks.get(task_id)
-            return None if task is None else task.dp_id
 
     def shutdown(self) -> None:
         """Cancel all tasks, close the tiers and end the threads. Idempotent. Blocks."""
@@ -269,23 +262,21 @@ class KVTaskEngine(Calls):
 
     # --- calls ---------------------------------------------------------------------------------
 
-    def ask(self, call: Message, dp_id: int = 0) -> Any:
+    def ask(self, call: Message, dp_id: int = 0, owner: int | None = None) -> Any:
         """Run a call. Raises `NotInitializedError` before `start` and after `shutdown`.
 
-        See `Calls.ask` for the results.
+        With an `owner`, tasks of other clients are unknown. See `Calls.ask` for the results.
         """
         self.model_config.check_client(dp_id)
         _ = self.storage
         if isinstance(call, calls.Match):
-            return self._begin_match(call, dp_id)
-        if isinstance(call, calls.Prefetch):
-            return calls.Started([self._prefetch(call, dp_id).task_id])
+            return self._match_of(call, dp_id)
         if isinstance(call, calls.Launch):
-            return calls.Started(self._launch(call, dp_id))
+            return calls.Started(self._launch(call, owner))
         if isinstance(call, calls.Wait):
-            return self._wait(call)
+            return self._wait(call, owner)
         if isinstance(call, calls.Cancel):
-            self._cancel(call.task_ids)
+            self._cancel(call.task_ids, owner)
         elif isinstance(call, calls.Reset):
             self._reset()
         else:
@@ -303,54 +294,39 @@ class KVTaskEngine(Calls):
         if late:
             _log.warning("the tiers %s did not forget within %.0f s", ", ".join(late), RESET_S)
 
-    def _begin(
-        self, kind: KVRequestType, call: calls.Match | calls.Prefetch, dp_id: int, mask: Any = None
-    ) -> KVTask:
+    def _match_of(self, call: calls.Match, dp_id: int) -> calls.Matched:
         self._pump()
+        kind = KVRequestType(call.kind)
         sequence = self.cache_engine.sequence(call.tokens, call.namespace)
         if kind is KVRequestType.PUT:
-            plan = self.cache_engine.plan_put(sequence, mask, dp_id=dp_id)
+            plan = self.cache_engine.plan_put(sequence, call.mask, dp_id=dp_id)
         else:
             plan = self.cache_engine.plan_get(
                 sequence,
-                mask,
+                call.mask,
                 dp_id=dp_id,
-                cpu_only=isinstance(call, calls.Match) and call.cpu_only,
+                cpu_only=call.cpu_only,
                 is_prefetch=kind is KVRequestType.PREFETCH,
             )
         task = self._add(kind, plan, dp_id)
-        if self._tracer is not None:
-            self._tracer.match(
-                kind,
-                task.task_id,
-                sequence.token_ids,
-                plan.wanted,
-                call.namespace,
-                (plan.first_token if plan.tokens else 0, plan.tokens),
-            )
-        return task
-
-    def _begin_match(self, call: calls.Match, dp_id: int) -> calls.Matched:
-        task = self._begin(KVRequestType(call.kind), call, dp_id, call.mask)
-        plan = task.plan
-        if call.slots is not None:
-            try:
-                slots = slots_of_plan(plan, call.mask, call.slots)
-                self._launch(calls.Launch([task.task_id], [slots], False), dp_id)
-            except BaseException:
-                self._cancel([task.task_id])
-                raise
         end = plan.first_token + plan.tokens
-        return calls.Matched(
-            task.task_id, plan.length, plan.first_token if plan.tokens else end, end
-        )
-
-    def _prefetch(self, call: calls.Prefetch, dp_id: int) -> KVTask:
-        task = self._begin(KVRequestType.PREFETCH, call, dp_id)
-        with self._lock:
-            if not task.is_over:
-                self._submit([task])
-        return task
+        first = plan.first_token if plan.tokens else end
+        if self._tracer is not None:
+            found = (plan.first_token if plan.tokens else 0, plan.tokens)
+            self._tracer.match(
+                kind, task.task_id, sequence.token_ids, plan.wanted, call.namespace, found
+            )
+        try:
+            if call.slots is not None:
+                slots = slots_of_plan(plan, call.mask, call.slots)
+                self._launch(calls.Launch([task.task_id], [slots], False))
+            elif kind is KVRequestType.PREFETCH:
+                with self._lock:
+                    self._submit([] if task.is_over else [task])
+        except BaseException:
+            self._cancel([task.task_id])
+            raise
+        return calls.Matched(task.task_id, plan.length, first, end)
 
     def _add(self, task_type: KVRequestType, plan: Plan, dp_id: int) -> KVTask:
         with self._lock:
@@ -370,49 +346,60 @@ class KVTaskEngine(Calls):
             if len(self._tasks) <= MOST_TASKS and now_s - oldest.created_s < EXPIRY_S:
                 return
             del self._tasks[oldest.task_id]
-            if oldest.status in (TaskStatus.UNREADY, TaskStatus.READY):
+            if oldest.status is TaskStatus.UNREADY:
                 self._end_graph(oldest)
 
     def _end_graph(self, task: KVTask) -> None:
         """Release what a task holds, after all copies have ended. The lock is held."""
         task.graph_is_over = True
-        task.plan = task.plan.ended()
+        task.plan.keep_mask()
         self._open.pop(task.task_id, None)
 
     # --- launching -----------------------------------------------------------------------------
 
-    def _launch(self, call: calls.Launch, dp_id: int) -> list[int]:
+    def _launch(self, call: calls.Launch, owner: int | None = None) -> list[int]:
         if len(call.slots) != len(call.task_ids):
             raise InvalidArgumentError(
                 f"{len(call.task_ids)} tasks and {len(call.slots)} slot mappings; pass one for each"
             )
         with self._lock:
             self._pump()
-            bound = map(self._check_launch, call.task_ids, call.slots)
-            wanted = [(task, blocks) for task, blocks in bound if blocks is not None]
+            bound = [
+                self._check_launch(self._own(task_id, owner), task_id, slots)
+                for task_id, slots in zip(call.task_ids, call.slots, strict=True)
+            ]
+            wanted = [one for one in bound if one is not None]
             tasks = [task for task, _ in wanted]
             for task, blocks in wanted:
                 task.plan.graph.bind_engine_blocks(blocks)
-                task.status = TaskStatus.READY
             self._submit(tasks)
             if self._tracer is not None:
                 self._tracer.tasks("launch", [task.task_id for task in tasks])
             if not call.as_batch:
                 return list(call.task_ids)
             batch_id = next(self._task_ids)
-            self._batches[batch_id] = (dp_id, list(call.task_ids))
+            self._batches[batch_id] = list(call.task_ids)
             while len(self._batches) > MOST_TASKS:
                 del self._batches[next(iter(self._batches))]
             return [batch_id]
 
-    def _check_launch(self, task_id: int, slots: Tokens) -> tuple[KVTask, BlockIds | None]:
-        """Return the task and its blocks; None if there is nothing to copy. The lock is held."""
+    def _own(self, task_id: int, owner: int | None) -> KVTask | None:
+        """Return a task, unless it is another client's. The lock is held."""
         task = self._tasks.get(task_id)
+        return task if task is not None and owner in (None, task.dp_id) else None
+
+    def _check_launch(
+        self, task: KVTask | None, task_id: int, slots: Tokens
+    ) -> tuple[KVTask, BlockIds] | None:
+        """Return the task and its blocks; None if there is nothing to copy. The lock is held."""
         if task is None:
-            raise InvalidArgumentError(f"task {task_id} is not known; launch what a match returned")
+            raise InvalidArgumentError(
+                f"task {task_id} is not known or none of this client's; launch what a match"
+                " returned"
+            )
         if task.status is TaskStatus.COMPLETED and not task.plan.tokens:
-            return task, None
-        if task.status not in (TaskStatus.UNREADY, TaskStatus.READY):
+            return None
+        if task.status is not TaskStatus.UNREADY:
             raise InvalidArgumentError(
                 f"task {task_id} is {task.status.value}; a task is launched once"
             )
@@ -442,23 +429,23 @@ class KVTaskEngine(Calls):
             self.transfer_engine.plan_and_submit([task.plan.graph for task in tasks])
         except BaseException:
             for task in tasks:
-                del self._by_graph[task.plan.graph.graph_id]
+                self._by_graph.pop(task.plan.graph.graph_id, None)
             raise
         for task in tasks:
             task.status = TaskStatus.RUNNING
 
-    def _cancel(self, task_ids: Iterable[int]) -> None:
+    def _cancel(self, task_ids: Iterable[int], owner: int | None = None) -> None:
         running = []
         with self._lock:
             self._pump()
-            ids = [one for each in task_ids for one in self._batches.get(each, (0, [each]))[1]]
+            ids = [one for each in task_ids for one in self._batches.get(each, [each])]
             if self._tracer is not None:
                 self._tracer.tasks("cancel", ids)
             for task_id in ids:
-                task = self._tasks.get(task_id)
+                task = self._own(task_id, owner)
                 if task is None or task.graph_is_over:
                     continue
-                if task.status in (TaskStatus.UNREADY, TaskStatus.READY):
+                if task.status is TaskStatus.UNREADY:
                     self._end_graph(task)
                 else:
                     running.append(task)
@@ -470,54 +457,57 @@ class KVTaskEngine(Calls):
 
     # --- waiting -------------------------------------------------------------------------------
 
-    def _wait(self, call: calls.Wait) -> dict[int, KVResponse]:
+    def _wait(self, call: calls.Wait, owner: int | None) -> dict[int, KVResponse]:
         deadline_s = time.monotonic() + (call.timeout_s or 0.0)
         while True:
             seen = self.transfer_engine.events
-            with self._lock:
-                self._pump()
-                answers = {one: self._answer(one, call.completely) for one in call.task_ids}
-            if call.timeout_s is None:
-                return {task_id: answer for task_id, answer in answers.items() if answer}
             left_s = deadline_s - time.monotonic()
-            if None not in answers.values() or left_s <= 0:
-                return {
-                    task_id: answer or KVResponse(KVResponseStatus.TIMEOUT, task_id)
-                    for task_id, answer in answers.items()
-                }
+            answers = self.answers(call, owner, is_late=left_s <= 0)
+            if answers is not None:
+                return answers
             self.transfer_engine.wait_for_event(seen, left_s)
 
-    def _answer(self, task_id: int, completely: bool) -> KVResponse | None:
+    def answers(
+        self, call: calls.Wait, owner: int | None = None, *, is_late: bool
+    ) -> dict[int, KVResponse] | None:
+        """Return the responses; None if a task still runs and it is not too late to wait for it.
+
+        With an `owner`, tasks of other clients are unknown.
+        """
+        with self._lock:
+            self._pump()
+            answers = {one: self._answer(one, call.completely, owner) for one in call.task_ids}
+        if call.timeout_s is None:
+            return {task_id: answer for task_id, answer in answers.items() if answer}
+        if None in answers.values() and not is_late:
+            return None
+        return {
+            task_id: answer or KVResponse(KVResponseStatus.TIMEOUT, task_id)
+            for task_id, answer in answers.items()
+        }
+
+    def _answer(self, task_id: int, completely: bool, owner: int | None) -> KVResponse | None:
         """Return the response; None if the task has not ended. The lock is held."""
-        if task_id in self._batches:
-            return self._batch_answer(task_id, self._batches[task_id][1], completely)
-        task = self._tasks.get(task_id)
+        members = self._batches.get(task_id)
+        if members is not None:
+            answers = [self._answer(one, completely, owner) for one in members]
+            known = [answer for answer in answers if answer is not None]
+            if len(known) < len(answers):
+                return None
+            failed = [a.status for a in known if a.status is not KVResponseStatus.SUCCESS]
+            masks = tuple(answer.return_mask for answer in known)
+            status = failed[0] if failed else KVResponseStatus.SUCCESS
+            return KVResponse(status, task_id, masks[0] if masks else None, masks)
+        task = self._own(task_id, owner)
         if task is None:
             return KVResponse(KVResponseStatus.NOTFOUND, task_id)
-        if task.status in (TaskStatus.UNREADY, TaskStatus.READY):
+        if task.status is TaskStatus.UNREADY:
             return KVResponse(KVResponseStatus.UNREADY, task_id)
         must_be_over = completely or task.task_type is KVRequestType.PREFETCH
         if not task.is_over or (must_be_over and not task.graph_is_over):
             return None
-        return self._response(task)
-
-    def _batch_answer(
-        self, batch_id: int, members: Sequence[int], completely: bool
-    ) -> KVResponse | None:
-        answers = [self._answer(task_id, completely) for task_id in members]
-        known = [answer for answer in answers if answer is not None]
-        if len(known) < len(answers):
-            return None
-        status = next(
-            (a.status for a in known if a.status is not KVResponseStatus.SUCCESS),
-            KVResponseStatus.SUCCESS,
-        )
-        masks = tuple(answer.return_mask for answer in known)
-        return KVResponse(status, batch_id, masks[0] if masks else None, masks)
-
-    def _response(self, task: KVTask) -> KVResponse:
         mask = task.mask(self.cache_config.tokens_per_block)
-        return KVResponse(_ENDS[task.status], task.task_id, mask)
+        return KVResponse(_ENDS[task.status], task_id, mask)
 
     def _pump(self) -> None:
         with self._lock:

@@ -393,15 +393,34 @@ def test_duplicate_block_in_a_graph_is_refused() -> None:
         with pytest.raises(InvalidArgumentError, match="twice"):
             transfers.submit_transfer_graph(graph)
         graph = TransferOpGraph()
-        for block in (0, 1):
-            op = TransferOp(TransferType.D2H, keys=key, src_block_ids=[block])
-            graph.add_transfer_op(op)
-        with pytest.raises(InvalidArgumentError, match="make a graph for each"):
-            transfers.submit_transfer_graph(graph)
-        graph = TransferOpGraph()
         graph.add_transfer_op(TransferOp(TransferType.D2H, keys=key, src_block_ids=[10**6]))
         with pytest.raises(InvalidArgumentError, match="names blocks"):
             transfers.submit_transfer_graph(graph)
+
+
+def test_one_graph_loads_a_key_into_several_blocks(tmp_path: Path) -> None:
+    with running(cache_config(tmp_path)) as engine:
+        tokens = prompt(1, 2)
+        engine.put(tokens)
+        transfers = engine.manager.task_engine.transfer_engine
+        keys = engine.manager.task_engine.cache_engine.sequence(tokens).keys
+        engine.manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(1)
+        engine.clear()
+        graph = TransferOpGraph()
+        read = TransferOp(TransferType.DISK2H, keys=keys[16:])
+        loads = [
+            TransferOp(TransferType.H2D, keys=keys, dst_block_ids=to) for to in ([5, 6], [9, 8])
+        ]
+        for op in (read, *loads):
+            graph.add_transfer_op(op)
+        for op in loads:
+            graph.add_dependency(op.op_id, read.op_id)
+        transfers.submit_transfer_graph(graph)
+        assert transfers.settle(SOON_S)
+        assert [op.moved for op in (read, *loads)] == [[True], [True, True], [True, True]]
+        assert all(
+            engine.holds(block, tokens, at) for block, at in ((5, 0), (6, 1), (9, 0), (8, 1))
+        )
 
 
 # --- storage --------------------------------------------------------------------------------------

@@ -844,7 +844,7 @@ def test_disk_writes_of_ended_puts_outlive_their_client(
     monkeypatch.undo()
     go_on.set()
     assert cancelled == []
-    assert tasks.client_of(ended) is None
+    assert tasks.status_of(ended) is None
     assert tasks.transfer_engine.drain(SOON_S)
     evict_cpu(with_disk)
     assert with_disk.get(tokens) == 3

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import DEADLINE_S, wait_until
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm
 from kvelastic.errors import DriverError, InvalidArgumentError, KvelasticError, UnsupportedError
@@ -101,8 +101,9 @@ def test_handles_of_torch_shared_memory() -> None:
     assert (there(handle) == 0x3FC0).all()
     own = torch.zeros(1000).share_memory_()
     own[999] = 2
-    assert TensorSharedHandle(own).description.span_bytes == 4000
-    mapped = SharedBlocks([(TensorSharedHandle(own).fd, Buffer(0, 4, 4))], 1000)
+    shared = TensorSharedHandle(own)
+    assert shared.description.span_bytes == 4000
+    mapped = SharedBlocks([(os.dup(shared.fd), Buffer(0, 4, 4))], 1000)
     del mapped
 
 
@@ -298,14 +299,16 @@ def test_truncated_memory_fails_only_that_copy() -> None:
 
 def test_close_during_copy_keeps_the_descriptor_open() -> None:
     read_end, write_end = os.pipe()
-    blocks = SharedBlocks([(os.memfd_create("m"), Buffer(0, 8, 8))], 4)
-    (fd,) = blocks._fds
+    fd = os.memfd_create("m")
     os.ftruncate(fd, 64)
+    blocks = SharedBlocks([(fd, Buffer(0, 8, 8))], 4)
+    is_copying = threading.Event()
 
     class Staging:
         slots, record_bytes = 1, 8
 
         def view(self, slot: int) -> memoryview:
+            is_copying.set()
             os.read(read_end, 1)  # in the middle of a copy until the test goes on
             return memoryview(bytearray(8))
 
@@ -320,7 +323,7 @@ def test_close_during_copy_keeps_the_descriptor_open() -> None:
 
     thread = threading.Thread(target=copy)
     thread.start()
-    wait_until(lambda: blocks._copies > 0)
+    assert is_copying.wait(DEADLINE_S)
     blocks.close()
     os.fstat(fd)  # open as long as the copy is under way
     with pytest.raises(DriverError, match="has gone"):

@@ -37,8 +37,9 @@ from kvelastic.flexkv.common import calls
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import TensorDescription, shared_zeros
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
-from kvelastic.flexkv.server import engine_thread, process
+from kvelastic.flexkv.server import process
 from kvelastic.flexkv.server import request as messages
+from kvelastic.flexkv.server import server as server_module
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.server import KVServer
 from kvelastic.flexkv.server.utils import (
@@ -265,7 +266,7 @@ def test_get_into_read_only_memory_fails(started: Started) -> None:
     put(client, 0, 1, 2)
     (blocks,) = [one[1] for one in started.server._registrations._ranks.values()]
     assert isinstance(blocks, SharedBlocks)
-    for fd in blocks._fds:
+    for fd, _ in blocks._buffers:
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         os.dup2(read_only, fd)
         os.close(read_only)
@@ -393,7 +394,7 @@ def test_disconnected_client_releases_its_tasks(started: Started) -> None:
 def test_completed_tasks_per_client_are_bounded(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_thread, "MOST_TASKS_OF_A_CLIENT", 32)
+    monkeypatch.setattr(server_module, "MOST_TASKS_OF_A_CLIENT", 32)
     client = started.client(0)
     for number in range(200):  # nothing is found: they are over at once
         client.get_match(PROMPT + 100 * number)
@@ -418,12 +419,13 @@ def test_waiting_client_does_not_block_others(
     engine: Any = started.server._engine
     may_end = threading.Event()
 
-    def slow(ids: list[int], completely: bool = False) -> dict[int, KVResponse]:
-        if not may_end.is_set():
-            return {}
-        return {one: KVResponse(KVResponseStatus.SUCCESS, one) for one in ids}
+    def slow(call: Any, owner: int, *, is_late: bool) -> dict[int, KVResponse] | None:
+        if not may_end.is_set() and not is_late:
+            return None
+        status = KVResponseStatus.SUCCESS if may_end.is_set() else KVResponseStatus.TIMEOUT
+        return {one: KVResponse(status, one) for one in call.task_ids}
 
-    monkeypatch.setattr(engine, "try_wait", slow)
+    monkeypatch.setattr(engine, "answers", slow)
     answers: list[dict[int, KVResponse]] = []
     waiting = threading.Thread(target=lambda: answers.append(one.wait([task], DEADLINE_S)))
     waiting.start()
@@ -456,9 +458,9 @@ def valid(pick: random.Random) -> messages.Message:
     tensor = TensorDescription(0, (2, 2), (2, 1), "int8", 1)
     return pick.choice(
         [
-            messages.Match("get", tokens, None, None, -1, None),
-            messages.Match("put", tokens, mask, ["a"], -1, tokens),
-            messages.Prefetch(tokens, None),
+            messages.Match("get", tokens, None, None),
+            messages.Match("put", tokens, mask, ["a"], tokens),
+            messages.Match("prefetch", tokens, None, None),
             messages.Launch([1, 2], [tokens, tokens], False),
             messages.Cancel([1]),
             messages.Wait([1, 2], 0.0, True),
@@ -526,7 +528,7 @@ def test_random_bytes_decode_or_raise(body: bytes) -> None:
     [(b"", None), (b"\5", None), (b"\4abc", None), (b"\4" + bytes(32), b""), (b"\4", b"\xff")],
 )
 def test_invalid_arrays_are_refused(tokens: Any, mask: Any) -> None:
-    body = messages.PROTOCOL.encode(messages.Match("get", tokens, mask, None, -1, None))
+    body = messages.PROTOCOL.encode(messages.Match("get", tokens, mask, None, None))
     with pytest.raises(MessageError):
         messages.PROTOCOL.decode(body)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ class CacheEngine(RadixTree):
     num_used_blocks = RadixTree.total_cached_blocks
 
 
+@dataclass(eq=False)
 class Plan:
     """The graph of one request, and its holds and reservations in the tiers.
 
@@ -51,29 +53,20 @@ class Plan:
     and space that was not filled. Idempotent; any thread may call.
     """
 
-    def __init__(
-        self,
-        graph: TransferOpGraph,
-        length: int = 0,
-        wanted: tuple[int, int] = (0, 0),
-        first_token: int = 0,
-        tokens: int = 0,
-        holds: Sequence[Hold] = (),
-        place: Reservation | None = None,
-    ) -> None:
-        self.graph = graph
-        self.length = length
-        """Number of tokens of the request."""
-        self.wanted = wanted
-        """The first requested token, and the end of the last whole block that was requested."""
-        self.first_token = first_token
-        self.tokens = tokens
-        """Number of tokens from `first_token` on that are moved or present."""
-        self.fragments: Sequence[Fragment] = ()
-        """The tiers in which the blocks of a get were found."""
-        self._holds = holds
-        self._place = place
-        self._lock = threading.Lock()
+    graph: TransferOpGraph
+    length: int = 0
+    """Number of tokens of the request."""
+    wanted: tuple[int, int] = (0, 0)
+    """The first requested token, and the end of the last whole block that was requested."""
+    first_token: int = 0
+    tokens: int = 0
+    """Number of tokens from `first_token` on that are moved or present."""
+    fragments: Sequence[Fragment] = ()
+    """The tiers in which the blocks of a get were found."""
+    holds: Sequence[Hold] = ()
+    place: Reservation | None = None
+    """Space in the CPU tier for blocks that will be put."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mask(self, tokens: int | None = None) -> Mask:
         """Return a mask of the moved tokens, or of the first `tokens` of them."""
@@ -82,20 +75,10 @@ class Plan:
         mask[self.first_token : self.first_token + count] = True
         return mask
 
-    @property
-    def slots(self) -> Sequence[int]:
-        """For a put: the CPU tier's slot for each block of the request."""
-        place = self._place
-        return () if place is None else place.slots
-
-    def hold(self, place: Reservation | None) -> None:
-        """Hold space for blocks that will be put."""
-        self._place = place
-
     def release_leases(self) -> None:
         """Let the tiers evict the blocks that were read."""
         with self._lock:
-            holds, self._holds = self._holds, ()
+            holds, self.holds = self.holds, ()
         for hold in holds:
             hold.release()
 
@@ -103,16 +86,16 @@ class Plan:
         """Release everything that the plan holds."""
         self.release_leases()
         with self._lock:
-            place, self._place = self._place, None
+            place, self.place = self.place, None
         if place is not None:
             place.release()
 
     abort = __call__
 
-    def ended(self) -> Plan:
-        """Release everything; return the part that is needed for the mask."""
+    def keep_mask(self) -> None:
+        """Release everything, and the graph. Only the mask is known afterwards."""
         self()
-        return Plan(_NOTHING, self.length, self.wanted, self.first_token, self.tokens)
+        self.graph, self.fragments = _NOTHING, ()
 
 
 _NOTHING: Final = TransferOpGraph()
@@ -188,9 +171,9 @@ class GlobalCacheEngine:
         plan = self.plan_put(sequence, token_mask, dp_id=dp_id)
         self._bind(plan, token_mask, slot_mapping)
         skipped = (plan.first_token if plan.tokens else plan.wanted[1]) // self.tokens_per_block
-        if plan.tokens:
+        if plan.place is not None:
             store = plan.graph.ops[plan.graph.task_end_op_id]
-            store.dst_block_ids = np.array(plan.slots[skipped:], np.int64)
+            store.dst_block_ids = np.array(plan.place.slots[skipped:], np.int64)
         return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id, skipped
 
     def _bind(self, plan: Plan, token_mask: Any, slot_mapping: Any) -> None:
@@ -236,7 +219,7 @@ class GlobalCacheEngine:
                 Fragment(self._devices[segment.tier], segment.first, segment.count)
                 for segment in segments
             ]
-            plan.hold(self._room_for(keys, segments, after))
+            plan.place = self._room_for(keys, segments, after)
             plan.tokens = count * per_block
             if is_prefetch:
                 plan.graph = prefetch_graph(keys, plan.fragments, chain_after=after)

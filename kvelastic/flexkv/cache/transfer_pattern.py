@@ -1,7 +1,7 @@
 """The operations of a request: pure functions from the blocks found to a graph.
 
 get        DISK2H, REMOTE2H (blocks that the CPU tier lacks)  ->  H2D (all)          end: H2D
-prefetch   DISK2H, REMOTE2H                                   ->  [VIRTUAL]          end: the graph
+prefetch   DISK2H, REMOTE2H                                   ->  VIRTUAL            end: VIRTUAL
 put        D2H (new blocks)  ->  H2DISK, H2REMOTE                                    end: D2H
 """
 
@@ -43,10 +43,8 @@ def prefetch_graph(
     """Copy the blocks that only a farther tier has into the CPU tier."""
     graph = TransferOpGraph()
     reads = _add_reads(graph, keys, fragments, chain_after)
-    if len(reads) == 1:
-        graph.task_end_op_id = reads[0]
-    elif reads:
-        _add_after(graph, TransferOp(TransferType.VIRTUAL), reads)
+    if reads:
+        graph.task_end_op_id = _add_after(graph, TransferOp(TransferType.VIRTUAL), reads)
     return graph
 
 

@@ -43,22 +43,14 @@ Namespace = Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
 class Match(Message):
-    """The message of get_match and put_match; with `slots`, of get_async and put_async."""
+    """The message of all matches; with `slots` and for a prefetch, it also launches the task."""
 
-    kind: Literal["get", "put"]
+    kind: Literal["get", "put", "prefetch"]
     tokens: Tokens
     mask: Mask | None
     namespace: Namespace | None
-    layer_granularity: int
-    slots: Tokens | None
+    slots: Tokens | None = None
     cpu_only: bool = False
-
-
-class Prefetch(Message):
-    """The message of prefetch_async."""
-
-    tokens: Tokens
-    namespace: Namespace | None
 
 
 class Matched(Message):
@@ -122,8 +114,8 @@ class Calls(ABC):
     def ask(self, call: Message, dp_id: int = 0) -> Any:
         """Run a call for a data-parallel client, here or in a server.
 
-        Returns Matched for Match, Started for Prefetch and Launch, a KVResponse for each task for
-        Wait, and Done for Cancel and Reset.
+        Returns Matched for Match, Started for Launch, a KVResponse for each task for Wait, and Done
+        for Cancel and Reset.
         """
 
     def get_match(
@@ -203,9 +195,7 @@ class Calls(ABC):
         Its response comes when all copies have ended. The mask shows what the CPU tier has then.
         """
         refuse_sliding(swa_aware=swa_aware)
-        call = Prefetch(request_tokens(token_ids), namespace_names(namespace))
-        (task_id,) = self.ask(call, self.dp_client_id).task_ids
-        return int(task_id)
+        return self._match("prefetch", token_ids, None, 0, namespace)[0]
 
     def launch(
         self,
@@ -279,7 +269,7 @@ class Calls(ABC):
 
     def _match(
         self,
-        kind: Literal["get", "put"],
+        kind: Literal["get", "put", "prefetch"],
         token_ids: Any,
         token_mask: Any,
         dp_id: int,
@@ -293,7 +283,7 @@ class Calls(ABC):
         if slot_mapping is not _NO_SLOTS:
             slots = request_tokens(slot_mapping, "slot_mapping")
         names, mask = namespace_names(namespace), as_mask(token_mask, len(tokens))
-        call = Match(kind, tokens, mask, names, ALL_LAYERS, slots, bool(cpu_only))
+        call = Match(kind, tokens, mask, names, slots, bool(cpu_only))
         matched: Matched = self.ask(call, dp_id or self.dp_client_id)
         return matched.task_id, matched.mask
 

@@ -182,17 +182,6 @@ class TransferOpGraph:
         self.ops[successor_op_id].predecessors.add(predecessor_op_id)
         self.ops[predecessor_op_id].successors.add(successor_op_id)
 
-    def needed_for(self, op_id: int) -> set[int]:
-        """Return the ids of an operation and all its predecessors."""
-        needed: set[int] = set()
-        waiting = [op_id]
-        while waiting:
-            one = waiting.pop()
-            if one not in needed:
-                needed.add(one)
-                waiting.extend(self.ops[one].predecessors)
-        return needed
-
     def order(self) -> list[TransferOp]:
         """Return the operations in topological order. Raises `InvalidArgumentError` for a cycle."""
         sorter = TopologicalSorter({op.op_id: op.predecessors for op in self.ops.values()})

@@ -140,7 +140,6 @@ class KVDPClient(Calls):
 
 _ANSWERS: Final[dict[type[Message], type[Message]]] = {
     messages.Match: messages.Matched,
-    messages.Prefetch: messages.Started,
     messages.Launch: messages.Started,
     messages.Wait: messages.Responses,
     messages.Cancel: messages.Done,

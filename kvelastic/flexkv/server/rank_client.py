@@ -112,6 +112,8 @@ class KVTPClient:
         self._is_device_id = tp_rank is None
         self._address = socket_address(gpu_register_port)
         self._handles: list[TensorSharedHandle] = []
+        self._memories: list[TensorSharedHandle] = []
+        """A handle of each file with tensors, as a descriptor of it."""
         self._device: tuple[_vmm.Range, _vmm.CudaDriver] | None = None
         self._message: messages.RegisterTPClient | None = None
         self._changed = threading.Condition()
@@ -160,7 +162,10 @@ class KVTPClient:
                 handle.close()
             raise
         self._handles = handles
-        places = map(self._place_of, handles)
+        files = [_memory_of(handle) for handle in handles]
+        first = list(dict.fromkeys(files))
+        self._memories = [handles[files.index(file)] for file in first]
+        places = [first.index(file) for file in files]
         self._register_tensors(list(zip(places, described, strict=True)), axis)
 
     def register_range(
@@ -258,26 +263,13 @@ class KVTPClient:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
 
-    def _memories(self) -> list[tuple[int, bool]]:
-        """Return a descriptor for each file, and whether its memory is elastic.
-
-        Tensors in the same file share one entry.
-        """
-        files = {_memory_of(handle): (handle.fd, handle.is_elastic) for handle in self._handles}
-        return list(files.values())
-
-    def _place_of(self, handle: TensorSharedHandle) -> int:
-        files = list({_memory_of(one): None for one in self._handles})
-        return files.index(_memory_of(handle))
-
     def _receive(self, request: Request) -> None:
         """Handle a request of the server. Runs in the endpoint's thread. Takes milliseconds."""
         asked = request.message
-        memories = self._memories()
         if isinstance(asked, messages.Export) and self._device is not None:
             self._export(request, asked, *self._device)
-        elif isinstance(asked, messages.Locate) and asked.memory < len(memories):
-            fd, _ = memories[asked.memory]
+        elif isinstance(asked, messages.Locate) and asked.memory < len(self._memories):
+            fd = self._memories[asked.memory].fd
             request.answer(messages.Located(offsets=process_mappings.locate(asked.pages, fd)))
         else:
             raise MessageError(f"this rank takes no {type(asked).__name__}")
@@ -339,10 +331,9 @@ class KVTPClient:
 
     def _register(self, connection: Connection) -> None:
         assert self._message is not None
-        memories = self._memories()
         # Tensors refer to memories by their index, so keep the order. A message has one kind only.
-        for is_elastic, group in groupby(memories, key=lambda memory: memory[1]):
-            fds = [fd for fd, _ in group]
+        for is_elastic, group in groupby(self._memories, key=lambda memory: memory.is_elastic):
+            fds = [memory.fd for memory in group]
             for first in range(0, len(fds), _DESCRIPTORS_AT_ONCE):
                 connection.notify(
                     messages.AddMemory(is_elastic=is_elastic),

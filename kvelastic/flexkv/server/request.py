@@ -6,8 +6,8 @@
     Located                 <-     Locate                where pages of elastic memory lie now
     Exported (+ fds)        <-     Export                a GPU's pages, before each copy
     Unmapped                ->                           which of them the rank has unmapped
-    Match, Prefetch         ->     Matched, Started
-    Launch, Cancel, Reset   ->     Started, Done
+    Match, Launch           ->     Matched, Started
+    Cancel, Reset           ->     Done
     Wait                    ->     Responses             now, or when the tasks have ended
     IsReady, Shutdown       ->     Ready, Done
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import structs
-
 from kvelastic.flexkv.common.arguments import MOST_TASKS
 from kvelastic.flexkv.common.calls import (
     Cancel,
@@ -28,7 +26,6 @@ from kvelastic.flexkv.common.calls import (
     Launch,
     Match,
     Matched,
-    Prefetch,
     Reset,
     Started,
     Wait,
@@ -41,33 +38,17 @@ from kvelastic.flexkv.common.request import KVResponse
 from kvelastic.flexkv.transfer.shared_blocks import DeviceSpan
 from kvelastic.messages import Message, Meta, Protocol
 
-__all__ = ["Cancel", "Done", "Launch", "Match", "Matched", "Prefetch", "Reset", "Started", "Wait"]
+__all__ = ["Cancel", "Done", "Launch", "Match", "Matched", "Reset", "Started", "Wait"]
 
 MOST_TENSORS: Final = 4096
 MOST_PAGES: Final = 1 << 16
 _MOST_BYTES: Final = 16 << 20
 
+_UNKNOWN: Final = ("tokens_per_block", 0)
+
 ClientId = Annotated[int, Meta(ge=0, le=1 << 20)]
-
-
-class Shape(Message):
-    """The shape of a model's KV. Both sides must have the same."""
-
-    num_layers: Count
-    num_kv_heads: Count
-    head_size: Count
-    kv_dim: Count
-    dtype: Annotated[str, Meta(max_length=64)]
-    tp_size: Count
-    dp_size: Count
-    instance_num: Count
-    tokens_per_block: Count
-    """0: unknown to the client."""
-
-    def is_served_by(self, server: Shape) -> bool:
-        """Whether a server of shape `server` can serve a client of this shape."""
-        own = self.tokens_per_block or server.tokens_per_block
-        return structs.replace(self, tokens_per_block=own) == server
+_Text = Annotated[str, Meta(max_length=64)]
+Shape = Annotated[dict[_Text, Count | _Text], Meta(max_length=16)]
 
 
 class RegisterDPClient(Message):
@@ -164,11 +145,11 @@ class Unregister(Message):
 
 PROTOCOL: Final = Protocol(
     "flexkv",
-    version=3,
+    version=4,
     messages=(
         *(RegisterDPClient, RegisterTPClient, AddMemory, Export, Exported, Unmapped),
         *(Locate, Located),
-        *(Registered, IsReady, Ready, Match, Prefetch, Matched, Launch, Started, Cancel, Wait),
+        *(Registered, IsReady, Ready, Match, Matched, Launch, Started, Cancel, Wait),
         *(Responses, Reset, Shutdown, Unregister, Done),
     ),
     most_bytes=_MOST_BYTES,
@@ -178,7 +159,20 @@ PROTOCOL: Final = Protocol(
 
 
 def shape_of(model: ModelConfig, tokens_per_block: int) -> Shape:
-    """Return the shape of a model, which both sides compare."""
-    names = Shape.__struct_fields__[:-1]
-    sizes = {name: getattr(model, name) for name in names}
-    return Shape(**{**sizes, "dtype": model.dtype_name}, tokens_per_block=tokens_per_block)
+    """Return the shape of a model's KV, which both sides compare.
+
+    A client's `tokens_per_block` may be 0: unknown.
+    """
+    names = ("num_layers", "num_kv_heads", "head_size", "kv_dim", "tp_size", "dp_size")
+    sizes = {name: getattr(model, name) for name in (*names, "instance_num")}
+    return {**sizes, "dtype": model.dtype_name, "tokens_per_block": tokens_per_block}
+
+
+def differences(client: Shape, server: Shape) -> str:
+    """Return how a client's shape differs from the server's; empty if it can be served."""
+    unlike = [
+        f"{name}={client.get(name)} (here {server.get(name)})"
+        for name in client | server
+        if client.get(name) != server.get(name) and (name, client.get(name)) != _UNKNOWN
+    ]
+    return ", ".join(unlike)

@@ -5,9 +5,9 @@
 
     python -m kvelastic.flexkv.server CONFIG.json       # the same as a program
 
-It has two threads. The endpoint's thread receives messages; the engine's thread (`engine_thread`)
-runs calls. A connection represents a client: when it ends, the server releases what the client
-held.
+The endpoint's thread receives messages and replies to waits when their tasks have ended. A second
+thread runs the other calls in order of arrival. A client finds only tasks of its own data-parallel
+id. A connection represents a client: when it ends, the server releases what the client held.
 """
 
 from __future__ import annotations
@@ -15,21 +15,32 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-from kvelastic.errors import InvalidArgumentError, NotInitializedError
+from kvelastic.errors import (
+    ChannelClosedError,
+    InvalidArgumentError,
+    KvelasticError,
+    NotInitializedError,
+)
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
-from kvelastic.flexkv.server.engine_thread import EngineThread
 from kvelastic.flexkv.server.process import KVServerHandle
 from kvelastic.flexkv.server.registration import Registrations, has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
-from kvelastic.messages import Connection, Endpoint, Request
+from kvelastic.messages import Connection, Endpoint, Message, Request
+from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic.flexkv")
+_LOOK_S: Final = 0.25
+"""Interval at which a waiting request is looked at; the end of a task does it earlier."""
+_ASK_S: Final = 30.0
+MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 
 
 class KVServer:
@@ -55,6 +66,9 @@ class KVServer:
         )
         self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
         self._clients: dict[Connection, int] = {}
+        self._waiting: dict[Request, tuple[messages.Wait, int, float]] = {}
+        """For each wait without a reply: its message, its client and its deadline."""
+        self._calls = Workers("flexkv-engine")
         self._is_over = threading.Event()
         # Random, so that ids of an earlier server's tasks are unknown here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
@@ -63,7 +77,6 @@ class KVServer:
             model_config, lambda: self._engine.transfer_engine.gpu_worker
         )
         self._engine.start()
-        self._thread = EngineThread(self._engine)
         try:
             addresses = [self.server_recv_port, self.gpu_register_port]
             self._endpoint = Endpoint(
@@ -74,9 +87,9 @@ class KVServer:
                 name="flexkv",
             )
         except BaseException:
-            self._thread.stop()
             self._engine.shutdown()
             raise
+        self._engine.transfer_engine.on_event = self._wake
         _log.info("FlexKV's server is at %s.", self.server_recv_port)
 
     @classmethod
@@ -124,13 +137,13 @@ class KVServer:
         """Close the connections and the tiers. Blocks for running copies. Idempotent."""
         self._is_over.set()
         self._endpoint.close()
-        self._thread.stop()
+        self._calls.close()
         self._engine.shutdown()
 
     @property
     def open_tasks(self) -> int:
-        """Number of tasks that run or have holds or space. Waits for the engine's thread."""
-        return int(self._thread.ask(lambda: self._engine.open_tasks))
+        """Number of tasks that run or have holds or space. Waits for earlier calls."""
+        return self._calls.run(lambda: self._engine.open_tasks, _ASK_S)
 
     @property
     def registered_ranks(self) -> int:
@@ -143,7 +156,7 @@ class KVServer:
         Blocks; call it on an idle server.
         """
         self._registrations.check_integrity()
-        self._thread.ask(self._engine.check_integrity)
+        self._calls.run(self._engine.check_integrity, _ASK_S)
 
     # --- the endpoint's thread -----------------------------------------------------------------
 
@@ -160,14 +173,18 @@ class KVServer:
             self._client_of(request)
             request.answer(messages.Done())
             self._is_over.set()
+        elif isinstance(message, messages.Wait):
+            deadline_s = time.monotonic() + (message.timeout_s or 0.0)
+            self._waiting[request] = message, self._client_of(request), deadline_s
+            self._look_again(request)
         else:
-            self._thread.carry_out(request, self._client_of(request))
+            call = partial(self._carry_out, message, self._client_of(request))
+            if self._calls.submit(partial(self._reply, request, call)) is None:
+                raise ChannelClosedError("this server is about to end")
 
     def _register_client(self, request: Request, message: messages.RegisterDPClient) -> None:
-        if not message.shape.is_served_by(self._shape):
-            raise InvalidArgumentError(
-                f"this server is for {self._shape}, and the client has {message.shape}"
-            )
+        if unlike := messages.differences(message.shape, self._shape):
+            raise InvalidArgumentError(f"this server is for another model: the client has {unlike}")
         self._engine.model_config.check_client(message.dp_client_id)
         if request.connection in self._clients:
             raise InvalidArgumentError("this connection is a client already")
@@ -192,4 +209,62 @@ class KVServer:
         client = self._clients.pop(connection, None)
         if client is not None:
             _log.info("Client %d has gone.", client)
-            self._thread.give_back(client)
+            self._calls.submit(partial(self._engine.forget_client, client))
+
+    def _wake(self) -> None:
+        """Look at the waits again. Any thread may call; the transfer engine does at each end."""
+        if self._waiting:
+            self._endpoint.run_soon(self._look_at_all)
+
+    def _look_at_all(self) -> None:
+        for request in list(self._waiting):
+            self._look(request)
+
+    def _look_again(self, request: Request) -> None:
+        """Look at a wait until it has its reply: a store that hangs reports no end."""
+        self._look(request)
+        if request in self._waiting:
+            left_s = self._waiting[request][-1] - time.monotonic()
+            again = partial(self._look_again, request)
+            self._endpoint.run_later(min(max(0.0, left_s), _LOOK_S), again)
+
+    def _look(self, request: Request) -> None:
+        """Reply to a wait if its tasks have ended or its deadline has come."""
+        if request not in self._waiting:
+            return
+        wait, client, deadline_s = self._waiting[request]
+        is_late = time.monotonic() >= deadline_s
+
+        def responses() -> Message | None:
+            found = self._engine.answers(wait, client, is_late=is_late)
+            return None if found is None else messages.Responses(list(found.values()))
+
+        if not request.connection.is_open or self._reply(request, responses):
+            del self._waiting[request]
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    def _reply(self, request: Request, call: Callable[[], Any]) -> bool:
+        """Send the result of a call, or its error, unless the result is None."""
+        try:
+            result = call()
+            if result is None:
+                return False
+            request.answer(result)
+        except Exception as error:
+            if not isinstance(error, KvelasticError):
+                _log.exception("a %s was not carried out", type(request.message).__name__)
+            request.refuse(error)
+        return True
+
+    def _carry_out(self, call: Message, client: int) -> Any:
+        if isinstance(call, messages.Unregister):
+            self._engine.forget_client(client)
+            return messages.Done()
+        if isinstance(call, messages.Match) and self._engine.open_tasks >= MOST_TASKS_OF_A_CLIENT:
+            count = self._engine.open_tasks_of(client)
+            if count >= MOST_TASKS_OF_A_CLIENT:
+                raise InvalidArgumentError(
+                    f"{count} tasks of this client are open; wait for them or cancel them"
+                )
+        return self._engine.ask(call, client, client)

@@ -1,25 +1,20 @@
 """Converts a graph of operations to transfers of the tiers' executor. Pure.
 
-A graph becomes one or two *stages*. Each stage is one transfer:
-
-    stage 0   the operation that the caller waits for, and all its predecessors
-    stage 1   the rest, at a lower priority, after stage 0: copies to farther tiers
-
-Within a stage, blocks are copied in batches. An operation fills staging slots and empties them.
-Slots that an earlier operation has filled are not filled again:
+A graph becomes *stages*, which run one after the other. A stage has the operations whose
+predecessors are all in earlier stages, and is one transfer. Each batch of blocks fills staging
+slots once, and all operations with these blocks and this source empty them. A read into the CPU
+tier joins the H2D that needs its blocks, and stores them there after the copy to the engine:
 
     DISK2H -> H2D      get(ssd) -> copy in -> put(cpu)      the put is not awaited
     H2D                get(cpu) -> copy in
     D2H                copy out -> put(cpu)
-    H2DISK             get(cpu) -> put(ssd)
+    H2DISK, H2REMOTE   get(cpu) -> put(ssd), put(remote)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.flexkv.common.transfer import (
@@ -43,143 +38,107 @@ INSTEAD: Final = {
     TransferType.H2PEERSSD: "H2REMOTE to a store that the machines share",
     TransferType.LAYERWISE: "H2D of all layers",
 }
+_READS: Final = (TransferType.DISK2H, TransferType.REMOTE2H)
 
 
-@dataclass
+class _Group(NamedTuple):
+    """Operations with the same blocks and source, and which operation reads which of them."""
+
+    fills: Sequence[tuple[TransferOp, list[int]]]
+    ops: list[TransferOp]
+
+
 class Stage:
     """One transfer of the executor, and the operations that it performs."""
 
-    ops: Sequence[TransferOp]
-    tiers: Mapping[DeviceType, int]
-    batch_blocks: int
-    operations: list[Operation] = field(default_factory=list)
-    op_of: list[TransferOp] = field(default_factory=list)
-    """For each of the executor's operations, the one that it belongs to."""
-    items_of: dict[int, list[int]] = field(default_factory=dict)
-    """By op id: its blocks as items of the transfer."""
-    ids: list[int] = field(default_factory=list)
-    parents: list[bytes] = field(default_factory=list)
-    _item_of: dict[bytes, int] = field(default_factory=dict)
-    _batch_of: list[int] = field(default_factory=list)
-    _filled_by: dict[int, int] = field(default_factory=dict)
-    """For each item, the operation that fills its staging slot."""
-    _ends: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By op id and batch: the operation that ends it."""
+    def __init__(
+        self,
+        groups: Iterable[_Group],
+        tiers: Mapping[DeviceType, int],
+        batch_blocks: int,
+        *,
+        is_awaited: bool,
+    ) -> None:
+        """`is_awaited`: the caller waits for an operation of this or a later stage."""
+        self.is_awaited: Final = is_awaited
+        self.ops: list[TransferOp] = []
+        self.op_of: list[TransferOp] = []
+        """For each of the executor's operations, the one that it belongs to."""
+        self.keys = b""
+        self.ids: list[int] = []
+        self.parents: list[bytes] = []
+        self._tiers: Final = {**tiers, DeviceType.GPU: NO_TIER}
+        self._items: dict[int, Sequence[int]] = {}
+        """By op id: its blocks as items of the transfer."""
+        self._operations: list[Operation] = []
+        batch = 0
+        for fills, ops in groups:
+            first = len(self.ids)
+            self._add_items(ops[0])
+            self.ops += ops
+            self._items.update({op.op_id: range(first, len(self.ids)) for op in ops})
+            ends = [(op, *self._steps(op)[1]) for op in ops]
+            for reader, places in fills:
+                items = [first + place for place in places]
+                reads, stores = self._steps(reader)
+                last = []
+                if reader is not ops[0]:
+                    self.ops.append(reader)
+                    self._items[reader.op_id] = items
+                    last = [(reader, *stores)]
+                for at in range(0, len(items), batch_blocks):
+                    some = tuple(items[at : at + batch_blocks])
+                    after = self._push([(reader, *reads)], some, batch)
+                    after = self._push(ends, some, batch, after)
+                    self._push(last, some, batch, after, is_awaited=False)
+                    batch += 1
+        self.graph: Final = Graph(self._operations, len(self.ids))
 
-    def __post_init__(self) -> None:
-        for op in self.ops:
-            self.items_of[op.op_id] = self._items(op)
-        promotions = self._promotions()
-        for op in self.ops:
-            if op.transfer_type is not TransferType.VIRTUAL:
-                self._add(op, is_promotion=op.op_id in promotions)
-        for op in self.ops:
-            if op.op_id in promotions:
-                self._promote(op)
-        self.graph = Graph(self.operations, len(self.ids))
-        self.keys = b"".join(self._item_of)
+    def _add_items(self, op: TransferOp) -> None:
+        keys, engine = op.key_list(), op.engine_side
+        base = op.dp_id * MOST_BLOCKS
+        self.keys += op.keys
+        self.ids += [NO_BLOCK] * len(keys) if engine is None else (engine + base).tolist()
+        self.parents += [op.chain_after, *keys][: len(keys)]
+
+    def _push(
+        self,
+        steps: Iterable[tuple[TransferOp, Kind, int]],
+        items: tuple[int, ...],
+        batch: int,
+        after: tuple[int, ...] = (),
+        *,
+        is_awaited: bool = True,
+    ) -> tuple[int, ...]:
+        """Add a step of each operation; return their indices."""
+        first = len(self.op_of)
+        for op, kind, tier in steps:
+            self.op_of.append(op)
+            step = Operation(kind, items, tier, after, batch, is_awaited=is_awaited)
+            self._operations.append(step)
+        return tuple(range(first, len(self.op_of)))
+
+    def _steps(self, op: TransferOp) -> list[tuple[Kind, int]]:
+        """Return the steps that move a block to staging and then to its target."""
+        if op.transfer_type is TransferType.VIRTUAL:
+            return [(Kind.GET, NO_TIER)] * 2
+        source, target = ENDS.get(op.transfer_type, (None, None))
+        if source not in self._tiers or target not in self._tiers:
+            instead = INSTEAD.get(op.transfer_type, "a configuration with that tier")
+            raise UnsupportedError(f"{op.transfer_type.value} is not done here; use {instead}")
+        return [
+            (Kind.COPY_OUT if source is DeviceType.GPU else Kind.GET, self._tiers[source]),
+            (Kind.COPY_IN if target is DeviceType.GPU else Kind.PUT, self._tiers[target]),
+        ]
 
     def moved(self, op: TransferOp, run: Run) -> list[bool]:
         """For each block of one of `ops`, whether it was copied."""
-        items, kind = self.items_of[op.op_id], op.transfer_type
-        if kind is TransferType.H2D:
+        items = self._items[op.op_id]
+        if op.transfer_type is TransferType.H2D:
             return [run.loaded[item] for item in items]
-        target = ENDS[kind][1]
-        if target is DeviceType.CPU and any(run.loaded[item] for item in items):
-            return [run.staged[item] or run.loaded[item] for item in items]
-        return [self.tiers[target] in run.stored[item] for item in items]
-
-    def _items(self, op: TransferOp) -> list[int]:
-        """Return an operation's blocks as items; new items go into batches of their own."""
-        keys = op.key_list()
-        if len(set(keys)) != len(keys):
-            raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
-        base, engine = op.dp_id * MOST_BLOCKS, op.engine_side
-        blocks = [NO_BLOCK] * len(keys) if engine is None else (engine + base).tolist()
-        first, batches = len(self.ids), 1 + (self._batch_of[-1] if self._batch_of else -1)
-        for at, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            item = self._item_of.setdefault(key, len(self.ids))
-            if item == len(self.ids):
-                self.ids.append(block)
-                self.parents.append(keys[at - 1] if at else op.chain_after)
-                self._batch_of.append(batches + (item - first) // self.batch_blocks)
-            elif engine is not None:
-                if self.ids[item] not in (NO_BLOCK, block):
-                    raise InvalidArgumentError(
-                        f"operation {op.op_id} names block {block - base} for a key that another"
-                        " one has in another block; make a graph for each"
-                    )
-                self.ids[item] = block
-        return [self._item_of[key] for key in keys]
-
-    def _promotions(self) -> set[int]:
-        """Return the reads into the CPU tier whose blocks continue to the engine in this stage."""
-        reads = {
-            op.op_id: set(op.key_list())
-            for op in self.ops
-            if op.transfer_type in (TransferType.DISK2H, TransferType.REMOTE2H)
-        }
-        return {
-            before
-            for op in self.ops
-            for before in op.predecessors & reads.keys()
-            if op.transfer_type is TransferType.H2D and reads[before] <= set(op.key_list())
-        }
-
-    def _add(self, op: TransferOp, *, is_promotion: bool) -> None:
-        fill, empty = self._steps(op.transfer_type)
-        for batch, items in self._batches(op):
-            after = self._before(op, batch)
-            unread = tuple(item for item in items if item not in self._filled_by)
-            if unread:
-                self._filled_by.update(dict.fromkeys(unread, len(self.operations)))
-                self._push(op, Operation(fill[0], unread, fill[1], after, batch))
-            if not is_promotion:
-                before = tuple(sorted({self._filled_by[item] for item in items} | set(after)))
-                self._ends.setdefault(op.op_id, {})[batch] = len(self.operations)
-                self._push(op, Operation(empty[0], tuple(items), empty[1], before, batch))
-
-    def _promote(self, op: TransferOp) -> None:
-        """Store the blocks of a read, after the copy to the engine that the caller waits for."""
-        kind, tier = self._steps(op.transfer_type)[1]
-        reads: dict[int, list[int]] = {}
-        for place, other in enumerate(self.operations):
-            if other.kind in (Kind.COPY_IN, Kind.GET):
-                reads.setdefault(other.batch, []).append(place)
-        for batch, items in self._batches(op):
-            after = tuple(reads[batch])
-            put = Operation(kind, tuple(items), tier, after, batch, is_awaited=False)
-            self._push(op, put)
-
-    def _steps(self, kind: TransferType) -> list[tuple[Kind, int]]:
-        """Return the steps that move a block to staging and then to its target."""
-        known = {**self.tiers, DeviceType.GPU: NO_TIER}
-        source, target = ENDS.get(kind, (None, None))
-        if source not in known or target not in known:
-            instead = INSTEAD.get(kind, "a configuration with that tier")
-            raise UnsupportedError(f"{kind.value} is not done here; use {instead}")
-        return [
-            (Kind.COPY_OUT if source is DeviceType.GPU else Kind.GET, known[source]),
-            (Kind.COPY_IN if target is DeviceType.GPU else Kind.PUT, known[target]),
-        ]
-
-    def _batches(self, op: TransferOp) -> Iterable[tuple[int, list[int]]]:
-        found: dict[int, list[int]] = {}
-        for batch, items in groupby(self.items_of[op.op_id], self._batch_of.__getitem__):
-            found.setdefault(batch, []).extend(items)
-        return found.items()
-
-    def _push(self, op: TransferOp, operation: Operation) -> None:
-        self.operations.append(operation)
-        self.op_of.append(op)
-
-    def _before(self, op: TransferOp, batch: int) -> tuple[int, ...]:
-        """Return the same batch of a predecessor, or all of it if it has other blocks."""
-        before: set[int] = set()
-        for predecessor in op.predecessors:
-            ends = self._ends.get(predecessor, {})
-            before.update([ends[batch]] if batch in ends else ends.values())
-        return tuple(sorted(before))
+        tier = self._tiers[ENDS[op.transfer_type][1]]
+        # A joined read has done its part once its blocks are in the engine's.
+        return [run.loaded[item] or tier in run.stored[item] for item in items]
 
 
 class TransferScheduler:
@@ -192,13 +151,43 @@ class TransferScheduler:
     def stages(self, graph: TransferOpGraph) -> list[Stage]:
         """Return the transfers to run one after the other; none for a graph without operations.
 
-        Raises `InvalidArgumentError` for a cycle, for a block named twice in one operation, and for
-        a block that two operations place in two engine blocks. Raises `UnsupportedError` for an
-        operation that kvelastic or this configuration does not have.
+        Raises `InvalidArgumentError` for a cycle and for a block named twice in one operation, and
+        `UnsupportedError` for an operation that kvelastic or this configuration does not have.
         """
         order = graph.order()
-        has_end = graph.task_end_op_id in graph.ops
-        needed = graph.needed_for(graph.task_end_op_id) if has_end else graph.ops.keys()
-        first = [op for op in order if op.op_id in needed]
-        rest = [op for op in order if op.op_id not in needed]
-        return [Stage(ops, self._tiers, self._batch_blocks) for ops in (first, rest) if ops]
+        fills = {op.op_id: _fills(graph, op) for op in order}
+        joined = {read.op_id for each in fills.values() for read, _ in each[:-1]}
+        number: dict[int, int] = {}
+        stages: list[dict[Any, _Group]] = []
+        for op in order:
+            before = [number[one] + (one not in joined) for one in op.predecessors]
+            at = number[op.op_id] = max(before, default=0)
+            if at == len(stages):
+                stages.append({})
+            if op.op_id in joined:
+                continue
+            source, _ = ENDS.get(op.transfer_type, (None, None))
+            blocks = (source, op.keys) if op.engine_side is None else op.op_id
+            stages[at].setdefault(blocks, _Group(fills[op.op_id], [])).ops.append(op)
+        end = number.get(graph.task_end_op_id, len(stages))
+        return [
+            Stage(groups.values(), self._tiers, self._batch_blocks, is_awaited=at <= end)
+            for at, groups in enumerate(stages)
+        ]
+
+
+def _fills(graph: TransferOpGraph, op: TransferOp) -> list[tuple[TransferOp, list[int]]]:
+    """Return the reads that an operation is joined by, with the places of their blocks.
+
+    The last entry is the operation itself, with the other blocks.
+    """
+    left = {key: place for place, key in enumerate(op.key_list())}
+    if len(left) != op.num_blocks:
+        raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
+    fills = []
+    for read in [graph.ops[one] for one in op.predecessors]:
+        keys = read.key_list()
+        is_for_it = read.transfer_type in _READS and op.transfer_type is TransferType.H2D
+        if is_for_it and read.successors == {op.op_id} and left.keys() >= set(keys):
+            fills.append((read, [left.pop(key) for key in keys]))
+    return [*fills, (op, list(left.values()))]

@@ -61,17 +61,28 @@ class _ForeignBlocks:
             raise InvalidArgumentError("blocks without a buffer, or none at all, hold nothing")
         self.blocks: Final = blocks
         self.record_bytes: Final = sum(buffer.block_bytes for buffer in buffers)
-        self._lock = threading.Lock()
-        self._is_closed = False
 
     def _check(self, ids: Sequence[int]) -> None:
         for block in ids:
             if not 0 <= block < self.blocks:
                 raise InvalidArgumentError(f"block {block} is none of {self.blocks}")
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise DriverError("the process that registered these blocks has gone")
+
+class _Descriptors:
+    """Descriptors that are closed with the last reference.
+
+    Another file could get a closed descriptor's number while a copy still uses it.
+    """
+
+    def __init__(self, fds: Iterable[int]) -> None:
+        self._fds = set(fds)
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+_GONE: Final = "the process that registered these blocks has gone"
 
 
 def _pages_of(buffers: Sequence[Buffer], ids: Sequence[int], page_bytes: int) -> list[int]:
@@ -103,9 +114,9 @@ class SharedBlocks(_ForeignBlocks):
         """
         super().__init__([buffer for _, buffer in buffers], blocks)
         self._buffers = _joined(buffers)
-        self._fds = set(owned if owned is not None else (fd for fd, _ in buffers))
         self._elastic = elastic or {}
-        self._copies = 0
+        fds = owned if owned is not None else (fd for fd, _ in buffers)
+        self._owned: _Descriptors | None = _Descriptors(fds)
 
     def copy_out(
         self,
@@ -133,18 +144,7 @@ class SharedBlocks(_ForeignBlocks):
 
     def close(self) -> None:
         """Refuse copies; the last running one closes the descriptors. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        self._close_unused()
-
-    def _close_unused(self) -> None:
-        # Another file could get a closed descriptor's number while a copy still uses it.
-        with self._lock:
-            if self._copies or not self._is_closed:
-                return
-            fds, self._fds = self._fds, set()
-        for fd in fds:
-            os.close(fd)
+        self._owned = None
 
     def _copy(
         self,
@@ -155,36 +155,26 @@ class SharedBlocks(_ForeignBlocks):
         transfer: _Transfer,
     ) -> None:
         self._check(ids)
-        with self._in_use():
-            pages = {fd: self._locate(fd, ids) for fd in self._elastic}
-            for block, slot in zip(ids, slots, strict=True):
-                record = staging.view(slot)
-                done = offset_bytes
-                for fd, buffer in self._buffers:
-                    piece = record[done : done + buffer.block_bytes]
-                    at = buffer.offset + block * buffer.stride_bytes
-                    if fd in pages:
-                        _move_in_pages(transfer, fd, piece, at, pages[fd])
-                    else:
-                        _move(transfer, fd, piece, at)
-                    done += buffer.block_bytes
+        in_use = self._owned
+        if in_use is None:
+            raise DriverError(_GONE)
+        pages = {fd: self._locate(fd, ids) for fd in self._elastic}
+        for block, slot in zip(ids, slots, strict=True):
+            record = staging.view(slot)
+            done = offset_bytes
+            for fd, buffer in self._buffers:
+                piece = record[done : done + buffer.block_bytes]
+                at = buffer.offset + block * buffer.stride_bytes
+                if fd in pages:
+                    _move_in_pages(transfer, fd, piece, at, pages[fd])
+                else:
+                    _move(transfer, fd, piece, at)
+                done += buffer.block_bytes
 
     def _locate(self, elastic: int, ids: Sequence[int]) -> dict[int, int]:
         """Return the offset of each page in the file of an elastic memory."""
         pages = _pages_of([one for fd, one in self._buffers if fd == elastic], ids, PAGE_BYTES)
         return dict(zip(pages, self._elastic[elastic](pages), strict=True))
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            self._copies += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._copies -= 1
-            self._close_unused()
 
 
 def _move(transfer: _Transfer, fd: int, piece: memoryview, offset: int) -> None:
@@ -263,6 +253,8 @@ class DeviceBlocks(_ForeignBlocks):
         self._buffers = list(buffers)
         self._export = export
         self._copying = threading.Lock()  # before _lock, which is held during driver calls
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._driver: _vmm.CudaDriver | None = None
         self._address = 0
         self._imported: OrderedDict[int, _Imported] = OrderedDict()
@@ -306,7 +298,8 @@ class DeviceBlocks(_ForeignBlocks):
         pages = _pages_of(self._buffers, ids, self._span.page_bytes)
         with self._copying:
             with self._lock:
-                self._check_open()
+                if self._is_closed:
+                    raise DriverError(_GONE)
                 driver = self._open()
                 self._in_copy = frozenset(pages)
             try:

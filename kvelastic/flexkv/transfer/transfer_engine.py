@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.flexkv.common.transfer import (
@@ -28,10 +28,11 @@ from kvelastic.flexkv.common.transfer import (
 )
 from kvelastic.flexkv.transfer.scheduler import Stage, TransferScheduler
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
-from kvelastic.tiers.base import Hold, Store
+from kvelastic.tiers.base import Hold, NoHold, Store
 from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.pool_side import StagingMemory
 from kvelastic.tiers.transfer_run import Priority, Run, Transfer
+from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic")
 
@@ -51,25 +52,20 @@ class _Flight:
 
     def __init__(self, graph: TransferOpGraph) -> None:
         self.graph = graph
-        self.stages: list[Stage] = []
-        self.is_planned = False
-        self.is_last = False
-        """Whether no further stage will begin."""
+        self.stages: list[Stage] | None = None
+        """None: not planned yet."""
         self.run: Run | None = None
+        """The run of the current stage; None before it is submitted."""
         self.open: Counter[int] = Counter()
         """By op id: the executor's operations that have not ended."""
+        self.is_last = False
+        """Whether no further stage will begin."""
         self.is_cancelled = False
         self.is_over = False
 
-    def plan(self, stages: list[Stage]) -> None:
-        """Set the graph's stages."""
-        self.stages = stages
-        self.open = Counter(op.op_id for stage in stages for op in stage.op_of)
-        self.is_planned = True
-
     @property
     def is_begun(self) -> bool:
-        """Whether the executor has started a run of the graph, or the graph has ended."""
+        """Whether the executor has the run of a stage, or the graph has ended."""
         return self.run is not None or self.is_over
 
 
@@ -98,9 +94,7 @@ class TransferEngine:
         self.on_event: Callable[[], None] = lambda: None
         """Called at each end, with the lock held. Must not block."""
         self._is_closed = False
-        self._to_plan: SimpleQueue[_Flight | None] = SimpleQueue()
-        self._planner = threading.Thread(target=self._plan_all, name="flexkv-plan", daemon=True)
-        self._planner.start()
+        self._planner = Workers("flexkv-plan")
 
     # --- submitting ----------------------------------------------------------------------------
 
@@ -115,46 +109,40 @@ class TransferEngine:
         """
         if isinstance(transfer_graph, TransferOpGraph):
             transfer_graph = [transfer_graph]
-        flights = [self._checked(graph) for graph in transfer_graph]
-        for flight in flights:
-            flight.plan(self._scheduler.stages(flight.graph))
-        self._register(flights)
-        for flight in flights:
-            self._begin_stage(flight, 0)
+        for graph in transfer_graph:
+            self._check(graph)
+        planned = [self._scheduler.stages(graph) for graph in transfer_graph]
+        for flight, stages in zip(self._register(transfer_graph), planned, strict=True):
+            self._begin(flight, stages)
 
-    def plan_and_submit(self, graphs: Iterable[TransferOpGraph]) -> None:
+    def plan_and_submit(self, graphs: Sequence[TransferOpGraph]) -> None:
         """Start graphs, but plan them in a thread, so that large graphs do not block the caller.
 
-        A graph that cannot be planned fails.
+        A graph that cannot be planned fails. Raises `InvalidArgumentError` for a graph that was
+        submitted before.
         """
-        flights = [self._checked(graph) for graph in graphs]
-        self._register(flights)
-        for flight in flights:
-            self._to_plan.put(flight)
+        for flight in self._register(graphs):
+            plan = partial(self._plan, flight)
+            if self._planner.submit(plan) is None:  # the system has no thread left
+                plan()
 
-    def _register(self, flights: Sequence[_Flight]) -> None:
-        new = {flight.graph.graph_id: flight for flight in flights}
+    def _register(self, graphs: Sequence[TransferOpGraph]) -> list[_Flight]:
+        new = {graph.graph_id: _Flight(graph) for graph in graphs}
         with self._done:
-            if len(new) < len(flights) or new.keys() & self._flights.keys():
+            if len(new) < len(graphs) or new.keys() & self._flights.keys():
                 raise InvalidArgumentError(f"one of the graphs {list(new)} is on its way already")
             self._flights.update(new)
+        return list(new.values())
 
-    def _plan_all(self) -> None:
-        """Plan submitted graphs. Runs in the planner's thread."""
-        while (flight := self._to_plan.get()) is not None:
-            try:
-                stages = self._scheduler.stages(flight.graph)
-                with self._done:
-                    if flight.is_over:  # cancelled before it was planned
-                        continue
-                    flight.plan(stages)
-                self._begin_stage(flight, 0)
-            except Exception:
-                _log.exception("graph %d cannot be carried out", flight.graph.graph_id)
-                with self._done:
-                    self._drop(flight, TransferOpStatus.FAILED)
+    def _plan(self, flight: _Flight) -> None:
+        try:
+            self._begin(flight, self._scheduler.stages(flight.graph))
+        except Exception:
+            _log.exception("graph %d cannot be carried out", flight.graph.graph_id)
+            with self._done:
+                self._drop(flight, TransferOpStatus.FAILED)
 
-    def _checked(self, graph: TransferOpGraph) -> _Flight:
+    def _check(self, graph: TransferOpGraph) -> None:
         for op in graph.ops.values():
             if op.status is not TransferOpStatus.PENDING:
                 raise InvalidArgumentError(
@@ -168,19 +156,25 @@ class TransferEngine:
                         f"operation {op.op_id} names blocks {int(ids.min())} to {int(ids.max())} of"
                         f" {count}; bind it to blocks of the engine before it is submitted"
                     )
-        return _Flight(graph)
+
+    def _begin(self, flight: _Flight, stages: list[Stage]) -> None:
+        with self._done:
+            if flight.is_over:  # cancelled before it was planned
+                return
+            flight.stages = stages
+            flight.open = Counter(op.op_id for stage in stages for op in stage.op_of)
+        self._begin_stage(flight, 0)
 
     def _begin_stage(self, flight: _Flight, number: int) -> None:
-        hold: Hold | None = None
         with self._done:
+            assert flight.stages is not None
             if number == len(flight.stages) or flight.is_cancelled:
-                self._drop_rest(flight, number)
+                self._drop(flight, TransferOpStatus.CANCELLED)
                 return
             stage = flight.stages[number]
-            for op in stage.ops:
-                op.status = TransferOpStatus.RUNNING
-        if number:  # keep what the first stage has stored until it is copied on
-            hold = self._cpu.hold(stage.keys)
+            flight.run = None
+        # Keep what an earlier stage has stored until it is copied on.
+        hold = self._cpu.hold(stage.keys) if number else NoHold()
         transfer = Transfer(
             stage.graph,
             stage.keys,
@@ -188,45 +182,42 @@ class TransferEngine:
             stage.parents,
             ended=lambda index, run: self._note_end(flight, stage, stage.op_of[index], run),
         )
-        run = self._executor.submit(transfer, Priority.BACKGROUND if number else Priority.LOAD)
+        priority = Priority.LOAD if stage.is_awaited else Priority.BACKGROUND
+        run = self._executor.submit(transfer, priority)
         with self._done:
             flight.run = run
+            for op in stage.ops:
+                if op.status is TransferOpStatus.PENDING:
+                    op.status = TransferOpStatus.RUNNING
             is_cancelled = flight.is_cancelled
             self._done.notify_all()  # for `cancel` and `drain`
         if is_cancelled:
             run.cancel()
         run.on_complete(lambda run: self._end_stage(flight, number, hold))
 
-    def _end_stage(self, flight: _Flight, number: int, hold: Hold | None) -> None:
-        if hold is not None:
-            hold.release()
+    def _end_stage(self, flight: _Flight, number: int, hold: Hold) -> None:
+        hold.release()
+        with self._done:
+            assert flight.stages is not None
+            for op in flight.stages[number].ops:
+                if not op.num_blocks:  # VIRTUAL
+                    self._complete(flight, op, TransferOpStatus.COMPLETED)
         self._begin_stage(flight, number + 1)
 
-    def _drop_rest(self, flight: _Flight, number: int) -> None:
-        """Cancel the stages from `number` on, and end the graph. The lock is held."""
-        for stage in flight.stages[number:]:
-            self._drop_ops(flight, stage.ops, TransferOpStatus.CANCELLED)
-        for stage in flight.stages[:number]:
-            for op in stage.ops:
-                if op.status is TransferOpStatus.RUNNING and not op.num_blocks:  # VIRTUAL
-                    self._complete(flight, op, TransferOpStatus.COMPLETED)
-        flight.is_last = True
-        self._end_if_over(flight)
-
     def _drop(self, flight: _Flight, status: TransferOpStatus) -> None:
-        """End a graph that has not started. The lock is held."""
-        if not flight.is_over:
-            self._drop_ops(flight, flight.graph.ops.values(), status)
-            flight.is_last = True
-            self._end_if_over(flight)
+        """End the operations that have not begun, and the graph after the last running one.
 
-    def _drop_ops(
-        self, flight: _Flight, ops: Iterable[TransferOp], status: TransferOpStatus
-    ) -> None:
-        for op in ops:
-            flight.open.pop(op.op_id, None)
-            op.moved = [False] * op.num_blocks
-            self._complete(flight, op, status)
+        The lock is held.
+        """
+        if flight.is_over:
+            return
+        flight.is_last = True
+        for op in flight.graph.ops.values():
+            if op.status is TransferOpStatus.PENDING:
+                flight.open.pop(op.op_id, None)
+                op.moved = [False] * op.num_blocks
+                self._complete(flight, op, status)
+        self._end_if_over(flight)
 
     # --- the executor's thread -----------------------------------------------------------------
 
@@ -311,7 +302,7 @@ class TransferEngine:
             if flight is None:
                 return True
             flight.is_cancelled = True
-            if not flight.is_planned:
+            if flight.stages is None:
                 self._drop(flight, TransferOpStatus.CANCELLED)
             elif not self._done.wait_for(lambda: flight.is_begun, timeout_s):
                 return False
@@ -358,11 +349,10 @@ class TransferEngine:
         with self._done:
             for flight in list(self._flights.values()):
                 flight.is_cancelled = True
-                if not flight.is_planned:
+                if flight.stages is None:
                     self._drop(flight, TransferOpStatus.CANCELLED)
             if self._is_closed:
                 return []
             self._is_closed = True
-        self._to_plan.put(None)
-        self._planner.join()
+        self._planner.close(timeout_s)
         return self._executor.close(timeout_s)
