@@ -43,6 +43,7 @@ from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.common.tracer import Tracer
 from kvelastic.flexkv.common.transfer import GRAPH_END, BlockIds, DeviceType, TransferOpStatus
+from kvelastic.flexkv.server.registration import Registrations
 from kvelastic.flexkv.storage.allocator import engine_blocks
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
@@ -148,6 +149,9 @@ class KVTaskEngine(Calls):
         self._batches: dict[int, list[int]] = {}
         """The tasks of each batch."""
         self.recent: RingBuffer[KVTask] = RingBuffer(RECENT_TASKS)
+        self.registrations: Final = Registrations(
+            self.model_config, lambda: self.transfer_engine.gpu_worker
+        )
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
@@ -192,11 +196,17 @@ class KVTaskEngine(Calls):
         return storage
 
     def is_ready(self) -> bool:
-        """Whether it is started and every rank of every client has registered their tensors."""
+        """Whether it is started and every rank of every client has registered their tensors.
+
+        Raises `EngineError` with the reason if a missing rank was refused: it does not retry.
+        """
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker
-        return all(worker.is_registered(client) for client in range(self.model_config.clients))
+        if all(worker.is_registered(client) for client in range(self.model_config.clients)):
+            return True
+        self.registrations.check_refused()
+        return False
 
     def register_kv_caches(
         self,
@@ -409,11 +419,8 @@ class KVTaskEngine(Calls):
                 " tokens of its mask; pass exactly those, in order"
             )
         blocks = blocks_of_slots(slots, self.cache_config.tokens_per_block)
-        count = self.transfer_engine.gpu_worker.block_count(task.dp_id)
-        if int(blocks.max()) >= count:
-            raise InvalidArgumentError(
-                f"slot_mapping of task {task_id} names block {int(blocks.max())} of {count}"
-            )
+        worker = self.transfer_engine.gpu_worker
+        worker.check(task.dp_id, blocks, f"slot_mapping of task {task_id}")
         if len(np.unique(blocks)) != len(blocks):
             raise InvalidArgumentError(
                 f"slot_mapping of task {task_id} names a block twice; each block of tokens has one"
@@ -529,12 +536,11 @@ class KVTaskEngine(Calls):
         ops = task.plan.graph.ops
         if task.task_type is KVRequestType.PREFETCH:
             reads = iter(ops.values())
-            moved: list[bool] = []
-            for fragment in task.plan.fragments:
-                is_there = fragment.device is DeviceType.CPU
-                moved += [True] * fragment.blocks if is_there else next(reads).moved
-            task.moved = np.array(moved, np.bool_)
-            is_whole = all(moved)
+            task.moved = np.ones(sum(one.blocks for one in task.plan.fragments), np.bool_)
+            for device, first, count in task.plan.fragments:
+                if device is not DeviceType.CPU:
+                    task.moved[first : first + count] = next(reads).moved
+            is_whole = bool(task.moved.all())
         else:
             end = ops[task.plan.graph.task_end_op_id]
             is_whole = end.status is TransferOpStatus.COMPLETED
@@ -557,16 +563,11 @@ class KVTaskEngine(Calls):
             self._pump()
             return len(self._open)
 
-    def open_tasks_of(self, dp_client_id: int) -> int:
-        """Return the number of a client's tasks that run or have holds or space. Linear."""
+    def list_open(self, dp_client_id: int | None = None) -> list[KVTask]:
+        """Return the tasks that run or have holds or space, or those of one client. Linear."""
         with self._lock:
             self._pump()
-            return sum(task.dp_id == dp_client_id for task in self._open.values())
-
-    def list_open(self) -> list[KVTask]:
-        """Return the tasks that run or hold something."""
-        with self._lock:
-            return list(self._open.values())
+            return [task for task in self._open.values() if dp_client_id in (None, task.dp_id)]
 
     def seconds_of(self, task: KVTask) -> float:
         """Return the time from a task's match to its end, or until now."""
@@ -582,5 +583,6 @@ class KVTaskEngine(Calls):
     def check_integrity(self) -> None:
         """Check all parts. Raises `IntegrityError`. Blocks."""
         self._pump()
+        self.registrations.check_integrity()
         self.transfer_engine.check_integrity()
         self.cache_engine.check_integrity()

@@ -377,7 +377,7 @@ def test_custom_transfer_graph_runs_in_dependency_order(tmp_path: Path) -> None:
         graph.add_dependency(disk.op_id, store.op_id)
         graph.add_dependency(join.op_id, disk.op_id)
         transfers.submit_transfer_graph(graph)
-        assert transfers.settle(SOON_S)
+        assert transfers.drain(SOON_S)
         assert {op.status for op in graph.ops.values()} == {TransferOpStatus.COMPLETED}
         assert [sum(op.moved) for op in (store, disk)] == [20, 20]
         engine.manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(100)
@@ -416,7 +416,7 @@ def test_one_graph_loads_a_key_into_several_blocks(tmp_path: Path) -> None:
         for op in loads:
             graph.add_dependency(op.op_id, read.op_id)
         transfers.submit_transfer_graph(graph)
-        assert transfers.settle(SOON_S)
+        assert transfers.drain(SOON_S)
         assert [op.moved for op in (read, *loads)] == [[True], [True, True], [True, True]]
         assert all(
             engine.holds(block, tokens, at) for block, at in ((5, 0), (6, 1), (9, 0), (8, 1))

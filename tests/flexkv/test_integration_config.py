@@ -189,7 +189,7 @@ def scheduler() -> Any:
     one: Any = FlexKVSchedulerConnector.__new__(FlexKVSchedulerConnector)
     one._block_size = 4
     one._stats = FlexKVStats()
-    one._matched, one._to_launch, one._running, one._failing = {}, {}, {}, {}
+    one._tasks = {}
     one._away_until_s, one._failed_blocks = 0.0, set()
     one._manager = Manager()
     return one
@@ -251,7 +251,7 @@ def test_unused_match_is_cancelled(scheduler: Any) -> None:
     asked = scheduler._manager.asked
     scheduler.launch()
     assert scheduler._manager.asked == asked + 1
-    assert scheduler._open_tasks() == []
+    assert scheduler._tasks == {}
 
 
 def test_multimodal_and_embedding_prompts_are_skipped(scheduler: Any) -> None:

@@ -769,7 +769,7 @@ def test_cancelled_running_get_writes_no_blocks(with_disk: Engine) -> None:
     assert answer.return_mask is not None
     assert not answer.return_mask.any()
     go_on.set()
-    assert with_disk.manager.task_engine.transfer_engine.settle(SOON_S)
+    assert with_disk.manager.task_engine.transfer_engine.drain(SOON_S)
     assert not with_disk.tensor.any(), "a cancelled load has written to a block"
 
 

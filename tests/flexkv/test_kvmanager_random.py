@@ -188,7 +188,7 @@ class Machine:
             self.free += blocks
             for block in blocks:
                 self.engine.tensor[:, :, block] = -1
-            assert self.manager.task_engine.transfer_engine.settle(SOON_S)
+            assert self.manager.task_engine.transfer_engine.drain(SOON_S)
             assert all((self.engine.tensor[:, :, block] == -1).all() for block in blocks)
 
     def prefetch(self, seed: int, blocks: int) -> None:
@@ -229,7 +229,6 @@ class Machine:
                 self.wait(0, True)
             self.manager.cancel(list(self.open))
             tasks = self.manager.task_engine
-            assert tasks.transfer_engine.settle(SOON_S)
             assert tasks.transfer_engine.drain(SOON_S)
             self.check()
             assert tasks.open_tasks == 0

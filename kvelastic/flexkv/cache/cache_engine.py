@@ -145,10 +145,8 @@ class GlobalCacheEngine:
         Raises `InvalidArgumentError`, and `UnsupportedError` for anything but all layers at once.
         """
         check_layers(layer_num, layer_granularity)
-        sequence = self.sequence(token_ids, namespace)
-        plan = self.plan_get(sequence, token_mask, dp_id=dp_id)
-        self._bind(plan, token_mask, slot_mapping)
-        return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id
+        plan = self.plan_get(self.sequence(token_ids, namespace), token_mask, dp_id=dp_id)
+        return self._bound(plan, token_mask, slot_mapping)
 
     def put(
         self,
@@ -167,25 +165,26 @@ class GlobalCacheEngine:
         Otherwise as `get`.
         """
         check_layers(layer_num, ALL_LAYERS)
-        sequence = self.sequence(token_ids, namespace)
-        plan = self.plan_put(sequence, token_mask, dp_id=dp_id)
-        self._bind(plan, token_mask, slot_mapping)
+        plan = self.plan_put(self.sequence(token_ids, namespace), token_mask, dp_id=dp_id)
+        bound = self._bound(plan, token_mask, slot_mapping)
         skipped = (plan.first_token if plan.tokens else plan.wanted[1]) // self.tokens_per_block
         if plan.place is not None:
             store = plan.graph.ops[plan.graph.task_end_op_id]
             store.dst_block_ids = np.array(plan.place.slots[skipped:], np.int64)
-        return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id, skipped
+        return *bound, skipped
 
-    def _bind(self, plan: Plan, token_mask: Any, slot_mapping: Any) -> None:
-        if slot_mapping is None or len(slot_mapping) == 0:
-            return
+    def _bound(
+        self, plan: Plan, token_mask: Any, slot_mapping: Any
+    ) -> tuple[TransferOpGraph, Mask, Plan, int]:
         try:
-            slots = slots_of_plan(plan, token_mask, slot_mapping)
-            if plan.tokens:
-                plan.graph.bind_engine_blocks(blocks_of_slots(slots, self.tokens_per_block))
+            if slot_mapping is not None and len(slot_mapping):
+                slots = slots_of_plan(plan, token_mask, slot_mapping)
+                if plan.tokens:
+                    plan.graph.bind_engine_blocks(blocks_of_slots(slots, self.tokens_per_block))
         except BaseException:
             plan.abort()
             raise
+        return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id
 
     # --- plans ---------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from copy import copy
 from functools import partial
 from typing import Any, Final
 
@@ -27,11 +26,11 @@ from kvelastic.errors import (
     KvelasticError,
     NotInitializedError,
 )
-from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.process import KVServerHandle
-from kvelastic.flexkv.server.registration import Registrations, has_gone
+from kvelastic.flexkv.server.registration import has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
 from kvelastic.messages import Connection, Endpoint, Message, Request
 from kvelastic.tiers.workers import Workers
@@ -55,11 +54,13 @@ class KVServer:
     ) -> None:
         """Open the tiers and listen. Blocks while stores open.
 
-        Raises the errors of `check_supported` and `KVTaskEngine`, and `ChannelError` if an endpoint
-        is in use; nothing stays open then.
+        Raises the errors of `KVTaskEngine`, and `ChannelError` if an endpoint is in use; nothing
+        stays open then.
         """
-        check_supported(model_config, cache_config)
-        model_config = copy(model_config)
+        # Task ids are random, so that ids of an earlier server's tasks are unknown here.
+        first_task_id = 1 + (secrets.randbits(28) << 32)
+        self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
+        self._registrations = self._engine.registrations
         self.server_recv_port: Final = server_recv_port or default_endpoint()
         self.gpu_register_port: Final = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port
@@ -70,12 +71,6 @@ class KVServer:
         """For each wait without a reply: its message, its client and its deadline."""
         self._calls = Workers("flexkv-engine")
         self._is_over = threading.Event()
-        # Random, so that ids of an earlier server's tasks are unknown here.
-        first_task_id = 1 + (secrets.randbits(28) << 32)
-        self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
-        self._registrations = Registrations(
-            model_config, lambda: self._engine.transfer_engine.gpu_worker
-        )
         self._engine.start()
         try:
             addresses = [self.server_recv_port, self.gpu_register_port]
@@ -121,8 +116,7 @@ class KVServer:
 
         Raises `EngineError` with the reason if a missing rank was refused.
         """
-        self._registrations.check_refused()
-        return self._registrations.is_complete
+        return self._engine.is_ready()
 
     def run(self) -> None:
         """Block until a client shuts the server down, or `stop` is called; then close."""
@@ -155,7 +149,6 @@ class KVServer:
 
         Blocks; call it on an idle server.
         """
-        self._registrations.check_integrity()
         self._calls.run(self._engine.check_integrity, _ASK_S)
 
     # --- the endpoint's thread -----------------------------------------------------------------
@@ -262,7 +255,7 @@ class KVServer:
             self._engine.forget_client(client)
             return messages.Done()
         if isinstance(call, messages.Match) and self._engine.open_tasks >= MOST_TASKS_OF_A_CLIENT:
-            count = self._engine.open_tasks_of(client)
+            count = len(self._engine.list_open(client))
             if count >= MOST_TASKS_OF_A_CLIENT:
                 raise InvalidArgumentError(
                     f"{count} tasks of this client are open; wait for them or cancel them"

@@ -148,14 +148,8 @@ class TransferEngine:
                 raise InvalidArgumentError(
                     f"operation {op.op_id} is {op.status.value} already; make a new graph"
                 )
-            ids = op.engine_side
-            if ids is not None and len(ids):
-                count = self.gpu_worker.block_count(op.dp_id)
-                if not (int(ids.min()) >= 0 and int(ids.max()) < count):
-                    raise InvalidArgumentError(
-                        f"operation {op.op_id} names blocks {int(ids.min())} to {int(ids.max())} of"
-                        f" {count}; bind it to blocks of the engine before it is submitted"
-                    )
+            if op.engine_side is not None:
+                self.gpu_worker.check(op.dp_id, op.engine_side, f"operation {op.op_id}")
 
     def _begin(self, flight: _Flight, stages: list[Stage]) -> None:
         with self._done:
@@ -190,7 +184,7 @@ class TransferEngine:
                 if op.status is TransferOpStatus.PENDING:
                     op.status = TransferOpStatus.RUNNING
             is_cancelled = flight.is_cancelled
-            self._done.notify_all()  # for `cancel` and `drain`
+            self._done.notify_all()  # for `cancel`
         if is_cancelled:
             run.cancel()
         run.on_complete(lambda run: self._end_stage(flight, number, hold))
@@ -285,13 +279,6 @@ class TransferEngine:
         """Wait until `events` differs from `seen`, up to `timeout_s`."""
         self._wait(timeout_s, lambda: self._events != seen)
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until no graph is running, up to `timeout_s`; return whether none is.
-
-        A store may still be working for a cancelled graph.
-        """
-        return self._wait(timeout_s, lambda: not self._flights)
-
     def cancel(self, graph_id: int, timeout_s: float = CLOSE_S) -> bool:
         """Stop a graph; return whether its engine blocks are unused now.
 
@@ -313,13 +300,13 @@ class TransferEngine:
         return run.wait(timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no store is in use, even for cancelled graphs; return whether none is."""
+        """Wait until no graph runs and no store is in use, even for cancelled graphs.
+
+        Returns whether that was reached within `timeout_s`.
+        """
         deadline_s = time.monotonic() + timeout_s
-        with self._done:
-            flights = list(self._flights.values())
-            if not self._done.wait_for(lambda: all(one.is_begun for one in flights), timeout_s):
-                return False
-        return self._executor.drain(max(0.0, deadline_s - time.monotonic()))
+        are_over = self._wait(timeout_s, lambda: not self._flights)
+        return are_over and self._executor.drain(max(0.0, deadline_s - time.monotonic()))
 
     def stop_writing(self, timeout_s: float) -> bool:
         """Wait until no store is written to, except hanging ones; return whether none is.

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, SharedBlocks
@@ -85,6 +88,15 @@ class GPUCPUTransferWorker:
         `NotInitializedError` if a rank is missing.
         """
         return min(blocks.blocks for _, blocks in self._of(dp_client_id))
+
+    def check(self, dp_client_id: int, ids: npt.NDArray[np.int64], what: str) -> None:
+        """Raise `InvalidArgumentError` if `what` names a block that not all ranks have."""
+        count = self.block_count(dp_client_id)
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+            raise InvalidArgumentError(
+                f"{what} names blocks {int(ids.min())} to {int(ids.max())} of {count}; bind it to"
+                " blocks of the engine"
+            )
 
     def _of(self, client: int) -> list[tuple[int, Blocks]]:
         with self._lock:

@@ -45,6 +45,8 @@ class _Task:
     """Number of tokens to copy, from `skipped` on."""
     skipped: int
     block_ids: list[int] = field(default_factory=list)
+    state: Literal["matched", "bound", "running", "failing"] = "matched"
+    """`bound`: its blocks are known. `failing`: until a worker's output names its blocks."""
 
 
 class FlexKVSchedulerConnector:
@@ -57,11 +59,7 @@ class FlexKVSchedulerConnector:
         """
         self._block_size = config.cache_config.tokens_per_block
         self._stats = FlexKVStats(config.user_config.settings.get("num_log_interval_requests", 200))
-        self._matched: dict[int, _Task] = {}
-        self._to_launch: dict[int, _Task] = {}
-        self._running: dict[int, _Task] = {}
-        self._failing: dict[str, _Task] = {}
-        """Failed loads, until a worker's output names their blocks."""
+        self._tasks: dict[int, _Task] = {}
         self._failed_blocks: set[int] = set()
         """Blocks of failed loads that no worker knows of."""
         self._away_until_s = 0.0
@@ -115,7 +113,8 @@ class FlexKVSchedulerConnector:
         matched = self._try(
             lambda: self._manager.get_match(tokens, mask, namespace=_namespace(request))
         )
-        return 0 if matched is None else self._note("get", request, computed, *matched)
+        task = None if matched is None else self._note("get", request, computed, *matched)
+        return 0 if task is None else task.tokens
 
     def _note(
         self,
@@ -124,36 +123,34 @@ class FlexKVSchedulerConnector:
         skipped: int,
         task_id: int,
         mask: np.ndarray[Any, Any],
-    ) -> int:
-        """Keep a task that has something to copy; cancel any other task."""
+    ) -> _Task | None:
+        """Keep a task that has something to copy; cancel any other task and return None."""
         found = int(np.count_nonzero(mask))
         if found == 0:
             self._try(lambda: self._manager.cancel([task_id]))
-        else:
-            if kind == "put":
-                skipped = mask.size - found
-            self._matched[task_id] = _Task(task_id, kind, request, found, skipped)
-        return found
+            return None
+        if kind == "put":
+            skipped = mask.size - found
+        task = self._tasks[task_id] = _Task(task_id, kind, request, found, skipped)
+        return task
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Set the target blocks of a load."""
         if num_external_tokens == 0:
             return
-        task = self._take_matched("get", request)
-        if task is None:
-            raise EngineError(f"vLLM loads for {request.request_id}, which was not matched")
-        self._launch_into(task, blocks.get_block_ids()[0])
+        for task in self._in("matched"):
+            if task.request.request_id == request.request_id:
+                self._bind(task, blocks.get_block_ids()[0])
+                return
+        raise EngineError(f"vLLM loads for {request.request_id}, which was not matched")
 
-    def _take_matched(self, kind: str, request: Any) -> _Task | None:
-        for task_id, task in self._matched.items():
-            if task.kind == kind and task.request.request_id == request.request_id:
-                return self._matched.pop(task_id)
-        return None
-
-    def _launch_into(self, task: _Task, block_ids: list[int]) -> None:
+    def _bind(self, task: _Task, block_ids: list[int]) -> None:
         first = task.skipped // self._block_size
         task.block_ids = list(block_ids[first : first + task.tokens // self._block_size])
-        self._to_launch[task.task_id] = task
+        task.state = "bound"
+
+    def _in(self, state: str) -> list[_Task]:
+        return [task for task in self._tasks.values() if task.state == state]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Start to store a finished request's blocks; return whether they are still needed.
@@ -163,7 +160,7 @@ class FlexKVSchedulerConnector:
         return self._store(request, block_ids), None
 
     def _store(self, request: Any, block_ids: list[int]) -> bool:
-        if any(task.request.request_id == request.request_id for task in self._open_tasks()):
+        if any(task.request.request_id == request.request_id for task in self._tasks.values()):
             return True
         if not _ended_well(request):
             return False
@@ -175,27 +172,26 @@ class FlexKVSchedulerConnector:
         matched = self._try(lambda: self._manager.put_match(tokens, namespace=_namespace(request)))
         if matched is None:
             return False
-        found = self._note("put", request, 0, *matched)
+        task = self._note("put", request, 0, *matched)
+        found = 0 if task is None else task.tokens
         self._stats.record_put(num_all_tokens=request.num_tokens, num_unmatched_tokens=found)
-        task = self._take_matched("put", request)
-        if task is None:
-            return False
-        self._launch_into(task, block_ids)
-        return True
+        if task is not None:
+            self._bind(task, block_ids)
+        return task is not None
 
     def launch(self) -> None:
         """Cancel the matches that vLLM did not use, and launch the others."""
-        cancelled = list(self._matched)
-        self._matched.clear()
-        if cancelled:
-            self._try(lambda: self._manager.cancel(cancelled))
-        if not self._to_launch:
-            return
-        tasks = list(self._to_launch.values())
-        self._to_launch.clear()
-        slots = [self._slots(task) for task in tasks]
-        self._running.update({task.task_id: task for task in tasks})
-        self._try(lambda: self._manager.launch([task.task_id for task in tasks], slots))
+        unused = [task.task_id for task in self._in("matched")]
+        for task_id in unused:
+            del self._tasks[task_id]
+        if unused:
+            self._try(lambda: self._manager.cancel(unused))
+        tasks = self._in("bound")
+        for task in tasks:
+            task.state = "running"
+        if tasks:
+            ids, slots = [task.task_id for task in tasks], [self._slots(task) for task in tasks]
+            self._try(lambda: self._manager.launch(ids, slots))
 
     def _slots(self, task: _Task) -> np.ndarray[Any, np.dtype[np.int64]]:
         starts = np.asarray(task.block_ids, np.int64) * self._block_size
@@ -208,22 +204,22 @@ class FlexKVSchedulerConnector:
         """
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
         for task_id, is_whole in self._over().items():
-            task = self._running.pop(task_id)
-            name = task.request.request_id
+            task = self._tasks.pop(task_id)
             if task.kind == "put":
-                sent.add(name)
+                sent.add(task.request.request_id)
             elif is_whole:
-                received.add(name)
+                received.add(task.request.request_id)
             else:
-                self._failing[name] = task
+                task.state = "failing"
+                self._tasks[task_id] = task
                 self._failed_blocks |= set(task.block_ids)
             if not is_whole:
                 self._stats.record_failed(1)
                 _log.warning("A %s of %d tokens failed.", task.kind, task.tokens)
-        for name, task in list(self._failing.items()):
+        for task in self._in("failing"):
             if set(task.block_ids) <= set(output.invalid_block_ids or ()):
-                received.add(name)
-                del self._failing[name]
+                received.add(task.request.request_id)
+                del self._tasks[task.task_id]
         output.finished_sending, output.finished_recving = sent, received
 
     def take_failed_blocks(self) -> set[int]:
@@ -233,20 +229,21 @@ class FlexKVSchedulerConnector:
 
     def _over(self) -> dict[int, bool]:
         """Return the ended tasks, and for each whether all blocks were copied."""
-        if not self._running:
+        running = [task.task_id for task in self._in("running")]
+        if not running:
             return {}
         try:
-            found = self._manager.try_wait(list(self._running))
+            found = self._manager.try_wait(running)
         except (ChannelError, NotInitializedError):
             # A server that has ended copies nothing further.
-            return dict.fromkeys(self._running, False)
+            return dict.fromkeys(running, False)
         unready = [one for one, answer in found.items() if answer.status is _UNREADY]
         if unready:  # its launch was refused
             self._try(lambda: self._manager.cancel(unready))
         return {
             task_id: response.status is KVResponseStatus.SUCCESS
             for task_id, response in found.items()
-            if task_id in self._running
+            if task_id in self._tasks
         }
 
     def take_events(self) -> tuple[()]:
@@ -259,10 +256,6 @@ class FlexKVSchedulerConnector:
     def shutdown(self) -> None:
         """Cancel tasks and close the manager. Idempotent."""
         self._manager.shutdown()
-
-    def _open_tasks(self) -> list[_Task]:
-        groups = (self._matched, self._to_launch, self._running)
-        return [task for group in groups for task in group.values()] + list(self._failing.values())
 
     def _tokens(self, request: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Return the first whole blocks of tokens; None for prompts with more than tokens."""
