@@ -266,20 +266,20 @@ class KVTPClient:
     def _receive(self, request: Request) -> None:
         """Handle a request of the server. Runs in the endpoint's thread. Takes milliseconds."""
         asked = request.message
-        if isinstance(asked, messages.Export) and self._device is not None:
+        if isinstance(asked, messages.Locate) and self._device is not None:
             self._export(request, asked, *self._device)
         elif isinstance(asked, messages.Locate) and asked.memory < len(self._memories):
             fd = self._memories[asked.memory].fd
-            request.answer(messages.Located(offsets=process_mappings.locate(asked.pages, fd)))
+            request.answer(messages.Located(process_mappings.locate(asked.pages, fd)))
         else:
             raise MessageError(f"this rank takes no {type(asked).__name__}")
 
     @staticmethod
     def _export(
-        request: Request, asked: messages.Export, memory: _vmm.Range, driver: _vmm.CudaDriver
+        request: Request, asked: messages.Locate, memory: _vmm.Range, driver: _vmm.CudaDriver
     ) -> None:
         if len(asked.generations) != len(asked.pages):
-            raise MessageError("an Export needs a generation for each page")
+            raise MessageError("a GPU's pages need a generation each")
         # Read before the handles. If a page is unmapped and mapped in between, the server has the
         # new handle under the old generation, and imports it once more.
         generations = memory.generations(asked.pages)
@@ -292,7 +292,7 @@ class KVTPClient:
         try:
             for handle in memory.handles(changed[:_DESCRIPTORS_AT_ONCE]):
                 fds.append(driver.export_page(handle))  # noqa: PERF401  # `finally` needs partial results
-            request.answer(messages.Exported(generations=generations), descriptors=fds)
+            request.answer(messages.Located(generations), descriptors=fds)
         finally:
             for fd in fds:
                 os.close(fd)

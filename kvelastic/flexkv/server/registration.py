@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kvelastic.errors import (
@@ -155,8 +155,7 @@ class Registrations:
 
     def connection_ended(self, connection: Connection) -> None:
         """Release what was registered over a connection. Idempotent."""
-        for fd, _ in self._memories.pop(connection, []):
-            os.close(fd)
+        _close(fd for fd, _ in self._memories.pop(connection, []))
         for rank, (own, blocks) in list(self._ranks.items()):
             if own is connection:
                 del self._ranks[rank]
@@ -189,7 +188,7 @@ class Registrations:
                 buffers, count = _buffers(message, [message.span.size_bytes])
                 own = [buffer for _, buffer in buffers]
                 blocks = DeviceBlocks(
-                    message.span, own, count, lambda *asked: _export(connection, *asked)
+                    message.span, own, count, lambda *asked: _locate(connection, 0, *asked)
                 )
             else:
                 sizes = [
@@ -201,14 +200,13 @@ class Registrations:
                     count,
                     owned=[fd for fd, _ in memories],
                     elastic={
-                        fd: lambda pages, memory=memory: _locate(connection, memory, pages)  # type: ignore[misc]
+                        fd: lambda pages, memory=memory: _offsets(connection, memory, pages)  # type: ignore[misc]
                         for memory, (fd, is_elastic) in enumerate(memories)
                         if is_elastic
                     },
                 )
         except BaseException:
-            for fd, _ in memories:
-                os.close(fd)
+            _close(fd for fd, _ in memories)
             raise
         return blocks
 
@@ -246,29 +244,32 @@ def _buffers(
     return buffers, counts.pop()
 
 
-def _export(
-    connection: Connection, pages: list[int], generations: list[int]
+def _locate(
+    connection: Connection, memory: int, pages: list[int], generations: list[int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Ask a rank for pages. Blocks: do not call in the endpoint's own thread."""
-    asked = messages.Export(pages=pages, generations=generations)
+    """Ask a rank for its pages. Blocks: do not call in the endpoint's own thread."""
+    asked = messages.Locate(memory, pages, generations)
     answer, fds = connection.call_for_descriptors(asked, _LOCATE_S)
-    if isinstance(answer, messages.Exported) and len(answer.generations) == len(pages):
-        return answer.generations, fds
-    for fd in fds:
-        os.close(fd)
-    raise MessageError("a rank has not handed its pages over")
+    if isinstance(answer, messages.Located) and len(answer.found) == len(pages):
+        return answer.found, fds
+    _close(fds)
+    raise MessageError("a rank has not said where its pages are")
 
 
-def _locate(connection: Connection, memory: int, pages: list[int]) -> list[int]:
-    """Return offsets of a rank's pages. Blocks: do not call in the endpoint's own thread."""
+def _offsets(connection: Connection, memory: int, pages: list[int]) -> list[int]:
+    """Return offsets of a rank's pages. Blocks as `_locate`."""
     offsets: list[int] = []
     for first in range(0, len(pages), messages.MOST_PAGES):
-        asked = messages.Locate(memory=memory, pages=pages[first : first + messages.MOST_PAGES])
-        answer = connection.call(asked, _LOCATE_S)
-        if not isinstance(answer, messages.Located) or len(answer.offsets) != len(asked.pages):
-            raise MessageError("a rank has not said where its pages lie")
-        offsets += answer.offsets
+        some = pages[first : first + messages.MOST_PAGES]
+        found, fds = _locate(connection, memory, some, [])
+        _close(fds)
+        offsets += found
     return offsets
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def has_gone(connection: Connection) -> bool:

@@ -3,8 +3,7 @@
     client                         server
     RegisterDPClient        ->     Registered            one for each data-parallel client
     RegisterTPClient (+ fds) ->    Registered            one for each rank: its KV cache's memory
-    Located                 <-     Locate                where pages of elastic memory lie now
-    Exported (+ fds)        <-     Export                a GPU's pages, before each copy
+    Located (+ fds of a GPU) <-    Locate                where pages are, before each copy
     Unmapped                ->                           which of them the rank has unmapped
     Match, Launch           ->     Matched, Started
     Cancel, Reset           ->     Done
@@ -65,20 +64,6 @@ class AddMemory(Message):
     """Pages are mapped and unmapped; the tensors' offsets are addresses in the rank."""
 
 
-class Export(Message):
-    """The server asks a rank for pages. Descriptors come with the reply."""
-
-    pages: Annotated[list[Count], Meta(max_length=MOST_PAGES)]
-    generations: Annotated[list[int], Meta(max_length=MOST_PAGES)]
-    """Of the pages as the server has them, or -1."""
-
-
-class Exported(Message):
-    """Generations of the pages, and descriptors of the first whose generation differs."""
-
-    generations: Annotated[list[int], Meta(max_length=MOST_PAGES)]
-
-
 class Unmapped(Message):
     """Exported pages that the rank has unmapped: the server releases them."""
 
@@ -86,17 +71,22 @@ class Unmapped(Message):
 
 
 class Locate(Message):
-    """The server asks a rank for the current offsets of pages in an elastic memory's file."""
+    """The server asks a rank where pages are, before each copy."""
 
     memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
     pages: Annotated[list[Count], Meta(max_length=MOST_PAGES)]
-    """Addresses in the rank, in units of `process_mappings.PAGE_BYTES`."""
+    """Of a GPU's range, or addresses in the rank in units of `process_mappings.PAGE_BYTES`."""
+    generations: Annotated[list[int], Meta(max_length=MOST_PAGES)]
+    """Of a GPU's pages as the server has them, or -1."""
 
 
 class Located(Message):
-    """For each page, its offset or `process_mappings.NOT_MAPPED`."""
+    """For each page, its offset in the memory's file or `process_mappings.NOT_MAPPED`.
 
-    offsets: Annotated[list[int], Meta(max_length=MOST_PAGES)]
+    Of a GPU, its generation, and descriptors of the first pages whose generation differs.
+    """
+
+    found: Annotated[list[int], Meta(max_length=MOST_PAGES)]
 
 
 class RegisterTPClient(Message):
@@ -147,8 +137,7 @@ PROTOCOL: Final = Protocol(
     "flexkv",
     version=4,
     messages=(
-        *(RegisterDPClient, RegisterTPClient, AddMemory, Export, Exported, Unmapped),
-        *(Locate, Located),
+        *(RegisterDPClient, RegisterTPClient, AddMemory, Locate, Located, Unmapped),
         *(Registered, IsReady, Ready, Match, Matched, Launch, Started, Cancel, Wait),
         *(Responses, Reset, Shutdown, Unregister, Done),
     ),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, NamedTuple
@@ -252,16 +252,15 @@ class DeviceBlocks(_ForeignBlocks):
         self._span = span
         self._buffers = list(buffers)
         self._export = export
-        self._copying = threading.Lock()  # before _lock, which is held during driver calls
-        self._lock = threading.Lock()
+        self._copying = threading.Lock()
+        """Held by a copy, and while pages are released."""
         self._is_closed = False
         self._driver: _vmm.CudaDriver | None = None
         self._address = 0
         self._imported: OrderedDict[int, _Imported] = OrderedDict()
         """By page, the least recently used first."""
-        self._in_copy: frozenset[int] = frozenset()
-        self._unmapped: set[int] = set()
-        """Pages in the copy that their owner has unmapped since it began."""
+        self._unmapped: deque[int] = deque()
+        """Pages that their owner has unmapped, and that are not released yet."""
 
     def copy_out(
         self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
@@ -282,27 +281,25 @@ class DeviceBlocks(_ForeignBlocks):
             here.copy_in(staging, slots, ids, offset_bytes)
 
     def release_unmapped(self, pages: Iterable[int]) -> None:
-        """Release pages that their owner has unmapped, in a thread; a copy's pages after it."""
-        _in_a_thread(lambda: self._release(pages))
+        """Release pages that their owner has unmapped, in a thread, after a copy in progress."""
+        self._unmapped.extend(pages)
+        _in_a_thread(self._release)
 
     def close(self) -> None:
         """Refuse copies; release all memory in a thread, after a copy in progress. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        _in_a_thread(lambda: self._release(()))
+        self._is_closed = True
+        _in_a_thread(self._release)
 
     @contextmanager
     def _mapped(self, ids: Sequence[int]) -> Iterator[_vmm.EngineBlocks]:
         """Yield the blocks at local addresses, while the pages of `ids` are mapped."""
         self._check(ids)
         pages = _pages_of(self._buffers, ids, self._span.page_bytes)
-        with self._copying:
-            with self._lock:
+        try:
+            with self._copying:
                 if self._is_closed:
                     raise DriverError(_GONE)
                 driver = self._open()
-                self._in_copy = frozenset(pages)
-            try:
                 for first in range(0, len(pages), MOST_AT_ONCE):
                     self._import(driver, pages[first : first + MOST_AT_ONCE])
                 parts = [
@@ -310,11 +307,8 @@ class DeviceBlocks(_ForeignBlocks):
                     for at, stride_bytes, row_bytes in self._buffers
                 ]
                 yield _vmm.EngineBlocks(driver, parts, self.blocks)
-            finally:
-                with self._lock:
-                    self._in_copy = frozenset()
-                    unmapped, self._unmapped = self._unmapped, set()
-                self._release(unmapped)
+        finally:
+            self._release()
 
     def _open(self) -> _vmm.CudaDriver:
         if self._driver is None:
@@ -341,12 +335,11 @@ class DeviceBlocks(_ForeignBlocks):
                 ]
                 if changed and not descriptors:
                     raise DriverError("the owner of a page has not exported it")
-                with self._lock:
-                    for page in pages:
-                        if page in self._imported:
-                            self._imported.move_to_end(page)
-                    for (page, generation), fd in zip(changed, descriptors, strict=False):
-                        self._map(driver, page, generation, fd)
+                for page in pages:
+                    if page in self._imported:
+                        self._imported.move_to_end(page)
+                for (page, generation), fd in zip(changed, descriptors, strict=False):
+                    self._map(driver, page, generation, fd)
             finally:
                 for fd in descriptors:
                     os.close(fd)
@@ -378,17 +371,12 @@ class DeviceBlocks(_ForeignBlocks):
         del self._imported[page]
         self._driver.destroy(imported.handle, page_bytes)
 
-    def _release(self, unmapped: Iterable[int]) -> None:
-        """Release pages that are not to be kept, except for those of a copy in progress."""
-        with self._lock:
+    def _release(self) -> None:
+        """Release pages that are not to be kept. A copy in progress does it at its end."""
+        while self._copying.acquire(blocking=False):
             try:
-                for page in unmapped:
-                    if page in self._in_copy:
-                        self._unmapped.add(page)
-                    else:
-                        self._unmap(page)
-                if self._in_copy:
-                    return  # at its end it calls again
+                while self._unmapped:
+                    self._unmap(self._unmapped.popleft())
                 kept = 0 if self._is_closed else MOST_KEPT_BYTES // self._span.page_bytes
                 while len(self._imported) > kept:
                     self._unmap(next(iter(self._imported)))
@@ -397,6 +385,12 @@ class DeviceBlocks(_ForeignBlocks):
                     self._address = 0
             except DriverError as error:
                 _log.warning("pages of a rank stay allocated until it ends: %s", error)
+                return
+            finally:
+                self._copying.release()
+            # What came after the look has found the lock taken.
+            if not self._unmapped and not (self._is_closed and self._address):
+                return
 
 
 _releases: Final = Workers("flexkv-releases")
