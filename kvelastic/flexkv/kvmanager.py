@@ -43,6 +43,7 @@ from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.process import KVServerHandle
+from kvelastic.flexkv.server.registration import Registrations
 from kvelastic.flexkv.server.server import KVServer
 from kvelastic.flexkv.server.utils import (
     default_endpoint,
@@ -101,6 +102,9 @@ class KVManager(Calls):
         """Endpoint at which ranks in other processes register."""
         self._model, self._cache = model_config, cache_config
         self._listener: Endpoint | None = None
+        self._registrations = Registrations(
+            model_config, lambda: self.task_engine.transfer_engine.gpu_worker
+        )
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
         self._engine: KVTaskEngine | KVDPClient
@@ -145,7 +149,7 @@ class KVManager(Calls):
         """Listen for ranks; return None if an automatically named endpoint is unusable."""
         remove_dead_endpoints()
         try:
-            return self.task_engine.registrations.listen(self.gpu_register_port)
+            return self._registrations.listen(self.gpu_register_port)
         except ChannelError as error:
             if self._is_endpoint_named:
                 raise
@@ -171,7 +175,10 @@ class KVManager(Calls):
         Raises `EngineError` with the reason if a missing rank was refused: a refused rank does not
         retry.
         """
-        return self._engine.is_ready()
+        if self._engine.is_ready():
+            return True
+        self._registrations.check_refused()
+        return False
 
     def register_kv_caches(
         self,
@@ -219,6 +226,7 @@ class KVManager(Calls):
 
     def check_integrity(self) -> None:
         """Check all parts in this process. Raises `IntegrityError`. Blocks."""
+        self._registrations.check_integrity()
         if isinstance(self._engine, KVTaskEngine):
             self._engine.check_integrity()
 

@@ -43,7 +43,6 @@ from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.common.tracer import Tracer
 from kvelastic.flexkv.common.transfer import GRAPH_END, BlockIds, DeviceType, TransferOpStatus
-from kvelastic.flexkv.server.registration import Registrations
 from kvelastic.flexkv.storage.allocator import engine_blocks
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
@@ -149,9 +148,6 @@ class KVTaskEngine(Calls):
         self._batches: dict[int, list[int]] = {}
         """The tasks of each batch."""
         self.recent: RingBuffer[KVTask] = RingBuffer(RECENT_TASKS)
-        self.registrations: Final = Registrations(
-            self.model_config, lambda: self.transfer_engine.gpu_worker
-        )
         self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
@@ -196,17 +192,11 @@ class KVTaskEngine(Calls):
         return storage
 
     def is_ready(self) -> bool:
-        """Whether it is started and every rank of every client has registered their tensors.
-
-        Raises `EngineError` with the reason if a missing rank was refused: it does not retry.
-        """
+        """Whether it is started and every rank of every client has registered their tensors."""
         if self._storage is None or self._is_shut:
             return False
         worker = self.transfer_engine.gpu_worker
-        if all(worker.is_registered(client) for client in range(self.model_config.clients)):
-            return True
-        self.registrations.check_refused()
-        return False
+        return all(worker.is_registered(client) for client in range(self.model_config.clients))
 
     def register_kv_caches(
         self,
@@ -583,6 +573,5 @@ class KVTaskEngine(Calls):
     def check_integrity(self) -> None:
         """Check all parts. Raises `IntegrityError`. Blocks."""
         self._pump()
-        self.registrations.check_integrity()
         self.transfer_engine.check_integrity()
         self.cache_engine.check_integrity()

@@ -25,7 +25,7 @@ from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
-from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, SharedBlocks
+from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, ForeignBlocks, SharedBlocks
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.messages import Connection, Endpoint, Request
 
@@ -45,7 +45,7 @@ class Registrations:
         """`worker` returns the worker that copies the ranks' blocks."""
         self._model = model
         self._worker = worker
-        self._ranks: dict[Rank, tuple[Connection, SharedBlocks | DeviceBlocks]] = {}
+        self._ranks: dict[Rank, tuple[Connection, ForeignBlocks]] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
         self._refused: dict[Rank, str] = {}
         """Reasons of refusal by missing rank, the oldest first.
@@ -176,14 +176,14 @@ class Registrations:
 
     def _blocks_of(
         self, connection: Connection, message: messages.RegisterTPClient
-    ) -> SharedBlocks | DeviceBlocks:
+    ) -> ForeignBlocks:
         """Return the rank's blocks, which own the descriptors.
 
         On an error, closes the descriptors.
         """
         memories = self._memories.pop(connection, [])
         try:
-            blocks: SharedBlocks | DeviceBlocks
+            blocks: ForeignBlocks
             if message.span is not None:
                 buffers, count = _buffers(message, [message.span.size_bytes])
                 own = [buffer for _, buffer in buffers]

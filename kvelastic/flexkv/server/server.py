@@ -30,7 +30,7 @@ from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.process import KVServerHandle
-from kvelastic.flexkv.server.registration import has_gone
+from kvelastic.flexkv.server.registration import Registrations, has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
 from kvelastic.messages import Connection, Endpoint, Message, Request
 from kvelastic.tiers.workers import Workers
@@ -60,7 +60,9 @@ class KVServer:
         # Task ids are random, so that ids of an earlier server's tasks are unknown here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
         self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
-        self._registrations = self._engine.registrations
+        self._registrations = Registrations(
+            self._engine.model_config, lambda: self._engine.transfer_engine.gpu_worker
+        )
         self.server_recv_port: Final = server_recv_port or default_endpoint()
         self.gpu_register_port: Final = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port
@@ -116,7 +118,8 @@ class KVServer:
 
         Raises `EngineError` with the reason if a missing rank was refused.
         """
-        return self._engine.is_ready()
+        self._registrations.check_refused()
+        return self._registrations.is_complete
 
     def run(self) -> None:
         """Block until a client shuts the server down, or `stop` is called; then close."""
@@ -149,6 +152,7 @@ class KVServer:
 
         Blocks; call it on an idle server.
         """
+        self._registrations.check_integrity()
         self._calls.run(self._engine.check_integrity, _ASK_S)
 
     # --- the endpoint's thread -----------------------------------------------------------------

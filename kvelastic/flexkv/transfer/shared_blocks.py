@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from kvelastic.errors import DriverError, InvalidArgumentError
 from kvelastic.flexkv.common.memory_handle import Buffer
 from kvelastic.flexkv.common.process_mappings import NOT_MAPPED, PAGE_BYTES
 from kvelastic.messages import Meta
-from kvelastic.tiers.pool_side import StagingMemory
 from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic.flexkv")
@@ -53,8 +53,8 @@ if any does; the caller closes them. Blocks.
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
-class _ForeignBlocks:
-    """One rank's blocks: the buffers of each, in the order of a record."""
+class ForeignBlocks(ABC):
+    """One rank's blocks: the buffers of each, in the order of a record. Any thread may copy."""
 
     def __init__(self, buffers: Sequence[Buffer], blocks: int) -> None:
         if not buffers or blocks < 1:
@@ -62,10 +62,47 @@ class _ForeignBlocks:
         self.blocks: Final = blocks
         self.record_bytes: Final = sum(buffer.block_bytes for buffer in buffers)
 
+    def copy_out(
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
+    ) -> None:
+        """Copy blocks to slots, from byte `offset_bytes` of each on. Blocks.
+
+        Raises `InvalidArgumentError` for an unknown block, before anything is copied. Raises
+        `DriverError` for a block without memory, and if the device or the owner fails.
+        """
+        self._check(ids)
+        self._copy(ids, staging, slots, offset_bytes, is_out=True)
+
+    def copy_in(
+        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset_bytes: int = 0
+    ) -> None:
+        """Copy slots to blocks. Arguments and errors as in `copy_out`."""
+        self._check(ids)
+        self._copy(ids, staging, slots, offset_bytes, is_out=False)
+
     def _check(self, ids: Sequence[int]) -> None:
         for block in ids:
             if not 0 <= block < self.blocks:
                 raise InvalidArgumentError(f"block {block} is none of {self.blocks}")
+
+    @abstractmethod
+    def _copy(
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], at: int, *, is_out: bool
+    ) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse copies, and release the memory after a copy in progress. Idempotent."""
+
+
+def _pages_of(buffers: Sequence[Buffer], ids: Sequence[int], page_bytes: int) -> list[int]:
+    pages: set[int] = set()
+    for buffer in buffers:
+        for block in ids:
+            first = buffer.offset + block * buffer.stride_bytes
+            last = first + buffer.block_bytes - 1
+            pages.update(range(first // page_bytes, last // page_bytes + 1))
+    return sorted(pages)
 
 
 class _Descriptors:
@@ -85,17 +122,7 @@ class _Descriptors:
 _GONE: Final = "the process that registered these blocks has gone"
 
 
-def _pages_of(buffers: Sequence[Buffer], ids: Sequence[int], page_bytes: int) -> list[int]:
-    pages: set[int] = set()
-    for buffer in buffers:
-        for block in ids:
-            first = buffer.offset + block * buffer.stride_bytes
-            last = first + buffer.block_bytes - 1
-            pages.update(range(first // page_bytes, last // page_bytes + 1))
-    return sorted(pages)
-
-
-class SharedBlocks(_ForeignBlocks):
+class SharedBlocks(ForeignBlocks):
     """Blocks in files. Owns its descriptors until `close`. Copies block; any thread may copy."""
 
     def __init__(
@@ -118,57 +145,28 @@ class SharedBlocks(_ForeignBlocks):
         fds = owned if owned is not None else (fd for fd, _ in buffers)
         self._owned: _Descriptors | None = _Descriptors(fds)
 
-    def copy_out(
-        self,
-        ids: Sequence[int],
-        staging: StagingMemory,
-        slots: Sequence[int],
-        offset_bytes: int = 0,
-    ) -> None:
-        """Copy blocks to slots, from byte `offset_bytes` of each on.
-
-        Raises `InvalidArgumentError` for an unknown block, before anything is copied, and
-        `DriverError` if the memory ends too early.
-        """
-        self._copy(ids, staging, slots, offset_bytes, os.preadv)
-
-    def copy_in(
-        self,
-        staging: StagingMemory,
-        slots: Sequence[int],
-        ids: Sequence[int],
-        offset_bytes: int = 0,
-    ) -> None:
-        """Copy slots to blocks. Arguments and errors as in `copy_out`."""
-        self._copy(ids, staging, slots, offset_bytes, os.pwritev)
-
     def close(self) -> None:
         """Refuse copies; the last running one closes the descriptors. Idempotent."""
         self._owned = None
 
     def _copy(
-        self,
-        ids: Sequence[int],
-        staging: StagingMemory,
-        slots: Sequence[int],
-        offset_bytes: int,
-        transfer: _Transfer,
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], at: int, *, is_out: bool
     ) -> None:
-        self._check(ids)
         in_use = self._owned
         if in_use is None:
             raise DriverError(_GONE)
+        transfer = os.preadv if is_out else os.pwritev
         pages = {fd: self._locate(fd, ids) for fd in self._elastic}
         for block, slot in zip(ids, slots, strict=True):
             record = staging.view(slot)
-            done = offset_bytes
+            done = at
             for fd, buffer in self._buffers:
                 piece = record[done : done + buffer.block_bytes]
-                at = buffer.offset + block * buffer.stride_bytes
+                offset = buffer.offset + block * buffer.stride_bytes
                 if fd in pages:
-                    _move_in_pages(transfer, fd, piece, at, pages[fd])
+                    _move_in_pages(transfer, fd, piece, offset, pages[fd])
                 else:
-                    _move(transfer, fd, piece, at)
+                    _move(transfer, fd, piece, offset)
                 done += buffer.block_bytes
 
     def _locate(self, elastic: int, ids: Sequence[int]) -> dict[int, int]:
@@ -241,7 +239,7 @@ class _Imported(NamedTuple):
     generation: int
 
 
-class DeviceBlocks(_ForeignBlocks):
+class DeviceBlocks(ForeignBlocks):
     """Blocks on a GPU. Opens the device at its first copy. Any thread may copy, one at a time."""
 
     def __init__(
@@ -262,23 +260,14 @@ class DeviceBlocks(_ForeignBlocks):
         self._unmapped: deque[int] = deque()
         """Pages that their owner has unmapped, and that are not released yet."""
 
-    def copy_out(
-        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
+    def _copy(
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], at: int, *, is_out: bool
     ) -> None:
-        """Copy blocks to slots, from byte `offset_bytes` of each on.
-
-        Raises `InvalidArgumentError` for an unknown block and `DriverError` for one without memory,
-        and if the device or the owner fails.
-        """
         with self._mapped(ids) as here:
-            here.copy_out(ids, staging, slots, offset_bytes)
-
-    def copy_in(
-        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset_bytes: int = 0
-    ) -> None:
-        """Copy slots to blocks. Arguments and errors as in `copy_out`."""
-        with self._mapped(ids) as here:
-            here.copy_in(staging, slots, ids, offset_bytes)
+            if is_out:
+                here.copy_out(ids, staging, slots, at)
+            else:
+                here.copy_in(staging, slots, ids, at)
 
     def release_unmapped(self, pages: Iterable[int]) -> None:
         """Release pages that their owner has unmapped, in a thread, after a copy in progress."""
@@ -293,7 +282,6 @@ class DeviceBlocks(_ForeignBlocks):
     @contextmanager
     def _mapped(self, ids: Sequence[int]) -> Iterator[_vmm.EngineBlocks]:
         """Yield the blocks at local addresses, while the pages of `ids` are mapped."""
-        self._check(ids)
         pages = _pages_of(self._buffers, ids, self._span.page_bytes)
         try:
             with self._copying:

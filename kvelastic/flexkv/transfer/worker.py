@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
-from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, SharedBlocks
+from kvelastic.flexkv.transfer.shared_blocks import ForeignBlocks
 
-Blocks: TypeAlias = _vmm.EngineBlocks | SharedBlocks | DeviceBlocks
+Blocks: TypeAlias = _vmm.EngineBlocks | ForeignBlocks
 
 _CLIENT_SHIFT: Final = 40
 """Block ids of data-parallel client c are c << 40 plus the client's own id."""
