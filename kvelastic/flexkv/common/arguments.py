@@ -6,7 +6,7 @@ Each raises `InvalidArgumentError`. A value that no message can hold fails only 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import index
 from typing import Any, Final
 
@@ -20,8 +20,6 @@ MOST_TOKENS: Final = 1 << 20
 """Maximum per request."""
 MOST_TASKS: Final = 4096
 """Maximum per call."""
-MOST_NAMES: Final = 64
-MOST_NAME_CHARACTERS: Final = 4096
 MOST_WAIT_S: Final = 1e9
 """30 years. Longer waits are shortened to this."""
 _MOST_ID: Final = 1 << 62
@@ -51,30 +49,6 @@ def as_mask(token_mask: Any, length: int) -> Mask | None:
             " one bool for each"
         )
     return found
-
-
-def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
-    """Return the names of a namespace, which are later joined with NUL."""
-    if namespace is None:
-        return None
-    if not isinstance(namespace, (list, tuple)) or len(namespace) > MOST_NAMES:
-        raise InvalidArgumentError(
-            f"namespace={namespace!r:.100} is not accepted; pass a list of at most {MOST_NAMES}"
-            " names"
-        )
-    for name in namespace:
-        if not isinstance(name, str) or len(name) > MOST_NAME_CHARACTERS or "\0" in name:
-            raise InvalidArgumentError(
-                f"{name!r:.100} in a namespace is not accepted; pass texts of at most"
-                f" {MOST_NAME_CHARACTERS} characters without NUL"
-            )
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgumentError(
-                f"{name!r:.100} in a namespace has half of a surrogate pair; pass Unicode text"
-            ) from None
-    return list(namespace)
 
 
 def is_one(task_ids: object) -> bool:

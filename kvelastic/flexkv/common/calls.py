@@ -17,18 +17,20 @@ import numpy as np
 
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.flexkv.common.arguments import (
-    MOST_NAME_CHARACTERS,
-    MOST_NAMES,
     MOST_TASKS,
     MOST_TOKENS,
     as_mask,
     launched,
-    namespace_names,
     request_tokens,
     task_id_list,
     wait_seconds,
 )
-from kvelastic.flexkv.common.hash_utils import Tokens
+from kvelastic.flexkv.common.hash_utils import (
+    MOST_NAME_CHARACTERS,
+    MOST_NAMES,
+    Tokens,
+    namespace_names,
+)
 from kvelastic.flexkv.common.request import KVResponse, Mask
 from kvelastic.messages import Message, Meta
 

@@ -18,6 +18,8 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES
 
 NO_SEED: Final = bytes(KEY_BYTES)
+MOST_NAMES: Final = 64
+MOST_NAME_CHARACTERS: Final = 4096
 
 Tokens = npt.NDArray[np.int64]
 
@@ -48,9 +50,29 @@ def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
     """Return the start of a chain: a hash of the fingerprint and the names joined with NUL."""
     if not names:
         return fingerprint
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InvalidArgumentError(f"namespace={names!r}; pass a list of names")
-    if any("\0" in name for name in names):
-        raise InvalidArgumentError("a name of a namespace has a NUL in it, which joins them")
-    joined = "\0".join(names).encode("utf-8", "surrogatepass")
+    joined = "\0".join(namespace_names(names) or ()).encode()
     return hashlib.sha256(fingerprint + joined).digest()[:KEY_BYTES]
+
+
+def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
+    """Return the names of a namespace, which are later joined with NUL."""
+    if namespace is None:
+        return None
+    if not isinstance(namespace, (list, tuple)) or len(namespace) > MOST_NAMES:
+        raise InvalidArgumentError(
+            f"namespace={namespace!r:.100} is not accepted; pass a list of at most {MOST_NAMES}"
+            " names"
+        )
+    for name in namespace:
+        if not isinstance(name, str) or len(name) > MOST_NAME_CHARACTERS or "\0" in name:
+            raise InvalidArgumentError(
+                f"{name!r:.100} in a namespace is not accepted; pass texts of at most"
+                f" {MOST_NAME_CHARACTERS} characters without NUL"
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgumentError(
+                f"{name!r:.100} in a namespace has half of a surrogate pair; pass Unicode text"
+            ) from None
+    return list(namespace)

@@ -27,15 +27,18 @@ class KVServerHandle:
 
     def __init__(
         self,
-        model: ModelConfig,
-        cache: CacheConfig,
-        gpu_register_port: str,
-        server_recv_port: str,
-        environment: Mapping[str, str],
-        *,
-        inherit_env: bool,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        gpu_register_port: str = "",
+        server_recv_port: str | None = None,
+        child_env: Mapping[str, str] | None = None,
+        inherit_env: bool = True,
     ) -> None:
-        """Start it. Does not block."""
+        """Start it. Does not block. `child_env` is added to its environment.
+
+        With `inherit_env` False, it gets only the variables that Python needs and those of FlexKV
+        and kvelastic.
+        """
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -44,10 +47,11 @@ class KVServerHandle:
         self.process: Final = subprocess.Popen(
             [sys.executable, "-m", "kvelastic.flexkv.server", "-"],
             stdin=subprocess.PIPE,
-            env={**kept, **environment},
+            env={**kept, **(child_env or {})},
         )
         assert self.process.stdin is not None
-        self.process.stdin.write(dump(model, cache, gpu_register_port, server_recv_port) + b"\n")
+        raw = dump(model_config, cache_config, gpu_register_port, server_recv_port or "")
+        self.process.stdin.write(raw + b"\n")
         self.process.stdin.flush()
 
     @property

@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -89,29 +89,8 @@ class KVServer:
         self._engine.transfer_engine.on_event = self._wake
         _log.info("FlexKV's server is at %s.", self.server_recv_port)
 
-    @classmethod
-    def create_server(
-        cls,
-        model_config: ModelConfig,
-        cache_config: CacheConfig,
-        gpu_register_port: str = "",
-        server_recv_port: str | None = None,
-        child_env: Mapping[str, str] | None = None,
-        inherit_env: bool = True,
-    ) -> KVServerHandle:
-        """Start a server in a child process that ends with this one. Does not block.
-
-        `child_env` is added to its environment. With `inherit_env` False, the child gets only the
-        variables that Python needs and those of FlexKV and kvelastic.
-        """
-        return KVServerHandle(
-            model_config,
-            cache_config,
-            gpu_register_port,
-            server_recv_port or "",
-            child_env or {},
-            inherit_env=inherit_env,
-        )
+    create_server = KVServerHandle
+    """Starts a server in a child process that ends with this one."""
 
     def is_ready(self) -> bool:
         """Whether every rank of every data-parallel client has registered.
