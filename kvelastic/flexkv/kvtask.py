@@ -105,15 +105,12 @@ class KVTask:
         """Return a mask that is True for tokens that were moved or will be."""
         if self.moved is None:
             return self.plan.mask()
-        if self.task_type is KVRequestType.PUT:
-            mask = self.plan.mask(0)
-            first = self.plan.first_token
-            rows = np.repeat(self.moved, tokens_per_block)
-            mask[first : first + len(rows)] = rows
-            return mask
         # A prompt cannot use blocks after a missing one.
-        lead = len(self.moved) if self.moved.all() else int(self.moved.argmin())
-        return self.plan.mask(lead * tokens_per_block)
+        is_put = self.task_type is KVRequestType.PUT
+        moved = self.moved if is_put else np.logical_and.accumulate(self.moved)
+        mask, first = np.zeros(self.plan.length, np.bool_), self.plan.first_token
+        mask[first : first + len(moved) * tokens_per_block] = np.repeat(moved, tokens_per_block)
+        return mask
 
 
 class KVTaskEngine(Calls):
@@ -161,7 +158,7 @@ class KVTaskEngine(Calls):
         the error of a store that cannot be opened; nothing stays open then.
         """
         with self._life, self._lock:
-            if self._storage is not None and not self._is_shut:
+            if self._storage is not None:
                 return
             for table in (self._tasks, self._by_graph, self._open, self._batches):
                 table.clear()
@@ -180,20 +177,20 @@ class KVTaskEngine(Calls):
             self.cache_engine = GlobalCacheEngine(
                 storage, lambda tier: tier not in self.transfer_engine.stuck_tiers
             )
-            self._storage, self._is_shut = storage, False
+            self._storage = storage
 
     @property
     def storage(self) -> StorageEngine:
         """The tiers. Raises `NotInitializedError` before `start` and after `shutdown`."""
         storage = self._storage
-        if storage is None or self._is_shut:
+        if storage is None:
             when = "after shutdown()" if self._is_shut else "before start()"
             raise NotInitializedError(f"a call came {when}; call start() of a KVManager first")
         return storage
 
     def is_ready(self) -> bool:
         """Whether it is started and every rank of every client has registered their tensors."""
-        if self._storage is None or self._is_shut:
+        if self._storage is None:
             return False
         worker = self.transfer_engine.gpu_worker
         return all(worker.is_registered(client) for client in range(self.model_config.clients))
@@ -244,21 +241,21 @@ class KVTaskEngine(Calls):
     def shutdown(self) -> None:
         """Cancel all tasks, close the tiers and end the threads. Idempotent. Blocks."""
         with self._life:
+            self._is_shut = True
+            if self._storage is None:
+                return
             with self._lock:
-                is_started = self._storage is not None and not self._is_shut
                 ids = list(self._tasks)
-            if is_started:
-                self._cancel(ids)
+            self._cancel(ids)
             with self._lock:
-                self._is_shut = True
+                self._storage = None
                 tasks = list(self._tasks.values())
-            if is_started:
-                for task in tasks:
-                    task.plan.abort()
-                self.cache_engine.close()
-                self.transfer_engine.shutdown()
-                if self._tracer is not None:
-                    self._tracer.close()
+            for task in tasks:
+                task.plan.abort()
+            self.cache_engine.close()
+            self.transfer_engine.shutdown()
+            if self._tracer is not None:
+                self._tracer.close()
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -309,8 +306,6 @@ class KVTaskEngine(Calls):
                 is_prefetch=kind is KVRequestType.PREFETCH,
             )
         task = self._add(kind, plan, dp_id)
-        end = plan.first_token + plan.tokens
-        first = plan.first_token if plan.tokens else end
         if self._tracer is not None:
             found = (plan.first_token if plan.tokens else 0, plan.tokens)
             self._tracer.match(
@@ -326,7 +321,8 @@ class KVTaskEngine(Calls):
         except BaseException:
             self._cancel([task.task_id])
             raise
-        return calls.Matched(task.task_id, plan.length, first, end)
+        end = plan.first_token + plan.tokens
+        return calls.Matched(task.task_id, plan.length, plan.first_token, end)
 
     def _add(self, task_type: KVRequestType, plan: Plan, dp_id: int) -> KVTask:
         with self._lock:

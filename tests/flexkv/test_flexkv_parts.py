@@ -394,7 +394,7 @@ def test_duplicate_block_in_a_graph_is_refused() -> None:
             transfers.submit_transfer_graph(graph)
         graph = TransferOpGraph()
         graph.add_transfer_op(TransferOp(TransferType.D2H, keys=key, src_block_ids=[10**6]))
-        with pytest.raises(InvalidArgumentError, match="names blocks"):
+        with pytest.raises(InvalidArgumentError, match="names block 1000000 of"):
             transfers.submit_transfer_graph(graph)
 
 

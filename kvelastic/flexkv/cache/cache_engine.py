@@ -68,11 +68,10 @@ class Plan:
     """Space in the CPU tier for blocks that will be put."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def mask(self, tokens: int | None = None) -> Mask:
-        """Return a mask of the moved tokens, or of the first `tokens` of them."""
+    def mask(self) -> Mask:
+        """Return a mask of the tokens that are moved or present."""
         mask = np.zeros(self.length, np.bool_)
-        count = self.tokens if tokens is None else tokens
-        mask[self.first_token : self.first_token + count] = True
+        mask[self.first_token : self.first_token + self.tokens] = True
         return mask
 
     def release_leases(self) -> None:

@@ -120,11 +120,10 @@ class KVTPClient:
         self._is_closed = False
         self._is_registered = False
         self._failure: KvelasticError | None = None
-        self._ended = threading.Event()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         """Rung when the connection ends, and when exported pages are unmapped."""
         self._endpoint = Endpoint(
-            messages.PROTOCOL, self._receive, on_close=lambda _: self._end(), name="flexkv-tp"
+            messages.PROTOCOL, self._receive, on_close=lambda _: self._ring(), name="flexkv-tp"
         )
         self._thread: threading.Thread | None = None
 
@@ -246,7 +245,7 @@ class KVTPClient:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._end()
+        self._ring()
         self._endpoint.close()
         if self._thread is not None:
             self._thread.join()
@@ -257,8 +256,7 @@ class KVTPClient:
                 os.close(self._bell)
                 self._bell = -1
 
-    def _end(self) -> None:
-        self._ended.set()
+    def _ring(self) -> None:
         with self._changed:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
@@ -299,7 +297,6 @@ class KVTPClient:
 
     def _stay_registered(self) -> None:
         while not self._is_closed:
-            self._ended.clear()
             try:
                 connection = connect_when_there(
                     self._endpoint, self._address, float("inf"), lambda: self._is_closed
@@ -318,7 +315,7 @@ class KVTPClient:
 
     def _serve(self, connection: Connection) -> None:
         """Until the connection ends, report exported pages that have been unmapped."""
-        while not self._ended.is_set():
+        while connection.is_open and not self._is_closed:
             os.eventfd_read(self._bell)
             if self._device is None:
                 continue

@@ -92,10 +92,10 @@ class GPUCPUTransferWorker:
     def check(self, dp_client_id: int, ids: npt.NDArray[np.int64], what: str) -> None:
         """Raise `InvalidArgumentError` if `what` names a block that not all ranks have."""
         count = self.block_count(dp_client_id)
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+        wrong = ids[(ids < 0) | (ids >= count)]
+        if len(wrong):
             raise InvalidArgumentError(
-                f"{what} names blocks {int(ids.min())} to {int(ids.max())} of {count}; bind it to"
-                " blocks of the engine"
+                f"{what} names block {int(wrong[0])} of {count}; bind it to blocks of the engine"
             )
 
     def _of(self, client: int) -> list[tuple[int, Blocks]]:
