@@ -136,7 +136,8 @@ def test_ray_serve_llm_replicas_sleep_and_match_stock(stock: VllmServer, tiny_mo
             listed = json.loads(cluster.kvctl_on_head("list", "--json").stdout)
             return sorted(instance["engine_asleep"] for instance in listed)
 
-        cluster.deploy({"llm_configs": [model], "ingress_deployment_config": front})
+        config = {"llm_configs": [model], "ingress_deployment_config": front}
+        cluster.deploy(config, builder="ray.serve.llm:build_openai_app")
         assert cluster.free_mib() == {"127.0.0.1": 256.0 - 2 * 16.0}
         assert all_tokens(cluster, bodies) == expected
         assert asleep() == [False, False]
