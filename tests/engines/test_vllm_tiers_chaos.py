@@ -73,14 +73,14 @@ def test_random_requests_over_a_bad_disk(servers, tiny_model, log_folder, tmp_pa
         clients.server = server.wait_until_ready()
         operator = disk.operator(server, clients, pick)
         end_s = time.monotonic() + SHORT_S
-        while time.monotonic() < end_s:
+        # A busy machine may load no block in that time, so go on until it has.
+        while time.monotonic() < end_s or not clients.counts["blocks loaded"]:
             operator.do_something()
         clients.come_home()
         disk.slow.delay(0)
         assert server.stop() == 0
     clients.check()
     check_log(log)
-    assert clients.counts["blocks loaded"] > 0
     check_that_nothing_is_left(NAME, GROUP, clients.counts)
     report(capsys, SHORT_S, clients)
 
