@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvelastic.shared.segment import Ack
 
 ANSWER_WAIT_S: Final = 1.0
-"""How long to wait for an answer before reporting that there is none yet."""
+"""How long to wait for an answer before reporting that it is missing."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class DashboardFiles:
         }
 
     def answer(self, request: Request, name: str) -> Response:
-        """Return the response with this file. Raises `Refusal` if there is none."""
+        """Return the response with this file. Raises `Refusal` if it does not exist."""
         file = self._files.get(name)
         if file is None:
             raise Refusal(404, "not_found", "The dashboard has no such file.")

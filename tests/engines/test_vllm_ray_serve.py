@@ -141,10 +141,20 @@ def test_ray_serve_llm_replicas_sleep_and_match_stock(stock: VllmServer, tiny_mo
         assert cluster.free_mib() == {"127.0.0.1": 256.0 - 2 * 16.0}
         assert all_tokens(cluster, bodies) == expected
         assert asleep() == [False, False]
-        cluster.put_to_sleep("m")
-        assert asleep() == [False, True]
-        # The router prefers the replica that is awake once the other one has reported.
-        wait_until(lambda: all_tokens(cluster, bodies) == expected and asleep() == [False, True])
-        wait_until(lambda: cluster.put_to_sleep("m") or asleep() == [True, True])
+
+        def sleeper_gets_no_request() -> bool:
+            """The router learns half a second later that a replica sleeps, and may wake it."""
+            if asleep() == [False, False]:
+                cluster.put_to_sleep("m")
+            before = asleep()
+            assert all_tokens(cluster, bodies) == expected
+            return before == asleep() == [False, True]
+
+        def both_sleep() -> bool:
+            cluster.put_to_sleep("m")
+            return asleep() == [True, True]
+
+        wait_until(sleeper_gets_no_request)
+        wait_until(both_sleep)
         assert all_tokens(cluster, bodies) == expected
         assert asleep() == [False, True]

@@ -129,7 +129,7 @@ def test_invalid_model_config_is_refused(wrong: dict[str, Any]) -> None:
     ("model", "cache", "instead"),
     [
         ({"nnodes": 2}, {}, "enable_remote"),
-        ({"pp_size": 2}, {}, "KVManager of its own"),
+        ({"pp_size": 2}, {}, "its own KVManager"),
         ({"cp_size": 2}, {}, "tensor parallelism"),
         ({}, {"enable_gds": True}, "pinned host memory"),
         ({}, {"enable_nixl": True}, "pinned host memory"),

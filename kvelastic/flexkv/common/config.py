@@ -283,7 +283,7 @@ _MOST_ONE: Final = {
     " and share what they keep by enable_remote",
     "cp_size": "a block that is spread over context-parallel ranks is not served; use tensor"
     " parallelism",
-    "pp_size": "give each pipeline stage a KVManager of its own, with the layers of that stage",
+    "pp_size": "give each pipeline stage its own KVManager, with the layers of that stage",
 }
 _UNSUPPORTED: Final = {
     "enable_gds": "GPUDirect Storage: blocks pass pinned host memory; leave it off",

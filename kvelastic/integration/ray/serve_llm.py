@@ -6,7 +6,7 @@
         runtime_env={"env_vars": {"ENABLE_KVELASTIC": "true", "KVELASTIC_MIN": "2G"}},
     )
 
-vLLM runs in Ray's replica here, not in a server of its own. So the replica has no controller: it
+vLLM runs in Ray's replica here, not in a separate server. So the replica has no controller: it
 sleeps only when `sleep` is called, and a request wakes it.
 """
 
@@ -72,12 +72,14 @@ class KvLLMServer(LLMServer):  # type: ignore[misc] # Ray may not be installed
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return Ray's report and the one for `KvRouter`."""
-        state = self._state
-        found = await asyncio.to_thread(
-            ledger_report, self._instance, is_awake=state is State.AWAKE
-        )
+        state, is_awake = self._state, self._is_awake
+        found = await asyncio.to_thread(ledger_report, self._instance, is_awake=is_awake)
         from_ray = await super().record_routing_stats() or {}
         return {**from_ray, **found, "instance": self._instance, "state": state.value}
+
+    @property
+    def _is_awake(self) -> bool:
+        return self._state is State.AWAKE
 
     async def sleep(self, **options: Any) -> None:
         """Put the engine and its memory to sleep, until `wakeup` or the next request."""
@@ -99,8 +101,8 @@ class KvLLMServer(LLMServer):  # type: ignore[misc] # Ray may not be installed
 
     async def _run_request(self, *request: Any, **how: Any) -> Any:
         """Run a request. The first one wakes a sleeping engine, and the others wait for that."""
-        if self._state is not State.AWAKE:
+        if not self._is_awake:
             async with self._changing:
-                if self._state is not State.AWAKE:
+                if not self._is_awake:
                     await self._change(State.WAKING, State.AWAKE, super().wakeup())
         return await super()._run_request(*request, **how)

@@ -174,7 +174,7 @@ class FrontSettings(_Section):
 class HealthSettings(_Section):
     """Health checks. Ray considers a replica dead after three consecutive failed checks.
 
-    Each front also checks replicas once a period and gives up a silent one after two timeouts.
+    Each front also checks replicas once a period and abandons a silent one after two timeouts.
     """
 
     period: DurationAboveZero = 0.5
@@ -211,7 +211,7 @@ class ClusterSettings(_Section):
         return self
 
     def model(self, name: str) -> ClusterModel:
-        """Return the model with this name. Raises `StopIteration` if there is none."""
+        """Return the model with this name. Raises `StopIteration` for an unknown name."""
         return next(model for model in self.models if model.name == name)
 
     def of_replica(self, name: str, instance: str, port: int) -> Settings:
