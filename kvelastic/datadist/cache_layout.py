@@ -177,9 +177,9 @@ def copied_blocks(
 
     Raises `LLMParamError` if two are copied to the same one: the result would depend on the order.
     """
-    same_shape(source, target)
     if not moves:
         return []
+    same_shape(source, target)
     order = sorted(moves)
     sources = block_indices("blocks to copy from", source, [one for one, _ in order])
     targets = block_indices("blocks to copy to", target, [other for _, other in order])

@@ -22,7 +22,7 @@ from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of
 from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.pool import local_range, open_pool
 from kvelastic.shared import device_set
 
 ENGINE: Final = "datadist"
@@ -86,7 +86,8 @@ class CacheMemory:
             # Add the null block's page, so that caches get the full size.
             limit_bytes = (-(-pool.memory_bytes // page) + 1) * page
             most_bytes = min(limit_bytes, most_bytes)
-        self._pool = open_pool(
+        pages = max(_ADDRESSES_PER_BYTE * most_bytes // page, 2)
+        self.pool: Final = open_pool(
             replace(
                 settings,
                 reclaim_wait_s=wait_s,
@@ -95,8 +96,8 @@ class CacheMemory:
                 max_reserved_pages=0,
             ),
             layout,
-            max(_ADDRESSES_PER_BYTE * most_bytes // page, 2),
-            num_blocks=max(_ADDRESSES_PER_BYTE * most_bytes // page, 2),
+            pages,
+            num_blocks=pages,
             block_tokens=1,
             engine=ENGINE,
             devices=[device],
@@ -104,14 +105,9 @@ class CacheMemory:
             name=name,
         )
         if limit_bytes is not None:
-            own = settings.limit_bytes(self._pool.device_set.capacity_bytes)
-            self._pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
-        self._pool.start_maintenance()
-
-    @property
-    def pool(self) -> ElasticPool:
-        """The elastic pool, for registration with peers."""
-        return self._pool
+            own = settings.limit_bytes(self.pool.device_set.capacity_bytes)
+            self.pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
+        self.pool.start_maintenance()
 
     def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:
         """Allocate `tensors` tensors of `tensor_bytes` each; return None without memory.
@@ -121,43 +117,39 @@ class CacheMemory:
         """
         alignment_bytes = alignment_of(self._tiers, tensor_bytes) or self._alignment_bytes
         step_bytes = -(-tensor_bytes // alignment_bytes) * alignment_bytes
-        blocks = self._pool.blocks.alloc_run(-(-tensors * step_bytes // self._page_bytes))
+        blocks = self.pool.blocks.alloc_run(-(-tensors * step_bytes // self._page_bytes))
         if blocks is None:
             return None
-        base = self._range.address + blocks[0] * self._page_bytes
+        memory = self.pool.memory
+        assert isinstance(memory, _vmm.Range)
+        base = memory.address + blocks[0] * self._page_bytes
         return Piece(tuple(base + at * step_bytes for at in range(tensors)), tuple(blocks))
 
     def free(self, piece: Piece) -> None:
         """Free a piece. Pinned memory stays mapped until its last pin ends."""
-        self._pool.blocks.free(piece.blocks)
+        self.pool.blocks.free(piece.blocks)
 
     def pin(self, piece: Piece) -> int:
         """Pin a piece, so that a free does not release its memory before `unpin` of the ticket."""
-        return self._pool.blocks.pin(piece.blocks)
+        return self.pool.blocks.pin(piece.blocks)
 
     def unpin(self, ticket: int) -> None:
         """End a pin. Idempotent."""
-        self._pool.blocks.unpin(ticket)
-
-    @property
-    def _range(self) -> _vmm.Range:
-        memory = self._pool.memory
-        assert isinstance(memory, _vmm.Range)
-        return memory
+        self.pool.blocks.unpin(ticket)
 
     def check_integrity(self, pieces: Sequence[Piece]) -> None:
         """Check that the pool's used blocks are those of `pieces`.
 
         Blocks only pinned do not count.
         """
-        self._pool.blocks.check_integrity()
+        self.pool.blocks.check_integrity()
         held = {block for piece in pieces for block in piece.blocks}
         if len(held) != sum(len(piece.blocks) for piece in pieces):
             raise IntegrityError("two caches hold the same page")
-        used = self._pool.blocks.stats()["blocks_used"]
+        used = self.pool.blocks.stats()["blocks_used"]
         if used != len(held):
             raise IntegrityError(f"caches hold {len(held)} pages, and {used} are in use")
 
     def close(self) -> None:
         """Release all memory, including that of caches, and leave the ledger. Idempotent."""
-        self._pool.close(discard=True)
+        self.pool.close(discard=True)

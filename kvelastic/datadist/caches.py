@@ -10,7 +10,7 @@ A handle does not own memory. The manager owns it, or the caller for a CPU cache
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.descriptors import CacheDesc
@@ -101,9 +101,9 @@ class Cache(CacheHandle):
 
         Raises `AttributeError` for None, `TypeError` and `LLMParamError` for invalid arguments.
         """
-        _check_cpu(cache_desc, addrs)
-        addresses = [_addresses(cache_desc, addrs)]
-        return cls(NO_CACHE_ID, cache_desc, addresses, is_blocks_cache=True)
+        return cls(
+            NO_CACHE_ID, cache_desc, _host_addresses(cache_desc, addrs), is_blocks_cache=True
+        )
 
 
 class KvCache(CacheHandle):
@@ -123,11 +123,10 @@ class KvCache(CacheHandle):
         With several devices, `addrs` is a list of addresses for each. Otherwise as
         `Cache.create_cpu_cache`.
         """
-        _check_cpu(cache_desc, addrs)
-        nested: Sequence[Any] = checks.sequence("addrs", addrs)
-        if not nested or isinstance(nested[0], int):
-            nested = [nested]
-        each = [_addresses(cache_desc, one) for one in nested]
+        is_nested = isinstance(addrs, (list, tuple)) and not all(isinstance(x, int) for x in addrs)
+        each = (
+            _host_addresses(cache_desc, *addrs) if is_nested else _host_addresses(cache_desc, addrs)
+        )
         return cls(NO_CACHE_ID, cache_desc, each, is_blocks_cache=True)
 
     def __del__(self) -> None:
@@ -135,20 +134,18 @@ class KvCache(CacheHandle):
             self._on_delete(self._cache_id)
 
 
-def _check_cpu(cache_desc: CacheDesc, addrs: object) -> None:
-    if cache_desc is None or addrs is None:
+def _host_addresses(cache_desc: CacheDesc, *addrs: object) -> list[list[int]]:
+    """Check and return the addresses of a CPU cache by device."""
+    if cache_desc is None or None in addrs:
         raise AttributeError("create_cpu_cache() needs a cache_desc and addrs, and got None")
-    checks.instance("cache_desc", cache_desc, CacheDesc)
-    if cache_desc.placement is not Placement.HOST:
+    if checks.instance("cache_desc", cache_desc, CacheDesc).placement is not Placement.HOST:
         raise LLMParamError(
             "a CPU cache lies in host memory: give its CacheDesc placement=Placement.HOST"
         )
-
-
-def _addresses(cache_desc: CacheDesc, addrs: object) -> list[int]:
-    found = checks.integers("addrs", addrs, least=1)
-    if len(found) != cache_desc.num_tensors:
-        raise LLMParamError(
-            f"{len(found)} addresses are given for {cache_desc.num_tensors} tensors; give one each"
-        )
+    found = [checks.integers("addrs", one, least=1) for one in addrs]
+    for one in found:
+        if len(one) != cache_desc.num_tensors:
+            raise LLMParamError(
+                f"{len(one)} addrs are given for {cache_desc.num_tensors} tensors; give one each"
+            )
     return found

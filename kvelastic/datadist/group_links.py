@@ -121,27 +121,24 @@ class GroupLinks:
         return linking.comm_id
 
     def _make(self, linking: _Linking, total_s: float, rounds: int) -> None:
-        lower = [one for one in linking.group.others if one.rank < linking.group.own.rank]
+        group = linking.group
+        lower = {one.cluster_id for one in group.others if one.rank < group.own.rank}
         deadline_s = time.monotonic() + total_s
-        while not self._is_done(linking) and time.monotonic() < deadline_s:
-            for one in lower:
-                if one.cluster_id not in linking.there and self._join(
-                    one.cluster_id, linking.group.token, max(total_s / rounds, _AGAIN_S)
-                ):
+        while True:
+            for one in sorted(lower - linking.there):
+                if self._join(one, group.token, max(total_s / rounds, _AGAIN_S)):
                     with self._changed:
-                        linking.there.add(one.cluster_id)
+                        self._note(linking, one)
             with self._changed:
-                self._look(linking)
-                self._changed.wait(min(_AGAIN_S, max(deadline_s - time.monotonic(), 0)))
-        with self._changed:
-            if linking.status is RegisterMemStatus.PREPARING:
-                linking.status = RegisterMemStatus.FAILED
+                left_s = deadline_s - time.monotonic()
+                if linking.status is RegisterMemStatus.PREPARING and left_s <= 0:
+                    linking.status = RegisterMemStatus.FAILED
+                if linking.is_over or linking.status is not RegisterMemStatus.PREPARING:
+                    return
+                self._changed.wait(min(_AGAIN_S, left_s))
 
-    def _is_done(self, linking: _Linking) -> bool:
-        with self._changed:
-            return linking.is_over or linking.status is not RegisterMemStatus.PREPARING
-
-    def _look(self, linking: _Linking) -> None:
+    def _note(self, linking: _Linking, joined: int) -> None:
+        linking.there.add(joined)
         if len(linking.there) == len(linking.group.others):
             linking.status = RegisterMemStatus.OK
             self._changed.notify_all()
@@ -152,8 +149,7 @@ class GroupLinks:
             for linking in self._groups.values():
                 members = {one.cluster_id for one in linking.group.others}
                 if linking.group.token == token and cluster_id in members:
-                    linking.there.add(cluster_id)
-                    self._look(linking)
+                    self._note(linking, cluster_id)
                     return True
             return False
 

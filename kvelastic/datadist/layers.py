@@ -27,7 +27,7 @@ from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.peer import TransferRuns
+from kvelastic.datadist.peer import TransferRuns, refuse_found_blocks
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 
 _log = logging.getLogger("kvelastic")
@@ -378,8 +378,7 @@ class LayerPushes:
 
     def _targets(self, found: wire.Cache, tensors: range, sources: list[Run]) -> list[Run]:
         if self._target_blocks is None:
-            if found.is_blocks:
-                raise LLMParamError("the key leads to a blocks cache, and no blocks are named")
+            refuse_found_blocks(found)
             return cache_layout.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
         if found.desc.row_bytes != self._target_block_bytes:
             raise LLMParamError(

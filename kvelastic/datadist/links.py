@@ -242,17 +242,10 @@ class Links:
 
     def check(self, cluster_id: int) -> None:
         """Raise unless the peer replies within the timeout of a call."""
-        peer = self._peer(cluster_id)
-        peer.refuse_broken()
-        if peer.is_in_use:
-            raise busy(cluster_id)
-        try:
-            peer.link.check(self._options.sync_kv_timeout_s)
-        except ChannelTimeoutError as error:
-            peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
-            raise failure(
-                LLMStatusCode.LLM_TIMEOUT, f"cluster {cluster_id} does not answer; link it anew"
-            ) from error
+        with self.call(cluster_id) as call:
+            if call.peer.calls > 1:
+                raise busy(cluster_id)
+            call.peer.link.check(call.left_s())
 
     # --- all members link --------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from kvelastic.datadist.layers import (
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import TransferRuns
+from kvelastic.datadist.peer import TransferRuns, refuse_found_blocks
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 _log = logging.getLogger("kvelastic")
@@ -278,16 +278,10 @@ class ManagerCalls(Generic[Handle]):
 
     # --- transfers -------------------------------------------------------------------------------
 
-    def _row_of(self, name: str, cache: Handle, row_name: str, row: int) -> tuple[Entry, int]:
-        """Return the cache of an argument and the index of a row, both checked."""
+    def _entry_of(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
+        """Return the cache of an argument, which is used by blocks or by rows."""
         entry = self._caches.own(name, checks.instance(name, cache, self._handle))
-        refuse_blocks(name, cache)
-        return entry, cache_layout.row_index(row_name, entry.desc, row)
-
-    def _blocks_of(self, name: str, cache: Handle) -> Entry:
-        """Return the blocks cache of an argument."""
-        entry = self._caches.own(name, checks.instance(name, cache, self._handle))
-        refuse_rows(name, cache)
+        (refuse_rows if is_blocks else refuse_blocks)(name, cache)
         return entry
 
     def _transfer_row(
@@ -311,7 +305,7 @@ class ManagerCalls(Generic[Handle]):
         ours = cache_layout.row_runs(entry.desc, tensors, row, our_offset, size)
 
         def runs(found: wire.Cache) -> TransferRuns:
-            refuse_blocks_found(found, "push_blocks" if is_push else "pull_blocks")
+            refuse_found_blocks(found)
             theirs = layers.tensors(found.desc, of_source=not is_push)
             cache_layout.same_number(tensors, theirs)
             at = cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
@@ -351,7 +345,7 @@ class ManagerCalls(Generic[Handle]):
                 cache_layout.same_rows(found.desc, entry.desc)
                 cache_layout.block_indices(their_name, found.desc, theirs_at)
                 return ours, cache_layout.block_runs(found.desc, theirs, theirs_at), theirs
-            refuse_blocks_found(found, "a BlocksCacheKey")
+            refuse_found_blocks(found)
             row = cache_layout.row_as_blocks(
                 found.desc, theirs, found.row, len(ours_at), entry.row_bytes
             )
@@ -426,12 +420,6 @@ def model_of(key: BlocksCacheKey | None) -> int | None:
     if key is None:
         return None
     return checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
-
-
-def refuse_blocks_found(found: wire.Cache, instead: str) -> None:
-    """Refuse a peer's cache that has no rows."""
-    if found.is_blocks:
-        raise LLMParamError(f"the key leads to a blocks cache; use {instead}")
 
 
 def refuse_blocks(name: str, cache: CacheHandle) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.byte_copies import copy_to_host
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, row_index
 from kvelastic.datadist.caches import Cache, KvCache
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -120,7 +120,8 @@ class KvCacheManager(ManagerCalls[KvCache]):
         layers = LayerArguments.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         checks.size("size", size)
-        entry, row = self._row_of("kv_cache", kv_cache, "batch_index", batch_index)
+        entry = self._entry_of("kv_cache", kv_cache, is_blocks=False)
+        row = row_index("batch_index", entry.desc, batch_index)
         self._transfer_row(cache_key, entry, row, size, layers, (theirs, ours))
 
     @manager_call(LLMRole.DECODER)
@@ -136,7 +137,7 @@ class KvCacheManager(ManagerCalls[KvCache]):
         layers = LayerArguments.only("pull_blocks", kwargs)
         checks.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         checks.integers("prompt_blocks", prompt_blocks)
-        entry = self._blocks_of("decoder_kv_cache", decoder_kv_cache)
+        entry = self._entry_of("decoder_kv_cache", decoder_kv_cache, is_blocks=True)
         self._transfer_blocks(prompt_cache_key, entry, decoder_blocks, prompt_blocks, layers)
 
 
@@ -259,7 +260,8 @@ class CacheManager(ManagerCalls[Cache]):
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         checks.size("size", size)
         self._refuse_consumed_key(cache_key)
-        entry, row = self._row_of("cache", cache, "batch_index", batch_index)
+        entry = self._entry_of("cache", cache, is_blocks=False)
+        row = row_index("batch_index", entry.desc, batch_index)
         self._transfer_row(cache_key, entry, row, size, layers)
 
     @manager_call()
@@ -281,7 +283,7 @@ class CacheManager(ManagerCalls[Cache]):
         checks.instance("src_cache_key", src_cache_key, keys)
         self._refuse_consumed_key(src_cache_key)
         of = () if src_blocks is None else src_blocks
-        entry = self._blocks_of("dst_cache", dst_cache)
+        entry = self._entry_of("dst_cache", dst_cache, is_blocks=True)
         self._transfer_blocks(src_cache_key, entry, dst_blocks, of, layers)
 
     @manager_call()
@@ -304,7 +306,8 @@ class CacheManager(ManagerCalls[Cache]):
         checks.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
         if checks.size("size", size) != -1:
             raise LLMParamError(f"size={size} is not accepted; push_cache copies whole rows: -1")
-        entry, row = self._row_of("src_cache", src_cache, "src_batch_index", src_batch_index)
+        entry = self._entry_of("src_cache", src_cache, is_blocks=False)
+        row = row_index("src_batch_index", entry.desc, src_batch_index)
         self._transfer_row(dst_cache_key, entry, row, -1, layers, is_push=True)
 
     @manager_call()
@@ -321,7 +324,7 @@ class CacheManager(ManagerCalls[Cache]):
         """Copy local blocks to a peer's blocks, in order. Rules and errors as `push_cache`."""
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
-        entry = self._blocks_of("src_cache", src_cache)
+        entry = self._entry_of("src_cache", src_cache, is_blocks=True)
         self._transfer_blocks(dst_cache_key, entry, src_blocks, dst_blocks, layers, is_push=True)
 
     def _push_layers(self, source: object, target: object, tensors: object) -> LayerArguments:

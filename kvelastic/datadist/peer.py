@@ -79,9 +79,9 @@ class Peer:
                 self._changed.notify_all()
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether a call uses the link now."""
-        return any(self._calls.values())
+    def calls(self) -> int:
+        """Number of calls that use the link now."""
+        return sum(self._calls.values())
 
     def refuse_broken(self) -> None:
         """Raise the error for a broken link, if it is broken."""
@@ -94,9 +94,9 @@ class Peer:
                 broken, f"the link to cluster {self.cluster_id} is broken ({why}); link it anew"
             )
 
-    def break_off(self, status: LLMStatusCode) -> None:
-        """Stop using the link; later messages of the peer have no effect."""
-        self.broken = status
+    def break_off(self) -> None:
+        """Stop using the link after a timeout; later messages of the peer have no effect."""
+        self.broken = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
         self.link.unlink(0, force=True)
 
     def close(self, deadline_s: float) -> bool:
@@ -107,7 +107,7 @@ class Peer:
         with self._changed:
             self._is_closing = True
             if self._changed.wait_for(
-                lambda: not self.is_in_use, max(deadline_s - time.monotonic(), 0)
+                lambda: not self.calls, max(deadline_s - time.monotonic(), 0)
             ):
                 return True
             self._is_closing = False
@@ -122,7 +122,7 @@ class LinkCall:
     """
 
     def __init__(self, peer: Peer, node: Node, caches: LocalCaches, timeout_s: float) -> None:
-        self._peer = peer
+        self.peer = peer
         self._node = node
         self._caches = caches
         self._deadline_s = time.monotonic() + timeout_s
@@ -140,7 +140,7 @@ class LinkCall:
         The peer is asked once for a model's blocks cache, and again after that was deallocated. It
         is asked each time for other keys, because they may be dropped before their cache.
         """
-        known = self._peer.found.get((key, is_push))
+        known = self.peer.found.get((key, is_push))
         if known is not None:
             try:
                 ours, theirs, _ = runs(known)
@@ -149,12 +149,12 @@ class LinkCall:
             except KvelasticError as error:
                 if status_of(error) is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                     raise
-                self._peer.found.pop((key, is_push), None)
+                self.peer.found.pop((key, is_push), None)
         found = self.ask(wire.Find.of(key, is_write=is_push), wire.Found).cache
         if isinstance(key, BlocksCacheKey):
-            if len(self._peer.found) >= _MOST_FOUND:
-                self._peer.found.clear()
-            self._peer.found[key, is_push] = found
+            if len(self.peer.found) >= _MOST_FOUND:
+                self.peer.found.clear()
+            self.peer.found[key, is_push] = found
         ours, theirs, tensors = runs(found)
         self._copy(own, found, ours, theirs, is_push=is_push)
         if not isinstance(key, BlocksCacheKey):
@@ -184,9 +184,9 @@ class LinkCall:
                 self._hold_pages(own, ours, holds)
                 try:
                     if is_push:
-                        self._peer.link.push(ours, others, self.left_s(), claim=claim)
+                        self.peer.link.push(ours, others, self.left_s(), claim=claim)
                     else:
-                        self._peer.link.pull(others, ours, self.left_s(), claim=claim)
+                        self.peer.link.pull(others, ours, self.left_s(), claim=claim)
                 except UnknownBlockError:
                     # The peer pins pages before it checks their cache, so it can only report an
                     # unknown page. Raises if the cache was dropped after it was found.
@@ -200,7 +200,7 @@ class LinkCall:
             sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
             targets = [(address, run.size) for run, address in pieces]
             self._hold_pages(source, sources, holds)
-            self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
+            self.peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """Keep memory in a caller's elastic pool mapped during the copy."""
@@ -210,10 +210,10 @@ class LinkCall:
 
     def ask(self, question: wire.Question, wanted: type[T]) -> T:
         """Send a question and return the peer's reply. Raises `LLMException` for a refusal."""
-        answer = wire.decode_answer(self._peer.link.ask(wire.encode(question), self.left_s()))
+        answer = wire.decode_answer(self.peer.link.ask(wire.encode(question), self.left_s()))
         if isinstance(answer, wire.Refused):
             raise failure(
-                status_of_number(answer.status), f"cluster {self._peer.cluster_id}: {answer.why}"
+                status_of_number(answer.status), f"cluster {self.peer.cluster_id}: {answer.why}"
             )
         if not isinstance(answer, wanted):
             raise MessageError(f"a {type(answer).__name__} is no answer to what was asked")
@@ -236,7 +236,7 @@ def calling(
         try:
             yield LinkCall(peer, node, caches, timeout_s)
         except ChannelTimeoutError as error:
-            peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+            peer.break_off()
             raise failure(
                 LLMStatusCode.LLM_TIMEOUT,
                 f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it anew",
@@ -252,3 +252,9 @@ def busy(cluster_id: int) -> LLMException:
     return failure(
         LLMStatusCode.LLM_LINK_BUSY, f"the link to cluster {cluster_id} is in use by another call"
     )
+
+
+def refuse_found_blocks(found: wire.Cache) -> None:
+    """Refuse a peer's cache that has no rows."""
+    if found.is_blocks:
+        raise LLMParamError("the key leads to a blocks cache; name blocks, by a BlocksCacheKey")

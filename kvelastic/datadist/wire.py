@@ -14,9 +14,7 @@ Every field is bounded; decoding raises `MessageError` for a value that does not
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -36,6 +34,7 @@ AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 Uint64 = Annotated[int, Meta(ge=0)]
 """An unsigned integer; msgspec refuses integers over 64 bits."""
+T = TypeVar("T")
 Text = Annotated[str, Meta(max_length=2048)]
 
 
@@ -128,8 +127,8 @@ Question = Find | Moved | Who | Join
 Answer = Found | Told | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_questions: Final = msgspec.msgpack.Decoder(Question)
-_answers: Final = msgspec.msgpack.Decoder(Answer)
+_questions: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
+_answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Question | Answer) -> bytes:
@@ -139,22 +138,17 @@ def encode(message: Question | Answer) -> bytes:
 
 def decode_question(body: bytes) -> Question:
     """Decode a peer's question. Raises `MessageError`."""
-    with _as_message_error():
-        message: Question = _questions.decode(body)
-        return message
+    return _decoded(_questions, body)
 
 
 def decode_answer(body: bytes) -> Answer:
     """Decode a peer's reply. Raises `MessageError`."""
-    with _as_message_error():
-        message: Answer = _answers.decode(body)
-        return message
+    return _decoded(_answers, body)
 
 
-@contextmanager
-def _as_message_error() -> Iterator[None]:
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
-        yield
+        return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise MessageError(
             f"a peer message something that this version does not know: {error}"
