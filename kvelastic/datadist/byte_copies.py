@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Final
 
@@ -47,19 +46,21 @@ def copy_runs(
         (targets[to.tensor] + to.offset, sources[of.tensor] + of.offset, of.size)
         for of, to in pairs
     ]
-    copy: Callable[[Sequence[tuple[int, int, int]]], None]
     if gpu is not None:
-        copy = partial(_copy_on_gpu, gpu)
         gpu.drain()
-    else:
-        copy = _copy_here if trusted else _copy_by_kernel
     for portion in _portions(moves):
         if time.monotonic() > deadline_s:
             raise failure(
                 LLMStatusCode.LLM_TIMEOUT,
                 "the copy has taken longer than sync_kv_timeout and is not complete",
             )
-        copy(portion)
+        if gpu is not None:
+            _vmm.copy_pieces_on_gpu(gpu, *_packed(portion))  # it knows who owns an address
+        elif trusted:
+            for to, of, size in portion:
+                ctypes.memmove(to, of, size)
+        else:
+            _copy_by_kernel(portion)
 
 
 def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None) -> None:
@@ -96,11 +97,6 @@ def _portions(moves: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int,
         yield portion
 
 
-def _copy_here(moves: Sequence[tuple[int, int, int]]) -> None:
-    for to, of, size in moves:
-        ctypes.memmove(to, of, size)
-
-
 def _packed(moves: Sequence[tuple[int, int, int]]) -> tuple[bytes, bytes]:
     sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
     return sources, _vmm.pack_pieces([(to, size) for to, _, size in moves])
@@ -117,8 +113,3 @@ def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
         ) from error
     except DeviceUnavailableError as error:
         raise failure(LLMStatusCode.LLM_FAILED, str(error)) from error
-
-
-def _copy_on_gpu(driver: _vmm.CudaDriver, moves: Sequence[tuple[int, int, int]]) -> None:
-    """Copy by the driver of the caches' GPU, which derives the memory's owner from the address."""
-    _vmm.copy_pieces_on_gpu(driver, *_packed(moves))

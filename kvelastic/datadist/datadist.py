@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, cast
 
 from kvelastic.config import configure_logging, load
 from kvelastic.datadist import checks
@@ -101,8 +101,11 @@ class LLMDataDist:
                 if isinstance(error, ChannelError):  # no link is involved yet
                     raise failure(LLMStatusCode.LLM_FAILED, f"init: {error}") from error
                 raise
-        self._first = KvCacheManager(self._caches, self._links, options, self._role)
-        self._second = CacheManager(self._caches, self._links, options)
+        self._manager: KvCacheManager | CacheManager
+        if options.is_cache_manager:
+            self._manager = CacheManager(self._caches, self._links, options)
+        else:
+            self._manager = KvCacheManager(self._caches, self._links, options, self._role)
         self._pid = os.getpid()
 
     def finalize(self) -> None:
@@ -114,8 +117,7 @@ class LLMDataDist:
             self._options = None
             _live = None
             atexit.unregister(self._finalize_at_exit)
-            self._first.finalize()
-            self._second.finalize()
+            self._manager.finalize()
             try:
                 self._links.close()
             finally:
@@ -136,13 +138,13 @@ class LLMDataDist:
     def kv_cache_manager(self) -> KvCacheManager:
         """The manager of the first generation."""
         self._required(second=False, call="kv_cache_manager")
-        return self._first
+        return cast("KvCacheManager", self._manager)
 
     @property
     def cache_manager(self) -> CacheManager:
         """The manager of the second generation."""
         self._required(second=True, call="cache_manager")
-        return self._second
+        return cast("CacheManager", self._manager)
 
     # --- links that one side makes -----------------------------------------------------------
 
@@ -259,7 +261,8 @@ class LLMDataDist:
         with as_llm_exceptions("switch_role"):
             self._links.switch_role(role, listen)
         self._role = role
-        self._first.switch_role(role)
+        if isinstance(self._manager, KvCacheManager):
+            self._manager.switch_role(role)
 
     def _required(self, *, second: bool | None = None, call: str = "") -> Options:
         if self._options is None:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple, cast
 
 from msgspec import Meta
 
@@ -96,38 +96,36 @@ class RowIndex(NamedTuple):
     model_id: int
 
 
-@dataclass(frozen=True, init=False)
-class CacheKey:
+@dataclass(frozen=True)
+class _PeerKey:
+    """A key that takes its cluster under either generation's name, and has it under both."""
+
+    cluster_id: int = cast("int", None)
+    prompt_cluster_id: int = field(default=cast("int", None), kw_only=True, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.cluster_id is None) == (self.prompt_cluster_id is None):
+            raise TypeError("give cluster_id, or prompt_cluster_id, and not both")
+        cluster = self.prompt_cluster_id if self.cluster_id is None else self.cluster_id
+        for name in ("cluster_id", "prompt_cluster_id"):
+            object.__setattr__(self, name, checks.integer("cluster_id", cluster))
+
+
+@dataclass(frozen=True)
+class CacheKey(_PeerKey):
     """A row of a cache, identified by the request or the prefix whose KV it holds.
 
     `cluster_id` (`prompt_cluster_id` in the first generation) only selects the peer to ask.
     """
 
-    cluster_id: int
-    req_id: int
-    model_id: int
-    prefix_id: int
+    req_id: int = cast("int", None)
+    model_id: int = 0
+    prefix_id: int = INVALID_ID
 
-    def __init__(
-        self,
-        cluster_id: int | None = None,
-        req_id: int | None = None,
-        model_id: int = 0,
-        prefix_id: int = INVALID_ID,
-        *,
-        prompt_cluster_id: int | None = None,
-    ) -> None:
-        if req_id is None:
-            raise TypeError("CacheKey() needs req_id; 2**64-1 stands for none")
-        object.__setattr__(self, "cluster_id", _one_cluster(cluster_id, prompt_cluster_id))
-        object.__setattr__(self, "req_id", checks.integer("req_id", req_id))
-        object.__setattr__(self, "model_id", checks.integer("model_id", model_id))
-        object.__setattr__(self, "prefix_id", checks.integer("prefix_id", prefix_id))
-
-    @property
-    def prompt_cluster_id(self) -> int:
-        """`cluster_id` under its name in the first generation."""
-        return self.cluster_id
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("req_id", "model_id", "prefix_id"):
+            checks.integer(name, getattr(self, name))
 
     @property
     def is_placeholder(self) -> bool:
@@ -161,33 +159,15 @@ class CacheKeyByIdAndIndex:
         checks.integer("batch_index", self.batch_index, most=checks.MAX_UINT32)
 
 
-@dataclass(frozen=True, init=False)
-class BlocksCacheKey:
+@dataclass(frozen=True)
+class BlocksCacheKey(_PeerKey):
     """A blocks cache, identified by the model whose KV it holds."""
 
-    cluster_id: int
-    model_id: int
+    model_id: int = 0
 
-    def __init__(
-        self,
-        cluster_id: int | None = None,
-        model_id: int = 0,
-        *,
-        prompt_cluster_id: int | None = None,
-    ) -> None:
-        object.__setattr__(self, "cluster_id", _one_cluster(cluster_id, prompt_cluster_id))
-        object.__setattr__(self, "model_id", checks.integer("model_id", model_id))
-
-    @property
-    def prompt_cluster_id(self) -> int:
-        """`cluster_id` under its name in the first generation."""
-        return self.cluster_id
-
-
-def _one_cluster(cluster_id: int | None, prompt_cluster_id: int | None) -> int:
-    if (cluster_id is None) == (prompt_cluster_id is None):
-        raise TypeError("give cluster_id, or prompt_cluster_id, and not both")
-    return checks.integer("cluster_id", prompt_cluster_id if cluster_id is None else cluster_id)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.integer("model_id", self.model_id)
 
 
 @dataclass(frozen=True)
