@@ -95,11 +95,6 @@ def row_as_blocks(
     ]
 
 
-def as_long_as(runs: Sequence[Run], whole: Sequence[Run]) -> list[Run]:
-    """Shorten each run of `whole` to the size of the run copied there."""
-    return [Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)]
-
-
 def same_rows(source: CacheDesc, target: CacheDesc) -> None:
     """Refuse caches whose blocks differ in size."""
     if source.row_bytes != target.row_bytes:
@@ -108,22 +103,16 @@ def same_rows(source: CacheDesc, target: CacheDesc) -> None:
         )
 
 
-def same_number(tensors: range, theirs: range) -> None:
-    """Refuse a transfer between different numbers of tensors."""
-    if len(tensors) != len(theirs):
-        raise LLMParamError(
-            f"{len(tensors)} tensors here and {len(theirs)} of the peer are named; name as many"
-            " layers of both"
-        )
-
-
 def pairs_merged(sources: Sequence[Run], targets: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Pair sources with targets; pairs that are adjacent on both sides are merged.
+    """Pair equally many sources and targets, each pair with the size of the shorter run.
 
-    Requires equally many runs of equal sizes.
+    Pairs that are adjacent on both sides are merged.
     """
     merged: list[tuple[Run, Run]] = []
     for source, target in zip(sources, targets, strict=True):
+        if source.size != target.size:
+            size = min(source.size, target.size)
+            source, target = source._replace(size=size), target._replace(size=size)  # noqa: PLW2901
         if merged:
             before, into = merged[-1]
             if _continues(before, source) and _continues(into, target):

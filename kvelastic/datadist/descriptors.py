@@ -101,7 +101,9 @@ class _PeerKey:
     """A key that takes its cluster under either generation's name, and has it under both."""
 
     cluster_id: int = cast("int", None)
-    prompt_cluster_id: int = field(default=cast("int", None), kw_only=True, compare=False)
+    prompt_cluster_id: int = field(
+        default=cast("int", None), kw_only=True, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if (self.cluster_id is None) == (self.prompt_cluster_id is None):

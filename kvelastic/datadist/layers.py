@@ -362,7 +362,7 @@ class LayerPushes:
                 tensors = cache_layout.layer_tensors(
                     "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
                 )
-                return sources, self._targets(found, tensors, sources), tensors
+                return sources, self._targets(found, tensors), tensors
 
             peer.transfer(config.cache_key, self._entry, runs, is_push=True)
 
@@ -376,7 +376,7 @@ class LayerPushes:
             )
         return cache_layout.row_runs(desc, tensors, row, 0, desc.row_bytes)
 
-    def _targets(self, found: wire.Cache, tensors: range, sources: list[Run]) -> list[Run]:
+    def _targets(self, found: wire.Cache, tensors: range) -> list[Run]:
         if self._target_blocks is None:
             refuse_found_blocks(found)
             return cache_layout.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
@@ -386,8 +386,7 @@ class LayerPushes:
                 f" {found.desc.row_bytes} bytes"
             )
         cache_layout.block_indices("dst_block_indices", found.desc, self._target_blocks)
-        blocks = cache_layout.block_runs(found.desc, tensors, self._target_blocks)
-        return cache_layout.as_long_as(sources, blocks)
+        return cache_layout.block_runs(found.desc, tensors, self._target_blocks)
 
 
 def _tensors(layer: int) -> range:

@@ -81,12 +81,18 @@ class LayerArguments:
             raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
         return cls(**kwargs)
 
-    def tensors(self, desc: CacheDesc, *, of_source: bool) -> range:
-        """Return the tensors of the source or the target, which `desc` describes."""
+    def tensors(self, desc: CacheDesc, *, of_source: bool, other: range | None = None) -> range:
+        """Return the tensors of the source or the target, as many as the `other` side's."""
         name, layers = (
             ("src_layer_range", self.sources) if of_source else ("dst_layer_range", self.targets)
         )
-        return layer_tensors(name, desc, layers, self._per_layer)
+        found = layer_tensors(name, desc, layers, self._per_layer)
+        if other is not None and len(other) != len(found):
+            raise LLMParamError(
+                f"{len(other)} tensors here and {len(found)} of the peer are named; name as many"
+                " layers of both"
+            )
+        return found
 
 
 class ManagerCalls(Generic[Handle]):
@@ -306,8 +312,7 @@ class ManagerCalls(Generic[Handle]):
 
         def runs(found: wire.Cache) -> TransferRuns:
             refuse_found_blocks(found)
-            theirs = layers.tensors(found.desc, of_source=not is_push)
-            cache_layout.same_number(tensors, theirs)
+            theirs = layers.tensors(found.desc, of_source=not is_push, other=tensors)
             at = cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
             return ours, at, theirs
 
@@ -339,17 +344,14 @@ class ManagerCalls(Generic[Handle]):
         ours = cache_layout.block_runs(entry.desc, tensors, ours_at)
 
         def runs(found: wire.Cache) -> TransferRuns:
-            theirs = layers.tensors(found.desc, of_source=not is_push)
-            cache_layout.same_number(tensors, theirs)
+            theirs = layers.tensors(found.desc, of_source=not is_push, other=tensors)
             if is_blocks:
                 cache_layout.same_rows(found.desc, entry.desc)
                 cache_layout.block_indices(their_name, found.desc, theirs_at)
                 return ours, cache_layout.block_runs(found.desc, theirs, theirs_at), theirs
             refuse_found_blocks(found)
-            row = cache_layout.row_as_blocks(
-                found.desc, theirs, found.row, len(ours_at), entry.row_bytes
-            )
-            return cache_layout.as_long_as(row, ours), row, theirs
+            row = found.desc, theirs, found.row, len(ours_at), entry.row_bytes
+            return ours, cache_layout.row_as_blocks(*row), theirs
 
         self._transfer(key, entry, runs, is_push=is_push)
 

@@ -42,18 +42,19 @@ class _Option:
     def __init__(
         self,
         key: str,
-        form: Callable[[str, Any], str],
+        types: type | tuple[type, ...],
         parse: Callable[[str, str], Any],
         doc: str,
         *,
         default: Any = None,
         counts_if_empty: bool = False,
     ) -> None:
-        """`form` raises `TypeError`, `parse` raises `LLMParamError`.
+        """If the default is "", an empty text stands for it, unless `counts_if_empty`.
 
-        If the default is "", an empty text stands for it, unless `counts_if_empty`.
+        `parse` raises `LLMParamError`.
         """
-        self.key, self.form, self.parse, self.default = key, form, parse, default
+        self.key, self.parse, self.default = key, parse, default
+        self._types = types
         self._can_be_empty = default == "" and not counts_if_empty
         self.__doc__ = doc
 
@@ -64,12 +65,23 @@ class _Option:
         return self if config is None else config.__dict__.get(self._name, self.default)
 
     def __set__(self, config: object, value: Any) -> None:
-        text = self.form(self._name, value)
+        text = self.text_of(value)
         if text or not self._can_be_empty:
             self.parse(self._name, text)
             config.__dict__[self._name] = value
         else:
             config.__dict__.pop(self._name, None)
+
+    def text_of(self, value: Any) -> str:
+        """Return the option's text. Raises `TypeError`."""
+        checks.instance(self._name, value, self._types)
+        if isinstance(value, bool):
+            if self._types is not bool:
+                raise TypeError(f"{self._name} is a bool, must be a number")
+            return str(int(value))
+        if isinstance(value, (list, tuple)):
+            return ";".join(map(str, checks.integers(self._name, value)))
+        return str(float(value) if self._types == (float, int) else value)
 
     def read(self, options: dict[str, str]) -> Any:
         """Return the parsed option; None if it is not set. Raises `LLMParamError`."""
@@ -77,27 +89,6 @@ class _Option:
         if text is None or (not text and self._can_be_empty):
             return None
         return self.parse(self._name, text)
-
-
-def _of(*types: type) -> Callable[[str, Any], str]:
-    """Return the form of values of these types."""
-
-    def form(name: str, value: object) -> str:
-        found = checks.instance(name, value, types)
-        if isinstance(value, bool):
-            raise TypeError(f"{name} is a bool, must be {types[0].__name__}")
-        return str(float(found) if float in types else found)
-
-    return form
-
-
-def _bit(name: str, value: object) -> str:
-    return str(int(checks.flag(name, value)))
-
-
-def _device_text(name: str, value: object) -> str:
-    each = value if isinstance(value, (list, tuple)) else [value]
-    return ";".join(str(one) for one in checks.integers(name, each, most=checks.MAX_UINT16))
 
 
 def _devices(name: str, text: str) -> tuple[int, ...]:
@@ -155,23 +146,23 @@ class LLMConfig:
     """
 
     # fmt: off
-    device_id = _Option("ge.exec.deviceId", _device_text, _devices, "The process's device, or a list of them.")
-    listen_ip_info = _Option("llm.listenIpInfo", _of(str), listen_addresses, "Where peers link to, as ip:port.", default="")
-    sync_kv_timeout = _Option("llm.SyncKvCacheWaitTime", _of(int, str), _number(1, (1 << 31) - 1), "Deadline of a call in milliseconds; 1000.")
-    enable_switch_role = _Option("llm.EnableSwitchRole", _bit, _flag, "Whether `switch_role` may be called.", default=False)
-    mem_utilization = _Option("llm.MemoryUtilization", _of(float, int), _fraction, "The part of `ge.flowGraphMemMaxSize` that caches may take.", default=0.95)
-    buf_pool_cfg = _Option("llm.BufPoolCfg", _of(str), parse_buffer_tiers, "Size classes of tensors, as JSON.", default="")
-    mem_pool_cfg = _Option("llm.MemPoolConfig", _of(str), parse_mem_pool, "The pool of device caches, as JSON.", default="")
-    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", _of(str), parse_mem_pool, "The pool of host caches, as JSON.", default="")
-    enable_cache_manager = _Option("llm.EnableCacheManager", _bit, _flag, "Use `cache_manager`, the second generation.", default=False)
-    enable_remote_cache_accessible = _Option("llm.EnableRemoteCacheAccessible", _bit, _flag, "Remember what caches a peer has, and let peers write into ours.", default=False)
-    rdma_traffic_class = _Option("llm.RdmaTrafficClass", _of(int), _number(0, 255, 4), "Of RDMA: no effect.")
-    rdma_service_level = _Option("llm.RdmaServiceLevel", _of(int), _number(0, 7), "Of RDMA: no effect.")
-    local_comm_res = _Option("llm.LocalCommRes", _of(str), _json_or_empty, "A rank table; it implies both `enable_` options for caches, also if it is set to nothing.", default="", counts_if_empty=True)
-    link_total_time = _Option("llm.LinkTotalTime", _of(int), _number(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120.", default=0)
-    link_retry_count = _Option("llm.LinkRetryCount", _of(int), _number(1, 100), "Rounds in which `link` tries within them.", default=1)
-    transfer_backend = _Option("llm.TransferBackend", _of(str), _backend, 'Only "hixl"; it has to listen.', default="")
-    global_resource_config = _Option("llm.GlobalResourceConfig", _of(str), _json_or_empty, "Of Ascend devices: no effect.", default="")
+    device_id = _Option("ge.exec.deviceId", (int, list, tuple), _devices, "The process's device, or a list of them.")
+    listen_ip_info = _Option("llm.listenIpInfo", str, listen_addresses, "Where peers link to, as ip:port.", default="")
+    sync_kv_timeout = _Option("llm.SyncKvCacheWaitTime", (int, str), _number(1, (1 << 31) - 1), "Deadline of a call in milliseconds; 1000.")
+    enable_switch_role = _Option("llm.EnableSwitchRole", bool, _flag, "Whether `switch_role` may be called.", default=False)
+    mem_utilization = _Option("llm.MemoryUtilization", (float, int), _fraction, "The part of `ge.flowGraphMemMaxSize` that caches may take.", default=0.95)
+    buf_pool_cfg = _Option("llm.BufPoolCfg", str, parse_buffer_tiers, "Size classes of tensors, as JSON.", default="")
+    mem_pool_cfg = _Option("llm.MemPoolConfig", str, parse_mem_pool, "The pool of device caches, as JSON.", default="")
+    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", str, parse_mem_pool, "The pool of host caches, as JSON.", default="")
+    enable_cache_manager = _Option("llm.EnableCacheManager", bool, _flag, "Use `cache_manager`, the second generation.", default=False)
+    enable_remote_cache_accessible = _Option("llm.EnableRemoteCacheAccessible", bool, _flag, "Remember what caches a peer has, and let peers write into ours.", default=False)
+    rdma_traffic_class = _Option("llm.RdmaTrafficClass", int, _number(0, 255, 4), "Of RDMA: no effect.")
+    rdma_service_level = _Option("llm.RdmaServiceLevel", int, _number(0, 7), "Of RDMA: no effect.")
+    local_comm_res = _Option("llm.LocalCommRes", str, _json_or_empty, "A rank table; it implies both `enable_` options for caches, also if it is set to nothing.", default="", counts_if_empty=True)
+    link_total_time = _Option("llm.LinkTotalTime", int, _number(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120.", default=0)
+    link_retry_count = _Option("llm.LinkRetryCount", int, _number(1, 100), "Rounds in which `link` tries within them.", default=1)
+    transfer_backend = _Option("llm.TransferBackend", str, _backend, 'Only "hixl"; it has to listen.', default="")
+    global_resource_config = _Option("llm.GlobalResourceConfig", str, _json_or_empty, "Of Ascend devices: no effect.", default="")
     # fmt: on
 
     def __init__(self) -> None:
@@ -193,7 +184,7 @@ class LLMConfig:
         """Return the options that were set; an attribute overrides the same key in `ge_options`."""
         given = {name: option for name, option in _OPTIONS.items() if name in self.__dict__}
         return self._ge_options | {
-            option.key: option.form(name, self.__dict__[name]) for name, option in given.items()
+            option.key: option.text_of(self.__dict__[name]) for name, option in given.items()
         }
 
 
