@@ -11,7 +11,6 @@ import threading
 
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.errors import UnsupportedError
 from kvelastic.pool.pool import ElasticPool, pool_at
 from kvelastic.transfer import Node, Registered, register_pool
 
@@ -19,10 +18,11 @@ from kvelastic.transfer import Node, Registered, register_pool
 class Exposed:
     """Memory exposed to peers. Any thread may call. Call `bind` before other methods."""
 
+    _node: Node
+
     def __init__(self, caches: LocalCaches) -> None:
         self._caches = caches
         self._lock = threading.Lock()
-        self._node: Node | None = None
         self._pools: dict[ElasticPool, Registered] = {}
         self._memory: dict[int | None, list[Registered]] = {}
         """Exposed memory by cache id; of None, the pools of allocated caches."""
@@ -34,7 +34,7 @@ class Exposed:
             self._node = node
             self._pools.clear()
             pools = [memory.pool for memory in self._caches.pools()]
-            own = [self._add_pool(node, pool) for pool in pools if pool.is_on_host]
+            own = [self._add_pool(pool) for pool in pools if pool.is_on_host]
             self._memory = {None: own}
         for entry in entries:
             self.expose(entry)
@@ -45,25 +45,24 @@ class Exposed:
         Raises `InvalidArgumentError`, and changes nothing, if peers can access the memory already.
         """
         with self._lock:
-            node = self._bound()
             held = self._memory[entry.cache_id] = []
             try:
                 for address in entry.addrs[0]:
                     pool = pool_at(address)
                     if pool is not None and pool.is_on_host:
-                        held.append(self._add_pool(node, pool))
+                        held.append(self._add_pool(pool))
                     else:
-                        held.append(node.register(address, entry.desc.size))
+                        held.append(self._node.register(address, entry.desc.size))
             except BaseException:
-                self._withdraw(node, entry.cache_id)
+                self._withdraw(entry.cache_id)
                 raise
 
     def withdraw(self, entry: Entry) -> None:
         """End the peers' access to a registered cache. Idempotent."""
         with self._lock:
-            self._withdraw(self._bound(), entry.cache_id)
+            self._withdraw(entry.cache_id)
 
-    def _withdraw(self, node: Node, cache_id: int) -> None:
+    def _withdraw(self, cache_id: int) -> None:
         gone = self._memory.pop(cache_id, [])
         kept = {one for held in self._memory.values() for one in held}
         for registered in dict.fromkeys(gone):
@@ -71,14 +70,9 @@ class Exposed:
                 self._pools = {
                     pool: one for pool, one in self._pools.items() if one is not registered
                 }
-                node.unregister(registered)
+                self._node.unregister(registered)
 
-    def _add_pool(self, node: Node, pool: ElasticPool) -> Registered:
+    def _add_pool(self, pool: ElasticPool) -> Registered:
         if pool not in self._pools:
-            self._pools[pool] = register_pool(node, pool)
+            self._pools[pool] = register_pool(self._node, pool)
         return self._pools[pool]
-
-    def _bound(self) -> Node:
-        if self._node is None:
-            raise UnsupportedError("there is no node yet")
-        return self._node

@@ -25,13 +25,12 @@ from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import Group, GroupLinks
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
+from kvelastic.datadist.peer import LinkCall, Peer, busy, calling, left_s
 from kvelastic.datadist.socket_addresses import SocketAddresses
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
-    ChannelTimeoutError,
     ConfigError,
     KvelasticError,
     LinkExistsError,
@@ -69,7 +68,12 @@ class Links:
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._in_progress: set[int] = set()
-        self._has_linked = False
+        self.has_linked = False
+        """Whether this cluster has started to link.
+
+        After that, newly registered caches are inaccessible to peers by default. A link made by a
+        peer does not count, because it may come at any time.
+        """
         self.exposed = Exposed(caches)
         self.groups = GroupLinks(self._join_member, self._leave_member)
         self._node = self._listen(options.listen)
@@ -123,7 +127,7 @@ class Links:
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
         with self._alone(cluster_id, to_link=True) as peer:
-            self._has_linked = True
+            self.has_linked = True
             link = peer.link if peer is not None and peer.is_linked else None
             if link is None:
                 host, port = cluster.remote_ip_infos[0]
@@ -180,7 +184,7 @@ class Links:
         """Link with the cluster at the first of its addresses at which a process listens."""
         for at, address in enumerate(sockets):
             try:
-                link = self._node.link(address, _left_s(deadline_s))
+                link = self._node.link(address, left_s(deadline_s))
             except ChannelClosedError:
                 if at + 1 < len(sockets):
                     continue
@@ -210,7 +214,7 @@ class Links:
     def _check_role(
         self, cluster_id: int, link: Link, wanted: LLMRole | None, deadline_s: float
     ) -> None:
-        call = LinkCall(Peer(cluster_id, link), self._node, self._caches, _left_s(deadline_s))
+        call = LinkCall(Peer(cluster_id, link), self._node, self._caches, deadline_s)
         role = call.ask(wire.Who(), wire.Told).number
         if wanted not in {None, role}:
             raise failure(LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id} is no {wanted!s}")
@@ -230,7 +234,7 @@ class Links:
                 raise busy(cluster_id)
             self._forget(peer.link)
             try:
-                peer.link.unlink(0 if force else _left_s(deadline_s), force=force)
+                peer.link.unlink(0 if force else left_s(deadline_s), force=force)
             except ChannelClosedError:  # the peer ended it first or has exited
                 peer.link.unlink(0, force=True)
             except KvelasticError as error:
@@ -252,7 +256,7 @@ class Links:
     def link_group(self, group: Group, total_s: float, rounds: int) -> int:
         """Start to link a group's members; return the group's id. Raises `LLMException`."""
         comm_id = self.groups.begin(group, total_s, rounds)
-        self._has_linked = True
+        self.has_linked = True
         return comm_id
 
     def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> bool:
@@ -267,7 +271,7 @@ class Links:
                 _log.debug("cluster %d is not there yet: %s", cluster_id, error)
                 return False
             peer = self._peer(cluster_id)
-        call = LinkCall(peer, self._node, self._caches, _left_s(deadline_s))
+        call = LinkCall(peer, self._node, self._caches, deadline_s)
         try:
             return bool(call.ask(wire.Join(token), wire.Told).number)
         except KvelasticError as error:
@@ -283,15 +287,6 @@ class Links:
                 raise
 
     # --- calls of managers -------------------------------------------------------------------
-
-    @property
-    def has_linked(self) -> bool:
-        """Whether this cluster has started to link.
-
-        After that, newly registered caches are inaccessible to peers by default. A link made by a
-        peer does not count, because it may come at any time.
-        """
-        return self._has_linked
 
     def call(
         self, cluster_id: int, *, is_layered: bool = False
@@ -419,10 +414,3 @@ class Links:
 def not_linked(cluster_id: int) -> LLMException:
     """Return the exception for a cluster that is not linked."""
     return failure(LLMStatusCode.LLM_NOT_YET_LINK, f"cluster {cluster_id} is not linked")
-
-
-def _left_s(deadline_s: float) -> float:
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise ChannelTimeoutError("the peer has not answered in time")
-    return left_s

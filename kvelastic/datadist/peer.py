@@ -121,11 +121,11 @@ class LinkCall:
     `LLM_LINK_FAILED` if the peer is gone.
     """
 
-    def __init__(self, peer: Peer, node: Node, caches: LocalCaches, timeout_s: float) -> None:
+    def __init__(self, peer: Peer, node: Node, caches: LocalCaches, deadline_s: float) -> None:
         self.peer = peer
         self._node = node
         self._caches = caches
-        self._deadline_s = time.monotonic() + timeout_s
+        self._deadline_s = deadline_s
 
     def transfer(
         self,
@@ -196,9 +196,9 @@ class LinkCall:
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
         """Copy runs of a local cache to addresses at the peer, which must be in its caches."""
         of = source.addrs[0]
+        sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
+        targets = [(address, run.size) for run, address in pieces]
         with self._caches.held(source), ExitStack() as holds:
-            sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
-            targets = [(address, run.size) for run, address in pieces]
             self._hold_pages(source, sources, holds)
             self.peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
@@ -221,10 +221,7 @@ class LinkCall:
 
     def left_s(self) -> float:
         """Return the seconds until the deadline. Raises `ChannelTimeoutError` after it."""
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise ChannelTimeoutError("the call has taken longer than sync_kv_timeout")
-        return left_s
+        return left_s(self._deadline_s)
 
 
 @contextmanager
@@ -234,7 +231,7 @@ def calling(
     """Run a call to a peer; a timeout breaks the link, because late replies match no call."""
     with peer.used(is_layered=is_layered):
         try:
-            yield LinkCall(peer, node, caches, timeout_s)
+            yield LinkCall(peer, node, caches, time.monotonic() + timeout_s)
         except ChannelTimeoutError as error:
             peer.break_off()
             raise failure(
@@ -258,3 +255,11 @@ def refuse_found_blocks(found: wire.Cache) -> None:
     """Refuse a peer's cache that has no rows."""
     if found.is_blocks:
         raise LLMParamError("the key leads to a blocks cache; name blocks, by a BlocksCacheKey")
+
+
+def left_s(deadline_s: float) -> float:
+    """Return the seconds until a `time.monotonic` time. Raises `ChannelTimeoutError` after it."""
+    seconds = deadline_s - time.monotonic()
+    if seconds <= 0:
+        raise ChannelTimeoutError("the peer has not answered in time")
+    return seconds

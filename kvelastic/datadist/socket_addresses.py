@@ -84,12 +84,7 @@ class SocketAddresses:
                 f"no cluster listens at {' or '.join(map(str, addresses))} (in this folder:"
                 f" {named or 'none'}). Compare the address with the peer's listen_ip_info. A peer"
                 " on this host must run as this user, with this XDG_RUNTIME_DIR and"
-                " KVELASTIC_LEDGER"
-                + (
-                    ""
-                    if self.secret
-                    else "; for a peer on another host set KVELASTIC_LINK_SECRET on both"
-                )
+                " KVELASTIC_LEDGER; on another host it needs KVELASTIC_LINK_SECRET on both"
             )
         return f"the folder {self.folder} has gone; set XDG_RUNTIME_DIR to a folder that stays"
 

@@ -37,7 +37,7 @@ class NoPeers(Links):
     """No peer is linked."""
 
     def __init__(self) -> None:
-        self._has_linked = False
+        self.has_linked = False
         self.exposed = NothingExposed()
 
     def call(self, cluster_id: int, *, is_layered: bool = False):
