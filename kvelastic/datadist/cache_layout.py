@@ -61,9 +61,9 @@ def row_runs(
     desc: CacheDesc, tensors: Iterable[int], row: int, offset: int, size: int
 ) -> list[Run]:
     """Return the runs of `size` bytes from `offset` in a row, in each tensor."""
-    if offset + size > desc.row_bytes:
+    if size < 1 or offset + size > desc.row_bytes:
         raise LLMParamError(
-            f"{size} bytes from offset {offset} reach beyond a row of {desc.row_bytes} bytes"
+            f"{size} bytes from offset {offset} are not within a row of {desc.row_bytes} bytes"
         )
     return [Run(tensor, row * desc.row_bytes + offset, size) for tensor in tensors]
 
@@ -141,22 +141,6 @@ def same_shape(source: CacheDesc, target: CacheDesc) -> None:
     ):
         if one != other:
             raise LLMParamError(f"the caches do not match: {what} {one} and {other}")
-
-
-def copied_rows(
-    source: CacheDesc, target: CacheDesc, from_row: int, to_row: int, offset: int, size: int
-) -> list[tuple[Run, Run]]:
-    """Return the copies of `copy_cache`; a `size` of -1 means to the row's end."""
-    same_shape(source, target)
-    if size == -1:
-        size = source.row_bytes - offset
-        if size < 1:
-            raise LLMParamError(f"offset={offset} is at or beyond the row's end")
-    tensors = range(source.num_tensors)
-    return pairs_merged(
-        row_runs(source, tensors, from_row, offset, size),
-        row_runs(target, tensors, to_row, offset, size),
-    )
 
 
 def copied_blocks(

@@ -237,7 +237,13 @@ class ManagerCalls(Generic[Handle]):
         source, target = src.cache_desc, dst.cache_desc
         from_row = cache_layout.row_index("src_batch_index", source, src_batch_index)
         to_row = cache_layout.row_index("dst_batch_index", target, dst_batch_index)
-        pairs = cache_layout.copied_rows(source, target, from_row, to_row, offset, size)
+        cache_layout.same_shape(source, target)
+        size = source.row_bytes - offset if size == -1 else size
+        tensors = range(source.num_tensors)
+        pairs = cache_layout.pairs_merged(
+            cache_layout.row_runs(source, tensors, from_row, offset, size),
+            cache_layout.row_runs(target, tensors, to_row, offset, size),
+        )
         self._caches.copy(pairs, src, dst)
         if req_id is not None:
             _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
@@ -303,10 +309,7 @@ class ManagerCalls(Generic[Handle]):
     ) -> None:
         """Copy between a local row and the row of a key; `offsets` are the peer's and the local."""
         their_offset, our_offset = offsets
-        if size == -1:
-            size = entry.row_bytes - our_offset
-            if size < 1:
-                raise LLMParamError(f"dst_cache_offset={our_offset} is beyond the row's end")
+        size = entry.row_bytes - our_offset if size == -1 else size
         tensors = layers.tensors(entry.desc, of_source=is_push)
         ours = cache_layout.row_runs(entry.desc, tensors, row, our_offset, size)
 

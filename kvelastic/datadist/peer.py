@@ -23,6 +23,7 @@ from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
     LLMStatusCode,
+    as_llm_exceptions,
     failure,
     status_of,
     status_of_number,
@@ -91,7 +92,7 @@ class Peer:
         if broken is not None:
             why = "a transfer timed out" if self.broken else "the peer has gone"
             raise failure(
-                broken, f"the link to cluster {self.cluster_id} is broken ({why}); link it anew"
+                broken, f"the link to cluster {self.cluster_id} is broken ({why}); link it again"
             )
 
     def break_off(self) -> None:
@@ -200,7 +201,7 @@ class LinkCall:
         targets = [(address, run.size) for run, address in pieces]
         with self._caches.held(source), ExitStack() as holds:
             self._hold_pages(source, sources, holds)
-            self.peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
+            self.peer.link.push(sources, targets, self.left_s(), claim=wire.claim_of(None))
 
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """Keep memory in a caller's elastic pool mapped during the copy."""
@@ -229,19 +230,15 @@ def calling(
     peer: Peer, node: Node, caches: LocalCaches, timeout_s: float, *, is_layered: bool
 ) -> Iterator[LinkCall]:
     """Run a call to a peer; a timeout breaks the link, because late replies match no call."""
-    with peer.used(is_layered=is_layered):
+    with peer.used(is_layered=is_layered), as_llm_exceptions(f"cluster {peer.cluster_id}"):
         try:
             yield LinkCall(peer, node, caches, time.monotonic() + timeout_s)
         except ChannelTimeoutError as error:
             peer.break_off()
             raise failure(
                 LLMStatusCode.LLM_TIMEOUT,
-                f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it anew",
+                f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it again",
             ) from error
-        except LLMException:
-            raise
-        except KvelasticError as error:
-            raise failure(status_of(error), f"cluster {peer.cluster_id}: {error}") from error
 
 
 def busy(cluster_id: int) -> LLMException:

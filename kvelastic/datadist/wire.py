@@ -35,7 +35,6 @@ AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 Uint64 = Annotated[int, Meta(ge=0)]
 """An unsigned integer; msgspec refuses integers over 64 bits."""
 T = TypeVar("T")
-Text = Annotated[str, Meta(max_length=2048)]
 
 
 class _Message(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
@@ -120,7 +119,7 @@ class Refused(_Message):
     """Reply to a failed request: a status code and the reason."""
 
     status: int
-    why: Text
+    why: Annotated[str, Meta(max_length=2048)]
 
 
 Question = Find | Moved | Who | Join
@@ -157,21 +156,18 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 # --- claims: of fixed size, because each copy carries one -----------------------------------------
 
-_CLAIM: Final = struct.Struct("<cQ")
-_OF_CACHE: Final = b"c"
-_OF_ADDRESSES: Final = b"a"
-CLAIM_OF_ADDRESSES: Final = _CLAIM.pack(_OF_ADDRESSES, 0)
-"""Claim of a copy to raw addresses: they must be in any caches that peers can access."""
+_CLAIM: Final = struct.Struct("<Q")
+_ANY: Final = (1 << 64) - 1
 
 
-def claim_of(cache_id: int) -> bytes:
-    """Return the claim of a copy from or to this cache."""
-    return _CLAIM.pack(_OF_CACHE, cache_id)
+def claim_of(cache_id: int | None) -> bytes:
+    """Return the claim of a copy from or to this cache; None: to raw addresses in any caches."""
+    return _CLAIM.pack(_ANY if cache_id is None else cache_id)
 
 
 def claimed_cache(claim: bytes) -> int | None:
     """Return the cache that a claim names; None for raw addresses. Raises `MessageError`."""
-    if len(claim) != _CLAIM.size or claim[:1] not in {_OF_CACHE, _OF_ADDRESSES}:
+    if len(claim) != _CLAIM.size:
         raise MessageError("a claim that this version does not know")
-    kind, cache_id = _CLAIM.unpack(claim)
-    return cache_id if kind == _OF_CACHE else None
+    (cache_id,) = _CLAIM.unpack(claim)
+    return None if cache_id == _ANY else int(cache_id)
