@@ -34,8 +34,9 @@ from kvelastic.errors import (
     ConfigError,
     KvelasticError,
     LinkExistsError,
+    MessageError,
 )
-from kvelastic.messages import Address
+from kvelastic.messages import Address, Message
 from kvelastic.transfer import Link, Node
 
 _log = logging.getLogger("kvelastic")
@@ -342,11 +343,11 @@ class Links:
     def _answer(self, link: Link, body: bytes) -> bytes:
         """Return the reply to a peer's request. Called in a thread of the node."""
         try:
-            return wire.encode(self._answered(link, wire.decode_question(body)))
+            return wire.PROTOCOL.encode(self._answered(link, wire.PROTOCOL.decode(body)))
         except KvelasticError as error:
-            return wire.encode(wire.Refused(int(status_of(error)), str(error)[:2048]))
+            return wire.PROTOCOL.encode(wire.Refused(int(status_of(error)), str(error)[:2048]))
 
-    def _answered(self, link: Link, asked: wire.Question) -> wire.Answer:
+    def _answered(self, link: Link, asked: Message) -> Message:
         match asked:
             case wire.Find():
                 return self._found(asked)
@@ -358,8 +359,10 @@ class Links:
                 return wire.Told(int(self._role))
             case wire.Join():
                 return wire.Told(int(self.groups.joined(link.peer_id, asked.token)))
+            case _:
+                raise MessageError(f"a {type(asked).__name__} is no question")
 
-    def _found(self, asked: wire.Find) -> wire.Found:
+    def _found(self, asked: wire.Find) -> wire.Cache:
         if asked.kind == "row":
             entry, row = self._caches.of_id(asked.value), asked.detail
         elif asked.kind == "blocks":
@@ -376,7 +379,7 @@ class Links:
                 "this cluster lets nobody push; set enable_remote_cache_accessible here, too",
             )
         addrs = [list(one) for one in entry.addrs]
-        return wire.Found(wire.Cache(entry.cache_id, entry.is_blocks, row, entry.desc, addrs))
+        return wire.Cache(entry.cache_id, entry.is_blocks, row, entry.desc, addrs)
 
     # --- role and end ------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from kvelastic.datadist.status import (
     status_of_number,
 )
 from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError, UnknownBlockError
+from kvelastic.messages import Message
 from kvelastic.transfer import Link, Node, Piece
 
 TransferRuns: TypeAlias = tuple[Sequence[Run], Sequence[Run], range]
@@ -151,7 +152,7 @@ class LinkCall:
                 if status_of(error) is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                     raise
                 self.peer.found.pop((key, is_push), None)
-        found = self.ask(wire.Find.of(key, is_write=is_push), wire.Found).cache
+        found = self.ask(wire.Find.of(key, is_write=is_push), wire.Cache)
         if isinstance(key, BlocksCacheKey):
             if len(self.peer.found) >= _MOST_FOUND:
                 self.peer.found.clear()
@@ -191,7 +192,7 @@ class LinkCall:
                 except UnknownBlockError:
                     # The peer pins pages before it checks their cache, so it can only report an
                     # unknown page. Raises if the cache was dropped after it was found.
-                    self.ask(wire.Find("row", theirs.cache_id, 0, False), wire.Found)
+                    self.ask(wire.Find("row", theirs.cache_id, 0, False), wire.Cache)
                     raise  # the cache exists: its caller has not allocated that block
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
@@ -209,9 +210,10 @@ class LinkCall:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
 
-    def ask(self, question: wire.Question, wanted: type[T]) -> T:
+    def ask(self, question: Message, wanted: type[T]) -> T:
         """Send a question and return the peer's reply. Raises `LLMException` for a refusal."""
-        answer = wire.decode_answer(self.peer.link.ask(wire.encode(question), self.left_s()))
+        body = self.peer.link.ask(wire.PROTOCOL.encode(question), self.left_s())
+        answer = wire.PROTOCOL.decode(body)
         if isinstance(answer, wire.Refused):
             raise failure(
                 status_of_number(answer.status), f"cluster {self.peer.cluster_id}: {answer.why}"

@@ -1,6 +1,6 @@
 """Messages between clusters about caches.
 
-    Find(key) --> Found(cache)                   the location and description of a cache
+    Find(key) --> Cache                          the location and description of a cache
     Moved(cache, row, tensors) --> Told          the sender has copied these: keys may be dropped
     Who --> Told(role)                           the first question over a link
     Join(group) --> Told(is_there)               for a group whose members link with each other
@@ -14,10 +14,9 @@ Every field is bounded; decoding raises `MessageError` for a value that does not
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvelastic.datadist.descriptors import (
     MAX_TENSORS,
@@ -27,6 +26,7 @@ from kvelastic.datadist.descriptors import (
     CacheKeyByIdAndIndex,
 )
 from kvelastic.errors import MessageError
+from kvelastic.messages import Message, Protocol
 
 MAX_DEVICES: Final = 64
 
@@ -34,14 +34,9 @@ AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
 
 Uint64 = Annotated[int, Meta(ge=0)]
 """An unsigned integer; msgspec refuses integers over 64 bits."""
-T = TypeVar("T")
 
 
-class _Message(Struct, tag=True, forbid_unknown_fields=True, array_like=True):
-    """Base of messages. The first field is the kind, which another version may not know."""
-
-
-class Find(_Message):
+class Find(Message):
     """Asks for the cache of a key, without its cluster.
 
     Of a `CacheKey`, value and detail are its id and model; of a `CacheKeyByIdAndIndex`, cache and
@@ -63,7 +58,7 @@ class Find(_Message):
         return cls("blocks", key.model_id, 0, is_write)
 
 
-class Moved(_Message):
+class Moved(Message):
     """Reports that these tensors of a row (first, count) were copied entirely."""
 
     cache_id: Uint64
@@ -72,18 +67,18 @@ class Moved(_Message):
     tensors: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
 
 
-class Who(_Message):
+class Who(Message):
     """Asks for the peer's role."""
 
 
-class Join(_Message):
+class Join(Message):
     """Asks whether the peer is in the group of this token."""
 
     token: Annotated[str, Meta(max_length=64)]
 
 
-class Cache(_Message):
-    """A cache found by a key: description, the key's row, and addresses in the owner's process.
+class Cache(Message):
+    """Reply to `Find`: a cache, the key's row, and addresses in the owner's process.
 
     The row is 0 for a blocks cache. Addresses are by device, then by tensor.
     """
@@ -103,55 +98,22 @@ class Cache(_Message):
             raise ValueError("a cache without the row, or without all of its addresses")
 
 
-class Found(_Message):
-    """Reply to `Find`."""
-
-    cache: Cache
-
-
-class Told(_Message):
+class Told(Message):
     """Reply to the other questions: the cluster's role, or whether it is in the group yet."""
 
     number: Annotated[int, Meta(ge=0, le=3)]
 
 
-class Refused(_Message):
+class Refused(Message):
     """Reply to a failed request: a status code and the reason."""
 
     status: int
     why: Annotated[str, Meta(max_length=2048)]
 
 
-Question = Find | Moved | Who | Join
-Answer = Found | Told | Refused
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_questions: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
-_answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Question | Answer) -> bytes:
-    """Return the bytes of a message."""
-    return _encoder.encode(message)
-
-
-def decode_question(body: bytes) -> Question:
-    """Decode a peer's question. Raises `MessageError`."""
-    return _decoded(_questions, body)
-
-
-def decode_answer(body: bytes) -> Answer:
-    """Decode a peer's reply. Raises `MessageError`."""
-    return _decoded(_answers, body)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise MessageError(
-            f"a peer message something that this version does not know: {error}"
-        ) from None
+PROTOCOL: Final = Protocol(
+    "caches", version=2, messages=(Find, Moved, Who, Join, Cache, Told, Refused)
+)
 
 
 # --- claims: of fixed size, because each copy carries one -----------------------------------------

@@ -187,7 +187,7 @@ def test_reader_of_other_ranks_gets_its_heads(name: str, tmp_path: Path) -> None
 
 
 def test_ranks_without_equal_heads_are_refused(tmp_path: Path) -> None:
-    from kvelastic.tiers.stores.peer.wire import Read, packed
+    from kvelastic.tiers.stores.peer.wire import PROTOCOL, Read
 
     with opened(f"unix://{tmp_path}/owner", None, TWO_HEADS, TWO_HEADS) as both:
         ticket = both.owner.hold([1])
@@ -195,12 +195,13 @@ def test_ranks_without_equal_heads_are_refused(tmp_path: Path) -> None:
         for ranks in (0, 3, 1024):
             read = Read(ticket.ticket, both.store.identity, key_of(1), ranks)
             if ranks == 1024:
-                link.ask(packed(read), 60)
+                link.ask(PROTOCOL.encode(read), 60)
                 continue
             with pytest.raises(UnsupportedError, match=f"no equal parts for {ranks} ranks"):
-                link.ask(packed(read), 60)
+                link.ask(PROTOCOL.encode(read), 60)
+        many = Read(ticket.ticket, both.store.identity, key_of(1), 1025)
         with pytest.raises(MessageError):
-            link.ask(packed(Read(ticket.ticket, both.store.identity, key_of(1), 1025)), 60)
+            link.ask(PROTOCOL.encode(many), 60)
 
 
 @pytest.mark.parametrize(
@@ -282,15 +283,17 @@ def test_release_keeps_blocks_that_are_copied(both: Both) -> None:
 
 
 def test_slots_of_a_late_reader_are_reused(both: Both) -> None:
-    from kvelastic.tiers.stores.peer.wire import Read, packed, reading_of
+    from kvelastic.tiers.stores.peer.wire import PROTOCOL, Read, Reading
 
     ticket = both.owner.hold([1, 2])
     link = both.node.link(ticket.address, 60)
-    body = packed(Read(ticket.ticket, both.store.identity, keys_of([1, 2]), 0))
-    late = reading_of(link.ask(body, 60))
+    body = PROTOCOL.encode(Read(ticket.ticket, both.store.identity, keys_of([1, 2]), 0))
+    late = PROTOCOL.decode(link.ask(body, 60))
     both.owner.serving.ended(both.owner.node.links[0])  # as if its time were over
     both.owner.blocks.content = {1: 66, 2: 77}
-    again = reading_of(link.ask(body, 60))
+    again = PROTOCOL.decode(link.ask(body, 60))
+    assert isinstance(late, Reading)
+    assert isinstance(again, Reading)
     assert set(again.addresses) == set(late.addresses)
     target = _vmm.Staging(1, RECORD_BYTES)
     piece = [(target.address(0), RECORD_BYTES)]

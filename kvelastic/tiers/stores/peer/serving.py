@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 from kvelastic.errors import (
     InvalidArgumentError,
+    MessageError,
     NotRegisteredError,
     TransferBusyError,
     UnsupportedError,
@@ -31,7 +32,7 @@ from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.staging import StagingSlots
 from kvelastic.tiers.stores.peer.held import HeldRequests
 from kvelastic.tiers.stores.peer.split import Split, moves
-from kvelastic.tiers.stores.peer.wire import Read, Reading, packed, question_of
+from kvelastic.tiers.stores.peer.wire import PROTOCOL, Read, Reading, Release
 from kvelastic.transfer import Link, Piece
 from kvelastic.transfer.memory_pieces import MOST_PIECES, packed_of
 
@@ -84,9 +85,11 @@ class Serving:
 
     def answer(self, link: Link, body: bytes) -> bytes:
         """Answer a question of a peer. Blocks for a copy of the pool, and up to 1 s for slots."""
-        asked = question_of(body)
+        asked = PROTOCOL.decode(body)
         if isinstance(asked, Read):
-            return packed(self._read(link, asked))
+            return PROTOCOL.encode(self._read(link, asked))
+        if not isinstance(asked, Release):
+            raise MessageError(f"a {type(asked).__name__} is no question about held blocks")
         self._held.release(asked.ticket)
         return b""
 

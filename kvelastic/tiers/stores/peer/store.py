@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from kvelastic.errors import InvalidArgumentError, KvelasticError, LinkExistsError
+from kvelastic.errors import InvalidArgumentError, KvelasticError, LinkExistsError, MessageError
 from kvelastic.messages import Address
 from kvelastic.tiers.base import (
     KEY_BYTES,
@@ -42,7 +42,7 @@ from kvelastic.tiers.stores.peer.split import (
     moves,
     replica_moves,
 )
-from kvelastic.tiers.stores.peer.wire import MOST_KEYS, Read, Release, packed, reading_of
+from kvelastic.tiers.stores.peer.wire import MOST_KEYS, PROTOCOL, Read, Reading, Release
 from kvelastic.tiers.workers import Workers
 from kvelastic.transfer import Link, Node
 from kvelastic.transfer.memory_pieces import MOST_BYTES
@@ -170,7 +170,7 @@ class PeerStore(Store):
         peer = self._peer(ticket)
         try:
             if self._allows(peer):
-                self._link(ticket, peer).ask(packed(Release(ticket.ticket)), ASK_S)
+                self._link(ticket, peer).ask(PROTOCOL.encode(Release(ticket.ticket)), ASK_S)
         except KvelasticError as error:
             _log.debug("the prefill engine holds blocks until their time is over: %s", error)
 
@@ -231,7 +231,9 @@ class PeerStore(Store):
         link = self._link(ticket, peer)
         ranks = 0 if self._split is None else self._split.ranks
         read = Read(ticket.ticket, self.identity, asked, ranks)
-        reading = reading_of(link.ask(packed(read), ASK_S))
+        reading = PROTOCOL.decode(link.ask(PROTOCOL.encode(read), ASK_S))
+        if not isinstance(reading, Reading):
+            raise MessageError(f"a {type(reading).__name__} is no reply to a Read")
         count = len(reading.addresses)
         if not 0 < count <= len(asked) // KEY_BYTES:
             raise InvalidArgumentError(f"the peer offers {count} records of those asked for")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta
 
-from kvelastic.errors import MessageError
+from kvelastic.messages import Message, Protocol
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.stores.peer.split import MOST_RANKS
 
@@ -18,7 +17,7 @@ _Ranks = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
 """Over how many ranks records are divided (`split`). 0: unknown, they are read as they are."""
 
 
-class Read(msgspec.Struct, tag="read", frozen=True):
+class Read(Message):
     """Requests the records of some blocks that are held under a ticket."""
 
     ticket: _Ticket
@@ -29,44 +28,21 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     """Those of the reader, which may differ from the owner's."""
 
 
-class Reading(msgspec.Struct, frozen=True):
+class Reading(Message):
     """The reply: records that the reader can pull now, of the first keys at least."""
 
-    claim: bytes
+    claim: Annotated[bytes, Meta(max_length=64)]
     """Belongs to the pull. It ends with the pull, or when the reader is late."""
-    addresses: list[int]
+    addresses: Annotated[list[int], Meta(max_length=MOST_KEYS)]
     """The address of each record, in the order of the keys."""
     ranks: _Ranks
     """Those of the owner: with them the records have the owner's size."""
 
 
-class Release(msgspec.Struct, tag="release", frozen=True):
+class Release(Message):
     """The reader is done with the ticket. The reply is empty."""
 
     ticket: _Ticket
 
 
-_questions: Final = msgspec.msgpack.Decoder(Read | Release)
-_reading: Final = msgspec.msgpack.Decoder(Reading)
-
-
-def packed(message: Read | Release | Reading) -> bytes:
-    """Return the body."""
-    return msgspec.msgpack.encode(message)
-
-
-def question_of(body: bytes) -> Read | Release:
-    """Raises `MessageError` for another body."""
-    try:
-        question: Read | Release = _questions.decode(body)
-    except msgspec.MsgspecError as error:
-        raise MessageError(f"not a question about held blocks: {error}") from error
-    return question
-
-
-def reading_of(body: bytes) -> Reading:
-    """Raises `MessageError` for another body."""
-    try:
-        return _reading.decode(body)
-    except msgspec.MsgspecError as error:
-        raise MessageError(f"not a reply about held blocks: {error}") from error
+PROTOCOL: Final = Protocol("held", version=1, messages=(Read, Reading, Release))
