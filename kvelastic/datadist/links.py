@@ -33,7 +33,6 @@ from kvelastic.errors import (
     ChannelError,
     ConfigError,
     KvelasticError,
-    LinkExistsError,
     MessageError,
 )
 from kvelastic.messages import Address, Message
@@ -184,32 +183,17 @@ class Links:
     def _connect(self, cluster_id: int, sockets: list[Address], deadline_s: float) -> Link:
         """Link with the cluster at the first of its addresses at which a process listens."""
         for at, address in enumerate(sockets):
+            left = left_s(deadline_s)
             try:
-                link = self._node.link(address, left_s(deadline_s))
+                return self._node.link_with(cluster_id, address, left)
             except ChannelClosedError:
-                if at + 1 < len(sockets):
-                    continue
-                raise failure(
-                    LLMStatusCode.LLM_LINK_FAILED,
-                    f"cluster {cluster_id}: {self._socket_addresses.why_unreachable(sockets)}",
-                ) from None
-            except LinkExistsError:
-                # The peer linked this cluster at the same time, and its link won.
-                with self._lock:
-                    peer = self._peers.get(cluster_id)
-                if peer is None or not peer.is_linked or peer.link.is_client:
-                    raise
-                return peer.link
+                if at + 1 == len(sockets):
+                    why = self._socket_addresses.why_unreachable(sockets)
+                    raise failure(
+                        LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id}: {why}"
+                    ) from None
             except ConfigError as error:
                 raise failure(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
-            if link.peer_id != cluster_id:
-                self._forget(link)
-                link.unlink(0, force=True)
-                raise failure(
-                    LLMStatusCode.LLM_LINK_FAILED,
-                    f"{address} is cluster {link.peer_id}, not {cluster_id}",
-                )
-            return link
         raise LLMParamError(f"cluster {cluster_id} has no address")
 
     def _check_role(

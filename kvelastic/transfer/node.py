@@ -264,6 +264,29 @@ class Node:
             connection.close()
             raise
 
+    def link_with(self, node_id: int, address: Address, timeout_s: float) -> Link:
+        """Return the link to this node. If there is none, link to it at `address`.
+
+        A link that the peer has made at the same time counts. Blocks and raises as `link` does, and
+        raises `NodeIdTakenError` if another node listens there.
+        """
+        link = self._links.get(node_id)
+        if link is not None and link.is_open:
+            return link
+        try:
+            link = self.link(address, timeout_s)
+        except LinkExistsError:
+            link = self._links.get(node_id)
+            if link is None or not link.is_open:
+                raise
+        if link.peer_id != node_id:
+            link.unlink(0.0, force=True)
+            raise NodeIdTakenError(
+                f"{address} belongs to node {link.peer_id} now, not to {node_id}: that one has"
+                " ended, or listens elsewhere"
+            )
+        return link
+
     def _look_after(self, node_id: int, deadline_s: float) -> None:
         """Detect that the linked node is gone before a new node is refused for using its id."""
         standing = self._links.get(node_id)

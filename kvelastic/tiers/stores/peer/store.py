@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from kvelastic.errors import InvalidArgumentError, KvelasticError, LinkExistsError, MessageError
+from kvelastic.errors import InvalidArgumentError, KvelasticError, MessageError
 from kvelastic.messages import Address
 from kvelastic.tiers.base import (
     KEY_BYTES,
@@ -274,22 +274,7 @@ class PeerStore(Store):
     def _link(self, ticket: Ticket, peer: _Peer) -> Link:
         """Return the link to the peer. Links if there is none, for at most `LINK_S`."""
         with peer.linking:
-            link = self._node.link_to(ticket.node_id)
-            if link is not None and link.is_open:
-                return link
-            try:
-                link = self._node.link(ticket.address, LINK_S)
-            except LinkExistsError:  # the peer has linked to this node at the same time
-                link = self._node.link_to(ticket.node_id)
-                if link is None:
-                    raise
-            if link.peer_id != ticket.node_id:
-                link.unlink(0.0, force=True)
-                raise InvalidArgumentError(
-                    f"{ticket.address} belongs to node {link.peer_id} now, not to"
-                    f" {ticket.node_id}: the engine that held the blocks has ended"
-                )
-            return link
+            return self._node.link_with(ticket.node_id, ticket.address, LINK_S)
 
     def _failed(self, peer: _Peer, error: KvelasticError) -> None:
         is_refusal = error.code in _REFUSALS
