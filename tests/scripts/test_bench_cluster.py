@@ -60,9 +60,9 @@ def test_table_shows_errors_and_ratio_of_p99() -> None:
     }
     made = table(WHOLE, found)
     first, second, third = made.rows
-    assert first[1:5] == ("0.2 s", "0.3 s", "1.00", "0.3 s")
+    assert first[1:5] == ("0.2 s", "0.3 s", "1.00", "0.2 s")
     assert first[5:] == ("2 s", "0.1 s", "0", "0 of 3", "3 MiB", "2 MiB")
-    assert second[1:5] == ("0.6 s", "0.6 s", "2.00", "0.6 s")
+    assert second[1:5] == ("0.6 s", "0.6 s", "2.00", "0.35 s")
     assert second[5:] == ("", "", "1", "1 of 2", "192 MiB", "192 MiB")
     assert third[1:] == ("", "", "", "", "", "", "3", "0 of 0", "", "")
     assert made.notes[-2:] == ["Ray alone: HTTP 500", "fixed parts: lost"]
