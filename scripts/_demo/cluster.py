@@ -7,6 +7,7 @@ namespaces are not allowed, the hosts are two Ray nodes that share this machine 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,14 @@ from typing import Any
 
 import httpx
 import psutil
+import shared_files
 from client import TOPICS
 from demo import DemoError, title
 from engines import ENGINES
 from ray_hosts import MIB_PER_HOST, RayHosts
 from waiting import wait_until
+
+from kvelastic.shared import ledger, segment
 
 FIRST, SECOND = "sun", "moon"
 BURST = 24
@@ -32,13 +36,20 @@ ANSWER_TOKENS = 32
 START_DEADLINE_S = 1200.0
 """Three engines start at once, and share the machine's cores."""
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
+KILL_TIMEOUT_S = 10.0
+_PYTHON_FILES = ("psm_", "sem.mp-")
+"""Files of Python's multiprocessing, which a killed engine leaves in /dev/shm."""
 
 
 class RayNode:
-    """A host without namespaces: the programs that were started in it, and their children."""
+    """A host without namespaces: the programs that were started in it, and their children.
+
+    The context manager kills them and removes their files from shared memory.
+    """
 
     def __init__(self) -> None:
         self._programs: list[subprocess.Popen[str]] = []
+        self._files: set[Path] = set()
 
     def command(self, *command: str) -> list[str]:
         """Return the command itself."""
@@ -58,21 +69,26 @@ class RayNode:
         yield
 
     def kill(self) -> None:
-        """Kill the programs and their children."""
+        """Kill the programs and their children, and wait for their end."""
         found: list[psutil.Process] = []
         for program in self._programs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 parent = psutil.Process(program.pid)
                 found += [parent, *parent.children(recursive=True)]
+        self._files |= shared_files.renamed_in_use_by(process.pid for process in found)
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(found, KILL_TIMEOUT_S)
 
     def __enter__(self) -> RayNode:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        shared_files.remove(file for file in self._files if file.name.startswith(_PYTHON_FILES))
+        segment.reap()
+        ledger.reap()
 
 
 def can_make_hosts() -> bool:
@@ -202,8 +218,10 @@ def main(model: Path) -> int:
         cluster = RayHosts(2)
     else:
         print("Namespaces are not allowed here: the hosts are two Ray nodes on this machine.")
-        print("While the demo runs, Ray listens on all interfaces.", flush=True)
-        cluster = RayHosts(2, make_host=RayNode, addresses=ADDRESSES)
+        print("Each lists all engines, because they share this machine's memory.")
+        print("Ray listens on all interfaces, so its connections need a token.", flush=True)
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        cluster = RayHosts(2, make_host=RayNode, addresses=ADDRESSES, variables=token)
     with cluster:
         capacity_mib = MIB_PER_HOST if has_hosts else MIB_PER_HOST * 2
         try:

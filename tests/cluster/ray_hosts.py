@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class RayHosts:
     """A head and perhaps a second host. What runs there ends with it.
 
     `make_host` and `addresses` replace namespaces where those are not allowed (scripts/demo).
+    `variables` are added to the environment of all that runs on the hosts.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class RayHosts:
         make_host: Callable[[], Any] = Host,
         addresses: Sequence[str] | None = None,
         mib_per_host: int = MIB_PER_HOST,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(
             tempfile.mkdtemp(prefix="kvray")
         )  # a short path: Ray's sockets are there
         self._mib_per_host = mib_per_host
+        self._variables = dict(variables or {})
         self._ends = contextlib.ExitStack()
         self._programs: dict[int, subprocess.Popen[str]] = {}
         self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -83,6 +86,7 @@ class RayHosts:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "2000",
             "RAY_health_check_failure_threshold": "3",
+            **self._variables,
         }
 
     def _link(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -11,14 +12,24 @@ SHM = Path("/dev/shm")
 
 def in_use_by(pids: Iterable[int]) -> set[Path]:
     """Files in /dev/shm that one of the processes has mapped; a process that is gone has none."""
-    found = set()
+    return {Path(path) for _, path in _mapped(pids)}
+
+
+def renamed_in_use_by(pids: Iterable[int]) -> set[Path]:
+    """The same by their present names. A semaphore's creator has it mapped under an earlier one."""
+    inodes = {inode for inode, _ in _mapped(pids)}
+    with os.scandir(SHM) as entries:
+        return {Path(entry.path) for entry in entries if entry.inode() in inodes}
+
+
+def _mapped(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """The inodes and names of files in /dev/shm, one for each mapping."""
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
                 path = line.partition("/")[1] + line.partition("/")[2]
                 if path.startswith(f"{SHM}/"):
-                    found.add(Path(path.removesuffix(" (deleted)")))
-    return found
+                    yield int(line.split()[4]), path.removesuffix(" (deleted)")
 
 
 def left(files: Iterable[Path]) -> list[Path]:
