@@ -26,7 +26,7 @@ import cluster
 def config_of(model, folder, capacity_mib):
     def each(name, replicas):
         fake = {str(ROOT / "tests" / "fakes" / "engine.py")!r}
-        arguments = ["--instance", "--model", name, "--port", "{{port}}"]
+        arguments = ["--instance", "--outlives-its-parent", "--model", name, "--port", "{{port}}"]
         return {{
             "name": name,
             "command": [sys.executable, fake, *arguments],
