@@ -1,7 +1,7 @@
 // One card for each device: its statistics, the chart, and the values at the chosen moment.
 
 import { Chart } from "./chart.js";
-import { byId, make, reconcile, setText } from "./dom.js";
+import { byId, head, make, reconcile, row, setText } from "./dom.js";
 import { bytes, clock } from "./format.js";
 import { heldBy, keyOf } from "./history.js";
 
@@ -28,6 +28,14 @@ const BESIDE = [
   { name: "Reserved", shade: "reserved", valueOf: (device) => device.reservedOfCapacity },
   { name: "Others", shade: "others", valueOf: (device) => device.othersOfCapacity },
 ];
+const FACTS = {
+  Capacity: "capacity_bytes",
+  Held: "granted_bytes",
+  Guaranteed: "guaranteed_bytes",
+  Reserved: "reserved_bytes",
+  "Asked for": "asked_bytes",
+  Free: "free_bytes",
+};
 const RESERVED_ABOUT = "Weights, activations and the like of models that are awake";
 
 /** The section of devices; `divide` is "use" or "model". */
@@ -141,26 +149,12 @@ class Card {
   paintFacts(ledger) {
     setText(this.problem, ledger ? ledger.problem : "");
     setText(this.gone, ledger ? "" : "No instance has it open any more.");
-    const facts =
-      ledger && ledger.status === "readable"
-        ? [
-            ["Capacity", ledger.capacity_bytes],
-            ["Held", ledger.granted_bytes],
-            ["Guaranteed", ledger.guaranteed_bytes],
-            ["Reserved", ledger.reserved_bytes],
-            ["Asked for", ledger.asked_bytes],
-            ["Free", ledger.free_bytes],
-          ]
-        : [];
+    const facts = ledger?.status === "readable" ? Object.entries(FACTS) : [];
     this.facts.replaceChildren(
-      ...facts.map(([name, value]) => {
-        const urgent = name === "Asked for" && value > 0;
-        return make(
-          "div",
-          { class: urgent ? "urgent" : null },
-          make("dt", {}, name),
-          make("dd", {}, bytes(value)),
-        );
+      ...facts.map(([name, key]) => {
+        const urgent = name === "Asked for" && ledger[key] > 0 ? "urgent" : null;
+        const value = make("dd", {}, bytes(ledger[key]));
+        return make("div", { class: urgent }, make("dt", {}, name), value);
       }),
     );
   }
@@ -171,46 +165,30 @@ class Card {
     const point = this.chosen ?? (isNow ? { device: this.now } : last);
     if (!point) return this.legend.replaceChildren();
     const byUse = this.divide === "use";
-    const head = make(
-      "tr",
-      {},
-      make("th", { scope: "col" }, isNow ? "Now" : `At ${clock(point.at)}`),
+    const titles = [
+      isNow ? "Now" : `At ${clock(point.at)}`,
       ...USES.map((use) =>
         make("th", { scope: "col", title: use.about }, byUse ? swatch(use.shade) : "", use.name),
       ),
-      make("th", { scope: "col" }, "Held"),
+      "Held",
       make("th", { scope: "col", title: RESERVED_ABOUT }, swatch("reserved"), "Reserved"),
-    );
+    ];
     const { device } = point;
     const rows = [...device.instances]
       .sort(([a], [b]) => (a < b ? -1 : 1))
-      .map(([name, held]) =>
-        make(
-          "tr",
-          {},
-          make(
-            "th",
-            { scope: "row", title: `instance ${name}` },
-            byUse ? "" : swatch(this.shadeOf(name)),
-            held.model ?? name,
-          ),
-          ...USES.map((use) => make("td", {}, bytes(held[use.key]))),
-          make("td", {}, bytes(held.granted)),
-          make("td", {}, bytes(held.reserved)),
-        ),
-      );
-    const total = (name, shade, value) =>
-      make(
-        "tr",
-        { class: "total" },
-        make("th", { scope: "row" }, shade ? swatch(shade) : "", name),
-        make("td", { colspan: "4" }),
-        make("td", {}, bytes(value)),
-        make("td", {}),
-      );
-    if (device.others > 0) rows.push(total("Others on the device", "others", device.others));
-    rows.push(total("Free", null, device.free));
-    return this.legend.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
+      .map(([name, held]) => {
+        const heading = [byUse ? "" : swatch(this.shadeOf(name)), held.model ?? name];
+        const values = [...USES.map((use) => held[use.key]), held.granted, held.reserved];
+        return row(heading, values.map(bytes), `instance ${name}`);
+      });
+    const addTotal = (heading, value) => {
+      const total = row(heading, ["", "", "", "", bytes(value), ""]);
+      total.className = "total";
+      rows.push(total);
+    };
+    if (device.others > 0) addTotal([swatch("others"), "Others on the device"], device.others);
+    addTotal(["Free"], device.free);
+    return this.legend.replaceChildren(head(titles), make("tbody", {}, ...rows));
   }
 
   /** Fill the table when it is opened. It is not updated while it is open. */
@@ -219,19 +197,11 @@ class Card {
     if (!isOpen) return;
     const rows = [];
     let lastS = Infinity;
-    for (const point of [...this.points].reverse()) {
-      if (lastS - point.at < TABLE_EVERY_S) continue;
-      lastS = point.at;
-      rows.push(
-        make(
-          "tr",
-          {},
-          make("th", { scope: "row" }, clock(point.at)),
-          ...this.layers.map((layer) => make("td", {}, bytes(layer.valueOf(point.device)))),
-          make("td", {}, bytes(point.device.free)),
-          make("td", {}, bytes(point.device.capacity)),
-        ),
-      );
+    for (const { at, device } of [...this.points].reverse()) {
+      if (lastS - at < TABLE_EVERY_S) continue;
+      lastS = at;
+      const layers = this.layers.map((layer) => layer.valueOf(device));
+      rows.push(row([clock(at)], [...layers, device.free, device.capacity].map(bytes)));
     }
     const names = this.layers.map(
       (layer) => this.points.at(-1).device.instances.get(layer.name)?.model ?? layer.name,
@@ -245,17 +215,7 @@ class Card {
           {},
           `Every ${TABLE_EVERY_S} s, newest first; open it again for later values`,
         ),
-        make(
-          "thead",
-          {},
-          make(
-            "tr",
-            {},
-            ...["Time", ...names, "Free", "Capacity"].map((name) =>
-              make("th", { scope: "col" }, name),
-            ),
-          ),
-        ),
+        head(["Time", ...names, "Free", "Capacity"]),
         make("tbody", {}, ...rows),
       ),
     );

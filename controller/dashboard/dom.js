@@ -24,6 +24,24 @@ function fill(element, attributes, children) {
   return element;
 }
 
+/** Create the head of a table. A title is text, or a cell. */
+export function head(titles) {
+  const cell = (title) => (title instanceof Element ? title : make("th", { scope: "col" }, title));
+  return make("thead", {}, make("tr", {}, ...titles.map(cell)));
+}
+
+/** Create a row of a table: a heading of several children, and a cell for each value. */
+export function row(heading, values, title = null) {
+  const cells = values.map((value) => make("td", {}, value));
+  return make("tr", {}, make("th", { scope: "row", title }, ...heading), ...cells);
+}
+
+/** Set the texts of cells. The last one counts failures: it is marked if there are any. */
+export function setCells(cells, texts, failures) {
+  texts.forEach((text, at) => setText(cells[at], text));
+  cells.at(-1).classList.toggle("bad", failures > 0);
+}
+
 /** Set an element's text if it differs, so screen readers announce only changes. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

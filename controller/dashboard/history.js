@@ -8,7 +8,7 @@ export class History {
     this.startedAt = null;
     this.intervalS = 2;
     this.next = 0; // the number of the first sample not received yet
-    // {at, devices: Map(key -> {capacity, others, reserved, free, instances: Map(name -> ...)})}
+    // {at, devices: Map(key -> {capacity, others, free, ..., instances: Map(name -> ...)})}
     this.samples = [];
   }
 
@@ -58,35 +58,25 @@ export class History {
 }
 
 function sampleOf(answer, index) {
+  // Replaces each series by its value in this sample.
+  const valuesOf = (facts) =>
+    Object.fromEntries(
+      Object.entries(facts).map(([key, value]) => [
+        key,
+        key.endsWith("_bytes") ? value[index] : value,
+      ]),
+    );
   const devices = new Map();
-  for (const device of answer.devices) {
-    if (device.capacity_bytes[index] === null) continue;
-    const instances = new Map();
-    for (const instance of device.instances) {
-      const granted = instance.granted_bytes[index];
-      if (granted === null) continue;
-      instances.set(
-        instance.name,
-        heldBy({
-          model: instance.model,
-          granted_bytes: granted,
-          in_use_bytes: instance.in_use_bytes[index],
-          cached_bytes: instance.cached_bytes[index],
-          parked_bytes: instance.parked_bytes[index],
-          pledged_bytes: instance.pledged_bytes[index],
-        }),
-      );
-    }
+  for (const device of answer.devices.map(valuesOf)) {
+    if (device.capacity_bytes === null) continue;
+    const there = device.instances.map(valuesOf).filter((one) => one.granted_bytes !== null);
     devices.set(keyOf(device), {
-      device: device.device,
-      group: device.group,
-      capacity: device.capacity_bytes[index],
-      others: device.others_bytes[index],
-      othersOfCapacity: device.others_of_capacity_bytes[index],
-      reserved: device.reserved_bytes[index],
-      reservedOfCapacity: device.reserved_of_capacity_bytes[index],
-      free: device.free_bytes[index],
-      instances,
+      capacity: device.capacity_bytes,
+      others: device.others_bytes,
+      othersOfCapacity: device.others_of_capacity_bytes,
+      reservedOfCapacity: device.reserved_of_capacity_bytes,
+      free: device.free_bytes,
+      instances: new Map(there.map((one) => [one.name, heldBy(one)])),
     });
   }
   return { at: answer.at[index], devices };

@@ -1,9 +1,7 @@
 // Which node copies KV from which: one line for each link, grouped by node.
 
-import { byId, make, reconcile, setText } from "./dom.js";
+import { byId, make, reconcile, row, setCells, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
-
-const COLUMNS = 5;
 
 export class Links {
   constructor() {
@@ -26,17 +24,11 @@ export class Links {
 
 class Line {
   constructor() {
-    this.node = make("th", { scope: "row" });
     this.peer = make("span");
     this.state = make("span", { class: "problem" });
-    this.cells = Array.from({ length: COLUMNS }, () => make("td"));
-    this.element = make(
-      "tr",
-      {},
-      this.node,
-      make("td", {}, this.peer, " ", this.state),
-      ...this.cells,
-    );
+    this.element = row([], ["", "", "", "", "", ""]);
+    [this.node, this.with, ...this.cells] = this.element.children;
+    this.with.append(this.peer, " ", this.state);
   }
 
   update({ node, link }) {
@@ -51,7 +43,6 @@ class Line {
       number(link.leases),
       number(link.failures),
     ];
-    texts.forEach((text, at) => setText(this.cells[at], text));
-    this.cells.at(-1).classList.toggle("bad", link.failures > 0);
+    setCells(this.cells, texts, link.failures);
   }
 }

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
-import { byId, make, mark, reconcile, setText } from "./dom.js";
+import { byId, head, make, mark, reconcile, row, setText } from "./dom.js";
 import { duration, number } from "./format.js";
 import { Memory } from "./memory.js";
 
@@ -133,29 +133,15 @@ class Row {
 
   paintLatency(traffic) {
     const percents = ["p50", "p95", "p99"];
-    const row = (title, values) =>
-      make(
-        "tr",
-        {},
-        make("th", { scope: "row" }, title),
-        ...percents.map((percent) => make("td", {}, duration(values?.[percent]))),
-      );
+    const line = (title, values) =>
+      row([title], percents.map((percent) => duration(values?.[percent])));
     this.latency.replaceChildren(
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          make("td"),
-          ...percents.map((percent) => make("th", { scope: "col" }, percent)),
-        ),
-      ),
+      head([make("td"), ...percents]),
       make(
         "tbody",
         {},
-        row("first byte", traffic?.time_to_first_token_seconds),
-        row("whole", traffic?.response_time_seconds),
+        line("first byte", traffic?.time_to_first_token_seconds),
+        line("whole", traffic?.response_time_seconds),
       ),
     );
   }
@@ -210,7 +196,6 @@ class Row {
     this.enable();
     this.report(failure);
   }
-
 }
 
 function aboutOf(model, traffic) {

@@ -1,6 +1,6 @@
 // The blocks in a model's tiers: one line for each tier, nearest first.
 
-import { make, reconcile, setText } from "./dom.js";
+import { head, make, reconcile, row, setCells, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
 
 const HEADINGS = ["Tier", "Held", "Hits", "Misses", "Errors"];
@@ -16,7 +16,7 @@ export class Tiers {
     this.element = make(
       "table",
       { class: "tiers", "aria-label": `Tiers of ${model}` },
-      make("thead", {}, make("tr", {}, ...HEADINGS.map((title) => make("th", { scope: "col" }, title)))),
+      head(HEADINGS),
       this.body,
     );
   }
@@ -32,13 +32,8 @@ export class Tiers {
 class Line {
   constructor(name) {
     this.state = make("span", { class: "problem" });
-    this.cells = HEADINGS.slice(1).map(() => make("td"));
-    this.element = make(
-      "tr",
-      {},
-      make("th", { scope: "row" }, `${name} `, this.state),
-      ...this.cells,
-    );
+    this.element = row([`${name} `, this.state], HEADINGS.slice(1));
+    this.cells = [...this.element.children].slice(1);
   }
 
   update(tier) {
@@ -52,7 +47,6 @@ class Line {
       number(tier.misses),
       number(tier.errors),
     ];
-    texts.forEach((text, at) => setText(this.cells[at], text));
-    this.cells.at(-1).classList.toggle("bad", tier.errors > 0);
+    setCells(this.cells, texts, tier.errors);
   }
 }
