@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from importlib import import_module
@@ -28,7 +28,15 @@ from typing import Any, Final
 
 from kvelastic.errors import IntegrityError, UnsupportedEngineError
 
+WAY_OUT: Final = "Unset ENABLE_KVELASTIC to run this without kvelastic."
+
 _LINE: Final = re.compile(r"([\w.]+:[\w.]+)(?:\(([\w ]*)\))?(?: (takes|has|uses|is) (.+))?")
+
+
+def refuse(what: str, found: Iterable[str], way_out: str = WAY_OUT) -> None:
+    """Raise `UnsupportedEngineError` that lists what was found, unless that is nothing."""
+    if lines := "".join(f"  - {line}\n" for line in found):
+        raise UnsupportedEngineError(f"{what}\n{lines}{way_out}")
 
 
 def require(engine: str, text: str, *, page: str) -> None:
@@ -90,14 +98,12 @@ class Probe:
 
     def refuse_if_broken(self) -> None:
         """Raise `UnsupportedEngineError` with all failed requirements, if there are any."""
-        if not self._broken:
-            return
-        raise UnsupportedEngineError(
-            f"kvelastic cannot run in this {self._engine}: it is not built as expected.\n"
-            + "\n".join(f"  - {line}" for line in self._broken)
-            + f"\nInstall a version that kvelastic was tried with ({self._page} names them), or "
+        refuse(
+            f"kvelastic cannot run in this {self._engine}: it is not built as expected.",
+            self._broken,
+            f"Install a version that kvelastic was tried with ({self._page} names them), or "
             "unset ENABLE_KVELASTIC to run without kvelastic. KVELASTIC_STRICT=false does not "
-            "help here."
+            "help here.",
         )
 
 

@@ -10,10 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
-from kvelastic.errors import EngineError, KvelasticError, UnsupportedEngineError
+from kvelastic.errors import EngineError, KvelasticError
+from kvelastic.integration.hooks.probe import refuse
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_refuse: Final = functools.partial(refuse, "kvelastic does not support these settings of SGLang:")
 
 _RANKS: Final = "each rank schedules separately, and a limit would reach them at different steps"
 _STORES: Final = "it copies pages and would read unmapped ones"
@@ -157,13 +160,3 @@ def ends_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise SystemExit(f"kvelastic: {reason}") from error
 
     return ending
-
-
-def _refuse(found: list[str]) -> None:
-    if not found:
-        return
-    raise UnsupportedEngineError(
-        "kvelastic does not support these settings of SGLang:\n"
-        + "\n".join(f"  - {line}" for line in found)
-        + "\nUnset ENABLE_KVELASTIC to run this without kvelastic."
-    )

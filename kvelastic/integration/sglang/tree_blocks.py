@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.scheduling.blocks import Changes, SchedulerBlocks
-from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.base import each_key
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -104,7 +104,7 @@ class TreeBlocks(Generic[Node]):
             taken.append(own)
             ids += reversed(own)
             if self.keys_of is not None:
-                keys += reversed(_keys(self.keys_of(node)))
+                keys += reversed(each_key(self.keys_of(node)))
         self._blocks.give_back([], ids, b"".join(keys) if self.keys_of is not None else None)
         for node, own in zip(nodes, taken, strict=True):
             self._cached[node] = own
@@ -113,7 +113,7 @@ class TreeBlocks(Generic[Node]):
 
     def evicted(self, node: Node) -> None:
         """The tree evicts an unlocked node."""
-        keys = None if self.keys_of is None else _keys(self.keys_of(node))
+        keys = None if self.keys_of is None else each_key(self.keys_of(node))
         if node in self._cached:
             ids = self._cached[node]
             self._drop(node)
@@ -140,7 +140,7 @@ class TreeBlocks(Generic[Node]):
     def adopt(self, keys: bytes) -> list[int]:
         """Take the spare blocks of the leading keys; the caller uses them from now on."""
         ids = []
-        for key in _keys(keys):
+        for key in each_key(keys):
             if key not in self._spare:
                 break
             ids.append(self._spare[key])
@@ -195,7 +195,3 @@ class TreeBlocks(Generic[Node]):
     def _drop(self, node: Node) -> None:
         for block in self._cached.pop(node):
             self._node_of.pop(block, None)
-
-
-def _keys(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.hooks.probe import refuse
 
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.batches import Batches
@@ -290,10 +290,4 @@ def refuse_configuration(cb_config: Any, device: Any, distributed_helper: Any) -
             "use_async_batching=True: a batch is prepared while the one before it still computes."
             " Leave it unset, or set it to False"
         )
-    if not found:
-        return
-    raise UnsupportedEngineError(
-        "kvelastic does not cover what this continuous batching was set up with:\n"
-        + "\n".join(f"  - {line}" for line in found)
-        + "\nUnset ENABLE_KVELASTIC to run this without kvelastic."
-    )
+    refuse("kvelastic does not cover what this continuous batching was set up with:", found)

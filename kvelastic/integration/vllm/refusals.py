@@ -6,11 +6,12 @@ A model that works on stock vLLM must never return wrong results on kvelastic.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Final
 
 from kvelastic import engines
-from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.hooks import versions
+from kvelastic.integration.hooks.probe import refuse
 from kvelastic.integration.vllm import tier_connector
 from kvelastic.integration.vllm.connector_settings import OFFLOADING_CONNECTOR, OUR_MODULE, SEVERAL
 
@@ -44,7 +45,7 @@ _SNAPSHOT: Final = "vllm.snapshot.server"
 """The module that `vllm snapshot create` runs a server with (`python -m`)."""
 _OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
 
-_WAY_OUT = "Unset ENABLE_KVELASTIC to run this without kvelastic."
+_refuse: Final = partial(refuse, "kvelastic does not support these settings of vLLM:")
 
 
 def refuse_configuration(vllm_config: Any) -> None:
@@ -217,13 +218,3 @@ def _name(connector: Any) -> Any:
 
 def _extra(connector: Any) -> dict[str, Any]:
     return _value(connector, "kv_connector_extra_config") or {}
-
-
-def _refuse(found: list[str]) -> None:
-    if not found:
-        return
-    raise UnsupportedEngineError(
-        "kvelastic does not support these settings of vLLM:\n"
-        + "\n".join(f"  - {line}" for line in found)
-        + f"\n{_WAY_OUT}"
-    )

@@ -5,10 +5,18 @@ With these settings a request would find wrong KV, or none.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.hooks.probe import refuse
 from kvelastic.integration.vllm import tier_connector
+
+_refuse: Final = partial(
+    refuse,
+    "KVELASTIC_TIERS and KVELASTIC_ROLE do not support these settings of vLLM:",
+    way_out="Unset both to run this without tiers and other engines' blocks.",
+)
 
 _KINDS: Final = frozenset(
     {
@@ -72,12 +80,3 @@ def refuse_cache_for_tiers(cache_config: Any) -> None:
             if kind not in _KINDS
         ]
     )
-
-
-def _refuse(found: list[str]) -> None:
-    if found:
-        raise UnsupportedEngineError(
-            "KVELASTIC_TIERS and KVELASTIC_ROLE do not support these settings of vLLM:\n"
-            + "\n".join(f"  - {line}" for line in found)
-            + "\nUnset both to run this without tiers and other engines' blocks."
-        )
