@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import ConfigError, UnsupportedError
-from kvelastic.flexkv.common.known_settings import BY_NAME, SETTINGS, Setting
+from kvelastic.flexkv.common.known_settings import BY_NAME, SETTINGS
 from kvelastic.logs import log_once
 
 if TYPE_CHECKING:
@@ -177,15 +177,14 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(_PREFIX) and value.strip()
     }
-    unknown = {name for name in given if name not in BY_NAME}
-    for name in sorted(unknown):
+    for name in sorted(given.keys() - BY_NAME.keys()):
+        del given[name]
         log_once(
             logging.WARNING,
             f"{_PREFIX}{name.upper()} is no setting of FlexKV that is known here, and does nothing;"
             f" is {_PREFIX}{_nearest(name).upper()} meant?",
         )
-    known = {name: value for name, value in given.items() if name not in unknown}
-    return _read(known, lambda name: f"{_PREFIX}{name.upper()}")
+    return _read(given, lambda name: f"{_PREFIX}{name.upper()}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -208,15 +207,13 @@ def _read(given: Mapping[str, object], shown: Callable[[str], str]) -> dict[str,
             raise ConfigError(
                 f"{shown(name)} is no setting of FlexKV; is {shown(_nearest(name))} meant?"
             )
-        values[setting.name] = _value(setting, value, shown(name))
+        try:
+            values[setting.name] = setting.read(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"{shown(name)}={value!r:.100} is not accepted; set it to {error}"
+            ) from None
     return values
-
-
-def _value(setting: Setting, value: object, shown: str) -> Any:
-    try:
-        return setting.read(value)
-    except ValueError as error:
-        raise ConfigError(f"{shown}={value!r:.100} is not accepted; set it to {error}") from None
 
 
 def _nearest(name: str) -> str:

@@ -110,28 +110,23 @@ class FlexKVSchedulerConnector:
             return 0
         mask = np.ones(tokens.size, np.bool_)
         mask[:computed] = False
-        matched = self._try(
-            lambda: self._manager.get_match(tokens, mask, namespace=_namespace(request))
-        )
-        task = None if matched is None else self._note("get", request, computed, *matched)
+        task = self._match("get", request, tokens, mask)
         return 0 if task is None else task.tokens
 
-    def _note(
-        self,
-        kind: Literal["get", "put"],
-        request: Any,
-        skipped: int,
-        task_id: int,
-        mask: np.ndarray[Any, Any],
+    def _match(
+        self, kind: Literal["get", "put"], request: Any, tokens: Any, mask: Any = None
     ) -> _Task | None:
         """Keep a task that has something to copy; cancel any other task and return None."""
-        found = int(np.count_nonzero(mask))
-        if found == 0:
+        match = self._manager.get_match if kind == "get" else self._manager.put_match
+        matched = self._try(lambda: match(tokens, mask, namespace=_namespace(request)))
+        if matched is None:
+            return None
+        task_id, found = matched
+        if not found.any():
             self._try(lambda: self._manager.cancel([task_id]))
             return None
-        if kind == "put":
-            skipped = mask.size - found
-        task = self._tasks[task_id] = _Task(task_id, kind, request, found, skipped)
+        task = _Task(task_id, kind, request, int(np.count_nonzero(found)), int(found.argmax()))
+        self._tasks[task_id] = task
         return task
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -169,10 +164,7 @@ class FlexKVSchedulerConnector:
         tokens = self._tokens(request, min(known, len(block_ids) * self._block_size))
         if tokens is None or tokens.size == 0:
             return False
-        matched = self._try(lambda: self._manager.put_match(tokens, namespace=_namespace(request)))
-        if matched is None:
-            return False
-        task = self._note("put", request, 0, *matched)
+        task = self._match("put", request, tokens)
         found = 0 if task is None else task.tokens
         self._stats.record_put(num_all_tokens=request.num_tokens, num_unmatched_tokens=found)
         if task is not None:
