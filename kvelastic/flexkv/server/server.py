@@ -18,14 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final
 
-from kvelastic.errors import (
-    ChannelClosedError,
-    InvalidArgumentError,
-    KvelasticError,
-    NotInitializedError,
-)
+from kvelastic.errors import InvalidArgumentError, KvelasticError, NotInitializedError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
@@ -33,12 +29,11 @@ from kvelastic.flexkv.server.process import KVServerHandle
 from kvelastic.flexkv.server.registration import Registrations, has_gone
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
 from kvelastic.messages import Connection, Endpoint, Message, Request
-from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic.flexkv")
 _LOOK_S: Final = 0.25
 """Interval at which a waiting request is looked at; the end of a task does it earlier."""
-_ASK_S: Final = 30.0
+_CALLS_S: Final = 30.0
 MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 
 
@@ -71,7 +66,8 @@ class KVServer:
         self._clients: dict[Connection, int] = {}
         self._waiting: dict[Request, tuple[messages.Wait, int, float]] = {}
         """For each wait without a reply: its message, its client and its deadline."""
-        self._calls = Workers("flexkv-engine")
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run_calls, name="flexkv-engine", daemon=True)
         self._is_over = threading.Event()
         self._engine.start()
         try:
@@ -87,6 +83,7 @@ class KVServer:
             self._engine.shutdown()
             raise
         self._engine.transfer_engine.on_event = self._wake
+        self._thread.start()
         _log.info("FlexKV's server is at %s.", self.server_recv_port)
 
     create_server = KVServerHandle
@@ -113,13 +110,15 @@ class KVServer:
         """Close the connections and the tiers. Blocks for running copies. Idempotent."""
         self._is_over.set()
         self._endpoint.close()
-        self._calls.close()
+        self._calls.put(None)
+        self._thread.join()
         self._engine.shutdown()
 
     @property
     def open_tasks(self) -> int:
         """Number of tasks that run or have holds or space. Waits for earlier calls."""
-        return self._calls.run(lambda: self._engine.open_tasks, _ASK_S)
+        self._wait_for_calls()
+        return self._engine.open_tasks
 
     @property
     def registered_ranks(self) -> int:
@@ -132,7 +131,13 @@ class KVServer:
         Blocks; call it on an idle server.
         """
         self._registrations.check_integrity()
-        self._calls.run(self._engine.check_integrity, _ASK_S)
+        self._wait_for_calls()
+        self._engine.check_integrity()
+
+    def _wait_for_calls(self) -> None:
+        are_over = threading.Event()
+        self._calls.put(are_over.set)
+        are_over.wait(_CALLS_S)
 
     # --- the endpoint's thread -----------------------------------------------------------------
 
@@ -155,8 +160,7 @@ class KVServer:
             self._look_again(request)
         else:
             call = partial(self._carry_out, message, self._client_of(request))
-            if self._calls.submit(partial(self._reply, request, call)) is None:
-                raise ChannelClosedError("this server is about to end")
+            self._calls.put(partial(self._reply, request, call))
 
     def _register_client(self, request: Request, message: messages.RegisterDPClient) -> None:
         if unlike := messages.differences(message.shape, self._shape):
@@ -185,7 +189,7 @@ class KVServer:
         client = self._clients.pop(connection, None)
         if client is not None:
             _log.info("Client %d has gone.", client)
-            self._calls.submit(partial(self._engine.forget_client, client))
+            self._calls.put(partial(self._engine.forget_client, client))
 
     def _wake(self) -> None:
         """Look at the waits again. Any thread may call; the transfer engine does at each end."""
@@ -218,7 +222,7 @@ class KVServer:
         if not request.connection.is_open or self._reply(request, responses):
             del self._waiting[request]
 
-    # --- any thread ----------------------------------------------------------------------------
+    # --- both threads --------------------------------------------------------------------------
 
     def _reply(self, request: Request, call: Callable[[], Any]) -> bool:
         """Send the result of a call, or its error, unless the result is None."""
@@ -232,6 +236,15 @@ class KVServer:
                 _log.exception("a %s was not carried out", type(request.message).__name__)
             request.refuse(error)
         return True
+
+    # --- the thread of calls -------------------------------------------------------------------
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:  # noqa: PERF203  # a fault ends only its own call
+                _log.exception("the server goes on after a fault")
 
     def _carry_out(self, call: Message, client: int) -> Any:
         if isinstance(call, messages.Unregister):
