@@ -204,7 +204,7 @@ class Card {
       rows.push(row([clock(at)], [...layers, device.free, device.capacity].map(bytes)));
     }
     const names = this.layers.map(
-      (layer) => this.points.at(-1).device.instances.get(layer.name)?.model ?? layer.name,
+      (layer) => this.points.at(-1)?.device.instances.get(layer.name)?.model ?? layer.name,
     );
     this.past.append(
       make(
