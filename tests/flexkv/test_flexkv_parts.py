@@ -342,6 +342,34 @@ def test_transfer_engine_reports_completed_operations_and_graphs(tmp_path: Path)
         assert skipped == 3
 
 
+def test_graph_fails_whose_later_stage_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(cache_config(tmp_path)) as engine:
+        transfers = engine.manager.task_engine.transfer_engine
+        index = engine.manager.task_engine.cache_engine
+        submit, submitted = transfers._executor.submit, []
+
+        def submit_once(*arguments: Any) -> Any:
+            submitted.append(arguments)
+            if len(submitted) > 1:
+                raise MemoryError("no memory for a second stage")
+            return submit(*arguments)
+
+        monkeypatch.setattr(transfers._executor, "submit", submit_once)
+        tokens = prompt(1, 3)
+        engine.compute(tokens, range(3))
+        graph, _, plan, _, _ = index.put(1, tokens, None, slots_of(range(3)))
+        transfers.submit_transfer_graph(graph)
+        said: list[tuple[int, int]] = []
+        while (graph.graph_id, GRAPH_END) not in said:
+            said += transfers.get_completed_graphs_and_ops(SOON_S)
+        plan()
+        put, disk = graph.order()
+        assert (put.status, disk.status) == (TransferOpStatus.COMPLETED, TransferOpStatus.FAILED)
+        monkeypatch.undo()
+
+
 def test_put_with_mismatched_slots_releases_its_reservation() -> None:
     with running() as engine:
         index = engine.manager.task_engine.cache_engine

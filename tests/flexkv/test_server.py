@@ -47,7 +47,7 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     socket_address,
 )
-from kvelastic.flexkv.transfer.shared_blocks import SharedBlocks
+from kvelastic.flexkv.transfer.shared_blocks import DeviceSpan, SharedBlocks
 from kvelastic.messages import parse_address
 from kvelastic.messages.frames import Kind
 
@@ -218,7 +218,7 @@ def test_ranks_with_wrong_shape_or_index_are_refused(started: Started) -> None:
         two.wait_until_registered()
 
 
-def hand_over_descriptors(started: Started, fds: list[int]) -> str:
+def hand_over_descriptors(started: Started, fds: list[int], span: DeviceSpan | None = None) -> str:
     """What a rank hears that hands these over as the memory of its cache."""
     channel = connect(
         parse_address(f"unix://{started.port.removeprefix('ipc://')}_gpu_register"),
@@ -231,7 +231,7 @@ def hand_over_descriptors(started: Started, fds: list[int]) -> str:
             some = fds[first : first + 16]
             frame = channel._writer.write(Kind.NOTICE, 0, body, len(some))
             socket.send_fds(channel._socket, [frame], some)
-        channel.call(messages.RegisterTPClient(0, 0, False, [(0, tensor)], 2, None), DEADLINE_S)
+        channel.call(messages.RegisterTPClient(0, 0, False, [(0, tensor)], 2, span), DEADLINE_S)
         return "registered"
     except (KvelasticError, OSError) as error:
         return str(error)
@@ -251,6 +251,8 @@ def test_non_memory_descriptors_are_refused_and_closed(started: Started, tmp_pat
         assert "no memory" in hand_over_descriptors(started, [fd])
     assert "does not lie in its memory of 100 bytes" in hand_over_descriptors(started, [short])
     assert hand_over_descriptors(started, [good] * 1000) != "registered"
+    on_gpu = DeviceSpan("GPU-0", 2 << 20, 2)
+    assert "give one kind" in hand_over_descriptors(started, [good], on_gpu)
     assert hand_over_descriptors(started, [good]) == "registered"
     wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     started.server.check_integrity()

@@ -185,6 +185,10 @@ class Registrations:
         try:
             blocks: ForeignBlocks
             if message.span is not None:
+                if memories:
+                    raise InvalidArgumentError(
+                        f"a rank gave {len(memories)} memories and the span of a GPU; give one kind"
+                    )
                 buffers, count = _buffers(message, [message.span.size_bytes])
                 own = [buffer for _, buffer in buffers]
                 blocks = DeviceBlocks(

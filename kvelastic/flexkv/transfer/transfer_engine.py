@@ -177,7 +177,13 @@ class TransferEngine:
             ended=lambda index, run: self._note_end(flight, stage, stage.op_of[index], run),
         )
         priority = Priority.LOAD if stage.is_awaited else Priority.BACKGROUND
-        run = self._executor.submit(transfer, priority)
+        try:
+            run = self._executor.submit(transfer, priority)
+        except BaseException:
+            hold.release()
+            with self._done:
+                self._drop(flight, TransferOpStatus.FAILED)
+            raise
         with self._done:
             flight.run = run
             for op in stage.ops:
