@@ -25,6 +25,10 @@ PROGRAMS = Path(__file__).parent
 Self = TypeVar("Self", bound="LineProgram")
 
 
+UNMEASURED = {"COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""}
+"""For a program whose imports are listed: `scripts/test --coverage` imports more in each."""
+
+
 def run_python(
     *arguments: str | Path,
     environment: Mapping[str, str] | None = None,
