@@ -53,6 +53,7 @@ from kvelastic.controller.models.served_model import ServedModel, WithdrawnError
 from kvelastic.controller.models.swap import Swapper
 from kvelastic.controller.settings.named_files import fault_of_log, is_log
 from kvelastic.controller.settings.settings import LaunchSettings, Settings
+from kvelastic.controller.timeout import timeout
 from kvelastic.errors import ControllerError, PortTakenError
 from kvelastic.shared.liveness import ProcessIdentity
 
@@ -291,7 +292,8 @@ class EngineProcess:
         assert process is not None
         while process.returncode is None:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), LOOK_AT_PORT_S)
+                async with timeout(LOOK_AT_PORT_S):
+                    await process.wait()
             if gate.in_flight or gate.state in {State.FALLING_ASLEEP, State.WAKING}:
                 continue
             if not await self._calls.accepts_connections(self._model.settings.addresses[0]):
@@ -407,7 +409,8 @@ class EngineProcess:
             ):
                 return True
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), pause_s)
+                async with timeout(pause_s):
+                    await process.wait()
             pause_s = min(HEALTH_MOST_S, pause_s * 1.5)
         return False
 

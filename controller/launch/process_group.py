@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from kvelastic.controller.timeout import timeout
 from kvelastic.shared.liveness import ProcessIdentity, start_time_ticks
 
 _LOOK_EVERY_S: Final = 0.02
@@ -91,7 +92,8 @@ async def end_group(leader: Leader, stop_timeout_s: float) -> None:
         with suppress(ProcessLookupError):
             leader.send_signal(signal.SIGTERM)
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(leader.wait(), stop_timeout_s)
+            async with timeout(stop_timeout_s):
+                await leader.wait()
     if leader.returncode is not None:
         _signal_group(leader.pid, signal.SIGTERM)
         end_s = max(end_s, time.monotonic() + _AFTER_LEADER_S)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from kvelastic.controller.timeout import timeout
 from kvelastic.errors import EngineCallError, is_out_of_descriptors
 
 _SHOWN_BYTES: Final = 300
@@ -128,9 +129,8 @@ class EngineCalls:
         url = urlsplit(address)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            _, writer = await asyncio.wait_for(
-                asyncio.open_connection(url.hostname, port), LOOK_AT_PORT_S
-            )
+            async with timeout(LOOK_AT_PORT_S):
+                _, writer = await asyncio.open_connection(url.hostname, port)
         except ConnectionRefusedError:
             return False
         except (OSError, asyncio.TimeoutError):

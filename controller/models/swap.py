@@ -41,6 +41,7 @@ from kvelastic.controller.models.swap_policy import (
     Want,
     decide,
 )
+from kvelastic.controller.timeout import timeout
 from kvelastic.errors import is_out_of_descriptors
 
 _log = logging.getLogger("kvelastic.controller")
@@ -127,7 +128,8 @@ class Swapper:
         again_s = 0.0
         while self._waiting:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), again_s or LOOK_S)
+                async with timeout(again_s or LOOK_S):
+                    await self._changed.wait()
             self._changed.clear()
             generations = {m: m.gate.generation for m in self._serving.fleet}
             try:

@@ -26,6 +26,7 @@ from kvelastic.controller.routing.body_worker import (
     ToOpenAI,
 )
 from kvelastic.controller.routing.model_field import Form, ModelField
+from kvelastic.controller.timeout import timeout
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -103,7 +104,8 @@ class BodyReader:
             try:
                 socket.send_fds(ours, [message], files)
                 received = asyncio.get_running_loop().sock_recv(ours, MESSAGE_BYTES)
-                answer = await asyncio.wait_for(received, TIMEOUT_S)
+                async with timeout(TIMEOUT_S):
+                    answer = await received
             except (ConnectionError, BrokenPipeError):
                 answer = b""
             if not answer:

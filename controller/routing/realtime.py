@@ -44,6 +44,7 @@ from kvelastic.controller.routing.forward import (
 )
 from kvelastic.controller.routing.model_name import name_in_query, rename_in_query
 from kvelastic.controller.routing.upstream import to_upstream
+from kvelastic.controller.timeout import timeout
 from kvelastic.errors import is_out_of_descriptors
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ class Realtime:
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 )
                 limits = model.settings.timeouts
-                engine = await asyncio.wait_for(connecting, limits.idle or None)
+                async with timeout(limits.idle or None):
+                    engine = await connecting
             except aiohttp.ClientConnectorError as error:
                 replica.in_flight -= 1
                 if is_out_of_descriptors(error):
@@ -321,7 +323,8 @@ async def _close(
     """Close the connection to the engine. Idempotent, and valid in any state."""
     closing = engine.close(code=code, message=reason.encode()[:_REASON_BYTES])
     with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
-        await asyncio.wait_for(closing, timeout_s)
+        async with timeout(timeout_s):
+            await closing
 
 
 def _take_key_of_protocols(scope: Any) -> None:

@@ -28,6 +28,7 @@ from kvelastic.controller.http.refusal import Refusal, unknown_model
 from kvelastic.controller.http.request_body import BodyBudget, ClientGoneError, read_body
 from kvelastic.controller.routing.body_reader import BodyReader
 from kvelastic.controller.routing.model_name import find_name
+from kvelastic.controller.timeout import timeout
 from kvelastic.errors import ReplicaLostError
 from kvelastic.integration.ray.cluster_view import NO_REPLY, merged_memory, merged_metrics
 from kvelastic.integration.ray.dashboard_view import (
@@ -219,7 +220,8 @@ class KvFront:
     async def _nodes(self) -> dict[str, bool]:
         """Return whether each machine is alive, by address. Empty if Ray does not reply in time."""
         try:
-            found = await asyncio.wait_for(asyncio.to_thread(ray.nodes), _REPORT_S)
+            async with timeout(_REPORT_S):
+                found = await asyncio.to_thread(ray.nodes)
         except (RayError, asyncio.TimeoutError):
             return {}
         nodes: dict[str, bool] = {}
@@ -271,7 +273,8 @@ class KvFront:
         call = self._handles[name].broadcast(method, *arguments)
         try:
             # `results_async` would return no result at all if one replica is silent.
-            sent = await asyncio.wait_for(call._fetch_replica_results_async(), timeout_s)
+            async with timeout(timeout_s):
+                sent = await call._fetch_replica_results_async()
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
             return []
         waiting = {asyncio.ensure_future(each.get_async()) for each in sent}
