@@ -46,6 +46,19 @@ def test_free_memory_outranks_prefix_hits() -> None:
     assert ranks([awake("a", 10, hits=9), awake("b", 100)]) == [["b"], ["a"]]
 
 
+def test_requests_since_a_report_reduce_its_room() -> None:
+    reported = awake("a", 40, in_use_bytes=60 * MIB, reported_queue=20, queue=20)
+    assert ranks([reported, awake("b", 100)]) == [["b"], ["a"]]
+    assert ranks([reported, awake("b", 100, queue=6)]) == [["b"], ["a"]]
+    assert ranks([reported, awake("b", 100, queue=20)]) == [["a", "b"]]
+    assert ranks([reported, awake("b", 100, queue=40)]) == [["a"], ["b"]]
+
+
+def test_idle_replicas_with_memory_in_use_keep_their_room() -> None:
+    held = awake("a", 100, in_use_bytes=90 * MIB, queue=1)
+    assert ranks([held, awake("b", 100)]) == [["a", "b"]]
+
+
 def test_replicas_without_any_room_share_a_rank() -> None:
     assert ranks([awake("a", 0), awake("b", 0)]) == [["a", "b"]]
 
@@ -105,9 +118,21 @@ def test_sleep_notice_overrides_an_older_report() -> None:
 
 
 def test_report_of_a_replica_becomes_its_standing() -> None:
-    report = {"state": "awake", "room_bytes": 7, "queue": 2, "asked_s": 0.5, "new": 1}
-    standing = Standing("a", State.AWAKE, False, 7, 2, 3, True, 0.5)
-    assert Standing.of("a", report, 3, True) == standing
+    report = {
+        "state": "awake", "room_bytes": 7, "in_use_bytes": 8, "queue": 2, "asked_s": 0.5, "new": 1
+    }  # fmt: skip
+    standing = Standing("a", State.AWAKE, False, 7, 8, 2, 5, 3, True, 0.5)
+    assert Standing.of("a", report, 5, 3, True) == standing
+
+
+def test_unknown_queue_is_the_reported_one() -> None:
+    assert Standing.of("a", {"queue": 3}).queue == 3
+    assert Standing.of("a", {}).queue == 0
+
+
+def test_report_without_a_queue_includes_all_requests() -> None:
+    standing = Standing.of("a", {"state": "awake", "room_bytes": MIB}, queue=4)
+    assert (standing.queue, standing.reported_queue) == (4, 4)
 
 
 @given(
@@ -118,6 +143,8 @@ def test_report_of_a_replica_becomes_its_standing() -> None:
             st.sampled_from(State),
             st.booleans(),
             st.integers(0, 1 << 40),
+            st.integers(0, 1 << 40),
+            st.integers(0, 100),
             st.integers(0, 100),
             st.integers(0, 64),
             st.booleans(),

@@ -18,6 +18,8 @@ import pytest
 from ray_hosts import MIB_PER_HOST, Load, RayHosts
 from waiting import wait_until
 
+from kvelastic.integration.ray.prompt_prefix import PIECE_BYTES
+from kvelastic.integration.ray.ranking import QUEUE_SLACK
 from kvelastic.integration.ray.settings import LAUNCHER
 
 pytestmark = [pytest.mark.matrix, needs.ray, needs.hosts]
@@ -86,13 +88,16 @@ def failed(answers: list[tuple[int, str]]) -> list[tuple[int, str]]:
     return [answer for answer in answers if answer[0] != 200 or '"choices"' not in answer[1]]
 
 
+def begin_endless(client: httpx.Client, prompt: str = "x") -> httpx.Response:
+    body = {"model": "chat", "prompt": prompt, "stream": True, "fake": {"hang": "stream"}}
+    return client.send(client.build_request("POST", "/v1/completions", json=body), stream=True)
+
+
 @contextmanager
 def endless_stream(client: httpx.Client, replicas: Container[str]) -> Iterator[Iterator[str]]:
     """The lines after the first token of a stream that one of these replicas serves."""
-    endless = {"model": "chat", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
     while True:
-        request = client.build_request("POST", "/v1/completions", json=endless)
-        stream = client.send(request, stream=True)
+        stream = begin_endless(client)
         if stream.headers["x-kvelastic-replica"] in replicas:
             break
         stream.close()
@@ -129,6 +134,21 @@ def test_stream_is_complete(cluster: RayHosts) -> None:
     texts = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events[:40]]
     assert texts == [f"t{number} " for number in range(40)]
     assert events[40:] == ["data: [DONE]", ""]
+
+
+def test_burst_with_one_prefix_is_spread(cluster: RayHosts) -> None:
+    served: Counter[str] = Counter()
+    with (
+        contextlib.ExitStack() as streams,
+        cluster.hosts[0].network(),
+        cluster.client() as client,
+    ):
+        for _ in range(4 * QUEUE_SLACK):
+            stream = begin_endless(client, PIECE_BYTES * "x")
+            streams.callback(stream.close)
+            served[stream.headers["x-kvelastic-replica"]] += 1
+    assert len(served) == 2
+    assert max(served.values()) - min(served.values()) <= QUEUE_SLACK + 1, served
 
 
 def test_many_requests_to_sleeping_replicas_wake_one(cluster: RayHosts) -> None:

@@ -9,6 +9,9 @@ awake, with room                               rank 2
 awake, memory is short                         rank 3
 waking or starting, then asleep                a rank each, so that only one is woken
 failed, or already tried by this request       last
+
+A report may be a second old, and a burst of requests arrives in less. So queues are Ray's current
+ones, and the requests that a report does not include are expected to use some of its room.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from kvelastic.integration.ray.autoscaling import Rules, is_full
 QUEUE_SLACK: Final = 4
 """How much longer than the shortest queue a queue may be for a prefix hit, in requests."""
 _ROOM_PART: Final = 0.5
-"""A replica has room if it has at least this fraction of the largest room of a replica."""
+"""A replica has room if it has at least this fraction of the largest expected room of a replica."""
 MOST_NAMES: Final = 8192
 """Maximum number of prefixes remembered per replica."""
 
@@ -38,9 +41,13 @@ class Standing:
     is_memory_asleep: bool = False
     """True if its instance sleeps, independent of its engine."""
     room_bytes: int = 0
-    """Memory still available to its requests, within its limit and its devices."""
+    """Memory still available to its requests, within its limit and its devices, as reported."""
+    in_use_bytes: int = 0
+    """Memory that its requests use, as reported."""
+    reported_queue: int = 0
+    """Number of its running and waiting requests, as reported."""
     queue: int = 0
-    """Number of its running and waiting requests."""
+    """The same, now."""
     hits: int = 0
     """Number of prefixes of this request's prompt that the replica has seen."""
     is_tried: bool = False
@@ -53,21 +60,26 @@ class Standing:
         cls,
         replica: str,
         report: Mapping[str, Any],
+        queue: int | None = None,
         hits: int = 0,
         is_tried: bool = False,
         is_asleep: bool = False,
     ) -> Standing:
         """Build it from `report`, the result of `EngineReplica.report`, empty before the first one.
 
+        `queue`: its number of requests now; None: unknown, so that of the report.
         `is_asleep`: the replica refused this request as asleep, after the report.
         """
         state = State(report.get("state", State.STARTING))
+        reported_queue = int(report.get("queue", queue or 0))
         return cls(
             replica,
             State.ASLEEP if is_asleep and state is State.AWAKE else state,
             bool(report.get("memory_asleep")),
             int(report.get("room_bytes", 0)),
-            int(report.get("queue", 0)),
+            int(report.get("in_use_bytes", 0)),
+            reported_queue,
+            reported_queue if queue is None else queue,
             hits,
             is_tried,
             float(report.get("asked_s", 0.0)),
@@ -86,8 +98,7 @@ def ranks(standings: Sequence[Standing], rules: Rules | None = None) -> list[lis
     """
     usable = [s for s in standings if not s.is_tried and s.state is not State.DOWN]
     awake = [s for s in usable if s.is_awake]
-    most_bytes = max((s.room_bytes for s in awake), default=0)
-    roomy = [s for s in awake if s.room_bytes > 0 and s.room_bytes >= most_bytes * _ROOM_PART]
+    roomy = _roomy(awake)
     shortest = min((s.queue for s in roomy), default=0)
     near = [s for s in roomy if s.hits and s.queue <= shortest + QUEUE_SLACK]
     best_hits = max((s.hits for s in near), default=0)
@@ -109,6 +120,18 @@ def ranks(standings: Sequence[Standing], rules: Rules | None = None) -> list[lis
         if names:
             ordered.append(names)
     return ordered
+
+
+def _roomy(awake: Sequence[Standing]) -> list[Standing]:
+    """Return the replicas with enough room after the requests that their reports do not include.
+
+    Each of those is expected to use the average of the reported requests.
+    """
+    reported = sum(s.reported_queue for s in awake)
+    request_bytes = sum(s.in_use_bytes for s in awake) / reported if reported else 0
+    rooms = [s.room_bytes - request_bytes * max(0, s.queue - s.reported_queue) for s in awake]
+    least_bytes = max(rooms, default=0) * _ROOM_PART
+    return [s for s, room in zip(awake, rooms, strict=True) if room > 0 and room >= least_bytes]
 
 
 def _next_to_wake(

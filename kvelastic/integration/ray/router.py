@@ -61,6 +61,7 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
             Standing.of(
                 name,
                 replica.routing_stats,
+                self.replica_queue_len_cache.get(replica.replica_id),
                 self._seen.hits(name, request.prefix),
                 name in request.tried,
                 name in request.sleepers,
