@@ -106,11 +106,14 @@ class KvRouter(RequestRouter):  # type: ignore[misc] # Ray may not be installed
 
     async def _ping(self, name: str, replica: RunningReplica) -> None:
         try:
-            await replica.get_queue_len(deadline_s=_PING_S)
+            queue = await replica.get_queue_len(deadline_s=_PING_S)
         except RayError:  # it has ended or cannot be reached, so it stays silent
             pass
         else:
             self._watch.responded(name)
+            if self.replica_queue_len_cache.get(replica.replica_id) is None:
+                # Else the next request would wait until Ray has asked for it again.
+                self.on_new_queue_len_info(replica.replica_id, queue)
         finally:
             del self._pings[name]
 
