@@ -187,8 +187,9 @@ class Failures:
         clients.wait_for_more(5)
 
     def engine(self) -> None:
-        host = self.random.choice(self.cluster.hosts)
-        self.random.choice(engines(host)).kill()
+        found = [process for host in self.cluster.hosts for process in engines(host)]
+        if found:  # else the last failure has ended them all, and others start
+            self.random.choice(found).kill()
 
     def replica(self) -> None:
         host = self.random.choice(self.cluster.hosts)
