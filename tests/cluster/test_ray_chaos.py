@@ -250,6 +250,19 @@ def is_calm(cluster: RayHosts) -> bool:
     )
 
 
+def unrest(cluster: RayHosts) -> str:
+    """What `is_calm` looks at, and what the hosts have logged."""
+    engine_counts = [len(engines(host)) for host in cluster.hosts]
+    return "\n".join(
+        [
+            f"Ray has left: {cluster.has_left()}, engines on each host: {engine_counts}",
+            *(f"replica {each}" for each in cluster.replicas()),
+            f"memory {cluster.get('/memory').text}",
+            cluster.logs(),
+        ]
+    )
+
+
 def check_engines(cluster: RayHosts) -> None:
     """No engine has got a request while it slept, or a sleep while it worked."""
     for host in cluster.hosts:
@@ -281,12 +294,12 @@ def test_failures_under_load_lose_no_unstarted_request(length_s: float) -> None:
             with Operator(cluster, seed) as operator:
                 for each in failures.kinds:  # first alone, then also during another one's end
                     failures.run(each, clients)
-                    wait_until(lambda: is_calm(cluster), f"{cluster.replicas()}")
+                    wait_until(lambda: is_calm(cluster), lambda: unrest(cluster))
                 while time.monotonic() < end_s:
                     failures.run(failures.random.choice(failures.kinds), clients)
-            wait_until(lambda: is_calm(cluster), f"{cluster.replicas()}")
+            wait_until(lambda: is_calm(cluster), lambda: unrest(cluster))
             clients.wait_for_more(5)
-        wait_until(lambda: is_calm(cluster), f"{cluster.replicas()}")
+        wait_until(lambda: is_calm(cluster), lambda: unrest(cluster))
         check_engines(cluster)
         check_sums(cluster)
     outcomes = clients.outcomes

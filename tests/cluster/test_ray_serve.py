@@ -81,7 +81,7 @@ def check_sums(cluster: RayHosts) -> None:
         free = cluster.free_mib()
         return all(guaranteed[host] == MIB_PER_HOST - mib for host, mib in free.items())
 
-    wait_until(agree, f"{cluster.free_mib()}, {cluster.replicas()}")
+    wait_until(agree, lambda: f"{cluster.free_mib()}, {cluster.replicas()}")
 
 
 def failed(answers: list[tuple[int, str]]) -> list[tuple[int, str]]:

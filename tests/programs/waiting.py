@@ -26,12 +26,19 @@ _MOMENT_S = 0.005
 
 
 def wait_until(
-    condition: Callable[[], Value], what: str = "", deadline_s: float = DEADLINE_S
+    condition: Callable[[], Value],
+    what: str | Callable[[], str] = "",
+    deadline_s: float = DEADLINE_S,
 ) -> Value:
-    """Call `condition` until it returns a true value, and return that. A failure shows `what`."""
+    """Call `condition` until it returns a true value, and return that.
+
+    A failure shows `what`, which is called then if it is a function.
+    """
     end_s = time.monotonic() + deadline_s
     while not (value := condition()):
-        assert time.monotonic() < end_s, what or "it did not come true"
+        if time.monotonic() >= end_s:
+            why = what() if callable(what) else what
+            raise AssertionError(why or "it did not come true")
         time.sleep(_INTERVAL_S)
     return value
 
