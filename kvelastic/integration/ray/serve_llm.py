@@ -26,8 +26,8 @@ from kvelastic.controller.models.gate import State
 from kvelastic.integration.ray.node_room import ledger_report
 from kvelastic.integration.ray.replica import instance_name
 from kvelastic.integration.ray.router import KvRouter
-from kvelastic.integration.ray.settings import RESOURCE
-from kvelastic.units import MIB_BYTES, parse_size
+from kvelastic.integration.ray.settings import RESOURCE, resource_mib
+from kvelastic.units import parse_size
 
 _REPORT_EVERY_S = 0.5
 
@@ -58,7 +58,7 @@ class KvLLMServer(LLMServer):  # type: ignore[misc] # Ray may not be installed
         deployment = dict(llm_config.deployment_config)
         actor = dict(deployment.get("ray_actor_options") or {})
         if guarantee_bytes:
-            placed_mib = float(-(-guarantee_bytes // MIB_BYTES))
+            placed_mib = float(resource_mib(guarantee_bytes))
             actor["resources"] = {RESOURCE: placed_mib, **(actor.get("resources") or {})}
         deployment["ray_actor_options"] = actor
         copy = llm_config.model_copy(update={"deployment_config": deployment})

@@ -6,7 +6,6 @@ Durations are in seconds and sizes in bytes. Both may be written as in the contr
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -38,6 +37,11 @@ RESOURCE: Final = "kvelastic_mib"
 """Name of a Ray resource, in MiB. A node has its ledgers' capacity; a replica takes its guarantee
 and `reserved`."""
 LAUNCHER: Final = "kvelastic.integration.ray.launcher"
+
+
+def resource_mib(needed_bytes: int) -> int:
+    """Return the amount of `RESOURCE` that covers `needed_bytes`."""
+    return -(-needed_bytes // MIB_BYTES)
 
 
 class _Section(BaseModel):
@@ -117,7 +121,7 @@ class ClusterModel(_Section):
     @property
     def placed_mib(self) -> int:
         """Return the amount of `kvelastic_mib` that a replica takes from its node."""
-        return math.ceil((self.guarantee + self.reserved) / MIB_BYTES)
+        return resource_mib(self.guarantee + self.reserved)
 
     def of_replica(self, instance: str, port: int) -> ModelSettings:
         """Return the model's settings for the controller in this process's replica."""
