@@ -10,6 +10,7 @@ raises `LLMParamError` otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvelastic.datadist import checks
@@ -37,24 +38,70 @@ def block_indices(name: str, desc: CacheDesc, blocks: object) -> list[int]:
     return checks.integers(name, blocks, most=desc.batch_size - 1)
 
 
-def layer_tensors(
-    name: str, desc: CacheDesc, layers: range | None, tensors_per_layer: int
-) -> range:
-    """Return the tensors of `layers`; all tensors for None."""
-    if layers is None:
-        return range(desc.num_tensors)
-    checks.integer("tensor_num_per_layer", tensors_per_layer, least=1, most=desc.num_tensors)
-    if desc.num_tensors % tensors_per_layer:
-        raise LLMParamError(
-            f"tensor_num_per_layer={tensors_per_layer} does not divide the cache's"
-            f" {desc.num_tensors} tensors"
+class LayerRanges:
+    """`src_layer_range`, `dst_layer_range` and `tensor_num_per_layer` of a call, checked."""
+
+    def __init__(
+        self,
+        src_layer_range: object = None,
+        dst_layer_range: object = None,
+        tensor_num_per_layer: object = TENSORS_PER_LAYER,
+    ) -> None:
+        self.sources = checks.step_one("src_layer_range", src_layer_range)
+        self.targets = checks.step_one("dst_layer_range", dst_layer_range)
+        self._per_layer = checks.integer(
+            "tensor_num_per_layer", tensor_num_per_layer, least=1, most=checks.MAX_UINT32
         )
-    if layers.stop * tensors_per_layer > desc.num_tensors:
-        raise LLMParamError(
-            f"{name}={layers} reaches beyond the {desc.num_tensors // tensors_per_layer} layers"
-            " of the cache"
+
+    @classmethod
+    def only(cls, call: str, kwargs: dict[str, object]) -> LayerRanges:
+        """Create from a call's keyword arguments. Raises `TypeError` for unknown ones."""
+        known = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
+        if others := sorted(kwargs.keys() - known):
+            raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
+        return cls(**kwargs)
+
+    def tensors(self, desc: CacheDesc, *, of_source: bool) -> range:
+        """Return the tensors of the source's or the target's layers; all without a range."""
+        name, layers = (
+            ("src_layer_range", self.sources) if of_source else ("dst_layer_range", self.targets)
         )
-    return range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer)
+        if layers is None:
+            return range(desc.num_tensors)
+        each = checks.integer("tensor_num_per_layer", self._per_layer, most=desc.num_tensors)
+        if desc.num_tensors % each:
+            raise LLMParamError(
+                f"tensor_num_per_layer={each} does not divide the cache's {desc.num_tensors}"
+                " tensors"
+            )
+        if layers.stop * each > desc.num_tensors:
+            raise LLMParamError(
+                f"{name}={layers} reaches beyond the {desc.num_tensors // each} layers of the cache"
+            )
+        return range(layers.start * each, layers.stop * each)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is copied of each tensor on one side of a transfer: blocks, or a run of a row."""
+
+    blocks: Sequence[int] | None = None
+    row: int = 0
+    offset: int = 0
+
+    def runs(self, desc: CacheDesc, tensors: range, size: int, other: Part) -> list[Run]:
+        """Return the runs in a cache; `other` is the part on the other side.
+
+        `size` is the bytes of a block, or of the run of a row if neither side has blocks. A row is
+        split into as many blocks as the other side has.
+        """
+        if self.blocks is not None:
+            if desc.row_bytes != size:
+                raise LLMParamError(f"blocks of {desc.row_bytes} and {size} bytes do not match")
+            return block_runs(desc, tensors, self.blocks)
+        if other.blocks is not None:
+            return row_as_blocks(desc, tensors, self.row, len(other.blocks), size)
+        return row_runs(desc, tensors, self.row, self.offset, size)
 
 
 def row_runs(
@@ -93,14 +140,6 @@ def row_as_blocks(
         for tensor in tensors
         for at in starts
     ]
-
-
-def same_rows(source: CacheDesc, target: CacheDesc) -> None:
-    """Refuse caches whose blocks differ in size."""
-    if source.row_bytes != target.row_bytes:
-        raise LLMParamError(
-            f"blocks of {source.row_bytes} and {target.row_bytes} bytes do not match"
-        )
 
 
 def pairs_merged(sources: Sequence[Run], targets: Sequence[Run]) -> list[tuple[Run, Run]]:

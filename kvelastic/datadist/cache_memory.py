@@ -3,7 +3,7 @@
     memory = CacheMemory(device, MemPool(1 << 30), settings, wait_s=1.0)
     piece = memory.alloc(tensors=80, tensor_bytes=2 << 20)        # None: no memory available
     piece.addresses
-    memory.free(piece); memory.close()
+    piece.free(); memory.close()
 
 The pool is an instance: `kvctl list` shows it. `kvctl limit` and other instances of the device can
 reclaim what no cache holds. The pages of a cache are contiguous, so each tensor has one address.
@@ -22,7 +22,7 @@ from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of
 from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import local_range, open_pool
+from kvelastic.pool.pool import ElasticPool, local_range, open_pool
 from kvelastic.shared import device_set
 
 ENGINE: Final = "datadist"
@@ -48,11 +48,24 @@ def name_streams(device: Device) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Memory of the pool that a cache holds."""
+    """Memory of a pool that a cache holds."""
 
+    pool: ElasticPool
     addresses: tuple[int, ...]
     """Address of each tensor."""
     blocks: tuple[int, ...]
+
+    def free(self) -> None:
+        """Free the memory. What is pinned stays mapped until its last pin ends."""
+        self.pool.blocks.free(self.blocks)
+
+    def pin(self) -> int:
+        """Pin the memory, so that a free does not release it before `unpin` of the ticket."""
+        return self.pool.blocks.pin(self.blocks)
+
+    def unpin(self, ticket: int) -> None:
+        """End a pin. Idempotent."""
+        self.pool.blocks.unpin(ticket)
 
 
 class CacheMemory:
@@ -123,19 +136,8 @@ class CacheMemory:
         memory = self.pool.memory
         assert isinstance(memory, _vmm.Range)
         base = memory.address + blocks[0] * self._page_bytes
-        return Piece(tuple(base + at * step_bytes for at in range(tensors)), tuple(blocks))
-
-    def free(self, piece: Piece) -> None:
-        """Free a piece. Pinned memory stays mapped until its last pin ends."""
-        self.pool.blocks.free(piece.blocks)
-
-    def pin(self, piece: Piece) -> int:
-        """Pin a piece, so that a free does not release its memory before `unpin` of the ticket."""
-        return self.pool.blocks.pin(piece.blocks)
-
-    def unpin(self, ticket: int) -> None:
-        """End a pin. Idempotent."""
-        self.pool.blocks.unpin(ticket)
+        addresses = tuple(base + at * step_bytes for at in range(tensors))
+        return Piece(self.pool, addresses, tuple(blocks))
 
     def check_integrity(self, pieces: Sequence[Piece]) -> None:
         """Check that the pool's used blocks are those of `pieces`.

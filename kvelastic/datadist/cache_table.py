@@ -1,4 +1,4 @@
-"""Table of the process's caches: references and lookup by key. Holds no memory.
+"""Table of the process's caches: references and lookup by key.
 
 An allocated cache is referenced by its id and by each of its keys. Its memory is released with the
 last reference:
@@ -13,7 +13,6 @@ blocks cache has one key, which is valid only while its id is.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -26,20 +25,24 @@ if TYPE_CHECKING:
     from kvelastic.datadist.cache_memory import Piece
 
 MAX_CACHES: Final = 1 << 20
+NO_CACHE_ID: Final = -1
+"""The id of a CPU cache, which no manager knows."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """A cache of this process."""
+    """A cache of this process. The table has all but CPU caches."""
 
-    cache_id: int
     desc: CacheDesc
-    addrs: tuple[tuple[int, ...], ...]
-    """Addresses by device, then by tensor."""
-    memory: tuple[Piece, ...] | None
-    """By device; None for a registered cache, whose memory is its caller's."""
     is_blocks: bool
-    remote_accessible: bool
+    """Whether its rows are blocks."""
+    addrs: tuple[tuple[int, ...], ...] = ()
+    """Addresses by device, then by tensor."""
+    memory: tuple[Piece, ...] | None = None
+    """By device; None if the memory is the caller's."""
+    remote_accessible: bool = True
+    cache_id: int = NO_CACHE_ID
+    """Set by the table."""
     has_id: bool = True
     """Whether the id still references the cache."""
     model_id: int | None = None
@@ -53,16 +56,26 @@ class Entry:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the caller of `register_cache` owns the memory."""
+        """Whether the memory is the caller's."""
         return self.memory is None
+
+    @property
+    def is_cpu_cache(self) -> bool:
+        """Whether `create_cpu_cache` created it. It is used by blocks or by rows."""
+        return self.cache_id == NO_CACHE_ID
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row or block in one tensor."""
         return self.desc.row_bytes
 
+    def check_devices(self, other: Sequence[Sequence[int]]) -> None:
+        """Raise `LLMParamError` unless a cache with `other` addresses is on as many devices."""
+        if len(self.addrs) != len(other):
+            raise LLMParamError(f"the caches are on {len(self.addrs)} and {len(other)} devices")
 
-class CacheTable(ABC):
+
+class CacheTable:
     """Table of caches. Any thread may call."""
 
     def __init__(self) -> None:
@@ -72,28 +85,22 @@ class CacheTable(ABC):
         self._by_row: dict[RowIndex, Entry] = {}
         self._by_model: dict[int, Entry] = {}
 
-    @abstractmethod
-    def _free(self, entry: Entry) -> None:
-        """Free a cache's memory after its last reference; `_lock` is held."""
-
     # --- make and forget ---------------------------------------------------------------------
 
-    def refuse_keys(self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None) -> None:
-        """Check keys for a new cache.
+    def refuse_keys(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
+        """Check a new cache's keys.
 
         Raises `LLMParamError` for more keys than rows or a key in use, and
         `LLM_PREFIX_ALREADY_EXIST` for a prefix in use.
         """
         with self._lock:
-            self._rows_of_keys(desc, keys, model_id)
+            self._rows_of_keys(entry, keys)
 
-    def _rows_of_keys(
-        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None
-    ) -> dict[RowIndex, int]:
+    def _rows_of_keys(self, entry: Entry, keys: Sequence[CacheKey]) -> dict[RowIndex, int]:
         """Check keys; return the row of each. Placeholders get none, the last of equals counts."""
-        if len(keys) > desc.batch_size:
+        if len(keys) > entry.desc.batch_size:
             raise LLMParamError(
-                f"{len(keys)} cache_keys are given for {desc.batch_size} rows; give one each"
+                f"{len(keys)} cache_keys are given for {entry.desc.batch_size} rows; give one each"
             )
         rows = {key.index: row for row, key in enumerate(keys) if not key.is_placeholder}
         for index in rows.keys() & self._by_row.keys():
@@ -101,42 +108,23 @@ class CacheTable(ABC):
             if index.kind == "prefix":
                 raise failure(LLMStatusCode.LLM_PREFIX_ALREADY_EXIST, why)
             raise LLMParamError(f"{why}; remove it first")
-        if model_id in self._by_model:
-            raise LLMParamError(f"model {model_id} has a blocks cache already")
+        if entry.model_id in self._by_model:
+            raise LLMParamError(f"model {entry.model_id} has a blocks cache already")
         if len(self._by_id) >= MAX_CACHES:
             raise failure(
                 LLMStatusCode.LLM_OUT_OF_MEMORY, f"there are {MAX_CACHES} caches; deallocate some"
             )
         return rows
 
-    def _add(
-        self,
-        desc: CacheDesc,
-        addrs: Sequence[Sequence[int]],
-        memory: tuple[Piece, ...] | None,
-        keys: Sequence[CacheKey],
-        model_id: int | None,
-        *,
-        is_blocks: bool,
-        remote_accessible: bool = True,
-    ) -> Entry:
+    def _add(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
         """Add a cache under a new id; `_lock` is held. On an error nothing has changed."""
-        entry = Entry(
-            cache_id=self._next_id,
-            desc=desc,
-            addrs=tuple(tuple(one) for one in addrs),
-            memory=memory,
-            is_blocks=is_blocks,
-            remote_accessible=remote_accessible,
-            model_id=model_id,
-            rows=self._rows_of_keys(desc, keys, model_id),
-        )
+        entry.rows = self._rows_of_keys(entry, keys)
+        entry.cache_id = self._next_id
         self._next_id += 1
         self._by_id[entry.cache_id] = entry
         self._by_row.update(dict.fromkeys(entry.rows, entry))
-        if model_id is not None:
-            self._by_model[model_id] = entry
-        return entry
+        if entry.model_id is not None:
+            self._by_model[entry.model_id] = entry
 
     def _release_id(self, entry: Entry | None) -> None:
         """Drop the id's reference, if there is one; `_lock` is held."""
@@ -179,7 +167,8 @@ class CacheTable(ABC):
             del self._by_id[entry.cache_id]
             if entry.model_id is not None:
                 del self._by_model[entry.model_id]
-            self._free(entry)
+            for piece in entry.memory or ():
+                piece.free()
 
     # --- find --------------------------------------------------------------------------------
 

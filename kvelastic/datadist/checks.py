@@ -41,18 +41,6 @@ def integer(name: str, value: object, *, least: int = 0, most: int = MAX_UINT64)
     return value
 
 
-def flag(name: str, value: object) -> bool:
-    """Return `value`, a bool; 0 and 1 are refused."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is a {type(value).__name__}, must be a bool")
-    return value
-
-
-def text(name: str, value: object) -> str:
-    """Return `value`, a str."""
-    return instance(name, value, str)
-
-
 def integers(
     name: str, value: object, *, least: int = 0, most: int = MAX_UINT64, empty: bool = False
 ) -> list[int]:

@@ -40,7 +40,6 @@ _log = logging.getLogger("kvelastic")
 
 MAX_CLUSTERS_A_CALL: Final = 16
 DEFAULT_LINK_TIMEOUT_MS: Final = 3000
-MAX_COMM_NAME: Final = 127
 
 _live_lock = threading.Lock()
 _live: LLMDataDist | None = None
@@ -183,7 +182,7 @@ class LLMDataDist:
         self._required()
         found = _checked(clusters, needs_address=False)
         deadline_s = _deadline(timeout)
-        checks.flag("force", force)
+        checks.instance("force", force, bool)
 
         def unlink(cluster: LLMClusterInfo) -> None:
             assert cluster.remote_cluster_id is not None

@@ -63,7 +63,7 @@ class CacheDesc:
         checks.integer("batch_dim_index", self.batch_dim_index, most=last)
         checks.integer("seq_len_dim_index", self.seq_len_dim_index, least=-1, most=last)
         if self.kv_tensor_format is not None:
-            checks.text("kv_tensor_format", self.kv_tensor_format)
+            checks.instance("kv_tensor_format", self.kv_tensor_format, str)
         if not item_bytes(self.data_type):
             raise LLMParamError(f"data_type={self.data_type.name} has no size; use a numeric type")
         if self.size * self.num_tensors > MAX_CACHE_BYTES:

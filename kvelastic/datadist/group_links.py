@@ -204,7 +204,7 @@ def parse_group(
     cluster_id: int, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str
 ) -> Group:
     """Parse and check the arguments of `link`. Raises `TypeError`, `LLMParamError`."""
-    name = checks.text("comm_name", comm_name)
+    name = checks.instance("comm_name", comm_name, str)
     if not 0 < len(name) < 128:
         raise LLMParamError(f"comm_name has {len(name)} characters; it must have 1 to 127")
     ranks = checks.instance("cluster_rank_info", cluster_rank_info, dict)
@@ -217,7 +217,7 @@ def parse_group(
         )
     if cluster_id not in ranks:
         raise LLMParamError(f"this cluster, {cluster_id}, is not in cluster_rank_info")
-    table = parse_json("rank_table", checks.text("rank_table", rank_table), _Table)
+    table = parse_json("rank_table", checks.instance("rank_table", rank_table, str), _Table)
     hosts = {one.rank_id: server.server_id for server in table.server_list for one in server.device}
     named = sorted(one.rank_id for server in table.server_list for one in server.device)
     if named != sorted(ranks.values()):

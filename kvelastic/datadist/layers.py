@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvelastic.datadist import cache_layout, checks, wire
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, Run
+from kvelastic.datadist import cache_layout, checks
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, LayerRanges, Part
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.links import Links
-from kvelastic.datadist.peer import TransferRuns, refuse_found_blocks
+from kvelastic.datadist.peer import Transfer
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
 
 _log = logging.getLogger("kvelastic")
@@ -295,7 +295,7 @@ class LayerPushes:
         target_blocks: Sequence[int] | None,
         target_block_bytes: int | None,
     ) -> None:
-        """Check and keep the blocks on both sides, and the bytes of a target block in a tensor."""
+        """Check and keep the blocks on both sides, and the bytes of a block or row in a tensor."""
         size = checks.integer("dst_block_memory_size", target_block_bytes or 0, most=(1 << 50))
         desc, of, into = self._entry.desc, None, None
         if source_blocks is not None:
@@ -313,7 +313,6 @@ class LayerPushes:
                     f"dst_block_memory_size={size} is another than {desc.row_bytes}, that of"
                     " src_cache"
                 )
-            size = desc.row_bytes
         elif of is not None:
             raise LLMParamError("src_block_indices are of a blocks cache, and src_cache is none")
         elif into is not None and not (len(into) - 1) * size < desc.row_bytes <= len(into) * size:
@@ -321,7 +320,8 @@ class LayerPushes:
                 f"a row of {desc.row_bytes} bytes does not fill {len(into)} blocks of {size} bytes;"
                 " give dst_block_memory_size"
             )
-        self._source_blocks, self._target_blocks, self._target_block_bytes = of, into, size
+        self._source_blocks, self._theirs = of, Part(into)
+        self._size = desc.row_bytes if self._entry.is_blocks or into is None else size
 
     def _check(self, name: str, config: Config, layers: range, every: range) -> None:
         if layers.stop > every.stop:
@@ -335,7 +335,7 @@ class LayerPushes:
                     f"{name}: {len(config.dst_addrs)} dst_addrs are given for {len(layers)} layers;"
                     " give two for each"
                 )
-        elif (self._target_blocks is not None) is not isinstance(config.cache_key, BlocksCacheKey):
+        elif (self._theirs.blocks is not None) is not isinstance(config.cache_key, BlocksCacheKey):
             raise LLMParamError(
                 f"{name}: dst_block_indices go with a BlocksCacheKey, and it with them"
             )
@@ -344,10 +344,11 @@ class LayerPushes:
         """Push K and V of one layer of the cache. Blocks. Raises `LLMException`."""
         config, layers = self._configs[config_at], self.layers[config_at]
         at = layer - layers.start
-        sources = self._sources(_tensors(layer), config.src_batch_index)
+        ours = Part(self._source_blocks, config.src_batch_index)
         with self._links.call(config.dst_cluster_id, is_layered=True) as peer:
             if isinstance(config, TransferConfig):
-                offsets = [one * self._target_block_bytes for one in self._target_blocks or (0,)]
+                sources = ours.runs(self._entry.desc, _tensors(layer), self._size, self._theirs)
+                offsets = [one * self._size for one in self._theirs.blocks or (0,)]
                 targets = [
                     config.dst_addrs[tensor] + offset
                     for tensor in _tensors(at)
@@ -357,36 +358,9 @@ class LayerPushes:
                 return
             assert config.dst_layer_range is not None
             to_layer = config.dst_layer_range.start + at
-
-            def runs(found: wire.Cache) -> TransferRuns:
-                tensors = cache_layout.layer_tensors(
-                    "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
-                )
-                return sources, self._targets(found, tensors), tensors
-
-            peer.transfer(config.cache_key, self._entry, runs, is_push=True)
-
-    def _sources(self, tensors: range, row: int) -> list[Run]:
-        desc = self._entry.desc
-        if self._source_blocks is not None:
-            return cache_layout.block_runs(desc, tensors, self._source_blocks)
-        if self._target_blocks is not None:
-            return cache_layout.row_as_blocks(
-                desc, tensors, row, len(self._target_blocks), self._target_block_bytes
-            )
-        return cache_layout.row_runs(desc, tensors, row, 0, desc.row_bytes)
-
-    def _targets(self, found: wire.Cache, tensors: range) -> list[Run]:
-        if self._target_blocks is None:
-            refuse_found_blocks(found)
-            return cache_layout.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
-        if found.desc.row_bytes != self._target_block_bytes:
-            raise LLMParamError(
-                f"dst_block_memory_size is {self._target_block_bytes}, and the peer's blocks have"
-                f" {found.desc.row_bytes} bytes"
-            )
-        cache_layout.block_indices("dst_block_indices", found.desc, self._target_blocks)
-        return cache_layout.block_runs(found.desc, tensors, self._target_blocks)
+            ranges = LayerRanges(range(layer, layer + 1), range(to_layer, to_layer + 1))
+            key, own = config.cache_key, self._entry
+            peer.transfer(Transfer(key, own, ranges, ours, self._theirs, self._size, is_push=True))
 
 
 def _tensors(layer: int) -> range:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
 from kvelastic.config import Config
@@ -25,12 +25,20 @@ from kvelastic.datadist.exposed import Exposed
 from kvelastic.datadist.group_links import Group, GroupLinks
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import LinkCall, Peer, busy, calling, left_s
+from kvelastic.datadist.peer import LinkCall, Peer, busy, left_s
 from kvelastic.datadist.socket_addresses import SocketAddresses
-from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure, status_of
+from kvelastic.datadist.status import (
+    LLMException,
+    LLMParamError,
+    LLMStatusCode,
+    as_llm_exceptions,
+    failure,
+    status_of,
+)
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
+    ChannelTimeoutError,
     ConfigError,
     KvelasticError,
     MessageError,
@@ -199,8 +207,7 @@ class Links:
     def _check_role(
         self, cluster_id: int, link: Link, wanted: LLMRole | None, deadline_s: float
     ) -> None:
-        call = LinkCall(Peer(cluster_id, link), self._node, self._caches, deadline_s)
-        role = call.ask(wire.Who(), wire.Told).number
+        role = Peer(cluster_id, link).ask(wire.Who(), wire.Told, left_s(deadline_s)).number
         if wanted not in {None, role}:
             raise failure(LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id} is no {wanted!s}")
 
@@ -256,9 +263,8 @@ class Links:
                 _log.debug("cluster %d is not there yet: %s", cluster_id, error)
                 return False
             peer = self._peer(cluster_id)
-        call = LinkCall(peer, self._node, self._caches, deadline_s)
         try:
-            return bool(call.ask(wire.Join(token), wire.Told).number)
+            return bool(peer.ask(wire.Join(token), wire.Told, left_s(deadline_s)).number)
         except KvelasticError as error:
             _log.debug("cluster %d did not join: %s", cluster_id, error)
             return False
@@ -273,21 +279,24 @@ class Links:
 
     # --- calls of managers -------------------------------------------------------------------
 
-    def call(
-        self, cluster_id: int, *, is_layered: bool = False
-    ) -> AbstractContextManager[LinkCall]:
-        """Start a call to a peer.
+    @contextmanager
+    def call(self, cluster_id: int, *, is_layered: bool = False) -> Iterator[LinkCall]:
+        """Run a call to a peer; a timeout breaks the link, because late replies match no call.
 
         Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link broken by a timeout, and
         `LLM_LINK_BUSY` if a layered transfer and another call would use the link together.
         """
-        return calling(
-            self._peer(cluster_id),
-            self._node,
-            self._caches,
-            self._options.sync_kv_timeout_s,
-            is_layered=is_layered,
-        )
+        peer = self._peer(cluster_id)
+        with peer.used(is_layered=is_layered), as_llm_exceptions(f"cluster {cluster_id}"):
+            deadline_s = time.monotonic() + self._options.sync_kv_timeout_s
+            try:
+                yield LinkCall(peer, self._node, self._caches, deadline_s)
+            except ChannelTimeoutError as error:
+                peer.break_off()
+                raise failure(
+                    LLMStatusCode.LLM_TIMEOUT,
+                    f"cluster {cluster_id} was not done within sync_kv_timeout; link it again",
+                ) from error
 
     def _peer(self, cluster_id: int) -> Peer:
         with self._lock:

@@ -1,7 +1,8 @@
 """The caches of this process: the table of references and the memory behind them.
 
     caches = LocalCaches(options, settings)
-    entry = caches.allocate(desc, keys=[CacheKey(1, 7)])
+    entry = Entry(desc, is_blocks=False)
+    caches.allocate(entry, keys=[CacheKey(1, 7)])
     with caches.held(entry): ...          # a free does not release the memory here
     caches.deallocate(entry.cache_id); caches.close()
 
@@ -25,7 +26,6 @@ from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_layout import Run
 from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
 from kvelastic.datadist.cache_table import CacheTable, Entry, not_there
-from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey
 from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.memory_config import MemPool
@@ -84,10 +84,8 @@ class LocalCaches(CacheTable):
 
     # --- make and forget ---------------------------------------------------------------------
 
-    def allocate(
-        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None, *, is_blocks: bool
-    ) -> Entry:
-        """Allocate a cache; a device cache gets memory on each device.
+    def allocate(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
+        """Allocate memory for a new cache, on each device if it is a device cache.
 
         Waits up to the timeout of a call for memory of other instances. Raises
         `LLM_FEATURE_NOT_ENABLED` if no pool is configured, `LLM_OUT_OF_MEMORY`
@@ -95,6 +93,7 @@ class LocalCaches(CacheTable):
         `CacheTable.refuse_keys`. After an error nothing has changed.
         """
         self.free_deleted()
+        desc = entry.desc
         memories = self._memories.get(desc.placement)
         if memories is None:
             option = "mem_pool_cfg" if desc.placement is Placement.DEVICE else "host_mem_pool_cfg"
@@ -102,20 +101,20 @@ class LocalCaches(CacheTable):
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 f"there is no pool of {desc.placement.name} caches; set {option} before init",
             )
-        self.refuse_keys(desc, keys, model_id)
+        self.refuse_keys(entry, keys)
         with ExitStack() as undo:
             pieces: list[Piece] = []
             for memory in memories:
                 piece = memory.alloc(desc.num_tensors, desc.size)
                 if piece is None:
                     raise self._out_of_memory(desc, memory)
-                undo.callback(memory.free, piece)
+                undo.callback(piece.free)
                 pieces.append(piece)
-            addrs = [piece.addresses for piece in pieces]
+            entry.memory = tuple(pieces)
+            entry.addrs = tuple(piece.addresses for piece in pieces)
             with self._lock:
-                entry = self._add(desc, addrs, tuple(pieces), keys, model_id, is_blocks=is_blocks)
+                self._add(entry, keys)
             undo.pop_all()
-            return entry
 
     def _out_of_memory(self, desc: CacheDesc, memory: CacheMemory) -> LLMException:
         state = memory.pool.blocks.limit_state()
@@ -128,21 +127,14 @@ class LocalCaches(CacheTable):
             f" {state['effective_limit_bytes']} bytes; deallocate caches, or raise its limit",
         )
 
-    def register(
-        self,
-        desc: CacheDesc,
-        addrs: Sequence[int],
-        keys: Sequence[CacheKey],
-        model_id: int | None,
-        *,
-        is_blocks: bool,
-        remote_accessible: bool,
-    ) -> Entry:
-        """Register a cache over the caller's memory. Raises `LLMParamError`."""
+    def register(self, entry: Entry, keys: Sequence[CacheKey]) -> None:
+        """Register a new cache over the caller's memory. Raises `LLMParamError`."""
         self.free_deleted()
-        if len(addrs) != desc.num_tensors:
+        (addrs,) = entry.addrs
+        tensors = entry.desc.num_tensors
+        if len(addrs) != tensors:
             raise LLMParamError(
-                f"{len(addrs)} addresses are given for {desc.num_tensors} tensors; give one each"
+                f"{len(addrs)} addresses are given for {tensors} tensors; give one each"
             )
         with self._lock:
             known = sum(len(one.addrs[0]) for one in self._by_id.values() if one.is_registered)
@@ -151,15 +143,7 @@ class LocalCaches(CacheTable):
                     f"{known} addresses are registered: with {len(addrs)} more they would be over"
                     f" {MAX_REGISTERED_ADDRESSES}"
                 )
-            return self._add(
-                desc,
-                [addrs],
-                None,
-                keys,
-                model_id,
-                is_blocks=is_blocks,
-                remote_accessible=remote_accessible,
-            )
+            self._add(entry, keys)
 
     def deallocate(self, cache_id: int) -> bool:
         """Drop the reference of an allocated cache's id; an unknown id is ignored.
@@ -216,40 +200,32 @@ class LocalCaches(CacheTable):
             self._release_id(entry)
             return entry
 
-    def _free(self, entry: Entry) -> None:
-        """Free the cache's memory; pinned memory follows with its last pin. The lock is held."""
-        for memory, piece in self._pieces_of(entry):
-            memory.free(piece)
-
-    def _pieces_of(self, entry: Entry) -> list[tuple[CacheMemory, Piece]]:
-        """Return the pool and the piece on each device; nothing for a registered cache."""
-        if entry.memory is None:
-            return []
-        return list(zip(self._memories[entry.desc.placement], entry.memory, strict=True))
-
     # --- hold and copy -----------------------------------------------------------------------
 
-    def own(self, name: str, handle: CacheHandle) -> Entry:
-        """Return the cache of a handle that is the argument `name`.
+    def refuse_foreign(self, name: str, entry: Entry) -> None:
+        """Check that the argument `name` is a cache of the table.
 
         Raises `LLM_KV_CACHE_NOT_EXIST` if it was deallocated, and `LLMParamError` for a CPU cache.
         """
-        if handle.is_cpu_cache:
+        if entry.is_cpu_cache:
             raise LLMParamError(f"{name} is a CPU cache; the call needs one of this manager")
-        if not handle.is_valid:
-            raise not_there(f"{name} was deallocated")
-        return self.of_id(handle.cache_id)
+        with self._lock:
+            self._refuse_gone(entry)
+
+    def _refuse_gone(self, entry: Entry) -> None:
+        if self._by_id.get(entry.cache_id) is not entry:
+            raise not_there(f"cache {entry.cache_id} was deallocated")
 
     @contextmanager
     def held(self, entry: Entry) -> Iterator[None]:
         """Pin an allocated cache's memory, or keep a registered cache registered, in this context.
 
-        Raises `LLM_KV_CACHE_NOT_EXIST` if the cache is gone.
+        Does nothing for a CPU cache. Raises `LLM_KV_CACHE_NOT_EXIST` if the cache is gone.
         """
         with self._lock:
-            if self._by_id.get(entry.cache_id) is not entry:
-                raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
-            tickets = [(memory, memory.pin(piece)) for memory, piece in self._pieces_of(entry)]
+            if not entry.is_cpu_cache:
+                self._refuse_gone(entry)
+            tickets = [(piece, piece.pin()) for piece in entry.memory or ()]
             entry.uses += 1
         try:
             yield
@@ -257,8 +233,8 @@ class LocalCaches(CacheTable):
             with self._lock:
                 entry.uses -= 1
                 self._unused.notify_all()
-            for memory, ticket in tickets:
-                memory.unpin(ticket)
+            for piece, ticket in tickets:
+                piece.unpin(ticket)
 
     def claim(self, link: Link, claim: bytes, pieces: Sequence[tuple[int, int]]) -> ClaimedCaches:
         """Hold the cache that a peer's copy claims; if none, every cache that contains a piece.
@@ -297,38 +273,19 @@ class LocalCaches(CacheTable):
                 raise NotRegisteredError(f"it has just gone: {error}") from error
             return ClaimedCaches(uses.pop_all())
 
-    def copy(
-        self, pairs: Sequence[tuple[Run, Run]], source: CacheHandle, target: CacheHandle
-    ) -> None:
+    def copy(self, pairs: Sequence[tuple[Run, Run]], source: Entry, target: Entry) -> None:
         """Copy runs of one cache to another on each device. Blocks; one copy runs at a time.
 
         Raises as `copy_runs` does, with `LLM_TIMEOUT` after the timeout of a call.
         """
         deadline_s = time.monotonic() + self._options.sync_kv_timeout_s
-        with (
-            self._copying,
-            self.held_handle("source", source) as (of, is_own_source),
-            self.held_handle("target", target) as (to, is_own_target),
-        ):
-            if len(of) != len(to):
-                raise LLMParamError(f"the caches are on {len(of)} and {len(to)} devices")
-            trusted = is_own_source and is_own_target
-            placements = {source.cache_desc.placement, target.cache_desc.placement}
-            for at, (sources, targets) in enumerate(zip(of, to, strict=True)):
+        with self._copying, self.held(source), self.held(target):
+            source.check_devices(target.addrs)
+            trusted = not (source.is_registered or target.is_registered)
+            placements = {source.desc.placement, target.desc.placement}
+            for at, (of, to) in enumerate(zip(source.addrs, target.addrs, strict=True)):
                 gpu = self.gpu(at) if Placement.DEVICE in placements else None
-                copy_runs(pairs, sources, targets, trusted=trusted, gpu=gpu, deadline_s=deadline_s)
-
-    @contextmanager
-    def held_handle(
-        self, name: str, handle: CacheHandle
-    ) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
-        """Hold a cache; yields its addresses by device and tensor, and whether it was allocated."""
-        if handle.is_cpu_cache:
-            yield handle.device_addrs, False
-            return
-        entry = self.own(name, handle)
-        with self.held(entry):
-            yield entry.addrs, not entry.is_registered
+                copy_runs(pairs, of, to, trusted=trusted, gpu=gpu, deadline_s=deadline_s)
 
     def gpu(self, at: int) -> _vmm.CudaDriver | None:
         """Return the driver of the at-th device; None if the host replaces it."""
@@ -345,9 +302,9 @@ class LocalCaches(CacheTable):
         """Check that table and pools agree. Call it only while no other call is in progress."""
         with self._lock:
             self._check_references()
-            pieces = [piece for entry in self._by_id.values() for piece in self._pieces_of(entry)]
+            pieces = [piece for entry in self._by_id.values() for piece in entry.memory or ()]
             for memory in self.pools():
-                memory.check_integrity([piece for at, piece in pieces if at is memory])
+                memory.check_integrity([piece for piece in pieces if piece.pool is memory.pool])
 
     def close(self) -> None:
         """Drop all caches, release all memory and leave the ledgers. Idempotent."""

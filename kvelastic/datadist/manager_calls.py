@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Generic, TypeVar, cast
 
 from kvelastic.datadist import cache_layout, checks, wire
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, layer_tensors
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, LayerRanges, Part
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
@@ -31,7 +31,7 @@ from kvelastic.datadist.layers import (
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.peer import TransferRuns, refuse_found_blocks
+from kvelastic.datadist.peer import Transfer
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, as_llm_exceptions, failure
 
 _log = logging.getLogger("kvelastic")
@@ -56,43 +56,6 @@ def manager_call(role: LLMRole | None = None) -> Callable[[Method], Method]:
         return cast("Method", call)
 
     return decorate
-
-
-class LayerArguments:
-    """`src_layer_range`, `dst_layer_range` and `tensor_num_per_layer` of a call, checked."""
-
-    def __init__(
-        self,
-        src_layer_range: object = None,
-        dst_layer_range: object = None,
-        tensor_num_per_layer: object = TENSORS_PER_LAYER,
-    ) -> None:
-        self.sources = checks.step_one("src_layer_range", src_layer_range)
-        self.targets = checks.step_one("dst_layer_range", dst_layer_range)
-        self._per_layer = checks.integer(
-            "tensor_num_per_layer", tensor_num_per_layer, least=1, most=checks.MAX_UINT32
-        )
-
-    @classmethod
-    def only(cls, call: str, kwargs: dict[str, object]) -> LayerArguments:
-        """Create from a call's keyword arguments. Raises `TypeError` for unknown ones."""
-        known = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
-        if others := sorted(kwargs.keys() - known):
-            raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
-        return cls(**kwargs)
-
-    def tensors(self, desc: CacheDesc, *, of_source: bool, other: range | None = None) -> range:
-        """Return the tensors of the source or the target, as many as the `other` side's."""
-        name, layers = (
-            ("src_layer_range", self.sources) if of_source else ("dst_layer_range", self.targets)
-        )
-        found = layer_tensors(name, desc, layers, self._per_layer)
-        if other is not None and len(other) != len(found):
-            raise LLMParamError(
-                f"{len(other)} tensors here and {len(found)} of the peer are named; name as many"
-                " layers of both"
-            )
-        return found
 
 
 class ManagerCalls(Generic[Handle]):
@@ -173,14 +136,9 @@ class ManagerCalls(Generic[Handle]):
         checks.instance("cache_desc", desc, CacheDesc)
         if self._role is not None and desc.placement is not Placement.DEVICE:
             raise LLMParamError("only device caches are allocated; use KvCache.create_cpu_cache")
-        entry = self._caches.allocate(desc, keys, model_of(blocks_key), is_blocks=is_blocks)
-        return self._handle(
-            entry.cache_id,
-            desc,
-            entry.addrs,
-            is_blocks_cache=is_blocks,
-            on_delete=self._caches.delete_later,
-        )
+        entry = Entry(desc, is_blocks, model_id=model_of(blocks_key))
+        self._caches.allocate(entry, keys)
+        return self._handle(entry, self._caches.delete_later)
 
     @manager_call()
     def deallocate_cache(self, cache: Handle) -> None:
@@ -190,8 +148,8 @@ class ManagerCalls(Generic[Handle]):
         """
         checks.instance("cache", cache, self._handle)
         if self._role is None:
-            refuse_blocks("cache", cache)
-        elif cache.is_cpu_cache:
+            self._entry("cache", cache, is_blocks=False)
+        elif cache.entry.is_cpu_cache:
             raise LLMParamError("a CPU cache is its maker's; there is nothing to deallocate")
         self._deallocate(cache)
 
@@ -224,45 +182,41 @@ class ManagerCalls(Generic[Handle]):
         A size of -1 copies to the row's end. `req_id` is only logged. In the first generation both
         caches must be device caches.
         """
-        for name, cache in (("dst", dst), ("src", src)):
-            checks.instance(name, cache, self._handle)
-            if cache.is_cpu_cache and self._role is not None:
-                raise LLMParamError(f"{name} is a CPU cache; copy_cache is for device caches")
+        target = self._entry("dst", dst, is_blocks=False)
+        source = self._entry("src", src, is_blocks=False)
+        if self._role is not None and (target.is_cpu_cache or source.is_cpu_cache):
+            raise LLMParamError("dst or src is a CPU cache; copy_cache is for device caches")
         checks.integer("offset", offset, most=checks.MAX_INT64)
         checks.size("size", size)
         if req_id is not None:
             checks.integer("req_id", req_id)
-        refuse_blocks("dst", dst)
-        refuse_blocks("src", src)
-        source, target = src.cache_desc, dst.cache_desc
-        from_row = cache_layout.row_index("src_batch_index", source, src_batch_index)
-        to_row = cache_layout.row_index("dst_batch_index", target, dst_batch_index)
-        cache_layout.same_shape(source, target)
+        from_row = cache_layout.row_index("src_batch_index", source.desc, src_batch_index)
+        to_row = cache_layout.row_index("dst_batch_index", target.desc, dst_batch_index)
+        cache_layout.same_shape(source.desc, target.desc)
         size = source.row_bytes - offset if size == -1 else size
-        tensors = range(source.num_tensors)
+        tensors = range(source.desc.num_tensors)
         pairs = cache_layout.pairs_merged(
-            cache_layout.row_runs(source, tensors, from_row, offset, size),
-            cache_layout.row_runs(target, tensors, to_row, offset, size),
+            cache_layout.row_runs(source.desc, tensors, from_row, offset, size),
+            cache_layout.row_runs(target.desc, tensors, to_row, offset, size),
         )
-        self._caches.copy(pairs, src, dst)
+        self._caches.copy(pairs, source, target)
         if req_id is not None:
             _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
 
     @manager_call()
     def copy_blocks(self, cache: Handle, copy_block_info: Mapping[int, Sequence[int]]) -> None:
         """Copy each block to its list of target blocks, in all tensors."""
-        checks.instance("cache", cache, self._handle)
+        entry = self._entry("cache", cache, is_blocks=True)
         checks.instance("copy_block_info", copy_block_info, dict)
-        refuse_rows("cache", cache)
-        desc = cache.cache_desc
         moves = [
             (source, target)
             for source, targets in copy_block_info.items()
-            for target in cache_layout.block_indices("copy_block_info", desc, targets)
+            for target in cache_layout.block_indices("copy_block_info", entry.desc, targets)
         ]
         if {source for source, _ in moves} & {target for _, target in moves}:
             raise LLMParamError("a block is copied to and copied from")
-        self._caches.copy(cache_layout.copied_blocks(desc, desc, moves), cache, cache)
+        pairs = cache_layout.copied_blocks(entry.desc, entry.desc, moves)
+        self._caches.copy(pairs, entry, entry)
 
     @manager_call()
     def swap_blocks(
@@ -274,102 +228,77 @@ class ManagerCalls(Generic[Handle]):
         """
         if src_cache is None or dst_cache is None or src_to_dst is None:
             raise AttributeError("swap_blocks() needs two caches and a dict, and got None")
-        checks.instance("src_cache", src_cache, self._handle)
-        checks.instance("dst_cache", dst_cache, self._handle)
+        source = self._entry("src_cache", src_cache, is_blocks=True)
+        target = self._entry("dst_cache", dst_cache, is_blocks=True)
         checks.instance("src_to_dst", src_to_dst, dict)
-        source, target = src_cache.cache_desc, dst_cache.cache_desc
-        if source.placement is target.placement:
+        if source.desc.placement is target.desc.placement:
             raise LLMParamError(
                 "swap_blocks copies between host and device; both caches are"
-                f" {source.placement.name} caches"
+                f" {source.desc.placement.name} caches"
             )
-        refuse_rows("src_cache", src_cache)
-        refuse_rows("dst_cache", dst_cache)
-        pairs = cache_layout.copied_blocks(source, target, list(src_to_dst.items()))
-        self._caches.copy(pairs, src_cache, dst_cache)
+        pairs = cache_layout.copied_blocks(source.desc, target.desc, list(src_to_dst.items()))
+        self._caches.copy(pairs, source, target)
+
+    def _entry(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
+        """Return the cache of an argument, which is used by blocks or by rows."""
+        entry = checks.instance(name, cache, self._handle).entry
+        if is_blocks and not entry.is_blocks:
+            raise LLMParamError(f"{name} is no blocks cache, and the call is for blocks")
+        if not is_blocks and entry.is_blocks and not entry.is_cpu_cache:
+            raise LLMParamError(f"{name} is a blocks cache, and the call is for rows")
+        return entry
 
     # --- transfers -------------------------------------------------------------------------------
 
-    def _entry_of(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
-        """Return the cache of an argument, which is used by blocks or by rows."""
-        entry = self._caches.own(name, checks.instance(name, cache, self._handle))
-        (refuse_rows if is_blocks else refuse_blocks)(name, cache)
-        return entry
+    def _own_entry(self, name: str, cache: Handle, *, is_blocks: bool) -> Entry:
+        """Return the cache of an argument, which peers copy from or to."""
+        self._caches.refuse_foreign(name, checks.instance(name, cache, self._handle).entry)
+        return self._entry(name, cache, is_blocks=is_blocks)
 
     def _transfer_row(
         self,
         key: CacheKey | CacheKeyByIdAndIndex,
         entry: Entry,
-        row: int,
-        size: int,
-        layers: LayerArguments,
-        offsets: tuple[int, int] = (0, 0),
+        layers: LayerRanges,
+        ours: Part,
+        size: int = -1,
+        their_offset: int = 0,
         *,
         is_push: bool = False,
     ) -> None:
-        """Copy between a local row and the row of a key; `offsets` are the peer's and the local."""
-        their_offset, our_offset = offsets
-        size = entry.row_bytes - our_offset if size == -1 else size
-        tensors = layers.tensors(entry.desc, of_source=is_push)
-        ours = cache_layout.row_runs(entry.desc, tensors, row, our_offset, size)
-
-        def runs(found: wire.Cache) -> TransferRuns:
-            refuse_found_blocks(found)
-            theirs = layers.tensors(found.desc, of_source=not is_push, other=tensors)
-            at = cache_layout.row_runs(found.desc, theirs, found.row, their_offset, size)
-            return ours, at, theirs
-
-        self._transfer(key, entry, runs, is_push=is_push)
+        """Copy `size` bytes between a local row and the row of a key; -1: to the row's end."""
+        size = entry.row_bytes - ours.offset if size == -1 else size
+        theirs = Part(offset=their_offset)
+        self._transfer(Transfer(key, entry, layers, ours, theirs, size, is_push=is_push))
 
     def _transfer_blocks(
         self,
         key: wire.AnyKey,
         entry: Entry,
+        layers: LayerRanges,
         our_blocks: Sequence[int],
         their_blocks: Sequence[int],
-        layers: LayerArguments,
         *,
         is_push: bool = False,
     ) -> None:
         """Copy between local blocks and the blocks of a key, or the row of another key."""
         our_name, their_name = ("src_blocks", "dst_blocks")[:: 1 if is_push else -1]
-        ours_at = cache_layout.block_indices(our_name, entry.desc, our_blocks)
-        theirs_at = checks.integers(
+        ours = cache_layout.block_indices(our_name, entry.desc, our_blocks)
+        theirs = checks.integers(
             their_name, their_blocks, most=checks.MAX_UINT32, empty=not is_push
         )
         is_blocks = isinstance(key, BlocksCacheKey)
-        if len(theirs_at) != (len(ours_at) if is_blocks else 0):
+        if len(theirs) != (len(ours) if is_blocks else 0):
             raise LLMParamError(
-                f"{len(ours_at)} {our_name} and {len(theirs_at)} {their_name} are given; give as"
+                f"{len(ours)} {our_name} and {len(theirs)} {their_name} are given; give as"
                 " many, and src_blocks for a BlocksCacheKey only"
             )
-        tensors = layers.tensors(entry.desc, of_source=is_push)
-        ours = cache_layout.block_runs(entry.desc, tensors, ours_at)
+        parts = Part(ours), Part(theirs if is_blocks else None)
+        self._transfer(Transfer(key, entry, layers, *parts, entry.row_bytes, is_push=is_push))
 
-        def runs(found: wire.Cache) -> TransferRuns:
-            theirs = layers.tensors(found.desc, of_source=not is_push, other=tensors)
-            if is_blocks:
-                cache_layout.same_rows(found.desc, entry.desc)
-                cache_layout.block_indices(their_name, found.desc, theirs_at)
-                return ours, cache_layout.block_runs(found.desc, theirs, theirs_at), theirs
-            refuse_found_blocks(found)
-            row = found.desc, theirs, found.row, len(ours_at), entry.row_bytes
-            return ours, cache_layout.row_as_blocks(*row), theirs
-
-        self._transfer(key, entry, runs, is_push=is_push)
-
-    def _transfer(
-        self,
-        key: wire.AnyKey,
-        entry: Entry,
-        runs: Callable[[wire.Cache], TransferRuns],
-        *,
-        is_push: bool,
-    ) -> None:
-        if isinstance(key, CacheKey):
-            key.index  # noqa: B018 - refuse an invalid key before any request
-        with self._links.call(key.cluster_id) as peer:
-            peer.transfer(key, entry, runs, is_push=is_push)
+    def _transfer(self, transfer: Transfer) -> None:
+        with self._links.call(transfer.key.cluster_id) as peer:
+            peer.transfer(transfer)
 
     # --- layer by layer --------------------------------------------------------------------------
 
@@ -396,7 +325,8 @@ class ManagerCalls(Generic[Handle]):
             "transfer_configs", transfer_configs, (TransferConfig, TransferWithCacheKeyConfig)
         )
         configs = [replace(one) for one in given]  # checks fields assigned after construction
-        entry = self._caches.own("src_cache", src_cache)
+        entry = src_cache.entry
+        self._caches.refuse_foreign("src_cache", entry)
         if not configs:
             raise LLMParamError("transfer_configs is empty; name at least one")
         kind = (
@@ -425,15 +355,3 @@ def model_of(key: BlocksCacheKey | None) -> int | None:
     if key is None:
         return None
     return checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
-
-
-def refuse_blocks(name: str, cache: CacheHandle) -> None:
-    """Refuse a cache that has no rows."""
-    if not cache.is_rows_cache:
-        raise LLMParamError(f"{name} is a blocks cache, and the call is for rows")
-
-
-def refuse_rows(name: str, cache: CacheHandle) -> None:
-    """Refuse a cache that has no blocks."""
-    if not cache.is_blocks_cache:
-        raise LLMParamError(f"{name} is no blocks cache, and the call is for blocks")

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.byte_copies import copy_to_host
-from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, row_index
+from kvelastic.datadist.cache_layout import TENSORS_PER_LAYER, LayerRanges, Part, row_index
+from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import Cache, KvCache
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -33,13 +34,7 @@ from kvelastic.datadist.descriptors import (
 from kvelastic.datadist.enums import DataType, LLMRole, Placement, numpy_name
 from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
-from kvelastic.datadist.manager_calls import (
-    LayerArguments,
-    ManagerCalls,
-    manager_call,
-    model_of,
-    refuse_rows,
-)
+from kvelastic.datadist.manager_calls import ManagerCalls, manager_call, model_of
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.status import LLMParamError, LLMStatusCode, failure
 
@@ -86,11 +81,11 @@ class KvCacheManager(ManagerCalls[KvCache]):
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
         """Return host copies of one tensor, one for each device. Blocks."""
         checks.instance("cache", cache, KvCache)
-        desc = cache.cache_desc
+        entry, desc = cache.entry, cache.cache_desc
         checks.integer("tensor_index", tensor_index, most=desc.num_tensors - 1)
         found = []
-        with self._caches.held_handle("cache", cache) as (each, _):
-            for number, addrs in enumerate(each):
+        with self._caches.held(entry):
+            for number, addrs in enumerate(entry.addrs):
                 data = bytearray(desc.size)
                 gpu = self._caches.gpu(number) if desc.placement is Placement.DEVICE else None
                 copy_to_host(addrs[tensor_index], memoryview(data), gpu=gpu)
@@ -117,12 +112,12 @@ class KvCacheManager(ManagerCalls[KvCache]):
             0 if value is None else checks.integer(name, value, most=checks.MAX_INT64)
             for name, value in given.items()
         )
-        layers = LayerArguments.only("pull_cache", kwargs)
+        layers = LayerRanges.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         checks.size("size", size)
-        entry = self._entry_of("kv_cache", kv_cache, is_blocks=False)
+        entry = self._own_entry("kv_cache", kv_cache, is_blocks=False)
         row = row_index("batch_index", entry.desc, batch_index)
-        self._transfer_row(cache_key, entry, row, size, layers, (theirs, ours))
+        self._transfer_row(cache_key, entry, layers, Part(row=row, offset=ours), size, theirs)
 
     @manager_call(LLMRole.DECODER)
     def pull_blocks(
@@ -134,11 +129,11 @@ class KvCacheManager(ManagerCalls[KvCache]):
         **kwargs: object,
     ) -> None:
         """Copy a PROMPT's blocks to local blocks, in order; for a DECODER. Blocks."""
-        layers = LayerArguments.only("pull_blocks", kwargs)
+        layers = LayerRanges.only("pull_blocks", kwargs)
         checks.instance("prompt_cache_key", prompt_cache_key, BlocksCacheKey)
         checks.integers("prompt_blocks", prompt_blocks)
-        entry = self._entry_of("decoder_kv_cache", decoder_kv_cache, is_blocks=True)
-        self._transfer_blocks(prompt_cache_key, entry, decoder_blocks, prompt_blocks, layers)
+        entry = self._own_entry("decoder_kv_cache", decoder_kv_cache, is_blocks=True)
+        self._transfer_blocks(prompt_cache_key, entry, layers, decoder_blocks, prompt_blocks)
 
 
 class CacheManager(ManagerCalls[Cache]):
@@ -149,8 +144,7 @@ class CacheManager(ManagerCalls[Cache]):
     @manager_call()
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache and invalidate its handle. Idempotent."""
-        checks.instance("cache", cache, Cache)
-        refuse_rows("cache", cache)
+        self._entry("cache", cache, is_blocks=True)
         self._deallocate(cache)
 
     # --- caches over memory of the caller's ------------------------------------------------------
@@ -200,22 +194,22 @@ class CacheManager(ManagerCalls[Cache]):
         if remote_accessible is None:
             is_late = self._links.has_linked
             remote_accessible = desc.placement is Placement.DEVICE and not is_late
-        checks.flag("remote_accessible", remote_accessible)
-        entry = self._caches.register(
+        checks.instance("remote_accessible", remote_accessible, bool)
+        entry = Entry(
             desc,
-            places,
-            found,
-            model_id,
-            is_blocks=is_blocks,
+            is_blocks,
+            addrs=(tuple(places),),
             remote_accessible=remote_accessible,
+            model_id=model_id,
         )
+        self._caches.register(entry, found)
         try:
             if remote_accessible:
                 self._links.exposed.expose(entry)
         except BaseException:
             self._caches.unregister(entry.cache_id)
             raise
-        return Cache(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
+        return Cache(entry)
 
     @manager_call()
     def unregister_cache(self, cache_id: int) -> None:
@@ -256,13 +250,13 @@ class CacheManager(ManagerCalls[Cache]):
         registered caches stay. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`,
         `LLM_LINK_BUSY`, and `LLM_TIMEOUT`, after which the clusters must link again.
         """
-        layers = LayerArguments.only("pull_cache", kwargs)
+        layers = LayerRanges.only("pull_cache", kwargs)
         checks.instance("cache_key", cache_key, (CacheKey, CacheKeyByIdAndIndex))
         checks.size("size", size)
         self._refuse_consumed_key(cache_key)
-        entry = self._entry_of("cache", cache, is_blocks=False)
+        entry = self._own_entry("cache", cache, is_blocks=False)
         row = row_index("batch_index", entry.desc, batch_index)
-        self._transfer_row(cache_key, entry, row, size, layers)
+        self._transfer_row(cache_key, entry, layers, Part(row=row), size)
 
     @manager_call()
     def pull_blocks(
@@ -278,13 +272,13 @@ class CacheManager(ManagerCalls[Cache]):
         If the key names a row instead of a blocks cache, the row fills the local blocks. Layer
         arguments and errors are those of `pull_cache`.
         """
-        layers = LayerArguments.only("pull_blocks", kwargs)
+        layers = LayerRanges.only("pull_blocks", kwargs)
         keys = (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
         checks.instance("src_cache_key", src_cache_key, keys)
         self._refuse_consumed_key(src_cache_key)
         of = () if src_blocks is None else src_blocks
-        entry = self._entry_of("dst_cache", dst_cache, is_blocks=True)
-        self._transfer_blocks(src_cache_key, entry, dst_blocks, of, layers)
+        entry = self._own_entry("dst_cache", dst_cache, is_blocks=True)
+        self._transfer_blocks(src_cache_key, entry, layers, dst_blocks, of)
 
     @manager_call()
     def push_cache(
@@ -306,9 +300,9 @@ class CacheManager(ManagerCalls[Cache]):
         checks.instance("dst_cache_key", dst_cache_key, CacheKeyByIdAndIndex)
         if checks.size("size", size) != -1:
             raise LLMParamError(f"size={size} is not accepted; push_cache copies whole rows: -1")
-        entry = self._entry_of("src_cache", src_cache, is_blocks=False)
+        entry = self._own_entry("src_cache", src_cache, is_blocks=False)
         row = row_index("src_batch_index", entry.desc, src_batch_index)
-        self._transfer_row(dst_cache_key, entry, row, -1, layers, is_push=True)
+        self._transfer_row(dst_cache_key, entry, layers, Part(row=row), is_push=True)
 
     @manager_call()
     def push_blocks(
@@ -324,16 +318,16 @@ class CacheManager(ManagerCalls[Cache]):
         """Copy local blocks to a peer's blocks, in order. Rules and errors as `push_cache`."""
         layers = self._push_layers(src_layer_range, dst_layer_range, tensor_num_per_layer)
         checks.instance("dst_cache_key", dst_cache_key, BlocksCacheKey)
-        entry = self._entry_of("src_cache", src_cache, is_blocks=True)
-        self._transfer_blocks(dst_cache_key, entry, src_blocks, dst_blocks, layers, is_push=True)
+        entry = self._own_entry("src_cache", src_cache, is_blocks=True)
+        self._transfer_blocks(dst_cache_key, entry, layers, src_blocks, dst_blocks, is_push=True)
 
-    def _push_layers(self, source: object, target: object, tensors: object) -> LayerArguments:
+    def _push_layers(self, source: object, target: object, tensors: object) -> LayerRanges:
         if not self._options.remembers_remote_caches:
             raise failure(
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "a push needs enable_remote_cache_accessible; set it before init, on both sides",
             )
-        layers = LayerArguments(source, target, tensors)
+        layers = LayerRanges(source, target, tensors)
         if len(layers.sources or ()) != len(layers.targets or ()):
             raise LLMParamError("src_layer_range and dst_layer_range must be equally long")
         return layers

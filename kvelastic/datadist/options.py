@@ -270,7 +270,7 @@ def listen_option(options: dict[str, str]) -> tuple[tuple[str, int], ...]:
     """Return the addresses to listen at; empty for none. Raises `TypeError`, `LLMParamError`."""
     option = _OPTIONS["listen_ip_info"]
     value = options.get(option.key, options.get("listen_ip_info", ""))
-    text = checks.text(option.key, value)
+    text = checks.instance(option.key, value, str)
     return tuple(listen_addresses(option.key, text)) if text else ()
 
 
@@ -278,6 +278,6 @@ def _texts(name: str, value: object) -> dict[str, str]:
     """Return a dict of texts. Raises `TypeError`."""
     found: dict[str, str] = checks.instance(name, value, dict)
     for key, one in found.items():
-        checks.text(f"a key of {name}", key)
-        checks.text(f"{name}[{key!r}]", one)
+        checks.instance(f"a key of {name}", key, str)
+        checks.instance(f"{name}[{key!r}]", one, str)
     return found

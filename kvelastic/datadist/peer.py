@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Final, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Final, TypeVar
 
 from kvelastic.datadist import wire
-from kvelastic.datadist.cache_layout import Run, pairs_merged
+from kvelastic.datadist.cache_layout import LayerRanges, Part, Run, block_indices, pairs_merged
 from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.descriptors import BlocksCacheKey
 from kvelastic.datadist.local_caches import LocalCaches
@@ -23,7 +24,6 @@ from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
     LLMStatusCode,
-    as_llm_exceptions,
     failure,
     status_of,
     status_of_number,
@@ -31,9 +31,6 @@ from kvelastic.datadist.status import (
 from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError, UnknownBlockError
 from kvelastic.messages import Message
 from kvelastic.transfer import Link, Node, Piece
-
-TransferRuns: TypeAlias = tuple[Sequence[Run], Sequence[Run], range]
-"""The runs of a transfer in the local and in the peer's cache, and the peer's tensors."""
 
 T = TypeVar("T")
 _MOST_FOUND: Final = 256
@@ -96,6 +93,20 @@ class Peer:
                 broken, f"the link to cluster {self.cluster_id} is broken ({why}); link it again"
             )
 
+    def ask(self, question: Message, wanted: type[T], timeout_s: float) -> T:
+        """Send a question and return the peer's reply. Blocks.
+
+        Raises `LLMException` for a refusal, and the errors of `Link.ask`.
+        """
+        answer = wire.PROTOCOL.decode(self.link.ask(wire.PROTOCOL.encode(question), timeout_s))
+        if isinstance(answer, wire.Refused):
+            raise failure(
+                status_of_number(answer.status), f"cluster {self.cluster_id}: {answer.why}"
+            )
+        if not isinstance(answer, wanted):
+            raise MessageError(f"a {type(answer).__name__} is no answer to what was asked")
+        return answer
+
     def break_off(self) -> None:
         """Stop using the link after a timeout; later messages of the peer have no effect."""
         self.broken = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
@@ -116,6 +127,54 @@ class Peer:
             return False
 
 
+class Transfer:
+    """A copy between a cache of this process and the cache of a key."""
+
+    def __init__(
+        self,
+        key: wire.AnyKey,
+        own: Entry,
+        layers: LayerRanges,
+        ours: Part,
+        theirs: Part,
+        size: int,
+        *,
+        is_push: bool = False,
+    ) -> None:
+        """`size` is that of `Part.runs`; the row of `theirs` is the key's.
+
+        Raises `LLMParamError` for an invalid key, and if `ours` is not in the local cache.
+        """
+        self.key, self.own, self.is_push = key, own, is_push
+        self.find: Final = wire.Find.of(key, is_write=is_push)
+        self._layers, self._ours, self._theirs, self._size = layers, ours, theirs, size
+        self._tensors = layers.tensors(own.desc, of_source=is_push)
+        self._our_runs = ours.runs(own.desc, self._tensors, size, theirs)
+
+    def tensors_of(self, found: wire.Cache) -> range:
+        """Return the peer's tensors. Raises `LLMParamError` unless they are as many as the own."""
+        theirs = self._layers.tensors(found.desc, of_source=not self.is_push)
+        if len(theirs) != len(self._tensors):
+            raise LLMParamError(
+                f"{len(self._tensors)} tensors here and {len(theirs)} of the peer are named; name"
+                " as many layers of both"
+            )
+        return theirs
+
+    def pairs(self, found: wire.Cache) -> list[tuple[Run, Run]]:
+        """Return runs of the local and of the peer's cache in pairs. Raises `LLMParamError`."""
+        self.own.check_devices(found.addrs)
+        theirs = self._theirs
+        if theirs.blocks is not None:
+            block_indices("blocks of the peer", found.desc, theirs.blocks)
+        elif found.is_blocks:
+            raise LLMParamError("the key leads to a blocks cache; name blocks, by a BlocksCacheKey")
+        else:
+            theirs = replace(theirs, row=found.row)
+        runs = theirs.runs(found.desc, self.tensors_of(found), self._size, self._ours)
+        return pairs_merged(self._our_runs, runs)
+
+
 class LinkCall:
     """A manager's call to one peer, with one deadline for all its steps.
 
@@ -129,70 +188,52 @@ class LinkCall:
         self._caches = caches
         self._deadline_s = deadline_s
 
-    def transfer(
-        self,
-        key: wire.AnyKey,
-        own: Entry,
-        runs: Callable[[wire.Cache], TransferRuns],
-        *,
-        is_push: bool,
-    ) -> None:
+    def transfer(self, transfer: Transfer) -> None:
         """Copy between a local cache and the cache of a key. All is copied or it raises.
 
         The peer is asked once for a model's blocks cache, and again after that was deallocated. It
         is asked each time for other keys, because they may be dropped before their cache.
         """
-        known = self.peer.found.get((key, is_push))
+        remembered = transfer.key, transfer.is_push
+        known = self.peer.found.get(remembered)
         if known is not None:
             try:
-                ours, theirs, _ = runs(known)
-                self._copy(own, known, ours, theirs, is_push=is_push)
+                self._copy(transfer, known)
                 return
             except KvelasticError as error:
                 if status_of(error) is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                     raise
-                self.peer.found.pop((key, is_push), None)
-        found = self.ask(wire.Find.of(key, is_write=is_push), wire.Cache)
-        if isinstance(key, BlocksCacheKey):
+                self.peer.found.pop(remembered, None)
+        found = self.peer.ask(transfer.find, wire.Cache, self.left_s())
+        if isinstance(transfer.key, BlocksCacheKey):
             if len(self.peer.found) >= _MOST_FOUND:
                 self.peer.found.clear()
-            self.peer.found[key, is_push] = found
-        ours, theirs, tensors = runs(found)
-        self._copy(own, found, ours, theirs, is_push=is_push)
-        if not isinstance(key, BlocksCacheKey):
+            self.peer.found[remembered] = found
+        self._copy(transfer, found)
+        if not isinstance(transfer.key, BlocksCacheKey):
+            tensors = transfer.tensors_of(found)
             moved = wire.Moved(found.cache_id, found.row, tensors.start, len(tensors))
-            self.ask(moved, wire.Told)
+            self.peer.ask(moved, wire.Told, self.left_s())
 
-    def _copy(
-        self,
-        own: Entry,
-        theirs: wire.Cache,
-        our_runs: Sequence[Run],
-        their_runs: Sequence[Run],
-        *,
-        is_push: bool,
-    ) -> None:
-        """Copy between runs of a local and a peer's cache on each device."""
-        if len(own.addrs) != len(theirs.addrs):
-            raise LLMParamError(
-                f"the caches are on {len(own.addrs)} and {len(theirs.addrs)} devices"
-            )
-        pairs = pairs_merged(our_runs, their_runs)
-        claim = wire.claim_of(theirs.cache_id)
+    def _copy(self, transfer: Transfer, found: wire.Cache) -> None:
+        """Copy between a local and a peer's cache on each device."""
+        pairs = transfer.pairs(found)
+        own, claim = transfer.own, wire.claim_of(found.cache_id)
         with self._caches.held(own), ExitStack() as holds:
-            for here, there in zip(own.addrs, theirs.addrs, strict=True):
+            for here, there in zip(own.addrs, found.addrs, strict=True):
                 ours = [(here[run.tensor] + run.offset, run.size) for run, _ in pairs]
-                others = [(there[run.tensor] + run.offset, run.size) for _, run in pairs]
+                theirs = [(there[run.tensor] + run.offset, run.size) for _, run in pairs]
                 self._hold_pages(own, ours, holds)
                 try:
-                    if is_push:
-                        self.peer.link.push(ours, others, self.left_s(), claim=claim)
+                    if transfer.is_push:
+                        self.peer.link.push(ours, theirs, self.left_s(), claim=claim)
                     else:
-                        self.peer.link.pull(others, ours, self.left_s(), claim=claim)
+                        self.peer.link.pull(theirs, ours, self.left_s(), claim=claim)
                 except UnknownBlockError:
                     # The peer pins pages before it checks their cache, so it can only report an
                     # unknown page. Raises if the cache was dropped after it was found.
-                    self.ask(wire.Find("row", theirs.cache_id, 0, False), wire.Cache)
+                    gone = wire.Find("row", found.cache_id, 0, False)
+                    self.peer.ask(gone, wire.Cache, self.left_s())
                     raise  # the cache exists: its caller has not allocated that block
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
@@ -210,37 +251,9 @@ class LinkCall:
             for registered, some in self._node.ranges.find(pieces).items():
                 holds.callback(registered.hold(some).release)
 
-    def ask(self, question: Message, wanted: type[T]) -> T:
-        """Send a question and return the peer's reply. Raises `LLMException` for a refusal."""
-        body = self.peer.link.ask(wire.PROTOCOL.encode(question), self.left_s())
-        answer = wire.PROTOCOL.decode(body)
-        if isinstance(answer, wire.Refused):
-            raise failure(
-                status_of_number(answer.status), f"cluster {self.peer.cluster_id}: {answer.why}"
-            )
-        if not isinstance(answer, wanted):
-            raise MessageError(f"a {type(answer).__name__} is no answer to what was asked")
-        return answer
-
     def left_s(self) -> float:
         """Return the seconds until the deadline. Raises `ChannelTimeoutError` after it."""
         return left_s(self._deadline_s)
-
-
-@contextmanager
-def calling(
-    peer: Peer, node: Node, caches: LocalCaches, timeout_s: float, *, is_layered: bool
-) -> Iterator[LinkCall]:
-    """Run a call to a peer; a timeout breaks the link, because late replies match no call."""
-    with peer.used(is_layered=is_layered), as_llm_exceptions(f"cluster {peer.cluster_id}"):
-        try:
-            yield LinkCall(peer, node, caches, time.monotonic() + timeout_s)
-        except ChannelTimeoutError as error:
-            peer.break_off()
-            raise failure(
-                LLMStatusCode.LLM_TIMEOUT,
-                f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it again",
-            ) from error
 
 
 def busy(cluster_id: int) -> LLMException:
@@ -248,12 +261,6 @@ def busy(cluster_id: int) -> LLMException:
     return failure(
         LLMStatusCode.LLM_LINK_BUSY, f"the link to cluster {cluster_id} is in use by another call"
     )
-
-
-def refuse_found_blocks(found: wire.Cache) -> None:
-    """Refuse a peer's cache that has no rows."""
-    if found.is_blocks:
-        raise LLMParamError("the key leads to a blocks cache; name blocks, by a BlocksCacheKey")
 
 
 def left_s(deadline_s: float) -> float:

@@ -207,11 +207,8 @@ OURS = {
     "LLMDataDist": {"cluster_id"},
     "KvCacheManager": {"finalize", "check_integrity", "switch_role"},
     "CacheManager": {"finalize", "check_integrity"},
-    "KvCache": {
-        "is_blocks_cache", "is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid",
-        "invalidate",
-    },
-    "Cache": {"is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid", "invalidate"},
+    "KvCache": {"is_blocks_cache", "device_addrs", "invalidate"},
+    "Cache": {"device_addrs", "invalidate"},
     "LLMClusterInfo": {"local_ip_infos", "remote_ip_infos"},
     "CacheTask": {"note", "end"},
     "CacheDesc": {"row_bytes"},

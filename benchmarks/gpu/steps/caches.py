@@ -51,8 +51,8 @@ def main() -> None:
             back == bytes([PATTERN]) * tensor_bytes,
         )
         held_bytes = blocks.mapped_bytes
-        memory.free(one)
-        memory.free(other)
+        one.free()
+        other.free()
         blocks.trim()
         left_bytes = blocks.mapped_bytes
         found.check(
