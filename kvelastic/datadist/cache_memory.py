@@ -13,16 +13,17 @@ Allocation and release leave holes in the range, which cost addresses but no mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
+from kvelastic.datadist.cache_table import Piece
 from kvelastic.datadist.memory_config import BufferTier, MemPool, alignment_of
 from kvelastic.device.selection import Device
 from kvelastic.errors import IntegrityError
 from kvelastic.pool.layout import PageLayout
-from kvelastic.pool.pool import ElasticPool, local_range, open_pool
+from kvelastic.pool.pool import local_range, open_pool
 from kvelastic.shared import device_set
 
 ENGINE: Final = "datadist"
@@ -44,28 +45,6 @@ def name_streams(device: Device) -> None:
     driver = device.driver()
     if isinstance(driver, _vmm.CudaDriver) and not driver.knows_streams:
         driver.use_streams([_DEFAULT_STREAM])
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Memory of a pool that a cache holds."""
-
-    pool: ElasticPool
-    addresses: tuple[int, ...]
-    """Address of each tensor."""
-    blocks: tuple[int, ...]
-
-    def free(self) -> None:
-        """Free the memory. What is pinned stays mapped until its last pin ends."""
-        self.pool.blocks.free(self.blocks)
-
-    def pin(self) -> int:
-        """Pin the memory, so that a free does not release it before `unpin` of the ticket."""
-        return self.pool.blocks.pin(self.blocks)
-
-    def unpin(self, ticket: int) -> None:
-        """End a pin. Idempotent."""
-        self.pool.blocks.unpin(ticket)
 
 
 class CacheMemory:

@@ -1,4 +1,4 @@
-"""Table of the process's caches: references and lookup by key.
+"""The process's caches and their table: references, and lookup by key.
 
 An allocated cache is referenced by its id and by each of its keys. Its memory is released with the
 last reference:
@@ -15,18 +15,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, failure
 from kvelastic.errors import IntegrityError
-
-if TYPE_CHECKING:
-    from kvelastic.datadist.cache_memory import Piece
+from kvelastic.pool.pool import ElasticPool
 
 MAX_CACHES: Final = 1 << 20
 NO_CACHE_ID: Final = -1
 """The id of a CPU cache, which no manager knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Memory of a pool that a cache holds."""
+
+    pool: ElasticPool
+    addresses: tuple[int, ...]
+    """Address of each tensor."""
+    blocks: tuple[int, ...]
+
+    def free(self) -> None:
+        """Free the memory. What is pinned stays mapped until its last pin ends."""
+        self.pool.blocks.free(self.blocks)
+
+    def pin(self) -> int:
+        """Pin the memory, so that a free does not release it before `unpin` of the ticket."""
+        return self.pool.blocks.pin(self.blocks)
+
+    def unpin(self, ticket: int) -> None:
+        """End a pin. Idempotent."""
+        self.pool.blocks.unpin(ticket)
 
 
 @dataclass(eq=False)
@@ -63,11 +83,6 @@ class Entry:
     def is_cpu_cache(self) -> bool:
         """Whether `create_cpu_cache` created it. It is used by blocks or by rows."""
         return self.cache_id == NO_CACHE_ID
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row or block in one tensor."""
-        return self.desc.row_bytes
 
     def check_devices(self, other: Sequence[Sequence[int]]) -> None:
         """Raise `LLMParamError` unless a cache with `other` addresses is on as many devices."""

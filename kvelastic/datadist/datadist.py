@@ -64,7 +64,6 @@ class LLMDataDist:
         self._role = checks.instance("role", role, LLMRole)
         self._cluster_id = checks.integer("cluster_id", cluster_id)
         self._options: Options | None = None
-        self._pid = os.getpid()
 
     def init(self, options: dict[str, str]) -> None:
         """Join the ledgers and listen. A second call does nothing.

@@ -22,7 +22,7 @@ class Exposed:
 
     def __init__(self, caches: LocalCaches) -> None:
         self._caches = caches
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pools: dict[ElasticPool, Registered] = {}
         self._memory: dict[int | None, list[Registered]] = {}
         """Exposed memory by cache id; of None, the pools of allocated caches."""
@@ -54,22 +54,16 @@ class Exposed:
                     else:
                         held.append(self._node.register(address, entry.desc.size))
             except BaseException:
-                self._withdraw(entry.cache_id)
+                self.withdraw(entry)
                 raise
 
     def withdraw(self, entry: Entry) -> None:
         """End the peers' access to a registered cache. Idempotent."""
         with self._lock:
-            self._withdraw(entry.cache_id)
-
-    def _withdraw(self, cache_id: int) -> None:
-        gone = self._memory.pop(cache_id, [])
-        kept = {one for held in self._memory.values() for one in held}
-        for registered in dict.fromkeys(gone):
-            if registered not in kept:
-                self._pools = {
-                    pool: one for pool, one in self._pools.items() if one is not registered
-                }
+            gone = self._memory.pop(entry.cache_id, [])
+            kept = {one for held in self._memory.values() for one in held}
+            self._pools = {pool: one for pool, one in self._pools.items() if one in kept}
+            for registered in set(gone) - kept:
                 self._node.unregister(registered)
 
     def _add_pool(self, pool: ElasticPool) -> Registered:

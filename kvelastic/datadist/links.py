@@ -2,7 +2,7 @@
 
     links = Links(cluster_id, role, caches, options, settings)
     links.link(cluster, deadline_s)
-    with links.call(2) as peer: peer.find(key); ...
+    with links.call(2) as peer: peer.transfer(transfer)
     links.close()
 
 `kvelastic.transfer` provides links, leases and copies; this module applies them to caches.
@@ -190,19 +190,16 @@ class Links:
 
     def _connect(self, cluster_id: int, sockets: list[Address], deadline_s: float) -> Link:
         """Link with the cluster at the first of its addresses at which a process listens."""
-        for at, address in enumerate(sockets):
+        for address in sockets:
             left = left_s(deadline_s)
             try:
                 return self._node.link_with(cluster_id, address, left)
             except ChannelClosedError:
-                if at + 1 == len(sockets):
-                    why = self._socket_addresses.why_unreachable(sockets)
-                    raise failure(
-                        LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id}: {why}"
-                    ) from None
+                continue
             except ConfigError as error:
                 raise failure(LLMStatusCode.LLM_LINK_FAILED, str(error)) from error
-        raise LLMParamError(f"cluster {cluster_id} has no address")
+        why = self._socket_addresses.why_unreachable(sockets)
+        raise failure(LLMStatusCode.LLM_LINK_FAILED, f"cluster {cluster_id}: {why}")
 
     def _check_role(
         self, cluster_id: int, link: Link, wanted: LLMRole | None, deadline_s: float
@@ -259,7 +256,7 @@ class Links:
         if peer is None or not peer.is_linked:
             try:
                 self._connect(cluster_id, [self._socket_addresses.cluster(cluster_id)], deadline_s)
-            except (LLMException, KvelasticError) as error:
+            except KvelasticError as error:
                 _log.debug("cluster %d is not there yet: %s", cluster_id, error)
                 return False
             peer = self._peer(cluster_id)
@@ -371,8 +368,7 @@ class Links:
                 LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
                 "this cluster lets nobody push; set enable_remote_cache_accessible here, too",
             )
-        addrs = [list(one) for one in entry.addrs]
-        return wire.Cache(entry.cache_id, entry.is_blocks, row, entry.desc, addrs)
+        return wire.Cache(entry.cache_id, entry.is_blocks, row, entry.desc, entry.addrs)
 
     # --- role and end ------------------------------------------------------------------------
 

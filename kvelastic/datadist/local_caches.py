@@ -24,8 +24,8 @@ from kvelastic.config import Config
 from kvelastic.datadist import wire
 from kvelastic.datadist.byte_copies import copy_runs
 from kvelastic.datadist.cache_layout import Run
-from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
-from kvelastic.datadist.cache_table import CacheTable, Entry, not_there
+from kvelastic.datadist.cache_memory import CacheMemory, name_streams
+from kvelastic.datadist.cache_table import CacheTable, Entry, Piece, not_there
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey
 from kvelastic.datadist.enums import Placement
 from kvelastic.datadist.memory_config import MemPool
@@ -50,7 +50,6 @@ class LocalCaches(CacheTable):
         self._copying = threading.Lock()
         self._unused = threading.Condition(self._lock)
         self._deleted: deque[int] = deque()
-        self._closed = False
         self.devices: list[Device] = []
         self._memories: dict[Placement, list[CacheMemory]] = {}
         try:
@@ -163,9 +162,8 @@ class LocalCaches(CacheTable):
 
         Never waits for a lock, because the same thread may hold it.
         """
-        if not self._closed:
-            self._deleted.append(cache_id)
-            self.free_deleted()
+        self._deleted.append(cache_id)
+        self.free_deleted()
 
     def free_deleted(self) -> None:
         """Process the ids that `delete_later` could not, unless the lock is held."""
@@ -264,14 +262,14 @@ class LocalCaches(CacheTable):
                     else f"cache {cache_id} has gone, or does not have {size} bytes at {address:#x}"
                 )
             found.add(spans[at][2])
-        with ExitStack() as uses:
+        with ClaimedCaches() as uses:
             try:
                 for entry in entries:
                     if entry.cache_id in found:
                         uses.enter_context(self.held(entry))
             except LLMException as error:
                 raise NotRegisteredError(f"it has just gone: {error}") from error
-            return ClaimedCaches(uses.pop_all())
+            return uses.pop_all()
 
     def copy(self, pairs: Sequence[tuple[Run, Run]], source: Entry, target: Entry) -> None:
         """Copy runs of one cache to another on each device. Blocks; one copy runs at a time.
@@ -311,16 +309,12 @@ class LocalCaches(CacheTable):
         with self._lock:
             for each in (self._by_id, self._by_row, self._by_model, self._deleted):
                 each.clear()
-            self._closed = True
         for memory in self.pools():
             memory.close()
 
 
-class ClaimedCaches:
+class ClaimedCaches(ExitStack):
     """Caches held while a peer copies: a `Hold` of `kvelastic.transfer`."""
-
-    def __init__(self, uses: ExitStack) -> None:
-        self._uses = uses
 
     def is_whole(self) -> bool:
         """True: their memory cannot be reused while they are held."""
@@ -328,7 +322,7 @@ class ClaimedCaches:
 
     def release(self) -> None:
         """End the hold after the copy."""
-        self._uses.close()
+        self.close()
 
 
 def _device(settings: Config, device_id: int) -> Device:

@@ -193,7 +193,7 @@ class ManagerCalls(Generic[Handle]):
         from_row = cache_layout.row_index("src_batch_index", source.desc, src_batch_index)
         to_row = cache_layout.row_index("dst_batch_index", target.desc, dst_batch_index)
         cache_layout.same_shape(source.desc, target.desc)
-        size = source.row_bytes - offset if size == -1 else size
+        size = source.desc.row_bytes - offset if size == -1 else size
         tensors = range(source.desc.num_tensors)
         pairs = cache_layout.pairs_merged(
             cache_layout.row_runs(source.desc, tensors, from_row, offset, size),
@@ -267,7 +267,7 @@ class ManagerCalls(Generic[Handle]):
         is_push: bool = False,
     ) -> None:
         """Copy `size` bytes between a local row and the row of a key; -1: to the row's end."""
-        size = entry.row_bytes - ours.offset if size == -1 else size
+        size = entry.desc.row_bytes - ours.offset if size == -1 else size
         theirs = Part(offset=their_offset)
         self._transfer(Transfer(key, entry, layers, ours, theirs, size, is_push=is_push))
 
@@ -294,7 +294,7 @@ class ManagerCalls(Generic[Handle]):
                 " many, and src_blocks for a BlocksCacheKey only"
             )
         parts = Part(ours), Part(theirs if is_blocks else None)
-        self._transfer(Transfer(key, entry, layers, *parts, entry.row_bytes, is_push=is_push))
+        self._transfer(Transfer(key, entry, layers, *parts, entry.desc.row_bytes, is_push=is_push))
 
     def _transfer(self, transfer: Transfer) -> None:
         with self._links.call(transfer.key.cluster_id) as peer:

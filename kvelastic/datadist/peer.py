@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Final, TypeVar
 
 from kvelastic.datadist import wire
@@ -170,7 +169,7 @@ class Transfer:
         elif found.is_blocks:
             raise LLMParamError("the key leads to a blocks cache; name blocks, by a BlocksCacheKey")
         else:
-            theirs = replace(theirs, row=found.row)
+            theirs = Part(row=found.row, offset=theirs.offset)
         runs = theirs.runs(found.desc, self.tensors_of(found), self._size, self._ours)
         return pairs_merged(self._our_runs, runs)
 

@@ -88,7 +88,7 @@ class Cache(Message):
     row: Uint64
     desc: CacheDesc
     addrs: Annotated[
-        list[Annotated[list[Uint64], Meta(max_length=MAX_TENSORS)]],
+        tuple[Annotated[tuple[Uint64, ...], Meta(max_length=MAX_TENSORS)], ...],
         Meta(min_length=1, max_length=MAX_DEVICES),
     ]
 

@@ -23,7 +23,6 @@ depend on tiers.
 from kvelastic.transfer.link import Link
 from kvelastic.transfer.memory_pieces import Piece
 from kvelastic.transfer.node import Node
-from kvelastic.transfer.pool_memory import register_blocks, register_pool
-from kvelastic.transfer.ranges import Hold, Registered
+from kvelastic.transfer.ranges import Hold, Registered, register_blocks, register_pool
 
 __all__ = ["Hold", "Link", "Node", "Piece", "Registered", "register_blocks", "register_pool"]

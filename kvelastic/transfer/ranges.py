@@ -2,6 +2,10 @@
 
 A peer names addresses, and this node looks them up here. A piece is refused unless it lies
 completely inside one registered range.
+
+    registered = register_pool(node, pool)        # an ElasticPool over memory of this process
+
+Blocks of a pool are pinned during a copy, and their pages' generations are checked after it.
 """
 
 from __future__ import annotations
@@ -11,11 +15,15 @@ import contextlib
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvelastic import _vmm
-from kvelastic.errors import InvalidArgumentError, NotRegisteredError
+from kvelastic.errors import InvalidArgumentError, NotRegisteredError, UnsupportedError
+from kvelastic.pool.pool import ElasticPool
 from kvelastic.transfer.memory_pieces import PackedPieces, Piece, packed_of
+
+if TYPE_CHECKING:
+    from kvelastic.transfer.node import Node
 
 
 class Hold(Protocol):
@@ -151,3 +159,26 @@ class Ranges:
             assert list(self._ends) == [one.end for one in self._ranges]
             for one, other in zip(self._ranges, self._ranges[1:], strict=False):
                 assert one.end <= other.address
+
+
+# --- elastic pools as ranges ------------------------------------------------------------------
+
+
+def register_pool(node: Node, pool: ElasticPool) -> Registered:
+    """Allow peers to access the pool's blocks in use. The pool may map and unmap pages as usual.
+
+    A copy of a block that is neither in use nor cached is refused (`UnknownBlockError`). Raises
+    `UnsupportedError` for memory that other processes map, and for GPU memory.
+    """
+    if not isinstance(pool.memory, _vmm.Range) or not pool.is_on_host:
+        raise UnsupportedError("peers reach pools in host memory of this process only")
+    return register_blocks(node, pool.memory, pool.blocks)
+
+
+def register_blocks(node: Node, memory: _vmm.Range, blocks: _vmm.Pool) -> Registered:
+    """Register the blocks of a native pool over host memory; see `register_pool`."""
+
+    def hold(pieces: Sequence[Piece]) -> Hold:
+        return _vmm.HeldBlocks.hold(memory, blocks, packed_of(pieces).packed)
+
+    return node.register(memory.address, memory.range_bytes, hold=hold)
