@@ -45,10 +45,10 @@ def integers(
     name: str, value: object, *, least: int = 0, most: int = MAX_UINT64, empty: bool = False
 ) -> list[int]:
     """Return the integers of a list or tuple."""
-    found = [
-        integer(f"{name}[{at}]", one, least=least, most=most)
-        for at, one in enumerate(sequence(name, value))
-    ]
+    found = list(sequence(name, value))
+    for at, one in enumerate(found):
+        if type(one) is not int or not least <= one <= most:  # lists of blocks are long
+            integer(f"{name}[{at}]", one, least=least, most=most)
     if not found and not empty:
         raise LLMParamError(f"{name} is empty; name at least one")
     return found
