@@ -280,6 +280,21 @@ class KVTaskEngine(Calls):
             raise MessageError(f"a {type(call).__name__} is no call of a task engine")
         return calls.Done()
 
+    def may_block(self, call: Message) -> bool:
+        """Whether a call may wait for a copy, or for a tier's file system or server."""
+        if isinstance(call, calls.Match):
+            return self.cache_engine.asks_medium
+        if isinstance(call, calls.Cancel):
+            with self._lock:
+                return any(self._may_be_copied(one) for one in call.task_ids)
+        return not isinstance(call, calls.Launch)
+
+    def _may_be_copied(self, task_id: int) -> bool:
+        task = self._tasks.get(task_id)
+        if task is None:
+            return task_id in self._batches
+        return task.status is not TaskStatus.UNREADY and not task.graph_is_over
+
     def _reset(self) -> None:
         with self._lock:
             ids = list(self._open)

@@ -40,6 +40,8 @@ from kvelastic.messages.protocol import Message, Protocol
 MOST_UNANSWERED: Final = 256
 """Maximum requests of one peer without a reply."""
 _READ_BYTES: Final = 1 << 18
+_LEAST_READ_BYTES: Final = 1 << 16
+"""Of an authenticated peer, so that most messages come in one read."""
 _DESCRIPTORS_SPACE: Final = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4)
 
 
@@ -285,7 +287,7 @@ class Connection:
         Ends the connection if the data is invalid.
         """
         try:
-            receive_into(self.socket, self._reader)
+            receive_into(self.socket, self._reader, _LEAST_READ_BYTES)
             self.dispatch(handle)
         except KvelasticError as error:
             self._report_and_end(error)
@@ -343,12 +345,14 @@ class Connection:
             self.socket.close()
 
 
-def receive_into(connected: socket.socket, reader: FrameReader) -> None:
+def receive_into(connected: socket.socket, reader: FrameReader, least_bytes: int = 4096) -> None:
     """Read from the socket once and feed the reader; blocks if the socket is blocking.
+
+    Reads what completes the current frame, but at least `least_bytes` if they are there.
 
     Raises `ChannelClosedError` if the peer is gone, and `MessageError` for too many descriptors.
     """
-    wanted = min(max(reader.wanted_bytes, 4096), _READ_BYTES)
+    wanted = min(max(reader.wanted_bytes, least_bytes), _READ_BYTES)
     try:
         if connected.family == socket.AF_UNIX:
             data, ancillary, flags, _ = connected.recvmsg(

@@ -441,6 +441,53 @@ def test_waiting_client_does_not_block_others(
     assert answers[0][task].status is KVResponseStatus.SUCCESS
 
 
+def test_calls_behind_a_blocking_call_keep_order(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, _ = started.rank(0)
+    one, two = started.client(0), started.client(1)
+    rank.wait_until_registered()
+    engine: Any = started.server._engine
+    worker, calls_of = engine.transfer_engine.gpu_worker, started.server._calls
+    ask, copy_out = engine.ask, worker.copy_out
+    is_copying, may_end = threading.Event(), threading.Event()
+    ran: list[tuple[str, str]] = []
+
+    def noted(call: messages.Message, *more: int) -> Any:
+        ran.append((type(call).__name__, threading.current_thread().name))
+        return ask(call, *more)
+
+    def slow(*arguments: Any) -> None:
+        is_copying.set()
+        may_end.wait(DEADLINE_S)
+        copy_out(*arguments)
+
+    monkeypatch.setattr(engine, "ask", noted)
+    monkeypatch.setattr(worker, "copy_out", slow)
+    task, _ = one.put_match(PROMPT)
+    one.launch_tasks([task], [slots(0, 1, 2)])
+    assert is_copying.wait(DEADLINE_S)
+    with ThreadPoolExecutor(2) as threads:
+        cancelled = threads.submit(one.cancel_tasks, [task])
+        wait_until(lambda: calls_of.unfinished_tasks == 1)
+        matched = threads.submit(two.get_match, PROMPT)
+        wait_until(lambda: calls_of.unfinished_tasks == 2)
+        assert not two.is_ready()  # other messages are not behind it
+        may_end.set()
+        cancelled.result(DEADLINE_S)
+        matched.result(DEADLINE_S)
+    calls_of.join()
+    two.get_match(PROMPT)
+    at_once, queued = "flexkv-messages", "flexkv-engine"
+    assert ran == [
+        ("Match", at_once),
+        ("Launch", at_once),
+        ("Cancel", queued),
+        ("Match", queued),
+        ("Match", at_once),
+    ]
+
+
 # --- nonsense -------------------------------------------------------------------------------------
 
 

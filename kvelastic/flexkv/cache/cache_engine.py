@@ -111,6 +111,8 @@ class GlobalCacheEngine:
         self._may_ask = may_ask
         self._devices = list(storage.tiers)
         self._lookup = Lookup(list(storage.stores.values()))
+        self.asks_medium = any(store.asks_medium for store in storage.stores.values())
+        """Whether a lookup may wait for a file system or a server."""
         self._cpu = storage.stores[DeviceType.CPU]
         self.tokens_per_block = storage.tokens_per_block
 

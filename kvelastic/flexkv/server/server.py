@@ -5,9 +5,11 @@
 
     python -m kvelastic.flexkv.server CONFIG.json       # the same as a program
 
-The endpoint's thread receives messages and replies to waits when their tasks have ended. A second
-thread runs the other calls in order of arrival. A client finds only tasks of its own data-parallel
-id. A connection represents a client: when it ends, the server releases what the client held.
+The endpoint's thread receives messages and replies to waits when their tasks have ended. Other
+calls run one at a time, in order of arrival: in the endpoint's thread if they cannot block and no
+earlier call is queued, otherwise in a second thread. A client finds only tasks of its own
+data-parallel id. A connection represents a client: when it ends, the server releases what the
+client held.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, Final
 
 from kvelastic.errors import InvalidArgumentError, KvelasticError, NotInitializedError
@@ -33,7 +35,6 @@ from kvelastic.messages import Connection, Endpoint, Message, Request
 _log = logging.getLogger("kvelastic.flexkv")
 _LOOK_S: Final = 0.25
 """Interval at which a waiting request is looked at; the end of a task does it earlier."""
-_CALLS_S: Final = 30.0
 MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 
 
@@ -66,7 +67,8 @@ class KVServer:
         self._clients: dict[Connection, int] = {}
         self._waiting: dict[Request, tuple[messages.Wait, int, float]] = {}
         """For each wait without a reply: its message, its client and its deadline."""
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._calls: Queue[Callable[[], object] | None] = Queue()
+        """Calls that may block, and those after them. A second thread costs a tenth of a call."""
         self._thread = threading.Thread(target=self._run_calls, name="flexkv-engine", daemon=True)
         self._is_over = threading.Event()
         self._engine.start()
@@ -117,7 +119,7 @@ class KVServer:
     @property
     def open_tasks(self) -> int:
         """Number of tasks that run or have holds or space. Waits for earlier calls."""
-        self._wait_for_calls()
+        self._calls.join()
         return self._engine.open_tasks
 
     @property
@@ -131,13 +133,8 @@ class KVServer:
         Blocks; call it on an idle server.
         """
         self._registrations.check_integrity()
-        self._wait_for_calls()
+        self._calls.join()
         self._engine.check_integrity()
-
-    def _wait_for_calls(self) -> None:
-        are_over = threading.Event()
-        self._calls.put(are_over.set)
-        are_over.wait(_CALLS_S)
 
     # --- the endpoint's thread -----------------------------------------------------------------
 
@@ -160,7 +157,10 @@ class KVServer:
             self._look_again(request)
         else:
             call = partial(self._carry_out, message, self._client_of(request))
-            self._calls.put(partial(self._reply, request, call))
+            if self._calls.unfinished_tasks or self._engine.may_block(message):
+                self._calls.put(partial(self._reply, request, call))
+            else:
+                self._reply(request, call)
 
     def _register_client(self, request: Request, message: messages.RegisterDPClient) -> None:
         if unlike := messages.differences(message.shape, self._shape):
@@ -245,6 +245,9 @@ class KVServer:
                 call()
             except Exception:  # noqa: PERF203  # a fault ends only its own call
                 _log.exception("the server goes on after a fault")
+            finally:
+                self._calls.task_done()
+        self._calls.task_done()
 
     def _carry_out(self, call: Message, client: int) -> Any:
         if isinstance(call, messages.Unregister):
