@@ -67,7 +67,7 @@ class ListeningSocket:
             if error.errno != errno.EADDRINUSE:
                 raise
             with _locked_folder(path.parent):
-                _remove_if_dead(path)
+                remove_if_dead(path)
                 self.socket.bind(str(path))
         found = path.lstat()
         self._inode = (found.st_dev, found.st_ino)
@@ -83,8 +83,11 @@ class ListeningSocket:
                     self._path.unlink()
 
 
-def _remove_if_dead(path: Path) -> None:
-    """Remove the socket file of a dead server; keep a live server's, and other files."""
+def remove_if_dead(path: Path) -> None:
+    """Remove the socket file of a dead server; keep a live server's, and other files.
+
+    Raises OSError if there is no such file.
+    """
     found = path.lstat()
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         return

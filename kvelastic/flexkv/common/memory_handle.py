@@ -36,6 +36,10 @@ class Buffer(NamedTuple):
     stride_bytes: int
     block_bytes: int
 
+    def part(self, address: int) -> tuple[int, int, int, int, int]:
+        """Return it as a part of `_vmm.EngineBlocks`, for a file that is mapped at `address`."""
+        return (address + self.offset, self.stride_bytes, self.block_bytes, 1, self.block_bytes)
+
 
 class TensorDescription(NamedTuple):
     """A tensor without its memory: plain values, possibly from another process."""

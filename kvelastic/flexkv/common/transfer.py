@@ -125,10 +125,6 @@ class TransferOp:
             )
         return np.ascontiguousarray(blocks, np.int64)
 
-    def key_list(self) -> list[bytes]:
-        """Return the keys as a list."""
-        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
-
     @property
     def engine_side(self) -> BlockIds | None:
         """The engine's block ids; None if neither end is on the GPU."""

@@ -62,6 +62,10 @@ class UserConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     """All values that were set, by FlexKV's names; a file overrides the environment."""
 
+    def value(self, name: str) -> Any:
+        """Return the value of a setting that was set, or its default."""
+        return self.settings.get(name, BY_NAME[name].default)
+
     def __post_init__(self) -> None:
         """Raise `ConfigError` for sizes that FlexKV refuses."""
         if self.cpu_cache_gb <= 0:
@@ -122,9 +126,8 @@ def update_default_config_from_user_config(
         cache_config.ssd_cache_dir = user_config.ssd_cache_dir
     for name in vars(cache_config).keys() & user_config.settings.keys() - _SIZES:
         setattr(cache_config, name, user_config.settings[name])
-    if user_config.settings.get("enable_trace"):
-        trace = user_config.settings.get("trace_file_path", BY_NAME["trace_file_path"].default)
-        cache_config.trace_path = trace
+    if user_config.value("enable_trace"):
+        cache_config.trace_path = user_config.value("trace_file_path")
     cache_config.check()
     for name, value in user_config.settings.items():
         setattr(GLOBAL_CONFIG_FROM_ENV, name, value)

@@ -78,7 +78,7 @@ class FlexKVConfig:
     @property
     def dp_client_id_of_instance(self) -> int:
         """The first data-parallel client of this instance."""
-        return int(self.user_config.settings.get("instance_id", 0)) * self.model_config.dp_size
+        return int(self.user_config.value("instance_id")) * self.model_config.dp_size
 
     def post_init_from_vllm_config(self, vllm_config: Any) -> None:
         """Take the model's shape and parallel sizes from vLLM's configuration, and size the tiers.
@@ -157,8 +157,8 @@ class FlexKVConfig:
             num_kv_heads=1 if more["use_mla"] else num_kv_heads * tp_size,
             tp_size=tp_size,
             dtype=_DTYPES.get(str(found)[:4], found),
-            instance_num=self.user_config.settings.get("instance_num", 1),
-            weights=self.user_config.settings.get("weights", ""),
+            instance_num=self.user_config.value("instance_num"),
+            weights=self.user_config.value("weights"),
             **more,
         )
 
@@ -179,7 +179,7 @@ class FlexKVConfig:
 
     def _settle_endpoints(self, default: str) -> None:
         if not self.server_recv_port:
-            self.server_recv_port = self.user_config.settings.get("server_recv_port") or default
+            self.server_recv_port = self.user_config.value("server_recv_port") or default
         if not self.gpu_register_port and self.server_recv_port:
             self.gpu_register_port = gpu_register_endpoint(self.server_recv_port)
 

@@ -11,6 +11,7 @@ import os
 import select
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from kvelastic.errors import (
@@ -191,9 +192,7 @@ class Registrations:
                     )
                 buffers, count = _buffers(message, [message.span.size_bytes])
                 own = [buffer for _, buffer in buffers]
-                blocks = DeviceBlocks(
-                    message.span, own, count, lambda *asked: _locate(connection, 0, *asked)
-                )
+                blocks = DeviceBlocks(message.span, own, count, partial(_locate, connection, 0))
             else:
                 sizes = [
                     MOST_BYTES << 1 if is_elastic else _size_of(fd) for fd, is_elastic in memories
@@ -204,7 +203,7 @@ class Registrations:
                     count,
                     owned=[fd for fd, _ in memories],
                     elastic={
-                        fd: lambda pages, memory=memory: _offsets(connection, memory, pages)  # type: ignore[misc]
+                        fd: partial(_locate, connection, memory)
                         for memory, (fd, is_elastic) in enumerate(memories)
                         if is_elastic
                     },
@@ -255,20 +254,12 @@ def _locate(
     asked = messages.Locate(memory, pages, generations)
     answer, fds = connection.call_for_descriptors(asked, _LOCATE_S)
     if isinstance(answer, messages.Located) and len(answer.found) == len(pages):
-        return answer.found, fds
+        if generations:
+            return answer.found, fds
+        _close(fds)  # only a GPU's pages have descriptors
+        return answer.found, ()
     _close(fds)
     raise MessageError("a rank has not said where its pages are")
-
-
-def _offsets(connection: Connection, memory: int, pages: list[int]) -> list[int]:
-    """Return offsets of a rank's pages. Blocks as `_locate`."""
-    offsets: list[int] = []
-    for first in range(0, len(pages), messages.MOST_PAGES):
-        some = pages[first : first + messages.MOST_PAGES]
-        found, fds = _locate(connection, memory, some, [])
-        _close(fds)
-        offsets += found
-    return offsets
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -112,7 +112,8 @@ class KVServer:
         """Close the connections and the tiers. Blocks for running copies. Idempotent."""
         self._is_over.set()
         self._endpoint.close()
-        self._calls.put(None)
+        if self._thread.is_alive():
+            self._calls.put(None)
         self._thread.join()
         self._engine.shutdown()
 
@@ -237,18 +238,6 @@ class KVServer:
             request.refuse(error)
         return True
 
-    # --- the thread of calls -------------------------------------------------------------------
-
-    def _run_calls(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception:  # noqa: PERF203  # a fault ends only its own call
-                _log.exception("the server goes on after a fault")
-            finally:
-                self._calls.task_done()
-        self._calls.task_done()
-
     def _carry_out(self, call: Message, client: int) -> Any:
         if isinstance(call, messages.Unregister):
             self._engine.forget_client(client)
@@ -260,3 +249,15 @@ class KVServer:
                     f"{count} tasks of this client are open; wait for them or cancel them"
                 )
         return self._engine.ask(call, client, client)
+
+    # --- the second thread ---------------------------------------------------------------------
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:  # noqa: PERF203  # a fault ends only its own call
+                _log.exception("the server goes on after a fault")
+            finally:
+                self._calls.task_done()
+        self._calls.task_done()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-import socket
-import stat
 import tempfile
 import time
 from itertools import chain
@@ -16,6 +13,7 @@ from typing import Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from kvelastic.messages import MOST_PATH_BYTES, Address, parse_address
+from kvelastic.messages.sockets import remove_if_dead
 
 _PREFIX: Final = "flexkv_"
 _YOUNG_S: Final = 60.0
@@ -67,13 +65,9 @@ def remove_dead_endpoints() -> None:
     for path in chain.from_iterable(
         folder.glob(pattern) for folder in {default_folder(), _SHORT_FOLDER}
     ):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            found = path.lstat()
-            is_old = time.time() - found.st_mtime > _YOUNG_S
-            probe.setblocking(False)
-            is_ours = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
-            if is_ours and is_old and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                path.unlink()
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _YOUNG_S:
+                remove_if_dead(path)
 
 
 def default_endpoint(name: str = "server") -> str:

@@ -86,10 +86,7 @@ def engine_blocks(
     described = [describe(tensor) for tensor in layout.in_record_order(tensors)]
     views, axis = in_blocks([one for _, one in described], layout)
     for (address, _), view in zip(described, views, strict=True):
-        parts += [
-            (address + at, stride_bytes, block_bytes, 1, block_bytes)
-            for at, stride_bytes, block_bytes in view.buffers(axis)
-        ]
+        parts += [buffer.part(address) for buffer in view.buffers(axis)]
     if sum(part[2] for part in parts) != layout.block_bytes:
         raise InvalidArgumentError(
             f"a block of {len(tensors)} tensors has {sum(part[2] for part in parts)} bytes, and of"

@@ -26,6 +26,7 @@ from kvelastic.flexkv.common.transfer import (
     TransferType,
 )
 from kvelastic.flexkv.transfer.worker import MOST_BLOCKS
+from kvelastic.tiers.base import each_key
 from kvelastic.tiers.graph import NO_TIER, Graph, Kind, Operation
 from kvelastic.tiers.transfer_run import Run
 
@@ -95,7 +96,7 @@ class Stage:
         self.graph: Final = Graph(self._operations, len(self.ids))
 
     def _add_items(self, op: TransferOp) -> None:
-        keys, engine = op.key_list(), op.engine_side
+        keys, engine = each_key(op.keys), op.engine_side
         base = op.dp_id * MOST_BLOCKS
         self.keys += op.keys
         self.ids += [NO_BLOCK] * len(keys) if engine is None else (engine + base).tolist()
@@ -181,12 +182,12 @@ def _fills(graph: TransferOpGraph, op: TransferOp) -> list[tuple[TransferOp, lis
 
     The last entry is the operation itself, with the other blocks.
     """
-    left = {key: place for place, key in enumerate(op.key_list())}
+    left = {key: place for place, key in enumerate(each_key(op.keys))}
     if len(left) != op.num_blocks:
         raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
     fills = []
     for read in [graph.ops[one] for one in op.predecessors]:
-        keys = read.key_list()
+        keys = each_key(read.keys)
         is_for_it = read.transfer_type in _READS and op.transfer_type is TransferType.H2D
         if is_for_it and read.successors == {op.op_id} and left.keys() >= set(keys):
             fills.append((read, [left.pop(key) for key in keys]))

@@ -30,7 +30,7 @@ from kvelastic.messages import Meta
 from kvelastic.tiers.workers import Workers
 
 _log = logging.getLogger("kvelastic.flexkv")
-MOST_AT_ONCE: Final = 1024
+_MOST_AT_ONCE: Final = 1024
 """Maximum pages in one request to their owner."""
 NOT_IMPORTED: Final = -1
 MOST_KEPT_BYTES: Final = 4 << 30
@@ -39,16 +39,15 @@ MOST_KEPT_BYTES: Final = 4 << 30
 A bound, because a page stays allocated while it is imported: if this process is stopped, it cannot
 release pages that their owner has unmapped.
 """
-PageFinder = Callable[[list[int]], Sequence[int]]
-"""Finds pages, given in units of `PAGE_BYTES` (`process_mappings`).
+PageFinder = Callable[[list[int], list[int]], tuple[Sequence[int], Sequence[int]]]
+"""Asks an owner for pages. Blocks.
 
-Returns their offsets in the file. Blocks.
-"""
-PageExporter = Callable[[list[int], list[int]], tuple[Sequence[int], Sequence[int]]]
-"""Exports pages, given by their indices in a span and their known generations or `NOT_IMPORTED`.
+Of host memory, pages are given in units of `PAGE_BYTES` (`process_mappings`), without generations.
+Returns their offsets in the file, and no descriptors.
 
+Of a GPU, pages are given by their indices in a span and their known generations or `NOT_IMPORTED`.
 Returns their generations, and descriptors of the first pages whose generation differs, at least one
-if any does; the caller closes them. Blocks.
+if any does; the caller closes them.
 """
 _Transfer = Callable[[int, Sequence[memoryview], int], int]
 
@@ -103,6 +102,10 @@ def _pages_of(buffers: Sequence[Buffer], ids: Sequence[int], page_bytes: int) ->
             last = first + buffer.block_bytes - 1
             pages.update(range(first // page_bytes, last // page_bytes + 1))
     return sorted(pages)
+
+
+def _requests(pages: list[int]) -> list[list[int]]:
+    return [pages[first : first + _MOST_AT_ONCE] for first in range(0, len(pages), _MOST_AT_ONCE)]
 
 
 class _Descriptors:
@@ -163,45 +166,46 @@ class SharedBlocks(ForeignBlocks):
             for fd, buffer in self._buffers:
                 piece = record[done : done + buffer.block_bytes]
                 offset = buffer.offset + block * buffer.stride_bytes
-                if fd in pages:
-                    _move_in_pages(transfer, fd, piece, offset, pages[fd])
-                else:
-                    _move(transfer, fd, piece, offset)
+                _move(transfer, fd, piece, offset, pages.get(fd))
                 done += buffer.block_bytes
 
     def _locate(self, elastic: int, ids: Sequence[int]) -> dict[int, int]:
         """Return the offset of each page in the file of an elastic memory."""
         pages = _pages_of([one for fd, one in self._buffers if fd == elastic], ids, PAGE_BYTES)
-        return dict(zip(pages, self._elastic[elastic](pages), strict=True))
+        offsets: list[int] = []
+        for some in _requests(pages):
+            offsets += self._elastic[elastic](some, [])[0]
+        return dict(zip(pages, offsets, strict=True))
 
 
-def _move(transfer: _Transfer, fd: int, piece: memoryview, offset: int) -> None:
+def _move(
+    transfer: _Transfer,
+    fd: int,
+    piece: memoryview,
+    offset: int,
+    pages: Mapping[int, int] | None,
+) -> None:
+    """Copy a piece. With `pages`, the file's offsets of pages, `offset` is the owner's address."""
     while piece:
+        part, at = piece, offset
+        if pages is not None:
+            page, within = divmod(offset, PAGE_BYTES)
+            part, at = piece[: PAGE_BYTES - within], pages[page] + within
+            if pages[page] == NOT_MAPPED:
+                raise DriverError(
+                    "a block to be copied has no memory: its page is not mapped in the process that"
+                    " registered it"
+                )
         try:
-            moved = transfer(fd, [piece], offset)
+            moved = transfer(fd, [part], at)
         except OSError as error:
             raise DriverError(f"the registered memory cannot be used: {error}") from error
         if moved == 0:
             raise DriverError(
-                f"the registered memory ends before byte {offset + len(piece)}: its owner has"
+                f"the registered memory ends before byte {at + len(part)}: its owner has"
                 " shortened it"
             )
         piece, offset = piece[moved:], offset + moved
-
-
-def _move_in_pages(
-    transfer: _Transfer, fd: int, piece: memoryview, address: int, pages: Mapping[int, int]
-) -> None:
-    while piece:
-        page, within = divmod(address, PAGE_BYTES)
-        if pages[page] == NOT_MAPPED:
-            raise DriverError(
-                "a block to be copied has no memory: its page is not mapped in the process that"
-                " registered it"
-            )
-        count = min(len(piece), PAGE_BYTES - within)
-        _move(transfer, fd, piece[:count], pages[page] + within)
-        piece, address = piece[count:], address + count
 
 
 def _joined(buffers: Sequence[tuple[int, Buffer]]) -> list[tuple[int, Buffer]]:
@@ -243,7 +247,7 @@ class DeviceBlocks(ForeignBlocks):
     """Blocks on a GPU. Opens the device at its first copy. Any thread may copy, one at a time."""
 
     def __init__(
-        self, span: DeviceSpan, buffers: Sequence[Buffer], blocks: int, export: PageExporter
+        self, span: DeviceSpan, buffers: Sequence[Buffer], blocks: int, export: PageFinder
     ) -> None:
         """`buffers` are offsets in the span, in the order of a record."""
         super().__init__(buffers, blocks)
@@ -288,12 +292,9 @@ class DeviceBlocks(ForeignBlocks):
                 if self._is_closed:
                     raise DriverError(_GONE)
                 driver = self._open()
-                for first in range(0, len(pages), MOST_AT_ONCE):
-                    self._import(driver, pages[first : first + MOST_AT_ONCE])
-                parts = [
-                    (self._address + at, stride_bytes, row_bytes, 1, row_bytes)
-                    for at, stride_bytes, row_bytes in self._buffers
-                ]
+                for some in _requests(pages):
+                    self._import(driver, some)
+                parts = [buffer.part(self._address) for buffer in self._buffers]
                 yield _vmm.EngineBlocks(driver, parts, self.blocks)
         finally:
             self._release()

@@ -58,7 +58,7 @@ class FlexKVSchedulerConnector:
         Raises `EngineError` if the ranks do not register, and errors of `KVManager`.
         """
         self._block_size = config.cache_config.tokens_per_block
-        self._stats = FlexKVStats(config.user_config.settings.get("num_log_interval_requests", 200))
+        self._stats = FlexKVStats(config.user_config.value("num_log_interval_requests"))
         self._tasks: dict[int, _Task] = {}
         self._failed_blocks: set[int] = set()
         """Blocks of failed loads that no worker knows of."""
