@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.common.known_settings import EVICTION_POLICIES
 from kvelastic.flexkv.common.user_config import (
     GLOBAL_CONFIG_FROM_ENV,
     UserConfig,
@@ -34,7 +35,6 @@ _ITEM_BYTES: Final = {
     **dict.fromkeys(("bfloat16", "float16", "half"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "fp8", "int8", "uint8"), 1),
 }
-EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
 MOONCAKE_PREFIX: Final = "mooncake:"
 
 

@@ -130,6 +130,7 @@ _STORE: Final = "remote_cache_path=mooncake:HOST:PORT names the store"
 _SHMEM: Final = "there is no radix index in shared memory"
 _EVICTION: Final = "an eviction takes what is asked for, from the tier's policy"
 _TRACE: Final = "a trace is one file"
+EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
 _LAYOUTS: Final = ("BLOCKFIRST", "LAYERFIRST", "LAYERBLOCK")
 
 # fmt: off
@@ -144,7 +145,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("server_recv_port", _text, ""),
     Setting("instance_num", _whole(1), 1),
     Setting("instance_id", _whole(0), 0),
-    Setting("eviction_policy", _choice("lru", "lfu", "slru", "fifo"), "lru"),
+    Setting("eviction_policy", _choice(*EVICTION_POLICIES), "lru"),
     Setting("enable_trace", boolean, False),
     Setting("trace_file_path", _text, "./flexkv_trace.log"),
     Setting("log_level", _choice("debug", "info", "warning", "error", "critical", "off"), "info", only="environment"),

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, Final, TypeVar
 
 from kvelastic import _vmm
@@ -162,9 +161,9 @@ class KVTPClient:
             raise
         self._handles = handles
         files = [_memory_of(handle) for handle in handles]
-        first = list(dict.fromkeys(files))
-        self._memories = [handles[files.index(file)] for file in first]
-        places = [first.index(file) for file in files]
+        memories = dict(zip(files, handles, strict=True))
+        self._memories = list(memories.values())
+        places = [list(memories).index(file) for file in files]
         self._register_tensors(list(zip(places, described, strict=True)), axis)
 
     def register_range(
@@ -328,14 +327,8 @@ class KVTPClient:
 
     def _register(self, connection: Connection) -> None:
         assert self._message is not None
-        # Tensors refer to memories by their index, so keep the order. A message has one kind only.
-        for is_elastic, group in groupby(self._memories, key=lambda memory: memory.is_elastic):
-            fds = [memory.fd for memory in group]
-            for first in range(0, len(fds), _DESCRIPTORS_AT_ONCE):
-                connection.notify(
-                    messages.AddMemory(is_elastic=is_elastic),
-                    descriptors=fds[first : first + _DESCRIPTORS_AT_ONCE],
-                )
+        for memory in self._memories:  # tensors refer to them by their index
+            connection.notify(messages.AddMemory(memory.is_elastic), descriptors=[memory.fd])
         expect(connection.call(self._message, ANSWER_S), messages.Registered)
 
     def _settle(
