@@ -102,9 +102,6 @@ class KVManager(Calls):
         """Endpoint at which ranks in other processes register."""
         self._model, self._cache = model_config, cache_config
         self._listener: Endpoint | None = None
-        self._registrations = Registrations(
-            model_config, lambda: self.task_engine.transfer_engine.gpu_worker
-        )
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
         self._engine: KVTaskEngine | KVDPClient
@@ -114,6 +111,7 @@ class KVManager(Calls):
             )
         else:
             self._engine = KVTaskEngine(model_config, cache_config, settings=settings)
+            self._registrations = Registrations(self._engine)
 
     @property
     def task_engine(self) -> KVTaskEngine:
@@ -175,10 +173,7 @@ class KVManager(Calls):
         Raises `EngineError` with the reason if a missing rank was refused: a refused rank does not
         retry.
         """
-        if self._engine.is_ready():
-            return True
-        self._registrations.check_refused()
-        return False
+        return self._engine.is_ready() if self._is_served else self._registrations.is_ready()
 
     def register_kv_caches(
         self,
@@ -226,8 +221,8 @@ class KVManager(Calls):
 
     def check_integrity(self) -> None:
         """Check all parts in this process. Raises `IntegrityError`. Blocks."""
-        self._registrations.check_integrity()
         if isinstance(self._engine, KVTaskEngine):
+            self._registrations.check_integrity()
             self._engine.check_integrity()
 
     def __enter__(self) -> KVManager:

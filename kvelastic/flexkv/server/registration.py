@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -22,12 +22,11 @@ from kvelastic.errors import (
     KvelasticError,
     MessageError,
 )
-from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_BYTES, Buffer
+from kvelastic.flexkv.kvtask import KVTaskEngine
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.utils import socket_address
 from kvelastic.flexkv.transfer.shared_blocks import DeviceBlocks, ForeignBlocks, SharedBlocks
-from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 from kvelastic.messages import Connection, Endpoint, Request
 
 _log = logging.getLogger("kvelastic.flexkv")
@@ -42,10 +41,9 @@ Rank = tuple[int, int]
 class Registrations:
     """The registered ranks of the data-parallel clients."""
 
-    def __init__(self, model: ModelConfig, worker: Callable[[], GPUCPUTransferWorker]) -> None:
-        """`worker` returns the worker that copies the ranks' blocks."""
-        self._model = model
-        self._worker = worker
+    def __init__(self, engine: KVTaskEngine) -> None:
+        """`engine` copies the ranks' blocks."""
+        self._engine = engine
         self._ranks: dict[Rank, tuple[Connection, ForeignBlocks]] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
         self._refused: dict[Rank, str] = {}
@@ -98,33 +96,32 @@ class Registrations:
         """The number of registered ranks."""
         return len(self._ranks)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank of every client has registered."""
-        return len(self._ranks) == self._model.clients * self._model.tp_size
+    def is_ready(self) -> bool:
+        """Whether every rank of every client has registered.
 
-    def check_refused(self) -> None:
-        """Raise `EngineError` with the reason if a missing rank was refused.
-
-        A refused rank does not retry, but another process can register as that rank.
+        Raises `EngineError` with the reason if a missing rank was refused. A refused rank does not
+        retry, but another process can register as that rank.
         """
+        if self._engine.is_ready():
+            return True
         for (client, rank), reason in self._refused.items():
             raise EngineError(
                 f"rank {rank} of client {client} was refused: {reason}. Start that rank again"
             )
+        return False
 
     def _register(self, connection: Connection, message: messages.RegisterTPClient) -> None:
         named = message.dp_client_id, message.tp_rank
         try:
             self._take(connection, message)
         except KvelasticError as error:
-            if not self.is_complete:
+            if not self._engine.is_ready():
                 self._refused[named] = str(error)
                 while len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
             raise
         self._refused.pop(named, None)
-        if self.is_complete:
+        if self._engine.is_ready():
             self._refused.clear()
 
     def _take(self, connection: Connection, message: messages.RegisterTPClient) -> None:
@@ -141,7 +138,7 @@ class Registrations:
             raise InvalidArgumentError("this connection is a rank already")
         blocks = self._blocks_of(connection, message)
         try:
-            self._worker().register(*rank, blocks)
+            self._engine.transfer_engine.gpu_worker.register(*rank, blocks)
         except BaseException:
             blocks.close()
             raise
@@ -161,7 +158,7 @@ class Registrations:
             if own is connection:
                 del self._ranks[rank]
                 blocks.close()  # copies now fail, including running ones
-                self._worker().unregister(*rank)
+                self._engine.transfer_engine.gpu_worker.unregister(*rank)
                 _log.info("Rank %d of client %d has gone.", rank[1], rank[0])
 
     def check_integrity(self) -> None:
@@ -171,9 +168,10 @@ class Registrations:
                 raise IntegrityError(f"memory of {connection.peer} is held, which has gone")
 
     def _rank_of(self, message: messages.RegisterTPClient) -> Rank:
-        self._model.check_client(message.dp_client_id)
+        model = self._engine.model_config
+        model.check_client(message.dp_client_id)
         at = message.tp_rank
-        return message.dp_client_id, at % self._model.tp_size if message.is_device_id else at
+        return message.dp_client_id, at % model.tp_size if message.is_device_id else at
 
     def _blocks_of(
         self, connection: Connection, message: messages.RegisterTPClient

@@ -56,9 +56,7 @@ class KVServer:
         # Task ids are random, so that ids of an earlier server's tasks are unknown here.
         first_task_id = 1 + (secrets.randbits(28) << 32)
         self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
-        self._registrations = Registrations(
-            self._engine.model_config, lambda: self._engine.transfer_engine.gpu_worker
-        )
+        self._registrations = Registrations(self._engine)
         self.server_recv_port: Final = server_recv_port or default_endpoint()
         self.gpu_register_port: Final = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port
@@ -96,8 +94,7 @@ class KVServer:
 
         Raises `EngineError` with the reason if a missing rank was refused.
         """
-        self._registrations.check_refused()
-        return self._registrations.is_complete
+        return self._registrations.is_ready()
 
     def run(self) -> None:
         """Block until a client shuts the server down, or `stop` is called; then close."""
