@@ -110,7 +110,6 @@ class KVTPClient:
         self._tp_rank = device_id if tp_rank is None else tp_rank
         self._is_device_id = tp_rank is None
         self._address = socket_address(gpu_register_port)
-        self._handles: list[TensorSharedHandle] = []
         self._memories: list[TensorSharedHandle] = []
         """A handle of each file with tensors, as a descriptor of it."""
         self._device: tuple[_vmm.Range, _vmm.CudaDriver] | None = None
@@ -152,14 +151,9 @@ class KVTPClient:
                 " kept; use KVELASTIC_TIERS"
             )
         kv_caches = self._in_record_order(kv_caches, kv_layout)
+        # A handle that is not kept closes its descriptor with its last reference.
         handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
-        try:
-            described, axis = in_blocks([one.description for one in handles], kv_layout, block_axis)
-        except BaseException:
-            for handle in handles:
-                handle.close()
-            raise
-        self._handles = handles
+        described, axis = in_blocks([one.description for one in handles], kv_layout, block_axis)
         files = [_memory_of(handle) for handle in handles]
         memories = dict(zip(files, handles, strict=True))
         self._memories = list(memories.values())
@@ -248,8 +242,8 @@ class KVTPClient:
         self._endpoint.close()
         if self._thread is not None:
             self._thread.join()
-        for handle in self._handles:
-            handle.close()
+        for memory in self._memories:
+            memory.close()
         with self._changed:
             if self._bell >= 0:
                 os.close(self._bell)
