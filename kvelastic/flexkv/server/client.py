@@ -111,17 +111,15 @@ class KVDPClient(Calls):
 
     def unregister(self) -> None:
         """Release what this client holds; the server continues. Idempotent."""
-        with suppress(ChannelError, NotInitializedError):
-            self._ask(messages.Unregister(), messages.Done)
-        self._close()
+        self._end_with(messages.Unregister())
 
     def shutdown(self) -> None:
         """End the server, for all its clients. Idempotent."""
-        with suppress(ChannelError, NotInitializedError):
-            self._ask(messages.Shutdown(), messages.Done)
-        self._close()
+        self._end_with(messages.Shutdown())
 
-    def _close(self) -> None:
+    def _end_with(self, last: Message) -> None:
+        with suppress(ChannelError, NotInitializedError):
+            self._ask(last, messages.Done)
         with self._reconnecting:
             self._connection = None
             endpoint, self._endpoint = self._endpoint, None
