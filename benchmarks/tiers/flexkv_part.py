@@ -1,17 +1,21 @@
-"""What FlexKV's interface adds to the index: get_match and put_match of a prompt of 256 blocks.
+"""What FlexKV's interface adds to the index, and its server to that: prompts of 256 blocks.
 
 Prompts that nobody has seen, in a CPU tier with room for 100,000 records of which half are there.
 The native part is what both calls cannot do without: the keys (twice), a look, and the claim; the
 difference is Python, locks and the blocks of the host's pool. What a put reserves is given up
 outside of the time, but in every other round, whose records then come.
+
+A served match and its cancel are compared with two round trips between the same two processes,
+which do no work.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
+from typing import Any
 
-from benchmarks.harness import Figure
+from benchmarks.harness import Figure, compare
 from benchmarks.tiers.index_part import BLOCK_TOKENS, BLOCKS, SEED, prompts
 from kvelastic._vmm import TierIndex, block_keys
 from kvelastic.tiers.base import NO_KEY
@@ -77,4 +81,29 @@ def figures() -> list[Figure]:
                 hit.floor_samples.append((time.perf_counter_ns() - start) / 1000)
                 manager.cancel(task)
             del found
-    return [new, hit]
+    return [new, hit, served(model, cache)]
+
+
+def served(model: Any, cache: Any) -> Figure:
+    """A match that finds nothing and its cancel, at a server in a child process."""
+    import numpy as np
+
+    from kvelastic.flexkv.server.client import KVDPClient
+    from kvelastic.flexkv.server.server import KVServer
+    from kvelastic.flexkv.server.utils import unique_endpoint
+
+    endpoint = unique_endpoint()
+    server = KVServer.create_server(model, cache, server_recv_port=endpoint)
+    client = KVDPClient(endpoint, model)
+    tokens = np.arange(BLOCKS * BLOCK_TOKENS)
+    try:
+        client.start()
+        return compare(
+            "flexkv: get_match + cancel of 256 blocks at a server",
+            lambda: client.cancel(client.get_match(tokens)[0]),
+            floor=("two round trips", lambda: (client.is_ready(), client.is_ready())),
+            calls=500,
+        )
+    finally:
+        client.unregister()
+        server.shutdown()
