@@ -1,4 +1,4 @@
-"""The store on disks: limits, order of eviction, reopening, erasing, budgets and quotas."""
+"""The store on disks: limits, order of eviction, reopening, erasing and budgets."""
 
 from __future__ import annotations
 
@@ -259,24 +259,6 @@ def test_daily_write_budget_survives_a_restart(folder: Path) -> None:
     assert put(store, range(20, 22)) == [True] * 2
     assert store.statistics().bytes_written == 2 * RECORD
     store.close()
-
-
-def test_model_stays_within_its_quota(folder: Path) -> None:
-    store = open_store(folder, RECORD, 16 * MIB, quotas={"two": 0.25})
-    put(store, range(200, 400))
-    slots = 16 * MIB // RECORD
-    store.enter(replace(MODEL, model="two"))
-    for first in range(0, 200, 10):
-        put(store, range(first, first + 10))
-        whole(store, [0])
-    mine = whole(store, range(200))
-    assert slots // 4 - 10 <= len(mine) <= slots // 4
-    assert mine[0] == 0  # it was used all the time
-    assert set(range(150, 200)) <= set(mine)
-    store.check_integrity()
-    store.close()
-    with pytest.raises(InvalidArgumentError, match="quota"):
-        open_store(folder, RECORD, 16 * MIB, quotas={"two": 1.5})
 
 
 @pytest.mark.slow

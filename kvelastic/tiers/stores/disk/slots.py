@@ -13,16 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.stores.disk.file import DataFile
 from kvelastic.tiers.stores.disk.format import Entry
-from kvelastic.tiers.stores.disk.quota import Quotas
 from kvelastic.tiers.stores.record_owner import Owner
 
 
 class SlotTable:
     """Per-slot data without I/O. The store's lock guards it."""
 
-    def __init__(self, quotas: Quotas) -> None:
+    def __init__(self) -> None:
         self.slots = 1
-        self._quotas = quotas
         self._keys = bytearray(KEY_BYTES)
         self._checksums = array("Q", [0])
         self._stored_ns = array("Q", [0])
@@ -100,7 +98,6 @@ class SlotTable:
         owner = Owner(entry.namespace, entry.model, entry.generation)
         self._owners[slot] = self._number_of(owner)
         self._residue[slot] = 0
-        self._quotas.stored(entry.model, entry.key)
 
     def set_found(
         self,
@@ -124,13 +121,10 @@ class SlotTable:
             self._stored_ns[slot] = stored_ns
             self._owners[slot] = numbers[owner]
             self._residue[slot] = 0
-            self._quotas.stored(known[owner][KEY_BYTES : 2 * KEY_BYTES], key)
 
     def clear(self, slot: int) -> None:
         """Mark a slot as without a record."""
-        owner = self.owner(slot)
-        if owner is not None:
-            self._quotas.gone(owner.model, self.key(slot))
+        if self.has_record(slot):
             self._owners[slot] = 0
             self._residue[slot] = 1
 
@@ -154,12 +148,6 @@ class SlotTable:
         """Return the owner of the slot's record; None if the slot has none."""
         number = self._owners[slot]
         return self._known[number - 1] if number else None
-
-    def use(self, slot: int) -> None:
-        """Report that the slot's record was read."""
-        owner = self.owner(slot)
-        if owner is not None:
-            self._quotas.used(owner.model, self.key(slot))
 
     def occupied(self) -> Iterator[int]:
         """Iterate over all slots with a record."""

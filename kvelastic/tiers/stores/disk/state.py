@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,12 +18,10 @@ from kvelastic.tiers.stores.disk.erase import erase_left_behind
 from kvelastic.tiers.stores.disk.folder import Folder, FolderBusyError
 from kvelastic.tiers.stores.disk.format import entries
 from kvelastic.tiers.stores.disk.passing_lock import PassingLock
-from kvelastic.tiers.stores.disk.quota import Quotas
 from kvelastic.tiers.stores.disk.record_transfers import Answers
 from kvelastic.tiers.stores.disk.room import Room
 from kvelastic.tiers.stores.disk.slots import SlotTable
 from kvelastic.tiers.stores.disk.write_budget import WriteBudget
-from kvelastic.tiers.stores.record_owner import model_hash
 
 _log = logging.getLogger("kvelastic")
 
@@ -42,7 +40,6 @@ class DiskState:
         record_bytes: int,
         limit_bytes: int,
         policy: str,
-        quotas: Mapping[str, float],
         daily_write_bytes: int | None,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -57,8 +54,7 @@ class DiskState:
         self.growth = CircuitBreaker(clock)
         self.opening = CircuitBreaker(clock)
         """Backoff for folders that could not be opened; the other folders still grow."""
-        self.quotas = Quotas({model_hash(model): share for model, share in quotas.items()})
-        self.table = SlotTable(self.quotas)
+        self.table = SlotTable()
         self.index = _vmm.TierIndex(1, policy)
         self._record_bytes = record_bytes
         self._erasing = 0
@@ -237,11 +233,10 @@ class DiskState:
 
     # --- erasing ----------------------------------------------------------------------------------
 
-    def erase(self, keys: bytes, *, wipe: bool = True) -> int:
+    def erase(self, keys: bytes) -> int:
         """Erase keys and return how many were present.
 
-        The caller holds the lock, and no put of the keys is in progress. With `wipe`, the caller
-        also holds `alone`. When the call then returns, neither these records nor any displaced
+        The caller holds `alone`. When the call returns, neither these records nor any displaced
         record can be read from the files. Held records follow when their holds end. The next
         erasure retries what the file system refused: see `unerased`.
         """
@@ -253,12 +248,7 @@ class DiskState:
             self.table.clear(slot)
         freed = {slot for _, slot in self.index.erase(keys)}
         self._held.update(slot for slot in slots if slot not in freed)
-        if wipe:
-            self._wipe(self.table.residue())
-        else:
-            for file, own in self.table.by_file(slots).items():
-                with self.medium(self.writes):
-                    file.clear_entries(own)
+        self._wipe(self.table.residue())
         return len(slots)
 
     def erase_left_behind(self, selection: Selection, now_s: float) -> int:

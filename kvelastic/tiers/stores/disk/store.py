@@ -27,7 +27,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal
 
 from kvelastic import _vmm
@@ -87,7 +87,6 @@ class DiskStore(Store):
         *,
         policy: str = "slru",
         daily_write_bytes: int | None = None,
-        quotas: Mapping[str, float] | None = None,
         io: Literal["auto", "io_uring", "threads"] | RecordFiles = "auto",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -95,9 +94,8 @@ class DiskStore(Store):
         """Open the folders and adopt the files of engines that have exited.
 
         `limit_bytes` bounds the files in the folders together, including other engines' files.
-        `quotas` maps a model to the share of the limit (0 to 1) that it may use; other models have
-        no quota. `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set
-        it, together. `io` may be a test double. `clock` and `wall_clock` return seconds.
+        `daily_write_bytes` bounds the bytes written per day (UTC) by all engines that set it,
+        together. `io` may be a test double. `clock` and `wall_clock` return seconds.
 
         If the file system refuses a folder, the store leaves the folder out and counts an error.
         Without any usable folder the store stays empty. Raises `InvalidArgumentError` if a folder
@@ -120,7 +118,6 @@ class DiskStore(Store):
             record_bytes,
             limit_bytes,
             policy,
-            quotas or {},
             daily_write_bytes,
             clock,
             wall_clock,
@@ -325,7 +322,7 @@ class DiskStore(Store):
             keys = _with_so_many_new(keys, there, granted)
             state.count(refused=new - granted)
             state.look()
-            self._make_room(granted)
+            state.grow(granted)
             slots, displaced = state.index.claim(keys, chain_after)
             state.count(refused=slots.count(-2), evicted=len(displaced))
             transfers: list[RecordTransfer] = []
@@ -338,14 +335,6 @@ class DiskStore(Store):
             state.budget.give_back(granted - len(transfers), aligned(self.record_bytes))
             state.writing += 1 if transfers else 0
             return transfers, self._owner
-
-    def _make_room(self, new: int) -> None:
-        """Allocate space for new records, as far as the limit and the model's quota allow."""
-        slots = self._state.room.limit_bytes // aligned(self.record_bytes)
-        over = self._state.quotas.over(self._owner.model, new, slots)
-        if over:
-            self._state.count(evicted=self._state.erase(b"".join(over), wipe=False))
-        self._state.grow(new)
 
     def _place(
         self,
@@ -401,7 +390,7 @@ class DiskStore(Store):
         with self._state.changed:
             whole = {transfer.at for transfer, _ in stored}
             lost = [transfer for transfer in transfers if transfer.at not in whole]
-            for transfer, entry in reversed(stored):  # ends of chains first: see Quotas
+            for transfer, entry in stored:
                 self._state.table.set(transfer.slot, entry)
             self._state.index.commit(b"".join(transfer.key for transfer, _ in stored))
             self._state.index.abandon(b"".join(transfer.key for transfer in lost))
@@ -438,7 +427,6 @@ class DiskStore(Store):
                                 i, key, slot, file, own, self._state.table.checksum(slot)
                             )
                         )
-                        self._state.table.use(slot)
                 at = end + 1
             self._state.reading += 1
         return transfers, tickets
