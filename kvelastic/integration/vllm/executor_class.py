@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvelastic.integration.vllm import in_engine_core, in_gpu_worker, in_worker, tier_adapters
+from kvelastic.integration.vllm.connector_settings import exchanges, is_ours, name_our_class
 from kvelastic.integration.vllm.subclasses import Subclasses
-from kvelastic.integration.vllm.tier_connector import exchanges, is_ours
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
@@ -201,12 +201,12 @@ def _on_worker(function: Callable[[Any], _T], wrapper: Any) -> _T:
 
 def _name_classes(vllm_config: Any) -> None:
     """Name kvelastic's subclasses in vLLM's settings, which are final by now."""
-    from kvelastic.integration.vllm import connector_settings, scheduler_class, worker_class
+    from kvelastic.integration.vllm import scheduler_class, worker_class
 
     parallel, scheduling = vllm_config.parallel_config, vllm_config.scheduler_config
     parallel.worker_cls = worker_class.path(parallel.worker_cls)
     scheduling.scheduler_cls = scheduler_class.path_over(scheduling.get_scheduler_cls())
-    connector_settings.name_our_class(vllm_config.kv_transfer_config)
+    name_our_class(vllm_config.kv_transfer_config)
 
 
 _subclasses = Subclasses(ElasticExecutor)

@@ -16,6 +16,7 @@ from kvelastic.integration.hooks.probe import require
 from kvelastic.integration.hooks.table import Hook
 from kvelastic.integration.hooks.versions import installed_version
 from kvelastic.integration.vllm import (
+    connector_settings,
     executor_class,
     in_engine_core,
     in_front_end,
@@ -23,7 +24,6 @@ from kvelastic.integration.vllm import (
     in_worker,
     probes,
     tier_adapters,
-    tier_connector,
 )
 from kvelastic.integration.vllm.probes import (
     ADAPTER_KEYS,
@@ -76,7 +76,7 @@ hooks."""
 
 
 TIER_HOOKS: Final = (
-    Hook(ARGUMENTS, ENGINE_CONFIG, tier_connector.create_engine_config),
+    Hook(ARGUMENTS, ENGINE_CONFIG, connector_settings.create_engine_config),
     Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore._reset_caches", in_engine_core.reset_caches),
     Hook(ENGINE_CORE, f"{ENGINE_CORE}:EngineCore.sleep", in_engine_core.sleep),
     Hook(

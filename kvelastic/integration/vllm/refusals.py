@@ -12,8 +12,14 @@ from typing import Any, Final
 from kvelastic import engines
 from kvelastic.integration.hooks import versions
 from kvelastic.integration.hooks.probe import refuse
-from kvelastic.integration.vllm import tier_connector
-from kvelastic.integration.vllm.connector_settings import OFFLOADING_CONNECTOR, OUR_MODULE, SEVERAL
+from kvelastic.integration.vllm.connector_settings import (
+    OFFLOADING_CONNECTOR,
+    OUR_MODULE,
+    SEVERAL,
+    TRANSFER,
+    TRANSFER_MODULE,
+    is_ours,
+)
 
 _BENCH: Final = "DecodeBenchConnector"
 _COMPOSED: Final = frozenset({SEVERAL, OFFLOADING_CONNECTOR, _BENCH, "ExampleConnector"})
@@ -109,7 +115,7 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
 def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     """Raise `UnsupportedEngineError` if the KV cache has unsupported layers."""
     found: list[str] = []
-    offloads = not tier_connector.is_ours(vllm_config.kv_transfer_config) and any(
+    offloads = not is_ours(vllm_config.kv_transfer_config) and any(
         _name(one) == OFFLOADING_CONNECTOR for one in _connectors(vllm_config)
     )
     kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
@@ -191,7 +197,7 @@ def _unfolded(connector: Any) -> list[Any]:
 def _refused_connector(connector: Any) -> list[str]:
     name = str(_name(connector))
     module = _value(connector, "kv_connector_module_path")
-    if (name, module) == (tier_connector.TRANSFER, tier_connector.TRANSFER_MODULE):
+    if (name, module) == (TRANSFER, TRANSFER_MODULE):
         return []
     if module not in (None, OUR_MODULE):
         return [f"the KV connector {name} from its own module, which kvelastic does not know"]

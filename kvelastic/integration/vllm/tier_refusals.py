@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.hooks.probe import refuse
-from kvelastic.integration.vllm import tier_connector
+from kvelastic.integration.vllm.connector_settings import exchanges, is_ours
 
 _refuse: Final = partial(
     refuse,
@@ -31,7 +31,7 @@ _KINDS: Final = frozenset(
 
 def refuse_without_tiers(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` if vLLM uses our spec and no tier is configured."""
-    if tier_connector.is_ours(vllm_config.kv_transfer_config):
+    if is_ours(vllm_config.kv_transfer_config):
         raise UnsupportedEngineError(
             "kvelastic's connector is configured, but neither KVELASTIC_TIERS nor KVELASTIC_ROLE "
             "is set. Set one of them and omit --kv-transfer-config, which is then automatic."
@@ -41,12 +41,9 @@ def refuse_without_tiers(vllm_config: Any) -> None:
 def refuse_for_tiers(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` naming every setting that tiers do not support."""
     found = []
-    if (
-        tier_connector.exchanges(vllm_config.kv_transfer_config)
-        and vllm_config.device_config.device_type != "cpu"
-    ):
+    if exchanges(vllm_config.kv_transfer_config) and vllm_config.device_config.device_type != "cpu":
         found.append("KVELASTIC_ROLE on a GPU: tested with caches in host memory only")
-    if not tier_connector.is_ours(vllm_config.kv_transfer_config):
+    if not is_ours(vllm_config.kv_transfer_config):
         found.append("a KV connector other than kvelastic's, which tiers configure")
     if not vllm_config.cache_config.enable_prefix_caching:
         found.append("--no-enable-prefix-caching: blocks then have no hashes to find them by")

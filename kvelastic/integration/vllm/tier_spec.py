@@ -5,7 +5,7 @@ stores. It uses the connector for lookups, waiting requests, groups, windows and
 tiers' threads in the engine core and native threads in the workers move the bytes (`in_tiers`), so
 the spec's worker part is empty.
 
-Imports vLLM. vLLM imports it by the name in the connector's configuration (`tier_connector`).
+Imports vLLM. vLLM imports it by the name in the connector's configuration (`connector_settings`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ tiers. It adds what vLLM's proxies exchange, `kv_transfer_params`::
 With several KV cache groups, a block's key has its group. Of a sliding window the last blocks are
 held and expected, so both engines know them without naming them.
 
-Imports vLLM. vLLM imports it by the name in the connector's configuration (`tier_connector`).
+Imports vLLM. vLLM imports it by the name in the connector's configuration (`connector_settings`).
 """
 
 from __future__ import annotations

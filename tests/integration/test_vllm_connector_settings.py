@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.vllm import tier_connector
+from kvelastic.integration.vllm import connector_settings
 from kvelastic.integration.vllm.tier_refusals import (
     refuse_cache_for_tiers,
     refuse_for_tiers,
@@ -17,7 +17,7 @@ from kvelastic.integration.vllm.tier_refusals import (
 
 
 def connector(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**tier_connector.fields(), **fields})
+    return SimpleNamespace(**{**connector_settings.fields(), **fields})
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
@@ -32,32 +32,34 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
 
 def test_connector_is_configured_by_default() -> None:
     for configured in (None, SimpleNamespace(kv_connector=None)):
-        made = tier_connector.filled_in(configured, SimpleNamespace, offloads=False)
-        assert tier_connector.is_ours(made)
+        made = connector_settings.filled_in(configured, SimpleNamespace, offloads=False)
+        assert connector_settings.is_ours(made)
         assert made.kv_load_failure_policy == "recompute", "a failed load must not fail a request"
 
 
 def test_configured_own_connector_is_kept() -> None:
     ours = connector()
-    assert tier_connector.filled_in(ours, SimpleNamespace, offloads=False) is ours
+    assert connector_settings.filled_in(ours, SimpleNamespace, offloads=False) is ours
 
 
 def test_role_configures_the_transfer_connector() -> None:
-    named = SimpleNamespace(kv_connector=tier_connector.TRANSFER, kv_connector_extra_config={})
+    named = SimpleNamespace(kv_connector=connector_settings.TRANSFER, kv_connector_extra_config={})
     for configured in (None, named):
-        made = tier_connector.filled_in(configured, SimpleNamespace, offloads=False, transfers=True)
-        assert tier_connector.exchanges(made)
-        kept = tier_connector.filled_in(made, SimpleNamespace, offloads=False, transfers=True)
+        made = connector_settings.filled_in(
+            configured, SimpleNamespace, offloads=False, transfers=True
+        )
+        assert connector_settings.exchanges(made)
+        kept = connector_settings.filled_in(made, SimpleNamespace, offloads=False, transfers=True)
         assert kept is made
     with pytest.raises(UnsupportedEngineError, match="KVELASTIC_TIERS and the KV connector"):
-        tier_connector.filled_in(named, SimpleNamespace, offloads=False)
+        connector_settings.filled_in(named, SimpleNamespace, offloads=False)
     nixl = SimpleNamespace(kv_connector="NixlConnector")
     with pytest.raises(UnsupportedEngineError, match="KVELASTIC_ROLE and the KV connector Nixl"):
-        tier_connector.filled_in(nixl, SimpleNamespace, offloads=False, transfers=True)
+        connector_settings.filled_in(nixl, SimpleNamespace, offloads=False, transfers=True)
 
 
 def test_role_on_a_gpu_is_rejected() -> None:
-    ours = SimpleNamespace(**tier_connector.fields(transfers=True))
+    ours = SimpleNamespace(**connector_settings.fields(transfers=True))
     on = {kind: SimpleNamespace(device_type=kind) for kind in ("cpu", "cuda")}
     refuse_for_tiers(vllm_config(kv_transfer_config=ours, device_config=on["cpu"]))
     with pytest.raises(UnsupportedEngineError, match="KVELASTIC_ROLE on a GPU"):
@@ -68,12 +70,12 @@ def test_role_on_a_gpu_is_rejected() -> None:
 def test_other_connectors_are_rejected(name: str) -> None:
     other = SimpleNamespace(kv_connector=name, kv_connector_extra_config={})
     with pytest.raises(UnsupportedEngineError, match=f"the KV connector {name} are both set"):
-        tier_connector.filled_in(other, SimpleNamespace, offloads=False)
+        connector_settings.filled_in(other, SimpleNamespace, offloads=False)
 
 
 def test_vllm_offloading_is_rejected() -> None:
     with pytest.raises(UnsupportedEngineError, match="--kv-offloading-size"):
-        tier_connector.filled_in(None, SimpleNamespace, offloads=True)
+        connector_settings.filled_in(None, SimpleNamespace, offloads=True)
 
 
 def test_supported_configuration_is_accepted() -> None:
@@ -90,7 +92,7 @@ def test_supported_configuration_is_accepted() -> None:
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode_context"),
         (
             {"kv_transfer_config": connector(kv_connector_extra_config={
-                "spec_module_path": tier_connector.SPEC_MODULE, "blocks_per_chunk": 2,
+                "spec_module_path": connector_settings.SPEC_MODULE, "blocks_per_chunk": 2,
             })},
             "a record is one block",
         ),
