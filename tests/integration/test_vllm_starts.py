@@ -18,7 +18,7 @@ from starting_server import StartingServer
 
 from kvelastic.device import nvml
 from kvelastic.errors import OutOfMemoryError
-from kvelastic.integration.vllm import executor_class, own_process, scheduler_side
+from kvelastic.integration.vllm import executor_class, own_memory, scheduler_side
 from kvelastic.integration.vllm.own_memory import LIBRARIES_BYTES, Seen, own_bytes
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 
@@ -114,8 +114,8 @@ class Gpu:
 
 
 def find_own_pid(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    monkeypatch.setattr(own_process, "processes", gpu.processes)
-    return own_process.find(gpu, "GPU-1")  # type: ignore[arg-type]
+    monkeypatch.setattr(own_memory, "processes", gpu.processes)
+    return own_memory.find_pid(gpu, "GPU-1")  # type: ignore[arg-type]
 
 
 def test_own_process_is_found_by_a_test_allocation(
@@ -170,10 +170,10 @@ def test_gpu_processes_are_found_by_cuda_uuid(monkeypatch: pytest.MonkeyPatch) -
     told = {"compute": [(7, GIB), (8, None), (9, 2 * GIB)]}
     gpus = [FakeGpu(), FakeGpu(uuid="GPU-AB", processes=told)]  # type: ignore[arg-type]
     monkeypatch.setattr(nvml, "find", lambda: FakeNvml(gpus))
-    assert own_process.processes("GPU-ab") == {7: GIB, 9: 2 * GIB}
-    assert own_process.processes("GPU-11111111-1111-1111-1111-111111111111") == {}
+    assert own_memory.processes("GPU-ab") == {7: GIB, 9: 2 * GIB}
+    assert own_memory.processes("GPU-11111111-1111-1111-1111-111111111111") == {}
     monkeypatch.setattr(nvml, "find", lambda: None)
-    assert own_process.processes("GPU-ab") == {}
+    assert own_memory.processes("GPU-ab") == {}
 
 
 # ----------------------------------------------------------------------------------- processes

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvelastic import config
-from kvelastic.integration.vllm import own_process, start_reserve, worker_device
+from kvelastic.integration.vllm import own_memory, start_reserve, worker_device
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 from kvelastic.shared import ledger
 
@@ -130,7 +130,7 @@ def _of_process(worker: Any, device: worker_device.WorkerDevice, cache_bytes: in
     if not device.facts.is_gpu:
         return None
     if _NVML_PID not in worker.__dict__:
-        setattr(worker, _NVML_PID, own_process.find(device.driver, device.facts.name))
+        setattr(worker, _NVML_PID, own_memory.find_pid(device.driver, device.facts.name))
     pid: int | None = worker.__dict__[_NVML_PID]
-    held_bytes = None if pid is None else own_process.processes(device.facts.name).get(pid)
+    held_bytes = None if pid is None else own_memory.processes(device.facts.name).get(pid)
     return None if held_bytes is None else max(0, held_bytes - cache_bytes)
