@@ -10,8 +10,7 @@ import pytest
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Hold, each_key
-from kvelastic.tiers.load import Load
-from kvelastic.tiers.loads_in_progress import Loads, is_too_slow
+from kvelastic.tiers.load import Load, Loads, is_too_slow
 from kvelastic.tiers.plan import Segment
 
 if TYPE_CHECKING:

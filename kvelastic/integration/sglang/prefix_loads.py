@@ -28,12 +28,11 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_has
 
 from kvelastic.integration.sglang.hidden_requests import hidden_requests
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
-from kvelastic.tiers.loads_in_progress import Loads
+from kvelastic.tiers.load import Load, Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
-    from kvelastic.tiers.load import Load
     from kvelastic.tiers.manager import Tiers
 
 _log = logging.getLogger("kvelastic.sglang")

@@ -4,7 +4,7 @@ How a request's blocks are loaded back, all on the scheduler's thread::
 
     schedule   vLLM looks up blocks (`tier_spec`, `tier_lookups`); found ones are held
                it allocates blocks for them and creates a job for its workers
-               vLLM's job is dropped: tiers load beside the steps (`tiers.loads_in_progress`)
+               vLLM's job is dropped: tiers load beside the steps (`tiers.load`)
     ...        the request waits; if no other request can run, the engine backs off
     schedule   first, completed loads are reported to vLLM as if a worker had done them
 
@@ -32,11 +32,10 @@ from kvelastic.integration.vllm.tier_lookups import Lookups
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.pool.scheduling.memory_wait import PAUSE_S
 from kvelastic.tiers.base import KEY_BYTES
-from kvelastic.tiers.loads_in_progress import Loads
+from kvelastic.tiers.load import Load, Loads
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
-    from kvelastic.tiers.load import Load
     from kvelastic.tiers.manager import Tiers
     from kvelastic.tiers.stores.peer.engine import Peers
 
