@@ -6,8 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvelastic import _vmm
@@ -116,14 +115,8 @@ class Link:
         peer's hold, `ChannelTimeoutError`, `ChannelClosedError` and `MappingError`. The content of
         the targets is then undefined.
         """
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            for theirs, ours, size_bytes in portions(sources, targets):
-                self._retried(partial(self._pull_once, theirs, ours, claim, deadline_s))
-                self.count(pulled=size_bytes)
-        except KvelasticError:
-            self.count(failures=1)
-            raise
+        for size_bytes in self._copied(self._pull_once, sources, targets, timeout_s, claim):
+            self.count(pulled=size_bytes)
 
     def push(
         self,
@@ -138,14 +131,8 @@ class Link:
         Blocks for at most `timeout_s` seconds. The sources must not change until this returns.
         Raises the same errors as `pull`.
         """
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            for ours, theirs, size_bytes in portions(sources, targets):
-                self._retried(partial(self._push_once, ours, theirs, claim, deadline_s))
-                self.count(pushed=size_bytes)
-        except KvelasticError:
-            self.count(failures=1)
-            raise
+        for size_bytes in self._copied(self._push_once, sources, targets, timeout_s, claim):
+            self.count(pushed=size_bytes)
 
     def unlink(self, timeout_s: float, *, force: bool = False) -> None:
         """End the link. Blocks while the peer confirms.
@@ -159,15 +146,31 @@ class Link:
         self.connection.close()
         self._node.forget(self)
 
-    # --- one attempt ---------------------------------------------------------------------------
+    def _copied(
+        self,
+        once: Callable[[bytes, bytes, bytes, float], None],
+        sources: Sequence[Piece],
+        targets: Sequence[Piece],
+        timeout_s: float,
+        claim: bytes,
+    ) -> Iterator[int]:
+        """Call `once` for each portion, again if its lease was lost; yield the bytes of each."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            for source, target, size_bytes in portions(sources, targets):
+                for _ in range(MOST_TRIES - 1):
+                    with contextlib.suppress(LeaseLostError):
+                        once(source, target, claim, deadline_s)
+                        break
+                    self.count(retries=1)
+                else:
+                    once(source, target, claim, deadline_s)
+                yield size_bytes
+        except KvelasticError:
+            self.count(failures=1)
+            raise
 
-    def _retried(self, once: Callable[[], None]) -> None:
-        for _ in range(MOST_TRIES - 1):
-            with contextlib.suppress(LeaseLostError):
-                once()
-                return
-            self.count(retries=1)
-        once()
+    # --- one attempt ---------------------------------------------------------------------------
 
     def _pull_once(self, sources: bytes, ours: bytes, claim: bytes, deadline_s: float) -> None:
         begin = Begin(sources, claim, _left_ms(deadline_s))
