@@ -1,13 +1,14 @@
-"""A limit that requests keep from being met holds within a few steps; steps are counted.
+"""A limit that requests keep from being met: how many steps until it holds, and at what cost.
 
-The scheduler is simulated, and has the names that the wrapper of vLLM's knows; pool, block pool and
-wrapper are real.
+The scheduler is simulated, and has the names that the wrapper of vLLM's knows; everything else is
+real. Steps are counted, and nothing is timed.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import needs
 import pytest
@@ -28,6 +29,7 @@ LOWERED_PAGES = 4
 AT_ONCE = 96
 WARM_UP_STEPS = 60
 MOST_STEPS = 400
+"""Far more than any of this needs: who has not arrived by then does not."""
 
 
 class PauseState(enum.IntEnum):
@@ -77,14 +79,33 @@ class Scheduler(SimulatedScheduler):
         return work
 
 
-def steps_until_it_holds(
-    wait_s: float | None, steps_on_their_way: int, *, prefix_caching: bool
-) -> tuple[int, int]:
-    """Steps until the lowered limit holds, and requests that run then."""
+def preempts_after(wait_s: float | None) -> Callable[..., SimulatedScheduler]:
+    """Makes a scheduler that preempts for a limit after that time; None: never."""
+
+    def make(pool: Any, **options: Any) -> SimulatedScheduler:
+        pool.over_limit = OverLimit(pool.memory, wait_s)
+        return Scheduler(pool, **options)
+
+    return make
+
+
+class Outcome(NamedTuple):
+    steps: int
+    """Scheduled until no byte was over the limit."""
+    preemptions: int
+    running: int
+    """Requests that run when the limit holds."""
+
+
+def lower_the_limit(
+    steps_on_their_way: int,
+    *,
+    prefix_caching: bool,
+    make: Callable[..., SimulatedScheduler] = SimulatedScheduler,
+) -> Outcome:
     _, memory = make_memory(pages=PAGES)
     pool = make_pool(memory, pages=PAGES, enable_caching=prefix_caching)
-    pool.over_limit = OverLimit(pool.memory, wait_s)
-    scheduler = Scheduler(
+    scheduler = make(
         pool,
         steps_on_their_way=steps_on_their_way,
         at_once=AT_ONCE,
@@ -92,12 +113,13 @@ def steps_until_it_holds(
     )
     for _ in range(WARM_UP_STEPS):
         scheduler.step()
+    preempted_before = scheduler.preemptions
     memory.set_limit(LOWERED_PAGES * LAYOUT.page_bytes)
     steps = 0
     while memory.limit_state()["over_bytes"] > 0 and steps < MOST_STEPS:
         scheduler.step()
         steps += 1
-    running = len(scheduler.running)
+    outcome = Outcome(steps, scheduler.preemptions - preempted_before, len(scheduler.running))
     finished = scheduler.finished
     for _ in range(WARM_UP_STEPS):
         scheduler.step()
@@ -105,7 +127,7 @@ def steps_until_it_holds(
     assert memory.mapped_bytes <= LOWERED_PAGES * LAYOUT.page_bytes
     scheduler.drain()
     pool.check_integrity()
-    return steps, running
+    return outcome
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -113,11 +135,25 @@ def steps_until_it_holds(
 def test_limit_holds_after_the_steps_in_flight(
     steps_on_their_way: int, prefix_caching: bool
 ) -> None:
-    steps, running = steps_until_it_holds(0.0, steps_on_their_way, prefix_caching=prefix_caching)
-    assert steps <= 2 + steps_on_their_way
-    assert running > 0, "more have made way than the limit needs"
+    outcome = lower_the_limit(
+        steps_on_their_way, prefix_caching=prefix_caching, make=preempts_after(0.0)
+    )
+    assert outcome.steps <= 2 + steps_on_their_way
+    assert outcome.running > 0, "more have made way than the limit needs"
 
 
 def test_without_a_wait_time_requests_are_not_preempted() -> None:
-    steps, _ = steps_until_it_holds(None, 1, prefix_caching=True)
-    assert 10 < steps < MOST_STEPS
+    outcome = lower_the_limit(1, prefix_caching=True, make=preempts_after(None))
+    assert 10 < outcome.steps < MOST_STEPS
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_steps_in_flight_delay_limits_at_most_half(prefix_caching: bool) -> None:
+    """And nobody is preempted who would not have been with no step on its way."""
+    alone = lower_the_limit(0, prefix_caching=prefix_caching)
+    assert 1 < alone.steps < MOST_STEPS
+    for steps_on_their_way in (1, 2):
+        one = lower_the_limit(steps_on_their_way, prefix_caching=prefix_caching)
+        assert one.steps <= 1.5 * alone.steps, (steps_on_their_way, one, alone)
+        assert one.preemptions <= 1.1 * alone.preemptions, (steps_on_their_way, one, alone)
+        assert one.running >= 0.5 * alone.running, (steps_on_their_way, one, alone)
