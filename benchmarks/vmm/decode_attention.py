@@ -122,7 +122,7 @@ def _compare(
         graphs = [_graph(partial(work, each)) for each in (dense, cache)]
         samples: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds + 3):
-            took = [_replay_ms(graph) for graph in graphs]
+            took = [replay_ms(graph) for graph in graphs]
             if turn >= 3:
                 for place, took_ms in zip(samples, took, strict=True):
                     place.append(took_ms)
@@ -159,7 +159,8 @@ def _graph(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of one replay, on the device."""
     import torch
 
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -167,7 +168,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after)
+    return float(before.elapsed_time(after))
 
 
 def measured(data: dict[str, Any]) -> list[str]:

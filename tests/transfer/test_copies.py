@@ -384,15 +384,20 @@ def test_every_byte_maps_to_its_block_by_layout(memory: Pages) -> None:
                 _vmm.blocks_in(geometry, 0, piece)
 
 
-def test_block_being_read_is_not_reused(nodes: Nodes) -> None:
-    """Freed while a peer reads it, and wanted by others: it waits for the end of the copy."""
-    owner, _, link = nodes
-    memory = Pages(LAYOUTS["one block a page"], pages=3)
+def blocks_for_peers(owner: Node, layout: str) -> tuple[_vmm.Pool, list[int], list[Piece]]:
+    """Two blocks in use of a pool that peers may read."""
+    memory = Pages(LAYOUTS[layout], pages=3)
     pool = memory.pool()
     register_blocks(owner, memory.range, pool)
     blocks = pool.alloc(2)
     assert blocks
-    pieces = pieces_of(memory, blocks)
+    return pool, blocks, pieces_of(memory, blocks)
+
+
+def test_block_being_read_is_not_reused(nodes: Nodes) -> None:
+    """Freed while a peer reads it, and wanted by others: it waits for the end of the copy."""
+    owner, _, link = nodes
+    pool, blocks, pieces = blocks_for_peers(owner, "one block a page")
     settle = link.settle
 
     def settle_after_free(lease: int, checksum: int | None, deadline_s: float) -> None:
@@ -412,12 +417,7 @@ def test_block_being_read_is_not_reused(nodes: Nodes) -> None:
 def test_pool_closed_during_a_read_invalidates_the_copy(nodes: Nodes) -> None:
     """close(discard) ends pins: the page's generation is what tells."""
     owner, _, link = nodes
-    memory = Pages(LAYOUTS["paged"], pages=3)
-    pool = memory.pool()
-    register_blocks(owner, memory.range, pool)
-    blocks = pool.alloc(2)
-    assert blocks
-    pieces = pieces_of(memory, blocks)
+    pool, _, pieces = blocks_for_peers(owner, "paged")
     settle = link.settle
 
     def settle_after_close(lease: int, checksum: int | None, deadline_s: float) -> None:

@@ -29,6 +29,7 @@ from benchmarks.gpu.kernels.paged_attention import PagedAttention, relative_erro
 from benchmarks.gpu.kernels.runtime import NEEDS_GPU, NeedsGpuError, Runtime
 from benchmarks.vmm import cache_layouts
 from benchmarks.vmm.cache_layouts import Cache
+from benchmarks.vmm.decode_attention import replay_ms
 from benchmarks.vmm.models import GIB, LLAMA_3_8B, MIB, Model
 from benchmarks.vmm.section import Section, median_ratio, number
 
@@ -218,7 +219,7 @@ class Step:
         for turn in range(rounds + WARMING_TURNS):
             first = turn % len(names)  # nobody is always the first one
             for name in names[first:] + names[:first]:
-                took_ms = _replay_ms(graphs[name])
+                took_ms = replay_ms(graphs[name])
                 if turn >= WARMING_TURNS:
                     samples[name].append(took_ms)
         return told | samples
@@ -250,17 +251,6 @@ def _graph(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         work()
     return graph
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    import torch
-
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    graph.replay()
-    after.record()
-    after.synchronize()
-    return float(before.elapsed_time(after))
 
 
 def ratios(data: dict[str, Any], layout: str, what: str = "ms") -> dict[str, float]:
