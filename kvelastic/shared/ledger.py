@@ -42,6 +42,7 @@ from kvelastic.shared.segment_listing import (
     READ_FLAGS,
     SHM_DIR,
     WRITE_FLAGS,
+    file_names,
     inode_of,
     locked,
     temporary_name,
@@ -328,16 +329,9 @@ def _reap_quietly(path: Path) -> bool:
 
 def _paths() -> list[Path]:
     try:
-        with os.scandir(SHM_DIR) as entries:
-            return [
-                Path(entry.path)
-                for entry in entries
-                if entry.name.startswith(_PREFIX) and entry.is_file(follow_symlinks=False)
-            ]
-    except OSError as error:
-        if is_out_of_descriptors(error):
-            raise LedgerError(f"cannot list {SHM_DIR}: {error.strerror}") from error
-        return []
+        return [SHM_DIR / name for name in file_names() if name.startswith(_PREFIX)]
+    except SegmentError as error:
+        raise LedgerError(str(error)) from error
 
 
 def _open_or_make(

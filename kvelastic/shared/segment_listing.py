@@ -174,7 +174,7 @@ def list_segments() -> list[SegmentInfo]:
     Raises `SegmentError` if this process is out of file descriptors, because the list would wrongly
     be empty.
     """
-    found = (_inspect_if_segment(name) for name in _file_names())
+    found = (_inspect_if_segment(name) for name in _possible_segments())
     return sorted((info for info in found if info is not None), key=lambda info: info.name)
 
 
@@ -187,14 +187,18 @@ def _inspect_if_segment(name: str) -> SegmentInfo | None:
         return None
 
 
-def _file_names() -> list[str]:
+def _possible_segments() -> list[str]:
+    return [name for name in file_names() if not name.startswith(_NO_SEGMENTS)]
+
+
+def file_names() -> list[str]:
+    """Return the names of the regular files in /dev/shm; none if it cannot be listed.
+
+    Raises `SegmentError` if this process is out of file descriptors.
+    """
     try:
         with os.scandir(SHM_DIR) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if entry.is_file(follow_symlinks=False) and not entry.name.startswith(_NO_SEGMENTS)
-            ]
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     except OSError as error:
         if is_out_of_descriptors(error):
             raise SegmentError(f"cannot list {SHM_DIR}: {error.strerror}") from error
@@ -279,7 +283,7 @@ def reap() -> list[str]:
     removed: list[str] = []
     names: list[str] = []
     with suppress(SegmentError):
-        names = _file_names()
+        names = _possible_segments()
     for name in names:
         with suppress(SegmentError):
             if _inspect_file(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
