@@ -39,6 +39,9 @@ _NOTE_SUFFIXES: Final = frozenset(
 """Suffixes of files that do not affect results. All other files count, because a model's own code
 may read any file."""
 
+RANDOM_WEIGHTS: Final = "dummy"
+"""The load format of vLLM and SGLang for random weights."""
+
 _CHUNK_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 100_000
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -78,8 +81,13 @@ class WeightFiles:
         return WeightFiles(path, root, files)
 
     @staticmethod
-    def look(model: str) -> WeightFiles | None:
-        """Return the files at a path as `at` does, but log errors and return None."""
+    def look(model: str, load_format: str) -> WeightFiles | None:
+        """Return the files at a path as `at` does, but log errors and return None.
+
+        `load_format` is the engine's. Returns None for random weights.
+        """
+        if load_format == RANDOM_WEIGHTS:
+            return None
         try:
             return WeightFiles.at(model)
         except OSError as error:

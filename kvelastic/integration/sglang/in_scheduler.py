@@ -84,9 +84,9 @@ def _weight_files(server_args: Any, *args: Any, **more: Any) -> WeightFiles | No
 
     if not config.load().tiers:
         return None
-    from kvelastic.integration.sglang.tier_opening import weight_files_of
+    from kvelastic.tiers.weights_fingerprint import WeightFiles
 
-    return weight_files_of(server_args)
+    return WeightFiles.look(str(server_args.model_path), server_args.load_format)
 
 
 @ends_process

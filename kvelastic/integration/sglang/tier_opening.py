@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from typing import Any, Final
+from typing import Any
 
 from kvelastic.config import Config
 from kvelastic.integration.hooks.versions import installed_version
@@ -21,18 +21,6 @@ from kvelastic.pool.engine_pool import EnginePool
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
 from kvelastic.tiers.weights_fingerprint import WeightFiles
-
-_RANDOM_WEIGHTS: Final = "dummy"
-
-
-def weight_files_of(arguments: Any) -> WeightFiles | None:
-    """Return the weight files that an SGLang with these arguments is about to load.
-
-    Returns None if the weights come from elsewhere or the files are unreadable, which is logged.
-    """
-    if arguments.load_format == _RANDOM_WEIGHTS:
-        return None
-    return WeightFiles.look(str(arguments.model_path))
 
 
 def open_for(

@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.weights_fingerprint import WeightFiles
+from kvelastic.tiers.weights_fingerprint import RANDOM_WEIGHTS, WeightFiles
 
 _STABLE_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
 """Hash algorithms with the same seed in every process, unless PYTHONHASHSEED sets another."""
-_RANDOM_WEIGHTS: Final = "dummy"
 _GROUP_BYTES: Final = 4
 """vLLM's block hash ends with the block's group in this many bytes, most significant first."""
 
@@ -33,9 +32,9 @@ def weight_files_of(vllm_config: Any) -> WeightFiles | None:
 
     Returns None if the weights come from elsewhere or the files are unreadable, which is logged.
     """
-    if vllm_config.load_config.load_format == _RANDOM_WEIGHTS:
-        return None
-    return WeightFiles.look(str(vllm_config.model_config.model))
+    return WeightFiles.look(
+        str(vllm_config.model_config.model), vllm_config.load_config.load_format
+    )
 
 
 def namespace_of(
@@ -88,7 +87,7 @@ def _weights(model: Any, load_format: str, *, has_files: bool) -> str:
     commit = getattr(model.hf_config, "_commit_hash", None)
     if has_files:
         found = "files"
-    elif commit and load_format != _RANDOM_WEIGHTS:
+    elif commit and load_format != RANDOM_WEIGHTS:
         found = f"commit {commit}"
     else:
         found = f"unknown {secrets.token_hex(16)}"
