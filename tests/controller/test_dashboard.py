@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -176,17 +177,24 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
     ]
 
 
-def test_refused_sleep_shows_the_reason(page: Shown, front: Controller, engine: Engine) -> None:
-    row = page.row("org/m")
+@contextmanager
+def request_under_way(front: Controller, engine: Engine) -> Iterator[None]:
+    """The engine holds back the answer of a request in the body."""
     body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
     with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
         busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
         busy.start()
         wait_until(lambda: "it" in engine.state()["held"])
-        row.get_by_role("button", name="Sleep org/m").click()
-        expect(row.locator("td:last-child .answer")).to_contain_text("Not done: ")
+        yield
         engine.release("it")
         busy.join()
+
+
+def test_refused_sleep_shows_the_reason(page: Shown, front: Controller, engine: Engine) -> None:
+    row = page.row("org/m")
+    with request_under_way(front, engine):
+        row.get_by_role("button", name="Sleep org/m").click()
+        expect(row.locator("td:last-child .answer")).to_contain_text("Not done: ")
     engine.change(sleep_status=500)
     row.get_by_role("button", name="Sleep org/m").click()
     expect(row.locator("td:last-child .answer")).to_contain_text("could not be put to sleep")
@@ -212,15 +220,9 @@ def test_outdated_result_message_is_removed(page: Shown, front: Controller, engi
     expect(row.locator(".state")).to_have_text("awake")
     expect(answer).to_be_empty()
     # A refusal goes with its reason.
-    body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
-    with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
-        busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
-        busy.start()
-        wait_until(lambda: "it" in engine.state()["held"])
+    with request_under_way(front, engine):
         row.get_by_role("button", name="Sleep org/m").click()
         expect(answer).to_contain_text("Not done: ")
-        engine.release("it")
-        busy.join()
     expect(answer).to_be_empty()
     # What was applied is no longer in force when somebody else has requested another thing.
     text = row.get_by_label("Limit of org/m, as text")
