@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
-#include "driver/host_driver.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 
 namespace kvelastic {
 namespace {
@@ -26,17 +26,6 @@ std::unique_ptr<Pool> pool_of(const std::shared_ptr<Range>& range) {
   (*pool)->writeback.use_tiers(
       {std::chrono::milliseconds(20), std::chrono::hours(1), std::chrono::hours(1)});
   return *std::move(pool);
-}
-
-std::shared_ptr<Range> range_of_blocks() {
-  Geometry g;
-  g.pages = kPages;
-  g.extent_bytes = HostDriver::kGranularityBytes;
-  g.block_bytes = g.extent_bytes / kBlocksPerPage;
-  g.blocks_per_page = kBlocksPerPage;
-  auto range = Range::reserve(std::shared_ptr<Driver>(*HostDriver::open()), g);
-  CHECK(static_cast<bool>(range));
-  return *std::move(range);
 }
 
 /// Serves demotions until told to stop.
@@ -77,7 +66,7 @@ class Demoter {
 };
 
 TEST(pool_is_shrunk_used_and_copied_concurrently) {
-  const std::shared_ptr<Range> range = range_of_blocks();
+  const std::shared_ptr<Range> range = host_range(one_buffer(kPages, kBlocksPerPage));
   const std::unique_ptr<Pool> pool = pool_of(range);
   {
     const Demoter demoter(*pool);
@@ -128,7 +117,7 @@ TEST(pool_is_shrunk_used_and_copied_concurrently) {
 }
 
 TEST(new_request_ends_the_wait_for_writeback) {
-  const std::shared_ptr<Range> range = range_of_blocks();
+  const std::shared_ptr<Range> range = host_range(one_buffer(kPages, kBlocksPerPage));
   const std::unique_ptr<Pool> pool = pool_of(range);
   auto ids = pool->allocator.alloc(kPages * kBlocksPerPage - 1);
   REQUIRE(static_cast<bool>(ids) && ids->has_value());

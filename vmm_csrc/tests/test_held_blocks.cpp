@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "check.h"
-#include "driver/host_driver.h"
 #include "memory_pieces_fixture.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 #include "transfer/held_blocks.h"
 
 namespace kvelastic {
@@ -50,20 +50,12 @@ struct Held {
   std::shared_ptr<Pool> pool;
 
   Held() {
-    Geometry geometry;
-    geometry.pages = 4;
-    geometry.extent_bytes = kPage;
-    geometry.block_bytes = kBlock;
-    geometry.blocks_per_page = kBlocksPerPage;
+    const Geometry geometry = one_buffer(4, kBlocksPerPage);
     PoolOptions options;
     options.max_blocks = 4 * kBlocksPerPage;
     options.limit_bytes = options.capacity_bytes = 4 * kPage;
     options.preallocate = false;
-    auto driver = HostDriver::open();
-    REQUIRE(bool(driver));
-    auto reserved = Range::reserve(*std::move(driver), geometry);
-    REQUIRE(bool(reserved));
-    range = *std::move(reserved);
+    range = host_range(geometry);
     auto made = Pool::create(geometry, std::make_shared<LocalBacking>(range), options);
     REQUIRE(bool(made));
     pool = *std::move(made);

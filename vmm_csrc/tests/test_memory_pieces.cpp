@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "driver/host_driver.h"
 #include "memory_pieces_fixture.h"
-#include "pages/range.h"
+#include "pool_fixture.h"
 #include "transfer/process_copy.h"
 
 namespace kvelastic {
@@ -45,15 +44,7 @@ TEST(mismatched_or_overflowing_pieces_are_refused) {
 
 TEST(copied_pieces_match_their_page_generation) {
   constexpr std::uint64_t kPages = 6;
-  Geometry geometry;
-  geometry.pages = kPages;
-  geometry.extent_bytes = geometry.block_bytes = kPage;
-  geometry.blocks_per_page = 1;
-  auto driver = HostDriver::open();
-  CHECK(bool(driver));
-  auto made = Range::reserve(*std::move(driver), geometry);
-  CHECK(bool(made));
-  const std::shared_ptr<Range> range = *std::move(made);
+  const std::shared_ptr<Range> range = host_range(one_buffer(kPages, 1));
   const auto page_at = [&](PageIndex page) { return range->address() + page * kPage; };
 
   std::atomic<bool> is_over{false};

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "check.h"
-#include "driver/host_driver.h"
 #include "pool/accounting.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 
 namespace kvelastic {
 namespace {
@@ -15,12 +15,7 @@ constexpr std::uint64_t kPages = 4;
 constexpr std::uint64_t kBlocksPerPage = 8;
 
 Geometry geometry() {
-  Geometry g;
-  g.pages = kPages;
-  g.extent_bytes = kPage;
-  g.block_bytes = kPage / kBlocksPerPage;
-  g.blocks_per_page = kBlocksPerPage;
-  return g;
+  return one_buffer(kPages, kBlocksPerPage);
 }
 
 /// Two mapped pages, all their blocks used.
@@ -47,12 +42,7 @@ std::shared_ptr<Pool> make_pool() {
   o.limit_bytes = o.capacity_bytes = kPages * kPage;
   o.preallocate = false;
   o.movable = true;
-  auto driver = HostDriver::open();
-  if (!driver) return nullptr;
-  auto range = Range::reserve(*std::move(driver), geometry());
-  if (!range) return nullptr;
-  auto pool = Pool::create(
-      geometry(), std::make_shared<LocalBacking>(std::shared_ptr<Range>(*std::move(range))), o);
+  auto pool = Pool::create(geometry(), std::make_shared<LocalBacking>(host_range(geometry())), o);
   if (!pool) return nullptr;
   return *std::move(pool);
 }

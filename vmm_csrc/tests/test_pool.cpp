@@ -12,6 +12,7 @@
 #include "driver/host_driver.h"
 #include "pool/maintenance_thread.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 #include "segment/ring_backing.h"
 #include "segment/ring_worker.h"
 
@@ -23,12 +24,7 @@ constexpr std::uint64_t kPages = 6;
 constexpr std::uint64_t kBlocksPerPage = 16;
 
 Geometry geometry() {
-  Geometry g;
-  g.pages = kPages;
-  g.extent_bytes = kPage;
-  g.block_bytes = kPage / kBlocksPerPage;
-  g.blocks_per_page = kBlocksPerPage;
-  return g;
+  return one_buffer(kPages, kBlocksPerPage);
 }
 
 PoolOptions options() {
@@ -38,14 +34,6 @@ PoolOptions options() {
   o.min_reserved_pages = 1;
   o.max_reserved_pages = 3;
   return o;
-}
-
-std::shared_ptr<Range> make_range() {
-  auto driver = HostDriver::open();
-  if (!driver) return nullptr;
-  auto range = Range::reserve(*std::move(driver), geometry());
-  if (!range) return nullptr;
-  return *std::move(range);
 }
 
 /// Local memory whose records nobody reads, for tests to stand in the way of one call or another.
@@ -159,8 +147,7 @@ void hammer(Pool& pool, int threads, int steps) {
 }  // namespace
 
 TEST(pool_threads_over_local_memory) {
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   auto pool = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
   REQUIRE(static_cast<bool>(pool));
   hammer(**pool, 4, 300);
@@ -174,8 +161,7 @@ TEST(pool_threads_over_ring_with_maintenance_thread) {
   auto ring = RingBacking::create(segment->owner->ring_area(), geometry(), 1,
                                   std::chrono::seconds(60), nullptr);
   REQUIRE(static_cast<bool>(ring));
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   auto worker = RingWorker::start(segment->owner->ring_area(), range, 0, nullptr);
   REQUIRE(static_cast<bool>(worker));
   std::shared_ptr<RingBacking> backing = *std::move(ring);
@@ -197,8 +183,7 @@ TEST(pool_threads_over_ring_with_maintenance_thread) {
 }
 
 TEST(pages_arriving_over_limit_wake_maintenance_thread) {
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   auto backing = std::make_shared<GatedBacking>(range);
   auto made = Pool::create(geometry(), backing, options());
   REQUIRE(static_cast<bool>(made));
@@ -259,14 +244,8 @@ class GatedLoads final : public OverLocal {
 };
 
 TEST(preallocated_pages_wait_for_loads) {
-  Geometry large = geometry();  // a page is a batch
-  large.extent_bytes = kFirstBatchBytes;
-  large.block_bytes = large.extent_bytes / kBlocksPerPage;
-  auto driver = HostDriver::open();
-  REQUIRE(static_cast<bool>(driver));
-  auto range = Range::reserve(*std::move(driver), large);
-  REQUIRE(static_cast<bool>(range));
-  auto backing = std::make_shared<GatedLoads>(*std::move(range));
+  const Geometry large = one_buffer(kPages, kBlocksPerPage, kFirstBatchBytes);  // a page is a batch
+  auto backing = std::make_shared<GatedLoads>(host_range(large));
   PoolOptions wants = options();
   wants.limit_bytes = wants.capacity_bytes = kPages * large.extent_bytes;
   wants.min_reserved_pages = 3;
@@ -337,13 +316,8 @@ class CountedCalls final : public OverLocal {
 };
 
 TEST(gpu_call_maps_at_most_16_handles) {
-  Geometry many = geometry();
-  many.pages = 50;
-  auto driver = HostDriver::open();
-  REQUIRE(static_cast<bool>(driver));
-  auto range = Range::reserve(*std::move(driver), many);
-  REQUIRE(static_cast<bool>(range));
-  auto backing = std::make_shared<CountedCalls>(*std::move(range));
+  const Geometry many = one_buffer(50, kBlocksPerPage);
+  auto backing = std::make_shared<CountedCalls>(host_range(many));
   PoolOptions wants = options();
   wants.max_blocks = many.pages * kBlocksPerPage;
   wants.limit_bytes = wants.capacity_bytes = many.pages * many.extent_bytes;
@@ -377,8 +351,7 @@ class ThrowingBacking final : public OverLocal {
 TEST(maintenance_thread_survives_bad_alloc) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   auto backing = std::make_shared<ThrowingBacking>(range);
   auto made = Pool::create(geometry(), backing, options());
   REQUIRE(static_cast<bool>(made));
@@ -402,8 +375,7 @@ TEST(maintenance_thread_survives_bad_alloc) {
 }
 
 TEST(reclaim_drops_reservations) {
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
   REQUIRE(static_cast<bool>(made));
   Pool& pool = **made;
@@ -448,8 +420,7 @@ TEST(ring_refuses_mismatched_layouts_and_areas) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
   const std::span<std::byte> area = segment->owner->ring_area();
-  auto range = make_range();
-  REQUIRE(range != nullptr);
+  auto range = host_range(geometry());
   CHECK(!RingWorker::start(area, range, 0, nullptr));  // no ring there yet
   CHECK(!RingBacking::create(area.first(64), geometry(), 1, kForever, nullptr));
   CHECK(!RingBacking::create(area.subspan(8), geometry(), 1, kForever, nullptr));

@@ -12,6 +12,7 @@
 #include "pool/pending_work.h"
 #include "pool/pressure.h"
 #include "pool/provisioning.h"
+#include "pool_fixture.h"
 
 namespace kvelastic {
 namespace {
@@ -24,12 +25,7 @@ constexpr std::uint64_t kPages = 4;
 constexpr std::uint64_t kBlocksPerPage = 8;
 
 Geometry geometry() {
-  Geometry g;
-  g.pages = kPages;
-  g.extent_bytes = kPage;
-  g.block_bytes = kPage / kBlocksPerPage;
-  g.blocks_per_page = kBlocksPerPage;
-  return g;
+  return one_buffer(kPages, kBlocksPerPage);
 }
 
 /// An accounting of four pages, `mapped` of them there.

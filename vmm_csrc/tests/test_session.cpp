@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "check.h"
-#include "driver/host_driver.h"
 #include "pool/pool.h"
+#include "pool_fixture.h"
 
 namespace kvelastic {
 namespace {
@@ -67,12 +67,7 @@ class LateGpu final : public Backing {
 };
 
 Geometry geometry() {
-  Geometry g;
-  g.pages = kPages;
-  g.extent_bytes = kPage;
-  g.block_bytes = kPage / kBlocksPerPage;
-  g.blocks_per_page = kBlocksPerPage;
-  return g;
+  return one_buffer(kPages, kBlocksPerPage);
 }
 
 std::unique_ptr<Pool> make_pool(std::shared_ptr<Backing> backing, std::int64_t max_cached = -1) {

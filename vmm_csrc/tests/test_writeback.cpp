@@ -8,20 +8,15 @@
 
 #include "check.h"
 #include "pool/blocks.h"
+#include "pool_fixture.h"
 
 namespace kvelastic {
 namespace {
 
-constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr std::uint64_t kBlocksPerPage = 8;
 
 Geometry geometry(std::uint64_t pages) {
-  Geometry g;
-  g.pages = pages;
-  g.extent_bytes = 2 * kMiB;
-  g.block_bytes = 256 << 10;
-  g.blocks_per_page = kBlocksPerPage;
-  return g;
+  return one_buffer(pages, kBlocksPerPage);
 }
 
 BlockKey key(std::uint64_t number) {
