@@ -8,7 +8,7 @@
 // A used or cached block may be *pinned* (pins.h): a change of its state then waits for its last
 // pin, and until then its page counts it as used.
 //
-// A used or cached block may have a key (block_key.h). Such a block is *clean* if a tier has a copy
+// A used or cached block may have a key (BlockKey). Such a block is *clean* if a tier has a copy
 // of it, otherwise *dirty*. Clean blocks are evicted first, because that loses nothing. While a
 // tier copies a dirty cached block, the block is *under writeback*:
 //
@@ -37,7 +37,7 @@
 
 #include "base/lazy_array.h"
 #include "pages/geometry.h"
-#include "pool/block_key.h"
+#include "pool/block_keys.h"
 #include "pool/block_list.h"
 #include "pool/buckets.h"
 #include "pool/pins.h"
